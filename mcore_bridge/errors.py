@@ -1,0 +1,25 @@
+"""Every error that the library raises on purpose. Each message says what was expected, what was found and what to do."""
+
+
+class BridgeError(Exception):
+    """Base of all errors below: catch it to tell our refusals from crashes."""
+
+
+class ConfigError(BridgeError, ValueError):
+    """An HF config, an override or an architecture cannot be expressed exactly. Change the config or the override."""
+
+
+class MeshError(BridgeError, ValueError):
+    """The parallel dimensions cannot be built for this model or world size. Change ``ParallelDims``."""
+
+
+class MappingError(BridgeError, LookupError):
+    """A parameter has no rule, or a tensor no parameter. Fix the architecture's rules, or the model that was built."""
+
+
+class CheckpointError(BridgeError, RuntimeError):
+    """A source of HF tensors is unreadable, incomplete, or holds what the model does not. Fix the source."""
+
+
+class ExportError(BridgeError, RuntimeError):
+    """An export failed on some rank; the message names the rank and the parameter. Every rank of the group raises."""
