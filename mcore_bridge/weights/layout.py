@@ -1,0 +1,172 @@
+"""The algebra of layouts: invertible rearrangements between HF tensors and mcore shards.
+
+A layout takes the *parts* of one parameter (its HF tensors) to one tensor with a leading ``tp`` axis, whose entries are
+the shards that tensor-parallel ranks hold. Where ``tp`` stands in a chain says what other code bases special-case:
+``GATED_UP`` cuts, then fuses; ``QKV`` fuses, then cuts.
+
+Laws, for every layout ``f`` and ``g``:
+
+* ``~~f == f`` and ``~(f >> g) == ~g >> ~f``;
+* ``(~f)(f(parts)) == parts``, always and bit for bit: a layout moves elements and does no arithmetic;
+* ``f((~f)(shards)) == shards`` when replicas agree and padding is zero (``REPLICATED`` and ``VOCAB`` are sections).
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange, repeat
+from torch import Tensor
+
+from mcore_bridge.errors import MappingError
+
+Parts = tuple[Tensor, ...]
+Axes = Mapping[str, int]
+"""Sizes that shapes alone do not tell: ``tp``, ``groups``, ``heads_per_group``, ``vocab``, ``padded_vocab``."""
+
+
+class Layout(ABC):
+    """An invertible rearrangement of a tuple of tensors."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def __call__(self, parts: Parts, axes: Axes) -> Parts:
+        """Rearrange ``parts``; ``axes`` gives the sizes of the named axes."""
+
+    @abstractmethod
+    def __invert__(self) -> Layout:
+        """The layout that undoes this one."""
+
+    def __rshift__(self, then: Layout) -> Layout:
+        return Chain((*_steps(self), *_steps(then)))
+
+
+@dataclass(frozen=True, slots=True)
+class Rearrange(Layout):
+    """An einops pattern on every part. Its inverse is the pattern read right to left."""
+
+    left: str
+    right: str
+
+    def __call__(self, parts: Parts, axes: Axes) -> Parts:
+        names = re.findall(r"[a-z_]+", f"{self.left} {self.right}")
+        sizes = {name: axes[name] for name in names if name in axes}
+        return tuple(rearrange(part, f"{self.left} -> {self.right}", **sizes) for part in parts)
+
+    def __invert__(self) -> Rearrange:
+        return Rearrange(self.right, self.left)
+
+
+@dataclass(frozen=True, slots=True)
+class Concat(Layout):
+    """Join all parts along ``dim``; ``ratio`` gives their relative sizes there, as numbers or names of axes."""
+
+    dim: int
+    ratio: tuple[int | str, ...]
+
+    def __call__(self, parts: Parts, axes: Axes) -> Parts:
+        return (torch.cat(parts, self.dim),)
+
+    def __invert__(self) -> Split:
+        return Split(self.dim, self.ratio)
+
+
+@dataclass(frozen=True, slots=True)
+class Split(Layout):
+    """Cut the one part along ``dim`` by ``ratio``: the inverse of ``Concat``."""
+
+    dim: int
+    ratio: tuple[int | str, ...]
+
+    def __call__(self, parts: Parts, axes: Axes) -> Parts:
+        (whole,) = parts
+        ratio = [axes[share] if isinstance(share, str) else share for share in self.ratio]
+        unit, rest = divmod(whole.shape[self.dim], sum(ratio))
+        if rest:
+            raise MappingError(
+                f"dim {self.dim} of shape {tuple(whole.shape)} cannot be split in the ratio {ratio}: "
+                f"{whole.shape[self.dim]} is no multiple of {sum(ratio)}"
+            )
+        return whole.split([unit * share for share in ratio], self.dim)
+
+    def __invert__(self) -> Concat:
+        return Concat(self.dim, self.ratio)
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate(Layout):
+    """Every tensor-parallel rank holds the same whole tensor."""
+
+    def __call__(self, parts: Parts, axes: Axes) -> Parts:
+        return tuple(repeat(part, "... -> tp ...", tp=axes["tp"]) for part in parts)
+
+    def __invert__(self) -> First:
+        return First()
+
+
+@dataclass(frozen=True, slots=True)
+class First(Layout):
+    """Take the first replica: the inverse of ``Replicate``."""
+
+    def __call__(self, parts: Parts, axes: Axes) -> Parts:
+        return tuple(part[0] for part in parts)
+
+    def __invert__(self) -> Replicate:
+        return Replicate()
+
+
+@dataclass(frozen=True, slots=True)
+class Resize(Layout):
+    """Pad dim 0 with zeros, or cut it, from the axis ``old`` to the axis ``new``. Its inverse exchanges the two."""
+
+    old: str
+    new: str
+
+    def __call__(self, parts: Parts, axes: Axes) -> Parts:
+        return tuple(self._resize(part, axes) for part in parts)
+
+    def _resize(self, part: Tensor, axes: Axes) -> Tensor:
+        if part.shape[0] != axes[self.old]:
+            raise MappingError(f"dim 0 of shape {tuple(part.shape)} is not the axis {self.old} = {axes[self.old]}")
+        missing = axes[self.new] - axes[self.old]
+        if missing <= 0:
+            return part[: axes[self.new]]
+        return torch.cat((part, part.new_zeros((missing, *part.shape[1:]))))
+
+    def __invert__(self) -> Resize:
+        return Resize(self.new, self.old)
+
+
+@dataclass(frozen=True, slots=True)
+class Chain(Layout):
+    """Layouts one after the other; the inverse runs the inverses in reverse order."""
+
+    steps: tuple[Layout, ...]
+
+    def __call__(self, parts: Parts, axes: Axes) -> Parts:
+        for step in self.steps:
+            parts = step(parts, axes)
+        return parts
+
+    def __invert__(self) -> Chain:
+        return Chain(tuple(~step for step in reversed(self.steps)))
+
+
+def _steps(layout: Layout) -> tuple[Layout, ...]:
+    return layout.steps if isinstance(layout, Chain) else (layout,)
+
+
+# fmt: off
+GROUPS     = Rearrange("(groups n) ...", "groups n ...")
+COLUMN     = Rearrange("(tp n) ...", "tp n ...")
+ROW        = Rearrange("n (tp m)", "tp n m")
+REPLICATED = Replicate()
+VOCAB      = Resize("vocab", "padded_vocab") >> COLUMN
+GATED_UP   = COLUMN >> Concat(1, ratio=(1, 1))                                          # cut, then fuse
+QKV        = GROUPS >> Concat(1, ratio=("heads_per_group", 1, 1)) >> ~GROUPS >> COLUMN  # fuse, then cut
+# fmt: on

@@ -1,0 +1,141 @@
+"""What a layout does, as data: run it on coordinates instead of weights, and read off which elements go where.
+
+Every layout moves whole slices along one dim, so a trace is a short list of ``Copy``: enough to read from a file only the
+slices that a rank owns, to write each straight into place, and to put an HF tensor together with one copy of each byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.errors import MappingError
+from mcore_bridge.weights.layout import Axes, Chain, Layout, Rearrange
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Along ``dim``, ``size`` elements of a part from ``part_start`` on are those of a shard from ``shard_start`` on."""
+
+    part: int
+    shard: int
+    dim: int
+    part_start: int
+    shard_start: int
+    size: int
+
+    def of_part(self, part: Tensor) -> Tensor:
+        """The slice of the HF tensor, as a view."""
+        return part.narrow(self.dim, self.part_start, self.size)
+
+    def of_shard(self, shard: Tensor) -> Tensor:
+        """The slice of the mcore shard, as a view."""
+        return shard.narrow(self.dim, self.shard_start, self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A layout at given sizes: shapes on both sides, and the copies that carry it out in either direction.
+
+    ``to_mcore`` writes every element of every shard but padding, replicas too; ``to_hf`` writes every element of every
+    part exactly once, and takes replicated elements from the first shard that has them.
+    """
+
+    part_shapes: tuple[Shape, ...]
+    shard_shape: Shape
+    to_mcore: tuple[Copy, ...]
+    to_hf: tuple[Copy, ...]
+
+
+def trace(layout: Layout, shard_shape: Shape, axes: Axes) -> Trace:
+    """Trace ``layout`` for shards of ``shard_shape`` (one rank's parameter).
+
+    Raises:
+        MappingError: when shards of that shape cannot come from this layout at these sizes of axes.
+    """
+    return _trace(layout, tuple(shard_shape), tuple(sorted(axes.items())))
+
+
+@lru_cache(maxsize=4096)
+def _trace(layout: Layout, shard_shape: Shape, sizes: tuple[tuple[str, int], ...]) -> Trace:
+    axes = dict(sizes)
+    shards = torch.empty((axes["tp"], *shard_shape), device="meta")
+    try:
+        part_shapes = tuple(tuple(part.shape) for part in (~layout)((shards,), axes))
+        shapes = tuple(tuple(whole.shape) for whole in layout(tuple(shards.new_empty(s) for s in part_shapes), axes))
+    except (ValueError, RuntimeError) as error:  # einops raises EinopsError, a RuntimeError
+        raise MappingError(f"shards of shape {shard_shape} do not fit {layout} at {axes}: {error}") from None
+    if shapes != ((axes["tp"], *shard_shape),):
+        raise MappingError(f"{layout} at {axes} gives {shapes}, not {axes['tp']} shards of shape {shard_shape}")
+    dim = _moved_dim(layout)
+    return Trace(
+        part_shapes,
+        shard_shape,
+        tuple(_to_mcore(layout, part_shapes, dim, axes)),
+        tuple(_to_hf(layout, shard_shape, dim, axes)),
+    )
+
+
+def _moved_dim(layout: Layout) -> int:
+    """The dim along which a layout cuts and joins: where its patterns have their parentheses."""
+    steps = layout.steps if isinstance(layout, Chain) else (layout,)
+    sides = [side for step in steps if isinstance(step, Rearrange) for side in (step.left, step.right) if "(" in side]
+    dims = {side[: side.index("(")].count(" ") for side in sides} or {0}
+    if len(dims) > 1:
+        raise MappingError(f"{layout} moves elements along dims {sorted(dims)}; express it as a layout along one dim")
+    return dims.pop()
+
+
+def _to_mcore(layout: Layout, part_shapes: tuple[Shape, ...], dim: int, axes: Axes) -> Iterator[Copy]:
+    lengths = [shape[dim] for shape in part_shapes]
+    lines = tuple(_line(axes_of, dim, start) for axes_of, start in zip(part_shapes, _starts(lengths), strict=True))
+    (shards,) = layout(lines, axes)
+    for index, shard in enumerate(shards):
+        for start, value, size in _runs(shard.flatten()):
+            part, offset = _locate(value, lengths)
+            yield Copy(part, index, dim, offset, start, size)
+
+
+def _to_hf(layout: Layout, shard_shape: Shape, dim: int, axes: Axes) -> Iterator[Copy]:
+    lengths = [shard_shape[dim]] * axes["tp"]
+    shards = torch.stack([_line(shard_shape, dim, start) for start in _starts(lengths)])
+    for index, part in enumerate((~layout)((shards,), axes)):
+        for start, value, size in _runs(part.flatten()):
+            shard, offset = _locate(value, lengths)
+            yield Copy(index, shard, dim, start, offset, size)
+
+
+def _line(shape: Shape, dim: int, start: int) -> Tensor:
+    """Coordinates ``start, start + 1, ...`` along ``dim`` of ``shape``; the other dims stay whole and shrink to 1."""
+    view = [1] * len(shape)
+    view[dim] = shape[dim]
+    return torch.arange(start, start + shape[dim]).view(view)
+
+
+def _starts(lengths: list[int]) -> list[int]:
+    """First coordinate of each line. 0 is padding, and a gap keeps the runs of neighbours apart."""
+    starts = [1]
+    for length in lengths[:-1]:
+        starts.append(starts[-1] + length + 1)
+    return starts
+
+
+def _locate(value: int, lengths: list[int]) -> tuple[int, int]:
+    starts = _starts(lengths)
+    index = max(i for i, start in enumerate(starts) if start <= value)
+    return index, value - starts[index]
+
+
+def _runs(line: Tensor) -> Iterator[tuple[int, int, int]]:
+    """``(position, coordinate, length)`` of each stretch of consecutive coordinates, padding left out."""
+    breaks = (line[1:] - line[:-1] != 1).nonzero().flatten() + 1
+    edges = [0, *breaks.tolist(), len(line)]
+    for start, stop in zip(edges, edges[1:], strict=False):
+        if start < stop and line[start]:
+            yield start, int(line[start]), stop - start
