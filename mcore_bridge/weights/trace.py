@@ -94,7 +94,7 @@ def _moved_dim(layout: Layout) -> int:
 
 def _to_mcore(layout: Layout, part_shapes: tuple[Shape, ...], dim: int, axes: Axes) -> Iterator[Copy]:
     lengths = [shape[dim] for shape in part_shapes]
-    lines = tuple(_line(axes_of, dim, start) for axes_of, start in zip(part_shapes, _starts(lengths), strict=True))
+    lines = tuple(_line(shape, dim, start) for shape, start in zip(part_shapes, _starts(lengths), strict=True))
     (shards,) = layout(lines, axes)
     for index, shard in enumerate(shards):
         for start, value, size in _runs(shard.flatten()):

@@ -1,0 +1,70 @@
+"""Canonical names: what one rank holds, under names that do not depend on the mesh, on wrappers or on the backend.
+
+Layer numbers become global, read from the layers as built (``layer_number``) and never computed from the mesh; norms that
+TransformerEngine fuses into the next linear get the names that they have alone. One HF name then has one mcore name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, nn
+
+from mcore_bridge.errors import MappingError
+
+# TransformerEngine keeps the norm in front of a linear as `layer_norm_{weight,bias}` of that linear
+# (megatron-core 0.16.1, gpt_layer_specs.py: sharded_state_dict_keys_map).
+_FUSED_NORMS = (
+    (re.compile(r"self_attention\.linear_qkv\.layer_norm_(weight|bias)$"), r"input_layernorm.\1"),
+    (re.compile(r"mlp\.linear_fc1\.layer_norm_(weight|bias)$"), r"pre_mlp_layernorm.\1"),
+)
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The bare ``GPTModel`` inside wrappers that keep their model as ``module`` (DDP, Float16Module, ...)."""
+    bare = model
+    while not hasattr(bare, "decoder"):
+        inner = getattr(bare, "module", None)
+        if not isinstance(inner, nn.Module):
+            raise MappingError(
+                f"expected a megatron-core GPTModel or a wrapper with one at .module, found {type(model).__name__} "
+                f"that ends at {type(bare).__name__}"
+            )
+        bare = inner
+    return bare
+
+
+def held_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Parameters and persistent buffers of this rank's chunks by canonical name, in the order of the modules.
+
+    Raises:
+        MappingError: when two chunks hold the same canonical name.
+    """
+    held: dict[str, Tensor] = {}
+    for chunk in map(unwrap, models):
+        numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+        for name, tensor in _tensors(chunk):
+            name = canonical(name, numbers)
+            if name in held:
+                raise MappingError(f"{name} is in two of the {len(models)} chunks given; pass each chunk once")
+            held[name] = tensor
+    return held
+
+
+def canonical(name: str, layer_numbers: Sequence[int]) -> str:
+    """The canonical name of a chunk's parameter; ``layer_numbers[i]`` is the global number of the chunk's layer i."""
+    name = _LAYER.sub(lambda match: f"decoder.layers.{layer_numbers[int(match[1])]}.", name)
+    for pattern, plain in _FUSED_NORMS:
+        name = pattern.sub(plain, name)
+    return name
+
+
+def _tensors(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """``state_dict`` without its hooks and copies: parameters, then the buffers that it would hold."""
+    yield from chunk.named_parameters()
+    for prefix, module in chunk.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
