@@ -1,0 +1,119 @@
+"""What megatron-core takes for granted about CUDA, on a machine without a GPU. Entered explicitly, never on import.
+
+``enable_cpu()`` changes names of the running process, and only where CUDA is missing, so every name that it replaces
+could do nothing but raise there. Weights still have to be asked for on the CPU (``use_cpu_initialization=True``;
+``build_model`` sets it). Not covered: megatron's own optimizers (they assert CUDA gradient types; use ``torch.optim``),
+and the fused kernels, which a config has to ask for.
+"""
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_CPU = torch.device("cpu")
+_FACTORIES = frozenset({"arange", "empty", "full", "ones", "tensor", "zeros"})
+_LITERAL_CUDA = (  # modules that spell device="cuda" or pin_memory=True where the training step passes
+    "models.common.embeddings.rope_utils",  # positions of a context-parallel rank: pinned, then .cuda()
+    "pipeline_parallel.schedules",  # the count of tokens of every schedule
+    "tensor_parallel.data",  # broadcast_data, with which trainers hand a batch to the TP group
+    "transformer.utils",  # causal and sliding-window masks of mcore's own DotProductAttention
+)
+_enabled = False
+
+
+def enable_cpu() -> None:
+    """Let megatron-core build, run forward and backward, recompute and pipeline on CPU tensors (gloo).
+
+    Does nothing where CUDA is available, and nothing twice. ``ParallelDims.initialize(device="cpu")`` calls it.
+    """
+    global _enabled
+    if _enabled or torch.cuda.is_available():
+        return
+    _stub_torch_cuda()
+    for name in _LITERAL_CUDA:
+        module = importlib.import_module(f"megatron.core.{name}")
+        module.torch = _TorchOnCpu("torch")  # type: ignore[attr-defined]  # this module's own name, not torch itself
+    _use_cpu_rng()
+    _enabled = True
+
+
+class _Stream:
+    """Stands for ``torch.cuda.Stream`` and ``torch.cuda.Event``: on CPU all work is done when the call returns."""
+
+    def __init__(self, *arguments: object, **keywords: object) -> None:
+        pass
+
+    def record_event(self, event: object = None) -> "_Stream":
+        return self
+
+    def _done(self, *arguments: object) -> None:
+        pass
+
+    record = synchronize = wait = wait_event = wait_stream = _done
+
+
+def _stub_torch_cuda() -> None:
+    stream = _Stream()
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: _CPU  # tensor_parallel/{layers,mappings}.py, p2p_communication.py, utils.py: buffers
+    cuda.synchronize = lambda device=None: None  # p2p_communication.py: after batched sends and receives
+    cuda.Stream = cuda.Event = _Stream  # distributed/distributed_data_parallel.py: the stream of the gradient buckets
+    cuda.current_stream = lambda device=None: stream  # distributed/param_and_grad_buffer.py
+    cuda.stream = lambda stream: contextlib.nullcontext()  # distributed/param_and_grad_buffer.py
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *arguments, **keywords: self  # language_module.py: tied embeddings; rope_utils.py
+
+
+class _TorchOnCpu(ModuleType):
+    """``torch`` as one mcore module sees it: factories told "cuda" or pinned memory answer with CPU tensors."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(torch, name)
+        return _on_cpu(value) if name in _FACTORIES else value
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def make(*arguments: Any, device: Any = None, pin_memory: bool = False, **keywords: Any) -> torch.Tensor:
+        on_cuda = device is not None and torch.device(device).type == "cuda"
+        return factory(*arguments, device=_CPU if on_cuda else device, **keywords)
+
+    return make
+
+
+def _use_cpu_rng() -> None:
+    """tensor_parallel/random.py: dropout under TP, initial weights and recompute draw from CUDA generators."""
+    from megatron.core.tensor_parallel import random
+
+    class CpuRNGStatesTracker(random.CudaRNGStatesTracker):
+        """The same tracker over torch's CPU generator; a state that nobody seeded is the generator's own."""
+
+        def add(self, name: str, seed: int) -> None:
+            if seed in self.seeds_ or name in self.states_:
+                raise ValueError(f"the RNG state {name!r} or the seed {seed} is already in the tracker")
+            self._is_initialized = True
+            self.seeds_.add(seed)
+            self.states_[name] = torch.Generator().manual_seed(seed).get_state()
+
+        @contextlib.contextmanager
+        def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+            if name not in self.states_:
+                yield
+                return
+            outside = torch.get_rng_state()
+            torch.set_rng_state(self.states_[name])
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
+                torch.set_rng_state(outside)
+
+    random.CudaRNGStatesTracker = CpuRNGStatesTracker  # what initialize_rng_tracker makes, now and after a reset
+    random.initialize_rng_tracker(force_reset=True)
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
