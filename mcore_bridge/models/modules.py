@@ -1,0 +1,195 @@
+"""Plain torch modules for the slots of mcore's layer spec: what mcore's own torch modules refuse (sequence and context
+parallelism, zero-centred norms, sliding windows under them), computed in the order in which transformers computes.
+
+They take mcore's constructor and forward arguments and nothing of ours, so that any spec may use them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from einops import rearrange
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequence_parallel_region, get_cuda_rng_tracker
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor, nn
+
+from mcore_bridge.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
+
+_CAUSAL = frozenset(AttnMaskType[name] for name in ("causal", "padding_causal", "causal_bottom_right"))
+
+
+class Norm(nn.Module):
+    """RMSNorm or LayerNorm, by ``config.normalization``: statistics in fp32, cast back, then the weight."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        if config.normalization not in ("RMSNorm", "LayerNorm"):
+            raise ConfigError(f"normalization must be RMSNorm or LayerNorm, not {config.normalization!r}")
+        self.eps, self.rms = eps, config.normalization == "RMSNorm"
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        self.weight = _parameter(config, hidden_size)
+        self.bias = None if self.rms else _parameter(config, hidden_size)
+        if config.perform_initialization:
+            nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
+            if self.bias is not None:
+                nn.init.zeros_(self.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weight: Tensor = self.weight
+        if not self.rms:
+            return nn.functional.layer_norm(
+                hidden, weight.shape, weight + 1 if self.zero_centered else weight, self.bias, self.eps
+            )
+        normed = hidden.float()
+        normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + self.eps)
+        if self.zero_centered:  # in fp32 up to the end, as gemma does: 1 + weight does not fit in bf16
+            return (normed * (1.0 + weight.float())).to(hidden.dtype)
+        return weight * normed.to(hidden.dtype)
+
+
+def _parameter(config: TransformerConfig, size: int) -> nn.Parameter:
+    device = None if config.use_cpu_initialization else torch.cuda.current_device()
+    parameter = nn.Parameter(torch.empty(size, dtype=config.params_dtype, device=device))
+    # Under SP each TP rank sees its part of the tokens; finalize_model_grads sums what carries this mark.
+    parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return parameter
+
+
+class CoreAttention(nn.Module):
+    """Scaled dot-product attention of mcore's ``[s, b, heads, dim]`` tensors: grouped queries, windows, CP, dropout.
+
+    Under context parallelism every rank gathers all keys and values, puts them in the order of the text (mcore deals
+    rank r the chunks r and 2n-1-r of 2n) and attends with its own queries.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__()
+        if config.softmax_type != "vanilla":
+            raise ConfigError(
+                f"CoreAttention computes softmax_type 'vanilla', not {config.softmax_type!r}; use backend te"
+            )
+        self.attn_mask_type = attn_mask_type
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        self.sequence_parallel = config.sequence_parallel
+        self.cp_group = parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window_size: tuple[int, int] | None = config.window_size if windowed else None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: ``[s, b, heads, dim]``, the tokens of this CP rank.
+            key: ``[t, b, groups, dim]``, likewise.
+            value: ``[t, b, groups, dim]``, likewise.
+            attention_mask: True hides; broadcasts to ``[b, heads, s, t of all CP ranks in the order of the text]``. It
+                adds to what ``attn_mask_type`` and the window hide.
+            attn_mask_type: how this call differs from the layer's own, if it does.
+            attention_bias: refused.
+            packed_seq_params: refused.
+
+        Returns:
+            ``[s, b, heads * dim]``.
+        """
+        if packed_seq_params is not None or attention_bias is not None:
+            raise ConfigError("CoreAttention takes neither packed sequences nor an attention bias; use backend te")
+        query_positions = self._query_positions(query, key)
+        if self.cp_group.size() > 1:
+            key, value = self._gather(key, value)
+        causal = (attn_mask_type or self.attn_mask_type) in _CAUSAL
+        hidden = self._hidden(query_positions, key.size(0), causal=causal, attention_mask=attention_mask)
+        plain = hidden is None and causal  # torch's own causal kernel, which needs no mask in memory
+        query, key, value = (rearrange(tensor, "s b n d -> b n s d") for tensor in (query, key, value))
+        with self._rng():
+            context = nn.functional.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=None if hidden is None else ~hidden,
+                dropout_p=self.dropout if self.training else 0.0,
+                is_causal=plain,
+                scale=self.softmax_scale,
+                enable_gqa=query.size(1) != key.size(1),
+            )
+        return rearrange(context, "b n s d -> s b (n d)")
+
+    def _query_positions(self, query: Tensor, key: Tensor) -> Tensor:
+        """The places of the queries in the text. Without CP they are the last ones (with a KV cache, keys are more)."""
+        num_ranks, device = self.cp_group.size(), query.device
+        if num_ranks == 1:
+            return torch.arange(key.size(0) - query.size(0), key.size(0), device=device)
+        chunk = query.size(0) // 2
+        places = torch.arange(chunk, device=device)
+        return torch.cat([places + chunk * index for index in zigzag(self.cp_group.rank(), num_ranks)])
+
+    def _gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        num_ranks = self.cp_group.size()
+        dealt = [index for rank in range(num_ranks) for index in zigzag(rank, num_ranks)]
+        both = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=self.cp_group)
+        chunks = rearrange(both, "(chunks c) ... -> chunks c ...", chunks=2 * num_ranks)
+        order = torch.tensor(dealt, device=both.device).argsort()
+        both = rearrange(chunks[order], "chunks c ... -> (chunks c) ...")
+        key, value = both.split((key.size(-1), value.size(-1)), dim=-1)
+        return key, value
+
+    def _hidden(
+        self, query_positions: Tensor, num_keys: int, *, causal: bool, attention_mask: Tensor | None
+    ) -> Tensor | None:
+        """What may not be seen, True hides. None where a plain triangle or nothing at all is hidden."""
+        square = self.cp_group.size() == 1 and query_positions.numel() == num_keys
+        if attention_mask is None and self.window_size is None and (square or not causal):
+            return None
+        ahead = torch.arange(num_keys, device=query_positions.device) - query_positions[:, None]
+        left, right = self.window_size or (-1, -1)
+        hidden = ahead > 0 if causal else torch.zeros_like(ahead, dtype=torch.bool)
+        hidden = hidden | (ahead < -left) if left >= 0 else hidden
+        hidden = hidden | (ahead > right) if right >= 0 else hidden
+        return hidden if attention_mask is None else hidden | attention_mask
+
+    def _rng(self) -> contextlib.AbstractContextManager[None]:
+        """Heads of other TP ranks drop other places. Under SP the whole block already runs in the tracker's state."""
+        if self.dropout == 0.0 or not self.training or self.sequence_parallel:
+            return contextlib.nullcontext()
+        return get_cuda_rng_tracker().fork()
+
+
+def zigzag(rank: int, num_ranks: int) -> tuple[int, int]:
+    """The two chunks, of ``2 * num_ranks``, that mcore gives to a context-parallel rank: one early, one late."""
+    return rank, 2 * num_ranks - 1 - rank
+
+
+class BiasedRowParallelLinear(RowParallelLinear):
+    """An output projection with a bias in a model whose other linear layers may have none (``attention_bias``)."""
+
+    # mcore 0.19 adds `name` to what 0.16 passes; both go through as they come.
+    def __init__(self, input_size: int, output_size: int, *, bias: bool, **arguments: Any) -> None:
+        super().__init__(input_size, output_size, bias=True, **arguments)

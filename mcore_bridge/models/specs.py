@@ -1,0 +1,92 @@
+"""Layer specs: mcore's own block spec of a backend, with the modules of ``modules.py`` where mcore's would refuse."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.util
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from mcore_bridge.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+Backend = Literal["torch", "te"]
+
+
+def choose_backend(backend: str, *, device: torch.device) -> Backend:
+    """ "auto" is TransformerEngine where it can run (installed, on CUDA), else plain torch.
+
+    Raises:
+        ConfigError: ``backend`` is not one of "auto", "te", "torch", or is "te" where that cannot run.
+    """
+    if backend not in ("auto", "te", "torch"):
+        raise ConfigError(f'backend must be "auto", "te" or "torch"; got {backend!r}')
+    found = importlib.util.find_spec("transformer_engine") is not None
+    if backend == "te" and not found:
+        raise ConfigError('backend "te" needs transformer_engine, which is not installed; install it or use "torch"')
+    if backend == "auto":
+        return "te" if found and device.type == "cuda" else "torch"
+    return "te" if backend == "te" else "torch"
+
+
+def layer_specs(config: TransformerConfig, *, backend: Backend, output_bias: bool) -> list[ModuleSpec]:
+    """One spec per decoder layer of the whole model, free to edit: mcore's own objects are copied first.
+
+    Args:
+        config: of the model.
+        backend: whose modules.
+        output_bias: whether ``o_proj`` has a bias although ``config.add_bias_linear`` is off.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
+
+    use_te = backend == "te"
+    specs: list[ModuleSpec] = copy.deepcopy(get_gpt_decoder_layer_specs(config, use_te, config.normalization))
+    for spec in {id(spec): spec for spec in specs}.values():  # mcore repeats one object for all like layers
+        if not use_te:
+            _use_torch_modules(spec.submodules, config)
+        if output_bias:
+            spec.submodules.self_attention.submodules.linear_proj = _biased_row_linear(backend)
+    return specs
+
+
+def final_norm(backend: Backend) -> type:
+    """The norm after the last layer."""
+    if backend == "te":
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TENorm
+    from mcore_bridge.models.modules import Norm
+
+    return Norm
+
+
+def _use_torch_modules(layer: Any, config: TransformerConfig) -> None:
+    from mcore_bridge.models.modules import CoreAttention, Norm
+
+    layer.input_layernorm = layer.pre_mlp_layernorm = Norm
+    attention = layer.self_attention.submodules
+    attention.core_attention = CoreAttention
+    if config.qk_layernorm:  # mcore 0.19 refuses a norm here otherwise
+        attention.q_layernorm = attention.k_layernorm = Norm
+
+
+@functools.cache
+def _biased_row_linear(backend: Backend) -> type:
+    if backend == "torch":
+        from mcore_bridge.models.modules import BiasedRowParallelLinear
+
+        return BiasedRowParallelLinear
+    from megatron.core.extensions.transformer_engine import TERowParallelLinear
+
+    class BiasedTERowParallelLinear(TERowParallelLinear):
+        """TransformerEngine's projection, with a bias whatever the config says of the other linear layers."""
+
+        def __init__(self, input_size: int, output_size: int, *, bias: bool, **arguments: Any) -> None:
+            super().__init__(input_size, output_size, bias=True, **arguments)
+
+    return BiasedTERowParallelLinear
