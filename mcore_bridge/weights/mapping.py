@@ -68,10 +68,11 @@ def _parts(pattern: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class WeightMapping:
-    """All rules of a model, and the HF names that it may leave unused (``fnmatch`` patterns)."""
+    """All rules of a model, and (``fnmatch`` patterns) the HF names that may stay unused, or be missing in a source."""
 
     rules: Rules
     ignored: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     _by_mcore: dict[str, Rule] = field(init=False, repr=False, compare=False)
     _by_hf: dict[str, list[Rule]] = field(init=False, repr=False, compare=False)
 
@@ -117,6 +118,10 @@ class WeightMapping:
     def is_ignored(self, hf: str) -> bool:
         """Whether the architecture allows this HF tensor to stay unused."""
         return matches(hf, self.ignored)
+
+    def is_optional(self, hf: str) -> bool:
+        """Whether a source may lack this HF tensor, so that what the constructor put there stays."""
+        return matches(hf, self.optional)
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:

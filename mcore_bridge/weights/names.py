@@ -1,17 +1,21 @@
 """Canonical names: what one rank holds, under names that do not depend on the mesh, on wrappers or on the backend.
 
-Layer numbers become global, read from the layers as built (``layer_number``) and never computed from the mesh; norms that
-TransformerEngine fuses into the next linear get the names that they have alone. One HF name then has one mcore name.
+Layer numbers become global, read from the layers as built (``layer_number``) and never computed from the mesh; norms
+that TransformerEngine fuses into the next linear get the names that they have alone. An HF name has one mcore name.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from mcore_bridge.errors import MappingError
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
 
 # TransformerEngine keeps the norm in front of a linear as `layer_norm_{weight,bias}` of that linear
 # (megatron-core 0.16.1, gpt_layer_specs.py: sharded_state_dict_keys_map).
@@ -22,9 +26,9 @@ _FUSED_NORMS = (
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
 
-def unwrap(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> GPTModel:
     """The bare ``GPTModel`` inside wrappers that keep their model as ``module`` (DDP, Float16Module, ...)."""
-    bare = model
+    bare: Any = model
     while not hasattr(bare, "decoder"):
         inner = getattr(bare, "module", None)
         if not isinstance(inner, nn.Module):
@@ -61,7 +65,13 @@ def canonical(name: str, layer_numbers: Sequence[int]) -> str:
     return name
 
 
-def _tensors(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def layer_of(name: str) -> int | None:
+    """The layer number in a canonical name, if it has one."""
+    match = _LAYER.match(name)
+    return int(match[1]) if match else None
+
+
+def _tensors(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
     """``state_dict`` without its hooks and copies: parameters, then the buffers that it would hold."""
     yield from chunk.named_parameters()
     for prefix, module in chunk.named_modules():

@@ -21,17 +21,19 @@ SCORE_HEAD   = table(("output_layer.weight", "score.weight",              REPLIC
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """The HF config of a model, the rules and ignored HF names of its architecture, and its head."""
+    """HF config, the rules and ignored HF names of its architecture, the head, and the folder that a model came from."""
 
     hf: PretrainedConfig
     rules: Rules
     ignored: tuple[str, ...] = ()
     head: str = "lm"
+    folder: str | None = None
 
     def mapping(self, *, tied: bool) -> WeightMapping:
         """All rules, head included. ``tied``: the output layer is the word embedding."""
         if self.head != "lm":
-            return WeightMapping((*self.rules, *SCORE_HEAD), (*self.ignored, "lm_head.weight"))
+            # A causal LM has no score: its own head is left out, and ours stays as it was initialised.
+            return WeightMapping((*self.rules, *SCORE_HEAD), (*self.ignored, "lm_head.weight"), ("score.*",))
         if tied:  # files may hold a redundant copy, which transformers ignores as well
             return WeightMapping((*self.rules, *TIED_LM_HEAD), (*self.ignored, "lm_head.weight"))
         return WeightMapping((*self.rules, *LM_HEAD), self.ignored)

@@ -1,7 +1,7 @@
 """What a layout does, as data: run it on coordinates instead of weights, and read off which elements go where.
 
-Every layout moves whole slices along one dim, so a trace is a short list of ``Copy``: enough to read from a file only the
-slices that a rank owns, to write each straight into place, and to put an HF tensor together with one copy of each byte.
+Every layout moves whole slices along one dim, so a trace is a short list of ``Copy``: enough to read from a file only
+the slices that a rank owns, to write each straight into place, and to make an HF tensor with one copy of each byte.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Along ``dim``, ``size`` elements of a part from ``part_start`` on are those of a shard from ``shard_start`` on."""
+    """Along ``dim``, ``size`` elements of a part from ``part_start`` are those of a shard from ``shard_start``."""
 
     part: int
     shard: int
@@ -51,6 +52,14 @@ class Trace:
     shard_shape: Shape
     to_mcore: tuple[Copy, ...]
     to_hf: tuple[Copy, ...]
+
+    def padding(self, shard: int) -> tuple[tuple[int, int, int], ...]:
+        """``(dim, start, size)`` of the stretches of a shard that come from no part."""
+        copies = sorted((c for c in self.to_mcore if c.shard == shard), key=lambda copy: copy.shard_start)
+        dim = self.to_mcore[0].dim
+        ends = [0, *(copy.shard_start + copy.size for copy in copies)]
+        starts = [*(copy.shard_start for copy in copies), self.shard_shape[dim]]
+        return tuple((dim, end, start - end) for end, start in zip(ends, starts, strict=True) if start > end)
 
 
 def trace(layout: Layout, shard_shape: Shape, axes: Axes) -> Trace:
@@ -136,6 +145,6 @@ def _runs(line: Tensor) -> Iterator[tuple[int, int, int]]:
     """``(position, coordinate, length)`` of each stretch of consecutive coordinates, padding left out."""
     breaks = (line[1:] - line[:-1] != 1).nonzero().flatten() + 1
     edges = [0, *breaks.tolist(), len(line)]
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in pairwise(edges):
         if start < stop and line[start]:
             yield start, int(line[start]), stop - start

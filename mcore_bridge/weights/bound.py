@@ -1,0 +1,97 @@
+"""What one rank holds, bound to its HF names: the common start of load and export. Nothing here communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from mcore_bridge.errors import MappingError
+from mcore_bridge.weights.layout import Axes
+from mcore_bridge.weights.mapping import Binding, WeightMapping
+from mcore_bridge.weights.names import held_tensors, layer_of, unwrap
+from mcore_bridge.weights.provenance import Provenance
+from mcore_bridge.weights.trace import Trace, trace
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+
+@dataclass(frozen=True, slots=True)
+class BoundModel:
+    """This rank's tensors by canonical name, and the rules and sizes that give them HF names and shapes."""
+
+    chunks: tuple[GPTModel, ...]
+    tensors: Mapping[str, Tensor]
+    mapping: WeightMapping
+    axes: Axes
+    tp_rank: int
+
+    def trace(self, binding: Binding) -> Trace:
+        """What the layout of ``binding`` does to the tensor that this rank holds under its name.
+
+        Raises:
+            MappingError: when the tensor's shape does not fit the layout, or the layout's parts the rule's names.
+        """
+        shape = tuple(self.tensors[binding.mcore].shape)
+        try:
+            traced = trace(binding.layout, shape, self.axes)
+        except MappingError as error:
+            raise MappingError(f"{binding.mcore} does not fit its rule for {list(binding.hf)}: {error}") from None
+        if len(traced.part_shapes) != len(binding.hf):
+            raise MappingError(
+                f"{binding.mcore}: the layout has {len(traced.part_shapes)} parts, the rule names {list(binding.hf)}"
+            )
+        return traced
+
+    def is_elsewhere(self, mcore: str) -> bool:
+        """Whether another pipeline stage holds the canonical name ``mcore``, if anybody does."""
+        layer = layer_of(mcore)
+        if layer is not None:
+            here = {decoder_layer.layer_number - 1 for chunk in self.chunks for decoder_layer in chunk.decoder.layers}
+            return layer < self.chunks[0].config.num_layers and layer not in here
+        if mcore.startswith("embedding."):
+            return not any(chunk.pre_process for chunk in self.chunks)
+        return not any(chunk.post_process for chunk in self.chunks)
+
+
+def provenance_of(models: Sequence[nn.Module] | nn.Module, provenance: Provenance | None) -> Provenance:
+    """The provenance given, or the one that ``build_model`` noted on the first chunk.
+
+    Raises:
+        MappingError: when there is neither.
+    """
+    chunks = [models] if isinstance(models, nn.Module) else models
+    if not chunks:
+        raise MappingError("no models given; expected this rank's chunks, one per virtual pipeline stage")
+    found: Provenance | None = provenance or getattr(unwrap(chunks[0]), "bridge", None)
+    if found is None:
+        raise MappingError("these models were not made by build_model: pass hf= with their HF config or folder")
+    return found
+
+
+def bind(models: Sequence[nn.Module] | nn.Module, provenance: Provenance | None = None) -> BoundModel:
+    """Bind this rank's chunks (wrapped or not) to HF names.
+
+    Args:
+        models: the chunks of this rank, one per virtual pipeline stage.
+        provenance: where they come from; by default what ``build_model`` noted on them.
+
+    Raises:
+        MappingError: when it is not known where they come from, or they are no ``GPTModel``.
+    """
+    provenance = provenance_of(models, provenance)
+    chunks = tuple(map(unwrap, [models] if isinstance(models, nn.Module) else models))
+    first = chunks[0]
+    config = first.config
+    axes = {
+        "tp": config.tensor_model_parallel_size,
+        "groups": config.num_query_groups,
+        "heads_per_group": config.num_attention_heads // config.num_query_groups,
+        "vocab": provenance.hf.vocab_size,
+        "padded_vocab": first.vocab_size,
+    }
+    mapping = provenance.mapping(tied=first.share_embeddings_and_output_weights)
+    return BoundModel(chunks, held_tensors(chunks), mapping, axes, first.pg_collection.tp.rank())

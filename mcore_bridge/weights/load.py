@@ -1,0 +1,206 @@
+"""HF to mcore: every rank copies the slices that it owns straight into its parameters. No collective.
+
+Exactly once: each element of each parameter is written by one copy, each HF tensor of this rank is read once, and what
+a source holds besides must belong to another pipeline stage or stand on the ignore list of the architecture.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.weights.bound import BoundModel, bind
+from mcore_bridge.weights.checkpoint import Checkpoint
+from mcore_bridge.weights.dtypes import Dtypes, dtype_name, is_exact, wanted_dtype
+from mcore_bridge.weights.provenance import Provenance
+from mcore_bridge.weights.trace import Copy, Shape
+
+Source = str | os.PathLike[str] | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a load did on this rank.
+
+    Attributes:
+        num_tensors: HF tensors that this rank read from.
+        num_bytes: bytes that it copied out of them.
+        initialised: HF names that the source lacks and that kept what the constructor gave them (a new head).
+        ignored: HF names in the source that the architecture leaves unused.
+        cast: HF names whose dtype was changed on the way, as ``"float32 -> bfloat16"``.
+        missing, unexpected: with ``strict=False``, what would have been an error.
+    """
+
+    num_tensors: int
+    num_bytes: int
+    initialised: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    cast: Mapping[str, str] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """One HF tensor's place in one parameter of this rank."""
+
+    mcore: str
+    tensor: Tensor
+    shape: Shape
+    copies: tuple[Copy, ...]
+    padding: tuple[tuple[int, int, int], ...]
+
+
+@torch.no_grad()
+def load_hf_weights(
+    models: Sequence[nn.Module] | nn.Module,
+    source: Source,
+    provenance: Provenance | None = None,
+    *,
+    dtype: Dtypes = None,
+    strict: bool = True,
+) -> LoadReport:
+    """Copy HF weights into this rank's chunks, in place.
+
+    Args:
+        models: this rank's chunks, wrapped or not, on any device.
+        source: a folder of safetensors (with or without index), a mapping of HF names to tensors, or an iterable of
+            pairs (on every rank, as there is no collective). Folders and mappings are checked before the first write.
+        provenance: see ``bind``.
+        dtype: what tensors are cast to on the way. By default nothing is cast, and a parameter of another dtype must be
+            able to hold every value of its source.
+        strict: whether missing and unexpected tensors raise, or are reported.
+
+    Raises:
+        CheckpointError: naming the tensors that are missing, unexpected, of another shape, or would lose bits.
+    """
+    load = _Load(bind(models, provenance), dtype)
+    if isinstance(source, str | os.PathLike):
+        source = Checkpoint(_folder(source))
+    if not isinstance(source, Mapping):
+        for name, tensor in source:
+            load.write(name, tensor)
+        load.check_names(load.seen, strict)
+        return load.report()
+    load.check_names(source, strict)
+    names = [name for name in source if name in load.uses]
+    for name in names:
+        load.check(name, source[name])
+    for name, tensor in source.pairs(names) if isinstance(source, Checkpoint) else _items(source, names):
+        load.write(name, tensor)
+    return load.report()
+
+
+def _items(source: Mapping[str, Tensor], names: list[str]) -> Iterator[tuple[str, Tensor]]:
+    return ((name, source[name]) for name in names)
+
+
+def _folder(source: str | os.PathLike[str]) -> Path:
+    """A folder as it is; a hub name as its folder in the local cache."""
+    path = Path(source)
+    if path.is_dir() or not isinstance(source, str) or source.count("/") != 1 or path.is_absolute():
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(source, local_files_only=True))
+    except LocalEntryNotFoundError:
+        raise CheckpointError(f"{source} is neither a folder nor a hub name in the local cache; download it") from None
+
+
+class _Load:
+    """The state of one load: which HF tensors go where, and which have come."""
+
+    def __init__(self, bound: BoundModel, dtype: Dtypes) -> None:
+        self.bound = bound
+        self.dtype = dtype
+        self.uses: dict[str, list[_Use]] = {}
+        self.seen: dict[str, None] = {}
+        self.cast: dict[str, str] = {}
+        self.ignored: list[str] = []
+        self.missing: tuple[str, ...] = ()
+        self.unexpected: tuple[str, ...] = ()
+        self.num_bytes = 0
+        for mcore in bound.tensors:
+            self._use(mcore)
+
+    def _use(self, mcore: str) -> None:
+        tensor = self.bound.tensors[mcore]
+        if tensor.is_meta:
+            raise CheckpointError(f"{mcore} is on the meta device and has no storage; build or move the model first")
+        binding = self.bound.mapping.bind(mcore)
+        trace = self.bound.trace(binding)
+        mine = [copy for copy in trace.to_mcore if copy.shard == self.bound.tp_rank]
+        for part, (name, shape) in enumerate(zip(binding.hf, trace.part_shapes, strict=True)):
+            copies = tuple(copy for copy in mine if copy.part == part)
+            padding = trace.padding(self.bound.tp_rank) if part == 0 else ()
+            self.uses.setdefault(name, []).append(_Use(mcore, tensor, shape, copies, padding))
+
+    def check_names(self, names: Iterable[str], strict: bool) -> None:
+        """Both directions of totality for this rank: nothing missing, nothing that no rank would use."""
+        names = dict.fromkeys(names)
+        absent = [name for name in self.uses if name not in names]
+        missing = [name for name in absent if not self.bound.mapping.is_optional(name)]
+        self.ignored = [name for name in names if name not in self.uses and self.bound.mapping.is_ignored(name)]
+        unexpected = [name for name in names if self._is_unexpected(name)]
+        self.missing, self.unexpected = tuple(missing), tuple(unexpected)
+        if strict and (missing or unexpected):
+            raise CheckpointError(
+                f"the source does not fit the model: {len(missing)} tensors missing {missing[:8]}, {len(unexpected)} "
+                f"unexpected {unexpected[:8]}. Use the checkpoint of this config, or strict=False to have them reported"
+            )
+
+    def _is_unexpected(self, name: str) -> bool:
+        if name in self.uses or self.bound.mapping.is_ignored(name):
+            return False
+        return not any(map(self.bound.is_elsewhere, self.bound.mapping.consumers(name)))
+
+    def check(self, name: str, tensor: Tensor) -> None:
+        """Shape and dtype of an HF tensor against every place that it goes to."""
+        crossing = wanted_dtype(name, tensor.dtype, self.dtype)
+        for use in self.uses[name]:
+            if tuple(tensor.shape) != use.shape:
+                raise CheckpointError(
+                    f"{name} has shape {tuple(tensor.shape)}, but {use.mcore} of shape {tuple(use.tensor.shape)} at "
+                    f"tp={self.bound.axes['tp']} takes {use.shape}; is this the checkpoint of this config?"
+                )
+            if not is_exact(crossing, use.tensor.dtype):
+                held = dtype_name(use.tensor.dtype)
+                raise CheckpointError(
+                    f"{name} is {dtype_name(crossing)} and {use.mcore} {held}, which cannot hold all its values; pass "
+                    f"dtype=torch.{held} to cast, or build the model in another dtype"
+                )
+        if {crossing, *(use.tensor.dtype for use in self.uses[name])} != {tensor.dtype}:
+            self.cast[name] = f"{dtype_name(tensor.dtype)} -> {dtype_name(self.uses[name][0].tensor.dtype)}"
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Copy this rank's slices of one HF tensor into place."""
+        if name in self.seen:
+            raise CheckpointError(f"{name} came twice; every HF tensor must come exactly once")
+        self.seen[name] = None
+        if name not in self.uses:
+            return
+        self.check(name, tensor)
+        crossing = wanted_dtype(name, tensor.dtype, self.dtype)
+        for use in self.uses[name]:
+            for dim, start, size in use.padding:
+                use.tensor.narrow(dim, start, size).zero_()
+            for copy in use.copies:
+                source = copy.of_part(tensor)
+                copy.of_shard(use.tensor).copy_(source.to(crossing))
+                self.num_bytes += source.nbytes
+
+    def report(self) -> LoadReport:
+        """The report of a finished load."""
+        read = tuple(name for name in self.uses if name in self.seen)
+        initialised = tuple(n for n in self.uses if n not in self.seen and self.bound.mapping.is_optional(n))
+        return LoadReport(
+            len(read), self.num_bytes, initialised, tuple(self.ignored), self.cast, self.missing, self.unexpected
+        )

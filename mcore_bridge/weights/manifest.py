@@ -1,0 +1,109 @@
+"""What an export yields, known before any weight moves; with digests, what exactly it yields.
+
+A digest is the SHA-256 of a tensor's bytes (row-major, little-endian): the same for a live model, for a file and for
+what an engine received, so that each can be held against the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.weights.checkpoint import Checkpoint
+from mcore_bridge.weights.dtypes import Dtypes, dtype_name, wanted_dtype
+from mcore_bridge.weights.export import Models, iter_hf_weights, open_export
+from mcore_bridge.weights.provenance import Provenance
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One HF tensor: name, shape, dtype, and its digest when it was asked for."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sha256: str | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the tensor takes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All HF tensors of a model, in the order in which an export yields them."""
+
+    tensors: tuple[TensorSpec, ...]
+
+    def __iter__(self) -> Iterator[TensorSpec]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(spec.num_bytes for spec in self.tensors)
+
+    def differences(self, other: Manifest) -> tuple[str, ...]:
+        """Names that only one of the two has, or whose shape, dtype or digest differ; the order does not count."""
+        mine, theirs = ({spec.name: spec for spec in manifest} for manifest in (self, other))
+        return tuple(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name))
+
+    def to_json(self) -> str:
+        """As JSON: a list of ``{"name", "shape", "dtype", "sha256"}``."""
+        rows = [
+            {"name": spec.name, "shape": spec.shape, "dtype": dtype_name(spec.dtype), "sha256": spec.sha256}
+            for spec in self.tensors
+        ]
+        return json.dumps(rows, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """The inverse of ``to_json``."""
+        rows = json.loads(text)
+        return cls(
+            tuple(TensorSpec(r["name"], tuple(r["shape"]), getattr(torch, r["dtype"]), r["sha256"]) for r in rows)
+        )
+
+    @classmethod
+    def from_folder(cls, folder: str | os.PathLike[str], *, digests: bool = False) -> Manifest:
+        """What a folder of safetensors holds. With ``digests``, every byte is read."""
+        checkpoint = Checkpoint(folder)
+        return cls(
+            tuple(
+                TensorSpec(name, tuple(tensor.shape), tensor.dtype, digest(tensor) if digests else None)
+                for name, tensor in checkpoint.pairs(checkpoint)
+            )
+        )
+
+
+def digest(tensor: Tensor) -> str:
+    """The SHA-256 of a tensor's bytes, as hexadecimal digits."""
+    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(memoryview(flat.numpy())).hexdigest()
+
+
+def manifest(
+    models: Models, provenance: Provenance | None = None, *, dtype: Dtypes = None, digests: bool = False
+) -> Manifest:
+    """What ``iter_hf_weights`` with the same arguments yields. Called by all ranks of a replica together.
+
+    Without digests no weight moves. With them the whole model is exported once, and the ranks share the hashing.
+    """
+    export = open_export(models, provenance)
+    specs = tuple(TensorSpec(n, shape, wanted_dtype(n, own, dtype)) for n, shape, own in export.plan.tensors())
+    if not digests:
+        return Manifest(specs)
+    pairs = enumerate(iter_hf_weights(models, provenance, dtype=dtype))
+    mine = {name: digest(tensor) for i, (name, tensor) in pairs if i % export.group.size == export.group.rank}
+    found = {name: value for part in export.group.exchange(mine) for name, value in part.items()}
+    return Manifest(tuple(replace(spec, sha256=found[spec.name]) for spec in specs))
