@@ -1,0 +1,1 @@
+"""HF configs in, TransformerConfig and ParallelDims out: pure, no process group."""

@@ -1,0 +1,95 @@
+"""What may be set, and what fits together: names of the installed megatron-core, overrides, sizes against the mesh."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Mapping, Set
+from difflib import get_close_matches
+
+from mcore_bridge.config.parallel import ParallelDims
+
+from mcore_bridge.errors import ConfigError, MeshError
+
+_BUILT = frozenset(
+    ("config", "transformer_layer_spec", "mtp_block_spec", "pre_process", "post_process", "vp_stage", "pg_collection")
+)
+_DIM_OF = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "virtual_pipeline_model_parallel_size": "vp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "etp",
+    "sequence_parallel": "sp",
+    "pipeline_model_parallel_layout": "layout",
+}
+
+
+@functools.cache
+def config_fields() -> frozenset[str]:
+    """The fields of the installed ``TransformerConfig``."""
+    from megatron.core.transformer import TransformerConfig
+
+    return frozenset(field.name for field in dataclasses.fields(TransformerConfig) if field.init)
+
+
+@functools.cache
+def gpt_argument_names() -> frozenset[str]:
+    """The arguments of the installed ``GPTModel`` that a config decides; ``build_model`` decides the others."""
+    from megatron.core.models.gpt import GPTModel
+
+    return frozenset(inspect.signature(GPTModel.__init__).parameters) - {"self"} - _BUILT
+
+
+def require_overridable(overrides: Mapping[str, object], *, decided: Set[str]) -> None:
+    known = config_fields() | gpt_argument_names()
+    for name in overrides:
+        if name in decided or name in _DIM_OF:
+            dim = f"ParallelDims({_DIM_OF.get(name, name)}=...)"
+            raise ConfigError(f"{name} must not be overridden: the mesh decides it. Set {dim} instead.")
+        if name in _BUILT:
+            raise ConfigError(f"{name} must not be overridden: build_model decides it on each rank.")
+        if name not in known:
+            near = get_close_matches(name, sorted(known), n=3)
+            hint = f"; nearest names: {', '.join(near)}" if near else ""
+            raise ConfigError(
+                "An override must be a TransformerConfig field or a GPTModel argument of the installed megatron-core, "
+                f"found {name!r}{hint}."
+            )
+
+
+def require_known(settings: Mapping[str, object]) -> None:
+    """Raises ``ConfigError`` for a name that an architecture's table sets and that would reach nothing."""
+    if unknown := sorted(settings.keys() - config_fields() - gpt_argument_names() - ATTRIBUTES):
+        raise ConfigError(
+            f"A table must set TransformerConfig fields or GPTModel arguments of the installed megatron-core, found "
+            f"{unknown}. Correct the architecture, or install a megatron-core that has them."
+        )
+
+
+def require_vocab(padded: object, *, at_least: int, tp: int) -> None:
+    if not isinstance(padded, int) or padded < at_least or padded % tp:
+        raise ConfigError(
+            f"vocab_size must be a multiple of tp={tp} and at least the {at_least} of the HF config, found {padded!r}."
+        )
+
+
+def require_windows(settings: Mapping[str, object]) -> None:
+    layers, num_layers = settings.get("window_attn_skip_freq"), settings.get("num_layers")
+    if isinstance(layers, list) and isinstance(num_layers, int) and len(layers) < num_layers:
+        raise ConfigError(
+            f"window_attn_skip_freq must say for each of the {num_layers} layers whether it slides, "
+            f"found {len(layers)} entries. Override it together with num_layers."
+        )
+
+
+def require_mesh(settings: Mapping[str, object], *, dims: ParallelDims) -> None:
+    """mcore finds these out while it builds, one rank after the other; we know them before."""
+    for name in ("num_attention_heads", "ffn_hidden_size"):
+        if isinstance(size := settings.get(name), int) and size % dims.tp:
+            raise MeshError(f"tp={dims.tp} must divide {name}={size}. Choose another tp.")
+    groups = settings.get("num_query_groups")
+    if isinstance(groups, int) and groups % dims.tp and dims.tp % groups:
+        raise MeshError(
+            f"tp={dims.tp} must divide num_query_groups={groups}, or be a multiple of it. Choose another tp."
+        )

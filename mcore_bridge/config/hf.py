@@ -1,0 +1,127 @@
+"""Reads HF configs: from a folder, the local hub cache, or as they are. Runs no code of a checkpoint, asks no network.
+
+A config.json in the spelling of transformers 5 is translated for 4.57, which would take the defaults instead.
+"""
+
+import copy
+import json
+import os
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mcore_bridge.config.spelling import read_parameters, speaks_rope_parameters, spelled
+from mcore_bridge.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_CONFIG = "config.json"
+_ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
+
+
+def read_config(source: "str | os.PathLike[str] | PretrainedConfig") -> "PretrainedConfig":
+    """The HF config of ``source``, in the spelling of the installed transformers.
+
+    Args:
+        source: a folder with a config.json, the name of a repository in the local hub cache, or a config, which is
+            copied.
+
+    Raises:
+        ConfigError: there is no config, it is not valid JSON, or transformers does not know its model_type.
+    """
+    from transformers import PretrainedConfig
+
+    if isinstance(source, PretrainedConfig):
+        return _translated(copy.deepcopy(source))
+    folder = find_folder(source)
+    fields = _read_json(folder / _CONFIG)
+    hf = _config_class(fields, folder)
+    try:
+        config = hf.from_dict(_spell(fields))
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a config class raises is its verdict on the file
+        raise ConfigError(f"transformers must accept {folder / _CONFIG}, but refuses it: {error}") from error
+    config._name_or_path = str(source)
+    return config
+
+
+def find_folder(source: str | os.PathLike[str]) -> Path:
+    """The folder of a checkpoint: ``source`` itself, or its snapshot in the local hub cache.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ConfigError(f"A checkpoint must be a folder with a {_CONFIG}, found the file {folder}. Give its folder.")
+    try:
+        cached = try_to_load_from_cache(str(source), _CONFIG)
+    except HFValidationError:
+        cached = None
+    if isinstance(cached, str):
+        return Path(cached).parent
+    raise ConfigError(
+        f"{str(source)!r} must be an existing folder or a repository in the local hub cache, found neither. Check the "
+        "path, or download it first: hf download NAME."
+    )
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path.parent} must hold a {_CONFIG}, found none. Is it the folder of a checkpoint?"
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} must be valid JSON, but is not: {error}. Copy the file again.") from None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{path} must hold a JSON object, found a {type(fields).__name__}.")
+    return fields
+
+
+def _config_class(fields: dict[str, object], folder: Path) -> "type[PretrainedConfig]":
+    from transformers import CONFIG_MAPPING
+
+    model_type = fields.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        raise ConfigError(f"{folder / _CONFIG} must name a model_type, found {model_type!r}.")
+    if model_type not in CONFIG_MAPPING:
+        near = get_close_matches(model_type, list(CONFIG_MAPPING.keys()), n=3)
+        hint = f" Nearest names: {', '.join(near)}." if near else ""
+        raise ConfigError(
+            f"The model_type of {folder / _CONFIG} must be one that the installed transformers knows, found "
+            f"{model_type!r}.{hint} Code inside a checkpoint is never run: pass a config object for it."
+        )
+    return CONFIG_MAPPING[model_type]
+
+
+def _spell(fields: dict[str, object]) -> dict[str, object]:
+    """``fields`` of a config.json, with rope and dtype spelled as the installed transformers spells them."""
+    fields = dict(fields)
+    if "torch_dtype" in fields:
+        old = fields.pop("torch_dtype")
+        fields["dtype"] = old if fields.get("dtype") is None else fields["dtype"]
+    new, old = fields.get("rope_parameters"), fields.get("rope_scaling")
+    if not new or (speaks_rope_parameters() and not old):
+        return fields
+    parameters = read_parameters(fields)
+    return {name: value for name, value in fields.items() if name not in _ROPE} | spelled(parameters)
+
+
+def _translated(hf: "PretrainedConfig") -> "PretrainedConfig":
+    """``hf`` without the spelling of transformers 5 when 4.57 is installed, which does not read it."""
+    if speaks_rope_parameters() or not getattr(hf, "rope_parameters", None):
+        return hf
+    fields = spelled(read_parameters(hf.to_dict()))
+    del hf.rope_parameters
+    for name, value in fields.items():
+        setattr(hf, name, value)
+    return hf

@@ -1,0 +1,153 @@
+"""Rotary embeddings as transformers computes them: its own code makes the frequencies, not a second formula."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from mcore_bridge.config.fields import Hf
+from mcore_bridge.config.spelling import checked, read_parameters, spelled
+from mcore_bridge.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """The rotary embedding of a model: its parameters, and the frequencies that transformers computes from them.
+
+    Args:
+        parameters: in the spelling of transformers 5: ``rope_type``, ``rope_theta`` and the keys of that type.
+        head_dim: the size of an attention head, all of which is rotated.
+        max_position_embeddings: the length in tokens beyond which the dynamic type recomputes its frequencies.
+    """
+
+    parameters: Mapping[str, object] = field(hash=False)
+    head_dim: int
+    max_position_embeddings: int
+
+    @property
+    def rope_type(self) -> str:
+        return str(self.parameters["rope_type"])
+
+    @property
+    def theta(self) -> float:
+        theta = self.parameters["rope_theta"]
+        assert isinstance(theta, int | float)
+        return theta
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the frequencies depend on the length of the sequence."""
+        return self.rope_type == "dynamic"
+
+    @property
+    def attention_factor(self) -> float:
+        """What cosines and sines are multiplied by; other than 1 for yarn only."""
+        return self._embedding(None)[1]
+
+    def frequencies(self, seq_len: int | None = None) -> torch.Tensor:
+        """The inverse frequencies: fp32, on CPU, of shape ``[head_dim // 2]``.
+
+        Args:
+            seq_len: the length in tokens of the longest sequence of the batch. Only the dynamic type depends on it,
+                and only beyond ``max_position_embeddings``. transformers keeps the frequencies of the longest batch
+                that it has seen until a shorter one than the original maximum arrives; here they depend on
+                ``seq_len`` alone, as they do for the first batch that transformers sees.
+        """
+        return self._embedding(seq_len if self.is_dynamic else None)[0]
+
+    def overridden(self, overrides: Mapping[str, object]) -> "Rope":
+        """The rope after overrides of ``kv_channels`` and of mcore's rope arguments, which keep mcore's meaning."""
+        parameters = _scaling(overrides) or dict(self.parameters)
+        theta = overrides.get("rotary_base")
+        parameters["rope_theta"] = self.theta if theta is None else theta
+        head_dim = overrides.get("kv_channels") or self.head_dim
+        assert isinstance(head_dim, int)
+        return replace(self, parameters=checked(parameters), head_dim=head_dim)
+
+    def to_mcore(self) -> dict[str, object]:
+        """The config attributes through which mcore's attention multiplies cosines and sines by the attention factor.
+
+        mcore (transformer/attention.py) multiplies for every rope type by what it computes from these three:
+        ``(0.1 * yarn_mscale * log(scaling_factor) + 1) / (0.1 * yarn_mscale_all_dim * log(scaling_factor) + 1)``.
+        """
+        factor = self.attention_factor
+        if factor == 1.0:
+            return {}
+        return {"yarn_rotary_scaling_factor": math.e, "yarn_mscale": _mscale(factor), "yarn_mscale_all_dim": 0.0}
+
+    def _embedding(self, seq_len: int | None) -> tuple[torch.Tensor, float]:
+        from transformers import LlamaConfig
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        config = LlamaConfig(
+            hidden_size=self.head_dim,
+            num_attention_heads=1,
+            head_dim=self.head_dim,
+            max_position_embeddings=self.max_position_embeddings,
+            **spelled(self.parameters),
+        )
+        with torch.device("cpu"), torch.no_grad():
+            embedding = LlamaRotaryEmbedding(config)
+            if seq_len is not None:
+                embedding(torch.zeros(1), torch.tensor([[seq_len - 1]]))
+        return embedding.inv_freq.clone(), float(embedding.attention_scaling)
+
+
+def rope_of(hf: "PretrainedConfig", *, overrides: Mapping[str, object] | None = None) -> Rope:
+    """The rope of an HF config.
+
+    Args:
+        hf: the config, in either spelling.
+        overrides: as for ``to_transformer_config``; ``rotary_base``, ``seq_len_interpolation_factor``,
+            ``rope_scaling``, ``rope_scaling_factor`` and ``kv_channels`` change the rope.
+
+    Raises:
+        ConfigError: the rope type or one of its keys is not reproduced exactly.
+    """
+    return rope_from(hf.to_dict()).overridden(overrides or {})
+
+
+def inverse_frequencies(hf: "PretrainedConfig", *, seq_len: int | None = None) -> tuple[torch.Tensor, float]:
+    """The inverse frequencies (fp32, CPU) and attention factor of an HF config for a sequence length in tokens."""
+    rope = rope_of(hf)
+    return rope.frequencies(seq_len), rope.attention_factor
+
+
+def rope_from(hf: Hf) -> Rope:
+    """``rope_of`` for a config as a mapping."""
+    heads, length = hf["num_attention_heads"], hf["max_position_embeddings"]
+    head_dim = hf.get("head_dim") or int(str(hf["hidden_size"])) // int(str(heads))
+    assert isinstance(head_dim, int)
+    assert isinstance(length, int)
+    return Rope(parameters=read_parameters(hf), head_dim=head_dim, max_position_embeddings=length)
+
+
+def _scaling(overrides: Mapping[str, object]) -> dict[str, object]:
+    """The rope parameters that mcore's own arguments for scaling mean; empty when there are none."""
+    linear, llama3 = overrides.get("seq_len_interpolation_factor"), overrides.get("rope_scaling")
+    given = [
+        name for name in ("seq_len_interpolation_factor", "rope_scaling", "rope_scaling_factor") if name in overrides
+    ]
+    if given and (linear is None) == (not llama3):
+        raise ConfigError(
+            f"The overrides {given} must switch on one kind of rope scaling: seq_len_interpolation_factor=... or "
+            "rope_scaling=True. To switch scaling off, change the rope of the HF config."
+        )
+    if linear is not None:
+        return {"rope_type": "linear", "factor": linear}
+    if llama3:  # mcore's rotary_pos_embedding.py, _apply_scaling, fixes the other three
+        constants = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+        return {"rope_type": "llama3", "factor": overrides.get("rope_scaling_factor", 8.0), **constants}
+    return {}
+
+
+def _mscale(factor: float) -> float:
+    """The ``m`` for which mcore's ``0.1 * m * log(e) + 1.0`` is exactly ``factor``."""
+    mscale = (factor - 1.0) / 0.1
+    candidates = (mscale, math.nextafter(mscale, -math.inf), math.nextafter(mscale, math.inf))
+    return min(candidates, key=lambda m: abs(0.1 * m * math.log(math.e) + 1.0 - factor))

@@ -1,0 +1,98 @@
+"""The two spellings of rope settings, read alike under either version of transformers, and total as the tables are.
+
+transformers 4.57 spells ``rope_theta`` and ``rope_scaling``; 5.x spells one ``rope_parameters``. A rope type or key
+that is not listed here raises: a key that is dropped is a model that is right for short sequences only.
+"""
+
+import functools
+from collections.abc import Mapping
+
+from mcore_bridge.config.fields import Hf
+from mcore_bridge.errors import ConfigError
+
+DEFAULT_THETA = 10000.0
+_SCALED = ("factor",)
+_REQUIRED: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": _SCALED,
+    "dynamic": _SCALED,
+    "llama3": (*_SCALED, "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (*_SCALED, "original_max_position_embeddings"),
+}
+_OPTIONAL: dict[str, tuple[str, ...]] = {
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+}
+_REFUSED = {
+    "longrope": "it changes frequencies with the length of each batch and needs its own factors per dimension",
+    "mrope": "it rotates by several position ids, which only multimodal models have",
+    "proportional": "it leaves a part of each head unrotated",
+}
+
+
+def read_parameters(hf: Hf) -> dict[str, object]:
+    """The rope parameters of a config of either spelling, in the spelling of transformers 5."""
+    spellings = [dict(value) for name in ("rope_parameters", "rope_scaling") if isinstance(value := hf.get(name), dict)]
+    spellings = [parameters for parameters in spellings if parameters]
+    parameters = spellings[0] if spellings else {}
+    if len(spellings) == 2 and _canonical(spellings[0], hf) != _canonical(spellings[1], hf):
+        raise ConfigError(f"rope_parameters and rope_scaling must agree, found {spellings}. Delete one of them.")
+    return checked(_canonical(parameters, hf))
+
+
+def _canonical(parameters: dict[str, object], hf: Hf) -> dict[str, object]:
+    """Completes what either spelling leaves to the top level of the config or to the defaults of transformers."""
+    parameters = dict(parameters)
+    legacy = parameters.pop("type", None)
+    parameters.setdefault("rope_type", legacy or "default")
+    theta = hf.get("rope_theta")
+    parameters.setdefault("rope_theta", DEFAULT_THETA if theta is None else theta)
+    if theta not in (None, DEFAULT_THETA, parameters["rope_theta"]):  # the default is there in any 4.57 config
+        raise ConfigError(
+            f"rope_theta must be one value, found {theta!r} at the top and {parameters['rope_theta']!r} in "
+            "rope_parameters. Delete one of them."
+        )
+    if parameters["rope_type"] in ("llama3", "yarn"):
+        parameters.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
+    partial = parameters.pop("partial_rotary_factor", hf.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise ConfigError(
+            f"partial_rotary_factor must be 1, found {partial!r}: these architectures rotate whole heads."
+        )
+    return parameters
+
+
+def checked(parameters: dict[str, object]) -> dict[str, object]:
+    """``parameters`` as they are, once type, keys and numbers are known to be ones that we reproduce exactly."""
+    rope_type = parameters["rope_type"]
+    if rope_type not in _REQUIRED:
+        reason = _REFUSED.get(str(rope_type), "it is not among those that are tested against transformers")
+        raise ConfigError(f"The rope type must be one of {sorted(_REQUIRED)}, found {rope_type!r}: {reason}.")
+    required = ("rope_theta", *_REQUIRED[rope_type])
+    for name in required:
+        value = parameters.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"A rope of type {rope_type!r} must have a number as {name!r}, found {value!r}.")
+    known = {"rope_type", *required, *_OPTIONAL.get(rope_type, ())}
+    if unknown := {name: parameters[name] for name in sorted(parameters) if name not in known}:
+        raise ConfigError(
+            f"A rope of type {rope_type!r} may have the keys {sorted(known)}, found also {unknown}. transformers "
+            "would ignore them; delete them if that is what you want."
+        )
+    return parameters
+
+
+def spelled(parameters: Mapping[str, object]) -> dict[str, object]:
+    """The HF fields that say ``parameters`` to the installed transformers."""
+    if speaks_rope_parameters():
+        return {"rope_parameters": dict(parameters)}
+    scaling = {name: value for name, value in parameters.items() if name != "rope_theta"}
+    scaling_or_none = None if scaling == {"rope_type": "default"} else scaling
+    return {"rope_theta": parameters["rope_theta"], "rope_scaling": scaling_or_none}
+
+
+@functools.cache
+def speaks_rope_parameters() -> bool:
+    """Whether the installed transformers spells rope as 5.x does."""
+    from transformers import LlamaConfig
+
+    return "rope_parameters" in LlamaConfig().to_dict()

@@ -1,0 +1,108 @@
+"""The shared tables, of which an architecture puts its own together: ``DENSE``, and one each of bias, window and qk.
+
+Names are those of transformers 4.57 and 5.x together: a name that one version lacks claims nothing there.
+"""
+
+from mcore_bridge.config import derived
+from mcore_bridge.config.fields import Const, Field, Ignore, Map, Preset, Require
+
+IDENTITY = Ignore(
+    "they name the model, its files and the program that wrote them",
+    (
+        *("model_type", "architectures", "transformers_version", "_name_or_path", "_commit_hash", "tokenizer_class"),
+        *("task_specific_params", "finetuning_task", "transformers.js_config", "unsloth_fixed", "unsloth_version"),
+        *("is_llama_config",),
+    ),
+)
+RUNTIME = Ignore(
+    "they choose how transformers runs the model or what it returns, not what it computes",
+    (
+        *("use_cache", "return_dict", "output_hidden_states", "output_attentions", "output_scores", "torchscript"),
+        *("use_return_dict", "return_dict_in_generate", "chunk_size_feed_forward", "pretraining_tp"),
+        *("tf_legacy_loss", "use_bfloat16", "gradient_checkpointing", "_attn_implementation_autoset"),
+        *("attn_implementation", "_attn_implementation", "_output_attentions", "_experts_implementation"),
+    ),
+)
+DTYPE = Ignore("the argument dtype decides", ("dtype", "torch_dtype"))
+LABELS = Ignore(
+    "they belong to a classification head, which the argument head decides",
+    ("id2label", "label2id", "num_labels", "problem_type"),
+)
+GENERATION = Ignore(
+    "they are settings of generate()",
+    (
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "prefix"),
+        *("max_length", "max_new_tokens", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups"),
+        *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "diversity_penalty"),
+        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences"),
+        *("forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty"),
+        *("suppress_tokens", "begin_suppress_tokens"),
+    ),
+)
+DECODER_ONLY = tuple(
+    Require(name, (neutral,), "the model is a decoder by itself")
+    for name, neutral in (
+        *(("is_decoder", False), ("is_encoder_decoder", False), ("add_cross_attention", False)),
+        *(("cross_attention_hidden_size", None), ("tie_encoder_decoder", False)),
+    )
+)
+PLAIN = (
+    Require("pruned_heads", ({}, None), "megatron-core gives each layer the same heads"),
+    Require("quantization_config", (None,), "quantized weights are not read; dequantize the checkpoint first"),
+    Require("auto_map", (None, {}), "the folder brings its own modelling code, which may compute anything"),
+    Require("use_mrope", (False, None), "only multimodal models rotate by several position ids"),
+    Require("rope_interleaved", (False, None), "transformers rotates halves, not neighbours"),
+)
+BASE: tuple[Field, ...] = (IDENTITY, RUNTIME, DTYPE, LABELS, GENERATION, *DECODER_ONLY, *PLAIN)
+
+GEOMETRY: tuple[Field, ...] = (
+    Map("num_hidden_layers", "num_layers"),
+    Map("hidden_size", "hidden_size"),
+    Map("intermediate_size", "ffn_hidden_size"),
+    Map("max_position_embeddings", "max_sequence_length"),
+    Map("tie_word_embeddings", "share_embeddings_and_output_weights", default=False),
+    Map("rms_norm_eps", "layernorm_epsilon"),
+    Map("initializer_range", "init_method_std"),
+    Map("attention_dropout", "attention_dropout", default=0.0),
+    *(derived.HEADS, derived.VOCAB, derived.ACTIVATION, derived.ROPE),
+)
+MATHS: tuple[Field, ...] = (
+    Const("normalization", "RMSNorm"),
+    Const("layernorm_zero_centered_gamma", False),
+    Const("gated_linear_unit", True),
+    Const("rotary_interleaved", False),
+    Const("num_moe_experts", None),
+    Const("position_embedding_type", "rope"),
+    Const("rotary_percent", 1.0),
+)
+TRAINING: tuple[Field, ...] = (
+    Preset("hidden_dropout", 0.0),
+    Preset(
+        "moe_token_dispatcher_type", "alltoall"
+    ),  # mcore refuses variable_seq_lengths with its default, dense or not
+)
+DENSE: tuple[Field, ...] = (*BASE, *GEOMETRY, *MATHS, *TRAINING)
+"""A dense decoder with RMSNorm and a gated MLP. Bias, window and query-key norm are the architecture's own."""
+
+BIAS_NONE: tuple[Field, ...] = (
+    Const("add_bias_linear", False),
+    Const("add_qkv_bias", False),
+    Preset("attention_output_bias", False),
+)
+BIAS_QKV: tuple[Field, ...] = (
+    Const("add_bias_linear", False),
+    Const("add_qkv_bias", True),
+    Preset("attention_output_bias", False),
+)
+BIAS_ATTENTION: tuple[Field, ...] = (derived.ATTENTION_BIAS,)
+BIAS_ANY: tuple[Field, ...] = (derived.BIASES,)
+
+WINDOW_NONE: tuple[Field, ...] = (Const("window_size", None), Const("window_attn_skip_freq", None))
+WINDOW_ALL: tuple[Field, ...] = (derived.WINDOW,)
+WINDOW_BY_LAYER: tuple[Field, ...] = (
+    derived.WINDOWS,
+    Ignore("transformers has made layer_types and sliding_window of them", ("use_sliding_window", "max_window_layers")),
+)
+
+QK_PLAIN: tuple[Field, ...] = (Const("qk_layernorm", False),)
+QK_NORMED: tuple[Field, ...] = (Const("qk_layernorm", True),)

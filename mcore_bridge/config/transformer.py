@@ -1,0 +1,142 @@
+"""From an HF config and a config table to ``TransformerConfig`` and ``GPTModel`` arguments, and back. Pure.
+
+What a table decides comes first, then what the mesh and the dtype decide, then overrides; nothing is dropped on the
+way: each name is a field of the installed ``TransformerConfig``, an argument of ``GPTModel``, or an attribute of ours.
+"""
+
+from collections import ChainMap
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from mcore_bridge.config.parallel import ParallelDims
+
+from mcore_bridge.config.checks import (
+    ATTRIBUTES,
+    config_fields,
+    gpt_argument_names,
+    require_known,
+    require_mesh,
+    require_overridable,
+    require_vocab,
+    require_windows,
+)
+from mcore_bridge.config.fields import Field, to_hf, to_mcore
+from mcore_bridge.config.rope import Rope
+from mcore_bridge.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+    from transformers import PretrainedConfig
+
+ATTRIBUTES = ("hf_rope", "hf_vocab_size", "attention_output_bias")
+"""What a config carries for ``build_model`` beyond mcore's fields: a ``Rope``, the vocabulary without padding, and
+whether the attention output has a bias. They survive ``copy.deepcopy``, and not ``dataclasses.replace``."""
+
+
+def to_transformer_config(
+    hf: "PretrainedConfig",
+    table: tuple[Field, ...],
+    *,
+    dims: ParallelDims | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    overrides: Mapping[str, object] | None = None,
+) -> "TransformerConfig":
+    """The ``TransformerConfig`` of an HF config, with the attributes of ``ATTRIBUTES`` set on it.
+
+    Args:
+        hf: the config, as ``read_config`` gives it.
+        table: the fields of its architecture.
+        dims: the mesh; None is a single rank.
+        dtype: of parameters and pipeline messages: float32, bfloat16 or float16.
+        overrides: any ``TransformerConfig`` field or ``GPTModel`` argument, applied last.
+
+    Raises:
+        ConfigError: a field, value or override cannot be expressed exactly, or mcore refuses the result.
+        MeshError: ``dims`` do not divide this model.
+    """
+    from megatron.core.transformer import TransformerConfig
+
+    dims = dims or ParallelDims()
+    settings = _settings(hf, table, dims=dims, overrides=overrides)
+    settings |= {**_dtype_fields(dtype), **_only(overrides or {}, config_fields())}
+    require_mesh(settings, dims=dims)
+    try:
+        config = TransformerConfig(**_only(settings, config_fields()))
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ConfigError(f"megatron-core refuses this configuration: {error}") from error
+    for name in ATTRIBUTES & settings.keys():
+        setattr(config, name, settings[name])
+    return config
+
+
+def to_gpt_arguments(
+    hf: "PretrainedConfig",
+    table: tuple[Field, ...],
+    *,
+    dims: ParallelDims | None = None,
+    overrides: Mapping[str, object] | None = None,
+) -> dict[str, object]:
+    """The arguments of ``GPTModel`` that the config decides; ``vocab_size`` is padded to a multiple of ``tp``.
+
+    Raises:
+        ConfigError: as for ``to_transformer_config``.
+    """
+    settings = _settings(hf, table, dims=dims or ParallelDims(), overrides=overrides)
+    return _only(settings, gpt_argument_names())
+
+
+def to_hf_config(
+    config: "TransformerConfig", gpt_arguments: Mapping[str, object], table: tuple[Field, ...]
+) -> dict[str, object]:
+    """The inverse of the two above: the HF fields that ``table`` maps, in the spelling of the installed transformers.
+
+    Raises:
+        ConfigError: the config does not belong to this architecture, or overrides took it out of what HF can say.
+    """
+    return to_hf(table, ChainMap(dict(gpt_arguments), dict(vars(config))))
+
+
+def _settings(
+    hf: "PretrainedConfig", table: tuple[Field, ...], *, dims: ParallelDims, overrides: Mapping[str, object] | None
+) -> dict[str, object]:
+    """All that table, mesh and overrides decide, by mcore name."""
+    overrides = dict(overrides or {})
+    mesh_fields = dims.to_config_fields()
+    require_overridable(overrides, decided=mesh_fields.keys())
+    settings = {**to_mcore(table, hf.to_dict()), **mesh_fields}
+    if isinstance(vocab_size := settings.get("vocab_size"), int):
+        settings["vocab_size"] = -(-vocab_size // dims.tp) * dims.tp
+        require_vocab(overrides.get("vocab_size", settings["vocab_size"]), at_least=vocab_size, tp=dims.tp)
+    settings |= overrides
+    if isinstance(rope := settings.get("hf_rope"), Rope):
+        settings |= _rope_settings(rope.overridden(overrides), settings)
+    require_windows(settings)
+    require_known(settings)
+    return settings
+
+
+def _rope_settings(rope: Rope, settings: Mapping[str, object]) -> dict[str, object]:
+    for name, value in (("position_embedding_type", "rope"), ("rotary_percent", 1.0)):
+        if settings[name] != value:
+            raise ConfigError(
+                f"{name} must be {value!r}, as in the HF model, found {settings[name]!r}. Remove the override."
+            )
+    attributes = rope.to_mcore()
+    if attributes and settings.get("apply_rope_fusion"):
+        raise ConfigError(
+            f"apply_rope_fusion must be False: this rope has an attention factor of {rope.attention_factor}, which the "
+            "fused kernel drops for packed sequences. Remove the override."
+        )
+    return {"hf_rope": rope, "rotary_base": rope.theta, **attributes}
+
+
+def _dtype_fields(dtype: torch.dtype) -> dict[str, object]:
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError(f"dtype must be torch.float32, torch.bfloat16 or torch.float16, found {dtype!r}.")
+    halves = {"bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16}
+    return {**halves, "params_dtype": dtype, "pipeline_dtype": dtype}
+
+
+def _only(settings: Mapping[str, object], names: frozenset[str]) -> dict[str, object]:
+    return {name: value for name, value in settings.items() if name in names}

@@ -1,0 +1,124 @@
+"""The registry: an architecture is a config table and rules for its weights, found by the ``model_type`` of HF.
+
+Ours are the files of this folder that define ``ARCHITECTURE``, so a new one is one new file. Those of other packages
+come by ``register`` or, once a ``model_type`` is unknown, by the entry points of the group
+``mcore_bridge.architectures``, each of which loads to an ``Architecture`` or a sequence of them.
+"""
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+from mcore_bridge.config.fields import Field
+from mcore_bridge.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from mcore_bridge.weights.mapping import Rule
+
+GROUP = "mcore_bridge.architectures"
+MACHINERY = frozenset({"architecture", "blocks", "build", "heads", "modules", "rotary", "specs"})
+"""The modules of this folder that are no architectures; they may be slow to import."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """How the models of one ``model_type`` become ``GPTModel``s and back.
+
+    Args:
+        model_type: as HF spells it.
+        fields: the config table, total over the HF config.
+        rules: the weight rules of a config.
+        ignored: patterns (fnmatch) of HF tensor names that a checkpoint may hold and that we do not use.
+        aliases: further ``model_type`` values that mean the same.
+        layer_spec: an own layer spec, called as ``layer_spec(config, vp_stage=...)``; None is ours for the backend.
+        model: an own subclass of ``GPTModel``; None is mcore's.
+    """
+
+    model_type: str
+    fields: tuple[Field, ...]
+    rules: "Callable[[PretrainedConfig], tuple[Rule, ...]]"
+    ignored: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    layer_spec: Callable[..., Any] | None = None
+    model: type | None = None
+
+
+_REGISTRY: dict[str, Architecture] = {}
+
+
+def register(architecture: Architecture) -> Architecture:
+    """Adds ``architecture`` under its ``model_type`` and aliases; registering the same one again does nothing.
+
+    Raises:
+        ConfigError: another architecture has one of these names.
+    """
+    _load_ours()
+    return _add(architecture)
+
+
+def architectures() -> Mapping[str, Architecture]:
+    """Every registered architecture by ``model_type``, aliases included. Entry points are not looked up."""
+    _load_ours()
+    return dict(_REGISTRY)
+
+
+def architecture_of(hf: "PretrainedConfig | str") -> Architecture:
+    """The architecture of an HF config, or of a ``model_type``.
+
+    Raises:
+        ConfigError: none is registered, nor offered by an entry point.
+    """
+    model_type = hf if isinstance(hf, str) else hf.model_type
+    _load_ours()
+    if model_type not in _REGISTRY:
+        _load_entry_points()
+    if model_type not in _REGISTRY:
+        near = get_close_matches(model_type, list(_REGISTRY), n=3) or sorted(_REGISTRY)
+        raise ConfigError(
+            f"The model_type must be a registered architecture, found {model_type!r}; nearest names: "
+            f"{', '.join(near)}. Register one, or install a package with an entry point of the group {GROUP!r}."
+        )
+    return _REGISTRY[model_type]
+
+
+@functools.cache
+def _load_ours() -> None:
+    package = importlib.import_module("mcore_bridge.models")
+    for module in pkgutil.iter_modules(package.__path__):
+        if module.name not in MACHINERY:
+            found = getattr(importlib.import_module(f"{package.__name__}.{module.name}"), "ARCHITECTURE", None)
+            if isinstance(found, Architecture):
+                _add(found)
+
+
+def _load_entry_points() -> None:
+    """Not cached: a package may be put on ``sys.path`` while we run."""
+    for entry_point in entry_points(group=GROUP):
+        try:
+            loaded = entry_point.load()
+        except Exception as error:  # a broken package of someone else must be named, whatever it raises
+            raise ConfigError(
+                f"The entry point {entry_point.value!r} of {GROUP!r} must load, but raises: {error!r}."
+            ) from error
+        offered: Iterable[object] = (loaded,) if isinstance(loaded, Architecture) else loaded
+        for architecture in offered if isinstance(offered, Iterable) else (offered,):
+            if not isinstance(architecture, Architecture):
+                raise ConfigError(
+                    f"The entry point {entry_point.value!r} must give an Architecture, found {architecture!r}."
+                )
+            _add(architecture)
+
+
+def _add(architecture: Architecture) -> Architecture:
+    for name in (architecture.model_type, *architecture.aliases):
+        if (known := _REGISTRY.get(name)) is not None and known != architecture:
+            raise ConfigError(f"Each model_type must have one architecture; {name!r} is registered already: {known}.")
+    _REGISTRY.update(dict.fromkeys((architecture.model_type, *architecture.aliases), architecture))
+    return architecture

@@ -1,0 +1,12 @@
+"""Llama 2 and 3.x, and all that is published as one: every rope, biases in attention and MLP."""
+
+from mcore_bridge.config.tables import BIAS_ANY, DENSE, QK_PLAIN, WINDOW_NONE
+from mcore_bridge.models.architecture import Architecture
+from mcore_bridge.models.blocks import GQA, NORMS, O_BIAS, QKV_BIAS, SWIGLU, SWIGLU_BIAS, decoder
+
+ARCHITECTURE = Architecture(
+    model_type="llama",
+    fields=(*DENSE, *BIAS_ANY, *WINDOW_NONE, *QK_PLAIN),
+    rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, O_BIAS, SWIGLU, SWIGLU_BIAS),
+    ignored=("*.rotary_emb.inv_freq",),
+)

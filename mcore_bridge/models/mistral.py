@@ -1,0 +1,12 @@
+"""Mistral: a llama without biases, in which every layer slides over a window, or none does."""
+
+from mcore_bridge.config.tables import BIAS_NONE, DENSE, QK_PLAIN, WINDOW_ALL
+from mcore_bridge.models.architecture import Architecture
+from mcore_bridge.models.blocks import GQA, NORMS, SWIGLU, decoder
+
+ARCHITECTURE = Architecture(
+    model_type="mistral",
+    fields=(*DENSE, *BIAS_NONE, *WINDOW_ALL, *QK_PLAIN),
+    rules=lambda hf: decoder(NORMS, GQA, SWIGLU),
+    ignored=("*.rotary_emb.inv_freq",),
+)
