@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import torch.nn.functional as F  # noqa: N812  (the name by which all of PyTorch knows it)
 
-from mcore_bridge.config.fields import Derive, Hf, Mcore
-from mcore_bridge.config.rope import Rope, rope_from
+from mcore_bridge.config.fields import Derive, Hf, Mcore, count
+from mcore_bridge.config.rope import Rope, head_dim, rope_from
 from mcore_bridge.config.spelling import spelled
 from mcore_bridge.errors import ConfigError
 
@@ -46,16 +46,11 @@ def _identity(function: object) -> tuple[object, ...]:
 
 
 def _heads(hf: Hf) -> dict[str, object]:
-    heads, hidden_size = _count(hf, "num_attention_heads"), _count(hf, "hidden_size")
-    groups = heads if hf.get("num_key_value_heads") is None else _count(hf, "num_key_value_heads")
-    if hf.get("head_dim") is None and hidden_size % heads:
-        raise ConfigError(
-            f"hidden_size={hidden_size} must be a multiple of num_attention_heads={heads}, or head_dim set."
-        )
+    heads = count(hf, "num_attention_heads")
+    groups = heads if hf.get("num_key_value_heads") is None else count(hf, "num_key_value_heads")
     if heads % groups:
         raise ConfigError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={groups}.")
-    head_dim = hidden_size // heads if hf.get("head_dim") is None else _count(hf, "head_dim")
-    return {"num_attention_heads": heads, "num_query_groups": groups, "kv_channels": head_dim}
+    return {"num_attention_heads": heads, "num_query_groups": groups, "kv_channels": head_dim(hf)}
 
 
 def _heads_back(mcore: Mcore) -> dict[str, object]:
@@ -67,7 +62,7 @@ def _heads_back(mcore: Mcore) -> dict[str, object]:
 
 
 def _vocab(hf: Hf) -> dict[str, object]:
-    size = _count(hf, "vocab_size")
+    size = count(hf, "vocab_size")
     return {"vocab_size": size, "hf_vocab_size": size}
 
 
@@ -127,7 +122,7 @@ def _window_back(mcore: Mcore) -> dict[str, object]:
 
 
 def _windows(hf: Hf) -> dict[str, object]:
-    kinds, num_layers = hf.get("layer_types"), _count(hf, "num_hidden_layers")
+    kinds, num_layers = hf.get("layer_types"), count(hf, "num_hidden_layers")
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise ConfigError(f"layer_types must name the attention of each of the {num_layers} layers, found {kinds!r}.")
     if unknown := sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"}):
@@ -150,7 +145,7 @@ def _windows_back(mcore: Mcore) -> dict[str, object]:
 
 def _mcore_window(hf: Hf) -> tuple[int, int]:
     """HF counts the tokens that a token sees, itself among them; mcore those to its left and right."""
-    return (_count(hf, "sliding_window") - 1, 0)
+    return (count(hf, "sliding_window") - 1, 0)
 
 
 def _hf_window(window: object) -> int | None:
@@ -161,13 +156,6 @@ def _hf_window(window: object) -> int | None:
             f"window_size must be None or (tokens to the left, 0), found {window!r}. Remove the override."
         )
     return int(window[0]) + 1
-
-
-def _count(hf: Hf, name: str) -> int:
-    value = hf.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} must be a positive whole number, found {value!r}.")
-    return value
 
 
 # fmt: off

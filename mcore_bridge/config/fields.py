@@ -173,6 +173,14 @@ def to_hf(table: tuple[Field, ...], mcore: Mcore) -> dict[str, object]:
         ) from None
 
 
+def count(hf: Hf, name: str) -> int:
+    """The field ``name`` as a number of things, which every size in a config is."""
+    value = hf.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be a positive whole number, found {value!r}.")
+    return value
+
+
 def require_total(table: tuple[Field, ...], hf: Hf) -> None:
     """Raises ``ConfigError`` unless each key of ``hf`` is claimed, and each claim is made once."""
     claims = Counter(name for field in table for name in field.names)

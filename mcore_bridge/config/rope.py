@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mcore_bridge.config.fields import Hf
+from mcore_bridge.config.fields import Hf, count
 from mcore_bridge.config.spelling import checked, read_parameters, spelled
 from mcore_bridge.errors import ConfigError
 
@@ -65,9 +65,9 @@ class Rope:
         parameters = _scaling(overrides) or dict(self.parameters)
         theta = overrides.get("rotary_base")
         parameters["rope_theta"] = self.theta if theta is None else theta
-        head_dim = overrides.get("kv_channels") or self.head_dim
-        assert isinstance(head_dim, int)
-        return replace(self, parameters=checked(parameters), head_dim=head_dim)
+        if overrides.get("kv_channels") is None:
+            return replace(self, parameters=checked(parameters))
+        return replace(self, parameters=checked(parameters), head_dim=count(overrides, "kv_channels"))
 
     def to_mcore(self) -> dict[str, object]:
         """The config attributes through which mcore's attention multiplies cosines and sines by the attention factor.
@@ -120,11 +120,20 @@ def inverse_frequencies(hf: "PretrainedConfig", *, seq_len: int | None = None) -
 
 def rope_from(hf: Hf) -> Rope:
     """``rope_of`` for a config as a mapping."""
-    heads, length = hf["num_attention_heads"], hf["max_position_embeddings"]
-    head_dim = hf.get("head_dim") or int(str(hf["hidden_size"])) // int(str(heads))
-    assert isinstance(head_dim, int)
-    assert isinstance(length, int)
-    return Rope(parameters=read_parameters(hf), head_dim=head_dim, max_position_embeddings=length)
+    length = count(hf, "max_position_embeddings")
+    return Rope(parameters=read_parameters(hf), head_dim=head_dim(hf), max_position_embeddings=length)
+
+
+def head_dim(hf: Hf) -> int:
+    """The size of an attention head: ``head_dim`` where it is set, else ``hidden_size / num_attention_heads``."""
+    if hf.get("head_dim") is not None:
+        return count(hf, "head_dim")
+    heads, hidden_size = count(hf, "num_attention_heads"), count(hf, "hidden_size")
+    if hidden_size % heads:
+        raise ConfigError(
+            f"hidden_size={hidden_size} must be a multiple of num_attention_heads={heads}; else set head_dim."
+        )
+    return hidden_size // heads
 
 
 def _scaling(overrides: Mapping[str, object]) -> dict[str, object]:

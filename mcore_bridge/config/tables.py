@@ -60,7 +60,7 @@ GEOMETRY: tuple[Field, ...] = (
     Map("hidden_size", "hidden_size"),
     Map("intermediate_size", "ffn_hidden_size"),
     Map("max_position_embeddings", "max_sequence_length"),
-    Map("tie_word_embeddings", "share_embeddings_and_output_weights", default=False),
+    Map("tie_word_embeddings", "share_embeddings_and_output_weights"),
     Map("rms_norm_eps", "layernorm_epsilon"),
     Map("initializer_range", "init_method_std"),
     Map("attention_dropout", "attention_dropout", default=0.0),

@@ -21,17 +21,13 @@ from mcore_bridge.config.checks import (
     require_vocab,
     require_windows,
 )
-from mcore_bridge.config.fields import Field, to_hf, to_mcore
+from mcore_bridge.config.fields import Field, count, to_hf, to_mcore
 from mcore_bridge.config.rope import Rope
 from mcore_bridge.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
     from transformers import PretrainedConfig
-
-ATTRIBUTES = ("hf_rope", "hf_vocab_size", "attention_output_bias")
-"""What a config carries for ``build_model`` beyond mcore's fields: a ``Rope``, the vocabulary without padding, and
-whether the attention output has a bias. They survive ``copy.deepcopy``, and not ``dataclasses.replace``."""
 
 
 def to_transformer_config(
@@ -109,6 +105,9 @@ def _settings(
         settings["vocab_size"] = -(-vocab_size // dims.tp) * dims.tp
         require_vocab(overrides.get("vocab_size", settings["vocab_size"]), at_least=vocab_size, tp=dims.tp)
     settings |= overrides
+    if settings.get("kv_channels", 1) is None:  # what mcore makes of None, so that the rope agrees
+        hidden_size, heads = count(settings, "hidden_size"), count(settings, "num_attention_heads")
+        overrides["kv_channels"] = settings["kv_channels"] = hidden_size // heads
     if isinstance(rope := settings.get("hf_rope"), Rope):
         settings |= _rope_settings(rope.overridden(overrides), settings)
     require_windows(settings)
