@@ -1,0 +1,160 @@
+"""The mesh: how many ways each axis of parallelism cuts a model, and where the pipeline cuts it.
+
+A ``ParallelDims`` that exists is one that megatron-core can build for some model; ``stages`` answers for one model,
+``dp`` and ``edp`` for one world size. All of that is pure: only ``initialize`` and ``from_mcore`` touch processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mcore_bridge.config.pipeline import BALANCED, Stage, check_layout, describe_stages, stages_of
+from mcore_bridge.errors import MeshError
+
+__all__ = ["ParallelDims", "Stage"]
+
+_SIZES = ("tp", "pp", "vp", "cp", "ep", "etp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelDims:
+    """Sizes of the mesh and the split of the pipeline.
+
+    Attributes:
+        tp: tensor parallel size.
+        pp: pipeline parallel size.
+        vp: chunks of the model on each pipeline rank (virtual pipeline stages).
+        cp: context parallel size.
+        ep: expert parallel size.
+        etp: tensor parallel size of the experts. Not tied to ``tp``: 1 unless given.
+        sp: sequence parallelism, which needs ``tp > 1``.
+        layout: megatron-core's explicit pipeline layout, such as ``"Ett|t*3|(t|)*2L"``, or ``"balanced"``: the one
+            that ``balanced()`` (and ``build_model``) chooses by bytes.
+        num_layers_in_first_pipeline_stage: layers of pipeline rank 0, over all its chunks; the others share the rest.
+        num_layers_in_last_pipeline_stage: the same for the last pipeline rank.
+        account_for_embedding_in_pipeline_split: the embedding counts as one layer of the first stage.
+        account_for_loss_in_pipeline_split: the loss counts as one layer of the last stage.
+
+    Raises:
+        MeshError: for a combination that no model and no world size can make right.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    vp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    sp: bool = False
+    layout: str | None = None
+    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: int | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+
+    def __post_init__(self) -> None:
+        for name in _SIZES:
+            size = getattr(self, name)
+            if type(size) is not int or size < 1:
+                raise MeshError(f"{name} must be an integer of at least 1, found {size!r}")
+        if self.sp and self.tp == 1:
+            raise MeshError("sp=True needs tp > 1: sequence parallelism cuts activations over the tp axis, found tp=1")
+        if self.vp > 1 and self.pp == 1:
+            raise MeshError(f"vp={self.vp} needs pp > 1: virtual stages interleave pipeline ranks, found pp=1")
+        self._check_split()
+
+    def _check_split(self) -> None:
+        sizes = {
+            "num_layers_in_first_pipeline_stage": self.num_layers_in_first_pipeline_stage,
+            "num_layers_in_last_pipeline_stage": self.num_layers_in_last_pipeline_stage,
+        }
+        sizes = {name: size for name, size in sizes.items() if size is not None}
+        accounts = self.account_for_embedding_in_pipeline_split or self.account_for_loss_in_pipeline_split
+        for name, size in sizes.items():
+            if type(size) is not int or size < 1:
+                raise MeshError(
+                    f"{name} must be an integer of at least 1, found {size!r}: for none use an explicit layout"
+                )
+            if self.pp == 1:
+                raise MeshError(f"{name}={size} needs pp > 1: megatron-core would build only these layers at pp=1")
+        if sizes and accounts:
+            raise MeshError(f"{' and '.join(sizes)} cannot be combined with account_for_*_in_pipeline_split: drop one")
+        if len(sizes) == 2 and self.pp == 2 and self.vp > 1:
+            raise MeshError(
+                "at pp=2 with vp > 1 megatron-core divides by zero when both num_layers_in_first_pipeline_stage and "
+                "num_layers_in_last_pipeline_stage are given: give one, the other follows"
+            )
+        if self.layout is None:
+            return
+        if sizes or accounts:
+            raise MeshError("layout says where every layer goes: drop num_layers_in_* and account_for_*, or the layout")
+        if self.layout != BALANCED:
+            check_layout(self.layout, pp=self.pp, vp=self.vp)
+
+    def __str__(self) -> str:
+        names = [f"{name.upper()}{getattr(self, name)}" for name in _SIZES if getattr(self, name) > 1]
+        return " ".join([*names, *(["SP"] if self.sp else [])]) or "one process per replica"
+
+    @property
+    def model_size(self) -> int:
+        """Ranks of one replica: ``tp * cp * pp``."""
+        return self.tp * self.cp * self.pp
+
+    def dp(self, world_size: int) -> int:
+        """Data parallel size in a world of ``world_size`` ranks. Raises ``MeshError`` unless it divides."""
+        return _quotient(world_size, {"tp": self.tp, "cp": self.cp, "pp": self.pp})
+
+    def edp(self, world_size: int) -> int:
+        """Data parallel size of the experts. Raises ``MeshError`` unless ``etp * ep * pp`` divides the world."""
+        return _quotient(world_size, {"etp": self.etp, "ep": self.ep, "pp": self.pp})
+
+    def stages(self, num_layers: int) -> tuple[Stage, ...]:
+        """What every pipeline rank and virtual stage holds of a model of ``num_layers`` decoder layers.
+
+        Returns:
+            The stages in execution order: the one of ``pp_rank`` and ``vp_stage`` is at ``vp_stage * pp + pp_rank``.
+
+        Raises:
+            MeshError: these layers cannot be split so, or ``layout="balanced"`` was not resolved by ``balanced()``.
+        """
+        return stages_of(self, num_layers)
+
+    def describe(self, *, world_size: int, num_layers: int) -> str:
+        """One line for a log: ``TP2 PP2 VP2 SP, DP1, 4 ranks; layers per stage: E2|2|2|2L``."""
+        experts = f" EDP{self.edp(world_size)}" if self.ep > 1 or self.etp > 1 else ""
+        stages = describe_stages(self.stages(num_layers))
+        return f"{self}, DP{self.dp(world_size)}{experts}, {world_size} ranks; layers per stage: {stages}"
+
+    def to_config_fields(self) -> dict[str, object]:
+        """The ``TransformerConfig`` fields that the mesh decides; an unresolved ``"balanced"`` raises ``MeshError``."""
+        if self.layout == BALANCED:
+            raise MeshError(
+                'layout="balanced" must become an explicit layout first: call balanced() (build_model does)'
+            )
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
+            "virtual_pipeline_model_parallel_size": self.vp if self.vp > 1 else None,
+            "context_parallel_size": self.cp,
+            "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.etp,
+            "sequence_parallel": self.sp,
+            "pipeline_model_parallel_layout": self.layout,
+            "num_layers_in_first_pipeline_stage": self.num_layers_in_first_pipeline_stage,
+            "num_layers_in_last_pipeline_stage": self.num_layers_in_last_pipeline_stage,
+            "account_for_embedding_in_pipeline_split": self.account_for_embedding_in_pipeline_split,
+            "account_for_loss_in_pipeline_split": self.account_for_loss_in_pipeline_split,
+        }
+
+
+def _quotient(world_size: int, factors: Mapping[str, int]) -> int:
+    size = 1
+    for factor in factors.values():
+        size *= factor
+    if world_size < 1 or world_size % size:
+        product = " * ".join(f"{name}={factor}" for name, factor in factors.items())
+        raise MeshError(
+            f"{world_size} ranks are not a multiple of {product} = {size}: change the sizes or start {size} ranks"
+        )
+    return world_size // size

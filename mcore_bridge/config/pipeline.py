@@ -1,0 +1,166 @@
+"""Which layers each pipeline stage holds: megatron-core's own rules, as a pure function of mesh and layer count.
+
+The law: the stages in execution order (virtual stage by virtual stage, rank by rank) concatenate to
+``range(num_layers)``; the first holds the embedding, the last the loss. Where megatron-core breaks it, we refuse.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from typing import TYPE_CHECKING
+
+from mcore_bridge.errors import MeshError
+
+if TYPE_CHECKING:
+    from mcore_bridge.config.parallel import ParallelDims
+
+BALANCED = "balanced"
+"""The layout that ``balanced()`` replaces by an explicit one, once the bytes of the layers are known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One chunk of the pipeline.
+
+    Attributes:
+        pp_rank: pipeline rank that holds it.
+        vp_stage: which of that rank's chunks it is.
+        layers: global indices of its decoder layers, from 0; may be empty.
+        embedding: it holds the input embedding.
+        loss: it holds the final norm and the output layer.
+        num_mtp_layers: MTP layers that an explicit layout puts here.
+    """
+
+    pp_rank: int
+    vp_stage: int
+    layers: range
+    embedding: bool
+    loss: bool
+    num_mtp_layers: int = 0
+
+
+def stages_of(dims: ParallelDims, num_layers: int) -> tuple[Stage, ...]:
+    """The stages in execution order; see ``ParallelDims.stages``."""
+    if num_layers < 1:
+        raise MeshError(f"a model has at least one layer, found num_layers={num_layers}")
+    if dims.layout == BALANCED:
+        raise MeshError(
+            'layout="balanced" is not resolved yet, so the stages are unknown: call '
+            "mcore_bridge.config.parallel.balanced(dims, layer_bytes=..., ...) first (build_model does)"
+        )
+    if dims.layout is not None:
+        return _place(dims, *_explicit_counts(dims, dims.layout, num_layers))
+    counts = _uneven_counts(dims, num_layers) if _is_uneven(dims) else _even_counts(dims, num_layers)
+    return _place(dims, counts, [0] * len(counts))
+
+
+def describe_stages(stages: tuple[Stage, ...]) -> str:
+    """Layer counts in execution order, equal neighbours folded: ``E2|(2|)*14|2L``."""
+    cells = [f"{'E' * s.embedding}{len(s.layers)}{'m' * s.num_mtp_layers}{'L' * s.loss}" for s in stages]
+    runs = [(cell, len(list(run))) for cell, run in groupby(cells)]
+    return "|".join(cell if num == 1 else f"({cell})*{num}" for cell, num in runs)
+
+
+def check_layout(layout: str, *, pp: int, vp: int) -> None:
+    """Check what needs no model: the string parses, and has one stage for each (pipeline rank, virtual stage).
+
+    Raises:
+        MeshError: with the string and what is wrong with it.
+    """
+    found = parse_layout(layout)
+    if len(found) != pp * vp:
+        raise MeshError(
+            f"layout {layout!r} has {len(found)} stages, expected pp * vp = {pp} * {vp} = {pp * vp}: "
+            "one between each two '|', virtual stage by virtual stage"
+        )
+    flat = "".join(found)
+    if not found[0].startswith("E") or flat.count("E") != 1:
+        raise MeshError(
+            f"layout {layout!r} must have exactly one 'E', at the very start: megatron embeds on stage 0 only"
+        )
+    if not found[-1].endswith("L") or flat.count("L") != 1:
+        raise MeshError(
+            f"layout {layout!r} must have exactly one 'L', at the very end: the last stage computes the loss"
+        )
+
+
+def parse_layout(layout: str) -> list[str]:
+    """The stages of a layout as megatron-core's own parser reads them, unrolled: ``"Et*2|(t|)*2L"`` -> Ett, t, t, L."""
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    letters = {LayerType.embedding: "E", LayerType.decoder: "t", LayerType.mtp: "m", LayerType.loss: "L"}
+    try:
+        rows = PipelineParallelLayerLayout.parse_str_to_list(layout)
+    except (AssertionError, KeyError) as error:
+        raise MeshError(
+            f"layout {layout!r} is not one that megatron-core reads: {error}. Expected stages of E, t, m, L with '|' "
+            "between them, where '(..)*n' and 'x*n' repeat and commas are ignored; or 'balanced'"
+        ) from error
+    return ["".join(letters[kind] for kind in row) for row in rows]
+
+
+def _explicit_counts(dims: ParallelDims, layout: str, num_layers: int) -> tuple[list[int], list[int]]:
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    found = parse_layout(layout)
+    counts, mtp = [row.count("t") for row in found], [row.count("m") for row in found]
+    if sum(counts) != num_layers:
+        raise MeshError(f"layout {layout!r} places {sum(counts)} layers ('t'), the model has num_layers={num_layers}")
+    try:
+        PipelineParallelLayerLayout(layout, dims.pp).validate_layer_layout(num_layers, sum(mtp) or None)
+    except (AssertionError, NotImplementedError) as error:
+        raise MeshError(f"megatron-core refuses the layout {layout!r}: {error}") from error
+    return counts, mtp
+
+
+def _is_uneven(dims: ParallelDims) -> bool:
+    return dims.num_layers_in_first_pipeline_stage is not None or dims.num_layers_in_last_pipeline_stage is not None
+
+
+def _even_counts(dims: ParallelDims, num_layers: int) -> list[int]:
+    embedding, loss = dims.account_for_embedding_in_pipeline_split, dims.account_for_loss_in_pipeline_split
+    num_items, num_chunks = num_layers + embedding + loss, dims.pp * dims.vp
+    if num_items % num_chunks:
+        counted = " (embedding and loss counted as account_for_*_in_pipeline_split says)" if embedding or loss else ""
+        raise MeshError(
+            f"{num_items} layers{counted} do not divide into pp * vp = {dims.pp} * {dims.vp} equal stages: use "
+            'layout="balanced", an explicit layout, or num_layers_in_first/last_pipeline_stage'
+        )
+    counts = [num_items // num_chunks] * num_chunks
+    counts[0] -= embedding
+    counts[-1] -= loss
+    return counts
+
+
+def _uneven_counts(dims: ParallelDims, num_layers: int) -> list[int]:
+    first, last = dims.num_layers_in_first_pipeline_stage, dims.num_layers_in_last_pipeline_stage
+    num_middle = dims.pp - (first is not None) - (last is not None)
+    left = num_layers - (first or 0) - (last or 0)
+    given = f"num_layers_in_first_pipeline_stage={first}, num_layers_in_last_pipeline_stage={last}"
+    if left < 0 or (num_middle == 0) != (left == 0):
+        raise MeshError(f"{given} of num_layers={num_layers} leave {left} layers for {num_middle} other pipeline ranks")
+    if num_middle and left % num_middle:
+        raise MeshError(
+            f"{given} leave {left} layers, which {num_middle} other pipeline ranks cannot share equally: "
+            'change them or use layout="balanced"'
+        )
+    middle = [left // num_middle] * num_middle if num_middle else []
+    per_rank = [*([] if first is None else [first]), *middle, *([] if last is None else [last])]
+    for pp_rank, count in enumerate(per_rank):
+        if count % dims.vp:
+            raise MeshError(
+                f"{given}: the {count} layers of pipeline rank {pp_rank} do not divide into vp={dims.vp} chunks: "
+                'change them or use layout="balanced"'
+            )
+    return [count // dims.vp for count in per_rank] * dims.vp
+
+
+def _place(dims: ParallelDims, counts: list[int], mtp: list[int]) -> tuple[Stage, ...]:
+    ends = list(accumulate(counts))
+    last = len(counts) - 1
+    return tuple(
+        Stage(i % dims.pp, i // dims.pp, range(end - counts[i], end), i == 0, i == last, mtp[i])
+        for i, end in enumerate(ends)
+    )
