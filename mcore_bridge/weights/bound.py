@@ -12,11 +12,15 @@ from mcore_bridge.errors import MappingError
 from mcore_bridge.weights.layout import Axes
 from mcore_bridge.weights.mapping import Binding, WeightMapping
 from mcore_bridge.weights.names import held_tensors, layer_of, unwrap
-from mcore_bridge.weights.provenance import Provenance
+from mcore_bridge.weights.provenance import HF, Provenance, provenance_of
 from mcore_bridge.weights.trace import Trace, trace
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
+
+
+Models = Sequence[nn.Module] | nn.Module
+"""This rank's chunks, one per virtual pipeline stage, wrapped (DDP, Float16Module, ...) or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,33 +61,45 @@ class BoundModel:
         return not any(chunk.post_process for chunk in self.chunks)
 
 
-def provenance_of(models: Sequence[nn.Module] | nn.Module, provenance: Provenance | None) -> Provenance:
-    """The provenance given, or the one that ``build_model`` noted on the first chunk.
+def chunks_of(models: Models) -> tuple[GPTModel, ...]:
+    """The bare chunks.
 
     Raises:
-        MappingError: when there is neither.
+        MappingError: when there are none, or they are no ``GPTModel``.
     """
-    chunks = [models] if isinstance(models, nn.Module) else models
+    chunks = tuple(map(unwrap, [models] if isinstance(models, nn.Module) else models))
     if not chunks:
         raise MappingError("no models given; expected this rank's chunks, one per virtual pipeline stage")
-    found: Provenance | None = provenance or getattr(unwrap(chunks[0]), "bridge", None)
+    return chunks
+
+
+def noted(models: Models, hf: HF | None = None, head: str = "lm") -> Provenance:
+    """Where models come from: as ``hf`` and ``head`` say, or as ``build_model`` noted on them.
+
+    Raises:
+        MappingError: when neither is there.
+    """
+    if hf is not None:
+        return provenance_of(hf, head=head)
+    found: Provenance | None = getattr(chunks_of(models)[0], "bridge", None)
     if found is None:
         raise MappingError("these models were not made by build_model: pass hf= with their HF config or folder")
     return found
 
 
-def bind(models: Sequence[nn.Module] | nn.Module, provenance: Provenance | None = None) -> BoundModel:
+def bind(models: Models, hf: HF | None = None, head: str = "lm") -> BoundModel:
     """Bind this rank's chunks (wrapped or not) to HF names.
 
     Args:
         models: the chunks of this rank, one per virtual pipeline stage.
-        provenance: where they come from; by default what ``build_model`` noted on them.
+        hf: folder, hub name or config, for models that ``build_model`` did not make.
+        head: their head, then.
 
     Raises:
         MappingError: when it is not known where they come from, or they are no ``GPTModel``.
     """
-    provenance = provenance_of(models, provenance)
-    chunks = tuple(map(unwrap, [models] if isinstance(models, nn.Module) else models))
+    provenance = noted(models, hf, head)
+    chunks = chunks_of(models)
     first = chunks[0]
     config = first.config
     axes = {

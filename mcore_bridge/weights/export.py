@@ -15,16 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.errors import BridgeError, ExportError
-from mcore_bridge.weights.bound import BoundModel, bind
+from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of
 from mcore_bridge.weights.dtypes import Dtypes, wanted_dtype
-from mcore_bridge.weights.names import unwrap
 from mcore_bridge.weights.plan import Bucket, ExportPlan, Held, Inventory, assemble, pack, plan_export, view
-from mcore_bridge.weights.provenance import Provenance
+from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.transport import Group, State
 
 BUCKET_BYTES = 512 << 20
 
-Models = Sequence[nn.Module] | nn.Module
 Pairs = Generator[tuple[str, Tensor], None, None]
 
 
@@ -50,8 +48,9 @@ class Export:
 
 def iter_hf_weights(
     models: Models,
-    provenance: Provenance | None = None,
     *,
+    hf: HF | None = None,
+    head: str = "lm",
     dtype: Dtypes = None,
     device: torch.device | str | None = None,
     bucket_bytes: int = BUCKET_BYTES,
@@ -64,7 +63,7 @@ def iter_hf_weights(
 
     Args:
         models: this rank's chunks, wrapped or not; parameters may be on CPU while the group is NCCL.
-        provenance: see ``bind``.
+        hf, head: for models that ``build_model`` did not make: their HF config or folder, and their head.
         dtype: cast to this on the way out; by default each tensor has its own.
         device: where tensors are yielded; by default where the group communicates.
         bucket_bytes: bytes that a rank receives per message. About two buckets and one tensor are held in memory.
@@ -72,7 +71,7 @@ def iter_hf_weights(
     Raises:
         ExportError: on every rank of the group, when any of them fails; names rank and parameter.
     """
-    export = open_export(models, provenance, bucket_bytes=bucket_bytes)
+    export = open_export(models, hf, head, bucket_bytes=bucket_bytes)
     with closing(_run(export)) as pairs:
         for name, tensor in pairs:
             yield name, tensor.to(device or tensor.device, wanted_dtype(name, tensor.dtype, dtype))
@@ -80,27 +79,28 @@ def iter_hf_weights(
 
 def to_hf_state_dict(
     models: Models,
-    provenance: Provenance | None = None,
     *,
+    hf: HF | None = None,
+    head: str = "lm",
     dtype: Dtypes = None,
     device: torch.device | str | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> dict[str, Tensor]:
     """``iter_hf_weights``, collected: the whole HF state dict on every rank."""
-    return dict(iter_hf_weights(models, provenance, dtype=dtype, device=device, bucket_bytes=bucket_bytes))
+    return dict(iter_hf_weights(models, hf=hf, head=head, dtype=dtype, device=device, bucket_bytes=bucket_bytes))
 
 
-def open_export(models: Models, provenance: Provenance | None, *, bucket_bytes: int = BUCKET_BYTES) -> Export:
+def open_export(models: Models, hf: HF | None, head: str, *, bucket_bytes: int = BUCKET_BYTES) -> Export:
     """Agree with the group on a plan: one small collective when nothing has changed, one exchange when something has.
 
     Raises:
         ExportError: on every rank, when any rank cannot export.
     """
-    first = unwrap(models if isinstance(models, nn.Module) else models[0])
+    first = chunks_of(models)[0]
     group = Group(first.pg_collection.mp)
     bound, error = None, ""
     try:
-        bound = bind(models, provenance)
+        bound = bind(models, hf, head)
         _check_storage(bound.tensors)
     except BridgeError as problem:
         error = str(problem)

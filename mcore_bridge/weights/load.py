@@ -7,18 +7,18 @@ a source holds besides must belong to another pipeline stage or stand on the ign
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights.bound import BoundModel, bind
+from mcore_bridge.weights.bound import BoundModel, Models, bind
 from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.dtypes import Dtypes, dtype_name, is_exact, wanted_dtype
-from mcore_bridge.weights.provenance import Provenance
+from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.trace import Copy, Shape
 
 Source = str | os.PathLike[str] | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -59,10 +59,11 @@ class _Use:
 
 @torch.no_grad()
 def load_hf_weights(
-    models: Sequence[nn.Module] | nn.Module,
+    models: Models,
     source: Source,
-    provenance: Provenance | None = None,
     *,
+    hf: HF | None = None,
+    head: str = "lm",
     dtype: Dtypes = None,
     strict: bool = True,
 ) -> LoadReport:
@@ -72,7 +73,7 @@ def load_hf_weights(
         models: this rank's chunks, wrapped or not, on any device.
         source: a folder of safetensors (with or without index), a mapping of HF names to tensors, or an iterable of
             pairs (on every rank, as there is no collective). Folders and mappings are checked before the first write.
-        provenance: see ``bind``.
+        hf, head: for models that ``build_model`` did not make: their HF config or folder, and their head.
         dtype: what tensors are cast to on the way. By default nothing is cast, and a parameter of another dtype must be
             able to hold every value of its source.
         strict: whether missing and unexpected tensors raise, or are reported.
@@ -80,7 +81,7 @@ def load_hf_weights(
     Raises:
         CheckpointError: naming the tensors that are missing, unexpected, of another shape, or would lose bits.
     """
-    load = _Load(bind(models, provenance), dtype)
+    load = _Load(bind(models, hf, head), dtype)
     if isinstance(source, str | os.PathLike):
         source = Checkpoint(_folder(source))
     if not isinstance(source, Mapping):

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Union
 
+from mcore_bridge.config.hf import find_folder, read_config
+from mcore_bridge.models.architecture import architecture_of
 from mcore_bridge.weights.layout import REPLICATED, VOCAB
 from mcore_bridge.weights.mapping import Rules, WeightMapping, table
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+HF = Union[str, "os.PathLike[str]", "PretrainedConfig"]
+"""A folder, a hub name in the local cache, or a config."""
 
 # fmt: off
 LM_HEAD      = table(("output_layer.weight", "lm_head.weight",            VOCAB))
@@ -21,7 +27,7 @@ SCORE_HEAD   = table(("output_layer.weight", "score.weight",              REPLIC
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """HF config, the rules and ignored HF names of its architecture, the head, and the folder that a model came from."""
+    """A model's HF config, the rules and ignored HF names of its architecture, its head, the folder it came from."""
 
     hf: PretrainedConfig
     rules: Rules
@@ -37,3 +43,24 @@ class Provenance:
         if tied:  # files may hold a redundant copy, which transformers ignores as well
             return WeightMapping((*self.rules, *TIED_LM_HEAD), (*self.ignored, "lm_head.weight"))
         return WeightMapping((*self.rules, *LM_HEAD), self.ignored)
+
+
+def provenance_of(hf: HF, *, head: str = "lm") -> Provenance:
+    """All that gives a model its HF names, from its HF config.
+
+    Args:
+        hf: a folder, a hub name in the local cache, or a ``PretrainedConfig``.
+
+    Raises:
+        ConfigError: when it is no config, or of an architecture that is not registered.
+    """
+    config = read_config(hf)
+    architecture = architecture_of(config)
+    folder = os.fspath(find_folder(hf)) if isinstance(hf, str | os.PathLike) else None
+    return Provenance(config, architecture.rules(config), architecture.ignored, head, folder)
+
+
+def mapping(hf: HF, *, head: str = "lm") -> WeightMapping:
+    """The weight mapping of a model as a value: its rules, and what a checkpoint may hold besides, or lack."""
+    found = provenance_of(hf, head=head)
+    return found.mapping(tied=bool(found.hf.tie_word_embeddings))

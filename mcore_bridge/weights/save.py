@@ -23,12 +23,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights.bound import provenance_of
+from mcore_bridge.weights.bound import Models, noted
 from mcore_bridge.weights.checkpoint import INDEX
 from mcore_bridge.weights.dtypes import Dtypes, dtype_name
-from mcore_bridge.weights.export import Models, iter_hf_weights
+from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.manifest import Manifest, TensorSpec, manifest
-from mcore_bridge.weights.provenance import Provenance
+from mcore_bridge.weights.provenance import HF, Provenance
 from mcore_bridge.weights.transport import Group
 
 if TYPE_CHECKING:
@@ -53,8 +53,9 @@ class _File:
 def save_hf_checkpoint(
     models: Models,
     folder: str | os.PathLike[str],
-    provenance: Provenance | None = None,
     *,
+    hf: HF | None = None,
+    head: str = "lm",
     dtype: Dtypes = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Manifest:
@@ -72,17 +73,17 @@ def save_hf_checkpoint(
         CheckpointError: on every rank, when any of them cannot write. The target is then as it was.
     """
     target = Path(os.path.abspath(folder))
-    provenance = provenance_of(models, provenance)
+    provenance = noted(models, hf, head)
     world = Group(None)
     staging = target.parent / f".{target.name}.{world.exchange(uuid.uuid4().hex[:8])[0]}.partial"
     error = ""
     specs = Manifest(())
     try:
         staging.mkdir(parents=True, exist_ok=True)
-        specs = manifest(models, provenance, dtype=dtype)
+        specs = manifest(models, hf=hf, head=head, dtype=dtype)
         files = _files(specs, world.size, max_shard_bytes)
         mine = [file for index, file in enumerate(files) if index % world.size == world.rank]
-        _write_files(iter_hf_weights(models, provenance, dtype=dtype), mine, staging)
+        _write_files(iter_hf_weights(models, hf=hf, head=head, dtype=dtype), mine, staging)
         if world.rank == 0:
             _write_rest(files, specs, provenance, staging)
             _clear_stale(target, staging)

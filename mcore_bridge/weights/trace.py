@@ -78,7 +78,7 @@ def _trace(layout: Layout, shard_shape: Shape, sizes: tuple[tuple[str, int], ...
     try:
         part_shapes = tuple(tuple(part.shape) for part in (~layout)((shards,), axes))
         shapes = tuple(tuple(whole.shape) for whole in layout(tuple(shards.new_empty(s) for s in part_shapes), axes))
-    except (ValueError, RuntimeError) as error:  # einops raises EinopsError, a RuntimeError
+    except (MappingError, ValueError, RuntimeError) as error:  # einops raises EinopsError, a RuntimeError
         raise MappingError(f"shards of shape {shard_shape} do not fit {layout} at {axes}: {error}") from None
     if shapes != ((axes["tp"], *shard_shape),):
         raise MappingError(f"{layout} at {axes} gives {shapes}, not {axes['tp']} shards of shape {shard_shape}")

@@ -1,0 +1,68 @@
+"""HuggingFace models as Megatron-Core ``GPTModel``s on any mesh, and their weights back, exactly.
+
+>>> import mcore_bridge as mb
+>>> models = mb.build_model("path/of/Qwen3-8B")       # this rank's chunks, weights loaded
+>>> for name, tensor in mb.iter_hf_weights(models):   # every HF tensor, whole, on every rank
+...     ...
+
+Importing this changes nothing in torch, transformers or megatron-core, and needs no GPU and no process group: names are
+looked up when they are first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mcore_bridge.config.parallel import ParallelDims as ParallelDims
+    from mcore_bridge.cpu import enable_cpu as enable_cpu
+    from mcore_bridge.errors import BridgeError as BridgeError
+    from mcore_bridge.models.architecture import Architecture as Architecture
+    from mcore_bridge.models.architecture import register as register
+    from mcore_bridge.models.build import build_model as build_model
+    from mcore_bridge.models.build import to_gpt_arguments as to_gpt_arguments
+    from mcore_bridge.models.build import to_layer_spec as to_layer_spec
+    from mcore_bridge.models.build import to_transformer_config as to_transformer_config
+    from mcore_bridge.weights.export import iter_hf_weights as iter_hf_weights
+    from mcore_bridge.weights.export import to_hf_state_dict as to_hf_state_dict
+    from mcore_bridge.weights.load import LoadReport as LoadReport
+    from mcore_bridge.weights.load import load_hf_weights as load_hf_weights
+    from mcore_bridge.weights.manifest import Manifest as Manifest
+    from mcore_bridge.weights.manifest import manifest as manifest
+    from mcore_bridge.weights.provenance import mapping as mapping
+    from mcore_bridge.weights.save import save_hf_checkpoint as save_hf_checkpoint
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ParallelDims": "config.parallel",
+    "build_model": "models.build",
+    "load_hf_weights": "weights.load",
+    "iter_hf_weights": "weights.export",
+    "to_hf_state_dict": "weights.export",
+    "save_hf_checkpoint": "weights.save",
+    "manifest": "weights.manifest",
+    "to_transformer_config": "models.build",
+    "to_gpt_arguments": "models.build",
+    "to_layer_spec": "models.build",
+    "mapping": "weights.provenance",
+    "Architecture": "models.architecture",
+    "register": "models.architecture",
+    "LoadReport": "weights.load",
+    "Manifest": "weights.manifest",
+    "BridgeError": "errors",
+    "enable_cpu": "cpu",
+}
+
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

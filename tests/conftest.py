@@ -1,0 +1,25 @@
+"""Profiles and markers: `multigpu` and `slow` run only when they are asked for with -m."""
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+settings.register_profile(
+    "ci", deadline=None, max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("search", parent=settings.get_profile("ci"), max_examples=1000, derandomize=False)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_modifyitems(config, items):
+    """Deselect the tiers that nobody asked for."""
+    asked = config.getoption("-m")
+    for tier in ("multigpu", "slow"):
+        if tier not in asked:
+            for item in items:
+                if tier in item.keywords:
+                    item.add_marker(pytest.mark.skip(reason=f"run with -m {tier}"))

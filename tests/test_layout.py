@@ -1,0 +1,139 @@
+"""The laws of layouts, and of their traces, over all sizes of axes."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore_bridge.errors import MappingError
+from mcore_bridge.weights.layout import (
+    COLUMN,
+    GATED_UP,
+    QKV,
+    REPLICATED,
+    ROW,
+    VOCAB,
+    Concat,
+    Rearrange,
+    Replicate,
+    Resize,
+)
+from mcore_bridge.weights.trace import trace
+
+NAMED = {"COLUMN": COLUMN, "ROW": ROW, "REPLICATED": REPLICATED, "VOCAB": VOCAB, "GATED_UP": GATED_UP, "QKV": QKV}
+PRIMITIVES = [Rearrange("(tp n) ...", "tp n ..."), Concat(1, (1, "groups")), Replicate(), Resize("vocab", "padded_vocab")]
+
+
+@st.composite
+def problems(draw):
+    """A named layout, sizes of axes, and HF parts of distinct integers that fit them."""
+    name = draw(st.sampled_from(sorted(NAMED)))
+    tp = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    groups = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    heads_per_group = draw(st.integers(1, 4))
+    head_dim = tp * draw(st.integers(1, 3))  # rows that tp divides, whatever the groups
+    vocab = draw(st.integers(1, 40))
+    padded = (-(-vocab // tp) + draw(st.integers(0, 2))) * tp
+    axes = {"tp": tp, "groups": groups, "heads_per_group": heads_per_group, "vocab": vocab, "padded_vocab": padded}
+    width = draw(st.integers(1, 3))
+    rows = {
+        "QKV": [groups * heads_per_group * head_dim, groups * head_dim, groups * head_dim],
+        "GATED_UP": [tp * width, tp * width],
+        "VOCAB": [vocab],
+    }.get(name, [tp * width])
+    columns = tp * draw(st.integers(1, 3))
+    trailing = (columns,) if name == "ROW" or draw(st.booleans()) else ()
+    start, parts = 1, []
+    for length in rows:
+        size = length * (columns if trailing else 1)
+        parts.append(torch.arange(start, start + size).view(length, *trailing))
+        start += size
+    return NAMED[name], axes, tuple(parts)
+
+
+def equal(left, right):
+    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@given(problems())
+def test_round_trip_from_hf_is_exact(problem):
+    layout, axes, parts = problem
+    (shards,) = layout(parts, axes)
+    assert shards.shape[0] == axes["tp"]
+    assert equal((~layout)((shards,), axes), parts)
+
+
+@given(problems())
+def test_round_trip_from_mcore_is_exact_for_true_shards(problem):
+    layout, axes, parts = problem
+    shards = layout(parts, axes)
+    assert equal(layout((~layout)(shards, axes), axes), shards)
+
+
+@pytest.mark.parametrize("name", sorted(NAMED))
+def test_inverse_of_the_inverse_is_the_layout(name):
+    assert ~~NAMED[name] == NAMED[name]
+
+
+@pytest.mark.parametrize("f", PRIMITIVES)
+@pytest.mark.parametrize("g", PRIMITIVES)
+def test_inverse_of_a_chain_is_the_chain_of_inverses_reversed(f, g):
+    assert ~(f >> g) == ~g >> ~f
+    assert (f >> g) >> f == f >> (g >> f)
+
+
+@given(problems())
+def test_trace_does_what_the_layout_does(problem):
+    layout, axes, parts = problem
+    (shards,) = layout(parts, axes)
+    traced = trace(layout, shards.shape[1:], axes)
+    assert traced.part_shapes == tuple(tuple(part.shape) for part in parts)
+    written = torch.full_like(shards, -1)
+    for copy in traced.to_mcore:
+        copy.of_shard(written[copy.shard]).copy_(copy.of_part(parts[copy.part]))
+    for shard in range(axes["tp"]):
+        for dim, start, size in traced.padding(shard):
+            assert (written[shard].narrow(dim, start, size) == -1).all(), "padding overlaps a copy"
+            written[shard].narrow(dim, start, size).zero_()
+    assert torch.equal(written, shards)
+
+
+@given(problems())
+def test_trace_writes_every_hf_element_exactly_once(problem):
+    layout, axes, parts = problem
+    (shards,) = layout(parts, axes)
+    traced = trace(layout, shards.shape[1:], axes)
+    back, times = [torch.zeros_like(p) for p in parts], [torch.zeros_like(p) for p in parts]
+    for copy in traced.to_hf:
+        copy.of_part(back[copy.part]).copy_(copy.of_shard(shards[copy.shard]))
+        copy.of_part(times[copy.part]).add_(1)
+    assert equal(back, parts)
+    assert all((count == 1).all() for count in times)
+
+
+def test_a_trace_is_short():
+    """Copies are whole slices: 32768 rows at tp 8 take one copy a head and shard, not one a row."""
+    axes = {"tp": 8, "groups": 8, "heads_per_group": 4, "vocab": 151936, "padded_vocab": 151936}
+    assert len(trace(QKV, (6 * 128, 64), axes).to_mcore) == 24
+    assert len(trace(VOCAB, (151936 // 8, 64), axes).to_hf) == 8
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape"),
+    [(QKV, (7, 3)), (GATED_UP, (5, 2)), (VOCAB, (7, 2)), (ROW, (4,))],
+    ids=["QKV", "GATED_UP", "VOCAB", "ROW"],
+)
+def test_a_shape_that_does_not_fit_raises_with_shape_and_axes(layout, shape):
+    axes = {"tp": 2, "groups": 2, "heads_per_group": 2, "vocab": 13, "padded_vocab": 16}
+    with pytest.raises(MappingError, match=str(shape[0])):
+        trace(layout, shape, axes)
+
+
+def test_layouts_do_no_arithmetic():
+    """Bits cross: NaN payloads, infinities, negative zero and subnormals come back as they went."""
+    bits = torch.tensor([0x7FC1, 0xFFFF, 0x8000, 0x0001, 0x7F80, 0xFF80, 0x3F81, 0x0080], dtype=torch.int32)
+    part = bits.to(torch.int16).view(torch.bfloat16).repeat(6, 4)
+    axes = {"tp": 2, "groups": 1, "heads_per_group": 4, "vocab": 6, "padded_vocab": 8}
+    for layout, parts in ((QKV, (part[:4], part[:1], part[:1])), (GATED_UP, (part, part)), (ROW, (part,))):
+        back = (~layout)(layout(parts, axes), axes)
+        assert equal([b.view(torch.int16) for b in back], [p.view(torch.int16) for p in parts])
