@@ -12,6 +12,7 @@ from mcore_bridge.errors import MappingError
 from mcore_bridge.weights.layout import Axes
 from mcore_bridge.weights.mapping import Binding, WeightMapping
 from mcore_bridge.weights.names import held_tensors, layer_of, unwrap
+from mcore_bridge.weights.plan import Held, Inventory
 from mcore_bridge.weights.provenance import HF, Provenance, provenance_of
 from mcore_bridge.weights.trace import Trace, trace
 
@@ -49,6 +50,11 @@ class BoundModel:
                 f"{binding.mcore}: the layout has {len(traced.part_shapes)} parts, the rule names {list(binding.hf)}"
             )
         return traced
+
+    def inventory(self) -> Inventory:
+        """What this rank holds, as the others need to know it to plan an export."""
+        held = tuple(Held(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items())
+        return Inventory(self.chunks[0].pg_collection.pp.rank(), self.tp_rank, held)
 
     def is_elsewhere(self, mcore: str) -> bool:
         """Whether another pipeline stage holds the canonical name ``mcore``, if anybody does."""

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.errors import BridgeError, ExportError
-from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of
+from mcore_bridge.weights.bound import Models, bind, chunks_of
 from mcore_bridge.weights.dtypes import Dtypes, wanted_dtype
-from mcore_bridge.weights.plan import Bucket, ExportPlan, Held, Inventory, assemble, pack, plan_export, view
+from mcore_bridge.weights.plan import Bucket, ExportPlan, assemble, pack, plan_export, view
 from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.transport import Group, State
 
@@ -104,7 +104,7 @@ def open_export(models: Models, hf: HF | None, head: str, *, bucket_bytes: int =
         _check_storage(bound.tensors)
     except BridgeError as problem:
         error = str(problem)
-    inventory = _inventory(bound) if bound else None
+    inventory = bound.inventory() if bound else None
     fingerprint = (inventory, bound and (bound.mapping, bound.axes), group.rank, group.size, bucket_bytes)
     kept = _plans.get(first)
     stale = kept is None or kept.fingerprint != fingerprint
@@ -121,11 +121,6 @@ def open_export(models: Models, hf: HF | None, head: str, *, bucket_bytes: int =
     assert bound is not None
     assert kept is not None
     return Export(kept.plan, group, bound.tensors)
-
-
-def _inventory(bound: BoundModel) -> Inventory:
-    held = tuple(Held(name, tuple(tensor.shape), tensor.dtype) for name, tensor in bound.tensors.items())
-    return Inventory(bound.chunks[0].pg_collection.pp.rank(), bound.tp_rank, held)
 
 
 def _check_storage(tensors: Mapping[str, Tensor]) -> None:
