@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mcore_bridge.config import processes
+from mcore_bridge.config.balance import balanced
 from mcore_bridge.config.pipeline import BALANCED, Stage, check_layout, describe_stages, stages_of
 from mcore_bridge.errors import MeshError
 
-__all__ = ["ParallelDims", "Stage"]
+__all__ = ["ParallelDims", "Stage", "balanced"]
 
 _SIZES = ("tp", "pp", "vp", "cp", "ep", "etp")
 
@@ -146,6 +148,35 @@ class ParallelDims:
             "account_for_embedding_in_pipeline_split": self.account_for_embedding_in_pipeline_split,
             "account_for_loss_in_pipeline_split": self.account_for_loss_in_pipeline_split,
         }
+
+    @classmethod
+    def from_mcore(cls, *, sp: bool = False, layout: str | None = None) -> ParallelDims:
+        """The mesh that a trainer made with ``megatron.core.parallel_state``.
+
+        Args:
+            sp: ``parallel_state`` knows no sequence parallelism; it changes activations, and no weight.
+            layout: nor the split of the pipeline. For another than even or explicit, ``dataclasses.replace`` fields.
+
+        Raises:
+            MeshError: ``parallel_state`` is not initialized, or has an axis that we do not have.
+        """
+        tp, pp, vp, cp, ep, etp = processes.read_sizes()
+        return cls(tp=tp, pp=pp, vp=vp, cp=cp, ep=ep, etp=etp, sp=sp, layout=layout)
+
+    def initialize(self, *, device: str | None = None, seed: int = 1234) -> None:
+        """Join torch.distributed and make megatron-core's groups, in its default order (tp-cp-ep-dp-pp).
+
+        A process group that exists is kept; otherwise torchrun's environment says who we are, and without it this
+        process is the only one. Does nothing where ``parallel_state`` has these sizes already.
+
+        Args:
+            device: "cpu" (gloo, and ``enable_cpu()``), "cuda" (nccl, on the GPU of LOCAL_RANK); None: a GPU if any.
+            seed: of megatron-core's random states on GPUs, where it cannot initialise weights without them.
+
+        Raises:
+            MeshError: the sizes do not fit the world, or ``parallel_state`` has others; before any group is made.
+        """
+        processes.initialize(self, device=device, seed=seed)
 
 
 def _quotient(world_size: int, factors: Mapping[str, int]) -> int:

@@ -1,0 +1,133 @@
+"""A mesh from and to running processes: torch.distributed and megatron-core's ``parallel_state``.
+
+What exists already is kept: a process group that someone made, and a ``parallel_state`` of the same sizes.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from mcore_bridge.errors import MeshError
+
+if TYPE_CHECKING:
+    from mcore_bridge.config.parallel import ParallelDims
+
+_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def read_sizes() -> tuple[int, int, int, int, int, int]:
+    """Sizes of tp, pp, vp, cp, ep and etp in ``parallel_state`` as somebody initialised it.
+
+    Raises:
+        MeshError: nobody did, or with an axis that we do not have (generalized tensor parallelism of 0.19).
+    """
+    from megatron.core import parallel_state as state
+
+    if not state.model_parallel_is_initialized():
+        raise MeshError(
+            "megatron.core.parallel_state is not initialized: call ParallelDims(...).initialize() first, "
+            "or megatron's initialize_model_parallel"
+        )
+    for name in ("get_gtp_weight_remat_world_size", "get_expert_gtp_weight_remat_world_size"):
+        size = getattr(state, name)() if hasattr(state, name) else 1
+        if size > 1:
+            raise MeshError(f"parallel_state.{name}() is {size}, expected 1: weight rematerialization is not supported")
+    return (
+        state.get_tensor_model_parallel_world_size(),
+        state.get_pipeline_model_parallel_world_size(),
+        state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        state.get_context_parallel_world_size(),
+        state.get_expert_model_parallel_world_size(),
+        state.get_expert_tensor_parallel_world_size(),
+    )
+
+
+def initialize(dims: ParallelDims, *, device: str | None, seed: int) -> None:
+    """See ``ParallelDims.initialize``."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    device = _choose(device)
+    if parallel_state.model_parallel_is_initialized():
+        _require_same(dims)
+    world_size = dist.get_world_size() if dist.is_initialized() else _rank_and_world_size()[1]
+    dims.dp(world_size)
+    dims.edp(world_size)
+    if device == "cpu":
+        from mcore_bridge.cpu import enable_cpu
+
+        enable_cpu()
+    if not dist.is_initialized():
+        _join(device)
+    if not parallel_state.model_parallel_is_initialized():
+        _make_groups(dims, device=device, seed=seed)
+
+
+def _choose(device: str | None) -> str:
+    import torch
+
+    available = torch.cuda.is_available()
+    if device is None:
+        return "cuda" if available else "cpu"
+    if device not in ("cpu", "cuda"):
+        raise MeshError(f'device must be "cpu" (gloo), "cuda" (nccl) or None, found {device!r}')
+    if device == "cuda" and not available:
+        raise MeshError('device="cuda" needs a GPU, and torch.cuda.is_available() is False here: use device="cpu"')
+    return device
+
+
+def _require_same(dims: ParallelDims) -> None:
+    found, wanted = read_sizes(), (dims.tp, dims.pp, dims.vp, dims.cp, dims.ep, dims.etp)
+    if found != wanted:
+        raise MeshError(
+            f"megatron.core.parallel_state is already initialized with (tp, pp, vp, cp, ep, etp) = {found}, found "
+            f"{wanted} here: use ParallelDims.from_mcore(), or call parallel_state.destroy_model_parallel() first"
+        )
+
+
+def _rank_and_world_size() -> tuple[int, int]:
+    """What torchrun says in the environment; without it, this process is the only one."""
+    if not {"RANK", "WORLD_SIZE"} & os.environ.keys():
+        return 0, 1
+    missing = [name for name in _RENDEZVOUS if name not in os.environ]
+    if missing:
+        raise MeshError(
+            f"{', '.join(missing)} missing in the environment, where others of {', '.join(_RENDEZVOUS)} are set: "
+            "start with torchrun, or unset all for a single process"
+        )
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def _join(device: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    rank, world_size = _rank_and_world_size()
+    if device == "cuda":
+        local_rank = int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count()))
+        if local_rank >= torch.cuda.device_count():
+            raise MeshError(f"LOCAL_RANK={local_rank} has no GPU: this process sees {torch.cuda.device_count()}")
+        torch.cuda.set_device(local_rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:  # a store of its own: no port is opened, so that many single processes can run side by side
+        dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=world_size)
+
+
+def _make_groups(dims: ParallelDims, *, device: str, seed: int) -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=dims.tp,
+        pipeline_model_parallel_size=dims.pp,
+        virtual_pipeline_model_parallel_size=dims.vp if dims.vp > 1 else None,
+        context_parallel_size=dims.cp,
+        expert_model_parallel_size=dims.ep,
+        expert_tensor_parallel_size=dims.etp,  # None would mean tp
+    )
+    if device == "cuda":
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+        model_parallel_cuda_manual_seed(seed)
