@@ -7,15 +7,16 @@ from collections.abc import Mapping, Set
 from difflib import get_close_matches
 
 from mcore_bridge.config.parallel import ParallelDims
-
 from mcore_bridge.errors import ConfigError, MeshError
 
 ATTRIBUTES = frozenset(
-    ("hf_rope", "hf_vocab_size", "attention_output_bias")
-    + ("yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim")
+    (
+        *("hf_rope", "hf_vocab_size", "attention_output_bias"),
+        *("yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim"),
+    )
 )
-"""What a config carries beyond mcore's fields: for ``build_model`` a ``Rope``, the vocabulary without padding and whether
-the attention output has a bias; for mcore's attention the attention factor of the rope. They survive
+"""What a config carries beyond mcore's fields. For ``build_model``: a ``Rope``, the vocabulary without padding, whether
+the attention output has a bias. For mcore's attention: the attention factor of the rope. They survive
 ``copy.deepcopy``, and not ``dataclasses.replace``."""
 
 _BUILT = frozenset(

@@ -1,9 +1,8 @@
 """Config tables: each entry claims HF fields and reads them in both directions, and a table is total.
 
-A table is a tuple of entries. Every key of an HF config is claimed by exactly one of them; a key that none claims
-raises, because a field that is dropped silently is how a model loads well and computes something else. On the mcore
-side the names of ``TransformerConfig`` fields, ``GPTModel`` arguments and our own config attributes form one flat
-mapping, so an entry need not say where its value lives.
+Every key of an HF config is claimed by exactly one entry; a key that none claims raises, because a field that is
+dropped silently is how a model loads well and computes something else. On the mcore side ``TransformerConfig`` fields,
+``GPTModel`` arguments and our own attributes form one flat mapping, so an entry need not say where its value lives.
 """
 
 from collections import Counter
@@ -102,18 +101,8 @@ class Const:
 
 
 @dataclass(frozen=True, slots=True)
-class Preset:
+class Preset(Const):
     """What we set because mcore's default would differ from HF. It is free to override: no HF field depends on it."""
-
-    mcore: str
-    value: object
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ()
-
-    def to_mcore(self, hf: Hf) -> dict[str, object]:
-        return {self.mcore: self.value}
 
     def to_hf(self, mcore: Mcore) -> dict[str, object]:
         return {}

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcore_bridge.config.spelling import read_parameters, speaks_rope_parameters, spelled
+from mcore_bridge.config.spelling import merged, speaks_rope_parameters, spelled
 from mcore_bridge.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -109,18 +109,17 @@ def _spell(fields: dict[str, object]) -> dict[str, object]:
     if "torch_dtype" in fields:
         old = fields.pop("torch_dtype")
         fields["dtype"] = old if fields.get("dtype") is None else fields["dtype"]
-    new, old = fields.get("rope_parameters"), fields.get("rope_scaling")
-    if not new or (speaks_rope_parameters() and not old):
+    both = any(fields.get(name) is not None for name in ("rope_scaling", "rope_theta"))
+    if not fields.get("rope_parameters") or (speaks_rope_parameters() and not both):
         return fields
-    parameters = read_parameters(fields)
-    return {name: value for name, value in fields.items() if name not in _ROPE} | spelled(parameters)
+    return {name: value for name, value in fields.items() if name not in _ROPE} | spelled(merged(fields))
 
 
 def _translated(hf: "PretrainedConfig") -> "PretrainedConfig":
     """``hf`` without the spelling of transformers 5 when 4.57 is installed, which does not read it."""
     if speaks_rope_parameters() or not getattr(hf, "rope_parameters", None):
         return hf
-    fields = spelled(read_parameters(hf.to_dict()))
+    fields = spelled(merged(hf.to_dict()))
     del hf.rope_parameters
     for name, value in fields.items():
         setattr(hf, name, value)

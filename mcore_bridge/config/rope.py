@@ -130,9 +130,7 @@ def head_dim(hf: Hf) -> int:
         return count(hf, "head_dim")
     heads, hidden_size = count(hf, "num_attention_heads"), count(hf, "hidden_size")
     if hidden_size % heads:
-        raise ConfigError(
-            f"hidden_size={hidden_size} must be a multiple of num_attention_heads={heads}; else set head_dim."
-        )
+        raise ConfigError(f"hidden_size={hidden_size} must be a multiple of num_attention_heads={heads}.")
     return hidden_size // heads
 
 

@@ -30,18 +30,25 @@ _REFUSED = {
 
 
 def read_parameters(hf: Hf) -> dict[str, object]:
-    """The rope parameters of a config of either spelling, in the spelling of transformers 5."""
+    """The rope parameters of a config of either spelling, in that of transformers 5, known to be reproduced exactly.
+
+    Raises:
+        ConfigError: the spellings disagree, or ask for what is not reproduced.
+    """
+    return checked(merged(hf))
+
+
+def merged(hf: Hf) -> dict[str, object]:
+    """The rope parameters of a config of either spelling, in that of transformers 5, whatever they ask for."""
     spellings = [dict(value) for name in ("rope_parameters", "rope_scaling") if isinstance(value := hf.get(name), dict)]
-    spellings = [parameters for parameters in spellings if parameters]
-    parameters = spellings[0] if spellings else {}
-    if len(spellings) == 2 and _canonical(spellings[0], hf) != _canonical(spellings[1], hf):
+    completed = [_completed(parameters, hf) for parameters in spellings if parameters] or [_completed({}, hf)]
+    if completed[0] != completed[-1]:
         raise ConfigError(f"rope_parameters and rope_scaling must agree, found {spellings}. Delete one of them.")
-    return checked(_canonical(parameters, hf))
+    return completed[0]
 
 
-def _canonical(parameters: dict[str, object], hf: Hf) -> dict[str, object]:
-    """Completes what either spelling leaves to the top level of the config or to the defaults of transformers."""
-    parameters = dict(parameters)
+def _completed(parameters: dict[str, object], hf: Hf) -> dict[str, object]:
+    """``parameters`` with what either spelling leaves to the top of the config, or to defaults of transformers."""
     legacy = parameters.pop("type", None)
     parameters.setdefault("rope_type", legacy or "default")
     theta = hf.get("rope_theta")
@@ -53,26 +60,26 @@ def _canonical(parameters: dict[str, object], hf: Hf) -> dict[str, object]:
         )
     if parameters["rope_type"] in ("llama3", "yarn"):
         parameters.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
-    partial = parameters.pop("partial_rotary_factor", hf.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise ConfigError(
-            f"partial_rotary_factor must be 1, found {partial!r}: these architectures rotate whole heads."
-        )
+    if hf.get("partial_rotary_factor") is not None:
+        parameters.setdefault("partial_rotary_factor", hf["partial_rotary_factor"])
     return parameters
 
 
-def checked(parameters: dict[str, object]) -> dict[str, object]:
-    """``parameters`` as they are, once type, keys and numbers are known to be ones that we reproduce exactly."""
-    rope_type = parameters["rope_type"]
+def checked(parameters: Mapping[str, object]) -> dict[str, object]:
+    """``parameters``, once type, keys and numbers are known to be ones that we reproduce exactly."""
+    rope_type, partial = parameters["rope_type"], parameters.get("partial_rotary_factor")
+    if partial not in (None, 1):
+        raise ConfigError(f"partial_rotary_factor must be 1, found {partial!r}: whole heads are rotated here.")
+    parameters = {name: value for name, value in parameters.items() if name != "partial_rotary_factor"}
     if rope_type not in _REQUIRED:
         reason = _REFUSED.get(str(rope_type), "it is not among those that are tested against transformers")
         raise ConfigError(f"The rope type must be one of {sorted(_REQUIRED)}, found {rope_type!r}: {reason}.")
-    required = ("rope_theta", *_REQUIRED[rope_type])
+    required = ("rope_theta", *_REQUIRED[str(rope_type)])
     for name in required:
         value = parameters.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"A rope of type {rope_type!r} must have a number as {name!r}, found {value!r}.")
-    known = {"rope_type", *required, *_OPTIONAL.get(rope_type, ())}
+    known = {"rope_type", *required, *_OPTIONAL.get(str(rope_type), ())}
     if unknown := {name: parameters[name] for name in sorted(parameters) if name not in known}:
         raise ConfigError(
             f"A rope of type {rope_type!r} may have the keys {sorted(known)}, found also {unknown}. transformers "
@@ -85,9 +92,9 @@ def spelled(parameters: Mapping[str, object]) -> dict[str, object]:
     """The HF fields that say ``parameters`` to the installed transformers."""
     if speaks_rope_parameters():
         return {"rope_parameters": dict(parameters)}
-    scaling = {name: value for name, value in parameters.items() if name != "rope_theta"}
-    scaling_or_none = None if scaling == {"rope_type": "default"} else scaling
-    return {"rope_theta": parameters["rope_theta"], "rope_scaling": scaling_or_none}
+    top = {name: parameters[name] for name in ("rope_theta", "partial_rotary_factor") if name in parameters}
+    scaling = {name: value for name, value in parameters.items() if name not in top}
+    return {**top, "rope_scaling": None if scaling == {"rope_type": "default"} else scaling}
 
 
 @functools.cache

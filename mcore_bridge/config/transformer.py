@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from mcore_bridge.config.parallel import ParallelDims
 
 from mcore_bridge.config.checks import (
     ATTRIBUTES,
@@ -22,6 +21,7 @@ from mcore_bridge.config.checks import (
     require_windows,
 )
 from mcore_bridge.config.fields import Field, count, to_hf, to_mcore
+from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.config.rope import Rope
 from mcore_bridge.errors import ConfigError
 

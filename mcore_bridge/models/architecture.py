@@ -1,17 +1,17 @@
 """The registry: an architecture is a config table and rules for its weights, found by the ``model_type`` of HF.
 
-Ours are the files of this folder that define ``ARCHITECTURE``, so a new one is one new file. Those of other packages
-come by ``register`` or, once a ``model_type`` is unknown, by the entry points of the group
+Ours are the files of this folder with a line ``ARCHITECTURE = ...``, so that a new one is one new file. Those of other
+packages come by ``register`` or, once a ``model_type`` is unknown, by the entry points of the group
 ``mcore_bridge.architectures``, each of which loads to an ``Architecture`` or a sequence of them.
 """
 
 import functools
 import importlib
-import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_bridge.config.fields import Field
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from mcore_bridge.weights.mapping import Rule
 
 GROUP = "mcore_bridge.architectures"
-MACHINERY = frozenset({"architecture", "blocks", "build", "heads", "modules", "rotary", "specs"})
-"""The modules of this folder that are no architectures; they may be slow to import."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,12 +88,9 @@ def architecture_of(hf: "PretrainedConfig | str") -> Architecture:
 
 @functools.cache
 def _load_ours() -> None:
-    package = importlib.import_module("mcore_bridge.models")
-    for module in pkgutil.iter_modules(package.__path__):
-        if module.name not in MACHINERY:
-            found = getattr(importlib.import_module(f"{package.__name__}.{module.name}"), "ARCHITECTURE", None)
-            if isinstance(found, Architecture):
-                _add(found)
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        if "\nARCHITECTURE = " in path.read_text(encoding="utf-8"):
+            _add(importlib.import_module(f"mcore_bridge.models.{path.stem}").ARCHITECTURE)
 
 
 def _load_entry_points() -> None:
