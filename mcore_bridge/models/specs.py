@@ -13,7 +13,7 @@ from mcore_bridge.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 Backend = Literal["torch", "te"]
 
@@ -34,28 +34,31 @@ def choose_backend(backend: str, *, device: torch.device) -> Backend:
     return "te" if backend == "te" else "torch"
 
 
-def layer_specs(config: TransformerConfig, *, backend: Backend, output_bias: bool) -> list[ModuleSpec]:
-    """One spec per decoder layer of the whole model, free to edit: mcore's own objects are copied first.
+def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) -> TransformerBlockSubmodules:
+    """mcore's block spec of a stage, free to edit: mcore's own objects are copied first.
 
     Args:
-        config: of the model.
+        config: of the model; its attribute ``attention_output_bias`` says whether ``o_proj`` has a bias.
+        layers: the layers of the stage, by their numbers in the whole model.
         backend: whose modules.
-        output_bias: whether ``o_proj`` has a bias although ``config.add_bias_linear`` is off.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     use_te = backend == "te"
-    specs: list[ModuleSpec] = copy.deepcopy(get_gpt_decoder_layer_specs(config, use_te, config.normalization))
+    specs = copy.deepcopy(get_gpt_decoder_layer_specs(config, use_te, config.normalization))
     for spec in {id(spec): spec for spec in specs}.values():  # mcore repeats one object for all like layers
         if not use_te:
             _use_torch_modules(spec.submodules, config)
-        if output_bias:
+        if getattr(config, "attention_output_bias", False):
             spec.submodules.self_attention.submodules.linear_proj = _biased_row_linear(backend)
-    return specs
+    return TransformerBlockSubmodules(
+        layer_specs=[specs[layer] for layer in layers],
+        layer_norm=_final_norm(backend),
+    )
 
 
-def final_norm(backend: Backend) -> type:
-    """The norm after the last layer."""
+def _final_norm(backend: Backend) -> type:
     if backend == "te":
         from megatron.core.extensions.transformer_engine import TENorm
 

@@ -1,0 +1,171 @@
+"""A blueprint is all that is decided about a model before any of it is built, and the views of it that users ask for.
+
+Pure: drawing one checks config, mesh, backend and head against each other and needs no process group.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from mcore_bridge.config import transformer
+from mcore_bridge.config.hf import read_config
+from mcore_bridge.config.parallel import ParallelDims, Stage
+from mcore_bridge.errors import MeshError
+from mcore_bridge.models import specs
+from mcore_bridge.models.architecture import Architecture, architecture_of
+from mcore_bridge.models.census import resolve_layout
+from mcore_bridge.models.heads import check_head
+from mcore_bridge.weights.provenance import Provenance
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from transformers import PretrainedConfig
+
+Overrides = Mapping[str, object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blueprint:
+    """What ``build_model`` builds from; ``dims`` have an explicit layout where "balanced" was asked for."""
+
+    hf: PretrainedConfig
+    architecture: Architecture
+    dims: ParallelDims
+    dtype: torch.dtype
+    device: torch.device
+    backend: specs.Backend
+    head: str
+    config: TransformerConfig
+    gpt_arguments: Mapping[str, object]
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """All stages of the pipeline, in the order of execution."""
+        return self.dims.stages(self.config.num_layers)
+
+    @property
+    def provenance(self) -> Provenance:
+        """What loading and exporting need to know."""
+        architecture = self.architecture
+        return Provenance(self.hf, architecture.rules(self.hf), architecture.ignored, self.head)
+
+    def vp_stage(self, stage: Stage) -> int | None:
+        """mcore's number of a virtual stage: None where there is only one per rank."""
+        return stage.vp_stage if self.dims.vp > 1 else None
+
+    def block_spec(self, stage: Stage) -> TransformerBlockSubmodules:
+        """The layers of a stage and the norm after the last one."""
+        if self.architecture.layer_spec is not None:
+            spec: TransformerBlockSubmodules = self.architecture.layer_spec(self.config, vp_stage=self.vp_stage(stage))
+            return spec
+        return specs.block_spec(self.config, stage.layers, backend=self.backend)
+
+    def __str__(self) -> str:
+        """For the log; the mesh says itself what it is."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype} on {self.device}, backend {self.backend}, head {self.head}"
+
+
+def draw(
+    hf: str | os.PathLike[str] | PretrainedConfig,
+    *,
+    dims: ParallelDims,
+    dtype: torch.dtype,
+    device: torch.device | str | None = None,
+    backend: str = "auto",
+    head: str = "lm",
+    overrides: Overrides | None = None,
+) -> Blueprint:
+    """Decide and check everything about a model. Arguments and errors are those of ``build_model``."""
+    hf = read_config(hf)
+    architecture = architecture_of(hf)
+    check_head(head)
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    chosen = specs.choose_backend(backend, device=device)
+    dims = resolve_layout(dims, hf, dtype=dtype, head=head)
+    table = architecture.fields
+    config = transformer.to_transformer_config(hf, table, dims=dims, dtype=dtype, overrides=overrides)
+    dims.stages(config.num_layers)
+    gpt_arguments = transformer.to_gpt_arguments(hf, table, dims=dims, overrides=overrides)
+    if head != "lm":
+        gpt_arguments["share_embeddings_and_output_weights"] = False
+    return Blueprint(
+        hf=hf,
+        architecture=architecture,
+        dims=dims,
+        dtype=dtype,
+        device=device,
+        backend=chosen,
+        head=head,
+        config=config,
+        gpt_arguments=gpt_arguments,
+    )
+
+
+def to_transformer_config(
+    hf: str | os.PathLike[str] | PretrainedConfig,
+    *,
+    dims: ParallelDims | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    overrides: Overrides | None = None,
+) -> TransformerConfig:
+    """The ``TransformerConfig`` of an HF model. Needs no process group.
+
+    Args:
+        hf: a folder, the name of a repository in the local hub cache, or a config.
+        dims: the mesh; None is a single rank.
+        dtype: of the parameters: float32, bfloat16 or float16.
+        overrides: any ``TransformerConfig`` field or ``GPTModel`` argument, applied last.
+
+    Raises:
+        ConfigError: the config or an override cannot be expressed exactly.
+        MeshError: ``dims`` do not fit this model.
+    """
+    return draw(hf, dims=dims or ParallelDims(), dtype=dtype, overrides=overrides).config
+
+
+def to_gpt_arguments(
+    hf: str | os.PathLike[str] | PretrainedConfig,
+    *,
+    dims: ParallelDims | None = None,
+    head: str = "lm",
+    overrides: Overrides | None = None,
+) -> dict[str, object]:
+    """The arguments of ``GPTModel`` that the HF config decides. Arguments and errors: ``to_transformer_config``."""
+    drawn = draw(hf, dims=dims or ParallelDims(), dtype=torch.bfloat16, head=head, overrides=overrides)
+    return dict(drawn.gpt_arguments)
+
+
+def to_layer_spec(
+    hf: str | os.PathLike[str] | PretrainedConfig,
+    *,
+    dims: ParallelDims | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    backend: str = "auto",
+    overrides: Overrides | None = None,
+    pp_rank: int = 0,
+    vp_stage: int | None = None,
+) -> TransformerBlockSubmodules:
+    """The layers and the final norm of one pipeline stage, to pass to ``GPTModel``. Needs no process group.
+
+    Args:
+        hf, dims, dtype, overrides: see ``to_transformer_config``.
+        backend: "te" (TransformerEngine), "torch", or "auto": "te" where it is installed and there is CUDA.
+        pp_rank: the stage's pipeline rank.
+        vp_stage: the stage's number among those of its rank; None is the first.
+
+    Raises:
+        ConfigError: as for ``to_transformer_config``, or the backend is unknown or not installed.
+        MeshError: ``dims`` do not fit this model, or have no such stage.
+    """
+    drawn = draw(hf, dims=dims or ParallelDims(), dtype=dtype, backend=backend, overrides=overrides)
+    for stage in drawn.stages:
+        if (stage.pp_rank, stage.vp_stage) == (pp_rank, vp_stage or 0):
+            return drawn.block_spec(stage)
+    raise MeshError(f"pp_rank={pp_rank}, vp_stage={vp_stage} must name one of the {len(drawn.stages)} stages of {dims}")

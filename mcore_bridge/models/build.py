@@ -1,0 +1,225 @@
+"""``build_model``: all is checked before anything is built, and every chunk that is built is returned.
+
+Some trainers hook into constructors, so each chunk is built exactly once, in the order of the virtual stages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mcore_bridge.config.parallel import ParallelDims, Stage
+from mcore_bridge.errors import ConfigError, MeshError
+from mcore_bridge.models.blueprint import (
+    Blueprint,
+    Overrides,
+    draw,
+    to_gpt_arguments,
+    to_layer_spec,
+    to_transformer_config,
+)
+from mcore_bridge.models.census import census
+from mcore_bridge.models.freeze import freeze_parameters
+from mcore_bridge.models.heads import initialise_head, replace_output_layer
+from mcore_bridge.weights.load import Source, load_hf_weights
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from transformers import PretrainedConfig
+
+__all__ = ["build_model", "to_gpt_arguments", "to_layer_spec", "to_transformer_config"]
+
+logger = logging.getLogger("mcore_bridge")
+
+
+def build_model(
+    hf: str | os.PathLike[str] | PretrainedConfig,
+    *,
+    dims: ParallelDims | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+    backend: str = "auto",
+    head: str = "lm",
+    overrides: Overrides | None = None,
+    load_weights: bool | Source = True,
+    freeze: Sequence[str] = (),
+    on_chunk: Callable[[GPTModel, int], None] | None = None,
+    seed: int = 0,
+) -> list[GPTModel]:
+    """Build this rank's part of an HF model: bare ``GPTModel``s of megatron-core, one per virtual pipeline stage.
+
+    Args:
+        hf: a folder, the name of a repository in the local hub cache, or a config.
+        dims: the mesh, as ``parallel_state`` was initialised; None reads it from there (without sequence parallelism).
+        dtype: of all parameters, the norms included: float32, bfloat16 or float16. Weights are cast to it.
+        device: of the parameters; "meta" gives a model without storage. None is this process's CUDA device, else CPU.
+        backend: "te" (TransformerEngine), "torch" (runs anywhere), or "auto": "te" where it is installed, on CUDA.
+        head: "lm", "value" (one fp32 number per token) or "classification" (``hf.num_labels`` fp32 numbers).
+        overrides: any ``TransformerConfig`` field or ``GPTModel`` argument, applied last.
+        load_weights: True loads from the folder ``hf``; a folder, mapping or iterable of pairs loads from there; False
+            leaves megatron-core's initial values, drawn from ``seed``.
+        freeze: ``fnmatch`` patterns of canonical parameter names, such as "embedding.*".
+        on_chunk: called with each chunk and its virtual stage, last: loaded, frozen and not wrapped yet.
+        seed: of everything that is drawn: the initial values, or a head that the source lacks.
+
+    Returns:
+        The chunks by virtual stage. Each notes in ``chunk.bridge`` where it comes from.
+
+    Raises:
+        ConfigError: the config, an override, the backend or the head cannot be built exactly.
+        MeshError: ``dims`` fit neither this model nor what ``parallel_state`` says.
+        CheckpointError: the weights do not fit the model.
+    """
+    mesh = _mesh()
+    blueprint = draw(hf, dims=dims or mesh, dtype=dtype, device=device, backend=backend, head=head, overrides=overrides)
+    _require_mesh(blueprint, mesh)
+    source = _source(hf, load_weights, blueprint.device)
+    stages = _own_stages(blueprint)
+    with _building(blueprint, seed=None if source is not None else seed):
+        chunks = [_build_chunk(blueprint, stage, tie=source is None) for stage in stages]
+    for chunk in chunks:
+        _finish_chunk(chunk, blueprint, seed=seed)
+    if source is not None:
+        load_hf_weights(chunks, source, dtype=dtype)
+    freeze_parameters(chunks, freeze)
+    for index, chunk in enumerate(chunks):
+        if on_chunk is not None:
+            on_chunk(chunk, index)
+    _log(blueprint, chunks)
+    return chunks
+
+
+def _mesh() -> ParallelDims:
+    """The mesh of this process."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        raise MeshError("build_model needs megatron's process groups; call dims.initialize() or initialise them first")
+    return ParallelDims.from_mcore()
+
+
+def _require_mesh(blueprint: Blueprint, mesh: ParallelDims) -> None:
+    """What the groups of this process are, the model must be cut for. Experts count only where there are some."""
+    experts = ("ep", "etp") if blueprint.config.num_moe_experts else ()
+    for name in ("tp", "pp", "vp", "cp", *experts):
+        wanted, found = getattr(blueprint.dims, name), getattr(mesh, name)
+        if wanted != found:
+            raise MeshError(
+                f"dims must be the mesh of parallel_state, which has {name}={found}; dims have {name}={wanted}"
+            )
+
+
+def _source(
+    hf: str | os.PathLike[str] | PretrainedConfig, load_weights: bool | Source, device: torch.device
+) -> Source | None:
+    if load_weights is False:
+        return None
+    if device.type == "meta":
+        raise ConfigError("a model on the meta device has no storage to load into; pass load_weights=False")
+    if load_weights is not True:
+        return load_weights
+    if not isinstance(hf, str | os.PathLike):
+        raise ConfigError(
+            "load_weights=True needs the folder of the weights, but hf is a config; pass load_weights=FOLDER, a "
+            "mapping of tensors, or False"
+        )
+    return hf
+
+
+def _own_stages(blueprint: Blueprint) -> list[Stage]:
+    """This rank's stages by virtual stage."""
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    return [stage for stage in blueprint.stages if stage.pp_rank == rank]
+
+
+@contextlib.contextmanager
+def _building(blueprint: Blueprint, *, seed: int | None) -> Iterator[None]:
+    """Parameters go to the device of the blueprint; initial values, if any are drawn, come from ``seed``."""
+    from accelerate import init_empty_weights
+    from megatron.core import parallel_state, tensor_parallel
+
+    device = blueprint.device
+    on_cpu = device.type != "cuda"
+    blueprint.config.use_cpu_initialization = on_cpu  # allocates on the default device, which may be meta
+    blueprint.config.perform_initialization = seed is not None and device.type != "meta"
+    with contextlib.ExitStack() as stack:
+        if device.type == "meta":
+            stack.enter_context(init_empty_weights(include_buffers=True))
+        elif not on_cpu:
+            stack.enter_context(torch.cuda.device(device))
+        if blueprint.config.perform_initialization and seed is not None:
+            stack.enter_context(torch.random.fork_rng(devices=[] if on_cpu else [torch.cuda.current_device()]))
+            seed += 100 * parallel_state.get_pipeline_model_parallel_rank()  # as megatron.training draws them
+            torch.manual_seed(seed)
+            if not on_cpu and not tensor_parallel.get_cuda_rng_tracker().is_initialized():
+                tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        yield
+
+
+def _build_chunk(blueprint: Blueprint, stage: Stage, *, tie: bool) -> GPTModel:
+    """The one place that constructs a ``GPTModel``.
+
+    ``tie``: let mcore equalise tied embeddings, by a collective of first and last stage. Loading needs none.
+    """
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    without_tie = copy.copy(groups)
+    without_tie.embd = None
+    meta = blueprint.device.type == "meta"
+    model_class: Any = blueprint.architecture.model or GPTModel
+    model = model_class(
+        config=blueprint.config,
+        transformer_layer_spec=blueprint.block_spec(stage),
+        pre_process=stage.embedding,
+        post_process=stage.loss,
+        vp_stage=blueprint.vp_stage(stage),
+        pg_collection=groups if tie and not meta else without_tie,
+        **blueprint.gpt_arguments,
+    )
+    model.pg_collection.embd = model.embd_group = groups.embd
+    built = [layer.layer_number - 1 for layer in model.decoder.layers]
+    if built != list(stage.layers):
+        raise MeshError(f"megatron-core built the layers {built} for {stage}; report this with your ParallelDims")
+    return model
+
+
+def _finish_chunk(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
+    """What mcore cannot build: transformers' rope and the small heads; and the note of where the chunk comes from."""
+    from mcore_bridge.models.rotary import HFRotaryEmbedding
+
+    if hasattr(chunk, "rotary_pos_emb"):
+        chunk.rotary_pos_emb = HFRotaryEmbedding(
+            blueprint.config.hf_rope,
+            rotary_interleaved=blueprint.config.rotary_interleaved,
+            cp_group=chunk.pg_collection.cp,
+        )
+    replace_output_layer(chunk, blueprint.hf, head=blueprint.head)
+    initialise_head(chunk, seed)
+    chunk.bridge = blueprint.provenance
+
+
+def _log(blueprint: Blueprint, chunks: Sequence[GPTModel]) -> None:
+    """One line, from rank 0."""
+    if torch.distributed.get_rank() != 0 or not logger.isEnabledFor(logging.INFO):
+        return
+    try:
+        total = f"{census(blueprint.hf).total:,}"
+    except ConfigError:  # an architecture of another package, which transformers does not have
+        total = "an unknown number of"
+    here = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
+    world_size = torch.distributed.get_world_size()
+    logger.info(
+        "built %s: %s parameters, %s on this rank; %s; %s",
+        *(blueprint.hf.model_type, total, f"{here:,}", blueprint),
+        blueprint.dims.describe(world_size=world_size, num_layers=blueprint.config.num_layers),
+    )

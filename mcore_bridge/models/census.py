@@ -1,0 +1,78 @@
+"""How much an HF model holds, and where: counted on transformers' own model without storage, never estimated."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from mcore_bridge.config.balance import balanced
+from mcore_bridge.config.parallel import ParallelDims
+from mcore_bridge.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """Numbers of parameters: of each layer, of the embedding, of the LM head (0 when tied) and of the rest."""
+
+    layers: tuple[int, ...]
+    embedding: int
+    lm_head: int
+    rest: int
+
+    @property
+    def total(self) -> int:
+        """Of the whole causal LM, counting once what is tied."""
+        return sum(self.layers) + self.embedding + self.lm_head + self.rest
+
+
+def census(hf: PretrainedConfig) -> Census:
+    """Count the parameters of transformers' causal LM of ``hf``.
+
+    Raises:
+        ConfigError: transformers has no causal LM for this config.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with init_empty_weights(include_buffers=True):
+            model = AutoModelForCausalLM.from_config(hf)
+    except ValueError as error:
+        raise ConfigError(f"transformers must have a causal LM for model_type {hf.model_type!r}: {error}") from None
+    layers = [0] * hf.num_hidden_layers
+    for name, parameter in model.named_parameters():
+        if layer := _LAYER.search(name):
+            layers[int(layer[1])] += parameter.numel()
+    total = sum(parameter.numel() for parameter in model.parameters())
+    embedding = model.get_input_embeddings().weight.numel()
+    lm_head = 0 if hf.tie_word_embeddings else model.get_output_embeddings().weight.numel()
+    return Census(tuple(layers), embedding, lm_head, total - sum(layers) - embedding - lm_head)
+
+
+def resolve_layout(dims: ParallelDims, hf: PretrainedConfig, *, dtype: torch.dtype, head: str = "lm") -> ParallelDims:
+    """``dims`` with ``layout="balanced"`` replaced by the explicit layout that balances the bytes of ``hf``.
+
+    Args:
+        dims: returned as they are when their layout is not "balanced".
+        hf: the model.
+        dtype: of its parameters.
+        head: the last stage holds a matrix of the vocabulary for "lm" (a copy when tied), and for no other.
+    """
+    if dims.layout != "balanced":
+        return dims
+    counted = census(hf)
+    loss = counted.rest + (counted.embedding if head == "lm" else 0)
+    return balanced(
+        dims,
+        layer_bytes=[numel * dtype.itemsize for numel in counted.layers],
+        embedding_bytes=counted.embedding * dtype.itemsize,
+        loss_bytes=loss * dtype.itemsize,
+    )

@@ -1,0 +1,49 @@
+"""Freezing by name: a pattern that no parameter of the model can match is a mistake, and raises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from mcore_bridge.errors import ConfigError
+from mcore_bridge.weights.names import held_tensors
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+
+def freeze_parameters(chunks: Sequence[GPTModel], patterns: Sequence[str]) -> None:
+    """Take the gradient away from the parameters whose canonical name matches one of the ``fnmatch`` patterns.
+
+    Args:
+        chunks: the bare chunks of this rank, from ``build_model``.
+        patterns: such as "embedding.*" or "decoder.layers.0.*". Layer numbers are those of the whole model.
+
+    Raises:
+        ConfigError: a pattern matches nothing, neither here nor on another pipeline stage.
+    """
+    here = {name: tensor for name, tensor in held_tensors(chunks).items() if isinstance(tensor, nn.Parameter)}
+    everywhere = [*here, *_elsewhere(chunks[0])] if patterns else []
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in everywhere):
+            near = get_close_matches(pattern, everywhere, n=3, cutoff=0.3)
+            raise ConfigError(f"freeze must match a parameter, {pattern!r} matches none; nearest names: {near}")
+        for name, parameter in here.items():
+            if fnmatchcase(name, pattern):
+                parameter.requires_grad_(False)
+
+
+def _elsewhere(chunk: GPTModel) -> Iterator[str]:
+    """The names that other pipeline stages may hold, by the rules: no stage is asked."""
+    config = chunk.config
+    if config.pipeline_model_parallel_size == 1:
+        return
+    for rule in chunk.bridge.mapping(tied=chunk.share_embeddings_and_output_weights).rules:
+        if rule.mcore.startswith("decoder.layers.*"):
+            yield from (rule.mcore.replace("*", str(layer), 1) for layer in range(config.num_layers))
+        else:
+            yield rule.mcore
