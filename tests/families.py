@@ -43,7 +43,7 @@ _WINDOWS: Json = {
     "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "sliding_attention"],
 }
 _OWN: dict[str, Json] = {
-    "llama": {"attention_bias": True, "mlp_bias": True},
+    "llama": {"attention_bias": True, "mlp_bias": False},
     "mistral": {"sliding_window": 8},
     "qwen2": _WINDOWS,
     "qwen3": {**_WINDOWS, "attention_bias": True},

@@ -70,7 +70,7 @@ def checked(parameters: Mapping[str, object]) -> dict[str, object]:
     rope_type, partial = parameters["rope_type"], parameters.get("partial_rotary_factor")
     if partial not in (None, 1):
         raise ConfigError(f"partial_rotary_factor must be 1, found {partial!r}: whole heads are rotated here.")
-    parameters = {name: value for name, value in parameters.items() if name != "partial_rotary_factor"}
+    parameters = {name: parameters[name] for name in sorted(parameters) if name != "partial_rotary_factor"}
     if rope_type not in _REQUIRED:
         reason = _REFUSED.get(str(rope_type), "it is not among those that are tested against transformers")
         raise ConfigError(f"The rope type must be one of {sorted(_REQUIRED)}, found {rope_type!r}: {reason}.")
