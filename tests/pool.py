@@ -91,7 +91,7 @@ def _collect(workers: list[_Worker], deadline: float) -> dict[int, tuple[float, 
 def _grow(world_size: int) -> None:
     if any(not worker.process.is_alive() for worker in _workers):
         _stop(dump=False)
-    _context.set_forkserver_preload(["tests_preload"])
+    _context.set_forkserver_preload(["tests.preload"])
     with _python_path():
         while len(_workers) < world_size:
             ours, theirs = _context.Pipe()
@@ -105,7 +105,7 @@ def _grow(world_size: int) -> None:
 def _python_path() -> Iterator[None]:
     """The server that workers are forked from starts with the environment's path, not with ours."""
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])
     try:
         yield
     finally:

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from mcore_bridge.config import transformer
-from mcore_bridge.config.hf import read_config
 from mcore_bridge.config.parallel import ParallelDims, Stage
 from mcore_bridge.errors import MeshError
 from mcore_bridge.models import specs
 from mcore_bridge.models.architecture import Architecture, architecture_of
 from mcore_bridge.models.census import resolve_layout
 from mcore_bridge.models.heads import check_head
-from mcore_bridge.weights.provenance import Provenance
+from mcore_bridge.weights.provenance import Provenance, provenance_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -34,13 +33,12 @@ Overrides = Mapping[str, object]
 class Blueprint:
     """What ``build_model`` builds from; ``dims`` have an explicit layout where "balanced" was asked for."""
 
-    hf: PretrainedConfig
+    provenance: Provenance
     architecture: Architecture
     dims: ParallelDims
     dtype: torch.dtype
     device: torch.device
     backend: specs.Backend
-    head: str
     config: TransformerConfig
     gpt_arguments: Mapping[str, object]
 
@@ -50,10 +48,9 @@ class Blueprint:
         return self.dims.stages(self.config.num_layers)
 
     @property
-    def provenance(self) -> Provenance:
-        """What loading and exporting need to know."""
-        architecture = self.architecture
-        return Provenance(self.hf, architecture.rules(self.hf), architecture.ignored, self.head)
+    def hf(self) -> PretrainedConfig:
+        """The HF config, a copy of the caller's."""
+        return self.provenance.hf
 
     def vp_stage(self, stage: Stage) -> int | None:
         """mcore's number of a virtual stage: None where there is only one per rank."""
@@ -69,7 +66,7 @@ class Blueprint:
     def __str__(self) -> str:
         """For the log; the mesh says itself what it is."""
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{dtype} on {self.device}, backend {self.backend}, head {self.head}"
+        return f"{dtype} on {self.device}, backend {self.backend}, head {self.provenance.head}"
 
 
 def draw(
@@ -83,9 +80,10 @@ def draw(
     overrides: Overrides | None = None,
 ) -> Blueprint:
     """Decide and check everything about a model. Arguments and errors are those of ``build_model``."""
-    hf = read_config(hf)
-    architecture = architecture_of(hf)
     check_head(head)
+    provenance = provenance_of(hf, head=head)
+    hf = provenance.hf
+    architecture = architecture_of(hf)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = specs.choose_backend(backend, device=device)
     dims = resolve_layout(dims, hf, dtype=dtype, head=head)
@@ -96,13 +94,12 @@ def draw(
     if head != "lm":
         gpt_arguments["share_embeddings_and_output_weights"] = False
     return Blueprint(
-        hf=hf,
+        provenance=provenance,
         architecture=architecture,
         dims=dims,
         dtype=dtype,
         device=device,
         backend=chosen,
-        head=head,
         config=config,
         gpt_arguments=gpt_arguments,
     )

@@ -5,12 +5,10 @@ Some trainers hook into constructors, so each chunk is built exactly once, in th
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,8 +23,8 @@ from mcore_bridge.models.blueprint import (
     to_transformer_config,
 )
 from mcore_bridge.models.census import census
+from mcore_bridge.models.chunk import build_chunk, building
 from mcore_bridge.models.freeze import freeze_parameters
-from mcore_bridge.models.heads import initialise_head, replace_output_layer
 from mcore_bridge.weights.load import Source, load_hf_weights
 
 if TYPE_CHECKING:
@@ -81,10 +79,8 @@ def build_model(
     _require_mesh(blueprint, mesh)
     source = _source(hf, load_weights, blueprint.device)
     stages = _own_stages(blueprint)
-    with _building(blueprint, seed=None if source is not None else seed):
-        chunks = [_build_chunk(blueprint, stage, tie=source is None) for stage in stages]
-    for chunk in chunks:
-        _finish_chunk(chunk, blueprint, seed=seed)
+    with building(blueprint, seed=seed, initialise=source is None):
+        chunks = [build_chunk(blueprint, stage, seed=seed) for stage in stages]
     if source is not None:
         load_hf_weights(chunks, source, dtype=dtype)
     freeze_parameters(chunks, freeze)
@@ -138,74 +134,6 @@ def _own_stages(blueprint: Blueprint) -> list[Stage]:
 
     rank = parallel_state.get_pipeline_model_parallel_rank()
     return [stage for stage in blueprint.stages if stage.pp_rank == rank]
-
-
-@contextlib.contextmanager
-def _building(blueprint: Blueprint, *, seed: int | None) -> Iterator[None]:
-    """Parameters go to the device of the blueprint; initial values, if any are drawn, come from ``seed``."""
-    from accelerate import init_empty_weights
-    from megatron.core import parallel_state, tensor_parallel
-
-    device = blueprint.device
-    on_cpu = device.type != "cuda"
-    blueprint.config.use_cpu_initialization = on_cpu  # allocates on the default device, which may be meta
-    blueprint.config.perform_initialization = seed is not None and device.type != "meta"
-    with contextlib.ExitStack() as stack:
-        if device.type == "meta":
-            stack.enter_context(init_empty_weights(include_buffers=True))
-        elif not on_cpu:
-            stack.enter_context(torch.cuda.device(device))
-        if blueprint.config.perform_initialization and seed is not None:
-            stack.enter_context(torch.random.fork_rng(devices=[] if on_cpu else [torch.cuda.current_device()]))
-            seed += 100 * parallel_state.get_pipeline_model_parallel_rank()  # as megatron.training draws them
-            torch.manual_seed(seed)
-            if not on_cpu and not tensor_parallel.get_cuda_rng_tracker().is_initialized():
-                tensor_parallel.model_parallel_cuda_manual_seed(seed)
-        yield
-
-
-def _build_chunk(blueprint: Blueprint, stage: Stage, *, tie: bool) -> GPTModel:
-    """The one place that constructs a ``GPTModel``.
-
-    ``tie``: let mcore equalise tied embeddings, by a collective of first and last stage. Loading needs none.
-    """
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    without_tie = copy.copy(groups)
-    without_tie.embd = None
-    meta = blueprint.device.type == "meta"
-    model_class: Any = blueprint.architecture.model or GPTModel
-    model = model_class(
-        config=blueprint.config,
-        transformer_layer_spec=blueprint.block_spec(stage),
-        pre_process=stage.embedding,
-        post_process=stage.loss,
-        vp_stage=blueprint.vp_stage(stage),
-        pg_collection=groups if tie and not meta else without_tie,
-        **blueprint.gpt_arguments,
-    )
-    model.pg_collection.embd = model.embd_group = groups.embd
-    built = [layer.layer_number - 1 for layer in model.decoder.layers]
-    if built != list(stage.layers):
-        raise MeshError(f"megatron-core built the layers {built} for {stage}; report this with your ParallelDims")
-    return model
-
-
-def _finish_chunk(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
-    """What mcore cannot build: transformers' rope and the small heads; and the note of where the chunk comes from."""
-    from mcore_bridge.models.rotary import HFRotaryEmbedding
-
-    if hasattr(chunk, "rotary_pos_emb"):
-        chunk.rotary_pos_emb = HFRotaryEmbedding(
-            blueprint.config.hf_rope,
-            rotary_interleaved=blueprint.config.rotary_interleaved,
-            cp_group=chunk.pg_collection.cp,
-        )
-    replace_output_layer(chunk, blueprint.hf, head=blueprint.head)
-    initialise_head(chunk, seed)
-    chunk.bridge = blueprint.provenance
 
 
 def _log(blueprint: Blueprint, chunks: Sequence[GPTModel]) -> None:

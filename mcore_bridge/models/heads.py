@@ -1,4 +1,4 @@
-"""Heads in place of the LM head: few outputs, so every TP rank holds all of them and no vocabulary is padded."""
+"""Output layers: small heads in place of the LM head, held whole by every TP rank, and an LM head without its padding."""
 
 from __future__ import annotations
 
@@ -48,6 +48,23 @@ class ReplicatedHead(nn.Module):
                 logits, tensor_parallel_output_grad=False, group=self.tp_group
             )
         return logits, None
+
+
+class HiddenPadding:
+    """A forward hook of the LM head: rows that pad the vocabulary for ``tp`` take no part in any softmax.
+
+    Without it, loss and gradients would depend on ``tp``: a padded row is zero, and so is its logit, not minus infinity.
+    """
+
+    def __init__(self, vocab_size: int, model: GPTModel) -> None:
+        self.vocab_size, self.padded_vocab_size, self.tp_group = vocab_size, model.vocab_size, model.tp_group
+
+    def __call__(self, module: nn.Module, inputs: object, output: tuple[Tensor, Tensor | None]) -> None:
+        logits = output[0]
+        size = logits.size(-1)  # a TP rank's share, unless gathered
+        first = 0 if size == self.padded_vocab_size else size * self.tp_group.rank()
+        if first + size > self.vocab_size:  # finite, as trainers multiply logits by probabilities that are zero here
+            logits[..., max(self.vocab_size - first, 0) :] = torch.finfo(logits.dtype).min
 
 
 def check_head(head: str) -> None:

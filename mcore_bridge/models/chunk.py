@@ -1,0 +1,90 @@
+"""A chunk: one stage of a model as mcore builds it, and what is put in its place where mcore cannot build it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mcore_bridge.errors import MeshError
+from mcore_bridge.models.heads import HiddenPadding, initialise_head, replace_output_layer
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+    from mcore_bridge.config.parallel import Stage
+    from mcore_bridge.models.blueprint import Blueprint
+
+
+@contextlib.contextmanager
+def building(blueprint: Blueprint, *, seed: int, initialise: bool) -> Iterator[None]:
+    """Parameters go to the blueprint's device; with ``initialise`` they get mcore's initial values, from ``seed``."""
+    from accelerate import init_empty_weights
+    from megatron.core import parallel_state, tensor_parallel
+
+    device = blueprint.device
+    on_cpu = device.type != "cuda"
+    blueprint.config.use_cpu_initialization = on_cpu  # allocates on the default device, which may be meta
+    blueprint.config.perform_initialization = initialise and device.type != "meta"
+    with contextlib.ExitStack() as stack:
+        if device.type == "meta":
+            stack.enter_context(init_empty_weights(include_buffers=True))
+        elif not on_cpu:
+            stack.enter_context(torch.cuda.device(device))
+        if blueprint.config.perform_initialization:
+            stack.enter_context(torch.random.fork_rng(devices=[] if on_cpu else [torch.cuda.current_device()]))
+            seed += 100 * parallel_state.get_pipeline_model_parallel_rank()  # as megatron.training draws them
+            torch.manual_seed(seed)
+            if not on_cpu and not tensor_parallel.get_cuda_rng_tracker().is_initialized():
+                tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        yield
+
+
+def build_chunk(blueprint: Blueprint, stage: Stage, *, seed: int) -> GPTModel:
+    """The chunk of a stage, inside ``building``. This is the one place that constructs a ``GPTModel``.
+
+    mcore makes tied embeddings equal by a collective of first and last stage. It may where it draws them; what will be
+    loaded needs none, and without storage there is nothing to send.
+    """
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    without_tie = copy.copy(groups)
+    without_tie.embd = None
+    model_class: Any = blueprint.architecture.model or GPTModel
+    model = model_class(
+        config=blueprint.config,
+        transformer_layer_spec=blueprint.block_spec(stage),
+        pre_process=stage.embedding,
+        post_process=stage.loss,
+        vp_stage=blueprint.vp_stage(stage),
+        pg_collection=groups if blueprint.config.perform_initialization else without_tie,
+        **blueprint.gpt_arguments,
+    )
+    model.pg_collection.embd = model.embd_group = groups.embd
+    built = [layer.layer_number - 1 for layer in model.decoder.layers]
+    if built != list(stage.layers):
+        raise MeshError(f"megatron-core built the layers {built} for {stage}; report this with your ParallelDims")
+    _finish(model, blueprint, seed=seed)
+    return model
+
+
+def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
+    """What mcore cannot build: transformers' rope and the small heads; and the note of where the chunk comes from."""
+    from mcore_bridge.models.rotary import HFRotaryEmbedding
+
+    if hasattr(chunk, "rotary_pos_emb"):
+        chunk.rotary_pos_emb = HFRotaryEmbedding(
+            blueprint.config.hf_rope,
+            rotary_interleaved=blueprint.config.rotary_interleaved,
+            cp_group=chunk.pg_collection.cp,
+        )
+    if chunk.post_process and blueprint.config.hf_vocab_size < chunk.vocab_size:
+        chunk.output_layer.register_forward_hook(HiddenPadding(blueprint.config.hf_vocab_size, chunk))
+    replace_output_layer(chunk, blueprint.hf, head=blueprint.provenance.head)
+    initialise_head(chunk, seed)
+    chunk.bridge = blueprint.provenance
