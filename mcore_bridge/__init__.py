@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from mcore_bridge.models.architecture import Architecture as Architecture
     from mcore_bridge.models.architecture import register as register
     from mcore_bridge.models.build import build_model as build_model
-    from mcore_bridge.models.build import to_gpt_arguments as to_gpt_arguments
-    from mcore_bridge.models.build import to_layer_spec as to_layer_spec
-    from mcore_bridge.models.build import to_transformer_config as to_transformer_config
+    from mcore_bridge.models.blueprint import to_gpt_arguments as to_gpt_arguments
+    from mcore_bridge.models.blueprint import to_layer_spec as to_layer_spec
+    from mcore_bridge.models.blueprint import to_transformer_config as to_transformer_config
     from mcore_bridge.weights.export import iter_hf_weights as iter_hf_weights
     from mcore_bridge.weights.export import to_hf_state_dict as to_hf_state_dict
     from mcore_bridge.weights.load import LoadReport as LoadReport
@@ -41,9 +41,9 @@ _HOMES = {
     "to_hf_state_dict": "weights.export",
     "save_hf_checkpoint": "weights.save",
     "manifest": "weights.manifest",
-    "to_transformer_config": "models.build",
-    "to_gpt_arguments": "models.build",
-    "to_layer_spec": "models.build",
+    "to_transformer_config": "models.blueprint",
+    "to_gpt_arguments": "models.blueprint",
+    "to_layer_spec": "models.blueprint",
     "mapping": "weights.provenance",
     "Architecture": "models.architecture",
     "register": "models.architecture",

@@ -59,6 +59,8 @@ class Group:
 
     def exchange(self, value: T) -> list[T]:
         """The ``value`` of every rank, pickled on the way."""
+        if self.size == 1:
+            return [value]
         values: list[T | None] = [None] * self.size
         dist.all_gather_object(values, value, group=self._group)
         return values  # type: ignore[return-value]  # filled by the call

@@ -1,0 +1,92 @@
+"""The real ``GPTModel`` of any rank of any mesh, in this one process: torch's `fake` backend, no mock of ours.
+
+A rank's chunks are bound while its process groups exist; transport is then a list of the windows that each rank packs.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_bridge import ParallelDims, build_model
+from mcore_bridge.weights.bound import BoundModel, bind
+from mcore_bridge.weights.plan import ExportPlan, assemble, pack, plan_export, view
+
+
+@contextlib.contextmanager
+def rank_of(dims: ParallelDims, rank: int, world_size: int) -> Iterator[None]:
+    """Be one rank of a mesh."""
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from mcore_bridge import enable_cpu
+
+    enable_cpu()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=dims.tp,
+            pipeline_model_parallel_size=dims.pp,
+            virtual_pipeline_model_parallel_size=dims.vp if dims.vp > 1 else None,
+            context_parallel_size=dims.cp,
+            expert_model_parallel_size=dims.ep,
+            expert_tensor_parallel_size=dims.etp,
+            create_gloo_process_groups=False,
+        )
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def model_ranks(dims: ParallelDims) -> list[int]:
+    """World ranks of the first replica, in the order of its model-parallel group: tp fastest, then pp."""
+    return [pp * dims.tp * dims.cp + tp for pp in range(dims.pp) for tp in range(dims.tp)]
+
+
+def build_everywhere(
+    hf: Any, dims: ParallelDims, load: Callable[[list[Any]], Any], **arguments: Any
+) -> list[Any]:
+    """What every rank of a replica holds after ``load(chunks)``, by rank of the model-parallel group."""
+    bound = []
+    for rank in model_ranks(dims):
+        with rank_of(dims, rank, dims.tp * dims.cp * dims.pp):
+            chunks = build_model(hf, dims=dims, load_weights=False, device="cpu", **arguments)
+            with torch.no_grad():
+                for chunk in chunks:
+                    for parameter in chunk.parameters():
+                        parameter.fill_(float("nan"))
+            load(chunks)
+            bound.append(with_inventory(bind(chunks)))
+    return bound
+
+
+def with_inventory(bound: BoundModel) -> Any:
+    """The inventory needs process groups: keep it with what it describes."""
+    return bound, bound.inventory()
+
+
+def plan_of(held: Sequence[Any], *, bucket_bytes: int) -> ExportPlan:
+    """The plan that every rank would make."""
+    first = held[0][0]
+    inventories = [inventory for _, inventory in held]
+    num_layers = first.chunks[0].config.num_layers
+    return plan_export(first.mapping, first.axes, num_layers, inventories, bucket_bytes=bucket_bytes)
+
+
+def export(held: Sequence[Any], *, bucket_bytes: int = 1 << 16) -> dict[str, Tensor]:
+    """The HF state dict: pack on every rank, hand the windows over in a list, assemble."""
+    state: dict[str, Tensor] = {}
+    for bucket in plan_of(held, bucket_bytes=bucket_bytes).buckets:
+        windows = torch.empty(len(held), bucket.num_bytes, dtype=torch.uint8)
+        for rank, (bound, _) in enumerate(held):
+            pack(bucket, rank, bound.tensors, windows[rank])
+        for entry in bucket.entries:
+            shards = {index: view(windows[shard.sender], entry, shard) for index, shard in entry.shards.items()}
+            for name, tensor in assemble(entry, shards.__getitem__, torch.device("cpu")):
+                assert name not in state, f"{name} came twice"
+                state[name] = tensor
+    return state

@@ -1,0 +1,87 @@
+"""Hypothesis strategies: tiny dense HF configs, and meshes that megatron-core can build for them."""
+
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mcore_bridge import ParallelDims
+
+SIZES = st.sampled_from([1, 2, 4])
+
+
+def tiny(model_type: str, **fields: Any) -> Any:
+    """An HF config of a dense family with small, pairwise distinct dims; ``fields`` override."""
+    from transformers import AutoConfig
+
+    defaults = {
+        **{"vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4, "head_dim": 24},
+        **{"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 128},
+        "tie_word_embeddings": False,
+    }
+    return AutoConfig.for_model(model_type, **{**defaults, **fields})
+
+
+@st.composite
+def problems(draw: Any) -> tuple[Any, ParallelDims]:
+    """An HF config and a mesh for it: every axis, uneven pipelines, tied or not, odd vocabularies, biases, heads."""
+    tp, pp = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (4, 2), (8, 1), (1, 4), (2, 4), (8, 2)]))
+    vp = draw(st.sampled_from([1, 2, 3])) if pp > 1 else 1
+    num_layers, split = draw(pipelines(pp, vp))
+    groups = draw(st.sampled_from([1, 2, 4, 8]))
+    heads = max(tp, groups) * draw(st.sampled_from([1, 2]))
+    model_type = draw(st.sampled_from(["llama", "mistral", "qwen2", "qwen3"]))
+    fields = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "hidden_size": heads * 6,
+        "intermediate_size": 8 * draw(st.integers(1, 5)),
+        "num_hidden_layers": num_layers,
+        "vocab_size": draw(st.sampled_from([64, 97, 101, 130])),
+        "tie_word_embeddings": draw(st.booleans()),
+        "head_dim": 6,
+    }
+    if model_type != "qwen2":  # head_dim derived (6), explicit and other than derived (8), or None
+        fields["head_dim"] = draw(st.sampled_from([6, 8] if model_type == "qwen3" else [6, 8, None]))
+    if model_type in ("llama", "qwen3"):
+        fields["attention_bias"] = draw(st.booleans())
+    if model_type == "llama":
+        fields["mlp_bias"] = draw(st.booleans()) and fields["attention_bias"]
+    dims = ParallelDims(tp=tp, pp=pp, vp=vp, cp=draw(SIZES), sp=tp > 1 and draw(st.booleans()), **split)
+    return tiny(model_type, **fields), dims
+
+
+@st.composite
+def pipelines(draw: Any, pp: int, vp: int) -> tuple[int, dict[str, Any]]:
+    """A number of layers, and how the pipeline splits them."""
+    kind = draw(st.sampled_from(["even", "first", "last", "explicit", "balanced"])) if pp > 1 else "even"
+    if kind == "even":
+        return pp * vp * draw(st.integers(1, 2)), {}
+    if kind in ("first", "last"):
+        name = f"num_layers_in_{kind}_pipeline_stage"
+        return vp * (1 + 2 * (pp - 1)), {name: vp}
+    if kind == "balanced":
+        return draw(st.integers(pp * vp, pp * vp + 5)), {"layout": "balanced"}
+    counts = draw(st.lists(st.integers(0, 2), min_size=pp * vp, max_size=pp * vp).filter(any))
+    stages = ["t" * count for count in counts]
+    return sum(counts), {"layout": "E" + "|".join(stages) + "L"}
+
+
+def random_state(hf: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
+    """The HF state dict of a config, named and shaped by transformers itself: random, every value non-zero."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    with init_empty_weights():
+        empty = AutoModelForCausalLM.from_config(hf)
+    generator = torch.Generator().manual_seed(seed)
+    names = {name: tensor for name, tensor in empty.state_dict().items()}
+    if hf.tie_word_embeddings:
+        names.pop("lm_head.weight", None)
+    return {name: _nonzero(tensor.shape, generator).to(dtype) for name, tensor in names.items()}
+
+
+def _nonzero(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    values = torch.randn(shape, generator=generator)
+    return torch.where(values.abs() < 1e-3, torch.ones(()), values)

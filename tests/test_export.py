@@ -1,0 +1,338 @@
+"""Exports over real gloo processes: same bits on every rank, and nobody left waiting whatever a rank does."""
+
+import itertools
+from contextlib import closing
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mcore_bridge as mb
+from mcore_bridge.errors import ExportError
+from mcore_bridge.weights.manifest import digest
+from tests import pool
+from tests.strategies import random_state, tiny
+
+MESH = mb.ParallelDims(tp=2, pp=2, sp=True)
+BUCKET = 1 << 14  # a handful of parameters: exports take many buckets
+
+
+def built(dims=MESH, hf=None, **arguments):
+    """This rank's chunks, loaded with ``random_state``; and that state."""
+    hf = hf or tiny("qwen3", vocab_size=97)
+    dims.initialize(device="cpu")
+    state = random_state(hf)
+    arguments = {"dtype": torch.float32, "device": "cpu", "load_weights": state, **arguments}
+    return mb.build_model(hf, dims=dims, **arguments), state
+
+
+def assert_exact(exported, state):
+    assert exported.keys() == state.keys()
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, state[name]), name
+
+
+def export_exactly(dims, fields):
+    models, state = built(dims, tiny("llama", **fields))
+    exported = mb.to_hf_state_dict(models, bucket_bytes=BUCKET)
+    assert_exact(exported, state)
+    return list(exported)
+
+
+@pytest.mark.parametrize(
+    ("dims", "fields"),
+    [
+        (mb.ParallelDims(), {}),
+        (mb.ParallelDims(tp=4), {"num_key_value_heads": 2, "vocab_size": 97}),
+        (mb.ParallelDims(pp=2, vp=2), {"tie_word_embeddings": True}),
+        (mb.ParallelDims(tp=2, cp=2), {"attention_bias": True}),
+        (mb.ParallelDims(tp=2, pp=2, layout="E|ttttL"), {"tie_word_embeddings": True, "vocab_size": 101}),
+    ],
+    ids=str,
+)
+def test_every_rank_gets_every_tensor_in_the_same_order(dims, fields):
+    world = max(2, dims.model_size)  # a replica of one rank runs as two replicas
+    orders = pool.run(world, export_exactly, dims, fields)
+    assert all(order == orders[0] for order in orders)
+
+
+def abandon(stops):
+    models, state = built()
+    stop = stops[dist.get_rank()]
+    with closing(mb.iter_hf_weights(models, bucket_bytes=BUCKET)) as pairs:
+        taken = dict(itertools.islice(pairs, stop))
+    for name, tensor in taken.items():
+        assert torch.equal(tensor, state[name])
+    again = mb.to_hf_state_dict(models, bucket_bytes=BUCKET)  # nothing of the abandoned export is left in the groups
+    assert_exact(again, state)
+    return len(taken), len(state)
+
+
+@pytest.mark.parametrize("stops", [(3, 3, 3, 3), (1, None, None, None), (1, 5, None, 11), (None, 2, 2, 2)], ids=str)
+def test_a_rank_may_stop_early_and_nobody_waits(stops):
+    for stop, (taken, total) in zip(stops, pool.run(4, abandon, stops, timeout=60), strict=True):
+        assert taken == (total if stop is None else stop)
+
+
+def abandon_without_closing():
+    models, state = built()
+    for index, _ in enumerate(mb.iter_hf_weights(models, bucket_bytes=BUCKET)):
+        if index == 4 and dist.get_rank() == 1:
+            break
+    try:
+        for index, _ in enumerate(mb.iter_hf_weights(models, bucket_bytes=BUCKET)):
+            if index == 2:
+                raise RuntimeError("the consumer failed")
+    except RuntimeError:
+        pass
+    assert_exact(mb.to_hf_state_dict(models), state)
+
+
+def test_breaking_out_of_the_loop_or_raising_in_it_is_stopping_early():
+    pool.run(4, abandon_without_closing, timeout=60)
+
+
+def fail_before(rank):
+    models, state = built()
+    parameter = models[0].decoder.layers[0].mlp.linear_fc1.weight
+    if dist.get_rank() == rank:
+        size = parameter.untyped_storage().nbytes()
+        parameter.untyped_storage().resize_(0)
+    try:
+        mb.to_hf_state_dict(models)
+    except ExportError as error:
+        message = str(error)
+    if dist.get_rank() == rank:
+        parameter.untyped_storage().resize_(size)
+        with torch.no_grad():
+            parameter.zero_()
+    assert mb.to_hf_state_dict(models).keys() == state.keys()
+    return message
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_freed_storage_on_one_rank_raises_on_all_with_the_name(rank):
+    for message in pool.run(4, fail_before, rank, timeout=60):
+        assert f"rank {rank} " in message
+        assert "mlp.linear_fc1.weight" in message
+        assert "no storage" in message
+
+
+def fail_amid(rank):
+    """A parameter loses its storage while the export runs."""
+    models, _ = built()
+    pairs = mb.iter_hf_weights(models, bucket_bytes=1)
+    next(pairs)
+    if dist.get_rank() == rank:
+        models[0].decoder.layers[-1].mlp.linear_fc2.weight.data = torch.empty(0)
+    try:
+        for _ in pairs:
+            pass
+    except ExportError as error:
+        return str(error)
+    return "nothing raised"
+
+
+def test_a_failure_amid_the_export_reaches_every_rank_with_the_name():
+    messages = pool.run(4, fail_amid, 2, timeout=60)
+    assert len(set(messages)) == 1
+    assert "rank 2 " in messages[0]
+    assert "mlp.linear_fc2.weight" in messages[0]
+
+
+class Trace(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes every collective that passes the dispatcher."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            sizes = [tuple(x.shape) for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+            self.calls.append((str(function), sizes))
+        return function(*args, **(kwargs or {}))
+
+
+def traced(dims):
+    models, state = built(dims)
+    traces = []
+    for _ in range(2):
+        with Trace() as trace:
+            assert_exact(mb.to_hf_state_dict(models, bucket_bytes=BUCKET), state)
+        traces.append(trace.calls)
+    return traces
+
+
+@pytest.mark.parametrize("dims", [MESH, mb.ParallelDims(tp=2, pp=2, vp=2), mb.ParallelDims(pp=4, layout="Ett||tt|L")])
+def test_all_ranks_issue_the_same_collectives_and_a_second_export_exchanges_nothing(dims):
+    traces = pool.run(4, traced, dims)
+    first, second = traces[0]
+    assert all(trace == [first, second] for trace in traces)
+    assert len(second) < len(first)
+    kinds = [name for name, _ in second]
+    assert kinds[0].startswith("c10d.allreduce_")
+    assert all("allgather_base" in kind for kind in kinds[1:])
+
+
+def change_and_export(change):
+    models, state = built(mb.ParallelDims(tp=2, pp=2), load_weights=random_state(tiny("qwen3", vocab_size=97)))
+    mb.to_hf_state_dict(models, bucket_bytes=BUCKET)
+    change(models, state)
+    cached = mb.to_hf_state_dict(models, bucket_bytes=BUCKET)
+    from mcore_bridge.weights import export
+
+    export._plans.clear()
+    fresh = mb.to_hf_state_dict(models, bucket_bytes=BUCKET)
+    assert cached.keys() == fresh.keys() == state.keys()
+    for name in fresh:
+        assert cached[name].dtype == fresh[name].dtype
+        assert torch.equal(cached[name], fresh[name])
+        assert torch.equal(cached[name], state[name].to(cached[name].dtype)), name
+
+
+def step(models, state):
+    for chunk in models:
+        for parameter in chunk.parameters():
+            parameter.data.mul_(-1)
+    state.update({name: -tensor for name, tensor in state.items()})
+
+
+def other_dtype_on_one_rank_only(models, state):
+    if models[0].pre_process:  # only these ranks know that the plan is stale; all must plan again
+        models[0].embedding.word_embeddings.weight.data = models[0].embedding.word_embeddings.weight.data.double()
+
+
+def reload(models, state):
+    for chunk in models:
+        for parameter in chunk.parameters():
+            parameter.data = parameter.data.clone()
+
+
+@pytest.mark.parametrize("change", [step, other_dtype_on_one_rank_only, reload], ids=lambda change: change.__name__)
+def test_a_cached_plan_gives_what_a_fresh_one_gives(change):
+    pool.run(4, change_and_export, change)
+
+
+class Float16Module(torch.nn.Module):
+    """A wrapper as mcore's: the model is at ``module``."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+class WriteGuard(torch.utils._python_dispatch.TorchDispatchMode):
+    """Raises when anything writes to one of the guarded storages."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.guarded = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        for argument, value in zip(function._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
+                assert value.untyped_storage().data_ptr() not in self.guarded, f"{function} writes to a parameter"
+        return function(*args, **(kwargs or {}))
+
+
+def export_thrice():
+    models, state = built()
+    wrapped = [Float16Module(Float16Module(chunk)) for chunk in models]
+    parameters = [parameter for chunk in models for parameter in chunk.parameters()]
+    before = [digest(parameter) for parameter in parameters]
+    storages = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    for _ in range(3):
+        with WriteGuard(parameters):
+            for name, tensor in mb.iter_hf_weights(wrapped, bucket_bytes=BUCKET):
+                assert torch.is_grad_enabled()
+                assert not tensor.requires_grad
+                assert tensor.grad_fn is None
+                assert tensor.is_contiguous()
+                assert tensor.untyped_storage().data_ptr() not in storages
+                assert torch.equal(tensor, state[name])
+                tensor.zero_()  # it is the caller's own
+    assert before == [digest(parameter) for parameter in parameters]
+
+
+def test_an_export_writes_to_no_parameter_and_gives_tensors_of_the_callers_own():
+    pool.run(4, export_thrice)
+    pool.run(1, export_alone)
+
+
+def export_alone():
+    models, state = built(mb.ParallelDims())
+    for name, tensor in mb.iter_hf_weights(models):
+        assert not tensor.requires_grad
+        tensor.zero_()
+    assert_exact(mb.to_hf_state_dict(models), state)
+
+
+def export_elsewhere_built():
+    """A model that mcore itself built, from its own spec: nothing on it is ours."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    hf = tiny("qwen3")
+    dims = mb.ParallelDims(tp=2)
+    dims.initialize(device="cpu")
+    config = mb.to_transformer_config(hf, dims=dims, dtype=torch.float32, overrides={"use_cpu_initialization": True})
+    spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    model = GPTModel(config, spec, **mb.to_gpt_arguments(hf, dims=dims))
+    state = random_state(hf)
+    with pytest.raises(LookupError, match="pass hf="):
+        mb.load_hf_weights([model], state)
+    mb.load_hf_weights([model], state, hf=hf)
+    assert_exact(mb.to_hf_state_dict([model], hf=hf), state)
+    for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
+        for parameter in model.parameters():
+            if hasattr(parameter, attribute):
+                delattr(parameter, attribute)
+    assert_exact(mb.to_hf_state_dict([model], hf=hf), state)
+
+
+def test_models_that_somebody_else_built_and_without_mcores_attributes():
+    pool.run(2, export_elsewhere_built)
+
+
+def export_cast():
+    models, state = built()
+    bf16 = mb.to_hf_state_dict(models, dtype=torch.bfloat16)
+    assert all(torch.equal(bf16[name], state[name].to(torch.bfloat16)) for name in state)
+    mixed = {"model.norm.weight": torch.float32, "*.mlp.*": torch.float16, "*": torch.bfloat16}
+    specs = mb.manifest(models, dtype=mixed)
+    exported = mb.to_hf_state_dict(models, dtype=mixed)
+    assert [(spec.name, spec.shape, spec.dtype) for spec in specs] == [
+        (name, tuple(tensor.shape), tensor.dtype) for name, tensor in exported.items()
+    ]
+    assert exported["model.norm.weight"].dtype == torch.float32
+    assert exported["model.layers.2.mlp.up_proj.weight"].dtype == torch.float16
+    assert exported["lm_head.weight"].dtype == torch.bfloat16
+
+
+def test_dtypes_on_request_with_exceptions_by_name():
+    pool.run(4, export_cast)
+
+
+def digests():
+    models, state = built()
+    found = mb.manifest(models, digests=True)
+    assert {spec.name: spec.sha256 for spec in found} == {name: digest(tensor) for name, tensor in state.items()}
+    assert [spec.name for spec in found] == [name for name, _ in mb.iter_hf_weights(models)]
+    assert mb.Manifest.from_json(found.to_json()) == found
+    return found
+
+
+def test_digests_are_those_of_the_source_on_every_rank():
+    found = pool.run(4, digests)
+    assert all(manifest == found[0] for manifest in found)
+
+
+def other_bucket_bytes():
+    models, _ = built()
+    with pytest.raises(ExportError, match="bucket_bytes differs"):
+        mb.to_hf_state_dict(models, bucket_bytes=1000 + dist.get_rank())
+
+
+def test_ranks_that_ask_for_different_buckets_are_told():
+    pool.run(4, other_bucket_bytes, timeout=60)

@@ -1,0 +1,128 @@
+"""HF to every rank's real ``GPTModel`` and back, bit for bit, on any mesh and for any bucket size."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_bridge import ParallelDims
+from mcore_bridge.weights.load import load_hf_weights
+from tests import fake_mesh
+from tests.strategies import problems, random_state, tiny
+
+
+def check(hf, dims, *, dtype=torch.float32, bucket_bytes=1 << 14):
+    """Load everywhere over NaN, export, compare bits; and every parameter of every rank is written."""
+    state = random_state(hf, dtype=dtype)
+    held = fake_mesh.build_everywhere(hf, dims, lambda chunks: load_hf_weights(chunks, state), dtype=dtype)
+    for bound, _ in held:
+        for name, tensor in bound.tensors.items():
+            assert not tensor.isnan().any(), f"{name} was not written whole"
+    exported = fake_mesh.export(held, bucket_bytes=bucket_bytes)
+    assert exported.keys() == state.keys()
+    for name, tensor in exported.items():
+        assert tensor.dtype == dtype
+        assert torch.equal(tensor, state[name]), name
+
+
+@settings(max_examples=40)
+@given(problems(), st.sampled_from([1, 1000, 1 << 14, 1 << 30]))
+def test_any_model_on_any_mesh(problem, bucket_bytes):
+    check(*problem, bucket_bytes=bucket_bytes)
+
+
+@pytest.mark.slow
+@settings(max_examples=600)
+@given(problems(), st.sampled_from([1, 1000, 1 << 14, 1 << 30]))
+def test_any_model_on_any_mesh_at_length(problem, bucket_bytes):
+    check(*problem, bucket_bytes=bucket_bytes)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_qkv_geometries(family, tp, groups):
+    """KV heads fewer than, equal to and more than tp; biases; explicit head_dim."""
+    bias = {} if family == "qwen2" else {"attention_bias": True}
+    check(tiny(family, num_key_value_heads=groups, num_hidden_layers=1, **bias), ParallelDims(tp=tp))
+
+
+@pytest.mark.parametrize("vocab", [96, 97, 101])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dims", [ParallelDims(tp=2), ParallelDims(tp=8), ParallelDims(tp=4, pp=2)], ids=str)
+def test_vocabularies_that_tp_does_not_divide(vocab, tied, dims):
+    """Padded inside with zeros, exact outside."""
+    hf = tiny("llama", vocab_size=vocab, tie_word_embeddings=tied, num_hidden_layers=2)
+    check(hf, dims)
+    state = random_state(hf)
+    held = fake_mesh.build_everywhere(hf, dims, lambda chunks: load_hf_weights(chunks, state), dtype=torch.float32)
+    whole = torch.cat([bound.tensors["embedding.word_embeddings.weight"] for bound, _ in held[: dims.tp]])
+    assert whole.shape[0] % dims.tp == 0
+    assert (whole[vocab:] == 0).all()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "dims",
+    [
+        ParallelDims(pp=4),
+        ParallelDims(pp=2, vp=2),
+        ParallelDims(tp=2, pp=2, vp=3, layout="E|t||tt|t|L"),
+        ParallelDims(pp=4, layout="E|tt|tt|L"),
+        ParallelDims(pp=4, layout="Etttt|||L"),
+    ],
+    ids=str,
+)
+def test_tied_embeddings_and_empty_stages(dims, tied):
+    check(tiny("qwen3", tie_word_embeddings=tied), dims)
+
+
+def test_a_redundant_head_in_a_tied_file_is_ignored_and_reported():
+    hf = tiny("llama", tie_word_embeddings=True)
+    state = random_state(hf)
+    reports = []
+    fake_mesh.build_everywhere(
+        hf,
+        ParallelDims(pp=2),
+        lambda chunks: reports.append(load_hf_weights(chunks, {**state, "lm_head.weight": torch.ones(96, 48)})),
+        dtype=torch.float32,
+    )
+    assert all(report.ignored == ("lm_head.weight",) for report in reports)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_crosses_bit_for_bit(dtype):
+    check(tiny("qwen3"), ParallelDims(tp=2, pp=2), dtype=dtype)
+
+
+@settings(max_examples=25)
+@given(problems(), st.integers(1, 1 << 15))
+def test_buckets_hold_whole_parameters_and_the_manifest_is_known_first(problem, bucket_bytes):
+    """q, k, v and gate, up never straddle two buckets; names, shapes and order do not depend on who plans."""
+    hf, dims = problem
+    state = random_state(hf)
+    held = fake_mesh.build_everywhere(hf, dims, lambda chunks: load_hf_weights(chunks, state), dtype=torch.float32)
+    plan = fake_mesh.plan_of(held, bucket_bytes=bucket_bytes)
+    assert [name for name, _, _ in plan.tensors()] == list(fake_mesh.export(held, bucket_bytes=bucket_bytes))
+    assert {name: shape for name, shape, _ in plan.tensors()} == {n: tuple(t.shape) for n, t in state.items()}
+    bucket_of = {name: i for i, bucket in enumerate(plan.buckets) for entry in bucket.entries for name in entry.hf}
+    for name, index in bucket_of.items():
+        for fused in (("q_proj", "k_proj"), ("k_proj", "v_proj"), ("gate_proj", "up_proj")):
+            if fused[0] in name:
+                assert bucket_of[name.replace(*fused)] == index
+    for bucket in plan.buckets:
+        largest = max(entry.held.num_bytes for entry in bucket.entries)
+        assert bucket.num_bytes <= max(bucket_bytes // len(held), largest) + 256
+
+
+def test_replicas_send_once():
+    """A norm that every tensor-parallel rank holds travels from one of them."""
+    hf = tiny("llama", num_hidden_layers=1)
+    state = random_state(hf)
+    held = fake_mesh.build_everywhere(
+        hf, ParallelDims(tp=4), lambda chunks: load_hf_weights(chunks, state), dtype=torch.float32
+    )
+    entries = [entry for bucket in fake_mesh.plan_of(held, bucket_bytes=1 << 20).buckets for entry in bucket.entries]
+    by_name = {entry.held.mcore: len(entry.shards) for entry in entries}
+    assert by_name["decoder.final_layernorm.weight"] == 1
+    assert by_name["decoder.layers.0.mlp.linear_fc1.weight"] == 4

@@ -1,0 +1,170 @@
+"""Saving: what is written loads again, everywhere and in transformers; and a crash leaves the old folder or the new."""
+
+import itertools
+import json
+import os
+import signal
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import mcore_bridge as mb
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.weights import save
+from mcore_bridge.weights.checkpoint import Checkpoint
+from tests import fake_mesh, pool
+from tests.strategies import random_state, tiny
+
+HF = tiny("qwen3", vocab_size=97, architectures=["Qwen3ForCausalLM"])
+
+
+def save_everywhere(folder, dims, dtype, max_shard_bytes):
+    dims.initialize(device="cpu")
+    state = random_state(HF)
+    models = mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=state)
+    return mb.save_hf_checkpoint(models, folder, dtype=dtype, max_shard_bytes=max_shard_bytes)
+
+
+@pytest.mark.parametrize("dims", [mb.ParallelDims(tp=2, pp=2), mb.ParallelDims(tp=2)], ids=str)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_what_is_saved_is_the_manifest_and_loads_in_transformers(tmp_path, dims, dtype):
+    """On 4 ranks, with one replica or two."""
+    manifests = pool.run(4, save_everywhere, str(tmp_path / "out"), dims, dtype, 40_000)
+    assert all(manifest == manifests[0] for manifest in manifests)
+    found = mb.Manifest.from_folder(tmp_path / "out")
+    assert found.differences(manifests[0]) == ()
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == found.num_bytes
+    assert set(index["weight_map"]) == {spec.name for spec in found}
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True, dtype="auto")
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    state = random_state(HF)
+    assert model.dtype == (dtype or torch.float32)
+    assert all(torch.equal(tensor, state[name].to(tensor.dtype)) for name, tensor in model.state_dict().items())
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def build_one(value=1.0, head="lm"):
+    state = {name: tensor * value for name, tensor in random_state(HF).items()}
+    return mb.build_model(HF, dims=mb.ParallelDims(), dtype=torch.float32, device="cpu", load_weights=state, head=head)
+
+
+@pytest.fixture
+def alone():
+    with fake_mesh.rank_of(mb.ParallelDims(), 0, 1):
+        yield
+
+
+def test_tokenizer_files_come_along_and_other_files_stay(tmp_path, alone):
+    source = tmp_path / "source"
+    source.mkdir()
+    mb.save_hf_checkpoint(build_one(), source)
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "chat_template.jinja"):
+        (source / name).write_text(name)
+    (source / "notes.txt").write_text("not of the model")
+    target = tmp_path / "target"
+    (target / "logs").mkdir(parents=True)
+    (target / "logs" / "train.log").write_text("kept")
+    (target / "stale-00001-of-00009.safetensors").write_text("old weights")
+    models = mb.build_model(source, dims=mb.ParallelDims(), dtype=torch.float32, device="cpu")
+    mb.save_hf_checkpoint(models, target)
+    assert (target / "tokenizer.json").read_text() == "tokenizer.json"
+    assert (target / "chat_template.jinja").exists()
+    assert not (target / "notes.txt").exists()
+    assert (target / "logs" / "train.log").read_text() == "kept"
+    assert not (target / "stale-00001-of-00009.safetensors").exists()
+    assert mb.Manifest.from_folder(target, digests=True).differences(mb.Manifest.from_folder(source, digests=True)) == ()
+
+
+def test_a_value_head_saves_as_a_classifier_that_transformers_loads(tmp_path, alone):
+    mb.save_hf_checkpoint(build_one(head="value"), tmp_path / "critic")
+    model, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.score.weight.shape == (1, HF.hidden_size)
+    again = mb.build_model(tmp_path / "critic", dims=mb.ParallelDims(), dtype=torch.float32, device="cpu", head="value")
+    assert torch.equal(again[0].output_layer.weight, model.score.weight)
+
+
+def fail_to_write(folder, rank):
+    mb.ParallelDims(tp=2).initialize(device="cpu")
+    models = mb.build_model(
+        HF, dims=mb.ParallelDims(tp=2), dtype=torch.float32, device="cpu", load_weights=random_state(HF)
+    )
+    if dist.get_rank() == rank:
+        save.save_file = lambda *arguments, **named: (_ for _ in ()).throw(OSError("no space left on device"))
+    try:
+        mb.save_hf_checkpoint(models, folder, max_shard_bytes=40_000)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        from safetensors.torch import save_file
+
+        save.save_file = save_file
+    return "nothing raised"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_write_raises_on_all_and_leaves_the_target_alone(tmp_path, rank):
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "config.json").write_text("old")
+    for message in pool.run(2, fail_to_write, str(target), rank, timeout=60):
+        assert f"{{{rank}: 'OSError: no space left on device'}}" in message
+    assert (target / "config.json").read_text() == "old"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def crash_at(event, models, folder):
+    """Save in a child that kills itself at its n-th operation on the file system; whether it died."""
+    child = os.fork()
+    if not child:
+        seen = itertools.count()
+
+        def hook(name, arguments):
+            if name.split(".")[0] in ("os", "shutil", "open") and str(folder.parent) in repr(arguments):
+                if next(seen) == event:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(hook)
+        try:
+            mb.save_hf_checkpoint(models, folder, max_shard_bytes=100_000)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_crash_at_any_moment_leaves_the_old_folder_or_the_new(tmp_path, alone, exists):
+    old, new = build_one(1.0), build_one(2.0)
+    digests = []
+    for models in (old, new):
+        mb.save_hf_checkpoint(models, tmp_path / "sample", max_shard_bytes=100_000)
+        digests.append(mb.Manifest.from_folder(tmp_path / "sample", digests=True))
+    outcomes = set()
+    for event in itertools.count():
+        target = tmp_path / f"crash-{event}" / "out"
+        target.parent.mkdir()
+        if exists:
+            mb.save_hf_checkpoint(old, target, max_shard_bytes=100_000)
+            (target / "tokenizer.json").write_text("kept")
+        died = crash_at(event, new, target)
+        if target.exists():
+            assert not exists or (target / "tokenizer.json").read_text() == "kept"
+            Checkpoint(target)
+            outcomes.add(digests.index(mb.Manifest.from_folder(target, digests=True)))
+        else:
+            assert not exists
+            outcomes.add(0)
+        mb.save_hf_checkpoint(new, target, max_shard_bytes=100_000)
+        assert os.listdir(target.parent) == ["out"], "a later save clears what a crash left"
+        if not died:
+            break
+    assert event > 5, "the save was never interrupted"
+    assert outcomes == {0, 1}
