@@ -3,6 +3,13 @@
 import json
 from pathlib import Path
 
+from transformers import PretrainedConfig
+
+from mcore_bridge.config.fields import Field, Ignore
+from mcore_bridge.config.hf import read_config
+from mcore_bridge.config.transformer import to_gpt_arguments, to_transformer_config
+from mcore_bridge.models.architecture import architecture_of
+
 Json = dict[str, object]
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -71,3 +78,26 @@ def write(folder: Path, fields: Json) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(fields))
     return folder
+
+
+NOT_COMPARABLE = ("init_method", "output_layer_init_method", "embedding_init_method")  # new closures in each config
+
+
+def read(fields: Json, folder: Path) -> PretrainedConfig:
+    return read_config(write(folder, fields))
+
+
+def table_of(hf: PretrainedConfig) -> tuple[Field, ...]:
+    return architecture_of(hf).fields
+
+
+def built(hf: PretrainedConfig, table: tuple[Field, ...] | None = None) -> dict[str, object]:
+    """All that the table decides, as it arrives: config fields and attributes, ``GPTModel`` arguments, frequencies."""
+    table = table or table_of(hf)
+    config = to_transformer_config(hf, table)
+    fields = {name: repr(value) for name, value in vars(config).items() if name not in NOT_COMPARABLE}
+    return {**fields, **to_gpt_arguments(hf, table), "frequencies": config.hf_rope.frequencies(1000).tolist()}
+
+
+def ignored_by(table: tuple[Field, ...]) -> set[str]:
+    return {name for field in table if isinstance(field, Ignore) for name in field.names}

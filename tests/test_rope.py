@@ -62,6 +62,18 @@ def test_only_dynamic_depends_on_the_length(tmp_path: Path) -> None:
         assert torch.equal(rope.frequencies(9), rope.frequencies())  # no state is left behind
 
 
+@pytest.mark.parametrize("rope_type", ROPES)
+def test_frequencies_are_real_where_models_are_meta(rope_type: str, tmp_path: Path) -> None:
+    """Meta builds make the model without storage, and still need its frequencies."""
+    from accelerate import init_empty_weights
+
+    rope = rope_of(read_config(write(tmp_path, family("llama", rope_type))))
+    with init_empty_weights(include_buffers=True), torch.device("meta"):
+        inside = rope.frequencies(1000), rope.frequencies()
+    assert torch.equal(inside[0], rope.frequencies(1000))
+    assert torch.equal(inside[1], rope.frequencies())
+
+
 @pytest.mark.parametrize("head_dim", ["absent", None, 24])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_head_dim_is_derived_where_hf_derives_it(tmp_path: Path, model_type: str, head_dim) -> None:

@@ -47,7 +47,7 @@ class Rope:
     @property
     def attention_factor(self) -> float:
         """What cosines and sines are multiplied by; other than 1 for yarn only."""
-        return self._embedding(None)[1]
+        return self._computed(None)[1]
 
     def frequencies(self, seq_len: int | None = None) -> torch.Tensor:
         """The inverse frequencies: fp32, on CPU, of shape ``[head_dim // 2]``.
@@ -58,7 +58,8 @@ class Rope:
                 that it has seen until a shorter one than the original maximum arrives; here they depend on
                 ``seq_len`` alone, as they do for the first batch that transformers sees.
         """
-        return self._embedding(seq_len if self.is_dynamic else None)[0]
+        stretched = self.is_dynamic and seq_len is not None and seq_len > self.max_position_embeddings
+        return self._computed(seq_len if stretched else None)[0]
 
     def overridden(self, overrides: Mapping[str, object]) -> "Rope":
         """The rope after overrides of ``kv_channels`` and of mcore's rope arguments, which keep mcore's meaning."""
@@ -80,22 +81,23 @@ class Rope:
             return {}
         return {"yarn_rotary_scaling_factor": math.e, "yarn_mscale": _mscale(factor), "yarn_mscale_all_dim": 0.0}
 
-    def _embedding(self, seq_len: int | None) -> tuple[torch.Tensor, float]:
+    def _computed(self, seq_len: int | None) -> tuple[torch.Tensor, float]:
+        """What the function of transformers for this type returns; its modules would follow meta-device contexts."""
         from transformers import LlamaConfig
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-        config = LlamaConfig(
-            hidden_size=self.head_dim,
-            num_attention_heads=1,
-            head_dim=self.head_dim,
-            max_position_embeddings=self.max_position_embeddings,
-            **spelled(self.parameters),
-        )
+        sizes = {"hidden_size": self.head_dim, "num_attention_heads": 1, "head_dim": self.head_dim}
+        length = {"max_position_embeddings": self.max_position_embeddings}
+        config = LlamaConfig(**sizes, **length, **spelled(self.parameters))
+        if self.rope_type in ROPE_INIT_FUNCTIONS:
+            compute = ROPE_INIT_FUNCTIONS[self.rope_type]
+        else:  # transformers 5 keeps the default type out of its table
+            compute = LlamaRotaryEmbedding.compute_default_rope_parameters
         with torch.device("cpu"), torch.no_grad():
-            embedding = LlamaRotaryEmbedding(config)
-            if seq_len is not None:
-                embedding(torch.zeros(1), torch.tensor([[seq_len - 1]]))
-        return embedding.inv_freq.clone(), float(embedding.attention_scaling)
+            longest = None if seq_len is None else torch.tensor(seq_len)  # a tensor, as in the forward of transformers
+            frequencies, attention_factor = compute(config, device=torch.device("cpu"), seq_len=longest)
+        return frequencies, float(attention_factor)
 
 
 def rope_of(hf: "PretrainedConfig", *, overrides: Mapping[str, object] | None = None) -> Rope:

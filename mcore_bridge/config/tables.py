@@ -50,6 +50,7 @@ PLAIN = (
     Require("pruned_heads", ({}, None), "megatron-core gives each layer the same heads"),
     Require("quantization_config", (None,), "quantized weights are not read; dequantize the checkpoint first"),
     Require("auto_map", (None, {}), "the folder brings its own modelling code, which may compute anything"),
+    Require("is_causal", (True, None), "megatron-core's GPTModel is causal"),
     Require("use_mrope", (False, None), "only multimodal models rotate by several position ids"),
     Require("rope_interleaved", (False, None), "transformers rotates halves, not neighbours"),
 )
