@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from mcore_bridge.config import processes
 from mcore_bridge.config.balance import balanced
+from mcore_bridge.config.fit import check_model
 from mcore_bridge.config.pipeline import BALANCED, Stage, check_layout, describe_stages, stages_of
 from mcore_bridge.errors import MeshError
 
-__all__ = ["ParallelDims", "Stage", "balanced"]
+__all__ = ["ParallelDims", "Stage", "balanced", "check_model"]
 
 _SIZES = ("tp", "pp", "vp", "cp", "ep", "etp")
 
@@ -96,7 +97,7 @@ class ParallelDims:
 
     def __str__(self) -> str:
         names = [f"{name.upper()}{getattr(self, name)}" for name in _SIZES if getattr(self, name) > 1]
-        return " ".join([*names, *(["SP"] if self.sp else [])]) or "one process per replica"
+        return " ".join([*names, *(["SP"] if self.sp else [])]) or "TP1"
 
     @property
     def model_size(self) -> int:

@@ -113,7 +113,8 @@ def _join(device: str) -> None:
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:  # a store of its own: no port is opened, so that many single processes can run side by side
-        dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=world_size)
+        store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not re-exported by name
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 
 def _make_groups(dims: ParallelDims, *, device: str, seed: int) -> None:

@@ -1,0 +1,152 @@
+"""Meshes from and to real processes: gloo, torchrun's environment, megatron-core's ``parallel_state``."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_bridge.config.parallel import ParallelDims
+from mcore_bridge.errors import MeshError
+from tests import pool
+
+SCRIPT = """
+import json, os, sys
+import torch.distributed as dist
+from mcore_bridge.config.parallel import ParallelDims
+from mcore_bridge.errors import MeshError
+
+def refusal(action):
+    try:
+        action()
+    except MeshError as error:
+        return str(error)
+
+fields, wrong = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+dims = ParallelDims(**fields)
+found = {
+    "before": refusal(ParallelDims.from_mcore),
+    "world": refusal(ParallelDims(**wrong).initialize),
+    "untouched": not dist.is_initialized(),
+    "device": refusal(lambda: dims.initialize(device="cuda")),
+    "name": refusal(lambda: dims.initialize(device="tpu")),
+}
+dims.initialize(device="cpu")
+group = dist.group.WORLD
+dims.initialize()  # the same again: nothing happens
+from megatron.core import parallel_state as state
+found |= {
+    "same": ParallelDims.from_mcore(sp=dims.sp) == dims and dist.group.WORLD is group,
+    "backend": dist.get_backend(),
+    "other": refusal(ParallelDims(cp=dims.dp(dist.get_world_size()) + 1).initialize),
+    "rank": [dist.get_rank(), state.get_tensor_model_parallel_rank(), state.get_pipeline_model_parallel_rank()],
+    "data": [state.get_data_parallel_world_size(), state.get_expert_data_parallel_world_size()],
+    "vp": state.get_virtual_pipeline_model_parallel_world_size(),
+}
+print("FOUND", json.dumps(found), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def _start(fields: dict[str, Any], wrong: dict[str, Any], **environment: str) -> "subprocess.Popen[str]":
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(fields), json.dumps(wrong)],
+        env={**clean, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _finish(process: "subprocess.Popen[str]") -> dict[str, Any]:
+    out, error = process.communicate(timeout=120)
+    assert process.returncode == 0, error[-3000:]
+    return dict(json.loads(next(line for line in out.splitlines() if line.startswith("FOUND "))[6:]))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what a machine without GPU answers")
+def test_a_single_process_needs_no_environment() -> None:
+    found = _finish(_start({}, {"tp": 2}))
+    assert "parallel_state is not initialized" in found["before"]
+    assert found["world"].startswith("1 ranks are not a multiple of tp=2")
+    assert found["untouched"]
+    assert found["same"]
+    assert "needs a GPU" in found["device"]
+    assert "found 'tpu'" in found["name"]
+    assert (found["backend"], found["rank"], found["data"]) == ("gloo", [0, 0, 0], [1, 1])
+    assert "already initialized with (tp, pp, vp, cp, ep, etp) = (1, 1, 1, 1, 1, 1)" in found["other"]
+
+
+def test_two_processes_meet_as_torchrun_says() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    fields = {"pp": 2, "vp": 3}
+    found = [_finish(p) for p in [_start(fields, {"tp": 3}, RANK=str(rank), **environment) for rank in range(2)]]
+    assert all(f["same"] and f["untouched"] for f in found)
+    assert [f["rank"] for f in found] == [[0, 0, 0], [1, 0, 1]]
+    assert [f["data"] for f in found] == [[1, 1], [1, 1]]
+    assert [f["vp"] for f in found] == [3, 3]
+
+
+def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(MeshError, match=r"WORLD_SIZE, MASTER_ADDR, MASTER_PORT missing in the environment"):
+        ParallelDims().initialize(device="cpu")
+
+
+def _initialize_each(meshes: list[ParallelDims]) -> list[tuple[bool, list[int]]]:
+    """In a process group that exists: read back the same, and where this rank stands on every axis."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state as state
+
+    found, group = [], dist.group.WORLD
+    for dims in meshes:
+        dims.initialize(device="cpu")
+        axes = (
+            *(state.get_tensor_model_parallel_group(), state.get_pipeline_model_parallel_group()),
+            *(state.get_context_parallel_group(), state.get_expert_model_parallel_group()),
+            *(state.get_expert_tensor_parallel_group(), state.get_data_parallel_group()),
+            state.get_expert_data_parallel_group(),
+        )
+        same = ParallelDims.from_mcore(sp=dims.sp) == dims and dist.group.WORLD is group
+        found.append((same, [axis.rank() for axis in axes]))
+        state.destroy_model_parallel()
+    return found
+
+
+def test_every_axis_is_initialized_in_megatrons_default_order() -> None:
+    axes = {"tp": 0, "pp": 1, "cp": 2, "ep": 3, "etp": 4}
+    meshes = [ParallelDims(**{name: 2}) for name in axes]
+    meshes += [ParallelDims(tp=2, sp=True, etp=2), ParallelDims(pp=2, vp=2), ParallelDims(tp=2, ep=2)]
+    data, experts = 5, 6
+    last = [{0, experts}, {1}, {2, experts}, {3, data}, {4, data}, {0, 4}, {1}, {0, 3}]
+    found = pool.run(2, _initialize_each, meshes)
+    assert found[0] == [(True, [0] * 7)] * len(meshes)
+    assert found[1] == [(True, [int(axis in ones) for axis in range(7)]) for ones in last]
+
+
+def _read_what_a_trainer_made() -> list[ParallelDims]:
+    """By megatron-core's own call, with the sizes that it leaves at None."""
+    from megatron.core import parallel_state
+
+    found = []
+    for sizes in ({"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}, {"context_parallel_size": 2}):
+        parallel_state.initialize_model_parallel(**sizes)
+        found.append(ParallelDims.from_mcore(layout="Et|tL" if "pipeline_model_parallel_size" in sizes else None))
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def test_from_mcore_reads_what_a_trainer_initialised() -> None:
+    wanted = [ParallelDims(tp=2, etp=2), ParallelDims(pp=2, layout="Et|tL"), ParallelDims(cp=2)]
+    assert pool.run(2, _read_what_a_trainer_made) == [wanted, wanted]
