@@ -1,0 +1,55 @@
+# make demo: a small checkpoint, and `mcore-bridge verify` on it over eight chunks in four processes, on CPU.
+# make test: the whole suite.        make check: linters and types.        make docs: what is generated in docs/.
+#
+# Both set up a virtual environment of pinned versions first. Variables:
+#   PYTHON       an interpreter of Python 3.11 or 3.12; it also chooses the constraints
+#   VENV         where the environment is
+#   TORCH_INDEX  where torch comes from, such as https://download.pytorch.org/whl/cpu, which saves some 4 GB of CUDA
+#                libraries on Linux; without it, from where pip finds it
+#   PYTEST       further arguments of pytest
+PYTHON      ?= python3.11
+VENV        ?= .venv
+TORCH_INDEX ?=
+PYTEST      ?=
+
+BIN         := $(VENV)/bin
+CONSTRAINTS := $(CURDIR)/constraints/py$(shell $(PYTHON) -c 'import sys; print("%d%d" % sys.version_info[:2])').txt
+DEMO        := demo/qwen3
+export PIP_CONSTRAINT := $(CONSTRAINTS)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test check docs clean
+
+demo: $(VENV)/.demo $(DEMO)/config.json
+	$(BIN)/mcore-bridge verify $(DEMO) --tp 2 --pp 2 --vp 2
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest $(PYTEST)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python docs/make_families.py --check
+
+docs: $(VENV)/.dev
+	$(BIN)/python docs/make_families.py
+
+clean:
+	rm -rf $(VENV) demo
+
+$(DEMO)/config.json: examples/make_checkpoint.py | $(VENV)/.demo
+	$(BIN)/python examples/make_checkpoint.py $(DEMO)
+
+# A stamp for each set of extras: the environment is touched again only when what it is made from has changed.
+$(VENV)/.demo: EXTRAS = cli
+$(VENV)/.test: EXTRAS = test
+$(VENV)/.dev:  EXTRAS = dev
+$(VENV)/.demo $(VENV)/.test $(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(VENV)/.torch
+	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	touch $@
+
+$(VENV)/.torch: $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet torch $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	touch $@
