@@ -1,5 +1,7 @@
 """Hypothesis strategies: tiny dense HF configs, and meshes that megatron-core can build for them."""
 
+import functools
+import json
 from typing import Any
 
 import torch
@@ -69,19 +71,29 @@ def pipelines(draw: Any, pp: int, vp: int) -> tuple[int, dict[str, Any]]:
 
 
 def random_state(hf: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
-    """The HF state dict of a config, named and shaped by transformers itself: random, every value non-zero."""
-    from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
+    """The HF state dict of a config, named and shaped by transformers itself: random, every value non-zero.
 
+    Norms spread around 1 and biases are as large as what they are added to, so that none can be swapped unseen.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return {name: _random(name, shape, generator).to(dtype) for name, shape in _shapes(hf.to_json_string())}
+
+
+@functools.lru_cache(maxsize=512)
+def _shapes(config: str) -> tuple[tuple[str, torch.Size], ...]:
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    hf = AutoConfig.for_model(**json.loads(config))
     with init_empty_weights():
         empty = AutoModelForCausalLM.from_config(hf)
-    generator = torch.Generator().manual_seed(seed)
-    names = {name: tensor for name, tensor in empty.state_dict().items()}
-    if hf.tie_word_embeddings:
-        names.pop("lm_head.weight", None)
-    return {name: _nonzero(tensor.shape, generator).to(dtype) for name, tensor in names.items()}
+    skipped = {"lm_head.weight"} if hf.tie_word_embeddings else set()
+    return tuple((name, tensor.shape) for name, tensor in empty.state_dict().items() if name not in skipped)
 
 
-def _nonzero(shape: torch.Size, generator: torch.Generator) -> Tensor:
+def _random(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
     values = torch.randn(shape, generator=generator)
-    return torch.where(values.abs() < 1e-3, torch.ones(()), values)
+    values = torch.where(values.abs() < 1e-3, torch.ones(()), values)
+    if "norm" in name:
+        return 1 + 0.1 * values.clamp(-4, 4)
+    return values * (0.3 if name.endswith("bias") or "embed" in name else shape[-1] ** -0.5)

@@ -18,7 +18,7 @@ from mcore_bridge.weights.layout import (
     Replicate,
     Resize,
 )
-from mcore_bridge.weights.trace import trace
+from mcore_bridge.weights.trace import _runs, _starts, trace
 
 NAMED = {"COLUMN": COLUMN, "ROW": ROW, "REPLICATED": REPLICATED, "VOCAB": VOCAB, "GATED_UP": GATED_UP, "QKV": QKV}
 PRIMITIVES = [Rearrange("(tp n) ...", "tp n ..."), Concat(1, (1, "groups")), Replicate(), Resize("vocab", "padded_vocab")]
@@ -137,3 +137,9 @@ def test_layouts_do_no_arithmetic():
     for layout, parts in ((QKV, (part[:4], part[:1], part[:1])), (GATED_UP, (part, part)), (ROW, (part,))):
         back = (~layout)(layout(parts, axes), axes)
         assert equal([b.view(torch.int16) for b in back], [p.view(torch.int16) for p in parts])
+
+
+def test_padding_next_to_elements_is_told_from_them():
+    """Padding before the first element of a line, as no layout of ours has it, does not swallow the line."""
+    assert list(_runs(torch.tensor([0, 2, 3, 4, 0, 0, 7]))) == [(1, 2, 3), (6, 7, 1)]
+    assert min(_starts([4, 4])) > 1, "padding is 0, and 0, 1 would be a run"

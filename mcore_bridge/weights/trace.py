@@ -128,8 +128,8 @@ def _line(shape: Shape, dim: int, start: int) -> Tensor:
 
 
 def _starts(lengths: list[int]) -> list[int]:
-    """First coordinate of each line. 0 is padding, and a gap keeps the runs of neighbours apart."""
-    starts = [1]
+    """First coordinate of each line. 0 is padding, and gaps keep runs apart from it and from one another."""
+    starts = [2]
     for length in lengths[:-1]:
         starts.append(starts[-1] + length + 1)
     return starts
