@@ -87,6 +87,7 @@ def draw(
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = specs.choose_backend(backend, device=device)
     dims = resolve_layout(dims, hf, dtype=dtype, head=head)
+    overrides = _interleaved(dims, overrides)
     table = architecture.fields
     config = transformer.to_transformer_config(hf, table, dims=dims, dtype=dtype, overrides=overrides)
     dims.stages(config.num_layers)
@@ -103,6 +104,16 @@ def draw(
         config=config,
         gpt_arguments=gpt_arguments,
     )
+
+
+def _interleaved(dims: ParallelDims, overrides: Overrides | None) -> Overrides:
+    """At pp=2 the next rank is the previous one, and batched messages of the two directions would change places."""
+    if dims.vp == 1:
+        return overrides or {}
+    chosen = {"overlap_p2p_comm": True, "batch_p2p_comm": False, **(overrides or {})}
+    if dims.pp == 2 and not chosen["overlap_p2p_comm"]:
+        raise MeshError("overlap_p2p_comm must be True at pp=2, vp>1: megatron-core would confuse messages; remove it")
+    return chosen
 
 
 def to_transformer_config(

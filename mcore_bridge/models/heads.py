@@ -1,4 +1,4 @@
-"""Output layers: small heads in place of the LM head, held whole by every TP rank, and an LM head without its padding."""
+"""Output layers: small heads, which every TP rank holds whole, and an LM head whose padding takes no part."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ReplicatedHead(nn.Module):
 class HiddenPadding:
     """A forward hook of the LM head: rows that pad the vocabulary for ``tp`` take no part in any softmax.
 
-    Without it, loss and gradients would depend on ``tp``: a padded row is zero, and so is its logit, not minus infinity.
+    Without it, loss and gradients would depend on ``tp``: the logit of a padded row is zero, not minus infinity.
     """
 
     def __init__(self, vocab_size: int, model: GPTModel) -> None:

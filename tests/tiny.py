@@ -1,0 +1,80 @@
+"""Tiny HF models in which nothing is zero, one or equal by chance, and what transformers computes with them.
+
+Dims are pairwise distinct, so that a transposed or misplaced matrix cannot fit; ``SQUARE`` has them all equal, so that
+nothing but the rules can tell matrices apart. Four key-value heads and eight queries: tp=8 splits within a group.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+DISTINCT = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 14,
+}
+SQUARE = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}
+COMMON = {"vocab_size": 90, "num_hidden_layers": 4, "max_position_embeddings": 32, "rms_norm_eps": 1e-5}
+OWN: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True},
+    "mistral": {"sliding_window": 5},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2, "tie_word_embeddings": True},
+    "qwen3": {"attention_bias": False},
+}
+SEQ_LEN = 16
+
+
+def config(model_type: str, **changes: Any) -> PretrainedConfig:
+    """A tiny config of one of the four families; ``changes`` are HF fields."""
+    return AutoConfig.for_model(model_type, **{**DISTINCT, **COMMON, **OWN[model_type], **changes})
+
+
+def random_model(hf: PretrainedConfig, *, seed: int = 0, model_class: Any = AutoModelForCausalLM) -> Any:
+    """transformers' fp32 model with norms around one, and everything else, biases too, around zero."""
+    generator = torch.Generator().manual_seed(seed)
+    build = model_class.from_config if hasattr(model_class, "from_config") else model_class._from_config
+    model = build(hf, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15 + ("norm" in name))
+    return model
+
+
+def random_checkpoint(
+    hf: PretrainedConfig,
+    folder: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    model_class: Any = AutoModelForCausalLM,
+) -> Path:
+    """``random_model`` in ``dtype``, saved by transformers in several shards."""
+    model = random_model(hf, seed=seed, model_class=model_class).to(dtype)
+    model.save_pretrained(folder, max_shard_size=sum(p.nbytes for p in model.parameters()) // 3)
+    return folder
+
+
+def tokens(
+    num_sequences: int, *, seq_len: int = SEQ_LEN, vocab_size: int = COMMON["vocab_size"], seed: int = 1
+) -> Tensor:
+    """``[num_sequences, seq_len + 1]``, of which inputs and labels are one apart."""
+    return torch.randint(0, vocab_size, (num_sequences, seq_len + 1), generator=torch.Generator().manual_seed(seed))
+
+
+def reference(model: Any, batch: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Logits, mean loss and gradients of every parameter, by HF name, of a causal LM on ``tokens``."""
+    model.zero_grad(set_to_none=True)
+    logits = model(batch[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+    loss.backward()
+    return logits.detach(), loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, as a part of the largest expected value."""
+    return float((found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp_min(1e-12))
