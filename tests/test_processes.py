@@ -53,15 +53,21 @@ dist.destroy_process_group()
 """
 
 
-def _start(fields: dict[str, Any], wrong: dict[str, Any], **environment: str) -> "subprocess.Popen[str]":
+def _start(script: str, fields: dict[str, Any], wrong: dict[str, Any], **environment: str) -> "subprocess.Popen[str]":
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(fields), json.dumps(wrong)],
+        [sys.executable, "-W", "ignore", "-c", script, json.dumps(fields), json.dumps(wrong)],
         env={**clean, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def _free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
 
 def _finish(process: "subprocess.Popen[str]") -> dict[str, Any]:
@@ -72,7 +78,7 @@ def _finish(process: "subprocess.Popen[str]") -> dict[str, Any]:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what a machine without GPU answers")
 def test_a_single_process_needs_no_environment() -> None:
-    found = _finish(_start({}, {"tp": 2}))
+    found = _finish(_start(SCRIPT, {}, {"tp": 2}))
     assert "parallel_state is not initialized" in found["before"]
     assert found["world"].startswith("1 ranks are not a multiple of tp=2")
     assert found["untouched"]
@@ -84,16 +90,48 @@ def test_a_single_process_needs_no_environment() -> None:
 
 
 def test_two_processes_meet_as_torchrun_says() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
     fields = {"pp": 2, "vp": 3}
-    found = [_finish(p) for p in [_start(fields, {"tp": 3}, RANK=str(rank), **environment) for rank in range(2)]]
+    processes = [_start(SCRIPT, fields, {"tp": 3}, RANK=str(rank), **environment) for rank in range(2)]
+    found = [_finish(process) for process in processes]
     assert all(f["same"] and f["untouched"] for f in found)
     assert [f["rank"] for f in found] == [[0, 0, 0], [1, 0, 1]]
     assert [f["data"] for f in found] == [[1, 1], [1, 1]]
     assert [f["vp"] for f in found] == [3, 3]
+
+
+GPU_SCRIPT = """
+import json, sys, torch, torch.distributed as dist
+from mcore_bridge.config.parallel import ParallelDims
+dims = ParallelDims(**json.loads(sys.argv[1]))
+dims.initialize()
+dims.initialize(device="cuda")
+from megatron.core import parallel_state as state
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+group = state.get_tensor_model_parallel_group()
+ones = torch.ones(1, device="cuda")
+dist.all_reduce(ones, group=group)
+found = {
+    "same": ParallelDims.from_mcore(sp=dims.sp) == dims,
+    "backend": dist.get_backend(group),
+    "device": torch.cuda.current_device(),
+    "sum": ones.item(),
+    "seeded": "model-parallel-rng" in get_cuda_rng_tracker().get_states(),
+}
+print("FOUND", json.dumps(found), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.multigpu
+def test_two_gpus_meet_over_nccl() -> None:
+    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    fields = {"tp": 2, "sp": True}
+    processes = [_start(GPU_SCRIPT, fields, {}, **environment, **rank) for rank in ranks]
+    wanted = {"same": True, "backend": "nccl", "sum": 2.0, "seeded": True}
+    assert [_finish(p) for p in processes] == [{**wanted, "device": rank} for rank in range(2)]
 
 
 def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
