@@ -142,13 +142,18 @@ def _serve(pipe: Any) -> None:
 
 
 def _outcome(job: bytes, rank: int, world_size: int, store: str) -> bytes:
+    when = None  # of the failure itself: leaving the group makes the other ranks fail as well
     try:
         with _process_group(rank, world_size, store):
-            function, args = pickle.loads(job)
-            result = function(*args)
+            try:
+                function, args = pickle.loads(job)
+                result = function(*args)
+            except BaseException:
+                when = time.time()
+                raise
         return pickle.dumps((time.time(), False, result, ""))
     except BaseException as error:
-        when, text = time.time(), traceback.format_exc()
+        when, text = when or time.time(), traceback.format_exc()
         try:
             packed = pickle.dumps((when, True, error, text))
             pickle.loads(packed)

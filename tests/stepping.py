@@ -39,7 +39,8 @@ def train(
     """
     chunks = build_model(folder, dims=dims, dtype=torch.float32, device="cpu", **build)
     wrapped = wrap(chunks)
-    loss = forward_backward(wrapped, dims, batch, micro_batch_size=micro_batch_size)
+    head = build.get("head", "lm") != "lm"
+    loss = forward_backward(wrapped, dims, batch, micro_batch_size=micro_batch_size, head=head)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters() if parameter.requires_grad]
     for parameter in parameters:
         parameter.grad = parameter.main_grad.to(parameter.dtype)
@@ -65,9 +66,12 @@ def wrap(chunks: Sequence[Any]) -> list[Any]:
 
 
 def forward_backward(
-    models: Sequence[Any], dims: ParallelDims, batch: Tensor, *, micro_batch_size: int = 1, forward_only: bool = False
+    models: Sequence[Any], dims: ParallelDims, batch: Tensor, *, micro_batch_size: int = 1, head: bool = False
 ) -> Tensor | None:
-    """mcore's schedule over this DP rank's share of ``batch``; the mean loss on last stages."""
+    """mcore's schedule over this DP rank's share of ``batch``; the mean loss on last stages.
+
+    The loss of a token is its cross entropy or, for a head, the mean square of what the head says.
+    """
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -78,11 +82,11 @@ def forward_backward(
         micro = next(iterator)
         places = positions(dims, micro.size(1) - 1)
         inputs, labels = micro[:, :-1][:, places], micro[:, 1:][:, places]
-        output = model(inputs, places.expand_as(inputs), None, labels=labels.contiguous())
+        output = model(inputs, places.expand_as(inputs), None, labels=None if head else labels.contiguous())
         return output, mean_loss
 
     def mean_loss(output: Tensor) -> Any:
-        loss = output.float().mean()
+        loss = output.square().mean() if head else output.float().mean()
         return loss / dims.cp, {"loss": loss.detach()}  # mcore multiplies what it backpropagates by cp
 
     losses = get_forward_backward_func()(
@@ -92,7 +96,7 @@ def forward_backward(
         num_microbatches=len(micro_batches),
         seq_length=batch.size(1) - 1,
         micro_batch_size=micro_batch_size,
-        forward_only=forward_only,
+        forward_only=False,
     )
     if not losses:
         return None
@@ -109,17 +113,3 @@ def positions(dims: ParallelDims, seq_len: int) -> Tensor:
     rank = parallel_state.get_context_parallel_rank()
     chunks = torch.arange(seq_len).chunk(2 * dims.cp)
     return torch.arange(seq_len) if dims.cp == 1 else torch.cat([chunks[rank], chunks[2 * dims.cp - 1 - rank]])
-
-
-def logits(chunks: Sequence[Any], dims: ParallelDims, inputs: Tensor) -> Tensor | None:
-    """What a pipeline of bare chunks (pp=1) says: gathered over TP, without padding, in the order of the text."""
-    from megatron.core import parallel_state
-
-    places = positions(dims, inputs.size(1))
-    with torch.no_grad():
-        output = chunks[0](inputs[:, places], places.expand(len(inputs), -1), None, runtime_gather_output=True)
-    parts = [torch.empty_like(output) for _ in range(dims.cp)]
-    dist.all_gather(parts, output, group=parallel_state.get_context_parallel_group())
-    places = [torch.empty_like(places) for _ in range(dims.cp)]
-    dist.all_gather(places, positions(dims, inputs.size(1)), group=parallel_state.get_context_parallel_group())
-    return torch.cat(parts, dim=1)[:, torch.cat(places).argsort()]
