@@ -1,0 +1,1 @@
+"""What the command line does. Only here are processes started; nothing in the library imports this."""

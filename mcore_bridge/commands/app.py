@@ -1,0 +1,131 @@
+"""The commands as typer sees them. A refusal is one message on stderr and exit code 1."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import traceback
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from mcore_bridge import __version__
+from mcore_bridge.commands.options import Cp, Debug, Ep, Etp, Folder, Layout, Pp, Sp, Tp, Vp, smallest_world
+from mcore_bridge.config.parallel import ParallelDims
+from mcore_bridge.errors import BridgeError, ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+app = typer.Typer(
+    name="mcore-bridge",
+    help="HuggingFace models as Megatron-Core GPTModels on any mesh, and their weights back, exactly.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    """Options of no command."""
+
+
+@contextlib.contextmanager
+def _refusals(debug: bool) -> Iterator[None]:
+    """Errors as one message; tracebacks only when they are asked for."""
+    logging.getLogger().setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except Exception as error:
+        message = str(error) if isinstance(error, BridgeError) else f"{type(error).__name__}: {error}"
+        typer.secho(f"error: {message}", fg="red", err=True)
+        if debug:
+            typer.echo(getattr(error, "details", "") or traceback.format_exc(), err=True)
+        elif not isinstance(error, BridgeError) or hasattr(error, "details"):
+            typer.echo("(--debug shows more)", err=True)
+        raise typer.Exit(1) from None
+
+
+@app.command("verify")
+def verify_command(
+    folder: Folder,
+    tp: Tp = 1,
+    pp: Pp = 1,
+    vp: Vp = 1,
+    cp: Cp = 1,
+    ep: Ep = 1,
+    etp: Etp = 1,
+    sp: Sp = False,
+    layout: Layout = None,
+    device: Annotated[str, typer.Option(help='"cpu" (gloo), or "cuda" (nccl, one GPU for each rank).')] = "cpu",
+    backend: Annotated[str, typer.Option(help='"te", "torch", or "auto": te where it is installed, on cuda.')] = "auto",
+    dtype: Annotated[
+        str | None, typer.Option(help="Build and export in float32, bfloat16 or float16; by default as the files are.")
+    ] = None,
+    against: Annotated[Path | None, typer.Option(help="Compare the export with this folder instead.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Also save to this folder, and compare that too.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Length of the sequences that logits are computed for.")] = 32,
+    no_logits: Annotated[bool, typer.Option("--no-logits", help="Do not compare logits with transformers.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Load a checkpoint onto a mesh of processes, export it, and compare.
+
+    Exact means: every tensor comes back with the bits that the files have (cast first, when --dtype says so), and no
+    other tensor does. What the mesh computes is compared as well: the same weights are loaded once more in fp32, and
+    the logits of a small random batch, through megatron-core's pipeline schedule, must equal those of transformers up
+    to 1e-3 of the largest logit. That is far above fp32 rounding (1e-5) and far below what any misplaced tensor does
+    (1e-2). It is left out, with a sentence that says so, where fp32 does not fit into memory.
+
+    The exit code is 1 when anything is off.
+    """
+    with _refusals(debug):
+        from mcore_bridge.commands.report import progress, render
+        from mcore_bridge.commands.verify import verify
+
+        dims = ParallelDims(tp=tp, pp=pp, vp=vp, cp=cp, ep=ep, etp=etp, sp=sp, layout=layout)
+        console = Console(highlight=False)
+        with progress(console, smallest_world(dims)) as on_event:
+            verdict = verify(
+                folder,
+                dims,
+                device=_one_of("device", device, ("cpu", "cuda")),
+                backend=backend,
+                dtype=_dtype(dtype),
+                against=against,
+                num_tokens=0 if no_logits else tokens,
+                save=save,
+                on_event=on_event,
+            )
+        console.print(render(verdict))
+        if not verdict.is_good:
+            raise typer.Exit(1)
+
+
+def _one_of(option: str, value: str, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        raise ConfigError(f"--{option} must be one of {', '.join(choices)}, found {value!r}")
+    return value
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    import torch
+
+    return None if name is None else getattr(torch, _one_of("dtype", name, _DTYPES))

@@ -1,0 +1,30 @@
+"""The options of a mesh, once for all commands."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mcore_bridge.config.parallel import ParallelDims
+
+# fmt: off
+Folder = Annotated[Path, typer.Argument(help="Folder of the HF checkpoint, with its config.json.", show_default=False)]
+Tp     = Annotated[int,  typer.Option(help="Tensor parallel size.")]
+Pp     = Annotated[int,  typer.Option(help="Pipeline parallel size.")]
+Vp     = Annotated[int,  typer.Option(help="Virtual stages (chunks) of each pipeline rank.")]
+Cp     = Annotated[int,  typer.Option(help="Context parallel size.")]
+Ep     = Annotated[int,  typer.Option(help="Expert parallel size.")]
+Etp    = Annotated[int,  typer.Option(help="Tensor parallel size of the experts.")]
+Sp     = Annotated[bool, typer.Option("--sp", help="Sequence parallelism; needs --tp above 1.")]
+Layout = Annotated[str | None, typer.Option(
+    help='"balanced": layers dealt by bytes; or an explicit layout of megatron-core, such as "Ett|tttL".')]
+Debug  = Annotated[bool, typer.Option("--debug", help="Show tracebacks and what the ranks printed.")]
+# fmt: on
+
+
+def smallest_world(dims: ParallelDims) -> int:
+    """The fewest ranks that ``dims`` fit, its experts included."""
+    return math.lcm(dims.model_size, dims.etp * dims.ep * dims.pp)

@@ -1,0 +1,103 @@
+"""The report of ``verify`` as a table, and the progress bar while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from mcore_bridge.commands import text
+from mcore_bridge.commands.processes import OnEvent
+from mcore_bridge.commands.verify import TOLERANCE, Verdict, held_specs
+
+_SHOWN = 5  # names of tensors that differ
+
+
+@contextmanager
+def progress(console: Console, num_ranks: int) -> Iterator[OnEvent]:
+    """One bar per phase, over all ranks; gone when the work is."""
+    bar = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description:<10}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    phases: dict[str, TaskID] = {}
+    parts: dict[str, dict[int, float]] = {}
+
+    def on_event(rank: int, phase: str, done: int, total: int) -> None:
+        if phase not in phases:
+            phases[phase] = bar.add_task(phase, total=num_ranks)
+        parts.setdefault(phase, {})[rank] = done / max(total, 1)
+        bar.update(phases[phase], completed=sum(parts[phase].values()))
+
+    with bar:
+        bar.add_task("processes", total=None)
+        yield on_event
+
+
+def render(verdict: Verdict) -> Table:
+    """The table that ``verify`` ends with."""
+    numbers, size = held_specs(verdict)
+    table = Table(show_header=False, box=None, padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    table.add_row("model", f"{verdict.task.folder}: {verdict.blueprint.hf.model_type}, {numbers}")
+    table.add_row("checkpoint", size + _ignored(verdict))
+    table.add_row("mesh", _mesh(verdict))
+    table.add_row("built", f"{verdict.blueprint}; at most {_largest(verdict)} of parameters on a rank")
+    table.add_row("seconds", _seconds(verdict))
+    table.add_row("exact", _exact(len(verdict.expected), verdict.different, f"on all {len(verdict.findings)} ranks"))
+    if verdict.task.save is not None:
+        saved = _exact(len(verdict.expected), verdict.saved_different, f"in {verdict.task.save}")
+        table.add_row("saved", saved)
+    table.add_row("logits", _logits(verdict))
+    return table
+
+
+def _ignored(verdict: Verdict) -> str:
+    if not verdict.ignored:
+        return ""
+    return f"; {len(verdict.ignored)} that the architecture ignores: {_names(verdict.ignored)}"
+
+
+def _mesh(verdict: Verdict) -> str:
+    config = verdict.blueprint.config
+    return verdict.task.dims.describe(world_size=len(verdict.findings), num_layers=config.num_layers)
+
+
+def _largest(verdict: Verdict) -> str:
+    return text.num_bytes(max(finding.held for finding in verdict.findings))
+
+
+def _seconds(verdict: Verdict) -> str:
+    phases = verdict.findings[0].seconds
+    return ", ".join(f"{phase} {max(f.seconds[phase] for f in verdict.findings):.2f}" for phase in phases)
+
+
+def _exact(num_tensors: int, different: tuple[str, ...], where: str) -> str:
+    if not different:
+        return f"[green]yes[/]: {text.plural(num_tensors, 'tensor')} bit by bit, {where}"
+    return f"[red]NO[/]: {text.plural(len(different), 'tensor')} of {num_tensors:,} differ {where}: {_names(different)}"
+
+
+def _names(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _logits(verdict: Verdict) -> str:
+    found = verdict.findings[0].logits
+    if found is None:
+        return (verdict.findings[0].skipped and f"left out: {verdict.findings[0].skipped}") or "left out, as asked"
+    said = (
+        f"largest difference to transformers in fp32 {found.difference:.1e}, relative {found.relative:.1e} "
+        f"(at most {TOLERANCE:.0e}) over {found.num_logits:,} logits up to {found.scale:.3g}"
+    )
+    return f"[green]{said}[/]" if verdict.logits_agree else f"[red]WRONG[/]: {said}"

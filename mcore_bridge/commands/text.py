@@ -1,0 +1,30 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+
+def num_bytes(value: float) -> str:
+    """``153_000_000`` as ``153 MB`` (decimal, three digits)."""
+    return f"{_scaled(value, ('B', 'kB', 'MB', 'GB', 'TB', 'PB'))}"
+
+
+def count(value: float) -> str:
+    """``76_500_000`` as ``76.5 M``."""
+    return _scaled(value, ("", "k", "M", "B", "T")).strip()
+
+
+def plural(number: int, noun: str) -> str:
+    """``1 rank``, ``4 ranks``."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def _scaled(value: float, units: tuple[str, ...]) -> str:
+    for unit in units[:-1]:
+        if abs(value) < 999.5:
+            return f"{_three_digits(value)} {unit}"
+        value /= 1000
+    return f"{_three_digits(value)} {units[-1]}"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if value == int(value) or abs(value) >= 99.95 else f"{value:.3g}"

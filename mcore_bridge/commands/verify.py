@@ -1,0 +1,168 @@
+"""``mcore-bridge verify``: does a checkpoint survive a mesh, bit by bit, and compute what transformers computes?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from mcore_bridge.commands import text
+from mcore_bridge.commands.options import smallest_world
+from mcore_bridge.commands.processes import OnEvent, run_ranks
+from mcore_bridge.commands.ranks import Finding, Task, check_rank
+from mcore_bridge.config.parallel import ParallelDims
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.weights.checkpoint import Checkpoint
+from mcore_bridge.weights.dtypes import Dtypes, dtype_name, wanted_dtype
+from mcore_bridge.weights.manifest import Manifest, TensorSpec
+
+if TYPE_CHECKING:
+    from mcore_bridge.models.blueprint import Blueprint
+
+BUILDABLE = (torch.float32, torch.bfloat16, torch.float16)
+TOLERANCE = 1e-3
+"""Largest difference of logits as a part of the largest logit.
+
+Two fp32 implementations of one model differ by roundings in another order, which we have seen at 1e-7 to 1e-5; a model
+with any tensor in a wrong place, or another rope, norm or activation, is off by more than 1e-2. TransformerEngine
+multiplies fp32 in TF32 (10 bits of mantissa), which the tolerance also covers.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What all ranks found together."""
+
+    blueprint: Blueprint
+    task: Task
+    findings: tuple[Finding, ...]
+    ignored: tuple[str, ...]
+
+    @property
+    def exported(self) -> Manifest:
+        """What the export yields."""
+        return self.findings[0].exported
+
+    @property
+    def expected(self) -> Manifest:
+        """What the files hold."""
+        return Manifest(tuple(spec for finding in self.findings for spec in finding.expected))
+
+    @property
+    def different(self) -> tuple[str, ...]:
+        """Names of which an export and the files do not hold the same bits, on any rank."""
+        return differences(self.expected, [finding.exported for finding in self.findings])
+
+    @property
+    def saved_different(self) -> tuple[str, ...]:
+        """The same of what was saved."""
+        if self.task.save is None:
+            return ()
+        return differences(self.expected, [Manifest(tuple(s for finding in self.findings for s in finding.saved))])
+
+    @property
+    def logits_agree(self) -> bool:
+        """Whether logits were left out, or are those of transformers. NaN is not."""
+        found = self.findings[0].logits
+        return found is None or found.relative <= TOLERANCE
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing is off."""
+        return not self.different and not self.saved_different and self.logits_agree
+
+
+def differences(expected: Manifest, found: list[Manifest]) -> tuple[str, ...]:
+    """Names that differ between ``expected`` and any of ``found``."""
+    return tuple(dict.fromkeys(name for manifest in found for name in expected.differences(manifest)))
+
+
+def verify(
+    folder: Path,
+    dims: ParallelDims,
+    *,
+    device: str = "cpu",
+    backend: str = "auto",
+    dtype: torch.dtype | None = None,
+    against: Path | None = None,
+    num_tokens: int = 32,
+    save: Path | None = None,
+    on_event: OnEvent,
+) -> Verdict:
+    """Check everything that needs no processes, start them, and collect what they find.
+
+    Args:
+        folder: of a checkpoint.
+        dims: the mesh; as many ranks as it needs are started.
+        device: "cpu" or "cuda".
+        backend: "te", "torch" or "auto".
+        dtype: of the model and the export; None is that of the checkpoint: the widest, where it has several, and each
+            tensor then crosses in its own.
+        against: another folder, to compare the export with.
+        num_tokens: of each sequence that logits are computed for; 0 for none.
+        save: a folder to write with ``save_hf_checkpoint``, and to compare as well.
+        on_event: told what ranks report.
+
+    Raises:
+        BridgeError: whatever cannot be read, built, loaded or exported.
+    """
+    from mcore_bridge.models.blueprint import draw
+
+    checkpoint = Checkpoint(folder)
+    dtypes = {tensor.dtype for tensor in checkpoint.values() if tensor.is_floating_point()}
+    built_in = dtype or widest(dtypes)
+    blueprint = draw(folder, dims=dims, dtype=built_in, device=device, backend=backend)
+    mapping = blueprint.provenance.mapping(tied=bool(blueprint.gpt_arguments["share_embeddings_and_output_weights"]))
+    names = tuple(name for name in checkpoint if not mapping.is_ignored(name))
+    task = Task(
+        folder=folder,
+        dims=blueprint.dims,
+        dtype=built_in,
+        crossing=_crossing(checkpoint, names, dtype, dtypes),
+        device=device,
+        backend=backend,
+        against=against or folder,
+        names=names,
+        num_tokens=num_tokens,
+        save=save,
+    )
+    findings = run_ranks(check_rank, task, world_size=smallest_world(dims), device=device, on_event=on_event)
+    ignored = tuple(name for name in checkpoint if mapping.is_ignored(name))
+    return Verdict(blueprint, task, tuple(findings), ignored)
+
+
+def widest(dtypes: set[torch.dtype]) -> torch.dtype:
+    """The dtype of a model that can hold every value of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none that megatron-core builds.
+    """
+    unknown = dtypes - set(BUILDABLE)
+    if unknown or not dtypes:
+        raise CheckpointError(
+            f"the checkpoint holds {sorted(map(dtype_name, unknown or dtypes))}, expected only "
+            f"{[dtype_name(each) for each in BUILDABLE]}: convert it first"
+        )
+    return next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
+
+
+def _crossing(
+    checkpoint: Checkpoint, names: tuple[str, ...], dtype: torch.dtype | None, dtypes: set[torch.dtype]
+) -> Dtypes:
+    """One dtype for all that cross, or that of each tensor where a checkpoint has several."""
+    if dtype is not None or len(dtypes) == 1:
+        return dtype
+    return {name: wanted_dtype(name, checkpoint[name].dtype, None) for name in names}
+
+
+def held_specs(verdict: Verdict) -> tuple[str, str]:
+    """Parameters and bytes of the model, and its dtypes, for the title of the report."""
+    specs: tuple[TensorSpec, ...] = verdict.exported.tensors
+    numel = sum(torch.Size(spec.shape).numel() for spec in specs)
+    dtypes = Counter(dtype_name(spec.dtype) for spec in specs)
+    kinds = " and ".join(name for name, _ in dtypes.most_common())
+    size = text.num_bytes(verdict.exported.num_bytes)
+    return f"{text.count(numel)} parameters", f"{size} of {kinds} in {text.plural(len(specs), 'tensor')}"
