@@ -251,8 +251,8 @@ def numbers(file, *names):
 
 
 def test_memory_and_disk_are_used_once(tmp_path):
-    """A checkpoint of 230 MB, its largest tensor 32 MB, not in the page cache: pages are read once and given back."""
-    hf = tiny("llama", vocab_size=16000, hidden_size=512, intermediate_size=2048, num_hidden_layers=8, head_dim=64)
+    """A checkpoint of 92 MB, its largest tensor 12 MB, not in the page cache: pages are read once and given back."""
+    hf = tiny("llama", vocab_size=8000, hidden_size=384, intermediate_size=1536, num_hidden_layers=7, head_dim=48)
     state = random_state(hf)
     path = tmp_path / "model.safetensors"
     save_file(state, path)

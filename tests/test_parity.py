@@ -5,6 +5,7 @@ smallest planted mistake of ``test_mutants.py`` moves them by more than 1e-3.
 """
 
 import pytest
+import transformers
 
 import mcore_bridge as mb
 from tests import pool
@@ -16,8 +17,12 @@ ONE, TWO, FOUR = mb.ParallelDims(), mb.ParallelDims(tp=2, sp=True), mb.ParallelD
 GROUPS = {"num_key_value_heads": 2}
 
 
-def rope(rope_type, **fields):
-    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10000.0, **fields}, "max_position_embeddings": 64}
+def rope(rope_type, theta=10000.0, **fields):
+    """Rope as the installed transformers spells it, so that the reference computes it."""
+    spelled = {"rope_type": rope_type, **fields}
+    if transformers.__version__.startswith("4."):
+        return {"rope_theta": theta, "rope_scaling": spelled if fields else None, "max_position_embeddings": 64}
+    return {"rope_parameters": {**spelled, "rope_theta": theta}, "max_position_embeddings": 64}
 
 
 LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
@@ -63,12 +68,11 @@ def test_logits_are_those_of_transformers(references, dims):
 def test_parity_can_fail(references):
     """Negative controls: another rope base, another epsilon, a window off by one, a window forgotten."""
     wrong = {
-        "rope base": (tiny("llama", **GROUPS, vocab_size=97, rope_theta=20000.0), "llama"),
+        "rope base": (tiny("llama", **GROUPS, vocab_size=97, **rope("default", theta=20000.0)), "llama"),
         "epsilon": (tiny("llama", **GROUPS, vocab_size=97, rms_norm_eps=1e-2), "llama"),
         "window off by one": (tiny("mistral", **GROUPS, sliding_window=6), "mistral-window"),
         "no window": (tiny("mistral", **GROUPS, sliding_window=None), "mistral-window"),
     }
-    wrong["rope base"][0].rope_parameters = {"rope_type": "default", "rope_theta": 20000.0}
     cases = [(hf, ONE, references[name]) for hf, name in wrong.values()]
     (worst,) = pool.run(1, worst_differences, cases)
     assert all(difference > 50 * BOUND for difference in worst), dict(zip(wrong, worst, strict=True))
