@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from mcore_bridge import __version__
 from mcore_bridge.commands.options import Cp, Debug, Ep, Etp, Folder, Layout, Pp, Sp, Tp, Vp, smallest_world
@@ -129,3 +131,49 @@ def _dtype(name: str | None) -> torch.dtype | None:
     import torch
 
     return None if name is None else getattr(torch, _one_of("dtype", name, _DTYPES))
+
+
+@app.command("plan")
+def plan_command(
+    folder: Annotated[Path, typer.Argument(help="Folder with a config.json; weights are not read.")],
+    tp: Tp = 1,
+    pp: Pp = 1,
+    vp: Vp = 1,
+    cp: Cp = 1,
+    ep: Ep = 1,
+    etp: Etp = 1,
+    sp: Sp = False,
+    layout: Layout = None,
+    world: Annotated[int | None, typer.Option(help="Ranks of the whole job; by default those of one replica.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the parameters; by default that of the config.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Also draw it, as SVG, to this file.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Show what every rank of a mesh would hold, and what an export would move, without starting a process.
+
+    The numbers are those of the GPTModel that megatron-core builds for each pipeline stage, on the meta device.
+    """
+    with _refusals(debug):
+        from mcore_bridge.commands.picture import draw_svg
+        from mcore_bridge.commands.plan import plan, render
+
+        dims = ParallelDims(tp=tp, pp=pp, vp=vp, cp=cp, ep=ep, etp=etp, sp=sp, layout=layout)
+        found = plan(folder, dims, dtype=_dtype(dtype), world_size=world)
+        Console(highlight=False).print(render(found))
+        if picture is not None:
+            picture.write_text(draw_svg(found), encoding="utf-8")
+
+
+@app.command("doctor")
+def doctor_command() -> None:
+    """Show what is installed and what works with it. The exit code is 1 when something must be changed."""
+    from mcore_bridge.commands.doctor import examine
+
+    lines = examine()
+    table = Table(show_header=False, box=None, padding=(0, 2))
+    for line in lines:
+        color = "red" if line.is_problem else "yellow" if line.advice else "green"
+        table.add_row(f"[bold]{line.name}[/]", f"[{color}]{escape(line.found)}[/]", escape(line.advice))
+    Console(highlight=False).print(table)
+    if any(line.is_problem for line in lines):
+        raise typer.Exit(1)

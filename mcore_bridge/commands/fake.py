@@ -1,0 +1,162 @@
+"""What each rank of a mesh would hold, from the ``GPTModel`` that megatron-core really builds there.
+
+The model is on the meta device and the processes are torch's `fake` backend: nothing is started and no storage is
+taken, whatever the size. Ranks of one pipeline stage hold equal shapes, so that the first of each stage stands for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+
+from mcore_bridge.commands.options import smallest_world
+from mcore_bridge.config.parallel import ParallelDims
+from mcore_bridge.config.pipeline import Stage
+from mcore_bridge.weights.bound import BoundModel, bind
+from mcore_bridge.weights.export import BUCKET_BYTES
+from mcore_bridge.weights.names import layer_of
+from mcore_bridge.weights.plan import ExportPlan, Held, Inventory, plan_export
+
+if TYPE_CHECKING:
+    from mcore_bridge.models.blueprint import Blueprint
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A layer of a chunk, or what stands before the first or behind the last one."""
+
+    name: str
+    held: tuple[Held, ...]
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements that a rank holds."""
+        return sum(torch.Size(held.shape).numel() for held in self.held)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a rank holds."""
+        return sum(held.num_bytes for held in self.held)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One pipeline stage, as one of its ranks holds it."""
+
+    stage: Stage
+    cells: tuple[Cell, ...]
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements that a rank holds."""
+        return sum(cell.num_parameters for cell in self.cells)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a rank holds."""
+        return sum(cell.num_bytes for cell in self.cells)
+
+
+@dataclass(frozen=True, slots=True)
+class MeshPlan:
+    """What all ranks hold: chunks by pipeline rank and virtual stage; and how an export would travel."""
+
+    blueprint: Blueprint
+    world_size: int
+    ranks: tuple[tuple[Chunk, ...], ...]
+    export: ExportPlan
+
+
+def plan_mesh(blueprint: Blueprint, *, world_size: int) -> MeshPlan:
+    """Build every pipeline stage without storage, one after the other.
+
+    Args:
+        blueprint: on the meta device.
+        world_size: of the whole job, for data parallelism. Groups are made for the smallest world that the mesh fits.
+
+    Raises:
+        BridgeError: the mesh, the model or the world size do not fit each other.
+    """
+    dims = blueprint.dims
+    dims.dp(world_size)
+    dims.edp(world_size)
+    ranks, inventories = [], []
+    for pp_rank in range(dims.pp):
+        with _rank(dims, pp_rank):
+            bound, chunks = _build(blueprint)
+            inventories.append(bound.inventory())
+            ranks.append(chunks)
+    export = plan_export(
+        bound.mapping, bound.axes, blueprint.config.num_layers, _replicas(inventories, dims), bucket_bytes=BUCKET_BYTES
+    )
+    return MeshPlan(blueprint, world_size, tuple(ranks), export)
+
+
+@contextlib.contextmanager
+def _rank(dims: ParallelDims, pp_rank: int) -> Iterator[None]:
+    """Be the first rank of a pipeline stage. The pipeline is the outermost axis of megatron-core's order."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from mcore_bridge.cpu import enable_cpu
+
+    enable_cpu()
+    world_size = smallest_world(dims)
+    rank = pp_rank * (world_size // dims.pp)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=dims.tp,
+            pipeline_model_parallel_size=dims.pp,
+            virtual_pipeline_model_parallel_size=dims.vp if dims.vp > 1 else None,
+            context_parallel_size=dims.cp,
+            expert_model_parallel_size=dims.ep,
+            expert_tensor_parallel_size=dims.etp,
+            create_gloo_process_groups=False,
+        )
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _build(blueprint: Blueprint) -> tuple[BoundModel, tuple[Chunk, ...]]:
+    from megatron.core import parallel_state
+
+    from mcore_bridge.models.build import build_model
+
+    models = build_model(
+        blueprint.hf,
+        dims=blueprint.dims,
+        dtype=blueprint.dtype,
+        device=blueprint.device,
+        backend=blueprint.backend,
+        load_weights=False,
+    )
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    stages = [stage for stage in blueprint.stages if stage.pp_rank == pp_rank]
+    chunks = [Chunk(stage, _cells(bind(model).inventory())) for stage, model in zip(stages, models, strict=True)]
+    return bind(models), tuple(chunks)
+
+
+def _cells(inventory: Inventory) -> tuple[Cell, ...]:
+    """Held tensors by layer, in order; neighbours outside of layers share a cell."""
+    return tuple(Cell(name, tuple(held)) for name, held in groupby(inventory.held, key=_cell_name))
+
+
+def _cell_name(held: Held) -> str:
+    layer = layer_of(held.mcore)
+    if layer is not None:
+        return str(layer)
+    return "embedding" if held.mcore.startswith("embedding.") else "output"
+
+
+def _replicas(inventories: list[Inventory], dims: ParallelDims) -> list[Inventory]:
+    """The inventories of all ranks of a model-parallel group, in its order: tensor ranks of a stage side by side."""
+    return [replace(inventory, tp_rank=tp_rank) for inventory in inventories for tp_rank in range(dims.tp)]
