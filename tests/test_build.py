@@ -136,22 +136,23 @@ def test_meta_builds_have_the_sizes_of_the_model_and_no_storage(tied):
 
 
 def initial(hf: Any, seeds: list[int]) -> Any:
-    """Runs in each worker: a matrix of the first layer here, and the copies of the tied embedding, by seed."""
-    dims, found = ParallelDims(pp=2), []
+    """Runs in each worker: a matrix of the first layer here, and the copy of the tied embedding, by seed."""
+    dims, found = ParallelDims(pp=4), []
     with stepping.mesh(dims):
         for seed in seeds:
             (chunk,) = build_model(hf, dims=dims, dtype=torch.float32, device="cpu", load_weights=False, seed=seed)
             matrix = chunk.decoder.layers[0].self_attention.linear_qkv.weight
-            found.append((matrix.detach(), chunk.shared_embedding_or_output_weight().detach()))
+            embedding = chunk.shared_embedding_or_output_weight()
+            found.append((matrix.detach(), None if embedding is None else embedding.detach()))
     return found
 
 
 def test_initial_values_come_from_the_seed_and_tie_the_embeddings():
     hf = tiny.config("qwen2", initializer_range=0.05)
-    first, last = pool.run(2, initial, hf, [1, 1, 2])
-    for (matrix, embedding), (other, copy) in zip(first, last, strict=True):
+    first, second, third, last = pool.run(4, initial, hf, [1, 1, 2])
+    for (matrix, embedding), (other, _), (another, _), (_, copy) in zip(first, second, third, last, strict=True):
         assert torch.equal(embedding, copy)
-        assert not torch.equal(matrix, other)
+        assert not torch.equal(other, another)
         assert 0.045 < float(matrix.std()) < 0.055
         assert 0.045 < float(embedding.std()) < 0.055
     assert torch.equal(first[0][0], first[1][0])
@@ -197,6 +198,9 @@ def new_head(folder: str, seeds: list[int]) -> Any:
             (chunk,) = build_model(folder, dims=dims, dtype=torch.float32, device="cpu", head="value", seed=seed)
             assert not chunk.share_embeddings_and_output_weights
             found.append(chunk.output_layer.weight.detach())
+        (chunk,) = build_model(folder, dims=dims, dtype=torch.bfloat16, device="cpu", head="value")
+        inputs = tiny.tokens(1)[:, :-1]
+        assert chunk(inputs, torch.arange(inputs.size(1))[None], None).dtype == torch.float32
     return found
 
 
@@ -286,6 +290,7 @@ def test_layer_specs_are_values_of_their_own(model_type):
     assert (attention.q_layernorm is Norm) == (model_type == "qwen3")
     layer.input_layernorm = None
     assert another.layer_specs[0].submodules.input_layernorm is Norm
+    assert one.layer_specs[1].submodules.input_layernorm is Norm
     with pytest.raises(MeshError, match="must name one of the 4 stages"):
         to_layer_spec(hf, dims=dims, pp_rank=2)
 
@@ -299,6 +304,19 @@ def test_balanced_layouts_are_resolved_everywhere(folder):
     assert sum(len(stage.layers) for stage in resolved.stages(5)) == 5
     assert to_gpt_arguments(hf, dims=dims)["vocab_size"] == 90
     assert resolve_layout(ParallelDims(pp=2), hf, dtype=torch.bfloat16) == ParallelDims(pp=2)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+def test_a_balanced_layout_counts_the_matrix_of_the_vocabulary_where_it_is(model_type):
+    """At both ends for an LM, tied or not; at the first for a head, which leaves room for layers at the last."""
+    hf = tiny.config(model_type, vocab_size=2000, num_hidden_layers=10)
+    dims = ParallelDims(pp=2, layout="balanced")
+    sizes = {
+        head: [len(stage.layers) for stage in resolve_layout(dims, hf, dtype=torch.float32, head=head).stages(10)]
+        for head in ("lm", "value")
+    }
+    assert sizes["lm"] == [5, 5]
+    assert sizes["value"][0] < sizes["value"][1]
 
 
 @pytest.mark.parametrize("model_type", tiny.OWN)

@@ -154,18 +154,19 @@ def test_recompute_repeats_dropout(checkpoints):
 
 
 def dropped(folder: str) -> Any:
-    """Runs in each worker: places that one dropout drops inside and outside of the tensor-parallel state."""
+    """Runs in each worker: what attention drops, twice, and what dropout outside of it drops."""
     with stepping.mesh(ParallelDims(tp=2)):
+        (chunk,) = build_model(folder, device="cpu", dtype=torch.float32, overrides={"attention_dropout": 0.5})
         seed_everything(7)
-        ones = torch.ones(64)
-        with tensor_parallel.get_cuda_rng_tracker().fork():
-            inside = torch.nn.functional.dropout(ones)
-        return inside, torch.nn.functional.dropout(ones)
+        core, ones = chunk.decoder.layers[0].self_attention.core_attention, torch.ones(8, 1, 4, 14)
+        first, second = core(ones, ones, ones), core(ones, ones, ones)
+        return first, second, torch.nn.functional.dropout(ones)
 
 
 def test_tp_ranks_drop_different_heads_and_the_same_hidden_values(checkpoints):
-    (inside, outside), (other_inside, other_outside) = pool.run(2, dropped, "")
-    assert not torch.equal(inside, other_inside)
+    (first, second, outside), (other, _, other_outside) = pool.run(2, dropped, str(checkpoints["qwen3"]))
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, other)
     assert torch.equal(outside, other_outside)
 
 

@@ -35,7 +35,7 @@ def choose_backend(backend: str, *, device: torch.device) -> Backend:
 
 
 def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) -> TransformerBlockSubmodules:
-    """mcore's block spec of a stage, free to edit: mcore's own objects are copied first.
+    """mcore's block spec of a stage, with our modules. Each layer has a spec of its own, to be edited alone.
 
     Args:
         config: of the model; its attribute ``attention_output_bias`` says whether ``o_proj`` has a bias.
@@ -46,14 +46,14 @@ def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) ->
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     use_te = backend == "te"
-    specs = copy.deepcopy(get_gpt_decoder_layer_specs(config, use_te, config.normalization))
+    specs = get_gpt_decoder_layer_specs(config, use_te, config.normalization)
     for spec in {id(spec): spec for spec in specs}.values():  # mcore repeats one object for all like layers
         if not use_te:
             _use_torch_modules(spec.submodules, config)
         if getattr(config, "attention_output_bias", False):
             spec.submodules.self_attention.submodules.linear_proj = _biased_row_linear(backend)
     return TransformerBlockSubmodules(
-        layer_specs=[specs[layer] for layer in layers],
+        layer_specs=[copy.deepcopy(specs[layer]) for layer in layers],
         layer_norm=_final_norm(backend),
     )
 
