@@ -21,7 +21,12 @@ from mcore_bridge.weights.layout import (
 from mcore_bridge.weights.trace import _runs, _starts, trace
 
 NAMED = {"COLUMN": COLUMN, "ROW": ROW, "REPLICATED": REPLICATED, "VOCAB": VOCAB, "GATED_UP": GATED_UP, "QKV": QKV}
-PRIMITIVES = [Rearrange("(tp n) ...", "tp n ..."), Concat(1, (1, "groups")), Replicate(), Resize("vocab", "padded_vocab")]
+PRIMITIVES = [
+    Rearrange("(tp n) ...", "tp n ..."),
+    Concat(1, (1, "groups")),
+    Replicate(),
+    Resize("vocab", "padded_vocab"),
+]
 
 
 @st.composite

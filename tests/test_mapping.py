@@ -29,7 +29,9 @@ def test_every_name_of_a_binding_leads_back_to_its_parameter(rule, number):
 
 @given(st.integers(0, 90), st.integers(0, 300))
 def test_offsets_and_two_numbers_invert(layer, expert):
-    rules = under("mtp.layers.*", "model.layers.*", under("experts.*", "mlp.experts.*", table(("a", "{x,y}", REPLICATED))))
+    rules = under(
+        "mtp.layers.*", "model.layers.*", under("experts.*", "mlp.experts.*", table(("a", "{x,y}", REPLICATED)))
+    )
     mapping = WeightMapping(under("deep", "top", rules))
     assert mapping.bind(f"deep.mtp.layers.{layer}.experts.{expert}.a").hf[1] == (
         f"top.model.layers.{layer}.mlp.experts.{expert}.y"
@@ -53,7 +55,9 @@ def test_a_tied_head_is_read_and_not_exported():
 
 
 def test_a_parameter_without_a_rule_raises_with_the_nearest_rules():
-    with pytest.raises(MappingError, match=r"decoder\.layers\.3\.self_attention\.linear_qkv\.wight.*linear_qkv\.weight"):
+    with pytest.raises(
+        MappingError, match=r"decoder\.layers\.3\.self_attention\.linear_qkv\.wight.*linear_qkv\.weight"
+    ):
         MAPPING.bind("decoder.layers.3.self_attention.linear_qkv.wight")
 
 

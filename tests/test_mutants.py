@@ -163,11 +163,7 @@ def found():
     references = {id(hf): reference_logits(hf) for hf in (HF, SQUARE)}
     cases = [(name, hf, references[id(hf)]) for name in MUTANTS for hf in (HF, SQUARE)]
     at = {tp: pool.run(tp, fates, tp, cases, timeout=300)[0] for tp in (1, 2)}
-    return {
-        (name, tp): at[tp][2 * index : 2 * index + 2]
-        for tp in (1, 2)
-        for index, name in enumerate(MUTANTS)
-    }
+    return {(name, tp): at[tp][2 * index : 2 * index + 2] for tp in (1, 2) for index, name in enumerate(MUTANTS)}
 
 
 @pytest.mark.parametrize("name", MUTANTS)

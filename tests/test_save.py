@@ -77,7 +77,9 @@ def test_tokenizer_files_come_along_and_other_files_stay(tmp_path, alone):
     assert not (target / "notes.txt").exists()
     assert (target / "logs" / "train.log").read_text() == "kept"
     assert not (target / "stale-00001-of-00009.safetensors").exists()
-    assert mb.Manifest.from_folder(target, digests=True).differences(mb.Manifest.from_folder(source, digests=True)) == ()
+    assert (
+        mb.Manifest.from_folder(target, digests=True).differences(mb.Manifest.from_folder(source, digests=True)) == ()
+    )
 
 
 def test_a_value_head_saves_as_a_classifier_that_transformers_loads(tmp_path, alone):
