@@ -1,6 +1,6 @@
 """Write a small Qwen3 checkpoint with transformers: some 100 MB in several shards, every value random, none zero.
 
-    python examples/make_checkpoint.py FOLDER
+python examples/make_checkpoint.py FOLDER
 """
 
 import sys

@@ -16,15 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_bridge.commands import text
-from mcore_bridge.commands.processes import Report
+from mcore_bridge.commands.memory import USABLE, shortage
+from mcore_bridge.commands.serving import Report
 from mcore_bridge.config.parallel import ParallelDims
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
-
-_BYTES = 4  # of an fp32 number
-_USABLE = 0.8  # part of the free memory that we plan with
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +60,9 @@ def compare_logits(
         On rank 0 the comparison (else None); and why there is none, when memory is short.
     """
     gc.collect()
-    shortage = _shortage(num_parameters, dims, device)
-    if shortage:
-        return None, shortage
+    lack = shortage(num_parameters, dims, device)
+    if lack:
+        return None, lack
     if not chunks:
         from mcore_bridge.models.build import build_model
 
@@ -83,29 +80,6 @@ def compare_logits(
         comparison = _compare(ours, _reference(folder, batch, device))
     report("logits", 3, 3)
     return comparison, ""
-
-
-def _shortage(num_parameters: int, dims: ParallelDims, device: str) -> str:
-    """Why an fp32 model does not fit here, the same on every rank; empty when it does."""
-    world_size = dist.get_world_size()
-    free = _free_memory()
-    replicas = math.ceil(world_size / (dims.tp * dims.pp)) if device == "cpu" else 1
-    need = num_parameters * _BYTES * replicas
-    short = "" if need < _USABLE * free else f"{text.num_bytes(need)} of memory, {text.num_bytes(free)} are free"
-    if device == "cuda":
-        here = num_parameters * _BYTES // (dims.tp * dims.pp)
-        free = torch.cuda.mem_get_info()[0]
-        if here > _USABLE * free:
-            short = f"{text.num_bytes(here)} of each GPU, {text.num_bytes(free)} are free on one"
-    said: list[Any] = [None] * world_size
-    dist.all_gather_object(said, short)
-    return next((f"the model in fp32 needs {short}" for short in said if short), "")
-
-
-def _free_memory() -> int:
-    import psutil
-
-    return int(psutil.virtual_memory().available)
 
 
 def _batch(vocab_size: int, dims: ParallelDims, num_tokens: int) -> Tensor:
@@ -191,7 +165,7 @@ def _reference(folder: Path, batch: Tensor, device: str) -> Tensor:
     ).eval()
     if device == "cuda":
         size = sum(parameter.nbytes for parameter in model.parameters())
-        device = "cuda" if size < _USABLE * torch.cuda.mem_get_info()[0] else "cpu"
+        device = "cuda" if size < USABLE * torch.cuda.mem_get_info()[0] else "cpu"
     model = model.to(device)
     with torch.no_grad():
         rows = [model(row.to(device)).logits.float().cpu() for row in batch.split(1)]

@@ -12,12 +12,10 @@ import os
 import signal
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from mcore_bridge.commands.serving import Cause, Failure, Job, Report, serve, variables
 from mcore_bridge.errors import BridgeError, MeshError
 
 if TYPE_CHECKING:
@@ -26,13 +24,10 @@ if TYPE_CHECKING:
 A = TypeVar("A")
 T = TypeVar("T")
 
-Report = Callable[[str, int, int], None]
-"""How far a rank is: what it does, how much of it is done, and how much there is."""
 OnEvent = Callable[[int, str, int, int], None]
-"""The same, with the rank in front."""
+"""What a rank reports, with the rank in front."""
 
 _GRACE = 3.0  # seconds in which other ranks may still say what they think of a failure
-_QUIET = 0.1  # seconds between two reports of one rank
 
 
 class RankError(BridgeError, RuntimeError):
@@ -41,29 +36,6 @@ class RankError(BridgeError, RuntimeError):
     def __init__(self, message: str, details: str) -> None:
         super().__init__(message)
         self.details = details
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a rank did not return, and all that is known of it."""
-
-    message: str
-    details: str
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What a new process must know to be one rank. The process group's store is a file in ``folder``."""
-
-    rank: int
-    world_size: int
-    device: str
-    folder: str
-
-    @property
-    def log(self) -> Path:
-        """What the rank printed."""
-        return Path(self.folder) / f"rank-{self.rank}.log"
 
 
 def run_ranks(
@@ -86,7 +58,7 @@ def run_ranks(
         jobs = [Job(rank, world_size, device, folder) for rank in range(world_size)]
         with _started(jobs, function, argument) as pipes:
             outcomes = _collect(pipes, on_event)
-        failures = {rank: outcome for rank, outcome in sorted(outcomes.items()) if isinstance(outcome, Failure)}
+        failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, Failure)}
         if failures:
             raise _error(failures, jobs)
         return [outcomes[rank] for rank in range(world_size)]
@@ -106,11 +78,9 @@ def _require_gpus(device: str, world_size: int) -> None:
 
 @contextlib.contextmanager
 def _environment(device: str) -> Iterator[None]:
-    """On CPU no rank may see a GPU: megatron-core would use it."""
+    """The environment of the ranks, while they are started."""
     before = dict(os.environ)
-    os.environ.update(PYTHONWARNINGS="ignore", TOKENIZERS_PARALLELISM="false")
-    if device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.update(variables(device))
     try:
         yield
     finally:
@@ -130,7 +100,7 @@ def _started(
     try:
         for job in jobs:
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_serve, args=(theirs, job, function, argument), daemon=True)
+            process = context.Process(target=serve, args=(theirs, job, function, argument), daemon=True)
             process.start()
             theirs.close()
             pipes[ours] = (job.rank, process)
@@ -167,67 +137,18 @@ def _collect(pipes: dict[Connection, tuple[int, Any]], on_event: OnEvent) -> dic
 
 def _death(exitcode: int | None) -> Failure:
     if exitcode is None or exitcode >= 0:
-        return Failure(f"died with exit code {exitcode}", "")
+        return Failure(f"died with exit code {exitcode}", "", Cause.DEATH)
     hint = ": out of memory?" if -exitcode == signal.SIGKILL else ""
-    return Failure(f"died of {signal.Signals(-exitcode).name}{hint}", "")
+    return Failure(f"died of {signal.Signals(-exitcode).name}{hint}", "", Cause.DEATH)
 
 
 def _error(failures: dict[int, Failure], jobs: Sequence[Job]) -> RankError:
-    """One error of all failures; ranks that failed alike share a line."""
-    alike: dict[str, list[int]] = {}
-    for rank, failure in failures.items():
-        alike.setdefault(failure.message, []).append(rank)
-    lines = [f"rank {', '.join(map(str, ranks))} of {len(jobs)}: {message}" for message, ranks in alike.items()]
+    """The first failure of the likeliest kind; what others said of lost connections only follows from it."""
+    first = min(failures.values(), key=lambda failure: failure.cause)
+    alike = sorted(rank for rank, failure in failures.items() if failure.message == first.message)
+    ranks = f"all {len(jobs)} ranks" if len(alike) == len(jobs) else f"rank {', '.join(map(str, alike))} of {len(jobs)}"
     details = [
-        f"--- rank {rank}\n{failure.details}\n{jobs[rank].log.read_text(errors='replace')[-4000:]}"
-        for rank, failure in failures.items()
+        f"--- rank {rank}: {failure.message}\n{failure.details}\n{jobs[rank].log.read_text(errors='replace')[-4000:]}"
+        for rank, failure in sorted(failures.items())
     ]
-    return RankError("\n".join(lines), "\n".join(details))
-
-
-def _serve(pipe: Connection, job: Job, function: Callable[[A, Report], T], argument: A) -> None:
-    """The life of one rank."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
-    log = os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    outcome: Any
-    try:
-        _join(job)
-        outcome = function(argument, _reporter(pipe))
-    except BridgeError as error:
-        outcome = Failure(str(error), traceback.format_exc())
-    except BaseException as error:  # whatever it is, the parent must hear of it
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(place.filename).name}:{place.lineno}"
-        outcome = Failure(f"{type(error).__name__} in {where}: {error}", traceback.format_exc())
-    pipe.send(("outcome", outcome))
-    pipe.close()
-    os._exit(0)  # the group is not destroyed: that would wait for ranks which may be gone
-
-
-def _join(job: Job) -> None:
-    import torch
-    import torch.distributed as dist
-
-    backend = "gloo"
-    if job.device == "cuda":
-        torch.cuda.set_device(job.rank)
-        backend = "nccl"
-    else:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.world_size))
-    path = str(Path(job.folder) / "store")
-    store = dist.FileStore(path, job.world_size)  # type: ignore[attr-defined]  # public, not re-exported by name
-    dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.world_size)
-
-
-def _reporter(pipe: Connection) -> Report:
-    last: dict[str, float] = {}
-
-    def report(phase: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if done >= total or now - last.get(phase, 0.0) > _QUIET:
-            last[phase] = now
-            pipe.send(("event", (phase, done, total)))
-
-    return report
+    return RankError(f"{ranks}: {first.message}", "\n".join(details))

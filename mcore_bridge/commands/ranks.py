@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.commands.logits import Comparison, compare_logits
-from mcore_bridge.commands.processes import Report
+from mcore_bridge.commands.serving import Report
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.dtypes import Dtypes, wanted_dtype
