@@ -329,7 +329,9 @@ def _installed(folder: Path, name: str, *, by_top_level: bool) -> Path:
     if by_top_level:
         (info / "top_level.txt").write_text("mcore_bridge\n")
     else:
-        (info / "RECORD").write_text("mcore_bridge/__init__.py,,\nmcore_bridge/bridge.py,,\n")
+        (info / "RECORD").write_text("mcore_bridge/__init__.py,,\n")
+        (folder / "mcore_bridge").mkdir()
+        (folder / "mcore_bridge" / "__init__.py").touch()
     return folder
 
 
