@@ -13,15 +13,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mcore_bridge.architecture import Architecture as Architecture
+    from mcore_bridge.architecture import register as register
     from mcore_bridge.config.parallel import ParallelDims as ParallelDims
     from mcore_bridge.cpu import enable_cpu as enable_cpu
     from mcore_bridge.errors import BridgeError as BridgeError
-    from mcore_bridge.models.architecture import Architecture as Architecture
-    from mcore_bridge.models.architecture import register as register
-    from mcore_bridge.models.build import build_model as build_model
-    from mcore_bridge.models.blueprint import to_gpt_arguments as to_gpt_arguments
-    from mcore_bridge.models.blueprint import to_layer_spec as to_layer_spec
-    from mcore_bridge.models.blueprint import to_transformer_config as to_transformer_config
+    from mcore_bridge.factory.blueprint import to_gpt_arguments as to_gpt_arguments
+    from mcore_bridge.factory.blueprint import to_layer_spec as to_layer_spec
+    from mcore_bridge.factory.blueprint import to_transformer_config as to_transformer_config
+    from mcore_bridge.factory.build import build_model as build_model
     from mcore_bridge.weights.export import iter_hf_weights as iter_hf_weights
     from mcore_bridge.weights.export import to_hf_state_dict as to_hf_state_dict
     from mcore_bridge.weights.load import LoadReport as LoadReport
@@ -35,18 +35,18 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ParallelDims": "config.parallel",
-    "build_model": "models.build",
+    "build_model": "factory.build",
     "load_hf_weights": "weights.load",
     "iter_hf_weights": "weights.export",
     "to_hf_state_dict": "weights.export",
     "save_hf_checkpoint": "weights.save",
     "manifest": "weights.manifest",
-    "to_transformer_config": "models.blueprint",
-    "to_gpt_arguments": "models.blueprint",
-    "to_layer_spec": "models.blueprint",
+    "to_transformer_config": "factory.blueprint",
+    "to_gpt_arguments": "factory.blueprint",
+    "to_layer_spec": "factory.blueprint",
     "mapping": "weights.provenance",
-    "Architecture": "models.architecture",
-    "register": "models.architecture",
+    "Architecture": "architecture",
+    "register": "architecture",
     "LoadReport": "weights.load",
     "Manifest": "weights.manifest",
     "BridgeError": "errors",

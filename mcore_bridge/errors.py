@@ -1,4 +1,4 @@
-"""Every error that the library raises on purpose. Each message says what was expected, what was found and what to do."""
+"""Every error that we raise on purpose. Each message says what was expected, what was found and what to do."""
 
 
 class BridgeError(Exception):

@@ -47,9 +47,7 @@ def model_ranks(dims: ParallelDims) -> list[int]:
     return [pp * dims.tp * dims.cp + tp for pp in range(dims.pp) for tp in range(dims.tp)]
 
 
-def build_everywhere(
-    hf: Any, dims: ParallelDims, load: Callable[[list[Any]], Any], **arguments: Any
-) -> list[Any]:
+def build_everywhere(hf: Any, dims: ParallelDims, load: Callable[[list[Any]], Any], **arguments: Any) -> list[Any]:
     """What every rank of a replica holds after ``load(chunks)``, by rank of the model-parallel group."""
     bound = []
     for rank in model_ranks(dims):

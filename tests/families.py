@@ -5,10 +5,10 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
+from mcore_bridge.architecture import architecture_of
 from mcore_bridge.config.fields import Field, Ignore
 from mcore_bridge.config.hf import read_config
 from mcore_bridge.config.transformer import to_gpt_arguments, to_transformer_config
-from mcore_bridge.models.architecture import architecture_of
 
 Json = dict[str, object]
 

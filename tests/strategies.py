@@ -19,8 +19,14 @@ def tiny(model_type: str, **fields: Any) -> Any:
     from transformers import AutoConfig
 
     defaults = {
-        **{"vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4, "head_dim": 24},
-        **{"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 128},
+        "vocab_size": 96,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 4,
+        "head_dim": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 128,
         "tie_word_embeddings": False,
     }
     return AutoConfig.for_model(model_type, **{**defaults, **fields})

@@ -262,7 +262,7 @@ def test_an_export_writes_to_no_parameter_and_gives_tensors_of_the_callers_own()
 
 def export_alone():
     models, state = built(mb.ParallelDims())
-    for name, tensor in mb.iter_hf_weights(models):
+    for _, tensor in mb.iter_hf_weights(models):
         assert not tensor.requires_grad
         tensor.zero_()
     assert_exact(mb.to_hf_state_dict(models), state)

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from mcore_bridge import architecture as registry
+from mcore_bridge import plugins
+from mcore_bridge.architecture import Architecture, architecture_of, architectures, register
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.models import architecture as registry
-from mcore_bridge.models.architecture import Architecture, architecture_of, architectures, register
 
 PLUGIN = """
 from dataclasses import replace
-from mcore_bridge.models.architecture import architecture_of
+from mcore_bridge.architecture import architecture_of
 ONE = replace(architecture_of("llama"), model_type="plugin_one", aliases=("plugin_uno",))
 MANY = [replace(ONE, model_type=f"plugin_{n}", aliases=()) for n in (2, 3)]
 WRONG = "not an architecture"
@@ -32,7 +33,7 @@ def _distribution(folder: Path, *lines: str) -> Path:
     info = folder / "plugin-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("\n".join((f"[{registry.GROUP}]", *lines)))
+    (info / "entry_points.txt").write_text("\n".join((f"[{plugins.GROUP}]", *lines)))
     (folder / "plugin_of_a_test.py").write_text(PLUGIN)
     return folder
 
@@ -94,7 +95,7 @@ def test_a_broken_entry_point_is_named(
 def test_an_architecture_is_cheap_to_declare() -> None:
     """The registry imports neither megatron-core nor transformers, which take seconds."""
     code = (
-        "import sys; from mcore_bridge.models.architecture import architectures; assert len(architectures()) >= 4; "
+        "import sys; from mcore_bridge.architecture import architectures; assert len(architectures()) >= 4; "
         "assert not {'megatron.core', 'transformers'} & set(sys.modules), 'heavy'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
@@ -102,7 +103,7 @@ def test_an_architecture_is_cheap_to_declare() -> None:
 
 def test_the_four_families_are_small() -> None:
     for model_type in ("llama", "mistral", "qwen2", "qwen3"):
-        path = Path(registry.__file__).with_name(f"{model_type}.py")
+        path = Path(registry.__file__).parent / "models" / f"{model_type}.py"
         assert len(path.read_text().splitlines()) <= 30
 
 

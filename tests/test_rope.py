@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mcore_bridge.architecture import architecture_of
 from mcore_bridge.config.hf import read_config
 from mcore_bridge.config.rope import Rope, _mscale, inverse_frequencies, rope_of
 from mcore_bridge.config.transformer import to_gpt_arguments, to_transformer_config
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.models.architecture import architecture_of
 from tests.families import FAMILIES, ROPES, Json, family, spelling_4, spelling_5, write
 
 

@@ -127,9 +127,9 @@ def crash_at(event, models, folder):
         seen = itertools.count()
 
         def hook(name, arguments):
-            if name.split(".")[0] in ("os", "shutil", "open") and str(folder.parent) in repr(arguments):
-                if next(seen) == event:
-                    os.kill(os.getpid(), signal.SIGKILL)
+            on_disk = name.split(".")[0] in ("os", "shutil", "open") and str(folder.parent) in repr(arguments)
+            if on_disk and next(seen) == event:
+                os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(hook)
         try:

@@ -23,7 +23,7 @@ from mcore_bridge.weights.names import layer_of
 from mcore_bridge.weights.plan import ExportPlan, Held, Inventory, plan_export
 
 if TYPE_CHECKING:
-    from mcore_bridge.models.blueprint import Blueprint
+    from mcore_bridge.factory.blueprint import Blueprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def _rank(dims: ParallelDims, pp_rank: int) -> Iterator[None]:
 def _build(blueprint: Blueprint) -> tuple[BoundModel, tuple[Chunk, ...]]:
     from megatron.core import parallel_state
 
-    from mcore_bridge.models.build import build_model
+    from mcore_bridge.factory.build import build_model
 
     models = build_model(
         blueprint.hf,

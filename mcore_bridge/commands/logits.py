@@ -64,7 +64,7 @@ def compare_logits(
     if lack:
         return None, lack
     if not chunks:
-        from mcore_bridge.models.build import build_model
+        from mcore_bridge.factory.build import build_model
 
         chunks = build_model(folder, dims=dims, dtype=torch.float32, device=device, backend=backend)
     vocab_size = chunks[0].bridge.hf.vocab_size

@@ -32,7 +32,7 @@ def plan(folder: Path, dims: ParallelDims, *, dtype: torch.dtype | None, world_s
         BridgeError: the config, the mesh or the world size do not fit each other.
     """
     from mcore_bridge.config.hf import read_config
-    from mcore_bridge.models.blueprint import draw
+    from mcore_bridge.factory.blueprint import draw
 
     noted = getattr(read_config(folder), "dtype", None)
     dtype = dtype or (noted if isinstance(noted, torch.dtype) else torch.bfloat16)

@@ -5,5 +5,5 @@ import contextlib
 with contextlib.suppress(ImportError):  # a rank that really needs what is missing will say so
     import transformers.models.auto.modeling_auto  # noqa: F401
 
-    import mcore_bridge.models.build
+    import mcore_bridge.factory.build
     import mcore_bridge.weights.save  # noqa: F401

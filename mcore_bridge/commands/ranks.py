@@ -131,7 +131,7 @@ def check_rank(task: Task, report: Report) -> Finding:
 
 
 def _build(task: Task, finding: Finding, report: Report) -> list[GPTModel]:
-    from mcore_bridge.models.build import build_model
+    from mcore_bridge.factory.build import build_model
 
     torch.distributed.barrier()
     start = time.perf_counter()

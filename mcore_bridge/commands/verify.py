@@ -20,7 +20,7 @@ from mcore_bridge.weights.dtypes import Dtypes, dtype_name, wanted_dtype
 from mcore_bridge.weights.manifest import Manifest, TensorSpec
 
 if TYPE_CHECKING:
-    from mcore_bridge.models.blueprint import Blueprint
+    from mcore_bridge.factory.blueprint import Blueprint
 
 BUILDABLE = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = 1e-3
@@ -109,7 +109,7 @@ def verify(
     Raises:
         BridgeError: whatever cannot be read, built, loaded or exported.
     """
-    from mcore_bridge.models.blueprint import draw
+    from mcore_bridge.factory.blueprint import draw
 
     checkpoint = Checkpoint(folder)
     dtypes = {tensor.dtype for tensor in checkpoint.values() if tensor.is_floating_point()}

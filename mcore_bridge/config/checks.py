@@ -1,4 +1,4 @@
-"""What may be set, and what fits together: names of the installed megatron-core, overrides, sizes against the mesh."""
+"""What may be set: names of the installed megatron-core, and overrides that fit what the table says."""
 
 import dataclasses
 import functools
@@ -6,8 +6,7 @@ import inspect
 from collections.abc import Mapping, Set
 from difflib import get_close_matches
 
-from mcore_bridge.config.parallel import ParallelDims
-from mcore_bridge.errors import ConfigError, MeshError
+from mcore_bridge.errors import ConfigError
 
 ATTRIBUTES = frozenset(
     (
@@ -89,16 +88,4 @@ def require_windows(settings: Mapping[str, object]) -> None:
         raise ConfigError(
             f"window_attn_skip_freq must say for each of the {num_layers} layers whether it slides, "
             f"found {len(layers)} entries. Override it together with num_layers."
-        )
-
-
-def require_mesh(settings: Mapping[str, object], *, dims: ParallelDims) -> None:
-    """mcore finds these out while it builds, one rank after the other; we know them before."""
-    for name in ("num_attention_heads", "ffn_hidden_size"):
-        if isinstance(size := settings.get(name), int) and size % dims.tp:
-            raise MeshError(f"tp={dims.tp} must divide {name}={size}. Choose another tp.")
-    groups = settings.get("num_query_groups")
-    if isinstance(groups, int) and groups % dims.tp and dims.tp % groups:
-        raise MeshError(
-            f"tp={dims.tp} must divide num_query_groups={groups}, or be a multiple of it. Choose another tp."
         )

@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mcore_bridge import plugins
 from mcore_bridge.config.spelling import merged, speaks_rope_parameters, spelled
 from mcore_bridge.errors import ConfigError
 
@@ -93,6 +94,8 @@ def _config_class(fields: dict[str, object], folder: Path) -> "type[PretrainedCo
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise ConfigError(f"{folder / _CONFIG} must name a model_type, found {model_type!r}.")
+    if model_type not in CONFIG_MAPPING:
+        list(plugins.load())  # which may register a class of theirs
     if model_type not in CONFIG_MAPPING:
         near = get_close_matches(model_type, list(CONFIG_MAPPING.keys()), n=3)
         hint = f" Nearest names: {', '.join(near)}." if near else ""

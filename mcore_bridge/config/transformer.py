@@ -15,13 +15,12 @@ from mcore_bridge.config.checks import (
     config_fields,
     gpt_argument_names,
     require_known,
-    require_mesh,
     require_overridable,
     require_vocab,
     require_windows,
 )
 from mcore_bridge.config.fields import Field, count, to_hf, to_mcore
-from mcore_bridge.config.parallel import ParallelDims
+from mcore_bridge.config.parallel import ParallelDims, check_model
 from mcore_bridge.config.rope import Rope
 from mcore_bridge.errors import ConfigError
 
@@ -56,7 +55,7 @@ def to_transformer_config(
     dims = dims or ParallelDims()
     settings = _settings(hf, table, dims=dims, overrides=overrides)
     settings |= {**_dtype_fields(dtype), **_only(overrides or {}, config_fields())}
-    require_mesh(settings, dims=dims)
+    check_model(dims, settings)
     try:
         config = TransformerConfig(**_only(settings, config_fields()))
     except (AssertionError, TypeError, ValueError) as error:

@@ -1,1 +1,1 @@
-"""Architectures, one small file each, the registry that holds them, and the factory of models."""
+"""Architectures, one small file each: a config table, and rules for the weights put together from ``blocks.py``."""

@@ -1,7 +1,7 @@
 """Llama 2 and 3.x, and all that is published as one: every rope, biases in attention and MLP."""
 
+from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.tables import BIAS_ANY, DENSE, QK_PLAIN, WINDOW_NONE
-from mcore_bridge.models.architecture import Architecture
 from mcore_bridge.models.blocks import GQA, NORMS, O_BIAS, QKV_BIAS, SWIGLU, SWIGLU_BIAS, decoder
 
 ARCHITECTURE = Architecture(

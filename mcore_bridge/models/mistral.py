@@ -1,7 +1,7 @@
 """Mistral: a llama without biases, in which every layer slides over a window, or none does."""
 
+from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.tables import BIAS_NONE, DENSE, QK_PLAIN, WINDOW_ALL
-from mcore_bridge.models.architecture import Architecture
 from mcore_bridge.models.blocks import GQA, NORMS, SWIGLU, decoder
 
 ARCHITECTURE = Architecture(

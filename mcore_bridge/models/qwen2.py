@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5: biases of q, k and v, and a window in some layers."""
 
+from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.tables import BIAS_QKV, DENSE, QK_PLAIN, WINDOW_BY_LAYER
-from mcore_bridge.models.architecture import Architecture
 from mcore_bridge.models.blocks import GQA, NORMS, QKV_BIAS, SWIGLU, decoder
 
 ARCHITECTURE = Architecture(

@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Union
 
+from mcore_bridge.architecture import architecture_of
 from mcore_bridge.config.hf import find_folder, read_config
-from mcore_bridge.models.architecture import architecture_of
 from mcore_bridge.weights.layout import REPLICATED, VOCAB
 from mcore_bridge.weights.mapping import Rules, WeightMapping, table
 

@@ -14,7 +14,7 @@ import torch
 
 from mcore_bridge.config.parallel import ParallelDims, Stage
 from mcore_bridge.errors import ConfigError, MeshError
-from mcore_bridge.models.blueprint import (
+from mcore_bridge.factory.blueprint import (
     Blueprint,
     Overrides,
     draw,
@@ -22,9 +22,9 @@ from mcore_bridge.models.blueprint import (
     to_layer_spec,
     to_transformer_config,
 )
-from mcore_bridge.models.census import census
-from mcore_bridge.models.chunk import build_chunk, building
-from mcore_bridge.models.freeze import freeze_parameters
+from mcore_bridge.factory.census import census
+from mcore_bridge.factory.chunk import build_chunk, building
+from mcore_bridge.factory.freeze import freeze_parameters
 from mcore_bridge.weights.load import Source, load_hf_weights
 
 if TYPE_CHECKING:

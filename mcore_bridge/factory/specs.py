@@ -63,13 +63,13 @@ def _final_norm(backend: Backend) -> type:
         from megatron.core.extensions.transformer_engine import TENorm
 
         return TENorm
-    from mcore_bridge.models.modules import Norm
+    from mcore_bridge.factory.modules import Norm
 
     return Norm
 
 
 def _use_torch_modules(layer: Any, config: TransformerConfig) -> None:
-    from mcore_bridge.models.modules import CoreAttention, Norm
+    from mcore_bridge.factory.modules import CoreAttention, Norm
 
     layer.input_layernorm = layer.pre_mlp_layernorm = Norm
     attention = layer.self_attention.submodules
@@ -81,7 +81,7 @@ def _use_torch_modules(layer: Any, config: TransformerConfig) -> None:
 @functools.cache
 def _biased_row_linear(backend: Backend) -> type:
     if backend == "torch":
-        from mcore_bridge.models.modules import BiasedRowParallelLinear
+        from mcore_bridge.factory.modules import BiasedRowParallelLinear
 
         return BiasedRowParallelLinear
     from megatron.core.extensions.transformer_engine import TERowParallelLinear

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mcore_bridge.errors import MeshError
-from mcore_bridge.models.heads import HiddenPadding, initialise_head, replace_output_layer
+from mcore_bridge.factory.heads import HiddenPadding, initialise_head, replace_output_layer
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
     from mcore_bridge.config.parallel import Stage
-    from mcore_bridge.models.blueprint import Blueprint
+    from mcore_bridge.factory.blueprint import Blueprint
 
 
 @contextlib.contextmanager
@@ -75,7 +75,7 @@ def build_chunk(blueprint: Blueprint, stage: Stage, *, seed: int) -> GPTModel:
 
 def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     """What mcore cannot build: transformers' rope and the small heads; and the note of where the chunk comes from."""
-    from mcore_bridge.models.rotary import HFRotaryEmbedding
+    from mcore_bridge.factory.rotary import HFRotaryEmbedding
 
     if hasattr(chunk, "rotary_pos_emb"):
         chunk.rotary_pos_emb = HFRotaryEmbedding(

@@ -1,19 +1,18 @@
 """The registry: an architecture is a config table and rules for its weights, found by the ``model_type`` of HF.
 
-Ours are the files of this folder with a line ``ARCHITECTURE = ...``, so that a new one is one new file. Those of other
-packages come by ``register`` or, once a ``model_type`` is unknown, by the entry points of the group
-``mcore_bridge.architectures``, each of which loads to an ``Architecture`` or a sequence of them.
+Ours are the files of ``models/`` that define ``ARCHITECTURE``, so that a new one is one new file. Those of other
+packages come by ``register`` or, once a ``model_type`` is unknown, by entry points (``plugins.py``).
 """
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+import pkgutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib.metadata import entry_points
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mcore_bridge import plugins
 from mcore_bridge.config.fields import Field
 from mcore_bridge.errors import ConfigError
 
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from mcore_bridge.weights.mapping import Rule
-
-GROUP = "mcore_bridge.architectures"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,38 +73,30 @@ def architecture_of(hf: "PretrainedConfig | str") -> Architecture:
     model_type = hf if isinstance(hf, str) else hf.model_type
     _load_ours()
     if model_type not in _REGISTRY:
-        _load_entry_points()
+        _load_theirs()
     if model_type not in _REGISTRY:
         near = get_close_matches(model_type, list(_REGISTRY), n=3) or sorted(_REGISTRY)
         raise ConfigError(
             f"The model_type must be a registered architecture, found {model_type!r}; nearest names: "
-            f"{', '.join(near)}. Register one, or install a package with an entry point of the group {GROUP!r}."
+            f"{', '.join(near)}. Register one, or install a package with an entry point of the group {plugins.GROUP!r}."
         )
     return _REGISTRY[model_type]
 
 
 @functools.cache
 def _load_ours() -> None:
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        if "\nARCHITECTURE = " in path.read_text(encoding="utf-8"):
-            _add(importlib.import_module(f"mcore_bridge.models.{path.stem}").ARCHITECTURE)
+    package = importlib.import_module("mcore_bridge.models")
+    for module in pkgutil.iter_modules(package.__path__):
+        found = getattr(importlib.import_module(f"{package.__name__}.{module.name}"), "ARCHITECTURE", None)
+        if isinstance(found, Architecture):
+            _add(found)
 
 
-def _load_entry_points() -> None:
-    """Not cached: a package may be put on ``sys.path`` while we run."""
-    for entry_point in entry_points(group=GROUP):
-        try:
-            loaded = entry_point.load()
-        except Exception as error:  # a broken package of someone else must be named, whatever it raises
-            raise ConfigError(
-                f"The entry point {entry_point.value!r} of {GROUP!r} must load, but raises: {error!r}."
-            ) from error
-        offered: Iterable[object] = (loaded,) if isinstance(loaded, Architecture) else loaded
-        for architecture in offered if isinstance(offered, Iterable) else (offered,):
+def _load_theirs() -> None:
+    for name, offer in plugins.load():
+        for architecture in (offer,) if isinstance(offer, Architecture) else offer:
             if not isinstance(architecture, Architecture):
-                raise ConfigError(
-                    f"The entry point {entry_point.value!r} must give an Architecture, found {architecture!r}."
-                )
+                raise ConfigError(f"The entry point {name!r} must give an Architecture, found {architecture!r}.")
             _add(architecture)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mcore_bridge.config.rope import Rope
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.models.modules import zigzag
+from mcore_bridge.factory.modules import zigzag
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

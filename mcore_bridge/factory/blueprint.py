@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mcore_bridge.architecture import Architecture, architecture_of
 from mcore_bridge.config import transformer
 from mcore_bridge.config.parallel import ParallelDims, Stage
 from mcore_bridge.errors import MeshError
-from mcore_bridge.models import specs
-from mcore_bridge.models.architecture import Architecture, architecture_of
-from mcore_bridge.models.census import resolve_layout
-from mcore_bridge.models.heads import check_head
+from mcore_bridge.factory import specs
+from mcore_bridge.factory.census import resolve_layout
+from mcore_bridge.factory.heads import check_head
 from mcore_bridge.weights.provenance import Provenance, provenance_of
 
 if TYPE_CHECKING:
@@ -90,7 +90,6 @@ def draw(
     overrides = _interleaved(dims, overrides)
     table = architecture.fields
     config = transformer.to_transformer_config(hf, table, dims=dims, dtype=dtype, overrides=overrides)
-    dims.stages(config.num_layers)
     gpt_arguments = transformer.to_gpt_arguments(hf, table, dims=dims, overrides=overrides)
     if head != "lm":
         gpt_arguments["share_embeddings_and_output_weights"] = False

@@ -1,0 +1,1 @@
+"""From an HF config to megatron-core ``GPTModel``s: a blueprint decides and checks, then chunks are built."""
