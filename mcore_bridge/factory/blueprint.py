@@ -58,10 +58,9 @@ class Blueprint:
 
     def block_spec(self, stage: Stage) -> TransformerBlockSubmodules:
         """The layers of a stage and the norm after the last one."""
-        if self.architecture.layer_spec is not None:
-            spec: TransformerBlockSubmodules = self.architecture.layer_spec(self.config, vp_stage=self.vp_stage(stage))
-            return spec
-        return specs.block_spec(self.config, stage.layers, backend=self.backend)
+        layer_spec = self.architecture.layer_spec or specs.block_spec
+        spec: TransformerBlockSubmodules = layer_spec(self.config, stage.layers, backend=self.backend)
+        return spec
 
     def __str__(self) -> str:
         """For the log; the mesh says itself what it is."""
