@@ -32,8 +32,8 @@ class Architecture:
         rules: the weight rules of a config.
         ignored: patterns (fnmatch) of HF tensor names that a checkpoint may hold and that we do not use.
         aliases: further ``model_type`` values that mean the same.
-        layer_spec: an own layer spec, called as ``factory.specs.block_spec`` is, which it may call and edit: the config,
-            the layers of a stage and the backend give its ``TransformerBlockSubmodules``. None is that function.
+        layer_spec: an own layer spec: a function like ``factory.specs.block_spec``, which it may call, from the config,
+            the layers of a stage and the backend to its ``TransformerBlockSubmodules``. None is that function.
         model: an own subclass of ``GPTModel``; None is mcore's.
     """
 

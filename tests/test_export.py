@@ -336,3 +336,63 @@ def other_bucket_bytes():
 
 def test_ranks_that_ask_for_different_buckets_are_told():
     pool.run(4, other_bucket_bytes, timeout=60)
+
+
+def export_wrapped():
+    """Out of megatron-core's own wrappers, before and after a step of training, and with parameters on the CPU anew."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.module import Float16Module
+
+    models, state = built(dtype=torch.bfloat16)
+    state = {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}
+    halves = [Float16Module(chunk.config, chunk) for chunk in models]
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+    wrapped = [DistributedDataParallel(chunk.config, ddp, half) for chunk, half in zip(models, halves, strict=True)]
+    assert_exact(mb.to_hf_state_dict(wrapped, bucket_bytes=BUCKET), state)
+    mb.load_hf_weights(wrapped, {name: -tensor for name, tensor in state.items()})
+    assert_exact(mb.to_hf_state_dict(models), {name: -tensor for name, tensor in state.items()})
+
+
+def test_megatrons_own_wrappers_are_seen_through():
+    pool.run(4, export_wrapped)
+
+
+class Unknown:
+    """Mixed into a class, it makes one that no table of classes knows."""
+
+
+def export_unknown_classes():
+    models, state = built()
+    for chunk in models:
+        for module in chunk.modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                module.__class__ = type(f"Unknown{type(module).__name__}", (Unknown, type(module)), {})
+    assert_exact(mb.to_hf_state_dict(models), state)
+
+
+def test_classes_of_modules_do_not_matter():
+    pool.run(4, export_unknown_classes)
+
+
+def export_with_head(head, tied):
+    hf = tiny("qwen2", num_labels=3, tie_word_embeddings=tied)
+    dims = mb.ParallelDims(tp=4, pp=2)
+    lm = random_state(hf)
+    models, _ = built(dims, hf, head=head, load_weights=lm)
+    exported = mb.to_hf_state_dict(models)
+    rows = 1 if head == "value" else 3
+    assert exported.keys() == lm.keys() - {"lm_head.weight"} | {"score.weight"}
+    assert exported["score.weight"].shape == (rows, hf.hidden_size)
+    report = mb.load_hf_weights(models, lm)
+    holds_head = any(chunk.post_process for chunk in models)
+    assert report.initialised == (("score.weight",) if holds_head else ())
+    assert report.ignored == (() if tied else ("lm_head.weight",))
+    scored = {**exported, "score.weight": torch.randn(rows, hf.hidden_size, generator=torch.Generator().manual_seed(9))}
+    assert mb.load_hf_weights(models, scored).initialised == ()
+    assert_exact(mb.to_hf_state_dict(models), scored)
+
+
+@pytest.mark.parametrize("head", ["value", "classification"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_heads_load_from_a_causal_lm_and_from_their_own_weights(head, tied):
+    pool.run(8, export_with_head, head, tied)

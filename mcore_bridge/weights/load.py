@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from mcore_bridge.config.hf import find_folder
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.bound import BoundModel, Models, bind
 from mcore_bridge.weights.checkpoint import Checkpoint
@@ -71,8 +71,9 @@ def load_hf_weights(
 
     Args:
         models: this rank's chunks, wrapped or not, on any device.
-        source: a folder of safetensors (with or without index), a mapping of HF names to tensors, or an iterable of
-            pairs (on every rank, as there is no collective). Folders and mappings are checked before the first write.
+        source: a folder of safetensors, with or without index (or its hub name in the local cache), a mapping of HF
+            names to tensors, or an iterable of pairs (on every rank, as there is no collective). Folders and mappings
+            are checked before the first write.
         hf, head: for models that ``build_model`` did not make: their HF config or folder, and their head.
         dtype: what tensors are cast to on the way. By default nothing is cast, and a parameter of another dtype must be
             able to hold every value of its source.
@@ -83,7 +84,7 @@ def load_hf_weights(
     """
     load = _Load(bind(models, hf, head), dtype)
     if isinstance(source, str | os.PathLike):
-        source = Checkpoint(_folder(source))
+        source = Checkpoint(find_folder(source))
     if not isinstance(source, Mapping):
         for name, tensor in source:
             load.write(name, tensor)
@@ -100,20 +101,6 @@ def load_hf_weights(
 
 def _items(source: Mapping[str, Tensor], names: list[str]) -> Iterator[tuple[str, Tensor]]:
     return ((name, source[name]) for name in names)
-
-
-def _folder(source: str | os.PathLike[str]) -> Path:
-    """A folder as it is; a hub name as its folder in the local cache."""
-    path = Path(source)
-    if path.is_dir() or not isinstance(source, str) or source.count("/") != 1 or path.is_absolute():
-        return path
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(source, local_files_only=True))
-    except LocalEntryNotFoundError:
-        raise CheckpointError(f"{source} is neither a folder nor a hub name in the local cache; download it") from None
 
 
 class _Load:

@@ -1,8 +1,7 @@
-"""A package of somebody else: an architecture that we have never seen, with a layer spec and a model class of its own."""
+"""A package of somebody else: an architecture with a layer spec and a model class of its own."""
 
 import acme_models.transformers_side as _  # noqa: F401
 from acme_models.megatron_side import AcmeGPT, layer_spec
-
 from mcore_bridge import Architecture
 from mcore_bridge.config.tables import BIAS_ANY, DENSE, QK_PLAIN, WINDOW_NONE
 from mcore_bridge.models.blocks import GQA, NORMS, SWIGLU, decoder

@@ -1,0 +1,180 @@
+"""Importing the library costs next to nothing and changes nothing; its own modules import each other one way."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "mcore_bridge"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+LEVELS = {
+    "errors": 0,
+    "cpu": 1,
+    "plugins": 1,
+    "config": 2,
+    "architecture": 3,
+    "weights": 4,
+    "models": 5,
+    "factory": 6,
+    "trainers": 7,
+    "commands": 8,
+    "cli": 9,
+}
+"""A module imports only from lower levels, or from its own folder."""
+
+DISTRIBUTED = {"weights/transport.py", "config/processes.py"}
+
+WATCH = """
+import json, sys, types
+import torch, transformers, megatron.core
+import megatron.core.models.gpt, megatron.core.parallel_state, megatron.core.tensor_parallel.random
+import transformers.models.llama.modeling_llama
+
+def loaded():
+    return {name: module for name, module in sys.modules.items()
+            if name.partition(".")[0] in ("torch", "transformers", "megatron") and isinstance(module, types.ModuleType)}
+
+def snapshot():
+    seen = {}
+    for name, module in loaded().items():
+        for key, value in list(vars(module).items()):
+            seen[f"{name}.{key}"] = value
+            if isinstance(value, type) and value.__module__.partition(".")[0] in ("torch", "transformers", "megatron"):
+                seen.update({f"{name}.{key}.{attribute}": held for attribute, held in list(vars(value).items())})
+    return seen
+
+before_modules, before = set(sys.modules), snapshot()
+import mcore_bridge
+{action}
+after = snapshot()
+new = sorted(name for name in set(sys.modules) - before_modules)
+same = [name for name in before if name in after and after[name] is before[name]]
+changed = sorted(name for name in {{*before, *after}} if name not in same or name not in after)
+print(json.dumps({{"new": new, "changed": changed, "watched": len(before),
+                  "cuda": torch.cuda.is_initialized(), "group": torch.distributed.is_initialized()}}))
+"""
+
+
+def watch(action: str = "") -> dict[str, list[str] | int | bool]:
+    """What ``import mcore_bridge`` and then ``action`` do in a fresh process that has imported the libraries."""
+    script = WATCH.replace("{action}", action).replace("{{", "{").replace("}}", "}")
+    finished = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert finished.returncode == 0, finished.stderr
+    found: dict[str, list[str] | int | bool] = json.loads(finished.stdout.splitlines()[-1])
+    return found
+
+
+USE_ALL = "for name in mcore_bridge.__all__: getattr(mcore_bridge, name)"
+
+
+def foreign(modules: object) -> list[str]:
+    """Modules that are neither ours nor of the standard library."""
+    assert isinstance(modules, list)
+    known = {"mcore_bridge", *sys.stdlib_module_names}
+    return [name for name in modules if name.partition(".")[0] not in known]
+
+
+def test_importing_brings_no_other_module() -> None:
+    found = watch()
+    assert foreign(found["new"]) == []
+    assert found["new"] == ["mcore_bridge"]
+
+
+def test_importing_changes_nothing() -> None:
+    found = watch()
+    assert isinstance(found["watched"], int)
+    assert found["watched"] > 10_000
+    assert found["changed"] == []
+    assert not found["cuda"]
+    assert not found["group"]
+
+
+def test_using_every_name_changes_nothing_and_brings_little() -> None:
+    found = watch(USE_ALL)
+    assert {name.partition(".")[0] for name in foreign(found["new"])} <= {"safetensors", "einops"}
+    changed = found["changed"]
+    assert isinstance(changed, list)
+    assert [name for name in changed if "lazy" not in name.lower()] == []
+
+
+def test_a_change_would_be_seen() -> None:
+    planted = "megatron.core.parallel_state.get_tensor_model_parallel_rank = None; torch.nn.Linear.forward = None"
+    changed = watch(planted)["changed"]
+    assert isinstance(changed, list)
+    assert "megatron.core.parallel_state.get_tensor_model_parallel_rank" in changed
+    assert "torch.nn.Linear.forward" in changed
+
+
+def test_importing_needs_neither_transformer_engine_nor_a_gpu() -> None:
+    block = (
+        "import sys\n"
+        "class Block:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in ('transformer_engine', 'triton', 'apex', 'megatron', 'transformers'):\n"
+        "            raise ImportError(name)\n"
+        "sys.meta_path.insert(0, Block())\n"
+        "import mcore_bridge\n"
+        f"{USE_ALL}\n"
+    )
+    finished = subprocess.run([sys.executable, "-W", "error", "-c", block], capture_output=True, text=True, cwd=ROOT)
+    assert finished.returncode == 0, finished.stderr
+
+
+# the source -----------------------------------------------------------------------------------------------------------
+
+
+def imports(path: Path) -> Iterator[str]:
+    """The modules that a file imports at run time, at any depth; what only type checkers see is left out."""
+    waiting: list[ast.AST] = [ast.parse(path.read_text())]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            waiting.extend(node.orelse)
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        waiting.extend(ast.iter_child_nodes(node))
+
+
+def level_of(module: str) -> int | None:
+    """The level of a module of ours; the package itself is none."""
+    parts = module.split(".")
+    return LEVELS.get(parts[1]) if parts[0] == "mcore_bridge" and len(parts) > 1 else None
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_run_one_way(path: Path) -> None:
+    folder = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    if folder == "__init__":
+        return
+    for module in imports(path):
+        level = level_of(module)
+        if level is not None and module.split(".")[1] != folder:
+            assert level < LEVELS[folder], f"{path.name} imports {module}"
+
+
+def test_only_few_modules_know_of_processes() -> None:
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in MODULES
+        if any(module == "torch.distributed" or module.startswith("torch.distributed.") for module in imports(path))
+    }
+    assert {name for name in found if not name.startswith("commands/")} <= DISTRIBUTED
+    assert "weights/transport.py" in found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_sources_are_ascii_and_name_no_place_of_a_machine(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.isascii()
+    for place in ("/home/", "/root/", "/tmp/", "/work/", "/Users/"):
+        assert place not in text
