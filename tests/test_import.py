@@ -54,8 +54,8 @@ import mcore_bridge
 {action}
 after = snapshot()
 new = sorted(name for name in set(sys.modules) - before_modules)
-same = [name for name in before if name in after and after[name] is before[name]]
-changed = sorted(name for name in {{*before, *after}} if name not in same or name not in after)
+nothing = object()
+changed = sorted(n for n in {{*before, *after}} if before.get(n, nothing) is not after.get(n, nothing))
 print(json.dumps({{"new": new, "changed": changed, "watched": len(before),
                   "cuda": torch.cuda.is_initialized(), "group": torch.distributed.is_initialized()}}))
 """
@@ -98,9 +98,7 @@ def test_importing_changes_nothing() -> None:
 def test_using_every_name_changes_nothing_and_brings_little() -> None:
     found = watch(USE_ALL)
     assert {name.partition(".")[0] for name in foreign(found["new"])} <= {"safetensors", "einops"}
-    changed = found["changed"]
-    assert isinstance(changed, list)
-    assert [name for name in changed if "lazy" not in name.lower()] == []
+    assert found["changed"] == []
 
 
 def test_a_change_would_be_seen() -> None:
@@ -116,7 +114,7 @@ def test_importing_needs_neither_transformer_engine_nor_a_gpu() -> None:
         "import sys\n"
         "class Block:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.partition('.')[0] in ('transformer_engine', 'triton', 'apex', 'megatron', 'transformers'):\n"
+        "        if name.partition('.')[0] in ('transformer_engine', 'apex', 'megatron', 'transformers'):\n"
         "            raise ImportError(name)\n"
         "sys.meta_path.insert(0, Block())\n"
         "import mcore_bridge\n"
