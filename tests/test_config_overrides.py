@@ -85,9 +85,7 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused(tmp_path: Path) -> Non
     hf = read(family("llama"), tmp_path)
     with pytest.raises(MeshError, match="must divide num_attention_heads=6"):
         to_transformer_config(hf, table_of(hf), dims=ParallelDims(tp=4))
-    with pytest.raises(
-        MeshError, match=r"must divide num_query_groups=2 \(num_key_value_heads in the HF config\)"
-    ):
+    with pytest.raises(MeshError, match=r"must divide num_query_groups=2 \(num_key_value_heads in the HF config\)"):
         to_transformer_config(hf, table_of(hf), dims=ParallelDims(tp=3))
     with pytest.raises(MeshError, match="must divide ffn_hidden_size=72"):
         to_transformer_config(hf, table_of(hf), dims=ParallelDims(tp=5), overrides={"num_attention_heads": 10})

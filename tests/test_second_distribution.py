@@ -61,8 +61,15 @@ def site(tmp_path_factory):
 
 def test_an_outside_architecture_by_entry_point(site, tmp_path):
     config = {
-        "model_type": "acme", "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "head_dim": 24,
-        "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 64,
+        "model_type": "acme",
+        "vocab_size": 97,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "head_dim": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     root = str(Path(__file__).parent.parent)
