@@ -1,5 +1,7 @@
 """Logits of a model of ours against transformers': fp32, CPU, everything random."""
 
+import tempfile
+from functools import cache
 from typing import Any
 
 import torch
@@ -7,9 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mcore_bridge as mb
-from tests.strategies import random_state
+from tests import zoo
+from tests.strategies import random_state, save
 
 SEQ, BATCH = 24, 2
+LONG = 40
+"""Longer than every original rope length and every window of the zoo: positions past them are compared too."""
 
 
 def tokens(hf: Any, seq: int = SEQ) -> Tensor:
@@ -18,16 +23,30 @@ def tokens(hf: Any, seq: int = SEQ) -> Tensor:
 
 
 def reference_logits(hf: Any, seq: int = SEQ) -> Tensor:
-    """What transformers computes from ``random_state``, fp32 [BATCH, seq, vocab]."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_config(hf, attn_implementation="eager", dtype=torch.float32).eval()
-    missing, unexpected = model.load_state_dict(random_state(hf), strict=False)
-    assert not unexpected
-    assert set(missing) <= ({"lm_head.weight"} if hf.tie_word_embeddings else set())
-    model.tie_weights()
+    """What transformers computes from ``random_state`` as a file, fp32 [BATCH, seq, vocab]."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = reference_model(hf, folder)
     with torch.no_grad():
         return model(tokens(hf, seq)).logits
+
+
+def reference_model(hf: Any, folder: str) -> Any:
+    """transformers' model with ``random_state``, all of which it takes, and nothing else in it."""
+    from transformers import AutoModelForCausalLM
+
+    save(random_state(hf), hf, folder)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["unexpected_keys"], info["unexpected_keys"]
+    assert set(info["missing_keys"]) <= ({"lm_head.weight"} if hf.tie_word_embeddings else set()), info["missing_keys"]
+    return model.eval()
+
+
+@cache
+def reference_of(name: str) -> Tensor:
+    """``reference_logits`` of a case of the zoo."""
+    return reference_logits(zoo.cases()[name].hf, seq=LONG)
 
 
 def our_logits(hf: Any, dims: mb.ParallelDims, seq: int = SEQ) -> Tensor:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,24 +81,46 @@ def pipelines(draw: Any, pp: int, vp: int) -> tuple[int, dict[str, Any]]:
 
 
 def random_state(hf: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
-    """The HF state dict of a config, named and shaped by transformers itself: random, every value non-zero.
+    """The tensors of a checkpoint, named and shaped as transformers writes them: random, every value non-zero.
 
-    Norms spread around 1 and biases are as large as what they are added to, so that none can be swapped unseen.
+    Norms spread around 1 and biases are as large as what they are added to, so that none can be swapped unseen. What
+    selects experts stays in fp32, as in published checkpoints.
     """
     generator = torch.Generator().manual_seed(seed)
-    return {name: _random(name, shape, generator).to(dtype) for name, shape in _shapes(hf.to_json_string())}
+    state = {name: _random(name, shape, generator) for name, shape in _shapes(hf.to_json_string())}
+    return {name: tensor if _stays_fp32(name) else tensor.to(dtype) for name, tensor in state.items()}
+
+
+def save(state: dict[str, Tensor], hf: Any, folder: str | Path) -> None:
+    """``state`` as a checkpoint of ``hf`` in one file."""
+    from safetensors.torch import save_file
+
+    save_file(state, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+    hf.save_pretrained(folder)
 
 
 @functools.lru_cache(maxsize=512)
 def _shapes(config: str) -> tuple[tuple[str, torch.Size], ...]:
+    """The names on disk: transformers 5 holds experts under other names than it writes."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
     hf = AutoConfig.for_model(**json.loads(config))
     with init_empty_weights():
         empty = AutoModelForCausalLM.from_config(hf)
+    state = empty.state_dict()
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # transformers 4
+        pass
+    else:
+        state = revert_weight_conversion(empty, state)
     skipped = {"lm_head.weight"} if hf.tie_word_embeddings else set()
-    return tuple((name, tensor.shape) for name, tensor in empty.state_dict().items() if name not in skipped)
+    return tuple((name, tensor.shape) for name, tensor in state.items() if name not in skipped)
+
+
+def _stays_fp32(name: str) -> bool:
+    return name.endswith(("e_score_correction_bias", "expert_bias"))
 
 
 def _random(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
@@ -105,4 +128,4 @@ def _random(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
     values = torch.where(values.abs() < 1e-3, torch.ones(()), values)
     if "norm" in name:
         return 1 + 0.1 * values.clamp(-4, 4)
-    return values * (0.3 if name.endswith("bias") or "embed" in name else shape[-1] ** -0.5)
+    return values * (0.3 if name.endswith("bias") or "embed" in name or len(shape) == 1 else shape[-1] ** -0.5)

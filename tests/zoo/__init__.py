@@ -1,0 +1,54 @@
+"""Small models of every family, by name: what ``test_parity`` and ``test_families`` hold each of them to.
+
+Each file of this folder has ``CASES``. A case whose ``model_type`` the installed transformers lacks is left out. Dims
+are pairwise distinct where the family allows it, so that a transposed or misplaced matrix cannot fit.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import transformers
+
+from tests.strategies import tiny
+
+
+@dataclass(frozen=True)
+class Case:
+    """The HF fields of a small model."""
+
+    model_type: str
+    fields: Mapping[str, Any]
+
+    @property
+    def hf(self) -> Any:
+        """A new HF config."""
+        return tiny(self.model_type, **self.fields)
+
+
+def case(model_type: str, **fields: Any) -> Case:
+    """A case with the sizes of ``tiny`` but for ``fields``. Eight query heads, two KV groups."""
+    return Case(model_type, {"num_key_value_heads": 2, **fields})
+
+
+def rope(rope_type: str, theta: float = 10000.0, **fields: Any) -> dict[str, Any]:
+    """Rope as the installed transformers spells it, so that the reference computes it."""
+    spelled = {"rope_type": rope_type, **fields}
+    if transformers.__version__.startswith("4."):
+        return {"rope_theta": theta, "rope_scaling": spelled if fields else None, "max_position_embeddings": 64}
+    return {"rope_parameters": {**spelled, "rope_theta": theta}, "max_position_embeddings": 64}
+
+
+@cache
+def cases() -> dict[str, Case]:
+    """Every case by name."""
+    found: dict[str, Case] = {}
+    for module in pkgutil.iter_modules(__path__):
+        for name, each in importlib.import_module(f"{__name__}.{module.name}").CASES.items():
+            assert name not in found, name
+            if each.model_type in transformers.CONFIG_MAPPING:
+                found[name] = each
+    return found
