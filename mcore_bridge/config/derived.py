@@ -130,10 +130,21 @@ def _window_if_used_back(mcore: Mcore) -> dict[str, object]:
     return {**fields, "use_sliding_window": fields["sliding_window"] is not None}
 
 
+def _no_windows(hf: Hf) -> dict[str, object]:
+    kinds = hf.get("layer_types")
+    if kinds is not None and set(kinds) != {"full_attention"}:  # type: ignore[call-overload]  # else no list of names
+        raise ConfigError(f"layer_types must be 'full_attention' everywhere, found {kinds!r}.")
+    return {"window_size": None, "window_attn_skip_freq": None}
+
+
+def _no_windows_back(mcore: Mcore) -> dict[str, object]:
+    if mcore["window_size"] is not None:
+        raise ConfigError("window_size must be None: this architecture has no windows. Remove the override.")
+    return {}
+
+
 def _windows(hf: Hf) -> dict[str, object]:
     kinds, num_layers = hf.get("layer_types"), count(hf, "num_hidden_layers")
-    if kinds is None and not hf.get("use_sliding_window"):  # older configs say nothing more
-        kinds = ["full_attention"] * num_layers
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise ConfigError(f"layer_types must name the attention of each of the {num_layers} layers, found {kinds!r}.")
     if unknown := sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"}):
@@ -178,5 +189,6 @@ BIASES         = Derive(("attention_bias", "mlp_bias"), _biases, _biases_back)
 ATTENTION_BIAS = Derive(("attention_bias",), _biases, _attention_bias_back)
 WINDOW         = Derive(("sliding_window",), _window, _window_back)
 WINDOW_IF_USED = Derive(("sliding_window", "use_sliding_window"), _window_if_used, _window_if_used_back)
+NO_WINDOWS     = Derive(("layer_types",), _no_windows, _no_windows_back)
 WINDOWS        = Derive(("sliding_window", "layer_types"), _windows, _windows_back)
 # fmt: on

@@ -102,6 +102,11 @@ WINDOW_IF_USED: tuple[Field, ...] = (
     derived.WINDOW_IF_USED,
     Ignore("every layer slides, or none does", ("max_window_layers",)),
 )
+WINDOW_OFF: tuple[Field, ...] = (
+    derived.NO_WINDOWS,
+    Require("use_sliding_window", (False,), "versions of transformers disagree on which layers of this model slide"),
+    Ignore("no layer slides", ("sliding_window", "max_window_layers")),
+)
 WINDOW_BY_LAYER: tuple[Field, ...] = (
     derived.WINDOWS,
     Ignore("transformers has made layer_types and sliding_window of them", ("use_sliding_window", "max_window_layers")),
