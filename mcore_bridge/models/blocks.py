@@ -21,6 +21,8 @@ SWIGLU_BIAS = under("mlp", "mlp", table(
                     ("linear_fc1.bias",                     "{gate,up}_proj.bias",             GATED_UP),
                     ("linear_fc2.bias",                     "down_proj.bias",                  REPLICATED)))
 ROUTER      = table(("mlp.router.weight",                   "mlp.gate.weight",                 REPLICATED))
+ROUTER_BIAS = table(("mlp.router.expert_bias",              "mlp.gate.e_score_correction_bias", REPLICATED))
+SHARED      = under("mlp.shared_experts",                   "mlp.shared_experts",              GATED_MLP)
 EXPERTS     = experts("mlp.experts.*",                      "mlp.experts.*",                   GATED_MLP)
 MOE         = (*ROUTER, *EXPERTS)
 SHARED_GATED = (*under("mlp.shared_experts",                "mlp.shared_expert",               GATED_MLP),
