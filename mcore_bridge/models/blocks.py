@@ -29,6 +29,7 @@ SWIGLU      = under("mlp", "mlp", GATED_MLP)
 SWIGLU_BIAS = under("mlp", "mlp", table(
                     ("linear_fc1.bias",                     "{gate,up}_proj.bias",             GATED_UP),
                     ("linear_fc2.bias",                     "down_proj.bias",                  REPLICATED)))
+SINKS       = table(("self_attention.core_attention.softmax_offset", "self_attn.sinks",        COLUMN))
 ROUTER      = table(("mlp.router.weight",                   "mlp.gate.weight",                 REPLICATED))
 ROUTER_BIAS = table(("mlp.router.expert_bias",              "mlp.gate.e_score_correction_bias", REPLICATED))
 SHARED      = under("mlp.shared_experts",                   "mlp.shared_experts",              GATED_MLP)
