@@ -21,20 +21,24 @@ _ACTIVATIONS: dict[str, Callable[..., object]] = {  # the first name of a functi
 }
 
 
-def _activation(hf: Hf) -> dict[str, object]:
-    name = hf.get("hidden_act")
-    if name not in _ACTIVATIONS:
-        raise ConfigError(
-            f"hidden_act must be one of {sorted(_ACTIVATIONS)}, which megatron-core has too; found {name!r}."
-        )
-    return {"activation_func": _ACTIVATIONS[str(name)]}
+def activation(field: str, *unread: str) -> Derive:
+    """The activation that ``field`` names; transformers does not read the other fields of that kind."""
+
+    def forward(hf: Hf) -> dict[str, object]:
+        name = hf.get(field)
+        if name not in _ACTIVATIONS:
+            raise ConfigError(
+                f"{field} must be one of {sorted(_ACTIVATIONS)}, which megatron-core has too; found {name!r}."
+            )
+        return {"activation_func": _ACTIVATIONS[str(name)]}
+
+    return Derive((field, *unread), forward, lambda mcore: {field: _activation_name(mcore["activation_func"])})
 
 
-def _hidden_act(mcore: Mcore) -> dict[str, object]:
-    found = mcore["activation_func"]
+def _activation_name(found: object) -> str:
     for name, function in _ACTIVATIONS.items():
         if _identity(function) == _identity(found):
-            return {"hidden_act": name}
+            return name
     raise ConfigError(f"activation_func must be one that HF has a name for ({sorted(_ACTIVATIONS)}), found {found!r}.")
 
 
@@ -159,7 +163,7 @@ def _hf_window(window: object) -> int | None:
 
 
 # fmt: off
-ACTIVATION     = Derive(("hidden_act",), _activation, _hidden_act)
+ACTIVATION     = activation("hidden_act")
 HEADS          = Derive(("num_attention_heads", "num_key_value_heads", "head_dim"), _heads, _heads_back)
 VOCAB          = Derive(("vocab_size",), _vocab, _vocab_back)
 ROPE           = Derive(("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"), _rope, _rope_back)

@@ -3,8 +3,8 @@
 Names are those of transformers 4.57 and 5.x together: a name that one version lacks claims nothing there.
 """
 
-from mcore_bridge.config import derived
-from mcore_bridge.config.fields import Const, Field, Ignore, Map, Preset, Require
+from mcore_bridge.config import derived, layer_ropes, scales
+from mcore_bridge.config.fields import Const, Field, Ignore, Map, Preset, Require, amended
 
 IDENTITY = Ignore(
     "they name the model, its files and the program that wrote them",
@@ -20,7 +20,13 @@ RUNTIME = Ignore(
         *("use_cache", "return_dict", "output_hidden_states", "output_attentions", "output_scores", "torchscript"),
         *("use_return_dict", "return_dict_in_generate", "chunk_size_feed_forward", "pretraining_tp"),
         *("tf_legacy_loss", "use_bfloat16", "gradient_checkpointing", "_attn_implementation_autoset"),
-        *("attn_implementation", "_attn_implementation", "_output_attentions", "_experts_implementation"),
+        *(
+            "cache_implementation",
+            "attn_implementation",
+            "_attn_implementation",
+            "_output_attentions",
+            "_experts_implementation",
+        ),
     ),
 )
 DTYPE = Ignore("the argument dtype decides", ("dtype", "torch_dtype"))
@@ -104,6 +110,26 @@ WINDOW_BY_LAYER: tuple[Field, ...] = (
     derived.WINDOWS,
     Ignore("transformers has made layer_types and sliding_window of them", ("use_sliding_window", "max_window_layers")),
 )
+_PATTERN = Ignore("transformers has made layer_types of it", ("sliding_window_pattern", "_sliding_window_pattern"))
+WINDOW_PATTERN: tuple[Field, ...] = (derived.WINDOWS, _PATTERN)
+WINDOW_OR_NOPE: tuple[Field, ...] = (layer_ropes.WINDOW_OR_NOPE, _PATTERN)
 
 QK_PLAIN: tuple[Field, ...] = (Const("qk_layernorm", False),)
 QK_NORMED: tuple[Field, ...] = (Const("qk_layernorm", True),)
+QK_NORMED_TOGETHER: tuple[Field, ...] = (*QK_NORMED, Const("qk_norm_kind", "all_heads"))
+QK_NORMED_AFTER_ROPE: tuple[Field, ...] = (*QK_NORMED, Const("qk_norm_kind", "after_rope"))
+
+NORM_POST: tuple[Field, ...] = (Const("norm_placement", "post"),)
+NORM_SANDWICH: tuple[Field, ...] = (Const("norm_placement", "sandwich"),)
+
+GEMMA: tuple[Field, ...] = (
+    *amended(DENSE, Const("layernorm_zero_centered_gamma", True)),
+    *(scales.EMBEDDING, *BIAS_ATTENTION),
+    Require("use_bidirectional_attention", (None, False), "megatron-core's GPTModel is causal"),
+)
+"""What all of Gemma has: norms whose weights are around zero, and embeddings times the root of the hidden size."""
+GEMMA2: tuple[Field, ...] = (
+    *amended(GEMMA, derived.activation("hidden_activation", "hidden_act")),
+    *(scales.QUERY, scales.LOGIT_SOFTCAP, *WINDOW_PATTERN, *NORM_SANDWICH),
+)
+"""Gemma since the second: norms on both sides, a scale of its own for queries, and a window in some layers."""

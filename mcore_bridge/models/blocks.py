@@ -8,6 +8,13 @@ EMBEDDING   = table(("embedding.word_embeddings.weight",    "model.embed_tokens.
 FINAL_NORM  = table(("decoder.final_layernorm.weight",      "model.norm.weight",               REPLICATED))
 NORMS       = table(("input_layernorm.weight",              "input_layernorm.weight",          REPLICATED),
                     ("pre_mlp_layernorm.weight",            "post_attention_layernorm.weight", REPLICATED))
+PROJ_NORM   = table(("self_attention.linear_proj.post_layernorm.weight", "post_attention_layernorm.weight", REPLICATED))
+FC2_NORM    = table(("mlp.linear_fc2.post_layernorm.weight", "post_feedforward_layernorm.weight", REPLICATED))
+NORMS_POST  = (*PROJ_NORM, *FC2_NORM)
+NORMS_FOUR  = (*table(
+                    ("input_layernorm.weight",              "input_layernorm.weight",           REPLICATED),
+                    ("pre_mlp_layernorm.weight",            "pre_feedforward_layernorm.weight", REPLICATED)),
+               *NORMS_POST)
 GQA         = table(("self_attention.linear_qkv.weight",    "self_attn.{q,k,v}_proj.weight",   QKV),
                     ("self_attention.linear_proj.weight",   "self_attn.o_proj.weight",         ROW))
 QKV_BIAS    = table(("self_attention.linear_qkv.bias",      "self_attn.{q,k,v}_proj.bias",     QKV))
@@ -22,7 +29,9 @@ SWIGLU_BIAS = under("mlp", "mlp", table(
                     ("linear_fc2.bias",                     "down_proj.bias",                  REPLICATED)))
 # fmt: on
 
-__all__ = ["GQA", "NORMS", "O_BIAS", "QKV_BIAS", "QK_NORM", "SWIGLU", "SWIGLU_BIAS", "decoder"]
+__all__ = [
+    *("GQA", "NORMS", "NORMS_FOUR", "NORMS_POST", "O_BIAS", "QKV_BIAS", "QK_NORM", "SWIGLU", "SWIGLU_BIAS", "decoder")
+]
 
 
 def decoder(*layer: Rules) -> Rules:
