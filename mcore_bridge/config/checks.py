@@ -12,6 +12,7 @@ ATTRIBUTES = frozenset(
     (
         *("hf_rope", "hf_sliding_rope", "hf_vocab_size", "attention_output_bias"),
         *("norm_placement", "qk_norm_kind", "attention_softcap", "logit_softcap", "embedding_scale"),
+        "embedding_dropout",
         *("yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim"),
     )
 )
@@ -26,7 +27,8 @@ For ``build_model``:
 * ``norm_placement``: "pre" (mcore's), "post" (behind attention and MLP) or "sandwich" (both);
 * ``qk_norm_kind``: "head" (mcore's), "all_heads" (one norm over all of them) or "after_rope";
 * ``attention_softcap``, ``logit_softcap``: the largest score of attention, the largest logit; a tanh keeps them there;
-* ``embedding_scale``: what word embeddings are multiplied by.
+* ``embedding_scale``: what word embeddings are multiplied by;
+* ``embedding_dropout``: what the embedding drops, where that is not mcore's ``hidden_dropout``.
 
 For mcore's attention: the attention factor of the rope (``yarn_...``)."""
 

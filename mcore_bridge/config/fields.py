@@ -137,18 +137,6 @@ class Derive:
         return self.backward(mcore)
 
 
-def amended(table: tuple[Field, ...], *entries: Field) -> tuple[Field, ...]:
-    """``table`` with ``entries`` instead of those that claim one of the same HF fields or fix the same mcore name."""
-    claimed = {name for entry in entries for name in entry.names}
-    fixed = {entry.mcore for entry in entries if isinstance(entry, Const)}
-    kept = [
-        entry
-        for entry in table
-        if claimed.isdisjoint(entry.names) and not (isinstance(entry, Const) and entry.mcore in fixed)
-    ]
-    return (*kept, *entries)
-
-
 def to_mcore(table: tuple[Field, ...], hf: Hf) -> dict[str, object]:
     """Reads ``hf`` by ``table``: every mcore value that the table decides, by name.
 

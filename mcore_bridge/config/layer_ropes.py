@@ -1,16 +1,16 @@
 """Entries for models whose layers do not all rotate alike: by one rope under a window and another elsewhere, or not."""
 
 from mcore_bridge.config import derived
+from mcore_bridge.config.derived_rope import ROPE
 from mcore_bridge.config.fields import Derive, Hf, Mcore
-from mcore_bridge.config.rope import Rope, rope_from
+from mcore_bridge.config.rope import Rope
 from mcore_bridge.config.spelling import FULL, SLIDING, merged, of_layers, spelled_by_layer
 from mcore_bridge.errors import ConfigError
 
 
 def _ropes(hf: Hf) -> dict[str, object]:
     layers = of_layers(hf) or _layers_of_4(hf)
-    full, sliding = rope_from(layers[FULL]), rope_from(layers[SLIDING])
-    return {"hf_rope": full, "rotary_base": full.theta, "hf_sliding_rope": sliding}
+    return {**ROPE.forward(layers[FULL]), "hf_sliding_rope": ROPE.forward(layers[SLIDING])["hf_rope"]}
 
 
 def _layers_of_4(hf: Hf) -> dict[str, Hf]:

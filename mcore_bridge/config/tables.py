@@ -3,8 +3,10 @@
 Names are those of transformers 4.57 and 5.x together: a name that one version lacks claims nothing there.
 """
 
-from mcore_bridge.config import derived, layer_ropes, scales
-from mcore_bridge.config.fields import Const, Field, Ignore, Map, Preset, Require, amended
+from mcore_bridge.config import derived, derived_rope, layer_ropes, scales
+from mcore_bridge.config.fields import Const, Field, Ignore, Map, Preset, Require
+
+EMBEDDING_DROPOUT = "embedding_dropout"
 
 IDENTITY = Ignore(
     "they name the model, its files and the program that wrote them",
@@ -71,7 +73,7 @@ GEOMETRY: tuple[Field, ...] = (
     Map("rms_norm_eps", "layernorm_epsilon"),
     Map("initializer_range", "init_method_std"),
     Map("attention_dropout", "attention_dropout", default=0.0),
-    *(derived.HEADS, derived.VOCAB, derived.ACTIVATION, derived.ROPE),
+    *(derived.HEADS, derived.VOCAB, derived.ACTIVATION, derived_rope.ROPE),
 )
 MATHS: tuple[Field, ...] = (
     Const("normalization", "RMSNorm"),
@@ -80,7 +82,6 @@ MATHS: tuple[Field, ...] = (
     Const("rotary_interleaved", False),
     Const("num_moe_experts", None),
     Const("position_embedding_type", "rope"),
-    Const("rotary_percent", 1.0),
 )
 TRAINING: tuple[Field, ...] = (
     Preset("hidden_dropout", 0.0),
@@ -110,6 +111,14 @@ WINDOW_BY_LAYER: tuple[Field, ...] = (
     derived.WINDOWS,
     Ignore("transformers has made layer_types and sliding_window of them", ("use_sliding_window", "max_window_layers")),
 )
+WINDOW_SWITCHED: tuple[Field, ...] = (
+    derived.SWITCHED,
+    Ignore("transformers does not read it", ("max_window_layers",)),
+)
+
+LAYER_NORM: tuple[Field, ...] = (Const("normalization", "LayerNorm"),)
+PLAIN_MLP: tuple[Field, ...] = (Const("gated_linear_unit", False),)
+INTERLEAVED: tuple[Field, ...] = (Const("rotary_interleaved", True),)
 _PATTERN = Ignore("transformers has made layer_types of it", ("sliding_window_pattern", "_sliding_window_pattern"))
 WINDOW_PATTERN: tuple[Field, ...] = (derived.WINDOWS, _PATTERN)
 WINDOW_OR_NOPE: tuple[Field, ...] = (layer_ropes.WINDOW_OR_NOPE, _PATTERN)
@@ -122,14 +131,33 @@ QK_NORMED_AFTER_ROPE: tuple[Field, ...] = (*QK_NORMED, Const("qk_norm_kind", "af
 NORM_POST: tuple[Field, ...] = (Const("norm_placement", "post"),)
 NORM_SANDWICH: tuple[Field, ...] = (Const("norm_placement", "sandwich"),)
 
+
+def dropout(residual: str, embedding: str | None = None) -> tuple[Field, ...]:
+    """The fields that say what is dropped behind attention and MLP, and behind the embedding (None: nothing)."""
+    behind_embedding = Const(EMBEDDING_DROPOUT, 0.0) if embedding is None else Map(embedding, EMBEDDING_DROPOUT)
+    return (Map(residual, "hidden_dropout"), behind_embedding)
+
+
+def but(table: tuple[Field, ...], *entries: Field) -> tuple[Field, ...]:
+    """``table`` with ``entries``, each instead of those that claim one of its HF fields or set its mcore name."""
+    claimed = {name for entry in entries for name in entry.names}
+    decided = {entry.mcore for entry in entries if isinstance(entry, Map | Const)}
+    kept = (
+        entry
+        for entry in table
+        if claimed.isdisjoint(entry.names) and not (isinstance(entry, Map | Const) and entry.mcore in decided)
+    )
+    return (*kept, *entries)
+
+
 GEMMA: tuple[Field, ...] = (
-    *amended(DENSE, Const("layernorm_zero_centered_gamma", True)),
+    *but(DENSE, Const("layernorm_zero_centered_gamma", True)),
     *(scales.EMBEDDING, *BIAS_ATTENTION),
     Require("use_bidirectional_attention", (None, False), "megatron-core's GPTModel is causal"),
 )
 """What all of Gemma has: norms whose weights are around zero, and embeddings times the root of the hidden size."""
 GEMMA2: tuple[Field, ...] = (
-    *amended(GEMMA, derived.activation("hidden_activation", "hidden_act")),
+    *but(GEMMA, derived.activation("hidden_activation", "hidden_act")),
     *(scales.QUERY, scales.LOGIT_SOFTCAP, *WINDOW_PATTERN, *NORM_SANDWICH),
 )
 """Gemma since the second: norms on both sides, a scale of its own for queries, and a window in some layers."""

@@ -74,7 +74,7 @@ def build_chunk(blueprint: Blueprint, stage: Stage, *, seed: int) -> GPTModel:
 
 
 def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
-    """What mcore cannot build: transformers' rope, scales and small heads; and the note of where it comes from."""
+    """What mcore cannot build (rope, dropout, scales and small heads), and the note of where the chunk is from."""
     from mcore_bridge.factory.layer_rope import both_ropes
     from mcore_bridge.factory.rotary import HFRotaryEmbedding
     from mcore_bridge.factory.scales import cap_logits, scale_embedding
@@ -88,6 +88,8 @@ def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     both_ropes(chunk)
     scale_embedding(chunk)
     cap_logits(chunk)
+    if chunk.pre_process and (dropped := getattr(blueprint.config, "embedding_dropout", None)) is not None:
+        chunk.embedding.embedding_dropout.p = dropped
     if chunk.post_process and blueprint.config.hf_vocab_size < chunk.vocab_size:
         chunk.output_layer.register_forward_hook(HiddenPadding(blueprint.config.hf_vocab_size, chunk))
     replace_output_layer(chunk, blueprint.hf, head=blueprint.provenance.head)

@@ -1,6 +1,15 @@
 """The shared tables: each block of a transformer once, as mcore names, HF names and the layout between them."""
 
-from mcore_bridge.weights.layout import GATED_UP, QKV, REPLICATED, ROW, VOCAB
+from mcore_bridge.weights.layout import (
+    COLUMN,
+    FUSED_GATED_UP,
+    FUSED_QKV,
+    GATED_UP,
+    QKV,
+    REPLICATED,
+    ROW,
+    VOCAB,
+)
 from mcore_bridge.weights.mapping import Rules, table, under
 
 # fmt: off
@@ -8,13 +17,6 @@ EMBEDDING   = table(("embedding.word_embeddings.weight",    "model.embed_tokens.
 FINAL_NORM  = table(("decoder.final_layernorm.weight",      "model.norm.weight",               REPLICATED))
 NORMS       = table(("input_layernorm.weight",              "input_layernorm.weight",          REPLICATED),
                     ("pre_mlp_layernorm.weight",            "post_attention_layernorm.weight", REPLICATED))
-PROJ_NORM   = table(("self_attention.linear_proj.post_layernorm.weight", "post_attention_layernorm.weight", REPLICATED))
-FC2_NORM    = table(("mlp.linear_fc2.post_layernorm.weight", "post_feedforward_layernorm.weight", REPLICATED))
-NORMS_POST  = (*PROJ_NORM, *FC2_NORM)
-NORMS_FOUR  = (*table(
-                    ("input_layernorm.weight",              "input_layernorm.weight",           REPLICATED),
-                    ("pre_mlp_layernorm.weight",            "pre_feedforward_layernorm.weight", REPLICATED)),
-               *NORMS_POST)
 GQA         = table(("self_attention.linear_qkv.weight",    "self_attn.{q,k,v}_proj.weight",   QKV),
                     ("self_attention.linear_proj.weight",   "self_attn.o_proj.weight",         ROW))
 QKV_BIAS    = table(("self_attention.linear_qkv.bias",      "self_attn.{q,k,v}_proj.bias",     QKV))
@@ -27,11 +29,55 @@ SWIGLU      = under("mlp", "mlp", table(
 SWIGLU_BIAS = under("mlp", "mlp", table(
                     ("linear_fc1.bias",                     "{gate,up}_proj.bias",             GATED_UP),
                     ("linear_fc2.bias",                     "down_proj.bias",                  REPLICATED)))
+FUSED_GQA   = table(("self_attention.linear_qkv.weight",    "self_attn.qkv_proj.weight",       FUSED_QKV),
+                    ("self_attention.linear_proj.weight",   "self_attn.o_proj.weight",         ROW))
+FUSED_GLU   = under("mlp", "mlp", table(
+                    ("linear_fc1.weight",                   "gate_up_proj.weight",             FUSED_GATED_UP),
+                    ("linear_fc2.weight",                   "down_proj.weight",                ROW)))
+NORM_BIAS   = table(("input_layernorm.bias",                "input_layernorm.bias",            REPLICATED),
+                    ("pre_mlp_layernorm.bias",              "post_attention_layernorm.bias",   REPLICATED))
+FINAL_BIAS  = table(("decoder.final_layernorm.bias",        "model.norm.bias",                 REPLICATED))
+NORMS_AFTER_ROPE = under("self_attention.core_attention", "self_attn", table(
+                    ("q_layernorm.weight",                  "query_layernorm.weight",          REPLICATED),
+                    ("k_layernorm.weight",                  "key_layernorm.weight",            REPLICATED)))
 # fmt: on
 
 __all__ = [
-    *("GQA", "NORMS", "NORMS_FOUR", "NORMS_POST", "O_BIAS", "QKV_BIAS", "QK_NORM", "SWIGLU", "SWIGLU_BIAS", "decoder")
+    *("FINAL_BIAS", "FUSED_GLU", "FUSED_GQA", "GQA", "NORMS", "NORM_BIAS", "O_BIAS", "QKV_BIAS", "QK_NORM", "SWIGLU"),
+    *("NORMS_AFTER_ROPE", "NORMS_FOUR", "NORMS_POST", "SWIGLU_BIAS", "decoder", "mlp", "norms_behind"),
 ]
+
+
+def norms_behind(attention: str, mlp: str) -> Rules:
+    """The norms of what attention and MLP give, which are these layernorms of HF."""
+    return table(
+        ("self_attention.linear_proj.post_layernorm.weight", f"{attention}_layernorm.weight", REPLICATED),
+        ("mlp.linear_fc2.post_layernorm.weight", f"{mlp}_layernorm.weight", REPLICATED),
+    )
+
+
+NORMS_POST = norms_behind("post_attention", "post_feedforward")
+NORMS_FOUR = (
+    *table(
+        ("input_layernorm.weight", "input_layernorm.weight", REPLICATED),
+        ("pre_mlp_layernorm.weight", "pre_feedforward_layernorm.weight", REPLICATED),
+    ),
+    *NORMS_POST,
+)
+
+
+def mlp(up: str, down: str) -> Rules:
+    """An MLP without a gate, of two linear layers of these HF names, with biases where the model has them."""
+    return under(
+        "mlp",
+        "mlp",
+        table(
+            ("linear_fc1.weight", f"{up}.weight", COLUMN),
+            ("linear_fc1.bias", f"{up}.bias", COLUMN),
+            ("linear_fc2.weight", f"{down}.weight", ROW),
+            ("linear_fc2.bias", f"{down}.bias", REPLICATED),
+        ),
+    )
 
 
 def decoder(*layer: Rules) -> Rules:

@@ -1,15 +1,15 @@
 """Gemma 3, the text model: a Gemma 2 with norms of queries and keys, and a rope of their own for layers that slide."""
 
 from mcore_bridge.architecture import Architecture
-from mcore_bridge.config.fields import Require, amended
+from mcore_bridge.config.fields import Require
 from mcore_bridge.config.layer_ropes import LAYER_ROPES
-from mcore_bridge.config.tables import GEMMA2, QK_NORMED
+from mcore_bridge.config.tables import GEMMA2, QK_NORMED, but
 from mcore_bridge.models.blocks import GQA, NORMS_FOUR, O_BIAS, QK_NORM, QKV_BIAS, SWIGLU, decoder
 
 ARCHITECTURE = Architecture(
     model_type="gemma3_text",
     fields=(
-        *amended(GEMMA2, LAYER_ROPES),
+        *but(GEMMA2, LAYER_ROPES),
         *QK_NORMED,
         Require("attn_logit_softcapping", (None,), "the attention of transformers drops it"),
     ),

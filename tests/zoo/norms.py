@@ -6,6 +6,7 @@ import transformers
 
 from tests.zoo import case, rope
 from tests.zoo.dense import LLAMA3, YARN
+from tests.zoo.plain import partial
 
 KINDS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 WINDOWED = {"sliding_window": 5, "layer_types": KINDS}
@@ -28,6 +29,7 @@ GEMMA2 = {
 }
 YARN_ROPE = {"rope_type": "yarn", **YARN, "attention_factor": 1.3}
 DYNAMIC = {**ropes({"rope_type": "dynamic", "factor": 4.0}), "max_position_embeddings": 16}
+HUNYUAN = {"type": "dynamic", "alpha": 30.0, "factor": 1.0, "mscale": 1.0, "beta_fast": 32, "beta_slow": 1}
 CASES = {
     "olmo2": case("olmo2", vocab_size=97),
     "olmo2-bias-tied": case("olmo2", attention_bias=True, tie_word_embeddings=True, rms_norm_eps=1e-3),
@@ -52,5 +54,11 @@ CASES = {
     "exaone4": case("exaone4", **WINDOWED),
     "exaone4-full": case(
         "exaone4", sliding_window=None, layer_types=["full_attention"] * 4, **rope("llama3", **LLAMA3)
+    ),
+    "hunyuan": case("hunyuan_v1_dense", attention_bias=True, vocab_size=97, rope_scaling=HUNYUAN),
+    "hunyuan-plain-rope": case("hunyuan_v1_dense", tie_word_embeddings=True, rms_norm_eps=1e-3),
+    "glm4": case("glm4", vocab_size=97, rms_norm_eps=1e-3, pad_token_id=0),
+    "glm4-no-bias-quarter": case(
+        "glm4", attention_bias=False, tie_word_embeddings=True, pad_token_id=0, **partial(0.25)
     ),
 }
