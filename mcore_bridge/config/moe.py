@@ -184,7 +184,9 @@ CLAMPED_GATE: tuple[Field, ...] = (
     Const("glu_linear_offset", 1.0),
     Map("swiglu_limit", "activation_func_clamp_value", default=7.0),
     Require("swiglu_alpha", (1.702,), "megatron-core's quick_gelu has this constant"),
-    Require("hidden_act", ("silu",), "the experts of all published models have their own activation, which is none of these"),
+    Require(
+        "hidden_act", ("silu",), "the experts of all published models have their own activation, which is none of these"
+    ),
 )
 """gpt-oss: ``(up + 1) * gate * sigmoid(1.702 * gate)``, of gate and up within a limit."""
 MTP_ON_REQUEST = Ignore(

@@ -22,7 +22,11 @@ ARCHITECTURE = Architecture(
     model_type="gpt_oss",
     fields=(
         *(*but(DECODER, ONE_SIZE, *CLAMPED_GATE), *WINDOW_BY_LAYER, *QK_PLAIN, *MOE, *SOFTMAX_NORMALISED, *NO_SHARED),
-        *(*BIASES, Require("attention_bias", (True,), "all published models have it"), Const("softmax_type", "learnable")),
+        *(
+            *BIASES,
+            Require("attention_bias", (True,), "all published models have it"),
+            Const("softmax_type", "learnable"),
+        ),
     ),
     rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, O_BIAS, SINKS, MLP),
 )

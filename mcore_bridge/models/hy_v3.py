@@ -11,7 +11,8 @@ from mcore_bridge.weights.mapping import table, under
 
 ONE_ROUNDING = Ignore("a sum of two numbers is rounded once in either case", ("enable_moe_fp32_combine",))
 ROUTER = table(
-    ("mlp.router.weight", "mlp.router.gate.weight", REPLICATED), ("mlp.router.expert_bias", "mlp.expert_bias", REPLICATED)
+    ("mlp.router.weight", "mlp.router.gate.weight", REPLICATED),
+    ("mlp.router.expert_bias", "mlp.expert_bias", REPLICATED),
 )
 SHARED = under("mlp.shared_experts", "mlp.shared_mlp", blocks.GATED_MLP)
 ARCHITECTURE = Architecture(
