@@ -67,6 +67,13 @@ CASES = {
     "glm4_moe": case(
         "glm4_moe", **SIGMOID, n_group=1, topk_group=1, use_qk_norm=True, attention_bias=True, routed_scaling_factor=1.5
     ),
+    "glm4_moe-groups": case(
+        "glm4_moe",
+        **{**SIGMOID, "n_routed_experts": 8, "num_experts_per_tok": 4},
+        n_group=4,
+        topk_group=2,
+        use_qk_norm=True,
+    ),
     "glm4_moe-plain": case("glm4_moe", **SIGMOID, n_group=1, topk_group=1, use_qk_norm=False, first_k_dense_replace=2),
     "hy_v3": case(
         "hy_v3",
