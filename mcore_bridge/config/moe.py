@@ -143,7 +143,7 @@ def one_size(*others: str) -> Derive:
 
 
 def number(hf_name: str, mcore_name: str, *aka: str) -> Derive:
-    """A field that HF lets differ between layers, and megatron-core does not; ``aka`` are its names in other configs."""
+    """A field that HF lets differ between layers, and megatron-core does not; ``aka`` are its names elsewhere."""
 
     def forward(hf: Hf) -> dict[str, object]:
         return {mcore_name: count(hf, hf_name)}

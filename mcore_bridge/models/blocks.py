@@ -1,5 +1,7 @@
 """The shared tables: each block of a transformer once, as mcore names, HF names and the layout between them."""
 
+from typing import TYPE_CHECKING
+
 from mcore_bridge.weights.layout import (
     COLUMN,
     FUSED_GATED_UP,
@@ -10,7 +12,10 @@ from mcore_bridge.weights.layout import (
     ROW,
     VOCAB,
 )
-from mcore_bridge.weights.mapping import Rules, experts, table, under
+from mcore_bridge.weights.mapping import Rule, Rules, experts, numbered, table, under
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 # fmt: off
 EMBEDDING   = table(("embedding.word_embeddings.weight",    "model.embed_tokens.weight",       VOCAB))
@@ -72,6 +77,32 @@ NORMS_FOUR = (
     ),
     *NORMS_POST,
 )
+
+
+def num_mtp_layers(hf: "PretrainedConfig") -> int:
+    """MTP layers that the published checkpoint has, by either name of the field."""
+    return getattr(hf, "num_nextn_predict_layers", None) or getattr(hf, "num_mtp_layers", None) or 0
+
+
+def mtp_behind(num_layers: int, num_mtp_layers: int, *layer: Rules) -> Rules:
+    """MTP layers that HF numbers behind the decoder's: each ``layer`` with its norms, its projection, and copies."""
+    names = (
+        ("enorm.weight", "enorm.weight", REPLICATED),
+        ("hnorm.weight", "hnorm.weight", REPLICATED),
+        ("eh_proj.weight", "eh_proj.weight", COLUMN),
+        ("final_layernorm.weight", "shared_head.norm.weight", REPLICATED),
+    )
+    inner = under("mtp.layers.*.transformer_layer", "model.layers.*", *layer)
+    copies = (
+        Rule(mcore, (f"model.layers.{number}.{hf}.weight",), VOCAB, copy=True)
+        for mcore, hf in (
+            ("embedding.word_embeddings.weight", "embed_tokens"),
+            ("output_layer.weight", "shared_head.head"),
+        )
+        for number in range(num_layers, num_layers + num_mtp_layers)
+    )
+    around = under("mtp.layers.*", "model.layers.*", table(*names))
+    return (*numbered((*around, *inner), offset=num_layers, count=num_mtp_layers), *copies)
 
 
 def mlp(up: str, down: str) -> Rules:
