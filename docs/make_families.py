@@ -11,7 +11,7 @@ from types import ModuleType
 
 from mcore_bridge.architecture import Architecture, architectures
 from mcore_bridge.config.fields import Field, Require
-from mcore_bridge.config.spelling import _REQUIRED as ROPE_TYPES
+from mcore_bridge.config.spelling import ROPE_TYPES
 from mcore_bridge.config.tables import DENSE
 from mcore_bridge.weights import layout
 from mcore_bridge.weights.mapping import Rule
@@ -37,7 +37,7 @@ def overview() -> str:
         lines = len(inspect.getsource(module).splitlines())
         rows.append(f"| {names} | {_description(module)} | {lines} |")
     ropes = ", ".join(f"`{name}`" for name in ROPE_TYPES)
-    return "\n".join([*rows, "", f"Rope types of all of them: {ropes}."])
+    return "\n".join([*rows, "", f"Rope types, where the family does not say otherwise: {ropes}."])
 
 
 def page() -> str:

@@ -39,7 +39,7 @@ def _distribution(folder: Path, *lines: str) -> Path:
 
 
 def test_ours_are_found() -> None:
-    assert set(architectures()) == {"llama", "mistral", "qwen2", "qwen3"}
+    assert set(architectures()) >= {"llama", "mistral", "qwen2", "qwen3", "phi3"}
     for model_type, architecture in architectures().items():
         assert architecture_of(model_type) is architecture
         assert architecture.model_type == model_type
@@ -48,7 +48,7 @@ def test_ours_are_found() -> None:
 def test_an_unknown_model_type_is_told_the_nearest_names() -> None:
     with pytest.raises(ConfigError, match=r"'qwen_3'; nearest names: qwen3, qwen2"):
         architecture_of("qwen_3")
-    with pytest.raises(ConfigError, match="llama, mistral, qwen2, qwen3"):
+    with pytest.raises(ConfigError, match=r"llama, .*mistral, .*qwen2, qwen3"):
         architecture_of("zzz")
 
 

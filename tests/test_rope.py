@@ -121,8 +121,10 @@ def test_fused_rope_is_refused_where_it_drops_the_attention_factor(tmp_path: Pat
 @pytest.mark.parametrize(
     ("scaling", "message"),
     [
-        ({"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0}, "longrope"),
-        ({"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0]}, "long_factor"),
+        (
+            {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0},
+            "longrope|original_max",
+        ),
         ({"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": 0.1}, "llama_4_scaling_beta"),
         ({"rope_type": "linear", "factor": 2.0, "alpha": 3}, "alpha"),
         ({"rope_type": "default", "factor": 2.0}, "factor"),

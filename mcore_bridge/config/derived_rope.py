@@ -27,13 +27,13 @@ def rope(types: tuple[str, ...] = ROPE_TYPES, own: tuple[str, ...] = ()) -> Deri
             )
         return {"hf_rope": found, "rotary_base": found.theta, "rotary_percent": found.partial_rotary_factor}
 
-    return Derive((*names, *at_the_top), forward, _rope_back)
+    def backward(mcore: Mcore) -> dict[str, object]:
+        found = mcore["hf_rope"]
+        assert isinstance(found, Rope)
+        partial = {"partial_rotary_factor": found.partial_rotary_factor} if "partial_rotary_factor" in own else {}
+        return spelled({**found.parameters, **partial})  # also where it is 1, which is not everybody's default
 
-
-def _rope_back(mcore: Mcore) -> dict[str, object]:
-    rope = mcore["hf_rope"]
-    assert isinstance(rope, Rope)
-    return spelled(rope.parameters)
+    return Derive((*names, *at_the_top), forward, backward)
 
 
 def _no_rope(hf: Hf) -> dict[str, object]:

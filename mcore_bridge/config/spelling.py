@@ -86,10 +86,10 @@ def _completed(parameters: dict[str, object], hf: Hf) -> dict[str, object]:
             f"rope_theta must be one value, found {theta!r} at the top and {parameters['rope_theta']!r} in "
             "rope_parameters. Delete one of them."
         )
-    if parameters["rope_type"] in ("llama3", "yarn"):
-        parameters.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
     if parameters["rope_type"] == "longrope" and hf.get(_ORIGINAL) is not None:  # the top counts, where it is there
         parameters[_ORIGINAL] = hf[_ORIGINAL]
+    if parameters["rope_type"] in ("llama3", "yarn", "longrope"):
+        parameters.setdefault(_ORIGINAL, hf["max_position_embeddings"])
     partial = hf.get("partial_rotary_factor")
     if partial is not None and parameters.setdefault("partial_rotary_factor", partial) != partial:
         raise ConfigError(
