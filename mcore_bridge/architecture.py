@@ -6,6 +6,7 @@ packages come by ``register`` or, once a ``model_type`` is unknown, by entry poi
 
 import functools
 import importlib
+import os
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_bridge import plugins
 from mcore_bridge.config.fields import Field
+from mcore_bridge.config.hf import read_config
 from mcore_bridge.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ class Architecture:
         rules: the weight rules of a config.
         ignored: patterns (fnmatch) of HF tensor names that a checkpoint may hold and that we do not use.
         aliases: further ``model_type`` values that mean the same.
+        reads_as: the ``model_type`` whose config class of transformers reads these configs where transformers has none
+            for them. None is a family of transformers, or one whose package registers a class of its own.
         layer_spec: an own layer spec: a function like ``factory.specs.block_spec``, which it may call, from the config,
             the layers of a stage and the backend to its ``TransformerBlockSubmodules``. None is that function.
         model: an own subclass of ``GPTModel``; None is mcore's.
@@ -42,6 +46,7 @@ class Architecture:
     rules: "Callable[[PretrainedConfig], tuple[Rule, ...]]"
     ignored: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
+    reads_as: str | None = None
     layer_spec: Callable[..., Any] | None = None
     model: type | None = None
 
@@ -82,6 +87,12 @@ def architecture_of(hf: "PretrainedConfig | str") -> Architecture:
             f"{', '.join(near)}. Register one, or install a package with an entry point of the group {plugins.GROUP!r}."
         )
     return _REGISTRY[model_type]
+
+
+def read_hf(source: "str | os.PathLike[str] | PretrainedConfig") -> "PretrainedConfig":
+    """``read_config``, for the families that transformers lacks too. Arguments and errors are the same."""
+    known = architectures().items()
+    return read_config(source, reads_as={name: each.reads_as for name, each in known if each.reads_as is not None})
 
 
 @functools.cache

@@ -31,10 +31,10 @@ def plan(folder: Path, dims: ParallelDims, *, dtype: torch.dtype | None, world_s
     Raises:
         BridgeError: the config, the mesh or the world size do not fit each other.
     """
-    from mcore_bridge.config.hf import read_config
+    from mcore_bridge.architecture import read_hf
     from mcore_bridge.factory.blueprint import draw
 
-    noted = getattr(read_config(folder), "dtype", None)
+    noted = getattr(read_hf(folder), "dtype", None)
     dtype = dtype or (noted if isinstance(noted, torch.dtype) else torch.bfloat16)
     blueprint = draw(folder, dims=dims, dtype=dtype, device="meta")
     return plan_mesh(blueprint, world_size=world_size or smallest_world(dims))

@@ -4,8 +4,10 @@ A config.json in the spelling of transformers 5 is translated for 4.57, which wo
 """
 
 import copy
+import functools
 import json
 import os
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,15 +20,19 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _CONFIG = "config.json"
+_OWNER = "_mcore_bridge_owner"
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
 
 
-def read_config(source: "str | os.PathLike[str] | PretrainedConfig") -> "PretrainedConfig":
+def read_config(
+    source: "str | os.PathLike[str] | PretrainedConfig", *, reads_as: Mapping[str, str] | None = None
+) -> "PretrainedConfig":
     """The HF config of ``source``, in the spelling of the installed transformers.
 
     Args:
         source: a folder with a config.json, the name of a repository in the local hub cache, or a config, which is
             copied.
+        reads_as: a ``model_type`` of transformers by one that it may lack: the class of the former reads the latter.
 
     Raises:
         ConfigError: there is no config, it is not valid JSON, or transformers does not know its model_type.
@@ -37,7 +43,7 @@ def read_config(source: "str | os.PathLike[str] | PretrainedConfig") -> "Pretrai
         return _translated(copy.deepcopy(source))
     folder = find_folder(source)
     fields = _read_json(folder / _CONFIG)
-    hf = _config_class(fields, folder)
+    hf = _config_class(fields, folder, reads_as or {})
     try:
         config = hf.from_dict(_spell(fields))
     except ConfigError:
@@ -88,7 +94,7 @@ def _read_json(path: Path) -> dict[str, object]:
     return fields
 
 
-def _config_class(fields: dict[str, object], folder: Path) -> "type[PretrainedConfig]":
+def _config_class(fields: dict[str, object], folder: Path, reads_as: Mapping[str, str]) -> "type[PretrainedConfig]":
     from transformers import CONFIG_MAPPING
 
     model_type = fields.get("model_type")
@@ -96,6 +102,8 @@ def _config_class(fields: dict[str, object], folder: Path) -> "type[PretrainedCo
         raise ConfigError(f"{folder / _CONFIG} must name a model_type, found {model_type!r}.")
     if model_type not in CONFIG_MAPPING:
         list(plugins.load())  # which may register a class of theirs
+    if model_type not in CONFIG_MAPPING and model_type in reads_as:
+        return _borrowed(model_type, reads_as[model_type])
     if model_type not in CONFIG_MAPPING:
         near = get_close_matches(model_type, list(CONFIG_MAPPING.keys()), n=3)
         hint = f" Nearest names: {', '.join(near)}." if near else ""
@@ -104,6 +112,26 @@ def _config_class(fields: dict[str, object], folder: Path) -> "type[PretrainedCo
             f"{model_type!r}.{hint} Code inside a checkpoint is never run: pass a config object for it."
         )
     return CONFIG_MAPPING[model_type]
+
+
+@functools.cache
+def _borrowed(model_type: str, owner: str) -> "type[PretrainedConfig]":
+    """The config class of ``owner`` for another ``model_type``."""
+    from transformers import CONFIG_MAPPING
+
+    return type(f"{model_type}_as_{owner}", (CONFIG_MAPPING[owner],), {"model_type": model_type, _OWNER: owner})
+
+
+def as_owner(hf: "PretrainedConfig") -> "PretrainedConfig":
+    """``hf`` as a config of the ``model_type`` whose class reads it: for what only that model of transformers knows."""
+    from transformers import CONFIG_MAPPING
+
+    owner = getattr(type(hf), _OWNER, None)
+    if owner is None:
+        return hf
+    fields = {name: value for name, value in hf.to_dict().items() if name != "model_type"}
+    owned: PretrainedConfig = CONFIG_MAPPING[owner].from_dict(fields)
+    return owned
 
 
 def _spell(fields: dict[str, object]) -> dict[str, object]:

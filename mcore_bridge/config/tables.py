@@ -116,7 +116,6 @@ WINDOW_SWITCHED: tuple[Field, ...] = (
     Ignore("transformers does not read it", ("max_window_layers",)),
 )
 
-LAYER_NORM: tuple[Field, ...] = (Const("normalization", "LayerNorm"),)
 PLAIN_MLP: tuple[Field, ...] = (Const("gated_linear_unit", False),)
 INTERLEAVED: tuple[Field, ...] = (Const("rotary_interleaved", True),)
 _PATTERN = Ignore("transformers has made layer_types of it", ("sliding_window_pattern", "_sliding_window_pattern"))
@@ -130,6 +129,19 @@ QK_NORMED_AFTER_ROPE: tuple[Field, ...] = (*QK_NORMED, Const("qk_norm_kind", "af
 
 NORM_POST: tuple[Field, ...] = (Const("norm_placement", "post"),)
 NORM_SANDWICH: tuple[Field, ...] = (Const("norm_placement", "sandwich"),)
+
+
+PUBLISHED_CODE = Ignore("the code in the published folders computes what transformers computes", ("auto_map",))
+
+
+def unread(*names: str) -> Ignore:
+    """Fields of published configs that the modelling code of transformers does not look at."""
+    return Ignore("transformers does not read it", names)
+
+
+def layer_norm(epsilon: str) -> tuple[Field, ...]:
+    """A LayerNorm instead of an RMSNorm, and the field that has its epsilon."""
+    return (Const("normalization", "LayerNorm"), Map(epsilon, "layernorm_epsilon"))
 
 
 def dropout(residual: str, embedding: str | None = None) -> tuple[Field, ...]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.temperature import adapt_query_temperature
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -57,7 +58,8 @@ def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) ->
         if getattr(config, "attention_output_bias", False):
             spec.submodules.self_attention.submodules.linear_proj = _biased_row_linear(backend)
         adapt_layer_rope(spec.submodules, config, backend)
-        adapt_softcap(spec.submodules, config, backend)
+        adapt_softcap(spec.submodules, config, backend)  # before what stands in front of the core attention
+        adapt_query_temperature(spec.submodules, config)
         adapt_query_key_norms(spec.submodules, config, backend)
         adapt_norm_placement(spec.submodules, config, backend)
     return TransformerBlockSubmodules(

@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Union
 
-from mcore_bridge.architecture import architecture_of
-from mcore_bridge.config.hf import find_folder, read_config
+from mcore_bridge.architecture import architecture_of, read_hf
+from mcore_bridge.config.hf import find_folder
 from mcore_bridge.weights.layout import REPLICATED, VOCAB
 from mcore_bridge.weights.mapping import Rules, WeightMapping, table
 
@@ -54,7 +54,7 @@ def provenance_of(hf: HF, *, head: str = "lm") -> Provenance:
     Raises:
         ConfigError: when it is no config, or of an architecture that is not registered.
     """
-    config = read_config(hf)
+    config = read_hf(hf)
     architecture = architecture_of(config)
     folder = os.fspath(find_folder(hf)) if isinstance(hf, str | os.PathLike) else None
     return Provenance(config, architecture.rules(config), architecture.ignored, head, folder)

@@ -39,7 +39,7 @@ MIN_SHARD_BYTES = 64 << 20
 
 _COMPANIONS = (
     *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken"),
-    *("generation_config.json", "chat_template*", "*.jinja"),
+    *("generation_config.json", "chat_template*", "*.jinja", "configuration_*.py", "modeling_*.py"),
 )
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 

@@ -9,7 +9,8 @@ from tests.zoo import case, rope
 SPEAKS_4 = transformers.__version__.startswith("4.")
 LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 8.0, "beta_slow": 1.0}
-PHI = {"hidden_size": 128, "head_dim": 16, "pad_token_id": 0}  # the default pad token is not in a small vocabulary
+TEMPERED = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4, "max_position_embeddings": 64}
+PHI = {"hidden_size": 128, "head_dim": 16, "pad_token_id": 95}  # by default outside of the vocabulary
 
 
 def partial(factor: float) -> dict[str, Any]:
@@ -46,10 +47,10 @@ CASES = {
     "helium-square": case("helium", hidden_size=64, head_dim=8, intermediate_size=64, vocab_size=64),
     "ernie4_5": case("ernie4_5", use_bias=True, vocab_size=97, tie_word_embeddings=True),
     "ernie4_5-no-bias": case("ernie4_5", **rope("llama3", **LLAMA3)),
-    "smollm3": case("smollm3", **BIASED, **SLIDING, vocab_size=97, no_rope_layers=[1, 0, 1, 0], pad_token_id=0),
-    "smollm3-interval": case("smollm3", no_rope_layer_interval=2, pad_token_id=0),
+    "smollm3": case("smollm3", **BIASED, **SLIDING, vocab_size=97, no_rope_layers=[1, 0, 1, 0], pad_token_id=95),
+    "smollm3-interval": case("smollm3", no_rope_layer_interval=2, pad_token_id=95),
     "smollm3-rope-everywhere": case(
-        "smollm3", no_rope_layers=[1] * 4, pad_token_id=0, tie_word_embeddings=True, **rope("yarn", **YARN)
+        "smollm3", no_rope_layers=[1] * 4, pad_token_id=95, tie_word_embeddings=True, **rope("yarn", **YARN)
     ),
     "nemotron": case("nemotron", **BIASED, vocab_size=97, norm_eps=1e-4, **partial(0.25)),
     "nemotron-whole": case("nemotron", tie_word_embeddings=True, **partial(1.0)),
@@ -64,6 +65,8 @@ CASES = {
         attention_dropout=0.1,
     ),
     "starcoder2-no-bias": case("starcoder2", hidden_size=192, use_bias=False, tie_word_embeddings=True),
+    "ministral3": case("ministral3", sliding_window=11, vocab_size=97, **rope("yarn", **YARN, **TEMPERED)),
+    "ministral3-default-rope": case("ministral3", rope_parameters=None, max_position_embeddings=64),
     "phi3": case("phi3", **PHI, sliding_window=5, vocab_size=97, resid_pdrop=0.2, attention_dropout=0.1),
     "phi3-partial": case("phi3", **PHI, tie_word_embeddings=True, **partial(0.75)),
     "phi3-longrope-within": case("phi3", **PHI, **longrope(8, original=64)),
