@@ -18,7 +18,8 @@ MESHES: dict[int, list[dict[str, Any]]] = {  # the first family and every other 
 
 def config(model_type: str, **changes: Any) -> PretrainedConfig:
     """Two groups of keys, so that four ranks share them. transformers gives the row of a padding token no gradient."""
-    sizes = {**tiny.DISTINCT, **tiny.COMMON, "num_key_value_heads": 2, "pad_token_id": None}
+    runs = {"pad_token_id": None, "attn_implementation": "eager"}  # the default of transformers 4 drops soft caps
+    sizes = {**tiny.DISTINCT, **tiny.COMMON, "num_key_value_heads": 2, **runs}
     return AutoConfig.for_model(model_type, **{**sizes, **changes})
 
 
