@@ -20,22 +20,31 @@ def _layers_of_4(hf: Hf) -> dict[str, Hf]:
     return {FULL: hf, SLIDING: {**hf, **plain}}
 
 
-def _ropes_of_one_base(hf: Hf) -> dict[str, object]:
-    found = _ropes(hf)
-    theta, local = found["rotary_base"], hf.get("rope_local_base_freq")
-    if local not in (None, theta):
-        raise ConfigError(
-            f"rope_theta must be one value for all layers, found {theta!r}, and {local!r} for those that slide: "
-            "transformers 4 has one for this model. Install transformers 5."
-        )
-    return found
-
-
 def _ropes_back(mcore: Mcore) -> dict[str, object]:
     full, sliding = mcore["hf_rope"], mcore["hf_sliding_rope"]
     assert isinstance(full, Rope)
     assert isinstance(sliding, Rope)
     return spelled_by_layer(full.parameters, sliding.parameters)
+
+
+def _ropes_of_one_base(hf: Hf) -> dict[str, object]:
+    found = _ropes(hf)
+    _require_one_base(found["rotary_base"], hf.get("rope_local_base_freq"))
+    return found
+
+
+def _ropes_of_one_base_back(mcore: Mcore) -> dict[str, object]:
+    fields = _ropes_back(mcore)
+    _require_one_base(mcore["rotary_base"], fields.pop("rope_local_base_freq", None))
+    return fields
+
+
+def _require_one_base(theta: object, local: object) -> None:
+    if local not in (None, theta):
+        raise ConfigError(
+            f"rope_theta must be one value for all layers, found {theta!r}, and {local!r} for those that slide: "
+            "transformers 4 has one for this model. Install transformers 5."
+        )
 
 
 def _window_or_nope(hf: Hf) -> dict[str, object]:
@@ -66,6 +75,6 @@ def _unrotated(mcore: Mcore) -> list[int] | None:
 _NAMES = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")
 # fmt: off
 LAYER_ROPES          = Derive(_NAMES, _ropes, _ropes_back)
-LAYER_ROPES_ONE_BASE = Derive(_NAMES, _ropes_of_one_base, _ropes_back)
+LAYER_ROPES_ONE_BASE = Derive(_NAMES, _ropes_of_one_base, _ropes_of_one_base_back)
 WINDOW_OR_NOPE       = Derive(derived.WINDOWS.names, _window_or_nope, _window_or_nope_back)
 # fmt: on

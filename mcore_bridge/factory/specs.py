@@ -57,7 +57,7 @@ def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) ->
             _use_torch_modules(spec.submodules, config)
         if getattr(config, "attention_output_bias", False):
             spec.submodules.self_attention.submodules.linear_proj = _biased_row_linear(backend)
-        adapt_scores(spec.submodules, config, backend)
+        adapt_scores(spec.submodules, config, backend)  # before what stands in front of the core attention
         adapt_query_temperature(spec.submodules, config)
         adapt_layer_rope(spec.submodules, config, backend)
         adapt_query_key_norms(spec.submodules, config, backend)

@@ -57,7 +57,13 @@ CASES = {
     ),
     "hunyuan": case("hunyuan_v1_dense", attention_bias=True, vocab_size=97, rope_scaling=HUNYUAN),
     "hunyuan-plain-rope": case("hunyuan_v1_dense", tie_word_embeddings=True, rms_norm_eps=1e-3),
-    "glm4": case("glm4", vocab_size=97, rms_norm_eps=1e-3, pad_token_id=0),
+    "glm4": case(
+        "glm4",
+        vocab_size=97,
+        rms_norm_eps=1e-3,
+        pad_token_id=0,
+        rope_scaling={"type": "linear", "factor": 4.0},
+    ),
     "glm4-no-bias-quarter": case(
         "glm4", attention_bias=False, tie_word_embeddings=True, pad_token_id=0, **partial(0.25)
     ),
