@@ -5,18 +5,22 @@ import functools
 import inspect
 from collections.abc import Mapping, Set
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
 
 from mcore_bridge.errors import ConfigError
 
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
 ATTRIBUTES = frozenset(
     (
-        *("hf_rope", "hf_vocab_size", "attention_output_bias"),
+        *("hf_rope", "hf_vocab_size", "attention_output_bias", "latent_norm_epsilon"),
         *("yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim"),
     )
 )
 """What a config carries beyond mcore's fields. For ``build_model``: a ``Rope``, the vocabulary without padding, whether
-the attention output has a bias. For mcore's attention: the attention factor of the rope. They survive
-``copy.deepcopy``, and not ``dataclasses.replace``."""
+the attention output has a bias, the epsilon of the norms of latents. For mcore's attention: the attention factor of the
+rope. They survive ``copy.deepcopy``, and not ``dataclasses.replace``."""
 
 _BUILT = frozenset(
     ("config", "transformer_layer_spec", "mtp_block_spec", "pre_process", "post_process", "vp_stage", "pg_collection")
@@ -33,12 +37,17 @@ _DIM_OF = {
 }
 
 
-@functools.cache
-def config_fields() -> frozenset[str]:
-    """The fields of the installed ``TransformerConfig``."""
-    from megatron.core.transformer import TransformerConfig
+def config_class(*, latent: bool) -> "type[TransformerConfig]":
+    """The installed ``TransformerConfig``, or that of multi-latent attention."""
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    return frozenset(field.name for field in dataclasses.fields(TransformerConfig) if field.init)
+    return MLATransformerConfig if latent else TransformerConfig
+
+
+@functools.cache
+def config_fields(*, latent: bool) -> frozenset[str]:
+    """The fields of ``config_class``."""
+    return frozenset(field.name for field in dataclasses.fields(config_class(latent=latent)) if field.init)
 
 
 @functools.cache
@@ -49,8 +58,8 @@ def gpt_argument_names() -> frozenset[str]:
     return frozenset(inspect.signature(GPTModel.__init__).parameters) - {"self"} - _BUILT
 
 
-def require_overridable(overrides: Mapping[str, object], *, decided: Set[str]) -> None:
-    known = config_fields() | gpt_argument_names()
+def require_overridable(overrides: Mapping[str, object], *, decided: Set[str], latent: bool) -> None:
+    known = config_fields(latent=latent) | gpt_argument_names()
     for name in overrides:
         if name in decided or name in _DIM_OF:
             dim = f"ParallelDims({_DIM_OF.get(name, name)}=...)"
@@ -66,9 +75,9 @@ def require_overridable(overrides: Mapping[str, object], *, decided: Set[str]) -
             )
 
 
-def require_known(settings: Mapping[str, object]) -> None:
+def require_known(settings: Mapping[str, object], *, latent: bool) -> None:
     """Raises ``ConfigError`` for a name that an architecture's table sets and that would reach nothing."""
-    if unknown := sorted(settings.keys() - config_fields() - gpt_argument_names() - ATTRIBUTES):
+    if unknown := sorted(settings.keys() - config_fields(latent=latent) - gpt_argument_names() - ATTRIBUTES):
         raise ConfigError(
             f"A table must set TransformerConfig fields or GPTModel arguments of the installed megatron-core, found "
             f"{unknown}. Correct the architecture, or install a megatron-core that has them."

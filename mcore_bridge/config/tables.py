@@ -3,7 +3,7 @@
 Names are those of transformers 4.57 and 5.x together: a name that one version lacks claims nothing there.
 """
 
-from mcore_bridge.config import derived
+from mcore_bridge.config import derived, derived_latent
 from mcore_bridge.config.fields import Const, Field, Ignore, Map, Preset, Require
 
 IDENTITY = Ignore(
@@ -56,7 +56,7 @@ PLAIN = (
 )
 BASE: tuple[Field, ...] = (IDENTITY, RUNTIME, DTYPE, LABELS, GENERATION, *DECODER_ONLY, *PLAIN)
 
-GEOMETRY: tuple[Field, ...] = (
+SIZES: tuple[Field, ...] = (
     Map("num_hidden_layers", "num_layers"),
     Map("hidden_size", "hidden_size"),
     Map("intermediate_size", "ffn_hidden_size"),
@@ -65,8 +65,9 @@ GEOMETRY: tuple[Field, ...] = (
     Map("rms_norm_eps", "layernorm_epsilon"),
     Map("initializer_range", "init_method_std"),
     Map("attention_dropout", "attention_dropout", default=0.0),
-    *(derived.HEADS, derived.VOCAB, derived.ACTIVATION, derived.ROPE),
+    *(derived.VOCAB, derived.ACTIVATION, derived.ROPE),
 )
+GEOMETRY: tuple[Field, ...] = (*SIZES, derived.HEADS)
 MATHS: tuple[Field, ...] = (
     Const("normalization", "RMSNorm"),
     Const("layernorm_zero_centered_gamma", False),
@@ -107,3 +108,16 @@ WINDOW_BY_LAYER: tuple[Field, ...] = (
 
 QK_PLAIN: tuple[Field, ...] = (Const("qk_layernorm", False),)
 QK_NORMED: tuple[Field, ...] = (Const("qk_layernorm", True),)
+
+LATENT: tuple[Field, ...] = (
+    derived_latent.HEADS,
+    Const("multi_latent_attention", True),
+    Const("latent_norm_epsilon", 1e-6),
+    *QK_PLAIN,  # these norms are the latents'; mcore's field would sum their gradients over TP by their names
+    *BIAS_NONE,
+    Require("attention_bias", (False,), "megatron-core's down projections have no bias"),
+    Require("mlp_bias", (False,), "megatron-core would give the attention output a bias too"),
+    Require("rope_interleave", (True, None), "megatron-core's latent attention rotates neighbours"),
+)
+"""Multi-latent attention: low-rank queries (or whole ones), keys and values, of which a part of each head is rotated.
+transformers gives its norms an epsilon of their own."""

@@ -75,14 +75,9 @@ def build_chunk(blueprint: Blueprint, stage: Stage, *, seed: int) -> GPTModel:
 
 def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     """What mcore cannot build: transformers' rope and the small heads; and the note of where the chunk comes from."""
-    from mcore_bridge.factory.rotary import HFRotaryEmbedding
+    from mcore_bridge.factory.rotary import replace_rotary
 
-    if hasattr(chunk, "rotary_pos_emb"):
-        chunk.rotary_pos_emb = HFRotaryEmbedding(
-            blueprint.config.hf_rope,
-            rotary_interleaved=blueprint.config.rotary_interleaved,
-            cp_group=chunk.pg_collection.cp,
-        )
+    replace_rotary(chunk)
     if chunk.post_process and blueprint.config.hf_vocab_size < chunk.vocab_size:
         chunk.output_layer.register_forward_hook(HiddenPadding(blueprint.config.hf_vocab_size, chunk))
     replace_output_layer(chunk, blueprint.hf, head=blueprint.provenance.head)

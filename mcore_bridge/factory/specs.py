@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.latent import adapt_latent
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -50,6 +51,7 @@ def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) ->
     for spec in {id(spec): spec for spec in specs}.values():  # mcore repeats one object for all like layers
         if not use_te:
             _use_torch_modules(spec.submodules, config)
+        adapt_latent(spec.submodules, config, backend)
         if getattr(config, "attention_output_bias", False):
             spec.submodules.self_attention.submodules.linear_proj = _biased_row_linear(backend)
     return TransformerBlockSubmodules(

@@ -1,6 +1,6 @@
 """The shared tables: each block of a transformer once, as mcore names, HF names and the layout between them."""
 
-from mcore_bridge.weights.layout import GATED_UP, QKV, REPLICATED, ROW, VOCAB
+from mcore_bridge.weights.layout import COLUMN, GATED_UP, QKV, REPLICATED, ROW, VOCAB
 from mcore_bridge.weights.mapping import Rules, table, under
 
 # fmt: off
@@ -14,6 +14,15 @@ QKV_BIAS    = table(("self_attention.linear_qkv.bias",      "self_attn.{q,k,v}_p
 O_BIAS      = table(("self_attention.linear_proj.bias",     "self_attn.o_proj.bias",           REPLICATED))
 QK_NORM     = table(("self_attention.q_layernorm.weight",   "self_attn.q_norm.weight",         REPLICATED),
                     ("self_attention.k_layernorm.weight",   "self_attn.k_norm.weight",         REPLICATED))
+MLA         = under("self_attention", "self_attn", table(
+                    ("linear_q_proj.weight",                "q_proj.weight",                   COLUMN),
+                    ("linear_q_down_proj.weight",           "q_a_proj.weight",                 REPLICATED),
+                    ("q_layernorm.weight",                  "q_a_layernorm.weight",            REPLICATED),
+                    ("linear_q_up_proj.weight",             "q_b_proj.weight",                 COLUMN),
+                    ("linear_kv_down_proj.weight",          "kv_a_proj_with_mqa.weight",       REPLICATED),
+                    ("kv_layernorm.weight",                 "kv_a_layernorm.weight",           REPLICATED),
+                    ("linear_kv_up_proj.weight",            "kv_b_proj.weight",                COLUMN),
+                    ("linear_proj.weight",                  "o_proj.weight",                   ROW)))
 SWIGLU      = under("mlp", "mlp", table(
                     ("linear_fc1.weight",                   "{gate,up}_proj.weight",           GATED_UP),
                     ("linear_fc2.weight",                   "down_proj.weight",                ROW)))
@@ -22,7 +31,7 @@ SWIGLU_BIAS = under("mlp", "mlp", table(
                     ("linear_fc2.bias",                     "down_proj.bias",                  REPLICATED)))
 # fmt: on
 
-__all__ = ["GQA", "NORMS", "O_BIAS", "QKV_BIAS", "QK_NORM", "SWIGLU", "SWIGLU_BIAS", "decoder"]
+__all__ = ["GQA", "MLA", "NORMS", "O_BIAS", "QKV_BIAS", "QK_NORM", "SWIGLU", "SWIGLU_BIAS", "decoder"]
 
 
 def decoder(*layer: Rules) -> Rules:
