@@ -65,4 +65,8 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
         combined, bias = outputs
         latent, rotated = combined.split((self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim), dim=-1)
         rotated = copy_to_tensor_model_parallel_region(rotated, group=self.tp_group)
+        if rotated.requires_grad:
+            rotated.register_hook(
+                Tensor.contiguous
+            )  # of other gradients, mcore reduces a copy and returns the original
         return torch.cat((latent, rotated), dim=-1), bias
