@@ -1,7 +1,7 @@
 """The shared tables: each block of a transformer once, as mcore names, HF names and the layout between them."""
 
 from mcore_bridge.weights.layout import COLUMN, GATED_UP, QKV, REPLICATED, ROW, VOCAB
-from mcore_bridge.weights.mapping import Rules, table, under
+from mcore_bridge.weights.mapping import Rules, experts, table, under
 
 # fmt: off
 EMBEDDING   = table(("embedding.word_embeddings.weight",    "model.embed_tokens.weight",       VOCAB))
@@ -23,15 +23,24 @@ MLA         = under("self_attention", "self_attn", table(
                     ("kv_layernorm.weight",                 "kv_a_layernorm.weight",           REPLICATED),
                     ("linear_kv_up_proj.weight",            "kv_b_proj.weight",                COLUMN),
                     ("linear_proj.weight",                  "o_proj.weight",                   ROW)))
-SWIGLU      = under("mlp", "mlp", table(
-                    ("linear_fc1.weight",                   "{gate,up}_proj.weight",           GATED_UP),
-                    ("linear_fc2.weight",                   "down_proj.weight",                ROW)))
+GATED_MLP   = table(("linear_fc1.weight",                   "{gate,up}_proj.weight",           GATED_UP),
+                    ("linear_fc2.weight",                   "down_proj.weight",                ROW))
+SWIGLU      = under("mlp", "mlp", GATED_MLP)
 SWIGLU_BIAS = under("mlp", "mlp", table(
                     ("linear_fc1.bias",                     "{gate,up}_proj.bias",             GATED_UP),
                     ("linear_fc2.bias",                     "down_proj.bias",                  REPLICATED)))
+ROUTER      = table(("mlp.router.weight",                   "mlp.gate.weight",                 REPLICATED))
+EXPERTS     = experts("mlp.experts.*",                      "mlp.experts.*",                   GATED_MLP)
+MOE         = (*ROUTER, *EXPERTS)
+ROUTER_BIAS = table(("mlp.router.expert_bias",              "mlp.gate.e_score_correction_bias", REPLICATED))
+SHARED      = under("mlp.shared_experts", "mlp.shared_experts", GATED_MLP)
+SHARED_GATED = (*under("mlp.shared_experts",                "mlp.shared_expert",               GATED_MLP),
+                *table(("mlp.shared_experts.gate_weight",   "mlp.shared_expert_gate.weight",   REPLICATED)))
+W123        = (*table(("mlp.router.weight",                 "block_sparse_moe.gate.weight",    REPLICATED)),
+               *experts("mlp.experts.*", "block_sparse_moe.experts.*", table(
+                    ("linear_fc1.weight",                   "{w1,w3}.weight",                  GATED_UP),
+                    ("linear_fc2.weight",                   "w2.weight",                       ROW))))
 # fmt: on
-
-__all__ = ["GQA", "MLA", "NORMS", "O_BIAS", "QKV_BIAS", "QK_NORM", "SWIGLU", "SWIGLU_BIAS", "decoder"]
 
 
 def decoder(*layer: Rules) -> Rules:
