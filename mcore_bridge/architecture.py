@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from mcore_bridge.weights.provenance import Dialect
 
 
+AFTER_LAST = "{num_hidden_layers}"
+"""In a pattern of ``Architecture.ignored``: the number after that of the last layer, which a layer for multi-token
+prediction has."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """How the models of one ``model_type`` become ``GPTModel``s and back.
@@ -31,7 +36,8 @@ class Architecture:
         model_type: as HF spells it.
         fields: the config table, total over the HF config.
         rules: the weight rules of a config.
-        ignored: patterns (fnmatch) of HF tensor names that a checkpoint may hold and that we do not use.
+        ignored: patterns (fnmatch) of HF tensor names that a checkpoint may hold and that we do not use; with
+            ``AFTER_LAST`` for the number of the layer after the last.
         dialect: how published checkpoints hold routed experts: "split", one tensor for each, or "fused", one for all.
         aliases: further ``model_type`` values that mean the same.
         layer_spec: an own layer spec: a function like ``factory.specs.block_spec``, which it may call, from the config,

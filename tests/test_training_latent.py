@@ -1,4 +1,7 @@
-"""Latent attention trains as transformers does: what TP ranks share gets whole gradients, with and without SP."""
+"""Latent attention trains as transformers does: what TP ranks share gets whole gradients, with and without SP.
+
+Layers with experts need SP where there is TP, in megatron-core.
+"""
 
 from typing import Any
 
@@ -7,7 +10,7 @@ import pytest
 from mcore_bridge import ParallelDims
 from tests import pool, stepping, tiny, zoo
 
-CASES = ("deepseek_v3-yarn", "deepseek_v3-whole-queries")
+CASES = ("deepseek_v3", "deepseek_v3-yarn", "deepseek_v2")
 MESHES: dict[int, list[dict[str, Any]]] = {
     2: [{"tp": 2}, {"tp": 2, "sp": True}, {"pp": 2, "vp": 2}, {"cp": 2}],
     4: [{"tp": 4}, {"tp": 2, "cp": 2, "sp": True}],
@@ -42,7 +45,8 @@ def test_every_mesh_trains_as_transformers_does(folders, expected, world_size):
         for label, name, step in results:
             loss, grads = expected[name]
             assert step["loss"] is None or tiny.relative_error(step["loss"], loss) < 1e-5, label
-            assert step["grads"].keys() == grads.keys(), label
+            biases = {n for n in step["grads"] if n.endswith("e_score_correction_bias")}  # buffers, without gradients
+            assert step["grads"].keys() - biases == grads.keys(), label
             errors = {n: tiny.relative_error(step["grads"][n], grads[n]) for n in grads}
             worst = max(errors, key=errors.__getitem__)
             assert errors[worst] < 5e-5, f"{label}: gradient of {worst}: {errors[worst]}"

@@ -61,8 +61,7 @@ NORMALISED       = Derive(("norm_topk_prob",), _normalised, _normalised_back)
 ONE_SIZE         = Derive(("intermediate_size",), _expert_size, _expert_size_back)
 # fmt: on
 
-MOE: tuple[Field, ...] = (
-    Map("num_experts", "num_moe_experts", aka=("num_local_experts", "n_routed_experts")),
+ROUTED: tuple[Field, ...] = (
     Map("num_experts_per_tok", "moe_router_topk"),
     Ignore(
         "the auxiliary loss is the trainer's: override moe_aux_loss_coeff and moe_router_load_balancing_type",
@@ -71,6 +70,10 @@ MOE: tuple[Field, ...] = (
     Require("router_jitter_noise", (0.0, None), "megatron-core adds its noise in another place"),
     Preset("moe_router_load_balancing_type", "none"),
     Preset("moe_aux_loss_coeff", 0.0),
+)
+MOE: tuple[Field, ...] = (
+    Map("num_experts", "num_moe_experts", aka=("num_local_experts", "n_routed_experts")),
+    *ROUTED,
 )
 """Routed experts. Which layers have them, their size, and the router's scores are the architecture's own."""
 SOFTMAX: tuple[Field, ...] = (

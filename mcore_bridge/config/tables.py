@@ -112,14 +112,16 @@ QK_PLAIN: tuple[Field, ...] = (Const("qk_layernorm", False),)
 QK_NORMED: tuple[Field, ...] = (Const("qk_layernorm", True),)
 
 LATENT: tuple[Field, ...] = (
+    *(field for field in BASE if field.names != ("auto_map",)),
+    Ignore("transformers has a class of its own, and the folder's code is never run", ("auto_map",)),
+    *(*SIZES, *MATHS, *TRAINING, *BIAS_NONE, *WINDOW_NONE),
     derived_latent.HEADS,
     Const("multi_latent_attention", True),
     Const("latent_norm_epsilon", 1e-6),
-    *QK_PLAIN,  # these norms are the latents'; mcore's field would sum their gradients over TP by their names
-    *BIAS_NONE,
+    *QK_PLAIN,  # mcore's norms of latents are others; this field would sum their gradients over TP by their names
     Require("attention_bias", (False,), "megatron-core's down projections have no bias"),
     Require("mlp_bias", (False,), "megatron-core would give the attention output a bias too"),
     Require("rope_interleave", (True, None), "megatron-core's latent attention rotates neighbours"),
 )
-"""Multi-latent attention: low-rank queries (or whole ones), keys and values, of which a part of each head is rotated.
-transformers gives its norms an epsilon of their own."""
+"""A decoder with multi-latent attention: queries (some), keys and values of low rank, a part of each head rotated.
+transformers gives the norms of latents an epsilon of their own. Experts are the architecture's own."""

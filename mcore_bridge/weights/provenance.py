@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Union
 
-from mcore_bridge.architecture import architecture_of
+from mcore_bridge.architecture import AFTER_LAST, architecture_of
 from mcore_bridge.config.hf import find_folder, read_config
 from mcore_bridge.weights.checkpoint import names_in
 from mcore_bridge.weights.layout import REPLICATED, VOCAB
@@ -73,7 +73,8 @@ def provenance_of(hf: HF, *, head: str = "lm") -> Provenance:
     folder = os.fspath(find_folder(hf)) if isinstance(hf, str | os.PathLike) else None
     rules = architecture.rules(config)
     dialect = dialect_of(names_in(folder), rules) if folder else None
-    return Provenance(config, rules, architecture.ignored, head, folder, dialect or architecture.dialect)
+    ignored = tuple(name.replace(AFTER_LAST, str(config.num_hidden_layers)) for name in architecture.ignored)
+    return Provenance(config, rules, ignored, head, folder, dialect or architecture.dialect)
 
 
 def dialect_of(names: Iterable[str], rules: Rules) -> Dialect | None:
