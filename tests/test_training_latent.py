@@ -1,6 +1,6 @@
 """Latent attention trains as transformers does: what TP ranks share gets whole gradients, with and without SP.
 
-Layers with experts need SP where there is TP, in megatron-core.
+megatron-core refuses to train experts under TP without SP.
 """
 
 from typing import Any
@@ -11,9 +11,10 @@ from mcore_bridge import ParallelDims
 from tests import pool, stepping, tiny, zoo
 
 CASES = ("deepseek_v3", "deepseek_v3-yarn", "deepseek_v2")
+WITHOUT_EXPERTS = ("deepseek_v3-yarn",)
 MESHES: dict[int, list[dict[str, Any]]] = {
-    2: [{"tp": 2}, {"tp": 2, "sp": True}, {"pp": 2, "vp": 2}, {"cp": 2}],
-    4: [{"tp": 4}, {"tp": 2, "cp": 2, "sp": True}],
+    2: [{"tp": 2}, {"tp": 2, "sp": True}, {"pp": 2, "vp": 2}, {"cp": 2}, {"ep": 2}],
+    4: [{"tp": 4}, {"tp": 2, "cp": 2, "sp": True}, {"tp": 2, "ep": 2, "sp": True}],
 }
 
 
@@ -23,8 +24,8 @@ def steps(folders: dict[str, str], meshes: list[dict[str, Any]]) -> list[Any]:
     for sizes in meshes:
         dims = ParallelDims(**sizes)
         with stepping.mesh(dims):
-            for name, folder in folders.items():
-                step = stepping.train(folder, dims, tiny.tokens(8), micro_batch_size=2)
+            for name in WITHOUT_EXPERTS if dims.tp > 1 and not dims.sp else CASES:
+                step = stepping.train(folders[name], dims, tiny.tokens(8), micro_batch_size=2)
                 found.append((f"{name} on {sizes}", name, step))
     return found
 
