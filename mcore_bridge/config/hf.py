@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _CONFIG = "config.json"
+_SAME_CLASS = {"kimi_k2": "deepseek_v3"}
+"""Names under which publishers ship the code of a model that transformers has under its own."""
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
 
 
@@ -37,6 +39,7 @@ def read_config(source: "str | os.PathLike[str] | PretrainedConfig") -> "Pretrai
         return _translated(copy.deepcopy(source))
     folder = find_folder(source)
     fields = _read_json(folder / _CONFIG)
+    fields["model_type"] = _SAME_CLASS.get(str(fields.get("model_type")), fields.get("model_type"))
     hf = _config_class(fields, folder)
     try:
         config = hf.from_dict(_spell(fields))

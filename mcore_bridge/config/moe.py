@@ -1,6 +1,7 @@
 """Tables of routed and shared experts: how many, in which layers, and how the router scores and selects."""
 
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mcore, Preset, Require, count
+from mcore_bridge.config.tables import but, unread
 from mcore_bridge.errors import ConfigError
 
 
@@ -25,6 +26,113 @@ def layers_of(mcore: Mcore) -> list[int]:
         return [int(layer % frequency == 0) for layer in range(num_layers)]
     assert isinstance(frequency, list)
     return frequency[:num_layers]
+
+
+def _dense_first(hf: Hf) -> dict[str, object]:
+    """DeepSeek: dense layers first, then every ``moe_layer_freq``-th has experts."""
+    dense, step = hf.get("first_k_dense_replace") or 0, hf.get("moe_layer_freq", 1)
+    assert isinstance(dense, int)
+    assert isinstance(step, int)
+    layers = range(count(hf, "num_hidden_layers"))
+    return {"moe_layer_freq": [int(layer >= dense and layer % step == 0) for layer in layers]}
+
+
+def _dense_first_back(mcore: Mcore) -> dict[str, object]:
+    layers = layers_of(mcore)
+    dense = layers.index(1) if 1 in layers else len(layers)
+    if not all(layers[dense:]):
+        raise ConfigError(f"moe_layer_freq must be dense layers and then sparse ones only, found {layers}.")
+    return {"first_k_dense_replace": dense}
+
+
+def _mlp_types(hf: Hf) -> dict[str, object]:
+    kinds, layers = hf.get("mlp_layer_types"), range(count(hf, "num_hidden_layers"))
+    if not isinstance(kinds, list) or len(kinds) != len(layers) or set(kinds) - {"dense", "sparse"}:
+        raise ConfigError(
+            f"mlp_layer_types must say 'dense' or 'sparse' of each of {len(layers)} layers, found {kinds!r}."
+        )
+    dense = hf.get("first_k_dense_replace")
+    if dense is not None and kinds != ["dense" if layer < dense else "sparse" for layer in layers]:  # type: ignore[operator]
+        raise ConfigError(f"first_k_dense_replace={dense!r} and mlp_layer_types={kinds!r} must agree; remove one.")
+    return {"moe_layer_freq": [int(kind == "sparse") for kind in kinds]}
+
+
+def _mlp_types_back(mcore: Mcore) -> dict[str, object]:
+    return {"mlp_layer_types": ["sparse" if sparse else "dense" for sparse in layers_of(mcore)]}
+
+
+def shared_experts(name: str) -> Derive:
+    """``name`` experts of the size of a routed one, side by side: megatron-core has one of their total size."""
+
+    def forward(hf: Hf) -> dict[str, object]:
+        size = count(hf, "moe_intermediate_size")
+        total = count(hf, name) * size if hf.get(name) else None
+        return {"moe_ffn_hidden_size": size, "moe_shared_expert_intermediate_size": total}
+
+    def backward(mcore: Mcore) -> dict[str, object]:
+        size, total = mcore["moe_ffn_hidden_size"], mcore["moe_shared_expert_intermediate_size"] or 0
+        assert isinstance(size, int)
+        assert isinstance(total, int)
+        if total % size:
+            raise ConfigError(
+                f"moe_shared_expert_intermediate_size={total} must be a multiple of {size}, as HF counts."
+            )
+        return {"moe_intermediate_size": size, name: total // size}
+
+    return Derive((name, "moe_intermediate_size"), forward, backward)
+
+
+def _groups(hf: Hf) -> dict[str, object]:
+    groups, chosen = hf.get("n_group") or 1, hf.get("topk_group") or 1
+    if groups == chosen == 1:
+        return {"moe_router_num_groups": None, "moe_router_group_topk": None}
+    topk = count(hf, "num_experts_per_tok")
+    if topk // count(hf, "topk_group") != 2 or topk % count(hf, "topk_group"):
+        raise ConfigError(
+            f"num_experts_per_tok={topk} must be twice topk_group={chosen} with n_group={groups}: HF ranks "
+            "a group by its two best experts, megatron-core (moe_utils.py, group_limited_topk) by as many as it takes."
+        )
+    return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+
+
+def _groups_back(mcore: Mcore) -> dict[str, object]:
+    return {"n_group": mcore["moe_router_num_groups"] or 1, "topk_group": mcore["moe_router_group_topk"] or 1}
+
+
+def _method(hf: Hf) -> dict[str, object]:
+    """DeepSeek V2: the best experts, or those of the best groups, each of which counts as its best expert."""
+    method, chosen = hf.get("topk_method"), hf.get("topk_group") or 1
+    assert isinstance(chosen, int)
+    if method == "greedy":
+        return {"moe_router_num_groups": None, "moe_router_group_topk": None}
+    if method != "group_limited_greedy":
+        raise ConfigError(f"topk_method must be 'greedy' or 'group_limited_greedy', found {method!r}.")
+    if (topk := count(hf, "num_experts_per_tok")) // chosen != 1:
+        raise ConfigError(
+            f"num_experts_per_tok={topk} must be less than twice topk_group={chosen} with group_limited_greedy: HF "
+            "ranks a group by its best expert, megatron-core (moe_utils.py, group_limited_topk) by as many as it takes."
+        )
+    return {"moe_router_num_groups": count(hf, "n_group"), "moe_router_group_topk": chosen}
+
+
+def _method_back(mcore: Mcore) -> dict[str, object]:
+    if mcore["moe_router_num_groups"] is None:
+        return {"topk_method": "greedy", "n_group": None, "topk_group": None}
+    return {"topk_method": "group_limited_greedy", **_groups_back(mcore)}
+
+
+def _several_normalised(hf: Hf) -> dict[str, object]:
+    several = count(hf, "num_experts_per_tok") > 1
+    if hf.get("norm_topk_prob", several) is not several:
+        raise ConfigError(
+            f"norm_topk_prob must be {several}, found {hf['norm_topk_prob']!r}: megatron-core lets the weights of the "
+            "sigmoid scores of several experts add up to one, and leaves that of a single one as it is."
+        )
+    return {}
+
+
+def _several_normalised_back(mcore: Mcore) -> dict[str, object]:
+    return {"norm_topk_prob": mcore["moe_router_topk"] != 1}
 
 
 def _normalised(hf: Hf) -> dict[str, object]:
@@ -58,10 +166,16 @@ def _expert_size_back(mcore: Mcore) -> dict[str, object]:
 # fmt: off
 SPARSE_STEP      = Derive(("decoder_sparse_step", "mlp_only_layers"), _sparse_step, _sparse_step_back)
 NORMALISED       = Derive(("norm_topk_prob",), _normalised, _normalised_back)
+DENSE_FIRST      = Derive(("first_k_dense_replace", "moe_layer_freq"), _dense_first, _dense_first_back)
+MLP_TYPES        = Derive(("mlp_layer_types", "first_k_dense_replace"), _mlp_types, _mlp_types_back)
+GROUPS           = Derive(("n_group", "topk_group"), _groups, _groups_back)
+METHOD           = Derive(("topk_method", "n_group", "topk_group"), _method, _method_back)
+IF_SEVERAL       = Derive(("norm_topk_prob",), _several_normalised, _several_normalised_back)
 ONE_SIZE         = Derive(("intermediate_size",), _expert_size, _expert_size_back)
 # fmt: on
 
-ROUTED: tuple[Field, ...] = (
+MOE: tuple[Field, ...] = (
+    Map("num_experts", "num_moe_experts", aka=("num_local_experts", "n_routed_experts")),
     Map("num_experts_per_tok", "moe_router_topk"),
     Ignore(
         "the auxiliary loss is the trainer's: override moe_aux_loss_coeff and moe_router_load_balancing_type",
@@ -70,10 +184,6 @@ ROUTED: tuple[Field, ...] = (
     Require("router_jitter_noise", (0.0, None), "megatron-core adds its noise in another place"),
     Preset("moe_router_load_balancing_type", "none"),
     Preset("moe_aux_loss_coeff", 0.0),
-)
-MOE: tuple[Field, ...] = (
-    Map("num_experts", "num_moe_experts", aka=("num_local_experts", "n_routed_experts")),
-    *ROUTED,
 )
 """Routed experts. Which layers have them, their size, and the router's scores are the architecture's own."""
 SOFTMAX: tuple[Field, ...] = (
@@ -85,9 +195,41 @@ SOFTMAX_NORMALISED: tuple[Field, ...] = (*SOFTMAX, Const("moe_router_pre_softmax
 """The same, with weights that add up to one."""
 SOFTMAX_BY_CONFIG: tuple[Field, ...] = (*SOFTMAX, NORMALISED)
 """The same, with weights that do so where ``norm_topk_prob`` says so."""
+SIGMOID: tuple[Field, ...] = (
+    IF_SEVERAL,
+    Const("moe_router_score_function", "sigmoid"),
+    Const("moe_router_enable_expert_bias", True),
+    Const("moe_router_pre_softmax", False),
+    Preset("moe_router_bias_update_rate", 0.0),
+    Preset("moe_router_dtype", "fp32"),
+)
+"""The router's scores are sigmoids in fp32; a bias, which is no parameter, takes part in the choice only."""
 NO_SHARED: tuple[Field, ...] = (Const("moe_shared_expert_intermediate_size", None),)
 SHARED_GATED: tuple[Field, ...] = (
     Map("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
     Const("moe_shared_expert_gate", True),
 )
 """A shared expert, weighted by a gate of its own."""
+COUNTED: tuple[Field, ...] = (
+    *but(MOE, Map("n_routed_experts", "num_moe_experts")),
+    shared_experts("n_shared_experts"),
+    Const("moe_shared_expert_gate", False),
+    Map("routed_scaling_factor", "moe_router_topk_scaling_factor"),
+    unread("ep_size"),
+    Ignore("layers for multi-token prediction are not built", ("num_nextn_predict_layers", "num_mtp_layers")),
+)
+"""Routed and shared experts of one size. Which layers have them, and how the router scores, is another table's."""
+SIGMOID_GROUPED: tuple[Field, ...] = (
+    *(*SIGMOID, GROUPS),
+    Require("scoring_func", ("sigmoid", None), "transformers computes this one for any"),
+    Require("topk_method", ("noaux_tc", None), "transformers computes this one for any"),
+)
+"""``SIGMOID``, and experts are chosen from the best of their groups."""
+GREEDY: tuple[Field, ...] = (
+    *(*SOFTMAX, METHOD),
+    Const("moe_router_pre_softmax", True),
+    Preset("moe_router_dtype", "fp32"),
+    Require("norm_topk_prob", (False,), "transformers would not normalise, whatever it says"),
+    Require("scoring_func", ("softmax", None), "transformers computes this one for any"),
+)
+"""The router's scores are a softmax over all experts in fp32, and not normalised."""

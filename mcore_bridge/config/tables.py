@@ -3,8 +3,10 @@
 Names are those of transformers 4.57 and 5.x together: a name that one version lacks claims nothing there.
 """
 
-from mcore_bridge.config import derived, derived_latent
+from mcore_bridge.config import derived, derived_latent, derived_rope
 from mcore_bridge.config.fields import Const, Field, Ignore, Map, Preset, Require
+
+EMBEDDING_DROPOUT = "embedding_dropout"
 
 IDENTITY = Ignore(
     "they name the model, its files and the program that wrote them",
@@ -56,7 +58,7 @@ PLAIN = (
 )
 BASE: tuple[Field, ...] = (IDENTITY, RUNTIME, DTYPE, LABELS, GENERATION, *DECODER_ONLY, *PLAIN)
 
-SIZES: tuple[Field, ...] = (
+GEOMETRY: tuple[Field, ...] = (
     Map("num_hidden_layers", "num_layers"),
     Map("hidden_size", "hidden_size"),
     Map("intermediate_size", "ffn_hidden_size"),
@@ -65,16 +67,14 @@ SIZES: tuple[Field, ...] = (
     Map("rms_norm_eps", "layernorm_epsilon"),
     Map("initializer_range", "init_method_std"),
     Map("attention_dropout", "attention_dropout", default=0.0),
-    *(derived.VOCAB, derived.ACTIVATION, derived.ROPE),
+    *(derived.HEADS, derived.VOCAB, derived.ACTIVATION, derived_rope.ROPE),
 )
-GEOMETRY: tuple[Field, ...] = (*SIZES, derived.HEADS)
 MATHS: tuple[Field, ...] = (
     Const("normalization", "RMSNorm"),
     Const("layernorm_zero_centered_gamma", False),
     Const("gated_linear_unit", True),
     Const("rotary_interleaved", False),
     Const("position_embedding_type", "rope"),
-    Const("rotary_percent", 1.0),
 )
 TRAINING: tuple[Field, ...] = (
     Preset("hidden_dropout", 0.0),
@@ -103,22 +103,64 @@ WINDOW_IF_USED: tuple[Field, ...] = (
     derived.WINDOW_IF_USED,
     Ignore("every layer slides, or none does", ("max_window_layers",)),
 )
+WINDOW_OFF: tuple[Field, ...] = (
+    derived.NO_WINDOWS,
+    Require("use_sliding_window", (False,), "versions of transformers disagree on which layers of this model slide"),
+    Ignore("no layer slides", ("sliding_window", "max_window_layers")),
+)
 WINDOW_BY_LAYER: tuple[Field, ...] = (
     derived.WINDOWS,
     Ignore("transformers has made layer_types and sliding_window of them", ("use_sliding_window", "max_window_layers")),
 )
+WINDOW_SWITCHED: tuple[Field, ...] = (
+    derived.SWITCHED,
+    Ignore("transformers does not read it", ("max_window_layers",)),
+)
+
+PLAIN_MLP: tuple[Field, ...] = (Const("gated_linear_unit", False),)
+INTERLEAVED: tuple[Field, ...] = (Const("rotary_interleaved", True),)
 
 QK_PLAIN: tuple[Field, ...] = (Const("qk_layernorm", False),)
 QK_NORMED: tuple[Field, ...] = (Const("qk_layernorm", True),)
 
+
+PUBLISHED_CODE = Ignore("the code in the published folders computes what transformers computes", ("auto_map",))
+
+
+def unread(*names: str) -> Ignore:
+    """Fields of published configs that the modelling code of transformers does not look at."""
+    return Ignore("transformers does not read it", names)
+
+
+def layer_norm(epsilon: str) -> tuple[Field, ...]:
+    """A LayerNorm instead of an RMSNorm, and the field that has its epsilon."""
+    return (Const("normalization", "LayerNorm"), Map(epsilon, "layernorm_epsilon"))
+
+
+def dropout(residual: str, embedding: str | None = None) -> tuple[Field, ...]:
+    """The fields that say what is dropped behind attention and MLP, and behind the embedding (None: nothing)."""
+    behind_embedding = Const(EMBEDDING_DROPOUT, 0.0) if embedding is None else Map(embedding, EMBEDDING_DROPOUT)
+    return (Map(residual, "hidden_dropout"), behind_embedding)
+
+
+def but(table: tuple[Field, ...], *entries: Field) -> tuple[Field, ...]:
+    """``table`` with ``entries``, each instead of those that claim one of its HF fields or set its mcore name."""
+    claimed = {name for entry in entries for name in entry.names}
+    decided = {entry.mcore for entry in entries if isinstance(entry, Map | Const)}
+    kept = (
+        entry
+        for entry in table
+        if claimed.isdisjoint(entry.names) and not (isinstance(entry, Map | Const) and entry.mcore in decided)
+    )
+    return (*kept, *entries)
+
+
 LATENT: tuple[Field, ...] = (
-    *(field for field in BASE if field.names != ("auto_map",)),
-    Ignore("transformers has a class of its own, and the folder's code is never run", ("auto_map",)),
-    *(*SIZES, *MATHS, *TRAINING, *BIAS_NONE, *WINDOW_NONE),
-    derived_latent.HEADS,
+    *but(DECODER, derived_latent.HEADS, PUBLISHED_CODE),
     Const("multi_latent_attention", True),
     Const("latent_norm_epsilon", 1e-6),
-    *QK_PLAIN,  # mcore's norms of latents are others; this field would sum their gradients over TP by their names
+    *(*BIAS_NONE, *WINDOW_NONE),
+    *QK_PLAIN,  # the norms of latents are others; this field would sum their gradients over TP by their names
     Require("attention_bias", (False,), "megatron-core's down projections have no bias"),
     Require("mlp_bias", (False,), "megatron-core would give the attention output a bias too"),
     Require("rope_interleave", (True, None), "megatron-core's latent attention rotates neighbours"),

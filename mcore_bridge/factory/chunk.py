@@ -74,10 +74,12 @@ def build_chunk(blueprint: Blueprint, stage: Stage, *, seed: int) -> GPTModel:
 
 
 def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
-    """What mcore cannot build: transformers' rope and the small heads; and the note of where the chunk comes from."""
+    """What mcore cannot build: transformers' rope and dropout, small heads; and the note of where the chunk is from."""
     from mcore_bridge.factory.rotary import replace_rotary
 
     replace_rotary(chunk)
+    if chunk.pre_process and (dropped := getattr(blueprint.config, "embedding_dropout", None)) is not None:
+        chunk.embedding.embedding_dropout.p = dropped
     if chunk.post_process and blueprint.config.hf_vocab_size < chunk.vocab_size:
         chunk.output_layer.register_forward_hook(HiddenPadding(blueprint.config.hf_vocab_size, chunk))
     replace_output_layer(chunk, blueprint.hf, head=blueprint.provenance.head)

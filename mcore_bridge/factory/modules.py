@@ -124,7 +124,7 @@ class CoreAttention(nn.Module):
         """
         if packed_seq_params is not None or attention_bias is not None:
             raise ConfigError("CoreAttention takes neither packed sequences nor an attention bias; use backend te")
-        query_positions = self._query_positions(query, key)
+        query_positions = places_in_text(query, key, self.cp_group)
         if self.cp_group.size() > 1:
             key, value = self._gather(key, value)
         causal = (attn_mask_type or self.attn_mask_type) in _CAUSAL
@@ -143,15 +143,6 @@ class CoreAttention(nn.Module):
                 enable_gqa=query.size(1) != key.size(1),
             )
         return rearrange(context, "b n s d -> s b (n d)")
-
-    def _query_positions(self, query: Tensor, key: Tensor) -> Tensor:
-        """The places of the queries in the text. Without CP they are the last ones (with a KV cache, keys are more)."""
-        num_ranks, device = self.cp_group.size(), query.device
-        if num_ranks == 1:
-            return torch.arange(key.size(0) - query.size(0), key.size(0), device=device)
-        chunk = query.size(0) // 2
-        places = torch.arange(chunk, device=device)
-        return torch.cat([places + chunk * index for index in zigzag(self.cp_group.rank(), num_ranks)])
 
     def _gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         num_ranks = self.cp_group.size()
@@ -187,6 +178,16 @@ class CoreAttention(nn.Module):
 def zigzag(rank: int, num_ranks: int) -> tuple[int, int]:
     """The two chunks, of ``2 * num_ranks``, that mcore gives to a context-parallel rank: one early, one late."""
     return rank, 2 * num_ranks - 1 - rank
+
+
+def places_in_text(query: Tensor, key: Tensor, cp_group: Any) -> Tensor:
+    """The places of the queries in the text. Without CP they are the last ones (with a KV cache, keys are more)."""
+    num_ranks, device = cp_group.size(), query.device
+    if num_ranks == 1:
+        return torch.arange(key.size(0) - query.size(0), key.size(0), device=device)
+    chunk = query.size(0) // 2
+    places = torch.arange(chunk, device=device)
+    return torch.cat([places + chunk * index for index in zigzag(cp_group.rank(), num_ranks)])
 
 
 class BiasedRowParallelLinear(RowParallelLinear):

@@ -11,6 +11,7 @@ import torch
 
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.latent import adapt_latent
+from mcore_bridge.factory.temperature import adapt_query_temperature
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -54,6 +55,7 @@ def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) ->
         adapt_latent(spec.submodules, config, backend)
         if getattr(config, "attention_output_bias", False):
             spec.submodules.self_attention.submodules.linear_proj = _biased_row_linear(backend)
+        adapt_query_temperature(spec.submodules, config)
     return TransformerBlockSubmodules(
         layer_specs=[copy.deepcopy(specs[layer]) for layer in layers],
         layer_norm=_final_norm(backend),

@@ -2,14 +2,14 @@
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Ignore
-from mcore_bridge.config.moe_layers import COUNTED, GREEDY, LEADING_DENSE
+from mcore_bridge.config.moe import COUNTED, DENSE_FIRST, GREEDY
 from mcore_bridge.config.tables import LATENT
 from mcore_bridge.models.blocks import MLA, MOE, NORMS, SHARED, SWIGLU, decoder
 
 ARCHITECTURE = Architecture(
     model_type="deepseek_v2",
     fields=(
-        *(*LATENT, *COUNTED, *GREEDY, LEADING_DENSE),
+        *(*LATENT, *COUNTED, *GREEDY, DENSE_FIRST),
         Ignore("transformers makes it qk_rope_head_dim, whatever it says", ("head_dim",)),
     ),
     rules=lambda hf: decoder(NORMS, MLA, SWIGLU, MOE, SHARED),

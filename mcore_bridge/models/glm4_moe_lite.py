@@ -2,13 +2,13 @@
 
 from mcore_bridge.architecture import AFTER_LAST, Architecture
 from mcore_bridge.config.derived_latent import HEAD_DIM
-from mcore_bridge.config.moe_layers import COUNTED, LISTED_SPARSE, SIGMOID
+from mcore_bridge.config.moe import COUNTED, MLP_TYPES, SIGMOID_GROUPED
 from mcore_bridge.config.tables import LATENT
 from mcore_bridge.models.blocks import MLA, MOE, NORMS, ROUTER_BIAS, SHARED, SWIGLU, decoder
 
 ARCHITECTURE = Architecture(
     model_type="glm4_moe_lite",
-    fields=(*LATENT, *COUNTED, *SIGMOID, HEAD_DIM, LISTED_SPARSE),
+    fields=(*LATENT, *COUNTED, *SIGMOID_GROUPED, HEAD_DIM, MLP_TYPES),
     rules=lambda hf: decoder(NORMS, MLA, SWIGLU, MOE, ROUTER_BIAS, SHARED),
     ignored=("*.rotary_emb.inv_freq", f"model.layers.{AFTER_LAST}.*"),
 )

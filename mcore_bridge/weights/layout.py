@@ -162,12 +162,14 @@ def _steps(layout: Layout) -> tuple[Layout, ...]:
 
 
 # fmt: off
-TRANSPOSED = Rearrange("m n", "n m")
-GROUPS     = Rearrange("(groups n) ...", "groups n ...")
-COLUMN     = Rearrange("(tp n) ...", "tp n ...")
-ROW        = Rearrange("n (tp m)", "tp n m")
-REPLICATED = Replicate()
-VOCAB      = Resize("vocab", "padded_vocab") >> COLUMN
-GATED_UP   = COLUMN >> Concat(1, ratio=(1, 1))                                          # cut, then fuse
-QKV        = GROUPS >> Concat(1, ratio=("heads_per_group", 1, 1)) >> ~GROUPS >> COLUMN  # fuse, then cut
+TRANSPOSED     = Rearrange("m n", "n m")
+GROUPS         = Rearrange("(groups n) ...", "groups n ...")
+COLUMN         = Rearrange("(tp n) ...", "tp n ...")
+ROW            = Rearrange("n (tp m)", "tp n m")
+REPLICATED     = Replicate()
+VOCAB          = Resize("vocab", "padded_vocab") >> COLUMN
+GATED_UP       = COLUMN >> Concat(1, ratio=(1, 1))                                          # cut, then fuse
+QKV            = GROUPS >> Concat(1, ratio=("heads_per_group", 1, 1)) >> ~GROUPS >> COLUMN  # fuse, then cut
+FUSED_GATED_UP = Split(0, ratio=(1, 1)) >> GATED_UP                    # from one HF tensor: gate, then up
+FUSED_QKV      = Split(0, ratio=("heads_per_group", 1, 1)) >> QKV      # from one HF tensor: all q, then all k, then v
 # fmt: on
