@@ -14,8 +14,8 @@ from tests.strategies import on_disk
 CASES = ("deepseek_v3", "deepseek_v3-yarn", "deepseek_v2")
 WITHOUT_EXPERTS = ("deepseek_v3-yarn",)
 MESHES: dict[int, list[dict[str, Any]]] = {
-    2: [{"tp": 2}, {"tp": 2, "sp": True}, {"pp": 2, "vp": 2}, {"cp": 2}, {"ep": 2}],
-    4: [{"tp": 4}, {"tp": 2, "cp": 2, "sp": True}, {"tp": 2, "ep": 2, "sp": True}],
+    2: [{"tp": 2}, {"tp": 2, "etp": 2, "sp": True}, {"pp": 2, "vp": 2}, {"cp": 2}, {"ep": 2}],
+    4: [{"tp": 4}, {"tp": 2, "cp": 2, "ep": 2, "sp": True}, {"tp": 2, "etp": 2, "ep": 2, "sp": True}],
 }
 
 
