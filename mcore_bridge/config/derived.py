@@ -21,18 +21,22 @@ def _activations() -> dict[str, Callable[..., object]]:
     return {**named, "relu": F.relu, "relu2": squared_relu}
 
 
-def _activation(hf: Hf) -> dict[str, object]:
-    name, known = hf.get("hidden_act"), _activations()
-    if name not in known:
-        raise ConfigError(f"hidden_act must be one of {sorted(known)}, which megatron-core has too; found {name!r}.")
-    return {"activation_func": known[str(name)]}
+def activation(field: str, *unread: str) -> Derive:
+    """The activation that ``field`` names; transformers does not read the other fields of that kind."""
+
+    def forward(hf: Hf) -> dict[str, object]:
+        name, known = hf.get(field), _activations()
+        if name not in known:
+            raise ConfigError(f"{field} must be one of {sorted(known)}, which megatron-core has too; found {name!r}.")
+        return {"activation_func": known[str(name)]}
+
+    return Derive((field, *unread), forward, lambda mcore: {field: _activation_name(mcore["activation_func"])})
 
 
-def _hidden_act(mcore: Mcore) -> dict[str, object]:
-    found = mcore["activation_func"]
+def _activation_name(found: object) -> str:
     for name, function in _activations().items():
         if _identity(function) == _identity(found):
-            return {"hidden_act": name}
+            return name
     raise ConfigError(
         f"activation_func must be one that HF has a name for ({sorted(_activations())}), found {found!r}."
     )
@@ -190,7 +194,7 @@ def _hf_window(window: object) -> int | None:
 
 
 # fmt: off
-ACTIVATION     = Derive(("hidden_act",), _activation, _hidden_act)
+ACTIVATION     = activation("hidden_act")
 HEADS          = Derive(("num_attention_heads", "num_key_value_heads", "head_dim"), _heads, _heads_back)
 VOCAB          = Derive(("vocab_size",), _vocab, _vocab_back)
 BIASES         = biases("attention_bias", "attention_bias", "mlp_bias")

@@ -46,6 +46,8 @@ def check_model(dims: ParallelDims, settings: Mapping[str, object]) -> None:
         _require_divided(dims, settings, "ffn_hidden_size", "tp")
     if dims.ep > 1 and settings.get("num_moe_experts") is None:
         raise MeshError(f"ep={dims.ep} needs a model with experts, this one has none: use ep=1")
+    if dims.etp > 1 and settings.get("num_moe_experts") and settings.get("add_bias_linear"):
+        raise MeshError(f"etp={dims.etp} must be 1: megatron-core cannot cut experts that have biases; use ep instead")
     if not settings.get("multi_latent_attention"):
         _check_groups(dims, settings)
     _check_split(dims, settings)

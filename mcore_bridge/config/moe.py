@@ -150,6 +150,18 @@ def _normalised_back(mcore: Mcore) -> dict[str, object]:
     return {"norm_topk_prob": not mcore["moe_router_pre_softmax"]}
 
 
+def _quick_gelu(hf: Hf) -> dict[str, object]:
+    from megatron.core.activations import quick_gelu
+
+    return {"activation_func": quick_gelu}
+
+
+def _quick_gelu_back(mcore: Mcore) -> dict[str, object]:
+    if mcore["activation_func"] != _quick_gelu({})["activation_func"]:
+        raise ConfigError("activation_func must be megatron-core's quick_gelu. Remove the override.")
+    return {}
+
+
 def _expert_size(hf: Hf) -> dict[str, object]:
     size = count(hf, "intermediate_size")
     return {"ffn_hidden_size": size, "moe_ffn_hidden_size": size}
@@ -171,6 +183,7 @@ MLP_TYPES        = Derive(("mlp_layer_types", "first_k_dense_replace"), _mlp_typ
 GROUPS           = Derive(("n_group", "topk_group"), _groups, _groups_back)
 METHOD           = Derive(("topk_method", "n_group", "topk_group"), _method, _method_back)
 IF_SEVERAL       = Derive(("norm_topk_prob",), _several_normalised, _several_normalised_back)
+QUICK_GELU       = Derive((), _quick_gelu, _quick_gelu_back)
 ONE_SIZE         = Derive(("intermediate_size",), _expert_size, _expert_size_back)
 # fmt: on
 
@@ -204,6 +217,20 @@ SIGMOID: tuple[Field, ...] = (
     Preset("moe_router_dtype", "fp32"),
 )
 """The router's scores are sigmoids in fp32; a bias, which is no parameter, takes part in the choice only."""
+SCALED = Map("routed_scaling_factor", "moe_router_topk_scaling_factor")
+CLAMPED_GATE: tuple[Field, ...] = (
+    QUICK_GELU,
+    Const("glu_linear_offset", 1.0),
+    Map("swiglu_limit", "activation_func_clamp_value", default=7.0),
+    Require("swiglu_alpha", (1.702,), "megatron-core's quick_gelu has this constant"),
+    Require(
+        "hidden_act", ("silu",), "the experts of all published models have their own activation, which is none of these"
+    ),
+)
+"""gpt-oss: ``(up + 1) * gate * sigmoid(1.702 * gate)``, of gate and up within a limit."""
+MTP_ON_REQUEST = Ignore(
+    "MTP layers are built on request: override mtp_num_layers", ("num_nextn_predict_layers", "num_mtp_layers")
+)
 NO_SHARED: tuple[Field, ...] = (Const("moe_shared_expert_intermediate_size", None),)
 SHARED_GATED: tuple[Field, ...] = (
     Map("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
@@ -214,9 +241,7 @@ COUNTED: tuple[Field, ...] = (
     *but(MOE, Map("n_routed_experts", "num_moe_experts")),
     shared_experts("n_shared_experts"),
     Const("moe_shared_expert_gate", False),
-    Map("routed_scaling_factor", "moe_router_topk_scaling_factor"),
-    unread("ep_size"),
-    Ignore("layers for multi-token prediction are not built", ("num_nextn_predict_layers", "num_mtp_layers")),
+    *(SCALED, MTP_ON_REQUEST, unread("ep_size")),
 )
 """Routed and shared experts of one size. Which layers have them, and how the router scores, is another table's."""
 SIGMOID_GROUPED: tuple[Field, ...] = (

@@ -99,14 +99,14 @@ class Rope:
         """
         return self._computed(seq_len if seq_len is not None and seq_len > self.longest_plain else None)[0]
 
-    def overridden(self, overrides: Mapping[str, object], *, head_dim: str = "kv_channels") -> "Rope":
-        """The rope after overrides of the head dim and of mcore's rope arguments, which keep mcore's meaning."""
+    def overridden(self, overrides: Mapping[str, object]) -> "Rope":
+        """The rope after overrides of ``kv_channels`` and of mcore's rope arguments, which keep mcore's meaning."""
         parameters = _scaling(overrides) or dict(self.parameters)
         theta = overrides.get("rotary_base")
         parameters["rope_theta"] = self.theta if theta is None else theta
-        if overrides.get(head_dim) is None:
+        if overrides.get("kv_channels") is None:
             return replace(self, parameters=checked(parameters))
-        return replace(self, parameters=checked(parameters), head_dim=count(overrides, head_dim))
+        return replace(self, parameters=checked(parameters), head_dim=count(overrides, "kv_channels"))
 
     def to_mcore(self) -> dict[str, object]:
         """The config attributes through which mcore's attention multiplies cosines and sines by the attention factor.

@@ -111,6 +111,8 @@ def _settings(
         overrides["kv_channels"] = settings["kv_channels"] = hidden_size // heads
     if isinstance(rope := settings.get("hf_rope"), Rope):
         settings |= _latent_rope(rope, overrides) if latent else _rope_settings(rope.overridden(overrides), settings)
+    if isinstance(sliding := settings.get("hf_sliding_rope"), Rope):
+        settings["hf_sliding_rope"] = sliding.overridden(_only(overrides, frozenset({"kv_channels"})))
     require_windows(settings)
     require_known(settings, latent=latent)
     return settings
@@ -132,7 +134,7 @@ def _rope_settings(rope: Rope, settings: Mapping[str, object]) -> dict[str, obje
 
 
 def _latent_rope(rope: Rope, overrides: Mapping[str, object]) -> dict[str, object]:
-    rope = rope.overridden(overrides, head_dim="qk_pos_emb_head_dim")
+    rope = rope.overridden({**overrides, "kv_channels": overrides.get("qk_pos_emb_head_dim")})
     fields = {**rope.to_latent(), "position_embedding_type": "rope", "rotary_percent": 1.0}
     for name in fields.keys() & overrides.keys():
         if overrides[name] != fields[name]:
