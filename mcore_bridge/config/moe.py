@@ -1,7 +1,6 @@
 """Tables of routed and shared experts: how many, in which layers, and how the router scores and selects."""
 
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mcore, Preset, Require, count
-from mcore_bridge.config.tables import but, unread
 from mcore_bridge.errors import ConfigError
 
 
@@ -95,30 +94,8 @@ def _groups(hf: Hf) -> dict[str, object]:
     return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
 
 
-def _groups_back(mcore: Mcore) -> dict[str, object]:
+def groups_back(mcore: Mcore) -> dict[str, object]:
     return {"n_group": mcore["moe_router_num_groups"] or 1, "topk_group": mcore["moe_router_group_topk"] or 1}
-
-
-def _method(hf: Hf) -> dict[str, object]:
-    """DeepSeek V2: the best experts, or those of the best groups, each of which counts as its best expert."""
-    method, chosen = hf.get("topk_method"), hf.get("topk_group") or 1
-    assert isinstance(chosen, int)
-    if method == "greedy":
-        return {"moe_router_num_groups": None, "moe_router_group_topk": None}
-    if method != "group_limited_greedy":
-        raise ConfigError(f"topk_method must be 'greedy' or 'group_limited_greedy', found {method!r}.")
-    if (topk := count(hf, "num_experts_per_tok")) // chosen != 1:
-        raise ConfigError(
-            f"num_experts_per_tok={topk} must be less than twice topk_group={chosen} with group_limited_greedy: HF "
-            "ranks a group by its best expert, megatron-core (moe_utils.py, group_limited_topk) by as many as it takes."
-        )
-    return {"moe_router_num_groups": count(hf, "n_group"), "moe_router_group_topk": chosen}
-
-
-def _method_back(mcore: Mcore) -> dict[str, object]:
-    if mcore["moe_router_num_groups"] is None:
-        return {"topk_method": "greedy", "n_group": None, "topk_group": None}
-    return {"topk_method": "group_limited_greedy", **_groups_back(mcore)}
 
 
 def _several_normalised(hf: Hf) -> dict[str, object]:
@@ -180,8 +157,7 @@ SPARSE_STEP      = Derive(("decoder_sparse_step", "mlp_only_layers"), _sparse_st
 NORMALISED       = Derive(("norm_topk_prob",), _normalised, _normalised_back)
 DENSE_FIRST      = Derive(("first_k_dense_replace", "moe_layer_freq"), _dense_first, _dense_first_back)
 MLP_TYPES        = Derive(("mlp_layer_types", "first_k_dense_replace"), _mlp_types, _mlp_types_back)
-GROUPS           = Derive(("n_group", "topk_group"), _groups, _groups_back)
-METHOD           = Derive(("topk_method", "n_group", "topk_group"), _method, _method_back)
+GROUPS           = Derive(("n_group", "topk_group"), _groups, groups_back)
 IF_SEVERAL       = Derive(("norm_topk_prob",), _several_normalised, _several_normalised_back)
 QUICK_GELU       = Derive((), _quick_gelu, _quick_gelu_back)
 ONE_SIZE         = Derive(("intermediate_size",), _expert_size, _expert_size_back)
@@ -237,24 +213,3 @@ SHARED_GATED: tuple[Field, ...] = (
     Const("moe_shared_expert_gate", True),
 )
 """A shared expert, weighted by a gate of its own."""
-COUNTED: tuple[Field, ...] = (
-    *but(MOE, Map("n_routed_experts", "num_moe_experts")),
-    shared_experts("n_shared_experts"),
-    Const("moe_shared_expert_gate", False),
-    *(SCALED, MTP_ON_REQUEST, unread("ep_size")),
-)
-"""Routed and shared experts of one size. Which layers have them, and how the router scores, is another table's."""
-SIGMOID_GROUPED: tuple[Field, ...] = (
-    *(*SIGMOID, GROUPS),
-    Require("scoring_func", ("sigmoid", None), "transformers computes this one for any"),
-    Require("topk_method", ("noaux_tc", None), "transformers computes this one for any"),
-)
-"""``SIGMOID``, and experts are chosen from the best of their groups."""
-GREEDY: tuple[Field, ...] = (
-    *(*SOFTMAX, METHOD),
-    Const("moe_router_pre_softmax", True),
-    Preset("moe_router_dtype", "fp32"),
-    Require("norm_topk_prob", (False,), "transformers would not normalise, whatever it says"),
-    Require("scoring_func", ("softmax", None), "transformers computes this one for any"),
-)
-"""The router's scores are a softmax over all experts in fp32, and not normalised."""

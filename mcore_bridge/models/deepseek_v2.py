@@ -2,7 +2,8 @@
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Ignore
-from mcore_bridge.config.moe import COUNTED, DENSE_FIRST, GREEDY
+from mcore_bridge.config.moe import DENSE_FIRST
+from mcore_bridge.config.moe_counted import COUNTED, GREEDY
 from mcore_bridge.config.tables import LATENT
 from mcore_bridge.models.blocks import MLA, MOE, NORMS, SHARED, SWIGLU, decoder
 

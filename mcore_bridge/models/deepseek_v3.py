@@ -2,7 +2,8 @@
 
 from mcore_bridge.architecture import AFTER_LAST, Architecture
 from mcore_bridge.config.derived_latent import HEAD_DIM
-from mcore_bridge.config.moe import COUNTED, DENSE_FIRST, SIGMOID_GROUPED
+from mcore_bridge.config.moe import DENSE_FIRST
+from mcore_bridge.config.moe_counted import COUNTED, SIGMOID_GROUPED
 from mcore_bridge.config.tables import LATENT
 from mcore_bridge.models.blocks import MLA, MOE, NORMS, ROUTER_BIAS, SHARED, SWIGLU, decoder
 
