@@ -16,9 +16,9 @@ from tests import pool, stepping, test_mutants, tiny, zoo
 from tests.parity import reference_logits, worst_differences
 from tests.test_mutants import DEALT_ROW, exchange, laid_out, of
 from tests.test_parity import BOUND, ONE
-from tests.zoo.latent import latent
+from tests.zoo.latent import DENSE, latent
 
-HF = latent("deepseek_v3", first_k_dense_replace=2, num_hidden_layers=2, q_lora_rank=20).hf
+HF = latent("deepseek_v3", **DENSE, num_hidden_layers=2, q_lora_rank=20).hf
 YARN = zoo.cases()["deepseek_v3-yarn"].hf
 
 DEALT = Rearrange("(n tp) ...", "tp n ...")
