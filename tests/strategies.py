@@ -99,22 +99,24 @@ def save(state: dict[str, Tensor], hf: Any, folder: str | Path) -> None:
     hf.save_pretrained(folder)
 
 
+def on_disk(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``state`` under the names on disk: transformers 5 holds experts under other names than it writes."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # transformers 4
+        return state
+    return dict(revert_weight_conversion(model, state))
+
+
 @functools.lru_cache(maxsize=512)
 def _shapes(config: str) -> tuple[tuple[str, torch.Size], ...]:
-    """The names on disk: transformers 5 holds experts under other names than it writes."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
     hf = AutoConfig.for_model(**json.loads(config))
     with init_empty_weights():
         empty = AutoModelForCausalLM.from_config(hf)
-    state = empty.state_dict()
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # transformers 4
-        pass
-    else:
-        state = revert_weight_conversion(empty, state)
+    state = on_disk(empty, empty.state_dict())
     skipped = {"lm_head.weight"} if hf.tie_word_embeddings else set()
     return tuple((name, tensor.shape) for name, tensor in state.items() if name not in skipped)
 

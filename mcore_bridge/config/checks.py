@@ -5,12 +5,16 @@ import functools
 import inspect
 from collections.abc import Mapping, Set
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
 
 from mcore_bridge.errors import ConfigError
 
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
 ATTRIBUTES = frozenset(
     (
-        *("hf_rope", "hf_sliding_rope", "hf_vocab_size", "attention_output_bias"),
+        *("hf_rope", "hf_sliding_rope", "hf_vocab_size", "attention_output_bias", "latent_norm_epsilon"),
         *("norm_placement", "qk_norm_kind", "attention_softcap", "logit_softcap", "embedding_scale"),
         "embedding_dropout",
         *("yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim"),
@@ -24,6 +28,7 @@ For ``build_model``:
 * ``hf_rope``, ``hf_vocab_size``: a ``Rope``, the vocabulary without padding;
 * ``hf_sliding_rope``: the ``Rope`` of layers that slide over a window, where it is another;
 * ``attention_output_bias``: whether ``o_proj`` has a bias;
+* ``latent_norm_epsilon``: that of the norms of low-rank queries, keys and values;
 * ``norm_placement``: "pre" (mcore's), "post" (behind attention and MLP) or "sandwich" (both);
 * ``qk_norm_kind``: "head" (mcore's), "all_heads" (one norm over all of them) or "after_rope";
 * ``attention_softcap``, ``logit_softcap``: the largest score of attention, the largest logit; a tanh keeps them there;
@@ -47,12 +52,17 @@ _DIM_OF = {
 }
 
 
-@functools.cache
-def config_fields() -> frozenset[str]:
-    """The fields of the installed ``TransformerConfig``."""
-    from megatron.core.transformer import TransformerConfig
+def config_class(*, latent: bool) -> "type[TransformerConfig]":
+    """The installed ``TransformerConfig``, or that of multi-latent attention."""
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    return frozenset(field.name for field in dataclasses.fields(TransformerConfig) if field.init)
+    return MLATransformerConfig if latent else TransformerConfig
+
+
+@functools.cache
+def config_fields(*, latent: bool) -> frozenset[str]:
+    """The fields of ``config_class``."""
+    return frozenset(field.name for field in dataclasses.fields(config_class(latent=latent)) if field.init)
 
 
 @functools.cache
@@ -63,8 +73,8 @@ def gpt_argument_names() -> frozenset[str]:
     return frozenset(inspect.signature(GPTModel.__init__).parameters) - {"self"} - _BUILT
 
 
-def require_overridable(overrides: Mapping[str, object], *, decided: Set[str]) -> None:
-    known = config_fields() | gpt_argument_names()
+def require_overridable(overrides: Mapping[str, object], *, decided: Set[str], latent: bool) -> None:
+    known = config_fields(latent=latent) | gpt_argument_names()
     for name in overrides:
         if name in decided or name in _DIM_OF:
             dim = f"ParallelDims({_DIM_OF.get(name, name)}=...)"
@@ -80,9 +90,9 @@ def require_overridable(overrides: Mapping[str, object], *, decided: Set[str]) -
             )
 
 
-def require_known(settings: Mapping[str, object]) -> None:
+def require_known(settings: Mapping[str, object], *, latent: bool) -> None:
     """Raises ``ConfigError`` for a name that an architecture's table sets and that would reach nothing."""
-    if unknown := sorted(settings.keys() - config_fields() - gpt_argument_names() - ATTRIBUTES):
+    if unknown := sorted(settings.keys() - config_fields(latent=latent) - gpt_argument_names() - ATTRIBUTES):
         raise ConfigError(
             f"A table must set TransformerConfig fields or GPTModel arguments of the installed megatron-core, found "
             f"{unknown}. Correct the architecture, or install a megatron-core that has them."

@@ -83,19 +83,33 @@ def shared_experts(name: str) -> Derive:
 
 def _groups(hf: Hf) -> dict[str, object]:
     groups, chosen = hf.get("n_group") or 1, hf.get("topk_group") or 1
-    if groups == 1:
+    if groups == chosen == 1:
         return {"moe_router_num_groups": None, "moe_router_group_topk": None}
     topk = count(hf, "num_experts_per_tok")
     if topk // count(hf, "topk_group") != 2 or topk % count(hf, "topk_group"):
         raise ConfigError(
-            f"num_experts_per_tok={topk} must be twice topk_group={chosen} where n_group={groups} is above 1: HF ranks "
+            f"num_experts_per_tok={topk} must be twice topk_group={chosen} with n_group={groups}: HF ranks "
             "a group by its two best experts, megatron-core (moe_utils.py, group_limited_topk) by as many as it takes."
         )
     return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
 
 
-def _groups_back(mcore: Mcore) -> dict[str, object]:
+def groups_back(mcore: Mcore) -> dict[str, object]:
     return {"n_group": mcore["moe_router_num_groups"] or 1, "topk_group": mcore["moe_router_group_topk"] or 1}
+
+
+def _several_normalised(hf: Hf) -> dict[str, object]:
+    several = count(hf, "num_experts_per_tok") > 1
+    if hf.get("norm_topk_prob", several) is not several:
+        raise ConfigError(
+            f"norm_topk_prob must be {several}, found {hf['norm_topk_prob']!r}: megatron-core lets the weights of the "
+            "sigmoid scores of several experts add up to one, and leaves that of a single one as it is."
+        )
+    return {}
+
+
+def _several_normalised_back(mcore: Mcore) -> dict[str, object]:
+    return {"norm_topk_prob": mcore["moe_router_topk"] != 1}
 
 
 def _normalised(hf: Hf) -> dict[str, object]:
@@ -156,7 +170,8 @@ SPARSE_STEP      = Derive(("decoder_sparse_step", "mlp_only_layers"), _sparse_st
 NORMALISED       = Derive(("norm_topk_prob",), _normalised, _normalised_back)
 DENSE_FIRST      = Derive(("first_k_dense_replace", "moe_layer_freq"), _dense_first, _dense_first_back)
 MLP_TYPES        = Derive(("mlp_layer_types", "first_k_dense_replace"), _mlp_types, _mlp_types_back)
-GROUPS           = Derive(("n_group", "topk_group"), _groups, _groups_back)
+GROUPS           = Derive(("n_group", "topk_group"), _groups, groups_back)
+IF_SEVERAL       = Derive(("norm_topk_prob",), _several_normalised, _several_normalised_back)
 QUICK_GELU       = Derive((), _quick_gelu, _quick_gelu_back)
 ONE_SIZE         = one_size()
 # fmt: on
@@ -183,7 +198,7 @@ SOFTMAX_NORMALISED: tuple[Field, ...] = (*SOFTMAX, Const("moe_router_pre_softmax
 SOFTMAX_BY_CONFIG: tuple[Field, ...] = (*SOFTMAX, NORMALISED)
 """The same, with weights that do so where ``norm_topk_prob`` says so."""
 SIGMOID: tuple[Field, ...] = (
-    Require("norm_topk_prob", (True,), "megatron-core always lets the weights of sigmoid scores add up to one"),
+    IF_SEVERAL,
     Const("moe_router_score_function", "sigmoid"),
     Const("moe_router_enable_expert_bias", True),
     Const("moe_router_pre_softmax", False),

@@ -119,6 +119,18 @@ class Rope:
             return {}
         return {"yarn_rotary_scaling_factor": math.e, "yarn_mscale": _mscale(factor), "yarn_mscale_all_dim": 0.0}
 
+    def to_latent(self) -> dict[str, object]:
+        """The fields of mcore's multi-latent attention: of the rope itself, and of its part in the softmax scale.
+
+        mcore multiplies the scale by the square of ``0.1 * mscale_all_dim * log(rotary_scaling_factor) + 1``, as
+        transformers does for yarn. ``rope_type`` "yarn" is the one that asks its embedding for the attention factor.
+        """
+        given = self.parameters if self.rope_type == "yarn" else {}
+        names = ("beta_fast", "beta_slow", "mscale", "original_max_position_embeddings")
+        named = {name: given[name] for name in names if given.get(name) is not None}
+        factor, all_dim = given.get("factor", 1.0), given.get("mscale_all_dim") or 0.0
+        return {"rope_type": "yarn", "rotary_scaling_factor": factor, "mscale_all_dim": all_dim, **named}
+
     def _computed(self, seq_len: int | None) -> tuple[torch.Tensor, float]:
         """What the function of transformers for this type returns; its modules would follow meta-device contexts."""
         from transformers import LlamaConfig
@@ -167,7 +179,8 @@ def inverse_frequencies(hf: "PretrainedConfig", *, seq_len: int | None = None) -
 def rope_from(hf: Hf) -> Rope:
     """``rope_of`` for a config as a mapping."""
     length = count(hf, "max_position_embeddings")
-    return Rope(parameters=read_parameters(hf), head_dim=head_dim(hf), max_position_embeddings=length)
+    dims = head_dim(hf) if hf.get("qk_rope_head_dim") is None else count(hf, "qk_rope_head_dim")
+    return Rope(parameters=read_parameters(hf), head_dim=dims, max_position_embeddings=length)
 
 
 def head_dim(hf: Hf) -> int:

@@ -3,7 +3,7 @@
 Names are those of transformers 4.57 and 5.x together: a name that one version lacks claims nothing there.
 """
 
-from mcore_bridge.config import derived, derived_rope, layer_ropes, scales
+from mcore_bridge.config import derived, derived_latent, derived_rope, layer_ropes, scales
 from mcore_bridge.config.fields import Const, Field, Ignore, Map, Preset, Require
 
 EMBEDDING_DROPOUT = "embedding_dropout"
@@ -180,3 +180,15 @@ GEMMA2: tuple[Field, ...] = (
     *(scales.QUERY, scales.LOGIT_SOFTCAP, *WINDOW_PATTERN, *NORM_SANDWICH),
 )
 """Gemma since the second: norms on both sides, a scale of its own for queries, and a window in some layers."""
+LATENT: tuple[Field, ...] = (
+    *but(DECODER, derived_latent.HEADS, PUBLISHED_CODE),
+    Const("multi_latent_attention", True),
+    Const("latent_norm_epsilon", 1e-6),
+    *(*BIAS_NONE, *WINDOW_NONE),
+    *QK_PLAIN,  # the norms of latents are others; this field would sum their gradients over TP by their names
+    Require("attention_bias", (False,), "megatron-core's down projections have no bias"),
+    Require("mlp_bias", (False,), "megatron-core would give the attention output a bias too"),
+    Require("rope_interleave", (True, None), "megatron-core's latent attention rotates neighbours"),
+)
+"""A decoder with multi-latent attention: queries (some), keys and values of low rank, a part of each head rotated.
+transformers gives the norms of latents an epsilon of their own. Experts are the architecture's own."""

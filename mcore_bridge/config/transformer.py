@@ -12,6 +12,7 @@ import torch
 
 from mcore_bridge.config.checks import (
     ATTRIBUTES,
+    config_class,
     config_fields,
     gpt_argument_names,
     require_known,
@@ -50,14 +51,14 @@ def to_transformer_config(
         ConfigError: a field, value or override cannot be expressed exactly, or mcore refuses the result.
         MeshError: ``dims`` do not divide this model.
     """
-    from megatron.core.transformer import TransformerConfig
-
     dims = dims or ParallelDims()
     settings = _settings(hf, table, dims=dims, overrides=overrides)
-    settings |= {**_dtype_fields(dtype), **_only(overrides or {}, config_fields())}
+    latent = _is_latent(settings)
+    names = config_fields(latent=latent)
+    settings |= {**_dtype_fields(dtype), **_only(overrides or {}, names)}
     check_model(dims, settings)
     try:
-        config = TransformerConfig(**_only(settings, config_fields()))
+        config = config_class(latent=latent)(**_only(settings, names))
     except (AssertionError, TypeError, ValueError) as error:
         raise ConfigError(f"megatron-core refuses this configuration: {error}") from error
     for name in ATTRIBUTES & settings.keys():
@@ -98,8 +99,9 @@ def _settings(
     """All that table, mesh and overrides decide, by mcore name."""
     overrides = dict(overrides or {})
     mesh_fields = dims.to_config_fields()
-    require_overridable(overrides, decided=mesh_fields.keys())
     settings = {**to_mcore(table, hf.to_dict()), **mesh_fields}
+    latent = _is_latent(settings)
+    require_overridable(overrides, decided=mesh_fields.keys(), latent=latent)
     if isinstance(vocab_size := settings.get("vocab_size"), int):
         settings["vocab_size"] = -(-vocab_size // dims.tp) * dims.tp
         require_vocab(overrides.get("vocab_size", settings["vocab_size"]), at_least=vocab_size, tp=dims.tp)
@@ -108,11 +110,11 @@ def _settings(
         hidden_size, heads = count(settings, "hidden_size"), count(settings, "num_attention_heads")
         overrides["kv_channels"] = settings["kv_channels"] = hidden_size // heads
     if isinstance(rope := settings.get("hf_rope"), Rope):
-        settings |= _rope_settings(rope.overridden(overrides), settings)
+        settings |= _latent_rope(rope, overrides) if latent else _rope_settings(rope.overridden(overrides), settings)
     if isinstance(sliding := settings.get("hf_sliding_rope"), Rope):
         settings["hf_sliding_rope"] = sliding.overridden(_only(overrides, frozenset({"kv_channels"})))
     require_windows(settings)
-    require_known(settings)
+    require_known(settings, latent=latent)
     return settings
 
 
@@ -129,6 +131,22 @@ def _rope_settings(rope: Rope, settings: Mapping[str, object]) -> dict[str, obje
             "fused kernel drops for packed sequences. Remove the override."
         )
     return {"hf_rope": rope, "rotary_base": rope.theta, **attributes}
+
+
+def _latent_rope(rope: Rope, overrides: Mapping[str, object]) -> dict[str, object]:
+    rope = rope.overridden({**overrides, "kv_channels": overrides.get("qk_pos_emb_head_dim")})
+    fields = {**rope.to_latent(), "position_embedding_type": "rope", "rotary_percent": 1.0}
+    for name in fields.keys() & overrides.keys():
+        if overrides[name] != fields[name]:
+            raise ConfigError(
+                f"{name} must be {fields[name]!r}, as in the HF model, found {overrides[name]!r}. Remove the override, "
+                "or change the rope of the HF config."
+            )
+    return {"hf_rope": rope, "rotary_base": rope.theta, **fields}
+
+
+def _is_latent(settings: Mapping[str, object]) -> bool:
+    return bool(settings.get("multi_latent_attention"))
 
 
 def _dtype_fields(dtype: torch.dtype) -> dict[str, object]:

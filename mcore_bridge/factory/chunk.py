@@ -78,15 +78,10 @@ def build_chunk(blueprint: Blueprint, stage: Stage, *, seed: int) -> GPTModel:
 def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     """What mcore cannot build (rope, dropout, scales and small heads), and the note of where the chunk is from."""
     from mcore_bridge.factory.layer_rope import both_ropes
-    from mcore_bridge.factory.rotary import HFRotaryEmbedding
+    from mcore_bridge.factory.rotary import replace_rotary
     from mcore_bridge.factory.scales import cap_logits, scale_embedding
 
-    if hasattr(chunk, "rotary_pos_emb"):
-        chunk.rotary_pos_emb = HFRotaryEmbedding(
-            blueprint.config.hf_rope,
-            rotary_interleaved=blueprint.config.rotary_interleaved,
-            cp_group=chunk.pg_collection.cp,
-        )
+    replace_rotary(chunk)
     both_ropes(chunk)
     scale_embedding(chunk)
     cap_logits(chunk)

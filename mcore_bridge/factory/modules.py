@@ -86,6 +86,8 @@ class CoreAttention(nn.Module):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        k_channels: int | None = None,  # multi-latent attention has keys and values of other dims than kv_channels;
+        v_channels: int | None = None,  # both are read from the tensors
     ) -> None:
         super().__init__()
         if config.softmax_type not in self.softmax_types:

@@ -6,10 +6,11 @@ The attention factor is not here: mcore multiplies cosines and sines by what it 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import Tensor, nn
 
 from mcore_bridge.config.rope import Rope
@@ -17,6 +18,7 @@ from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules import zigzag
 
 if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
     from torch.distributed import ProcessGroup
 
 
@@ -75,3 +77,35 @@ class HFRotaryEmbedding(RotaryEmbedding):
             )
         chunks = emb.chunk(2 * group.size())
         return torch.cat([chunks[index] for index in zigzag(group.rank(), group.size())])
+
+
+class LatentRotaryEmbedding(HFRotaryEmbedding):
+    """What mcore's multi-latent attention asks for where ``rope_type`` is "yarn": the attention factor as well."""
+
+    def __init__(self, rope: Rope, *, cp_group: ProcessGroup | None) -> None:
+        super().__init__(rope, rotary_interleaved=False, cp_group=cp_group)
+        self.attention_factor = rope.attention_factor
+
+    def forward(self, *arguments: Any, **keywords: Any) -> tuple[Tensor, float]:  # type: ignore[override]
+        """The angles, and what cosines and sines are multiplied by."""
+        return super().forward(*arguments, **keywords), self.attention_factor
+
+    def get_cached_cos_sin(
+        self, seq_len: int, offset: int = 0, dtype: torch.dtype = torch.float32, packed_seq: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, multiplied, for mcore's fused kernel (``apply_rope_fusion``)."""
+        angles, factor = self(seq_len, offset, packed_seq)
+        return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+def replace_rotary(chunk: GPTModel) -> None:
+    """Transformers' rope for every rope that mcore built: the chunk's, or one for all its latent attentions."""
+    rope, cp_group = chunk.config.hf_rope, chunk.pg_collection.cp
+    if hasattr(chunk, "rotary_pos_emb"):
+        interleaved = chunk.config.rotary_interleaved
+        chunk.rotary_pos_emb = HFRotaryEmbedding(rope, rotary_interleaved=interleaved, cp_group=cp_group)
+    if chunk.config.multi_latent_attention:
+        shared = LatentRotaryEmbedding(rope, cp_group=cp_group)
+        for module in list(chunk.modules()):
+            if isinstance(module, MultiLatentAttention):
+                module.rotary_pos_emb = shared

@@ -28,6 +28,15 @@ QKV_BIAS    = table(("self_attention.linear_qkv.bias",      "self_attn.{q,k,v}_p
 O_BIAS      = table(("self_attention.linear_proj.bias",     "self_attn.o_proj.bias",           REPLICATED))
 QK_NORM     = table(("self_attention.q_layernorm.weight",   "self_attn.q_norm.weight",         REPLICATED),
                     ("self_attention.k_layernorm.weight",   "self_attn.k_norm.weight",         REPLICATED))
+MLA         = under("self_attention", "self_attn", table(
+                    ("linear_q_proj.weight",                "q_proj.weight",                   COLUMN),
+                    ("linear_q_down_proj.weight",           "q_a_proj.weight",                 REPLICATED),
+                    ("q_layernorm.weight",                  "q_a_layernorm.weight",            REPLICATED),
+                    ("linear_q_up_proj.weight",             "q_b_proj.weight",                 COLUMN),
+                    ("linear_kv_down_proj.weight",          "kv_a_proj_with_mqa.weight",       REPLICATED),
+                    ("kv_layernorm.weight",                 "kv_a_layernorm.weight",           REPLICATED),
+                    ("linear_kv_up_proj.weight",            "kv_b_proj.weight",                COLUMN),
+                    ("linear_proj.weight",                  "o_proj.weight",                   ROW)))
 GATED_MLP   = table(("linear_fc1.weight",                   "{gate,up}_proj.weight",           GATED_UP),
                     ("linear_fc2.weight",                   "down_proj.weight",                ROW))
 SWIGLU      = under("mlp", "mlp", GATED_MLP)
@@ -47,6 +56,10 @@ W123        = (*table(("mlp.router.weight",                 "block_sparse_moe.ga
                     ("linear_fc1.weight",                   "{w1,w3}.weight",                  GATED_UP),
                     ("linear_fc2.weight",                   "w2.weight",                       ROW))))
 W123_BIAS   = table(("mlp.router.expert_bias", "block_sparse_moe.e_score_correction_bias",     REPLICATED))
+MTP         = table(("enorm.weight",                        "enorm.weight",                    REPLICATED),
+                    ("hnorm.weight",                        "hnorm.weight",                    REPLICATED),
+                    ("eh_proj.weight",                      "eh_proj.weight",                  COLUMN),
+                    ("final_layernorm.weight",              "shared_head.norm.weight",         REPLICATED))
 FUSED_GQA   = table(("self_attention.linear_qkv.weight",    "self_attn.qkv_proj.weight",       FUSED_QKV),
                     ("self_attention.linear_proj.weight",   "self_attn.o_proj.weight",         ROW))
 FUSED_GLU   = under("mlp", "mlp", table(
@@ -79,30 +92,23 @@ NORMS_FOUR = (
 )
 
 
-def num_mtp_layers(hf: "PretrainedConfig") -> int:
-    """MTP layers that the published checkpoint has, by either name of the field."""
-    return getattr(hf, "num_nextn_predict_layers", None) or getattr(hf, "num_mtp_layers", None) or 0
-
-
-def mtp_behind(num_layers: int, num_mtp_layers: int, *layer: Rules) -> Rules:
-    """MTP layers that HF numbers behind the decoder's: each ``layer`` with its norms, its projection, and copies."""
-    names = (
-        ("enorm.weight", "enorm.weight", REPLICATED),
-        ("hnorm.weight", "hnorm.weight", REPLICATED),
-        ("eh_proj.weight", "eh_proj.weight", COLUMN),
-        ("final_layernorm.weight", "shared_head.norm.weight", REPLICATED),
+def mtp_behind(hf: "PretrainedConfig", *layer: Rules) -> Rules:
+    """MTP layers that HF numbers behind the decoder's: each a ``layer`` with norms, a projection, and two copies."""
+    first = hf.num_hidden_layers
+    count = getattr(hf, "num_nextn_predict_layers", None) or getattr(hf, "num_mtp_layers", None) or 0
+    rules = (
+        *under("mtp.layers.*", "model.layers.*", MTP),
+        *under("mtp.layers.*.transformer_layer", "model.layers.*", *layer),
     )
-    inner = under("mtp.layers.*.transformer_layer", "model.layers.*", *layer)
     copies = (
-        Rule(mcore, (f"model.layers.{number}.{hf}.weight",), VOCAB, copy=True)
-        for mcore, hf in (
+        Rule(mcore, (f"model.layers.{number}.{name}.weight",), VOCAB, copy=True)
+        for mcore, name in (
             ("embedding.word_embeddings.weight", "embed_tokens"),
             ("output_layer.weight", "shared_head.head"),
         )
-        for number in range(num_layers, num_layers + num_mtp_layers)
+        for number in range(first, first + count)
     )
-    around = under("mtp.layers.*", "model.layers.*", table(*names))
-    return (*numbered((*around, *inner), offset=num_layers, count=num_mtp_layers), *copies)
+    return (*numbered(rules, offset=first, count=count), *copies)
 
 
 def mlp(up: str, down: str) -> Rules:

@@ -17,8 +17,5 @@ ARCHITECTURE = Architecture(
         *(*but(DECODER, ROPE), biases("attention_bias", None, None), *WINDOW_NONE, *MOE, *SIGMOID, MTP_ON_REQUEST),
         *(SCALED, DENSE_FIRST, GROUPS, shared_experts("n_shared_experts"), Map("use_qk_norm", "qk_layernorm")),
     ),
-    rules=lambda hf: (
-        *decoder(*LAYER, SWIGLU),
-        *mtp_behind(hf.num_hidden_layers, blocks.num_mtp_layers(hf), *LAYER),
-    ),
+    rules=lambda hf: (*decoder(*LAYER, SWIGLU), *mtp_behind(hf, *LAYER)),
 )

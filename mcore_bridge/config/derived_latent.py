@@ -1,0 +1,49 @@
+"""Entries of config tables for multi-latent attention: its head dims and ranks, forward and back.
+
+What transformers calls ``head_dim`` there is the size of the rotated part.
+"""
+
+from mcore_bridge.config.fields import Derive, Hf, Mcore, count
+from mcore_bridge.errors import ConfigError
+
+_SIZES = {  # HF field: mcore name
+    "num_attention_heads": "num_attention_heads",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_head_dim",
+    "qk_rope_head_dim": "qk_pos_emb_head_dim",
+    "v_head_dim": "v_head_dim",
+}
+
+
+def _heads(hf: Hf) -> dict[str, object]:
+    heads, rotated = count(hf, "num_attention_heads"), count(hf, "qk_rope_head_dim")
+    _require(hf, "num_key_value_heads", heads)
+    _require(hf, "qk_head_dim", count(hf, "qk_nope_head_dim") + rotated)
+    sizes: dict[str, object] = {mcore: count(hf, name) for name, mcore in _SIZES.items()}
+    rank = None if hf.get("q_lora_rank") is None else count(hf, "q_lora_rank")
+    return {**sizes, "num_query_groups": heads, "q_lora_rank": rank}
+
+
+def _heads_back(mcore: Mcore) -> dict[str, object]:
+    heads, groups = mcore["num_attention_heads"], mcore["num_query_groups"]
+    if groups != heads:
+        raise ConfigError(f"num_query_groups must be the {heads} of num_attention_heads, found {groups!r}.")
+    sizes = {name: mcore[mcore_name] for name, mcore_name in _SIZES.items()}
+    return {**sizes, "num_key_value_heads": heads, "q_lora_rank": mcore["q_lora_rank"]}
+
+
+def _rotated(hf: Hf) -> dict[str, object]:
+    _require(hf, "head_dim", count(hf, "qk_rope_head_dim"))
+    return {}
+
+
+def _require(hf: Hf, name: str, value: int) -> None:
+    if hf.get(name) not in (None, value):
+        raise ConfigError(
+            f"{name} must be {value}, as the other dims of multi-latent attention say, found {hf[name]!r}: every head "
+            "has a key of its own, and the rope turns qk_rope_head_dim of its dims. Delete the field."
+        )
+
+
+HEADS = Derive((*_SIZES, "q_lora_rank", "num_key_value_heads", "qk_head_dim"), _heads, _heads_back)
+HEAD_DIM = Derive(("head_dim",), _rotated, lambda mcore: {})

@@ -1,0 +1,18 @@
+"""DeepSeek V2: latent attention, and softmax-routed experts behind dense layers."""
+
+from mcore_bridge.architecture import Architecture
+from mcore_bridge.config.fields import Ignore
+from mcore_bridge.config.moe import DENSE_FIRST
+from mcore_bridge.config.moe_counted import COUNTED, GREEDY
+from mcore_bridge.config.tables import LATENT
+from mcore_bridge.models.blocks import MLA, MOE, NORMS, SHARED, SWIGLU, decoder
+
+ARCHITECTURE = Architecture(
+    model_type="deepseek_v2",
+    fields=(
+        *(*LATENT, *COUNTED, *GREEDY, DENSE_FIRST),
+        Ignore("transformers makes it qk_rope_head_dim, whatever it says", ("head_dim",)),
+    ),
+    rules=lambda hf: decoder(NORMS, MLA, SWIGLU, MOE, SHARED),
+    ignored=("*.rotary_emb.inv_freq",),
+)

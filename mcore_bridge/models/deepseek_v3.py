@@ -1,0 +1,16 @@
+"""DeepSeek V3 and R1, Moonlight, Kimi K2: latent attention, and sigmoid-routed experts behind dense layers."""
+
+from mcore_bridge.architecture import Architecture
+from mcore_bridge.config.derived_latent import HEAD_DIM
+from mcore_bridge.config.moe import DENSE_FIRST
+from mcore_bridge.config.moe_counted import COUNTED, SIGMOID_GROUPED
+from mcore_bridge.config.tables import LATENT
+from mcore_bridge.models.blocks import MLA, MOE, NORMS, ROUTER_BIAS, SHARED, SWIGLU, decoder, mtp_behind
+
+LAYER = (NORMS, MLA, MOE, ROUTER_BIAS, SHARED)
+ARCHITECTURE = Architecture(
+    model_type="deepseek_v3",
+    fields=(*LATENT, *COUNTED, *SIGMOID_GROUPED, HEAD_DIM, DENSE_FIRST),
+    rules=lambda hf: (*decoder(*LAYER, SWIGLU), *mtp_behind(hf, *LAYER)),
+    ignored=("*.rotary_emb.inv_freq",),
+)

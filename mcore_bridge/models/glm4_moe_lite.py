@@ -1,0 +1,16 @@
+"""GLM-4.7-Flash: deepseek_v3, whose layers are listed as dense or sparse."""
+
+from mcore_bridge.architecture import Architecture
+from mcore_bridge.config.derived_latent import HEAD_DIM
+from mcore_bridge.config.moe import MLP_TYPES
+from mcore_bridge.config.moe_counted import COUNTED, SIGMOID_GROUPED
+from mcore_bridge.config.tables import LATENT
+from mcore_bridge.models.blocks import MLA, MOE, NORMS, ROUTER_BIAS, SHARED, SWIGLU, decoder, mtp_behind
+
+LAYER = (NORMS, MLA, MOE, ROUTER_BIAS, SHARED)
+ARCHITECTURE = Architecture(
+    model_type="glm4_moe_lite",
+    fields=(*LATENT, *COUNTED, *SIGMOID_GROUPED, HEAD_DIM, MLP_TYPES),
+    rules=lambda hf: (*decoder(*LAYER, SWIGLU), *mtp_behind(hf, *LAYER)),
+    ignored=("*.rotary_emb.inv_freq",),
+)

@@ -1,0 +1,7 @@
+"""Kimi K2: deepseek_v3 under a name of its own, which transformers lacks."""
+
+from dataclasses import replace
+
+from mcore_bridge.models import deepseek_v3
+
+ARCHITECTURE = replace(deepseek_v3.ARCHITECTURE, model_type="kimi_k2", reads_as="deepseek_v3")

@@ -1,0 +1,61 @@
+"""Latent attention trains as transformers does: what TP ranks share gets whole gradients, with and without SP.
+
+megatron-core refuses to train experts under TP without SP.
+"""
+
+from typing import Any
+
+import pytest
+
+from mcore_bridge import ParallelDims
+from tests import pool, stepping, tiny, zoo
+from tests.strategies import on_disk
+
+CASES = ("deepseek_v3", "deepseek_v3-yarn", "deepseek_v2")
+WITHOUT_EXPERTS = ("deepseek_v3-yarn",)
+MESHES: dict[int, list[dict[str, Any]]] = {
+    2: [{"tp": 2}, {"tp": 2, "etp": 2, "sp": True}, {"pp": 2, "vp": 2}, {"cp": 2}, {"ep": 2}],
+    4: [{"tp": 4}, {"tp": 2, "cp": 2, "ep": 2, "sp": True}, {"tp": 2, "etp": 2, "ep": 2, "sp": True}],
+}
+
+
+def steps(folders: dict[str, str], meshes: list[dict[str, Any]]) -> list[Any]:
+    """Runs in each worker: a step on each mesh."""
+    found = []
+    for sizes in meshes:
+        dims = ParallelDims(**sizes)
+        with stepping.mesh(dims):
+            for name in WITHOUT_EXPERTS if dims.tp > 1 and not dims.sp else CASES:
+                step = stepping.train(folders[name], dims, tiny.tokens(8), micro_batch_size=2)
+                found.append((f"{name} on {sizes}", name, step))
+    return found
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {name: str(tiny.random_checkpoint(zoo.cases()[name].hf, tmp_path_factory.mktemp("tiny"))) for name in CASES}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return {name: reference(zoo.cases()[name].hf) for name in CASES}
+
+
+def reference(hf):
+    """Loss and gradients, under the names on disk."""
+    model = tiny.random_model(hf)
+    _, loss, grads = tiny.reference(model, tiny.tokens(8))
+    return loss, on_disk(model, grads)
+
+
+@pytest.mark.parametrize("world_size", MESHES)
+def test_every_mesh_trains_as_transformers_does(folders, expected, world_size):
+    for results in pool.run(world_size, steps, folders, MESHES[world_size]):
+        for label, name, step in results:
+            loss, grads = expected[name]
+            assert step["loss"] is None or tiny.relative_error(step["loss"], loss) < 1e-5, label
+            biases = {n for n in step["grads"] if n.endswith("e_score_correction_bias")}  # buffers, without gradients
+            assert step["grads"].keys() - biases == grads.keys(), label
+            errors = {n: tiny.relative_error(step["grads"][n], grads[n]) for n in grads}
+            worst = max(errors, key=errors.__getitem__)
+            assert errors[worst] < 5e-5, f"{label}: gradient of {worst}: {errors[worst]}"
