@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mcore_bridge.config.fields import Hf, count
-from mcore_bridge.config.spelling import checked, read_parameters, spelled
+from mcore_bridge.config.spelling import MULTIMODAL, checked, read_parameters, spelled
 from mcore_bridge.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -89,7 +89,8 @@ class Rope:
 
         sizes = {"hidden_size": self.head_dim, "num_attention_heads": 1, "head_dim": self.head_dim}
         length = {"max_position_embeddings": self.max_position_embeddings}
-        config = LlamaConfig(**sizes, **length, **spelled(self.parameters))
+        parameters = {name: value for name, value in self.parameters.items() if name not in MULTIMODAL}
+        config = LlamaConfig(**sizes, **length, **spelled(parameters))
         if self.rope_type in ROPE_INIT_FUNCTIONS:
             compute = ROPE_INIT_FUNCTIONS[self.rope_type]
         else:  # transformers 5 keeps the default type out of its table

@@ -22,6 +22,8 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
 _OPTIONAL: dict[str, tuple[str, ...]] = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
 }
+MULTIMODAL = ("mrope_section", "mrope_interleaved")
+"""How dims are shared among the three positions of an image. A text has one position, whatever these say."""
 _REFUSED = {
     "longrope": "it changes frequencies with the length of each batch and needs its own factors per dimension",
     "mrope": "it rotates by several position ids, which only multimodal models have",
@@ -79,7 +81,7 @@ def checked(parameters: Mapping[str, object]) -> dict[str, object]:
         value = parameters.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"A rope of type {rope_type!r} must have a number as {name!r}, found {value!r}.")
-    known = {"rope_type", *required, *_OPTIONAL.get(str(rope_type), ())}
+    known = {"rope_type", *required, *_OPTIONAL.get(str(rope_type), ()), *MULTIMODAL}
     if unknown := {name: parameters[name] for name in sorted(parameters) if name not in known}:
         raise ConfigError(
             f"A rope of type {rope_type!r} may have the keys {sorted(known)}, found also {unknown}. transformers "

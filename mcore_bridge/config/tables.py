@@ -3,7 +3,7 @@
 Names are those of transformers 4.57 and 5.x together: a name that one version lacks claims nothing there.
 """
 
-from mcore_bridge.config import derived
+from mcore_bridge.config import derived, derived_delta
 from mcore_bridge.config.fields import Const, Field, Ignore, Map, Preset, Require
 
 IDENTITY = Ignore(
@@ -105,5 +105,39 @@ WINDOW_BY_LAYER: tuple[Field, ...] = (
     Ignore("transformers has made layer_types and sliding_window of them", ("use_sliding_window", "max_window_layers")),
 )
 
+ZERO_CENTERED: tuple[Field, ...] = (Const("layernorm_zero_centered_gamma", True),)
+
 QK_PLAIN: tuple[Field, ...] = (Const("qk_layernorm", False),)
 QK_NORMED: tuple[Field, ...] = (Const("qk_layernorm", True),)
+
+DELTA_NET: tuple[Field, ...] = (
+    derived_delta.LINEAR_LAYERS,
+    *(
+        Map(name, name)
+        for name in (
+            *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+            "linear_conv_kernel_dim",
+        )
+    ),
+    Const("attention_output_gate", True),
+    Require("attn_output_gate", (True,), "full attention has an output gate in transformers, whatever this says"),
+    Ignore("transformers has made layer_types of it", ("full_attention_interval",)),
+    Ignore("it tells inference engines how to keep a state, which training always has in fp32", ("mamba_ssm_dtype",)),
+    Ignore(
+        "the layers that predict further tokens are not built",
+        ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+    ),
+)
+"""Layers of linear attention by the gated delta rule among layers of full attention with an output gate."""
+
+
+def but(table: tuple[Field, ...], *entries: Field) -> tuple[Field, ...]:
+    """``table`` with ``entries``, each instead of those that claim one of its HF fields or set its mcore name."""
+    claimed = {name for entry in entries for name in entry.names}
+    decided = {entry.mcore for entry in entries if isinstance(entry, Map | Const)}
+    kept = (
+        entry
+        for entry in table
+        if claimed.isdisjoint(entry.names) and not (isinstance(entry, Map | Const) and entry.mcore in decided)
+    )
+    return (*kept, *entries)

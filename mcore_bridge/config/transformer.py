@@ -15,9 +15,9 @@ from mcore_bridge.config.checks import (
     config_fields,
     gpt_argument_names,
     require_known,
+    require_layers,
     require_overridable,
     require_vocab,
-    require_windows,
 )
 from mcore_bridge.config.fields import Field, count, to_hf, to_mcore
 from mcore_bridge.config.parallel import ParallelDims, check_model
@@ -109,7 +109,7 @@ def _settings(
         overrides["kv_channels"] = settings["kv_channels"] = hidden_size // heads
     if isinstance(rope := settings.get("hf_rope"), Rope):
         settings |= _rope_settings(rope.overridden(overrides), settings)
-    require_windows(settings)
+    require_layers(settings)
     require_known(settings)
     return settings
 

@@ -45,15 +45,19 @@ def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) ->
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+    from mcore_bridge.factory.delta import adapt_attention
+
     use_te = backend == "te"
-    specs = get_gpt_decoder_layer_specs(config, use_te, config.normalization)
+    plain = copy.copy(config)
+    plain.experimental_attention_variant = None  # mcore 0.16 ignores it here and 0.19 refuses it: adapt_attention
+    specs = get_gpt_decoder_layer_specs(plain, use_te, config.normalization)
     for spec in {id(spec): spec for spec in specs}.values():  # mcore repeats one object for all like layers
         if not use_te:
             _use_torch_modules(spec.submodules, config)
         if getattr(config, "attention_output_bias", False):
             spec.submodules.self_attention.submodules.linear_proj = _biased_row_linear(backend)
     return TransformerBlockSubmodules(
-        layer_specs=[copy.deepcopy(specs[layer]) for layer in layers],
+        layer_specs=[adapt_attention(copy.deepcopy(specs[layer]), config, layer, backend) for layer in layers],
         layer_norm=_final_norm(backend),
     )
 

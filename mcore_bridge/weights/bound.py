@@ -18,6 +18,7 @@ from mcore_bridge.weights.trace import Trace, trace
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import TransformerConfig
 
 
 Models = Sequence[nn.Module] | nn.Module
@@ -114,6 +115,18 @@ def bind(models: Models, hf: HF | None = None, head: str = "lm") -> BoundModel:
         "heads_per_group": config.num_attention_heads // config.num_query_groups,
         "vocab": provenance.hf.vocab_size,
         "padded_vocab": first.vocab_size,
+        **_linear_axes(config),
     }
     mapping = provenance.mapping(tied=first.share_embeddings_and_output_weights)
     return BoundModel(chunks, held_tensors(chunks), mapping, axes, first.pg_collection.tp.rank())
+
+
+def _linear_axes(config: TransformerConfig) -> dict[str, int]:
+    """The axes of linear attention, where a model has any."""
+    if config.experimental_attention_variant != "gated_delta_net":
+        return {}
+    heads = config.linear_num_key_heads
+    key, each = config.linear_key_head_dim, config.linear_num_value_heads // heads
+    value = each * config.linear_value_head_dim
+    joined = {"qkv": 2 * key + value, "qkvz": 2 * key + 2 * value, "ba": 2 * each}
+    return {"key_heads": heads, "key": key, "value": value, "each": each, **joined}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # TransformerEngine keeps the norm in front of a linear as `layer_norm_{weight,bias}` of that linear
 # (megatron-core 0.16.1, gpt_layer_specs.py: sharded_state_dict_keys_map).
 _FUSED_NORMS = (
-    (re.compile(r"self_attention\.linear_qkv\.layer_norm_(weight|bias)$"), r"input_layernorm.\1"),
+    (re.compile(r"self_attention\.(?:linear_qkv|in_proj)\.layer_norm_(weight|bias)$"), r"input_layernorm.\1"),
     (re.compile(r"mlp\.linear_fc1\.layer_norm_(weight|bias)$"), r"pre_mlp_layernorm.\1"),
 )
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
