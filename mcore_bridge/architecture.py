@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from mcore_bridge.weights.mapping import Rule
+    from mcore_bridge.weights.provenance import Dialect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,7 @@ class Architecture:
         fields: the config table, total over the HF config.
         rules: the weight rules of a config.
         ignored: patterns (fnmatch) of HF tensor names that a checkpoint may hold and that we do not use.
+        dialect: how published checkpoints hold routed experts: "split", one tensor for each, or "fused", one for all.
         aliases: further ``model_type`` values that mean the same.
         layer_spec: an own layer spec: a function like ``factory.specs.block_spec``, which it may call, from the config,
             the layers of a stage and the backend to its ``TransformerBlockSubmodules``. None is that function.
@@ -41,6 +43,7 @@ class Architecture:
     fields: tuple[Field, ...]
     rules: "Callable[[PretrainedConfig], tuple[Rule, ...]]"
     ignored: tuple[str, ...] = ()
+    dialect: "Dialect" = "split"
     aliases: tuple[str, ...] = ()
     layer_spec: Callable[..., Any] | None = None
     model: type | None = None

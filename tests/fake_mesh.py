@@ -4,6 +4,7 @@ A rank's chunks are bound while its process groups exist; transport is then a li
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from mcore_bridge import ParallelDims, build_model
 from mcore_bridge.weights.bound import BoundModel, bind
-from mcore_bridge.weights.plan import ExportPlan, assemble, pack, plan_export, view
+from mcore_bridge.weights.names import held_tensors
+from mcore_bridge.weights.plan import Entry, ExportPlan, assemble, pack, plan_export, view
+from mcore_bridge.weights.transport import Group
 
 
 @contextlib.contextmanager
@@ -42,21 +45,30 @@ def rank_of(dims: ParallelDims, rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def model_ranks(dims: ParallelDims) -> list[int]:
-    """World ranks of the first replica, in the order of its model-parallel group: tp fastest, then pp."""
-    return [pp * dims.tp * dims.cp + tp for pp in range(dims.pp) for tp in range(dims.tp)]
+def world_of(dims: ParallelDims) -> int:
+    """Ranks of the smallest world in which dense and expert axes fit."""
+    return dims.pp * math.lcm(dims.tp * dims.cp, dims.etp * dims.ep)
+
+
+def replica(dims: ParallelDims) -> list[int]:
+    """World ranks of the first replica, in the order of the group that exports it."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    with rank_of(dims, 0, world_of(dims)):
+        group = Group.of_replica(ProcessGroupCollection.use_mpu_process_groups())
+        return dist.get_process_group_ranks(group._group)
 
 
 def build_everywhere(hf: Any, dims: ParallelDims, load: Callable[[list[Any]], Any], **arguments: Any) -> list[Any]:
     """What every rank of a replica holds after ``load(chunks)``, by rank of the model-parallel group."""
     bound = []
-    for rank in model_ranks(dims):
-        with rank_of(dims, rank, dims.tp * dims.cp * dims.pp):
+    for rank in replica(dims):
+        with rank_of(dims, rank, world_of(dims)):
             chunks = build_model(hf, dims=dims, load_weights=False, device="cpu", **arguments)
             with torch.no_grad():
                 for chunk in chunks:
-                    for parameter in chunk.parameters():
-                        parameter.fill_(float("nan"))
+                    for tensor in held_tensors([chunk]).values():
+                        tensor.fill_(float("nan"))
             load(chunks)
             bound.append(with_inventory(bind(chunks)))
     return bound
@@ -82,9 +94,11 @@ def export(held: Sequence[Any], *, bucket_bytes: int = 1 << 16) -> dict[str, Ten
         windows = torch.empty(len(held), bucket.num_bytes, dtype=torch.uint8)
         for rank, (bound, _) in enumerate(held):
             pack(bucket, rank, bound.tensors, windows[rank])
-        for entry in bucket.entries:
-            shards = {index: view(windows[shard.sender], entry, shard) for index, shard in entry.shards.items()}
-            for name, tensor in assemble(entry, shards.__getitem__, torch.device("cpu")):
-                assert name not in state, f"{name} came twice"
-                state[name] = tensor
+
+        def shard_of(entry: Entry, index: int, windows: Tensor = windows) -> Tensor:
+            return view(windows[entry.shards[index].sender], entry, entry.shards[index])
+
+        for name, tensor in assemble(bucket, shard_of, torch.device("cpu")):
+            assert name not in state, f"{name} came twice"
+            state[name] = tensor
     return state

@@ -8,7 +8,7 @@ from mcore_bridge.errors import MappingError
 from mcore_bridge.models.blocks import GQA, NORMS, O_BIAS, QK_NORM, QKV_BIAS, SWIGLU, SWIGLU_BIAS, decoder
 from mcore_bridge.weights.layout import REPLICATED
 from mcore_bridge.weights.mapping import WeightMapping, table, under
-from mcore_bridge.weights.names import canonical
+from mcore_bridge.weights.names import Numbering, canonical
 from mcore_bridge.weights.provenance import LM_HEAD, TIED_LM_HEAD
 
 RULES = decoder(NORMS, GQA, QKV_BIAS, O_BIAS, QK_NORM, SWIGLU, SWIGLU_BIAS)
@@ -79,13 +79,22 @@ def test_ignored_names_are_patterns_and_count_case():
         ("decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.9.mlp.linear_fc1.weight"),
         ("decoder.final_layernorm.weight", "decoder.final_layernorm.weight"),
         ("output_layer.weight", "output_layer.weight"),
+        (
+            "decoder.layers.1.mlp.experts.local_experts.1.linear_fc2.bias",
+            "decoder.layers.9.mlp.experts.7.linear_fc2.bias",
+        ),
+        ("decoder.layers.0.mlp.experts.linear_fc1.weight0", "decoder.layers.4.mlp.experts.6.linear_fc1.weight"),
+        (
+            "decoder.layers.0.mlp.shared_experts.linear_fc1.weight",
+            "decoder.layers.4.mlp.shared_experts.linear_fc1.weight",
+        ),
     ],
 )
 def test_canonical_names_are_global_and_unfused(name, expected):
-    assert canonical(name, [4, 9]) == expected
+    assert canonical(name, Numbering((4, 9), (6, 7))) == expected
 
 
 @given(st.sampled_from([rule.mcore for rule in MAPPING.rules]), st.permutations(range(6)))
 def test_canonical_is_injective_on_any_placement_of_layers(pattern, numbers):
-    names = {canonical(pattern.replace("*", str(local)), numbers) for local in range(6)}
+    names = {canonical(pattern.replace("*", str(local)), Numbering(tuple(numbers))) for local in range(6)}
     assert len(names) == (6 if "*" in pattern else 1)

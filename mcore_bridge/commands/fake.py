@@ -159,4 +159,4 @@ def _cell_name(held: Held) -> str:
 
 def _replicas(inventories: list[Inventory], dims: ParallelDims) -> list[Inventory]:
     """The inventories of all ranks of a model-parallel group, in its order: tensor ranks of a stage side by side."""
-    return [replace(inventory, tp_rank=tp_rank) for inventory in inventories for tp_rank in range(dims.tp)]
+    return [replace(i, ranks={**i.ranks, "tp": tp_rank}) for i in inventories for tp_rank in range(dims.tp)]

@@ -56,7 +56,7 @@ def check_model(dims: ParallelDims, settings: Mapping[str, object]) -> None:
 def _require_divided(dims: ParallelDims, settings: Mapping[str, object], name: str, axis: str) -> None:
     value, size = settings.get(name), getattr(dims, axis)
     if isinstance(value, int) and value % size:
-        raise MeshError(f"{axis}={size} must divide {_say(name, value)}: choose an {axis} that does")
+        raise MeshError(f"{axis}={size} must divide {_say(name, value)}: choose another {axis}")
 
 
 def _is_all_moe(settings: Mapping[str, object]) -> bool:

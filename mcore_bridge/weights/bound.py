@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from mcore_bridge.errors import MappingError
 from mcore_bridge.weights.layout import Axes
-from mcore_bridge.weights.mapping import Binding, WeightMapping
-from mcore_bridge.weights.names import held_tensors, layer_of, unwrap
+from mcore_bridge.weights.mapping import Binding, WeightMapping, axes_of
+from mcore_bridge.weights.names import expert_of, held_tensors, kind_of, layer_of, numbering_of, unwrap
 from mcore_bridge.weights.plan import Held, Inventory
-from mcore_bridge.weights.provenance import HF, Provenance, provenance_of
+from mcore_bridge.weights.provenance import HF, Dialect, Provenance, provenance_of
 from mcore_bridge.weights.trace import Trace, trace
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ Models = Sequence[nn.Module] | nn.Module
 """This rank's chunks, one per virtual pipeline stage, wrapped (DDP, Float16Module, ...) or not."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BoundModel:
     """This rank's tensors by canonical name, and the rules and sizes that give them HF names and shapes."""
 
@@ -33,7 +34,8 @@ class BoundModel:
     tensors: Mapping[str, Tensor]
     mapping: WeightMapping
     axes: Axes
-    tp_rank: int
+    ranks: Mapping[str, int]
+    """This rank's place on the axes ``pp``, ``tp`` and ``etp``."""
 
     def trace(self, binding: Binding) -> Trace:
         """What the layout of ``binding`` does to the tensor that this rank holds under its name.
@@ -43,7 +45,7 @@ class BoundModel:
         """
         shape = tuple(self.tensors[binding.mcore].shape)
         try:
-            traced = trace(binding.layout, shape, self.axes)
+            traced = trace(binding.layout, shape, axes_of(binding, self.axes))
         except MappingError as error:
             raise MappingError(f"{binding.mcore} does not fit its rule for {list(binding.hf)}: {error}") from None
         if len(traced.part_shapes) != len(binding.hf):
@@ -55,17 +57,26 @@ class BoundModel:
     def inventory(self) -> Inventory:
         """What this rank holds, as the others need to know it to plan an export."""
         held = tuple(Held(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items())
-        return Inventory(self.chunks[0].pg_collection.pp.rank(), self.tp_rank, held)
+        return Inventory(self.ranks, held)
 
     def is_elsewhere(self, mcore: str) -> bool:
-        """Whether another pipeline stage holds the canonical name ``mcore``, if anybody does."""
-        layer = layer_of(mcore)
+        """Whether another rank holds the canonical name ``mcore``, which this one does not, if anybody does."""
+        layer, expert = layer_of(mcore), expert_of(mcore)
+        if layer is not None and layer in self._layers:
+            return expert is not None and expert < self.axes["experts"] and kind_of(mcore) in self._kinds
         if layer is not None:
-            here = {decoder_layer.layer_number - 1 for chunk in self.chunks for decoder_layer in chunk.decoder.layers}
-            return layer < self.chunks[0].config.num_layers and layer not in here
+            return layer < self.chunks[0].config.num_layers
         if mcore.startswith("embedding."):
             return not any(chunk.pre_process for chunk in self.chunks)
         return not any(chunk.post_process for chunk in self.chunks)
+
+    @cached_property
+    def _layers(self) -> frozenset[int]:
+        return frozenset(layer for chunk in self.chunks for layer in numbering_of(chunk).layers)
+
+    @cached_property
+    def _kinds(self) -> frozenset[str]:
+        return frozenset(map(kind_of, self.tensors))
 
 
 def chunks_of(models: Models) -> tuple[GPTModel, ...]:
@@ -94,13 +105,14 @@ def noted(models: Models, hf: HF | None = None, head: str = "lm") -> Provenance:
     return found
 
 
-def bind(models: Models, hf: HF | None = None, head: str = "lm") -> BoundModel:
+def bind(models: Models, hf: HF | None = None, head: str = "lm", *, dialect: Dialect | None = None) -> BoundModel:
     """Bind this rank's chunks (wrapped or not) to HF names.
 
     Args:
         models: the chunks of this rank, one per virtual pipeline stage.
         hf: folder, hub name or config, for models that ``build_model`` did not make.
         head: their head, then.
+        dialect: how HF names the experts; None is as the checkpoint does that the models come from.
 
     Raises:
         MappingError: when it is not known where they come from, or they are no ``GPTModel``.
@@ -108,17 +120,25 @@ def bind(models: Models, hf: HF | None = None, head: str = "lm") -> BoundModel:
     provenance = noted(models, hf, head)
     chunks = chunks_of(models)
     first = chunks[0]
-    config = first.config
-    axes = {
+    groups = first.pg_collection
+    mapping = provenance.mapping(tied=first.share_embeddings_and_output_weights, dialect=dialect)
+    ranks = {"pp": groups.pp.rank(), "tp": groups.tp.rank(), "etp": groups.expt_tp.rank()}
+    return BoundModel(chunks, held_tensors(chunks), mapping, _axes(first, provenance), ranks)
+
+
+def _axes(chunk: GPTModel, provenance: Provenance) -> Axes:
+    config = chunk.config
+    return {
         "tp": config.tensor_model_parallel_size,
+        "etp": config.expert_tensor_parallel_size,
         "groups": config.num_query_groups,
         "heads_per_group": config.num_attention_heads // config.num_query_groups,
         "vocab": provenance.hf.vocab_size,
-        "padded_vocab": first.vocab_size,
+        "padded_vocab": chunk.vocab_size,
+        "experts": config.num_moe_experts or 0,
+        "gate_up": 2,
         **_linear_axes(config),
     }
-    mapping = provenance.mapping(tied=first.share_embeddings_and_output_weights)
-    return BoundModel(chunks, held_tensors(chunks), mapping, axes, first.pg_collection.tp.rank())
 
 
 def _linear_axes(config: TransformerConfig) -> dict[str, int]:

@@ -161,3 +161,10 @@ class Checkpoint(Mapping[str, Tensor]):
         for name in names:
             yield name, self[name]
             self._where[name].release(name)
+
+
+def names_in(folder: str | os.PathLike[str]) -> tuple[str, ...]:
+    """The names of all tensors of a HF folder; none where it holds no weights."""
+    if not any(Path(folder).glob("*.safetensors")):
+        return ()
+    return tuple(Checkpoint(folder))

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from mcore_bridge.errors import BridgeError, ExportError
 from mcore_bridge.weights.bound import Models, bind, chunks_of
 from mcore_bridge.weights.dtypes import Dtypes, wanted_dtype
-from mcore_bridge.weights.plan import Bucket, ExportPlan, assemble, pack, plan_export, view
-from mcore_bridge.weights.provenance import HF
+from mcore_bridge.weights.plan import Bucket, Entry, ExportPlan, assemble, pack, plan_export, view
+from mcore_bridge.weights.provenance import HF, Dialect
 from mcore_bridge.weights.transport import Group, State
 
 BUCKET_BYTES = 512 << 20
@@ -53,25 +53,28 @@ def iter_hf_weights(
     head: str = "lm",
     dtype: Dtypes = None,
     device: torch.device | str | None = None,
+    dialect: Dialect | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every HF tensor, whole, on every rank: same names, order, shapes and bits everywhere.
 
-    All ranks of a model replica (its tensor and pipeline ranks) iterate together; replicas do so on their own. Tensors
-    are detached copies that the caller may keep. A rank may stop early: close the generator (or let go of it), and it
-    goes on sending what the others still need before ``close`` returns.
+    All ranks of a model replica (tensor, expert and pipeline ranks) iterate together; replicas do so on their own.
+    Tensors are detached copies that the caller may keep. A rank may stop early: close the generator (or let go of it),
+    and it goes on sending what the others still need before ``close`` returns.
 
     Args:
         models: this rank's chunks, wrapped or not; parameters may be on CPU while the group is NCCL.
         hf, head: for models that ``build_model`` did not make: their HF config or folder, and their head.
         dtype: cast to this on the way out; by default each tensor has its own.
         device: where tensors are yielded; by default where the group communicates.
+        dialect: "split" gives each routed expert a tensor of its own, "fused" those of a layer one for all; None is as
+            the checkpoint has it that the model came from.
         bucket_bytes: bytes that a rank receives per message. About two buckets and one tensor are held in memory.
 
     Raises:
         ExportError: on every rank of the group, when any of them fails; names rank and parameter.
     """
-    export = open_export(models, hf, head, bucket_bytes=bucket_bytes)
+    export = open_export(models, hf, head, dialect=dialect, bucket_bytes=bucket_bytes)
     with closing(_run(export)) as pairs:
         for name, tensor in pairs:
             yield name, tensor.to(device or tensor.device, wanted_dtype(name, tensor.dtype, dtype))
@@ -84,23 +87,29 @@ def to_hf_state_dict(
     head: str = "lm",
     dtype: Dtypes = None,
     device: torch.device | str | None = None,
+    dialect: Dialect | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> dict[str, Tensor]:
     """``iter_hf_weights``, collected: the whole HF state dict on every rank."""
-    return dict(iter_hf_weights(models, hf=hf, head=head, dtype=dtype, device=device, bucket_bytes=bucket_bytes))
+    pairs = iter_hf_weights(
+        models, hf=hf, head=head, dtype=dtype, device=device, dialect=dialect, bucket_bytes=bucket_bytes
+    )
+    return dict(pairs)
 
 
-def open_export(models: Models, hf: HF | None, head: str, *, bucket_bytes: int = BUCKET_BYTES) -> Export:
+def open_export(
+    models: Models, hf: HF | None, head: str, *, dialect: Dialect | None = None, bucket_bytes: int = BUCKET_BYTES
+) -> Export:
     """Agree with the group on a plan: one small collective when nothing has changed, one exchange when something has.
 
     Raises:
         ExportError: on every rank, when any rank cannot export.
     """
     first = chunks_of(models)[0]
-    group = Group(first.pg_collection.mp)
+    group = Group.of_replica(first.pg_collection)
     bound, error = None, ""
     try:
-        bound = bind(models, hf, head)
+        bound = bind(models, hf, head, dialect=dialect)
         _check_storage(bound.tensors)
     except BridgeError as problem:
         error = str(problem)
@@ -109,12 +118,16 @@ def open_export(models: Models, hf: HF | None, head: str, *, bucket_bytes: int =
     kept = _plans.get(first)
     stale = kept is None or kept.fingerprint != fingerprint
     if group.any(stale or bool(error)):
-        answers = group.exchange((inventory, bucket_bytes, error))
-        _raise_failures([message for _, _, message in answers])
-        if len({size for _, size, _ in answers}) > 1:
-            raise ExportError(f"bucket_bytes differs between ranks: {[size for _, size, _ in answers]}; pass one value")
+        answers = group.exchange((inventory, bucket_bytes, bound and bound.mapping.rules, error))
+        _raise_failures([message for _, _, _, message in answers])
+        if len({size for _, size, _, _ in answers}) > 1:
+            raise ExportError(
+                f"bucket_bytes differs between ranks: {[answer[1] for answer in answers]}; pass one value"
+            )
         assert bound is not None
-        inventories = [each for each, _, _ in answers if each is not None]
+        if any(rules != bound.mapping.rules for _, _, rules, _ in answers):
+            raise ExportError("the ranks name weights by different rules; pass the same hf, head and dialect on each")
+        inventories = [each for each, _, _, _ in answers if each is not None]
         num_layers = first.config.num_layers
         plan = plan_export(bound.mapping, bound.axes, num_layers, inventories, bucket_bytes=bucket_bytes)
         kept = _plans[first] = _Kept(fingerprint, plan)
@@ -169,13 +182,14 @@ def _failure(problem: Exception, bucket: Bucket) -> ExportError:
 
 
 def _unpack(bucket: Bucket, windows: Tensor) -> Pairs:
-    for entry in bucket.entries:
-        shards = {index: view(windows[shard.sender], entry, shard) for index, shard in entry.shards.items()}
-        yield from assemble(entry, shards.__getitem__, windows.device)
+    def shard_of(entry: Entry, index: int) -> Tensor:
+        shard = entry.shards[index]
+        return view(windows[shard.sender], entry, shard)
+
+    yield from assemble(bucket, shard_of, windows.device)
 
 
 def _run_alone(export: Export) -> Pairs:
     for bucket in export.plan.buckets:
-        for entry in bucket.entries:
-            tensor = export.tensors[entry.held.mcore].detach()
-            yield from assemble(entry, {0: tensor}.__getitem__, tensor.device)
+        device = export.tensors[bucket.entries[0].held.mcore].device
+        yield from assemble(bucket, lambda entry, _: export.tensors[entry.held.mcore].detach(), device)

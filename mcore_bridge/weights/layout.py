@@ -180,6 +180,7 @@ def _steps(layout: Layout) -> tuple[Layout, ...]:
 
 
 # fmt: off
+TRANSPOSED = Rearrange("m n", "n m")
 GROUPS     = Rearrange("(groups n) ...", "groups n ...")
 COLUMN     = Rearrange("(tp n) ...", "tp n ...")
 ROW        = Rearrange("n (tp m)", "tp n m")

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from mcore_bridge.config.hf import find_folder
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights.bound import BoundModel, Models, bind
+from mcore_bridge.weights.bound import BoundModel, Models, bind, noted
 from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.dtypes import Dtypes, dtype_name, is_exact, wanted_dtype
-from mcore_bridge.weights.provenance import HF
+from mcore_bridge.weights.mapping import unstacked
+from mcore_bridge.weights.provenance import HF, Dialect, dialect_of
 from mcore_bridge.weights.trace import Copy, Shape
 
 Source = str | os.PathLike[str] | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -55,6 +56,12 @@ class _Use:
     shape: Shape
     copies: tuple[Copy, ...]
     padding: tuple[tuple[int, int, int], ...]
+    index: int | None
+    """The entry of the HF tensor, along dim 0, whose shape is ``shape``; None is all of it."""
+
+    def of(self, hf_tensor: Tensor) -> Tensor:
+        """What of an HF tensor goes into the parameter."""
+        return hf_tensor if self.index is None else hf_tensor[self.index]
 
 
 @torch.no_grad()
@@ -65,6 +72,7 @@ def load_hf_weights(
     hf: HF | None = None,
     head: str = "lm",
     dtype: Dtypes = None,
+    dialect: Dialect | None = None,
     strict: bool = True,
 ) -> LoadReport:
     """Copy HF weights into this rank's chunks, in place.
@@ -75,16 +83,20 @@ def load_hf_weights(
             names to tensors, or an iterable of pairs (on every rank, as there is no collective). Folders and mappings
             are checked before the first write.
         hf, head: for models that ``build_model`` did not make: their HF config or folder, and their head.
-        dtype: what tensors are cast to on the way. By default nothing is cast, and a parameter of another dtype must be
-            able to hold every value of its source.
+        dtype: what tensors are cast to on the way, where a parameter cannot hold every value of its source. By default
+            that raises.
+        dialect: how the source holds routed experts: "split" or "fused". None finds it out by the names of a folder or
+            mapping; of an iterable, it is that of the checkpoint that the models come from.
         strict: whether missing and unexpected tensors raise, or are reported.
 
     Raises:
         CheckpointError: naming the tensors that are missing, unexpected, of another shape, or would lose bits.
     """
-    load = _Load(bind(models, hf, head), dtype)
     if isinstance(source, str | os.PathLike):
         source = Checkpoint(find_folder(source))
+    if dialect is None and isinstance(source, Mapping):
+        dialect = dialect_of(source, noted(models, hf, head).rules)
+    load = _Load(bind(models, hf, head, dialect=dialect), dtype)
     if not isinstance(source, Mapping):
         for name, tensor in source:
             load.write(name, tensor)
@@ -125,11 +137,13 @@ class _Load:
             raise CheckpointError(f"{mcore} is on the meta device and has no storage; build or move the model first")
         binding = self.bound.mapping.bind(mcore)
         trace = self.bound.trace(binding)
-        mine = [copy for copy in trace.to_mcore if copy.shard == self.bound.tp_rank]
+        rank = self.bound.ranks[binding.axis]
+        mine = [copy for copy in trace.to_mcore if copy.shard == rank]
         for part, (name, shape) in enumerate(zip(binding.hf, trace.part_shapes, strict=True)):
             copies = tuple(copy for copy in mine if copy.part == part)
-            padding = trace.padding(self.bound.tp_rank) if part == 0 else ()
-            self.uses.setdefault(name, []).append(_Use(mcore, tensor, shape, copies, padding))
+            padding = trace.padding(rank) if part == 0 else ()
+            whole, index = unstacked(name)
+            self.uses.setdefault(whole, []).append(_Use(mcore, tensor, shape, copies, padding, index))
 
     def check_names(self, names: Iterable[str], strict: bool) -> None:
         """Both directions of totality for this rank: nothing missing, nothing that no rank would use."""
@@ -152,20 +166,21 @@ class _Load:
 
     def check(self, name: str, tensor: Tensor) -> None:
         """Shape and dtype of an HF tensor against every place that it goes to."""
-        crossing = wanted_dtype(name, tensor.dtype, self.dtype)
         for use in self.uses[name]:
-            if tuple(tensor.shape) != use.shape:
+            shape = use.shape if use.index is None else (self.bound.axes["experts"], *use.shape)
+            if tuple(tensor.shape) != shape:
                 raise CheckpointError(
                     f"{name} has shape {tuple(tensor.shape)}, but {use.mcore} of shape {tuple(use.tensor.shape)} at "
-                    f"tp={self.bound.axes['tp']} takes {use.shape}; is this the checkpoint of this config?"
+                    f"tp={self.bound.axes['tp']} takes {shape}; is this the checkpoint of this config?"
                 )
+            crossing = self._crossing(name, tensor.dtype, use)
             if not is_exact(crossing, use.tensor.dtype):
                 held = dtype_name(use.tensor.dtype)
                 raise CheckpointError(
                     f"{name} is {dtype_name(crossing)} and {use.mcore} {held}, which cannot hold all its values; pass "
                     f"dtype=torch.{held} to cast, or build the model in another dtype"
                 )
-        if {crossing, *(use.tensor.dtype for use in self.uses[name])} != {tensor.dtype}:
+        if {use.tensor.dtype for use in self.uses[name]} != {tensor.dtype}:
             self.cast[name] = f"{dtype_name(tensor.dtype)} -> {dtype_name(self.uses[name][0].tensor.dtype)}"
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -176,14 +191,17 @@ class _Load:
         if name not in self.uses:
             return
         self.check(name, tensor)
-        crossing = wanted_dtype(name, tensor.dtype, self.dtype)
         for use in self.uses[name]:
             for dim, start, size in use.padding:
                 use.tensor.narrow(dim, start, size).zero_()
             for copy in use.copies:
-                source = copy.of_part(tensor)
-                copy.of_shard(use.tensor).copy_(source.to(crossing))
+                source = copy.of_part(use.of(tensor))
+                copy.of_shard(use.tensor).copy_(source.to(self._crossing(name, tensor.dtype, use)))
                 self.num_bytes += source.nbytes
+
+    def _crossing(self, name: str, own: torch.dtype, use: _Use) -> torch.dtype:
+        """The dtype in which a tensor crosses: its own where its place can hold all values, such as a router's bias."""
+        return own if is_exact(own, use.tensor.dtype) else wanted_dtype(name, own, self.dtype)
 
     def report(self) -> LoadReport:
         """The report of a finished load."""

@@ -19,7 +19,7 @@ from mcore_bridge.weights.bound import Models
 from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.dtypes import Dtypes, dtype_name, wanted_dtype
 from mcore_bridge.weights.export import iter_hf_weights, open_export
-from mcore_bridge.weights.provenance import HF
+from mcore_bridge.weights.provenance import HF, Dialect
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +94,23 @@ def digest(tensor: Tensor) -> str:
 
 
 def manifest(
-    models: Models, *, hf: HF | None = None, head: str = "lm", dtype: Dtypes = None, digests: bool = False
+    models: Models,
+    *,
+    hf: HF | None = None,
+    head: str = "lm",
+    dtype: Dtypes = None,
+    dialect: Dialect | None = None,
+    digests: bool = False,
 ) -> Manifest:
     """What ``iter_hf_weights`` with the same arguments yields. Called by all ranks of a replica together.
 
     Without digests no weight moves. With them the whole model is exported once, and the ranks share the hashing.
     """
-    export = open_export(models, hf, head)
+    export = open_export(models, hf, head, dialect=dialect)
     specs = tuple(TensorSpec(n, shape, wanted_dtype(n, own, dtype)) for n, shape, own in export.plan.tensors())
     if not digests:
         return Manifest(specs)
-    pairs = enumerate(iter_hf_weights(models, hf=hf, head=head, dtype=dtype))
+    pairs = enumerate(iter_hf_weights(models, hf=hf, head=head, dtype=dtype, dialect=dialect))
     mine = {name: digest(tensor) for i, (name, tensor) in pairs if i % export.group.size == export.group.rank}
     found = {name: value for part in export.group.exchange(mine) for name, value in part.items()}
     return Manifest(tuple(replace(spec, sha256=found[spec.name]) for spec in specs))

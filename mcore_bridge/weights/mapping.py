@@ -1,7 +1,8 @@
 """Rules pair canonical mcore names with HF names through a layout, and a mapping is a total set of rules.
 
-Names hold ``*`` for a layer or expert number. Totality: every mcore parameter has exactly one rule, and every HF name
-leads to a rule or to the ignore list; anything else raises with the name.
+Names hold ``*`` for a layer or expert number; an HF name that ends in ``[*]`` is that entry, along dim 0, of one tensor
+for all experts. Totality: every mcore parameter has exactly one rule, and every HF name leads to a rule or to the
+ignore list; anything else raises with the name.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from mcore_bridge.errors import MappingError
-from mcore_bridge.weights.layout import Layout
+from mcore_bridge.weights.layout import Axes, Layout, Split
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_STACKED = re.compile(r"(.*)\[(\d+|\*)\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,8 @@ class Rule:
     """One canonical mcore name (pattern), its HF names (patterns, in the order of the layout's parts), the layout.
 
     ``offset`` is added to the first number on the way to HF names (MTP layers count on after the decoder's).
-    ``exported`` is False for a copy whose HF tensor another parameter yields (a tied output layer).
+    ``exported`` is False for a copy whose HF tensor another parameter yields (a tied output layer). ``axis`` is that of
+    the mesh which the layout calls ``tp``: ``etp`` for routed experts.
     """
 
     mcore: str
@@ -31,6 +34,7 @@ class Rule:
     layout: Layout
     offset: int = 0
     exported: bool = True
+    axis: str = "tp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ class Binding:
     hf: tuple[str, ...]
     layout: Layout
     exported: bool
+    axis: str
 
 
 Rules = tuple[Rule, ...]
@@ -58,6 +63,39 @@ def under(mcore: str, hf: str, *rules: Rules, offset: int = 0) -> Rules:
         for group in rules
         for rule in group
     )
+
+
+def experts(mcore: str, hf: str, *rules: Rules) -> Rules:
+    """``under`` for the rules of one routed expert, which expert tensor parallelism cuts."""
+    return tuple(replace(rule, axis="etp") for rule in under(mcore, hf, *rules))
+
+
+def fused(rules: Rules) -> Rules:
+    """The same rules with the routed experts of a layer in one tensor: ``gate_up_proj`` and ``down_proj``.
+
+    Of shape [experts, out, in], as transformers 5 holds them and some publishers write them. Rules that are so already
+    stay as they are.
+    """
+    return tuple(_fuse(rule) if rule.axis == "etp" and ".experts.*." in rule.hf[0] else rule for rule in rules)
+
+
+def _fuse(rule: Rule) -> Rule:
+    before = rule.hf[0].partition(".experts.*.")[0]
+    name, _, kind = rule.mcore.removeprefix(f"{rule.mcore.partition('.experts.')[0]}.experts.*.").rpartition(".")
+    whole = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}[name] + ("_bias" if kind == "bias" else "")
+    layout = rule.layout if len(rule.hf) == 1 else Split(0, (1,) * len(rule.hf)) >> rule.layout
+    return replace(rule, hf=(f"{before}.experts.{whole}[*]",), layout=layout)
+
+
+def pattern_of(name: str) -> str:
+    """A name with ``*`` for each of its numbers."""
+    return _NUMBER.sub("*", name)
+
+
+def unstacked(name: str) -> tuple[str, int | None]:
+    """An HF name without its ``[number]``, and that number, if it has one."""
+    match = _STACKED.fullmatch(name)
+    return (match[1], int(match[2])) if match else (name, None)
 
 
 def _parts(pattern: str) -> tuple[str, ...]:
@@ -84,7 +122,7 @@ class WeightMapping:
                 raise MappingError(f"two rules for {rule.mcore}: {by_mcore[rule.mcore].hf} and {rule.hf}; keep one")
             by_mcore[rule.mcore] = rule
             for name in rule.hf:
-                by_hf.setdefault(name, []).append(rule)
+                by_hf.setdefault(name.removesuffix("[*]"), []).append(rule)
         object.__setattr__(self, "_by_mcore", by_mcore)
         object.__setattr__(self, "_by_hf", by_hf)
 
@@ -94,7 +132,7 @@ class WeightMapping:
         Raises:
             MappingError: when no rule has this name.
         """
-        pattern = _NUMBER.sub("*", mcore)
+        pattern = pattern_of(mcore)
         rule = self._by_mcore.get(pattern)
         if rule is None:
             near = get_close_matches(pattern, self._by_mcore, n=3)
@@ -103,14 +141,18 @@ class WeightMapping:
                 "architecture, or build the model without it"
             )
         numbers = _NUMBER.findall(mcore)
-        return Binding(mcore, tuple(_fill(name, numbers, rule.offset) for name in rule.hf), rule.layout, rule.exported)
+        names = tuple(_fill(name, numbers, rule.offset) for name in rule.hf)
+        return Binding(mcore, names, rule.layout, rule.exported, rule.axis)
 
     def consumers(self, hf: str) -> tuple[str, ...]:
-        """The canonical names of all parameters that an HF tensor goes into, whether or not a model has them."""
+        """The canonical names of all parameters that an HF tensor goes into, whether or not a model has them.
+
+        Of a tensor for all experts, the name of the first.
+        """
         numbers = _NUMBER.findall(hf)
         found = (
-            _fill(rule.mcore, numbers, -rule.offset)
-            for rule in self._by_hf.get(_NUMBER.sub("*", hf), ())
+            _fill(rule.mcore, [*numbers, "0"][: rule.mcore.count("*")], -rule.offset)
+            for rule in self._by_hf.get(pattern_of(hf), ())
             if not rule.offset or int(numbers[0]) >= rule.offset
         )
         return tuple(found)
@@ -122,6 +164,11 @@ class WeightMapping:
     def is_optional(self, hf: str) -> bool:
         """Whether a source may lack this HF tensor, so that what the constructor put there stays."""
         return matches(hf, self.optional)
+
+
+def axes_of(binding: Binding, axes: Axes) -> Axes:
+    """``axes`` as the layout of ``binding`` takes them: its ``tp`` is the axis that cuts this parameter."""
+    return {**axes, "tp": axes[binding.axis]}
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:

@@ -1,13 +1,15 @@
 """Canonical names: what one rank holds, under names that do not depend on the mesh, on wrappers or on the backend.
 
-Layer numbers become global, read from the layers as built (``layer_number``) and never computed from the mesh; norms
-that TransformerEngine fuses into the next linear get the names that they have alone. An HF name has one mcore name.
+Layer and expert numbers become global, read from the layers as built (``layer_number``, ``local_expert_indices``) and
+never computed from the mesh; experts have one spelling, grouped or not; norms that TransformerEngine fuses into the
+next linear get the names that they have alone. An HF name has one mcore name.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -24,6 +26,19 @@ _FUSED_NORMS = (
     (re.compile(r"mlp\.linear_fc1\.layer_norm_(weight|bias)$"), r"pre_mlp_layernorm.\1"),
 )
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_EXPERTS = (  # megatron-core's SequentialMLP, and TEGroupedMLP, which numbers the tensors of one module
+    re.compile(r"\.experts\.local_experts\.(?P<number>\d+)\.(?P<tensor>linear_fc[12]\.(?:weight|bias))$"),
+    re.compile(r"\.experts\.(?P<tensor>linear_fc[12]\.(?:weight|bias))(?P<number>\d+)$"),
+)
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Numbering:
+    """The global numbers of a chunk's layers and of the experts that this rank holds in each."""
+
+    layers: tuple[int, ...]
+    experts: tuple[int, ...] = ()
 
 
 def unwrap(model: nn.Module) -> GPTModel:
@@ -48,18 +63,27 @@ def held_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
     """
     held: dict[str, Tensor] = {}
     for chunk in map(unwrap, models):
-        numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+        numbering = numbering_of(chunk)
         for name, tensor in _tensors(chunk):
-            name = canonical(name, numbers)
+            name = canonical(name, numbering)
             if name in held:
                 raise MappingError(f"{name} is in two of the {len(models)} chunks given; pass each chunk once")
             held[name] = tensor
     return held
 
 
-def canonical(name: str, layer_numbers: Sequence[int]) -> str:
-    """The canonical name of a chunk's parameter; ``layer_numbers[i]`` is the global number of the chunk's layer i."""
-    name = _LAYER.sub(lambda match: f"decoder.layers.{layer_numbers[int(match[1])]}.", name)
+def numbering_of(chunk: GPTModel) -> Numbering:
+    """The numbers of a chunk, as it was built."""
+    layers = tuple(layer.layer_number - 1 for layer in chunk.decoder.layers)
+    indices = (getattr(module, "local_expert_indices", None) for module in chunk.modules())
+    return Numbering(layers, next((tuple(each) for each in indices if each is not None), ()))
+
+
+def canonical(name: str, numbering: Numbering) -> str:
+    """The canonical name of a chunk's parameter."""
+    name = _LAYER.sub(lambda match: f"decoder.layers.{numbering.layers[int(match[1])]}.", name)
+    for pattern in _EXPERTS:
+        name = pattern.sub(lambda match: f".experts.{numbering.experts[int(match['number'])]}.{match['tensor']}", name)
     for pattern, plain in _FUSED_NORMS:
         name = pattern.sub(plain, name)
     return name
@@ -69,6 +93,17 @@ def layer_of(name: str) -> int | None:
     """The layer number in a canonical name, if it has one."""
     match = _LAYER.match(name)
     return int(match[1]) if match else None
+
+
+def expert_of(name: str) -> int | None:
+    """The number of the routed expert in a canonical name, if it has one."""
+    match = _EXPERT.search(name)
+    return int(match[1]) if match else None
+
+
+def kind_of(name: str) -> str:
+    """A canonical name without the number of its expert: what the experts of a layer have in common."""
+    return _EXPERT.sub(".experts.*.", name)
 
 
 def _tensors(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:

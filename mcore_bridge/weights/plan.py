@@ -2,21 +2,22 @@
 
 Every rank of a group sends one window of bytes per bucket, all at the same time, so that all pipeline stages send at
 once. A bucket holds whole parameters: what an engine fuses in one load call (q, k and v; gate and up) never straddles
-two buckets, whatever their size.
+two buckets, whatever their size, and neither do the experts that one HF tensor holds.
 """
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from mcore_bridge.errors import MappingError
 from mcore_bridge.weights.layout import Axes
-from mcore_bridge.weights.mapping import WeightMapping
-from mcore_bridge.weights.names import layer_of
+from mcore_bridge.weights.mapping import Binding, WeightMapping, axes_of, unstacked
+from mcore_bridge.weights.names import expert_of, kind_of, layer_of
 from mcore_bridge.weights.trace import Shape, Trace, trace
 
 ALIGNMENT = 256  # bytes; a multiple of every itemsize, so that a shard can be viewed in place
@@ -38,10 +39,9 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """All that one rank holds, in order, and where it stands in the mesh."""
+    """All that one rank holds, in order, and its place on the axes ``pp``, ``tp`` and ``etp``."""
 
-    pp_rank: int
-    tp_rank: int
+    ranks: Mapping[str, int]
     held: tuple[Held, ...]
 
 
@@ -57,13 +57,15 @@ class Shard:
 class Entry:
     """One parameter on its way: its HF names, what its layout does, and its shards by tensor-parallel rank.
 
-    A shard that no HF tensor takes anything from (a replica) does not travel and is not listed.
+    A shard that no HF tensor takes anything from (a replica) does not travel and is not listed. ``stack`` is the number
+    of entries of the HF tensor of which this is one, or 0 where an HF name is that of a whole tensor.
     """
 
     held: Held
     hf: tuple[str, ...]
     trace: Trace
     shards: Mapping[int, Shard]
+    stack: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +85,11 @@ class ExportPlan:
     def tensors(self) -> Iterator[tuple[str, Shape, torch.dtype]]:
         """Name, shape and dtype of every HF tensor, in order."""
         for bucket in self.buckets:
+            stacks = _Stacks(torch.device("meta"))
             for entry in bucket.entries:
-                for name, shape in zip(entry.hf, entry.trace.part_shapes, strict=True):
-                    yield name, shape, entry.held.dtype
+                for index in range(len(entry.hf)):
+                    for name, tensor in stacks.put(entry, index, lambda part: None):
+                        yield name, tuple(tensor.shape), tensor.dtype
 
 
 def plan_export(
@@ -101,49 +105,75 @@ def plan_export(
             or ranks disagree on a shape or dtype.
     """
     entries = _entries(mapping, axes, inventories)
-    _check_layers(num_layers, entries)
+    _check_numbers(num_layers, axes["experts"], entries)
     _check_unique(entries)
     lanes: dict[int, list[Entry]] = {}
     for entry in entries:
-        lane = inventories[min(shard.sender for shard in entry.shards.values())].pp_rank
+        lane = inventories[min(shard.sender for shard in entry.shards.values())].ranks["pp"]
         lanes.setdefault(lane, []).append(entry)
     window = bucket_bytes // len(inventories)
-    return ExportPlan(tuple(_fill_buckets(list(lanes.values()), window)))
+    return ExportPlan(tuple(_fill_buckets([_units(lane) for lane in lanes.values()], window)))
 
 
 def _entries(mapping: WeightMapping, axes: Axes, inventories: Sequence[Inventory]) -> list[Entry]:
-    holders: dict[str, dict[int, int]] = {}
     described: dict[str, Held] = {}
+    bindings: dict[str, Binding] = {}
+    holders: dict[str, dict[int, int]] = {}
     for rank, inventory in enumerate(inventories):
         for held in inventory.held:
             if described.setdefault(held.mcore, held) != held:
                 raise MappingError(
                     f"rank {rank} of the group holds {held}, another {described[held.mcore]}; make them equal"
                 )
-            holders.setdefault(held.mcore, {}).setdefault(inventory.tp_rank, rank)
-    bindings = {name: mapping.bind(name) for name in described}
+            if held.mcore not in bindings:
+                bindings[held.mcore] = mapping.bind(held.mcore)
+            place = inventory.ranks[bindings[held.mcore].axis]
+            holders.setdefault(held.mcore, {}).setdefault(place, rank)
     return [
-        _entry(described[name], binding.hf, trace(binding.layout, described[name].shape, axes), holders[name])
-        for name, binding in bindings.items()
-        if binding.exported
+        _entry(described[name], bindings[name], axes, holders[name])
+        for name in _in_order(inventories)
+        if bindings[name].exported
     ]
 
 
-def _entry(held: Held, hf: tuple[str, ...], traced: Trace, holders: Mapping[int, int]) -> Entry:
+def _in_order(inventories: Sequence[Inventory]) -> list[str]:
+    """Names as their first holder has them; the experts of one kind side by side, dealt in turn from their holders."""
+    kinds: dict[str, int] = {}
+    places: dict[str, tuple[int, int, int]] = {}
+    for rank, inventory in enumerate(inventories):
+        seen: dict[str, int] = {}
+        for held in inventory.held:
+            kind = kind_of(held.mcore)
+            seen[kind] = seen.get(kind, 0) + 1
+            places.setdefault(held.mcore, (kinds.setdefault(kind, len(kinds)), seen[kind], rank))
+    return sorted(places, key=places.__getitem__)
+
+
+def _entry(held: Held, binding: Binding, axes: Axes, holders: Mapping[int, int]) -> Entry:
+    traced = trace(binding.layout, held.shape, axes_of(binding, axes))
     needed = sorted({copy.shard for copy in traced.to_hf})
     absent = [shard for shard in needed if shard not in holders]
     if absent:
         raise MappingError(f"no rank of the group holds the shards {absent} of {held.mcore}; is a rank missing in it?")
-    return Entry(held, hf, traced, {shard: Shard(holders[shard], -1) for shard in needed})
+    stack = axes["experts"] if any(unstacked(name)[1] is not None for name in binding.hf) else 0
+    return Entry(held, binding.hf, traced, {shard: Shard(holders[shard], -1) for shard in needed}, stack)
 
 
-def _check_layers(num_layers: int, entries: Sequence[Entry]) -> None:
+def _check_numbers(num_layers: int, num_experts: int, entries: Sequence[Entry]) -> None:
     found = {layer for entry in entries if (layer := layer_of(entry.held.mcore)) is not None}
     if found != set(range(num_layers)):
         raise MappingError(
             f"the ranks of the group hold the layers {sorted(found)}, expected 0 to {num_layers - 1}; "
             "the model was not built whole, or a chunk was not passed"
         )
+    experts: dict[str, set[int]] = {}
+    for entry in entries:
+        if (expert := expert_of(entry.held.mcore)) is not None:
+            experts.setdefault(kind_of(entry.held.mcore), set()).add(expert)
+    for kind, numbers in experts.items():
+        if numbers != set(range(num_experts)):
+            absent = sorted(set(range(num_experts)) - numbers)
+            raise MappingError(f"no rank of the group holds the experts {absent} of {kind}; is a rank missing in it?")
 
 
 def _check_unique(entries: Sequence[Entry]) -> None:
@@ -155,31 +185,41 @@ def _check_unique(entries: Sequence[Entry]) -> None:
             seen[name] = entry.held.mcore
 
 
-def _fill_buckets(lanes: list[list[Entry]], window: int) -> Iterator[Bucket]:
-    """Take from every lane (the parameters of one pipeline stage) as many entries as fit, until all are empty."""
-    positions = [0] * len(lanes)
-    while any(position < len(lane) for position, lane in zip(positions, lanes, strict=True)):
-        filled: dict[int, int] = {}  # bytes by sender
+def _units(lane: list[Entry]) -> list[list[Entry]]:
+    """What must travel together: the entries of one HF tensor; others alone."""
+    units: list[list[Entry]] = []
+    for entry in lane:
+        together = units and entry.stack and kind_of(units[-1][0].held.mcore) == kind_of(entry.held.mcore)
+        units[-1].append(entry) if together else units.append([entry])
+    return units
+
+
+def _fill_buckets(lanes: list[list[list[Entry]]], window: int) -> Iterator[Bucket]:
+    """Take from every lane (the units of one pipeline stage) as many as fit, at least one, until all are empty."""
+    waiting = [deque(lane) for lane in lanes]
+    while any(waiting):
+        filled: Counter[int] = Counter()  # bytes by sender
         taken: list[Entry] = []
-        for index, lane in enumerate(lanes):
-            first = positions[index]
-            while positions[index] < len(lane):
-                entry = lane[positions[index]]
-                sizes = {shard.sender: filled.get(shard.sender, 0) for shard in entry.shards.values()}
-                size = _aligned(entry.held.num_bytes)
-                if positions[index] > first and max(sizes.values()) + size > window:
-                    break
-                taken.append(_place(entry, filled, size))
-                positions[index] += 1
+        for lane in waiting:
+            first = True
+            while lane and (first or all(filled[s] + size <= window for s, size in _sizes(lane[0]).items())):
+                taken += [_place(entry, filled) for entry in lane.popleft()]
+                first = False
         yield Bucket(tuple(taken), max(filled.values()))
 
 
-def _place(entry: Entry, filled: dict[int, int], size: int) -> Entry:
-    shards = {}
-    for index, shard in entry.shards.items():
-        shards[index] = Shard(shard.sender, filled.get(shard.sender, 0))
-        filled[shard.sender] = shards[index].start + size
-    return Entry(entry.held, entry.hf, entry.trace, shards)
+def _sizes(unit: list[Entry]) -> Counter[int]:
+    """Bytes that each sender sends of a unit."""
+    sizes: Counter[int] = Counter()
+    for entry in unit:
+        sizes.update({shard.sender: _aligned(entry.held.num_bytes) for shard in entry.shards.values()})
+    return sizes
+
+
+def _place(entry: Entry, filled: Counter[int]) -> Entry:
+    shards = {index: Shard(shard.sender, filled[shard.sender]) for index, shard in entry.shards.items()}
+    filled.update({shard.sender: _aligned(entry.held.num_bytes) for shard in shards.values()})
+    return replace(entry, shards=shards)
 
 
 def _aligned(num_bytes: int) -> int:
@@ -200,11 +240,43 @@ def view(window: Tensor, entry: Entry, shard: Shard) -> Tensor:
     return flat.view(entry.held.dtype).view(entry.held.shape)
 
 
-def assemble(entry: Entry, shard_of: Callable[[int], Tensor], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """The HF tensors of one parameter, each new and whole on ``device``; ``shard_of`` gives the shards."""
-    for index, (name, shape) in enumerate(zip(entry.hf, entry.trace.part_shapes, strict=True)):
-        part = torch.empty(shape, dtype=entry.held.dtype, device=device)
-        for copy in entry.trace.to_hf:
-            if copy.part == index:
-                copy.of_part(part).copy_(copy.of_shard(shard_of(copy.shard)))
-        yield name, part
+def assemble(
+    bucket: Bucket, shard_of: Callable[[Entry, int], Tensor], device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """The HF tensors of a bucket, each new and whole on ``device``; ``shard_of`` gives the shards of an entry."""
+    stacks = _Stacks(device)
+    for entry in bucket.entries:
+        for index in range(len(entry.hf)):
+
+            def write(part: Tensor, entry: Entry = entry, index: int = index) -> None:
+                for copy in entry.trace.to_hf:
+                    if copy.part == index:
+                        copy.of_part(part).copy_(copy.of_shard(shard_of(entry, copy.shard)))
+
+            yield from stacks.put(entry, index, write)
+
+
+class _Stacks:
+    """HF tensors in the making: whole ones at once, those of all experts when their last entry has come."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._open: dict[str, tuple[Tensor, set[int]]] = {}
+
+    def put(self, entry: Entry, index: int, write: Callable[[Tensor], object]) -> Iterator[tuple[str, Tensor]]:
+        """Make room for a part of ``entry``, let ``write`` fill it, and give the HF tensor if that was all of it."""
+        name, number = unstacked(entry.hf[index])
+        shape, dtype = entry.trace.part_shapes[index], entry.held.dtype
+        if number is None:
+            part = torch.empty(shape, dtype=dtype, device=self._device)
+            write(part)
+            yield name, part
+            return
+        if name not in self._open:
+            self._open[name] = torch.empty((entry.stack, *shape), dtype=dtype, device=self._device), set()
+        whole, come = self._open[name]
+        write(whole[number])
+        come.add(number)
+        if len(come) == entry.stack:
+            del self._open[name]
+            yield name, whole

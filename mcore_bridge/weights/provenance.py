@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING, Literal, Union
 
 from mcore_bridge.architecture import architecture_of
 from mcore_bridge.config.hf import find_folder, read_config
+from mcore_bridge.weights.checkpoint import names_in
 from mcore_bridge.weights.layout import REPLICATED, VOCAB
-from mcore_bridge.weights.mapping import Rules, WeightMapping, table
+from mcore_bridge.weights.mapping import Rules, WeightMapping, fused, pattern_of, table
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 HF = Union[str, "os.PathLike[str]", "PretrainedConfig"]
 """A folder, a hub name in the local cache, or a config."""
+Dialect = Literal["split", "fused"]
+"""How HF holds the routed experts of a layer: one tensor for each, or one for all of them."""
 
 # fmt: off
 LM_HEAD      = table(("output_layer.weight", "lm_head.weight",            VOCAB))
@@ -27,22 +31,32 @@ SCORE_HEAD   = table(("output_layer.weight", "score.weight",              REPLIC
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """A model's HF config, the rules and ignored HF names of its architecture, its head, the folder it came from."""
+    """A model's HF config, the rules and ignored HF names of its architecture, its head, the folder it came from.
+
+    ``dialect`` is that of the folder, or of the architecture where there is none.
+    """
 
     hf: PretrainedConfig
     rules: Rules
     ignored: tuple[str, ...] = ()
     head: str = "lm"
     folder: str | None = None
+    dialect: Dialect = "split"
 
-    def mapping(self, *, tied: bool) -> WeightMapping:
-        """All rules, head included. ``tied``: the output layer is the word embedding."""
+    def mapping(self, *, tied: bool, dialect: Dialect | None = None) -> WeightMapping:
+        """All rules, head included.
+
+        Args:
+            tied: the output layer is the word embedding.
+            dialect: of the HF names; None is the model's own.
+        """
+        rules = fused(self.rules) if (dialect or self.dialect) == "fused" else self.rules
         if self.head != "lm":
             # A causal LM has no score: its own head is left out, and ours stays as it was initialised.
-            return WeightMapping((*self.rules, *SCORE_HEAD), (*self.ignored, "lm_head.weight"), ("score.*",))
+            return WeightMapping((*rules, *SCORE_HEAD), (*self.ignored, "lm_head.weight"), ("score.*",))
         if tied:  # files may hold a redundant copy, which transformers ignores as well
-            return WeightMapping((*self.rules, *TIED_LM_HEAD), (*self.ignored, "lm_head.weight"))
-        return WeightMapping((*self.rules, *LM_HEAD), self.ignored)
+            return WeightMapping((*rules, *TIED_LM_HEAD), (*self.ignored, "lm_head.weight"))
+        return WeightMapping((*rules, *LM_HEAD), self.ignored)
 
 
 def provenance_of(hf: HF, *, head: str = "lm") -> Provenance:
@@ -57,10 +71,22 @@ def provenance_of(hf: HF, *, head: str = "lm") -> Provenance:
     config = read_config(hf)
     architecture = architecture_of(config)
     folder = os.fspath(find_folder(hf)) if isinstance(hf, str | os.PathLike) else None
-    return Provenance(config, architecture.rules(config), architecture.ignored, head, folder)
+    rules = architecture.rules(config)
+    dialect = dialect_of(names_in(folder), rules) if folder else None
+    return Provenance(config, rules, architecture.ignored, head, folder, dialect or architecture.dialect)
 
 
-def mapping(hf: HF, *, head: str = "lm") -> WeightMapping:
+def dialect_of(names: Iterable[str], rules: Rules) -> Dialect | None:
+    """The dialect that tells ``names`` from those of the other one, if they hold any routed experts."""
+    split, whole = ({name for rule in each if rule.axis == "etp" for name in rule.hf} for each in (rules, fused(rules)))
+    if split == whole:
+        return None
+    stacks = {name.removesuffix("[*]") for name in whole}
+    patterns = set(map(pattern_of, names))
+    return "fused" if patterns & stacks else "split" if patterns & split else None
+
+
+def mapping(hf: HF, *, head: str = "lm", dialect: Dialect | None = None) -> WeightMapping:
     """The weight mapping of a model as a value: its rules, and what a checkpoint may hold besides, or lack."""
     found = provenance_of(hf, head=head)
-    return found.mapping(tied=bool(found.hf.tie_word_embeddings))
+    return found.mapping(tied=bool(found.hf.tie_word_embeddings), dialect=dialect)

@@ -28,7 +28,7 @@ from mcore_bridge.weights.checkpoint import INDEX
 from mcore_bridge.weights.dtypes import Dtypes, dtype_name
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.manifest import Manifest, TensorSpec, manifest
-from mcore_bridge.weights.provenance import HF, Provenance
+from mcore_bridge.weights.provenance import HF, Dialect, Provenance
 from mcore_bridge.weights.transport import Group
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ def save_hf_checkpoint(
     hf: HF | None = None,
     head: str = "lm",
     dtype: Dtypes = None,
+    dialect: Dialect | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Manifest:
     """Write sharded safetensors, index, config, and the tokenizer files of the folder that the model came from.
@@ -67,6 +68,7 @@ def save_hf_checkpoint(
 
     Args:
         dtype: cast tensors to this; by default each is written in its own.
+        dialect: of the experts, as for ``iter_hf_weights``.
         max_shard_bytes: size of a file at most, unless one tensor is larger.
 
     Raises:
@@ -80,10 +82,10 @@ def save_hf_checkpoint(
     specs = Manifest(())
     try:
         staging.mkdir(parents=True, exist_ok=True)
-        specs = manifest(models, hf=hf, head=head, dtype=dtype)
+        specs = manifest(models, hf=hf, head=head, dtype=dtype, dialect=dialect)
         files = _files(specs, world.size, max_shard_bytes)
         mine = [file for index, file in enumerate(files) if index % world.size == world.rank]
-        _write_files(iter_hf_weights(models, hf=hf, head=head, dtype=dtype), mine, staging)
+        _write_files(iter_hf_weights(models, hf=hf, head=head, dtype=dtype, dialect=dialect), mine, staging)
         if world.rank == 0:
             _write_rest(files, specs, provenance, staging)
             _clear_stale(target, staging)

@@ -1,12 +1,13 @@
 """What a layout does, as data: run it on coordinates instead of weights, and read off which elements go where.
 
-Every layout moves whole slices along one dim, so a trace is a short list of ``Copy``: enough to read from a file only
-the slices that a rank owns, to write each straight into place, and to make an HF tensor with one copy of each byte.
+Every layout moves whole slices along one dim (and may first transpose), so a trace is a short list of ``Copy``: enough
+to read from a file only the slices that a rank owns, to write each straight into place, and to make an HF tensor with
+one copy of each byte.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -15,14 +16,18 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import MappingError
-from mcore_bridge.weights.layout import Axes, Chain, Layout, Rearrange
+from mcore_bridge.weights.layout import TRANSPOSED, Axes, Chain, Layout, Rearrange
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Along ``dim``, ``size`` elements of a part from ``part_start`` are those of a shard from ``shard_start``."""
+    """Along ``dim``, ``size`` elements of a part are those of a shard from ``shard_start`` on.
+
+    In the part they begin at ``part_start`` and lie ``part_step`` apart; ``transposed`` says that its two dims change
+    places first.
+    """
 
     part: int
     shard: int
@@ -30,10 +35,14 @@ class Copy:
     part_start: int
     shard_start: int
     size: int
+    part_step: int = 1
+    transposed: bool = False
 
     def of_part(self, part: Tensor) -> Tensor:
-        """The slice of the HF tensor, as a view."""
-        return part.narrow(self.dim, self.part_start, self.size)
+        """The slice of the HF tensor, as a view in the orientation of the shard."""
+        part = part.mT if self.transposed else part
+        stop = self.part_start + (self.size - 1) * self.part_step + 1
+        return part[(slice(None),) * self.dim + (slice(self.part_start, stop, self.part_step),)]
 
     def of_shard(self, shard: Tensor) -> Tensor:
         """The slice of the mcore shard, as a view."""
@@ -82,42 +91,46 @@ def _trace(layout: Layout, shard_shape: Shape, sizes: tuple[tuple[str, int], ...
         raise MappingError(f"shards of shape {shard_shape} do not fit {layout} at {axes}: {error}") from None
     if shapes != ((axes["tp"], *shard_shape),):
         raise MappingError(f"{layout} at {axes} gives {shapes}, not {axes['tp']} shards of shape {shard_shape}")
-    dim = _moved_dim(layout)
-    return Trace(
-        part_shapes,
-        shard_shape,
-        tuple(_to_mcore(layout, part_shapes, dim, axes)),
-        tuple(_to_hf(layout, shard_shape, dim, axes)),
-    )
-
-
-def _moved_dim(layout: Layout) -> int:
-    """The dim along which a layout cuts and joins: where its patterns have their parentheses."""
     steps = layout.steps if isinstance(layout, Chain) else (layout,)
-    sides = [side for step in steps if isinstance(step, Rearrange) for side in (step.left, step.right) if "(" in side]
-    dims = {side[: side.index("(")].count(" ") for side in sides} or {0}
+    transposed = steps[0] == TRANSPOSED
+    to_mcore = tuple(_to_mcore(Chain(steps[transposed:]), part_shapes, axes, transposed=transposed))
+    return Trace(part_shapes, shard_shape, to_mcore, _to_hf(layout, to_mcore, part_shapes))
+
+
+def _moved_dim(layout: Chain) -> int:
+    """The dim along which a layout cuts and joins: where its patterns have their parentheses."""
+    sides = [
+        s.removeprefix("tp ") for step in layout.steps if isinstance(step, Rearrange) for s in (step.left, step.right)
+    ]
+    dims = {side[: side.index("(")].count(" ") for side in sides if "(" in side} or {0}
     if len(dims) > 1:
         raise MappingError(f"{layout} moves elements along dims {sorted(dims)}; express it as a layout along one dim")
     return dims.pop()
 
 
-def _to_mcore(layout: Layout, part_shapes: tuple[Shape, ...], dim: int, axes: Axes) -> Iterator[Copy]:
-    lengths = [shape[dim] for shape in part_shapes]
-    lines = tuple(_line(shape, dim, start) for shape, start in zip(part_shapes, _starts(lengths), strict=True))
+def _to_mcore(layout: Chain, part_shapes: tuple[Shape, ...], axes: Axes, *, transposed: bool) -> Iterator[Copy]:
+    dim = _moved_dim(layout)
+    shapes = [shape[::-1] if transposed else shape for shape in part_shapes]
+    lengths = [shape[dim] for shape in shapes]
+    lines = tuple(_line(shape, dim, start) for shape, start in zip(shapes, _starts(lengths), strict=True))
     (shards,) = layout(lines, axes)
     for index, shard in enumerate(shards):
-        for start, value, size in _runs(shard.flatten()):
-            part, offset = _locate(value, lengths)
-            yield Copy(part, index, dim, offset, start, size)
+        runs = [(position, *_locate(value, lengths), size) for position, value, size in _runs(shard.flatten())]
+        for position, part, offset, step, size in _strided(runs):
+            yield Copy(part, index, dim, offset, position, size, step, transposed)
 
 
-def _to_hf(layout: Layout, shard_shape: Shape, dim: int, axes: Axes) -> Iterator[Copy]:
-    lengths = [shard_shape[dim]] * axes["tp"]
-    shards = torch.stack([_line(shard_shape, dim, start) for start in _starts(lengths)])
-    for index, part in enumerate((~layout)((shards,), axes)):
-        for start, value, size in _runs(part.flatten()):
-            shard, offset = _locate(value, lengths)
-            yield Copy(index, shard, dim, start, offset, size)
+def _to_hf(layout: Layout, to_mcore: tuple[Copy, ...], part_shapes: tuple[Shape, ...]) -> tuple[Copy, ...]:
+    """Each element of each part once, from the first shard that has it."""
+    first: dict[object, Copy] = {}
+    for copy in to_mcore:
+        first.setdefault((copy.part, copy.part_start, copy.part_step, copy.size), copy)
+    for part, shape in enumerate(part_shapes):
+        found = [copy for copy in first.values() if copy.part == part]
+        wanted = (shape[::-1] if found and found[0].transposed else shape)[found[0].dim if found else 0]
+        if sum(copy.size for copy in found) != wanted:
+            raise MappingError(f"{layout} does not give back every element of its part {part} exactly once")
+    return tuple(first.values())
 
 
 def _line(shape: Shape, dim: int, start: int) -> Tensor:
@@ -148,3 +161,17 @@ def _runs(line: Tensor) -> Iterator[tuple[int, int, int]]:
     for start, stop in pairwise(edges):
         if start < stop and line[start]:
             yield start, int(line[start]), stop - start
+
+
+def _strided(runs: Iterable[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int, int]]:
+    """``(position, part, offset, step, size)``: single elements of a part at equal distances become one."""
+    found: list[tuple[int, int, int, int, int]] = []
+    for position, part, offset, size in runs:
+        if found and size == 1:
+            last, last_part, start, step, count = found[-1]
+            step = offset - start if count == 1 else step
+            if last + count == position and part == last_part and step > 1 and offset == start + step * count:
+                found[-1] = (last, part, start, step, count + 1)
+                continue
+        found.append((position, part, offset, 1, size))
+    return found

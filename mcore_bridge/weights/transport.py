@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
 T = TypeVar("T")
 
@@ -49,6 +52,14 @@ class Group:
         if "nccl" in str(dist.get_backend(self._group)):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
+
+    @classmethod
+    def of_replica(cls, groups: ProcessGroupCollection) -> Group:
+        """The smallest group with a whole model: dense parameters lie within ``mp``, experts within ``tp_ep_pp``."""
+        dense, experts = (set(dist.get_process_group_ranks(group)) for group in (groups.mp, groups.tp_ep_pp))
+        if experts <= dense:
+            return cls(groups.mp)
+        return cls(groups.tp_ep_pp if dense <= experts else None)
 
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is set on any rank: the one small collective that every export starts with."""

@@ -16,7 +16,7 @@ SQUARE = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64, "head_di
 
 
 def delta(model_type: str, **fields: Any) -> Case:
-    return case(model_type, **{**LINEAR, "partial_rotary_factor": 1.0, **fields})
+    return case(model_type, **{**LINEAR, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-3, **fields})
 
 
 CASES = {
