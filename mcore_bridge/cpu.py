@@ -38,6 +38,8 @@ def enable_cpu() -> None:
     for name in _LITERAL_CUDA:
         module = importlib.import_module(f"megatron.core.{name}")
         module.torch = _TorchOnCpu("torch")  # type: ignore[attr-defined]  # this module's own name, not torch itself
+    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    dispatcher.maybe_move_tensor_to_cpu = _in_lists  # it leaves tensors alone that are on the CPU already
     _use_cpu_rng()
     _enabled = True
 
@@ -67,6 +69,11 @@ def _stub_torch_cuda() -> None:
     cuda.stream = lambda stream: contextlib.nullcontext()  # distributed/param_and_grad_buffer.py
     tensor: Any = torch.Tensor
     tensor.cuda = lambda self, *arguments, **keywords: self  # language_module.py: tied embeddings; rope_utils.py
+
+
+def _in_lists(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What all_to_all takes as its split sizes."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 class _TorchOnCpu(ModuleType):

@@ -17,6 +17,7 @@ from tests.families import built, ignored_by
 from tests.test_roundtrip import check
 
 EXAMPLES = 5
+EXPERT_AXES = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
 
 
 @st.composite
@@ -24,10 +25,12 @@ def meshes(draw: Any, hf: Any) -> ParallelDims:
     """Any mesh that may fit the model: every axis, uneven and balanced pipelines."""
     tp, pp = draw(st.sampled_from([(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4), (2, 4)]))
     vp = draw(st.sampled_from([1, 2])) if pp == 2 else 1
+    ep, etp = draw(st.sampled_from(EXPERT_AXES)) if to_transformer_config(hf).num_moe_experts else (1, 1)
     splits: list[dict[str, Any]] = [{}]
     if pp > 1 and vp == 1:
         splits += [{"layout": "balanced"}, {"layout": "E" + "t" * (hf.num_hidden_layers - 1) + "|" * (pp - 1) + "tL"}]
-    return ParallelDims(tp=tp, pp=pp, vp=vp, sp=tp > 1 and draw(st.booleans()), **draw(st.sampled_from(splits)))
+    sp = tp > 1 and (ep * etp > 1 or draw(st.booleans()))
+    return ParallelDims(tp=tp, pp=pp, vp=vp, ep=ep, etp=etp, sp=sp, **draw(st.sampled_from(splits)))
 
 
 @pytest.mark.parametrize("name", zoo.cases())

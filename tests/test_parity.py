@@ -25,6 +25,22 @@ def test_logits_are_those_of_transformers(name, dims):
         assert worst < BOUND
 
 
+EXPERT_MESHES = [
+    mb.ParallelDims(ep=2),
+    mb.ParallelDims(tp=2, ep=2, sp=True),
+    mb.ParallelDims(tp=2, etp=2, sp=True),
+    mb.ParallelDims(tp=2, ep=2, etp=2, sp=True),
+]
+
+
+@pytest.mark.parametrize("dims", EXPERT_MESHES, ids=str)
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "mixtral"])
+def test_logits_do_not_depend_on_where_experts_are(name, dims):
+    case = (zoo.cases()[name].hf, dims, reference_of(name))
+    for (worst,) in pool.run(max(dims.tp, dims.ep * dims.etp), worst_differences, [case]):
+        assert worst < BOUND
+
+
 def test_parity_can_fail():
     """Negative controls: another rope base, another epsilon, a window off by one, a window forgotten."""
     groups = {"num_key_value_heads": 2}

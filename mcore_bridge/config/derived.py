@@ -121,8 +121,19 @@ def _window_back(mcore: Mcore) -> dict[str, object]:
     return {"sliding_window": _hf_window(mcore["window_size"])}
 
 
+def _window_if_used(hf: Hf) -> dict[str, object]:
+    return _window(hf if hf.get("use_sliding_window") else {**hf, "sliding_window": None})
+
+
+def _window_if_used_back(mcore: Mcore) -> dict[str, object]:
+    fields = _window_back(mcore)
+    return {**fields, "use_sliding_window": fields["sliding_window"] is not None}
+
+
 def _windows(hf: Hf) -> dict[str, object]:
     kinds, num_layers = hf.get("layer_types"), count(hf, "num_hidden_layers")
+    if kinds is None and not hf.get("use_sliding_window"):  # older configs say nothing more
+        kinds = ["full_attention"] * num_layers
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise ConfigError(f"layer_types must name the attention of each of the {num_layers} layers, found {kinds!r}.")
     if unknown := sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"}):
@@ -166,5 +177,6 @@ ROPE           = Derive(("rope_parameters", "rope_scaling", "rope_theta", "parti
 BIASES         = Derive(("attention_bias", "mlp_bias"), _biases, _biases_back)
 ATTENTION_BIAS = Derive(("attention_bias",), _biases, _attention_bias_back)
 WINDOW         = Derive(("sliding_window",), _window, _window_back)
+WINDOW_IF_USED = Derive(("sliding_window", "use_sliding_window"), _window_if_used, _window_if_used_back)
 WINDOWS        = Derive(("sliding_window", "layer_types"), _windows, _windows_back)
 # fmt: on

@@ -34,18 +34,22 @@ class Field(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Map:
-    """The HF field and the mcore name hold the same value. Without a default, the HF field must be there."""
+    """The HF field and the mcore name hold the same value. Without a default, the HF field must be there.
+
+    ``aka`` are further spellings of the HF field, of which a config has one.
+    """
 
     hf: str
     mcore: str
     default: object = _REQUIRED
+    aka: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (self.hf,)
+        return (self.hf, *self.aka)
 
     def to_mcore(self, hf: Hf) -> dict[str, object]:
-        value = hf.get(self.hf, self.default)
+        value = next((hf[name] for name in self.names if name in hf), self.default)
         if value is _REQUIRED or value is None:
             raise ConfigError(f"{self.hf} must be set, because megatron-core's {self.mcore} follows it; found None.")
         return {self.mcore: value}

@@ -72,18 +72,16 @@ MATHS: tuple[Field, ...] = (
     Const("layernorm_zero_centered_gamma", False),
     Const("gated_linear_unit", True),
     Const("rotary_interleaved", False),
-    Const("num_moe_experts", None),
     Const("position_embedding_type", "rope"),
     Const("rotary_percent", 1.0),
 )
 TRAINING: tuple[Field, ...] = (
     Preset("hidden_dropout", 0.0),
-    Preset(
-        "moe_token_dispatcher_type", "alltoall"
-    ),  # mcore refuses variable_seq_lengths with its default, dense or not
+    Preset("moe_token_dispatcher_type", "alltoall"),  # mcore's default cannot do variable_seq_lengths, dense or not
 )
-DENSE: tuple[Field, ...] = (*BASE, *GEOMETRY, *MATHS, *TRAINING)
-"""A dense decoder with RMSNorm and a gated MLP. Bias, window and query-key norm are the architecture's own."""
+DECODER: tuple[Field, ...] = (*BASE, *GEOMETRY, *MATHS, *TRAINING)
+"""A decoder with RMSNorm and gated MLPs. Bias, window, query-key norm and experts are the architecture's own."""
+DENSE: tuple[Field, ...] = (*DECODER, Const("num_moe_experts", None))
 
 BIAS_NONE: tuple[Field, ...] = (
     Const("add_bias_linear", False),
@@ -100,6 +98,10 @@ BIAS_ANY: tuple[Field, ...] = (derived.BIASES,)
 
 WINDOW_NONE: tuple[Field, ...] = (Const("window_size", None), Const("window_attn_skip_freq", None))
 WINDOW_ALL: tuple[Field, ...] = (derived.WINDOW,)
+WINDOW_IF_USED: tuple[Field, ...] = (
+    derived.WINDOW_IF_USED,
+    Ignore("every layer slides, or none does", ("max_window_layers",)),
+)
 WINDOW_BY_LAYER: tuple[Field, ...] = (
     derived.WINDOWS,
     Ignore("transformers has made layer_types and sliding_window of them", ("use_sliding_window", "max_window_layers")),

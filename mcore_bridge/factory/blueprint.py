@@ -86,7 +86,7 @@ def draw(
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = specs.choose_backend(backend, device=device)
     dims = resolve_layout(dims, hf, dtype=dtype, head=head)
-    overrides = _interleaved(dims, overrides)
+    overrides = {"moe_grouped_gemm": chosen == "te", **_interleaved(dims, overrides)}
     table = architecture.fields
     config = transformer.to_transformer_config(hf, table, dims=dims, dtype=dtype, overrides=overrides)
     gpt_arguments = transformer.to_gpt_arguments(hf, table, dims=dims, overrides=overrides)

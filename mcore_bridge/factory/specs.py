@@ -73,8 +73,10 @@ def _final_norm(backend: Backend) -> type:
 
 
 def _use_torch_modules(layer: Any, config: TransformerConfig) -> None:
+    from mcore_bridge.factory.experts import adapt_experts
     from mcore_bridge.factory.modules import CoreAttention, Norm
 
+    adapt_experts(layer)
     layer.input_layernorm = layer.pre_mlp_layernorm = Norm
     attention = layer.self_attention.submodules
     attention.core_attention = CoreAttention

@@ -1,18 +1,7 @@
 """The shared tables: each block of a transformer once, as mcore names, HF names and the layout between them."""
 
-from mcore_bridge.weights.layout import (
-    COLUMN,
-    DELTA,
-    DELTA_BY_HEAD,
-    DELTA_CONV,
-    GATED_QKV,
-    GATED_UP,
-    QKV,
-    REPLICATED,
-    ROW,
-    VOCAB,
-)
-from mcore_bridge.weights.mapping import Rules, table, under
+from mcore_bridge.weights.layout import GATED_UP, QKV, REPLICATED, ROW, VOCAB
+from mcore_bridge.weights.mapping import Rules, experts, table, under
 
 # fmt: off
 EMBEDDING   = table(("embedding.word_embeddings.weight",    "model.embed_tokens.weight",       VOCAB))
@@ -25,31 +14,22 @@ QKV_BIAS    = table(("self_attention.linear_qkv.bias",      "self_attn.{q,k,v}_p
 O_BIAS      = table(("self_attention.linear_proj.bias",     "self_attn.o_proj.bias",           REPLICATED))
 QK_NORM     = table(("self_attention.q_layernorm.weight",   "self_attn.q_norm.weight",         REPLICATED),
                     ("self_attention.k_layernorm.weight",   "self_attn.k_norm.weight",         REPLICATED))
-SWIGLU      = under("mlp", "mlp", table(
-                    ("linear_fc1.weight",                   "{gate,up}_proj.weight",           GATED_UP),
-                    ("linear_fc2.weight",                   "down_proj.weight",                ROW)))
+GATED_MLP   = table(("linear_fc1.weight",                   "{gate,up}_proj.weight",           GATED_UP),
+                    ("linear_fc2.weight",                   "down_proj.weight",                ROW))
+SWIGLU      = under("mlp", "mlp", GATED_MLP)
 SWIGLU_BIAS = under("mlp", "mlp", table(
                     ("linear_fc1.bias",                     "{gate,up}_proj.bias",             GATED_UP),
                     ("linear_fc2.bias",                     "down_proj.bias",                  REPLICATED)))
-GATED_GQA   = table(("self_attention.linear_qkv.weight",    "self_attn.{q,k,v}_proj.weight",   GATED_QKV),
-                    ("self_attention.linear_proj.weight",   "self_attn.o_proj.weight",         ROW))
-GATED_BIAS  = table(("self_attention.linear_qkv.bias",      "self_attn.{q,k,v}_proj.bias",     GATED_QKV))
-DELTA_NET   = under("self_attention", "linear_attn", table(
-                    ("conv1d.weight",                       "conv1d.weight",                   DELTA_CONV),
-                    ("A_log",                               "A_log",                           COLUMN),
-                    ("dt_bias",                             "dt_bias",                         COLUMN),
-                    ("out_norm.weight",                     "norm.weight",                     REPLICATED),
-                    ("out_proj.weight",                     "out_proj.weight",                 ROW)))
-DELTA_IN    = under("self_attention", "linear_attn", table(
-                    ("in_proj.weight",                      "in_proj_{qkv,z,b,a}.weight",      DELTA)))
-DELTA_IN_BY_HEAD = under("self_attention", "linear_attn", table(
-                    ("in_proj.weight",                      "in_proj_{qkvz,ba}.weight",        DELTA_BY_HEAD)))
+ROUTER      = table(("mlp.router.weight",                   "mlp.gate.weight",                 REPLICATED))
+EXPERTS     = experts("mlp.experts.*",                      "mlp.experts.*",                   GATED_MLP)
+MOE         = (*ROUTER, *EXPERTS)
+SHARED_GATED = (*under("mlp.shared_experts",                "mlp.shared_expert",               GATED_MLP),
+                *table(("mlp.shared_experts.gate_weight",   "mlp.shared_expert_gate.weight",   REPLICATED)))
+W123        = (*table(("mlp.router.weight",                 "block_sparse_moe.gate.weight",    REPLICATED)),
+               *experts("mlp.experts.*", "block_sparse_moe.experts.*", table(
+                    ("linear_fc1.weight",                   "{w1,w3}.weight",                  GATED_UP),
+                    ("linear_fc2.weight",                   "w2.weight",                       ROW))))
 # fmt: on
-
-__all__ = [
-    *("DELTA_IN", "DELTA_IN_BY_HEAD", "DELTA_NET", "GATED_BIAS", "GATED_GQA"),
-    *("GQA", "NORMS", "O_BIAS", "QKV_BIAS", "QK_NORM", "SWIGLU", "SWIGLU_BIAS", "decoder"),
-]
 
 
 def decoder(*layer: Rules) -> Rules:
