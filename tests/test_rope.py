@@ -14,7 +14,7 @@ from mcore_bridge.config.hf import read_config
 from mcore_bridge.config.rope import Rope, _mscale, inverse_frequencies, rope_of
 from mcore_bridge.config.transformer import to_gpt_arguments, to_transformer_config
 from mcore_bridge.errors import ConfigError
-from tests.families import FAMILIES, ROPES, Json, family, spelling_4, spelling_5, write
+from tests.families import FAMILIES, ROPES, Json, built, family, spelling_4, spelling_5, write
 
 
 def _without_rope(model_type: str) -> Json:
@@ -122,6 +122,8 @@ def test_fused_rope_is_refused_where_it_drops_the_attention_factor(tmp_path: Pat
     ("scaling", "message"),
     [
         ({"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0}, "longrope"),
+        ({"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0]}, "long_factor"),
+        ({"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": 0.1}, "llama_4_scaling_beta"),
         ({"rope_type": "linear", "factor": 2.0, "alpha": 3}, "alpha"),
         ({"rope_type": "default", "factor": 2.0}, "factor"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -135,7 +137,7 @@ def test_fused_rope_is_refused_where_it_drops_the_attention_factor(tmp_path: Pat
 def test_what_is_not_reproduced_is_refused_by_name(tmp_path: Path, scaling: Json, message: str, spelling: str) -> None:
     fields = {**_without_rope("llama"), spelling: {"rope_theta": 1e4, **scaling}}
     with pytest.raises(ConfigError, match=message):
-        rope_of(read_config(write(tmp_path, fields)))
+        built(read_config(write(tmp_path, fields)))
 
 
 @pytest.mark.parametrize(

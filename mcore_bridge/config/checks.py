@@ -10,13 +10,13 @@ from mcore_bridge.errors import ConfigError
 
 ATTRIBUTES = frozenset(
     (
-        *("hf_rope", "hf_vocab_size", "attention_output_bias"),
+        *("hf_rope", "hf_vocab_size", "attention_output_bias", "embedding_dropout"),
         *("yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim"),
     )
 )
 """What a config carries beyond mcore's fields. For ``build_model``: a ``Rope``, the vocabulary without padding, whether
-the attention output has a bias. For mcore's attention: the attention factor of the rope. They survive
-``copy.deepcopy``, and not ``dataclasses.replace``."""
+the attention output has a bias, what the embedding drops where that is not mcore's ``hidden_dropout``. For mcore's
+attention: the attention factor of the rope. They survive ``copy.deepcopy``, and not ``dataclasses.replace``."""
 
 _BUILT = frozenset(
     ("config", "transformer_layer_spec", "mtp_block_spec", "pre_process", "post_process", "vp_stage", "pg_collection")

@@ -6,36 +6,36 @@ from collections.abc import Callable
 import torch.nn.functional as F  # noqa: N812  (the name by which all of PyTorch knows it)
 
 from mcore_bridge.config.fields import Derive, Hf, Mcore, count
-from mcore_bridge.config.rope import Rope, head_dim, rope_from
-from mcore_bridge.config.spelling import spelled
+from mcore_bridge.config.rope import head_dim
 from mcore_bridge.errors import ConfigError
 
 GELU_TANH = functools.partial(F.gelu, approximate="tanh")
-_ACTIVATIONS: dict[str, Callable[..., object]] = {  # the first name of a function is the one that is written back
-    "silu": F.silu,
-    "swish": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": GELU_TANH,
-    "gelu_new": GELU_TANH,
-    "relu": F.relu,
-}
+
+
+@functools.cache
+def _activations() -> dict[str, Callable[..., object]]:
+    """By their names in HF; the first name of a function is the one that is written back."""
+    from megatron.core.activations import squared_relu
+
+    named = {"silu": F.silu, "swish": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH}
+    return {**named, "relu": F.relu, "relu2": squared_relu}
 
 
 def _activation(hf: Hf) -> dict[str, object]:
-    name = hf.get("hidden_act")
-    if name not in _ACTIVATIONS:
-        raise ConfigError(
-            f"hidden_act must be one of {sorted(_ACTIVATIONS)}, which megatron-core has too; found {name!r}."
-        )
-    return {"activation_func": _ACTIVATIONS[str(name)]}
+    name, known = hf.get("hidden_act"), _activations()
+    if name not in known:
+        raise ConfigError(f"hidden_act must be one of {sorted(known)}, which megatron-core has too; found {name!r}.")
+    return {"activation_func": known[str(name)]}
 
 
 def _hidden_act(mcore: Mcore) -> dict[str, object]:
     found = mcore["activation_func"]
-    for name, function in _ACTIVATIONS.items():
+    for name, function in _activations().items():
         if _identity(function) == _identity(found):
             return {"hidden_act": name}
-    raise ConfigError(f"activation_func must be one that HF has a name for ({sorted(_ACTIVATIONS)}), found {found!r}.")
+    raise ConfigError(
+        f"activation_func must be one that HF has a name for ({sorted(_activations())}), found {found!r}."
+    )
 
 
 def _identity(function: object) -> tuple[object, ...]:
@@ -70,44 +70,38 @@ def _vocab_back(mcore: Mcore) -> dict[str, object]:
     return {"vocab_size": mcore.get("hf_vocab_size", mcore["vocab_size"])}
 
 
-def _rope(hf: Hf) -> dict[str, object]:
-    rope = rope_from(hf)
-    return {"hf_rope": rope, "rotary_base": rope.theta}
+def biases(attention: str, output: str | None, mlp: str | None) -> Derive:
+    """The entry of a family whose biases follow these HF fields: of q, k and v, of the attention output, of the MLP.
 
+    One field may decide several. None has no bias. mcore's ``add_bias_linear`` gives a bias to all of them at once, so
+    that a bias in the MLP needs the others.
+    """
+    names = tuple(dict.fromkeys(name for name in (attention, output, mlp) if name is not None))
 
-def _rope_back(mcore: Mcore) -> dict[str, object]:
-    rope = mcore["hf_rope"]
-    assert isinstance(rope, Rope)
-    return spelled(rope.parameters)
+    def forward(hf: Hf) -> dict[str, object]:
+        found = [name is not None and bool(hf.get(name, False)) for name in (attention, output, mlp)]
+        if found[2] and not all(found):
+            needed = dict.fromkeys((attention, output))
+            missing = [f"{name}=True" if name else "a bias of its output" for name in needed if not hf.get(str(name))]
+            raise ConfigError(
+                f"{mlp}=True must come with {' and '.join(missing)}: megatron-core's add_bias_linear gives a bias to "
+                "the MLP and to all of attention together. Set them as well, with zero biases, if this family can."
+            )
+        return {"add_qkv_bias": found[0], "attention_output_bias": found[1], "add_bias_linear": found[2]}
 
+    def backward(mcore: Mcore) -> dict[str, object]:
+        in_mlp = mcore["add_bias_linear"]
+        found = (mcore["add_qkv_bias"], mcore.get("attention_output_bias", in_mlp), in_mlp)
+        pairs = list(zip((attention, output, mlp), found, strict=True))
+        said = {name: value for name, value in pairs if name is not None}
+        if any(value != said.get(str(name), False) for name, value in pairs) or (in_mlp and not all(found)):
+            raise ConfigError(
+                f"HF says {' and '.join(names)} of these biases; found add_qkv_bias={found[0]}, attention_output_bias="
+                f"{found[1]}, add_bias_linear={in_mlp}. Remove the override."
+            )
+        return said
 
-def _biases(hf: Hf) -> dict[str, object]:
-    attention, mlp = hf.get("attention_bias", False), hf.get("mlp_bias", False)
-    if mlp and not attention:
-        raise ConfigError(
-            "mlp_bias=True must come with attention_bias=True: megatron-core's add_bias_linear gives a bias to the "
-            "MLP and to the attention output together. Set attention_bias=True with zero biases."
-        )
-    return {"add_bias_linear": mlp, "add_qkv_bias": attention, "attention_output_bias": attention}
-
-
-def _biases_back(mcore: Mcore) -> dict[str, object]:
-    attention, mlp = mcore["add_qkv_bias"], mcore["add_bias_linear"]
-    if attention != mcore.get("attention_output_bias", mlp) or (mlp and not attention):
-        raise ConfigError(
-            f"HF has one attention_bias for q, k, v and output; found add_qkv_bias={attention}, "
-            f"add_bias_linear={mlp}, attention_output_bias={mcore.get('attention_output_bias')}. Remove the override."
-        )
-    return {"attention_bias": attention, "mlp_bias": mlp}
-
-
-def _attention_bias_back(mcore: Mcore) -> dict[str, object]:
-    fields = _biases_back(mcore)
-    if fields.pop("mlp_bias"):
-        raise ConfigError(
-            "add_bias_linear must be False: this architecture has no bias in its MLP. Remove the override."
-        )
-    return fields
+    return Derive(names, forward, backward)
 
 
 def _window(hf: Hf) -> dict[str, object]:
@@ -154,6 +148,21 @@ def _windows_back(mcore: Mcore) -> dict[str, object]:
     return {"sliding_window": window, "layer_types": kinds}
 
 
+def _windows_switched(hf: Hf) -> dict[str, object]:
+    found = _windows(hf)
+    if found["window_size"] is not None and not hf.get("use_sliding_window"):
+        raise ConfigError(
+            "use_sliding_window must be True where layer_types has sliding layers, found False: the attention kernels "
+            "of transformers disagree about these layers. Set it, or make them full_attention."
+        )
+    return found
+
+
+def _windows_switched_back(mcore: Mcore) -> dict[str, object]:
+    fields = _windows_back(mcore)
+    return {**fields, "use_sliding_window": fields["sliding_window"] is not None}
+
+
 def _mcore_window(hf: Hf) -> tuple[int, int]:
     """HF counts the tokens that a token sees, itself among them; mcore those to its left and right."""
     return (count(hf, "sliding_window") - 1, 0)
@@ -173,10 +182,12 @@ def _hf_window(window: object) -> int | None:
 ACTIVATION     = Derive(("hidden_act",), _activation, _hidden_act)
 HEADS          = Derive(("num_attention_heads", "num_key_value_heads", "head_dim"), _heads, _heads_back)
 VOCAB          = Derive(("vocab_size",), _vocab, _vocab_back)
-ROPE           = Derive(("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"), _rope, _rope_back)
-BIASES         = Derive(("attention_bias", "mlp_bias"), _biases, _biases_back)
-ATTENTION_BIAS = Derive(("attention_bias",), _biases, _attention_bias_back)
+BIASES         = biases("attention_bias", "attention_bias", "mlp_bias")
+ATTENTION_BIAS = biases("attention_bias", "attention_bias", None)
 WINDOW         = Derive(("sliding_window",), _window, _window_back)
 WINDOW_IF_USED = Derive(("sliding_window", "use_sliding_window"), _window_if_used, _window_if_used_back)
 WINDOWS        = Derive(("sliding_window", "layer_types"), _windows, _windows_back)
+SWITCHED       = Derive(
+    ("sliding_window", "layer_types", "use_sliding_window"), _windows_switched, _windows_switched_back
+)
 # fmt: on

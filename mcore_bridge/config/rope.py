@@ -14,6 +14,9 @@ from mcore_bridge.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+_ORIGINAL = "original_max_position_embeddings"
+_NOT_FREQUENCIES = ("partial_rotary_factor", "llama_4_scaling_beta", "max_position_embeddings", *MULTIMODAL)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
@@ -21,13 +24,26 @@ class Rope:
 
     Args:
         parameters: in the spelling of transformers 5: ``rope_type``, ``rope_theta`` and the keys of that type.
-        head_dim: the size of an attention head, all of which is rotated.
-        max_position_embeddings: the length in tokens beyond which the dynamic type recomputes its frequencies.
+        head_dim: the size of an attention head, of which ``rotary_dim`` dims from the first one are rotated.
+        max_position_embeddings: the length in tokens that the model is made for.
     """
 
     parameters: Mapping[str, object] = field(hash=False)
     head_dim: int
     max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
+            raise ConfigError(
+                f"partial_rotary_factor must rotate an even number of the {self.head_dim} dims of a head, found "
+                f"{self.partial_rotary_factor}, which rotates {self.rotary_dim}."
+            )
+        for name in ("short_factor", "long_factor"):
+            if isinstance(factors := self.parameters.get(name), list) and 2 * len(factors) != self.rotary_dim:
+                raise ConfigError(
+                    f"{name} must have a number for each of the {self.rotary_dim // 2} pairs of rotated dims, found "
+                    f"{len(factors)}."
+                )
 
     @property
     def rope_type(self) -> str:
@@ -40,26 +56,48 @@ class Rope:
         return theta
 
     @property
+    def partial_rotary_factor(self) -> float:
+        """The part of each head that is rotated."""
+        factor = self._number("partial_rotary_factor")
+        return 1.0 if factor is None else factor
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many dims of a head are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def longest_plain(self) -> float:
+        """The length in tokens beyond which the frequencies are others; infinite where they are always the same."""
+        lengths = {"dynamic": self.max_position_embeddings, "longrope": self._number(_ORIGINAL)}
+        return lengths.get(self.rope_type) or math.inf
+
+    @property
     def is_dynamic(self) -> bool:
         """Whether the frequencies depend on the length of the sequence."""
-        return self.rope_type == "dynamic"
+        return self.longest_plain < math.inf
 
     @property
     def attention_factor(self) -> float:
-        """What cosines and sines are multiplied by; other than 1 for yarn only."""
+        """What cosines and sines are multiplied by, whatever the length; other than 1 for yarn and longrope only."""
         return self._computed(None)[1]
 
+    @property
+    def query_temperature(self) -> tuple[float, float] | None:
+        """``(beta, length)``: the query at a position is multiplied by ``1 + beta * log(1 + position // length)``."""
+        beta, length = self._number("llama_4_scaling_beta"), self._number(_ORIGINAL)
+        return None if beta is None or length is None else (beta, length)
+
     def frequencies(self, seq_len: int | None = None) -> torch.Tensor:
-        """The inverse frequencies: fp32, on CPU, of shape ``[head_dim // 2]``.
+        """The inverse frequencies: fp32, on CPU, of shape ``[rotary_dim // 2]``.
 
         Args:
-            seq_len: the length in tokens of the longest sequence of the batch. Only the dynamic type depends on it,
-                and only beyond ``max_position_embeddings``. transformers keeps the frequencies of the longest batch
-                that it has seen until a shorter one than the original maximum arrives; here they depend on
-                ``seq_len`` alone, as they do for the first batch that transformers sees.
+            seq_len: the length in tokens of the longest sequence of the batch. Only the dynamic type and longrope
+                depend on it, and only beyond ``longest_plain``. For the dynamic type transformers keeps the frequencies
+                of the longest batch that it has seen until a shorter one than the original maximum arrives; here they
+                depend on ``seq_len`` alone, as they do for the first batch that transformers sees.
         """
-        stretched = self.is_dynamic and seq_len is not None and seq_len > self.max_position_embeddings
-        return self._computed(seq_len if stretched else None)[0]
+        return self._computed(seq_len if seq_len is not None and seq_len > self.longest_plain else None)[0]
 
     def overridden(self, overrides: Mapping[str, object]) -> "Rope":
         """The rope after overrides of ``kv_channels`` and of mcore's rope arguments, which keep mcore's meaning."""
@@ -87,10 +125,10 @@ class Rope:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-        sizes = {"hidden_size": self.head_dim, "num_attention_heads": 1, "head_dim": self.head_dim}
+        sizes = {"hidden_size": self.rotary_dim, "num_attention_heads": 1, "head_dim": self.rotary_dim}
         length = {"max_position_embeddings": self.max_position_embeddings}
-        parameters = {name: value for name, value in self.parameters.items() if name not in MULTIMODAL}
-        config = LlamaConfig(**sizes, **length, **spelled(parameters))
+        whole = {name: value for name, value in self.parameters.items() if name not in _NOT_FREQUENCIES}
+        config = LlamaConfig(**sizes, **length, **spelled(whole))
         if self.rope_type in ROPE_INIT_FUNCTIONS:
             compute = ROPE_INIT_FUNCTIONS[self.rope_type]
         else:  # transformers 5 keeps the default type out of its table
@@ -99,6 +137,11 @@ class Rope:
             longest = None if seq_len is None else torch.tensor(seq_len)  # a tensor, as in the forward of transformers
             frequencies, attention_factor = compute(config, device=torch.device("cpu"), seq_len=longest)
         return frequencies, float(attention_factor)
+
+    def _number(self, name: str) -> float | None:
+        value = self.parameters.get(name)
+        assert value is None or isinstance(value, int | float)
+        return value
 
 
 def rope_of(hf: "PretrainedConfig", *, overrides: Mapping[str, object] | None = None) -> Rope:

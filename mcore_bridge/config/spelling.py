@@ -11,6 +11,7 @@ from mcore_bridge.config.fields import Hf
 from mcore_bridge.errors import ConfigError
 
 DEFAULT_THETA = 10000.0
+_ORIGINAL = "original_max_position_embeddings"
 _SCALED = ("factor",)
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -18,14 +19,22 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "dynamic": _SCALED,
     "llama3": (*_SCALED, "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (*_SCALED, "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
 _OPTIONAL: dict[str, tuple[str, ...]] = {
-    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "yarn": (
+        *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+        *("llama_4_scaling_beta", "max_position_embeddings"),
+    ),
+    "longrope": ("attention_factor", "factor"),
 }
 MULTIMODAL = ("mrope_section", "mrope_interleaved")
 """How dims are shared among the three positions of an image. A text has one position, whatever these say."""
+_NEUTRAL = (("partial_rotary_factor", None), ("partial_rotary_factor", 1))
+_PER_DIM = ("short_factor", "long_factor")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+"""The types that every family rotates by, unless it says otherwise."""
 _REFUSED = {
-    "longrope": "it changes frequencies with the length of each batch and needs its own factors per dimension",
     "mrope": "it rotates by several position ids, which only multimodal models have",
     "proportional": "it leaves a part of each head unrotated",
 }
@@ -62,26 +71,30 @@ def _completed(parameters: dict[str, object], hf: Hf) -> dict[str, object]:
         )
     if parameters["rope_type"] in ("llama3", "yarn"):
         parameters.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
-    if hf.get("partial_rotary_factor") is not None:
-        parameters.setdefault("partial_rotary_factor", hf["partial_rotary_factor"])
+    if parameters["rope_type"] == "longrope" and hf.get(_ORIGINAL) is not None:  # the top counts, where it is there
+        parameters[_ORIGINAL] = hf[_ORIGINAL]
+    partial = hf.get("partial_rotary_factor")
+    if partial is not None and parameters.setdefault("partial_rotary_factor", partial) != partial:
+        raise ConfigError(
+            f"partial_rotary_factor must be one value, found {partial!r} at the top and "
+            f"{parameters['partial_rotary_factor']!r} in rope_parameters. Delete one of them."
+        )
     return parameters
 
 
 def checked(parameters: Mapping[str, object]) -> dict[str, object]:
     """``parameters``, once type, keys and numbers are known to be ones that we reproduce exactly."""
-    rope_type, partial = parameters["rope_type"], parameters.get("partial_rotary_factor")
-    if partial not in (None, 1):
-        raise ConfigError(f"partial_rotary_factor must be 1, found {partial!r}: whole heads are rotated here.")
-    parameters = {name: parameters[name] for name in sorted(parameters) if name != "partial_rotary_factor"}
+    rope_type = parameters["rope_type"]
+    parameters = {name: parameters[name] for name in sorted(parameters) if (name, parameters[name]) not in _NEUTRAL}
     if rope_type not in _REQUIRED:
         reason = _REFUSED.get(str(rope_type), "it is not among those that are tested against transformers")
         raise ConfigError(f"The rope type must be one of {sorted(_REQUIRED)}, found {rope_type!r}: {reason}.")
     required = ("rope_theta", *_REQUIRED[str(rope_type)])
     for name in required:
-        value = parameters.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"A rope of type {rope_type!r} must have a number as {name!r}, found {value!r}.")
-    known = {"rope_type", *required, *_OPTIONAL.get(str(rope_type), ()), *MULTIMODAL}
+        if not _is_valid(name, value := parameters.get(name)):
+            what = "numbers" if name in _PER_DIM else "a number"
+            raise ConfigError(f"A rope of type {rope_type!r} must have {what} as {name!r}, found {value!r}.")
+    known = {"rope_type", "partial_rotary_factor", *required, *_OPTIONAL.get(str(rope_type), ()), *MULTIMODAL}
     if unknown := {name: parameters[name] for name in sorted(parameters) if name not in known}:
         raise ConfigError(
             f"A rope of type {rope_type!r} may have the keys {sorted(known)}, found also {unknown}. transformers "
@@ -90,13 +103,22 @@ def checked(parameters: Mapping[str, object]) -> dict[str, object]:
     return parameters
 
 
+def _is_valid(name: str, value: object) -> bool:
+    numbers = value if name in _PER_DIM and isinstance(value, list) else [value]
+    return all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers)
+
+
 def spelled(parameters: Mapping[str, object]) -> dict[str, object]:
     """The HF fields that say ``parameters`` to the installed transformers."""
+    long = parameters["rope_type"] == "longrope"
+    lengths = {_ORIGINAL: parameters[_ORIGINAL]} if long else {}  # transformers reads it at the top, and only there
     if speaks_rope_parameters():
-        return {"rope_parameters": dict(parameters)}
+        return {"rope_parameters": dict(parameters), **lengths}
     top = {name: parameters[name] for name in ("rope_theta", "partial_rotary_factor") if name in parameters}
-    scaling = {name: value for name, value in parameters.items() if name not in top}
-    return {**top, "rope_scaling": None if scaling == {"rope_type": "default"} else scaling}
+    scaling = {name: value for name, value in parameters.items() if name not in {**top, **lengths}}
+    if long:  # the only spelling that Phi3Config of 4.57 takes
+        scaling["type"] = scaling.pop("rope_type")
+    return {**top, **lengths, "rope_scaling": None if scaling == {"rope_type": "default"} else scaling}
 
 
 @functools.cache

@@ -3,8 +3,10 @@
 Names are those of transformers 4.57 and 5.x together: a name that one version lacks claims nothing there.
 """
 
-from mcore_bridge.config import derived, derived_delta
+from mcore_bridge.config import derived, derived_rope
 from mcore_bridge.config.fields import Const, Field, Ignore, Map, Preset, Require
+
+EMBEDDING_DROPOUT = "embedding_dropout"
 
 IDENTITY = Ignore(
     "they name the model, its files and the program that wrote them",
@@ -65,7 +67,7 @@ GEOMETRY: tuple[Field, ...] = (
     Map("rms_norm_eps", "layernorm_epsilon"),
     Map("initializer_range", "init_method_std"),
     Map("attention_dropout", "attention_dropout", default=0.0),
-    *(derived.HEADS, derived.VOCAB, derived.ACTIVATION, derived.ROPE),
+    *(derived.HEADS, derived.VOCAB, derived.ACTIVATION, derived_rope.ROPE),
 )
 MATHS: tuple[Field, ...] = (
     Const("normalization", "RMSNorm"),
@@ -73,7 +75,6 @@ MATHS: tuple[Field, ...] = (
     Const("gated_linear_unit", True),
     Const("rotary_interleaved", False),
     Const("position_embedding_type", "rope"),
-    Const("rotary_percent", 1.0),
 )
 TRAINING: tuple[Field, ...] = (
     Preset("hidden_dropout", 0.0),
@@ -106,31 +107,23 @@ WINDOW_BY_LAYER: tuple[Field, ...] = (
     derived.WINDOWS,
     Ignore("transformers has made layer_types and sliding_window of them", ("use_sliding_window", "max_window_layers")),
 )
+WINDOW_SWITCHED: tuple[Field, ...] = (
+    derived.SWITCHED,
+    Ignore("transformers does not read it", ("max_window_layers",)),
+)
 
-ZERO_CENTERED: tuple[Field, ...] = (Const("layernorm_zero_centered_gamma", True),)
+LAYER_NORM: tuple[Field, ...] = (Const("normalization", "LayerNorm"),)
+PLAIN_MLP: tuple[Field, ...] = (Const("gated_linear_unit", False),)
+INTERLEAVED: tuple[Field, ...] = (Const("rotary_interleaved", True),)
 
 QK_PLAIN: tuple[Field, ...] = (Const("qk_layernorm", False),)
 QK_NORMED: tuple[Field, ...] = (Const("qk_layernorm", True),)
 
-DELTA_NET: tuple[Field, ...] = (
-    derived_delta.LINEAR_LAYERS,
-    *(
-        Map(name, name)
-        for name in (
-            *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
-            "linear_conv_kernel_dim",
-        )
-    ),
-    Const("attention_output_gate", True),
-    Require("attn_output_gate", (True,), "full attention has an output gate in transformers, whatever this says"),
-    Ignore("transformers has made layer_types of it", ("full_attention_interval",)),
-    Ignore("it tells inference engines how to keep a state, which training always has in fp32", ("mamba_ssm_dtype",)),
-    Ignore(
-        "the layers that predict further tokens are not built",
-        ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
-    ),
-)
-"""Layers of linear attention by the gated delta rule among layers of full attention with an output gate."""
+
+def dropout(residual: str, embedding: str | None = None) -> tuple[Field, ...]:
+    """The fields that say what is dropped behind attention and MLP, and behind the embedding (None: nothing)."""
+    behind_embedding = Const(EMBEDDING_DROPOUT, 0.0) if embedding is None else Map(embedding, EMBEDDING_DROPOUT)
+    return (Map(residual, "hidden_dropout"), behind_embedding)
 
 
 def but(table: tuple[Field, ...], *entries: Field) -> tuple[Field, ...]:

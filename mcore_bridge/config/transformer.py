@@ -115,7 +115,7 @@ def _settings(
 
 
 def _rope_settings(rope: Rope, settings: Mapping[str, object]) -> dict[str, object]:
-    for name, value in (("position_embedding_type", "rope"), ("rotary_percent", 1.0)):
+    for name, value in (("position_embedding_type", "rope"), ("rotary_percent", rope.partial_rotary_factor)):
         if settings[name] != value:
             raise ConfigError(
                 f"{name} must be {value!r}, as in the HF model, found {settings[name]!r}. Remove the override."

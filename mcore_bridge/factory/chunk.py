@@ -74,7 +74,7 @@ def build_chunk(blueprint: Blueprint, stage: Stage, *, seed: int) -> GPTModel:
 
 
 def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
-    """What mcore cannot build: transformers' rope and the small heads; and the note of where the chunk comes from."""
+    """What mcore cannot build: transformers' rope and dropout, small heads; and the note of where the chunk is from."""
     from mcore_bridge.factory.rotary import HFRotaryEmbedding
 
     if hasattr(chunk, "rotary_pos_emb"):
@@ -83,6 +83,8 @@ def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
             rotary_interleaved=blueprint.config.rotary_interleaved,
             cp_group=chunk.pg_collection.cp,
         )
+    if chunk.pre_process and (dropped := getattr(blueprint.config, "embedding_dropout", None)) is not None:
+        chunk.embedding.embedding_dropout.p = dropped
     if chunk.post_process and blueprint.config.hf_vocab_size < chunk.vocab_size:
         chunk.output_layer.register_forward_hook(HiddenPadding(blueprint.config.hf_vocab_size, chunk))
     replace_output_layer(chunk, blueprint.hf, head=blueprint.provenance.head)

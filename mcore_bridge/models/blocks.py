@@ -1,6 +1,15 @@
 """The shared tables: each block of a transformer once, as mcore names, HF names and the layout between them."""
 
-from mcore_bridge.weights.layout import GATED_UP, QKV, REPLICATED, ROW, VOCAB
+from mcore_bridge.weights.layout import (
+    COLUMN,
+    FUSED_GATED_UP,
+    FUSED_QKV,
+    GATED_UP,
+    QKV,
+    REPLICATED,
+    ROW,
+    VOCAB,
+)
 from mcore_bridge.weights.mapping import Rules, experts, table, under
 
 # fmt: off
@@ -29,7 +38,29 @@ W123        = (*table(("mlp.router.weight",                 "block_sparse_moe.ga
                *experts("mlp.experts.*", "block_sparse_moe.experts.*", table(
                     ("linear_fc1.weight",                   "{w1,w3}.weight",                  GATED_UP),
                     ("linear_fc2.weight",                   "w2.weight",                       ROW))))
+FUSED_GQA   = table(("self_attention.linear_qkv.weight",    "self_attn.qkv_proj.weight",       FUSED_QKV),
+                    ("self_attention.linear_proj.weight",   "self_attn.o_proj.weight",         ROW))
+FUSED_GLU   = under("mlp", "mlp", table(
+                    ("linear_fc1.weight",                   "gate_up_proj.weight",             FUSED_GATED_UP),
+                    ("linear_fc2.weight",                   "down_proj.weight",                ROW)))
+NORM_BIAS   = table(("input_layernorm.bias",                "input_layernorm.bias",            REPLICATED),
+                    ("pre_mlp_layernorm.bias",              "post_attention_layernorm.bias",   REPLICATED))
+FINAL_BIAS  = table(("decoder.final_layernorm.bias",        "model.norm.bias",                 REPLICATED))
 # fmt: on
+
+
+def mlp(up: str, down: str) -> Rules:
+    """An MLP without a gate, of two linear layers of these HF names, with biases where the model has them."""
+    return under(
+        "mlp",
+        "mlp",
+        table(
+            ("linear_fc1.weight", f"{up}.weight", COLUMN),
+            ("linear_fc1.bias", f"{up}.bias", COLUMN),
+            ("linear_fc2.weight", f"{down}.weight", ROW),
+            ("linear_fc2.bias", f"{down}.bias", REPLICATED),
+        ),
+    )
 
 
 def decoder(*layer: Rules) -> Rules:

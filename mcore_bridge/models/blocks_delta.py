@@ -1,6 +1,8 @@
 """The shared tables of linear attention by the gated delta rule, and of full attention with an output gate."""
 
-from mcore_bridge.weights.layout import COLUMN, DELTA, DELTA_BY_HEAD, DELTA_CONV, GATED_QKV, REPLICATED, ROW
+from mcore_bridge.models.blocks import NORMS, O_BIAS, QK_NORM
+from mcore_bridge.weights.layout import COLUMN, REPLICATED, ROW
+from mcore_bridge.weights.layout_delta import DELTA, DELTA_CONV, DELTA_HEAD, GATED_QKV
 from mcore_bridge.weights.mapping import table, under
 
 # fmt: off
@@ -16,5 +18,7 @@ DELTA_NET     = under("self_attention", "linear_attn", table(
 DELTA_IN      = under("self_attention", "linear_attn", table(
                       ("in_proj.weight",                      "in_proj_{qkv,z,b,a}.weight",      DELTA)))
 DELTA_IN_HEAD = under("self_attention", "linear_attn", table(
-                      ("in_proj.weight",                      "in_proj_{qkvz,ba}.weight",        DELTA_BY_HEAD)))
+                      ("in_proj.weight",                      "in_proj_{qkvz,ba}.weight",        DELTA_HEAD)))
+DELTA_LAYER   = (*NORMS, *GATED_GQA, *O_BIAS, *QK_NORM, *DELTA_NET)
 # fmt: on
+"""All of a layer but the linear projection into linear attention, and the MLP."""

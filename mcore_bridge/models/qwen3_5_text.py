@@ -1,13 +1,14 @@
-"""Qwen3.5, its text: linear attention by the gated delta rule in most layers, gated full attention in the others."""
+"""Qwen3.5 (dense), its text: linear attention by the gated delta rule in most layers, gated full attention in others."""
 
 from mcore_bridge.architecture import Architecture
-from mcore_bridge.config.tables import BIAS_ATTENTION, DELTA_NET, DENSE, QK_NORMED, WINDOW_NONE, ZERO_CENTERED, but
-from mcore_bridge.models.blocks import DELTA_IN, GATED_BIAS, GATED_GQA, NORMS, O_BIAS, QK_NORM, SWIGLU, decoder
-from mcore_bridge.models.blocks import DELTA_NET as DELTA
+from mcore_bridge.config.tables import DENSE, but
+from mcore_bridge.config.tables_delta import DELTA, NO_MIXED_MLP
+from mcore_bridge.models.blocks import SWIGLU, decoder
+from mcore_bridge.models.blocks_delta import DELTA_IN, DELTA_LAYER
 
 ARCHITECTURE = Architecture(
     model_type="qwen3_5_text",
-    fields=(*but(DENSE, *ZERO_CENTERED), *BIAS_ATTENTION, *WINDOW_NONE, *QK_NORMED, *DELTA_NET),
-    rules=lambda hf: decoder(NORMS, GATED_GQA, GATED_BIAS, O_BIAS, QK_NORM, DELTA, DELTA_IN, SWIGLU),
-    ignored=("*.rotary_emb.inv_freq", "mtp.*", "model.visual.*"),
+    fields=(*but(DENSE, *DELTA), NO_MIXED_MLP),
+    rules=lambda hf: decoder(DELTA_LAYER, DELTA_IN, SWIGLU),
+    ignored=("mtp.*",),
 )

@@ -26,10 +26,7 @@ from mcore_bridge.errors import MappingError
 
 Parts = tuple[Tensor, ...]
 Axes = Mapping[str, int]
-"""Sizes that shapes alone do not tell: ``tp``, ``groups``, ``heads_per_group``, ``vocab``, ``padded_vocab``.
-
-Of linear attention, whose ``key_heads`` share what they have equally: the rows that one of them has of ``key``, of
-``value``, of numbers per value head (``each``), and of what a checkpoint keeps together (``qkv``, ``qkvz``, ``ba``)."""
+"""Sizes that shapes alone do not tell: ``tp``, ``groups``, ``heads_per_group``, ``vocab``, ``padded_vocab``."""
 
 
 class Layout(ABC):
@@ -180,21 +177,14 @@ def _steps(layout: Layout) -> tuple[Layout, ...]:
 
 
 # fmt: off
-TRANSPOSED = Rearrange("m n", "n m")
-GROUPS     = Rearrange("(groups n) ...", "groups n ...")
-COLUMN     = Rearrange("(tp n) ...", "tp n ...")
-ROW        = Rearrange("n (tp m)", "tp n m")
-REPLICATED = Replicate()
-VOCAB      = Resize("vocab", "padded_vocab") >> COLUMN
-GATED_UP   = COLUMN >> Concat(1, ratio=(1, 1))                                          # cut, then fuse
-QKV        = GROUPS >> Concat(1, ratio=("heads_per_group", 1, 1)) >> ~GROUPS >> COLUMN  # fuse, then cut
-HEADS      = Rearrange("(groups heads_per_group n) ...", "groups heads_per_group n ...")
-Q_AND_GATE = Leading(1, 2, HEADS >> Split(2, ratio=(1, 1)) >> ~HEADS)                   # q_proj has both, head by head
-GATED_QKV  = Q_AND_GATE >> GROUPS >> Concat(1, ratio=("heads_per_group", "heads_per_group", 1, 1)) >> ~GROUPS >> COLUMN
-KEY_HEADS  = Rearrange("(key_heads n) ...", "key_heads n ...")
-_SECTIONS  = ("key", "key", "value", "value", "each", "each")                           # q, k, v, z, beta, alpha
-_CUT       = COLUMN >> Concat(1, ratio=_SECTIONS)
-DELTA      = Concat(0, ratio=("qkv", "value", "each", "each")) >> Split(0, ratio=_SECTIONS) >> _CUT
-DELTA_BY_HEAD = KEY_HEADS >> Concat(1, ratio=("qkvz", "ba")) >> Split(1, ratio=_SECTIONS) >> ~KEY_HEADS >> _CUT
-DELTA_CONV = Split(0, ratio=("key", "key", "value")) >> COLUMN >> Concat(1, ratio=("key", "key", "value"))
+TRANSPOSED     = Rearrange("m n", "n m")
+GROUPS         = Rearrange("(groups n) ...", "groups n ...")
+COLUMN         = Rearrange("(tp n) ...", "tp n ...")
+ROW            = Rearrange("n (tp m)", "tp n m")
+REPLICATED     = Replicate()
+VOCAB          = Resize("vocab", "padded_vocab") >> COLUMN
+GATED_UP       = COLUMN >> Concat(1, ratio=(1, 1))                                          # cut, then fuse
+QKV            = GROUPS >> Concat(1, ratio=("heads_per_group", 1, 1)) >> ~GROUPS >> COLUMN  # fuse, then cut
+FUSED_GATED_UP = Split(0, ratio=(1, 1)) >> GATED_UP                    # from one HF tensor: gate, then up
+FUSED_QKV      = Split(0, ratio=("heads_per_group", 1, 1)) >> QKV      # from one HF tensor: all q, then all k, then v
 # fmt: on

@@ -1,0 +1,56 @@
+"""Entries of config tables about positions: which rope a family computes, and which of its layers have none."""
+
+from mcore_bridge.config.fields import Derive, Hf, Mcore, count
+from mcore_bridge.config.rope import Rope, rope_from
+from mcore_bridge.config.spelling import MULTIMODAL, ROPE_TYPES, spelled
+from mcore_bridge.errors import ConfigError
+
+_OWN = ("partial_rotary_factor", "llama_4_scaling_beta", "max_position_embeddings", *MULTIMODAL)
+"""Rope parameters that change something in some families only; elsewhere transformers drops them, or fails."""
+
+
+def rope(types: tuple[str, ...] = ROPE_TYPES, own: tuple[str, ...] = ()) -> Derive:
+    """The entry of a family whose modelling code computes these rope types, and these of ``_OWN``."""
+    names = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+    at_the_top = ("original_max_position_embeddings",) if "longrope" in types else ()
+
+    def forward(hf: Hf) -> dict[str, object]:
+        found = rope_from(hf)
+        if found.rope_type not in types:
+            raise ConfigError(
+                f"The rope type must be one of {sorted(types)} in this family, found {found.rope_type!r}."
+            )
+        if unknown := {name: found.parameters[name] for name in _OWN if name in found.parameters and name not in own}:
+            raise ConfigError(
+                f"The rope must not have {unknown}, which the modelling code of this family does not reproduce. Delete "
+                "what you do not need."
+            )
+        return {"hf_rope": found, "rotary_base": found.theta, "rotary_percent": found.partial_rotary_factor}
+
+    return Derive((*names, *at_the_top), forward, _rope_back)
+
+
+def _rope_back(mcore: Mcore) -> dict[str, object]:
+    rope = mcore["hf_rope"]
+    assert isinstance(rope, Rope)
+    return spelled(rope.parameters)
+
+
+def _no_rope(hf: Hf) -> dict[str, object]:
+    rotated, num_layers = hf.get("no_rope_layers"), count(hf, "num_hidden_layers")
+    if not isinstance(rotated, list) or len(rotated) < num_layers or set(rotated) - {0, 1}:
+        raise ConfigError(
+            f"no_rope_layers must have a 1 (rope) or a 0 (none) for each of the {num_layers} layers, found {rotated!r}."
+        )
+    skipped = [1 - int(layer) for layer in rotated[:num_layers]]
+    return {"no_rope_freq": skipped if any(skipped) else None}
+
+
+def _no_rope_back(mcore: Mcore) -> dict[str, object]:
+    skipped, num_layers = mcore["no_rope_freq"], mcore["num_layers"]
+    assert isinstance(num_layers, int)
+    return {"no_rope_layers": [1 - layer for layer in skipped] if isinstance(skipped, list) else [1] * num_layers}
+
+
+ROPE = rope()
+NO_ROPE = Derive(("no_rope_layers",), _no_rope, _no_rope_back)

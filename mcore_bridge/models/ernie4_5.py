@@ -1,0 +1,20 @@
+"""ERNIE 4.5: a llama that rotates neighbouring dims, with biases everywhere or nowhere."""
+
+from mcore_bridge.architecture import Architecture
+from mcore_bridge.config.derived import biases
+from mcore_bridge.config.fields import Preset, Require
+from mcore_bridge.config.tables import DENSE, INTERLEAVED, QK_PLAIN, WINDOW_NONE, but
+from mcore_bridge.models.blocks import GQA, NORMS, O_BIAS, QKV_BIAS, SWIGLU, SWIGLU_BIAS, decoder
+
+BIASES = biases("use_bias", "use_bias", "use_bias")
+FIXED = (
+    Preset("attention_dropout", 0.0),
+    Require("attention_dropout", (0.0, 0), "transformers drops nothing, whatever it says"),
+    Require("use_rmsnorm", (True,), "transformers computes an RMSNorm, whatever it says"),
+)
+ARCHITECTURE = Architecture(
+    model_type="ernie4_5",
+    fields=(*but(DENSE, *INTERLEAVED, *FIXED), BIASES, *WINDOW_NONE, *QK_PLAIN),
+    rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, O_BIAS, SWIGLU, SWIGLU_BIAS),
+    ignored=("*.rotary_emb.inv_freq",),
+)

@@ -1,0 +1,71 @@
+"""Families that differ from llama in norm, activation, rope, biases and fused projections, and in little else."""
+
+from typing import Any
+
+import transformers
+
+from tests.zoo import case, rope
+
+SPEAKS_4 = transformers.__version__.startswith("4.")
+LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 8.0, "beta_slow": 1.0}
+PHI = {"hidden_size": 128, "head_dim": 16, "pad_token_id": 0}  # the default pad token is not in a small vocabulary
+
+
+def partial(factor: float) -> dict[str, Any]:
+    """The default rope on a part of each head, as the installed transformers spells it."""
+    return (
+        {**rope("default"), "partial_rotary_factor": factor}
+        if SPEAKS_4
+        else rope("default", partial_rotary_factor=factor)
+    )
+
+
+def longrope(num_pairs: int, *, original: int) -> dict[str, Any]:
+    """Frequencies that are others for more than ``original`` tokens, in the spelling that Phi-3 has in both versions.
+
+    Of its config 4.57 takes these three keys and no others.
+    """
+    factors = {
+        "short_factor": [1.0 + 0.02 * pair for pair in range(num_pairs)],
+        "long_factor": [1.5 + 0.3 * pair for pair in range(num_pairs)],
+    }
+    spelled = {"rope_theta": 10000.0, "rope_scaling": {"type": "longrope", **factors}}
+    return {**spelled, "max_position_embeddings": 128, "original_max_position_embeddings": original}
+
+
+BIASED = {"attention_bias": True, "mlp_bias": True}
+SLIDING = {"use_sliding_window": True, "sliding_window": 5, "layer_types": None}
+CASES = {
+    "seed_oss": case("seed_oss", residual_dropout=0.2, attention_dropout=0.1, vocab_size=97),
+    "seed_oss-all-biases": case("seed_oss", attention_out_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "seed_oss-no-bias": case("seed_oss", attention_bias=False, **rope("yarn", **YARN)),
+    "arcee": case("arcee", **BIASED, **rope("yarn", **YARN), vocab_size=97),
+    "arcee-no-bias": case("arcee", tie_word_embeddings=True),
+    "helium": case("helium", hidden_size=192, attention_bias=True, vocab_size=97, rms_norm_eps=1e-5),
+    "helium-square": case("helium", hidden_size=64, head_dim=8, intermediate_size=64, vocab_size=64),
+    "ernie4_5": case("ernie4_5", use_bias=True, vocab_size=97, tie_word_embeddings=True),
+    "ernie4_5-no-bias": case("ernie4_5", **rope("llama3", **LLAMA3)),
+    "smollm3": case("smollm3", **BIASED, **SLIDING, vocab_size=97, no_rope_layers=[1, 0, 1, 0], pad_token_id=0),
+    "smollm3-interval": case("smollm3", no_rope_layer_interval=2, pad_token_id=0),
+    "smollm3-rope-everywhere": case(
+        "smollm3", no_rope_layers=[1] * 4, pad_token_id=0, tie_word_embeddings=True, **rope("yarn", **YARN)
+    ),
+    "nemotron": case("nemotron", **BIASED, vocab_size=97, norm_eps=1e-4, **partial(0.25)),
+    "nemotron-whole": case("nemotron", tie_word_embeddings=True, **partial(1.0)),
+    "starcoder2": case(
+        "starcoder2",
+        hidden_size=192,
+        vocab_size=97,
+        sliding_window=5,
+        norm_epsilon=1e-4,
+        residual_dropout=0.2,
+        embedding_dropout=0.3,
+        attention_dropout=0.1,
+    ),
+    "starcoder2-no-bias": case("starcoder2", hidden_size=192, use_bias=False, tie_word_embeddings=True),
+    "phi3": case("phi3", **PHI, sliding_window=5, vocab_size=97, resid_pdrop=0.2, attention_dropout=0.1),
+    "phi3-partial": case("phi3", **PHI, tie_word_embeddings=True, **partial(0.75)),
+    "phi3-longrope-within": case("phi3", **PHI, **longrope(8, original=64)),
+    "phi3-longrope-beyond": case("phi3", **PHI, **longrope(6, original=16), partial_rotary_factor=0.75),
+}
