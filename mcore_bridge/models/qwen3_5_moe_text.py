@@ -18,5 +18,4 @@ ARCHITECTURE = Architecture(
     ),
     rules=lambda hf: decoder(DELTA_LAYER, DELTA_IN, blocks.MOE, blocks.SHARED_GATED),
     ignored=("mtp.*",),
-    dialect="fused",
 )

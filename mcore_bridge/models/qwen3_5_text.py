@@ -1,4 +1,4 @@
-"""Qwen3.5 (dense), its text: linear attention by the gated delta rule in most layers, gated full attention in others."""
+"""Qwen3.5 (dense), its text: most layers attend linearly by the gated delta rule, others fully with an output gate."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.tables import DENSE, but

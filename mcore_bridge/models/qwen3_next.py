@@ -1,4 +1,4 @@
-"""Qwen3-Next: linear attention by the gated delta rule in most layers, gated full attention in others, experts."""
+"""Qwen3-Next: experts, behind layers of which most attend linearly by the gated delta rule, others with a gate."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Map

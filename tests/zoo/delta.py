@@ -39,7 +39,7 @@ CASES = {
     "qwen3_next-square": delta(
         "qwen3_next", **{**SQUARE, **EXPERTS, **ONE_EACH}, decoder_sparse_step=2, norm_topk_prob=False
     ),
-    "qwen3_next-all-linear": delta(
-        "qwen3_next", **EXPERTS, layer_types=["linear_attention"] * 4, **rope("default", 5e5)
+    "qwen3_next-rope": delta(
+        "qwen3_next", **EXPERTS, layer_types=None, **rope("default", 5e5, partial_rotary_factor=0.75)
     ),
 }
