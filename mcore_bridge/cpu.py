@@ -40,6 +40,9 @@ def enable_cpu() -> None:
         module.torch = _TorchOnCpu("torch")  # type: ignore[attr-defined]  # this module's own name, not torch itself
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     dispatcher.maybe_move_tensor_to_cpu = _in_lists  # it leaves tensors alone that are on the CPU already
+    mappings: Any = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    mappings._gather_along_first_dim = _uneven_gather(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _uneven_reduce_scatter(mappings._reduce_scatter_along_first_dim)
     _use_cpu_rng()
     _enabled = True
 
@@ -74,6 +77,42 @@ def _stub_torch_cuda() -> None:
 def _in_lists(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """What all_to_all takes as its split sizes."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+def _uneven_gather(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """With sizes of its own for each rank, as tokens of experts have: gloo gathers equal ones only, so pad and cut."""
+
+    @functools.wraps(even)
+    def gather(
+        input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return even(input_, group, None, use_global_buffer)
+        sizes = [int(size) for size in output_split_sizes]
+        padded = even(_padded(input_, max(sizes)), group).chunk(len(sizes))
+        return torch.cat([part[:size] for part, size in zip(padded, sizes, strict=True)])
+
+    return gather
+
+
+def _uneven_reduce_scatter(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The backward of ``_uneven_gather``."""
+
+    @functools.wraps(even)
+    def scatter(
+        input_: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return even(input_, group, None, use_global_buffer)
+        sizes = [int(size) for size in input_split_sizes]
+        padded = [_padded(part, max(sizes)) for part in input_.split(sizes)]
+        return even(torch.cat(padded), group)[: sizes[group.rank()]]
+
+    return scatter
+
+
+def _padded(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    return torch.cat((tensor, tensor.new_zeros(size - len(tensor), *tensor.shape[1:])))
 
 
 class _TorchOnCpu(ModuleType):

@@ -105,6 +105,8 @@ def _another(field: str, value: object) -> object:
             return number if field in special else number * 2 or type(number)(1)
         case str() as text:
             return text if field in special else f"other_{text}"
+        case list() as items if all(isinstance(item, int) for item in items):
+            return [item + 1 for item in items] or [0]
         case list() as items:
             return items[::-1] if items != items[::-1] else [*items, *items]
         case dict() as mapping:

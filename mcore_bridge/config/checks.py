@@ -10,13 +10,27 @@ from mcore_bridge.errors import ConfigError
 
 ATTRIBUTES = frozenset(
     (
-        *("hf_rope", "hf_vocab_size", "attention_output_bias", "embedding_dropout"),
+        *("hf_rope", "hf_sliding_rope", "hf_vocab_size", "attention_output_bias"),
+        *("norm_placement", "qk_norm_kind", "attention_softcap", "logit_softcap", "embedding_scale"),
+        "embedding_dropout",
         *("yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim"),
     )
 )
-"""What a config carries beyond mcore's fields. For ``build_model``: a ``Rope``, the vocabulary without padding, whether
-the attention output has a bias, what the embedding drops where that is not mcore's ``hidden_dropout``. For mcore's
-attention: the attention factor of the rope. They survive ``copy.deepcopy``, and not ``dataclasses.replace``."""
+"""What a config carries beyond mcore's fields, all of it optional but for the first two. They survive
+``copy.deepcopy``, and not ``dataclasses.replace``.
+
+For ``build_model``:
+
+* ``hf_rope``, ``hf_vocab_size``: a ``Rope``, the vocabulary without padding;
+* ``hf_sliding_rope``: the ``Rope`` of layers that slide over a window, where it is another;
+* ``attention_output_bias``: whether ``o_proj`` has a bias;
+* ``norm_placement``: "pre" (mcore's), "post" (behind attention and MLP) or "sandwich" (both);
+* ``qk_norm_kind``: "head" (mcore's), "all_heads" (one norm over all of them) or "after_rope";
+* ``attention_softcap``, ``logit_softcap``: the largest score of attention, the largest logit; a tanh keeps them there;
+* ``embedding_scale``: what word embeddings are multiplied by;
+* ``embedding_dropout``: what the embedding drops, where that is not mcore's ``hidden_dropout``.
+
+For mcore's attention: the attention factor of the rope (``yarn_...``)."""
 
 _BUILT = frozenset(
     ("config", "transformer_layer_spec", "mtp_block_spec", "pre_process", "post_process", "vp_stage", "pg_collection")

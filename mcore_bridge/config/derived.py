@@ -21,18 +21,22 @@ def _activations() -> dict[str, Callable[..., object]]:
     return {**named, "relu": F.relu, "relu2": squared_relu}
 
 
-def _activation(hf: Hf) -> dict[str, object]:
-    name, known = hf.get("hidden_act"), _activations()
-    if name not in known:
-        raise ConfigError(f"hidden_act must be one of {sorted(known)}, which megatron-core has too; found {name!r}.")
-    return {"activation_func": known[str(name)]}
+def activation(field: str, *unread: str) -> Derive:
+    """The activation that ``field`` names; transformers does not read the other fields of that kind."""
+
+    def forward(hf: Hf) -> dict[str, object]:
+        name, known = hf.get(field), _activations()
+        if name not in known:
+            raise ConfigError(f"{field} must be one of {sorted(known)}, which megatron-core has too; found {name!r}.")
+        return {"activation_func": known[str(name)]}
+
+    return Derive((field, *unread), forward, lambda mcore: {field: _activation_name(mcore["activation_func"])})
 
 
-def _hidden_act(mcore: Mcore) -> dict[str, object]:
-    found = mcore["activation_func"]
+def _activation_name(found: object) -> str:
     for name, function in _activations().items():
         if _identity(function) == _identity(found):
-            return {"hidden_act": name}
+            return name
     raise ConfigError(
         f"activation_func must be one that HF has a name for ({sorted(_activations())}), found {found!r}."
     )
@@ -124,10 +128,21 @@ def _window_if_used_back(mcore: Mcore) -> dict[str, object]:
     return {**fields, "use_sliding_window": fields["sliding_window"] is not None}
 
 
+def _no_windows(hf: Hf) -> dict[str, object]:
+    kinds = hf.get("layer_types")
+    if kinds is not None and set(kinds) != {"full_attention"}:  # type: ignore[call-overload]  # else no list of names
+        raise ConfigError(f"layer_types must be 'full_attention' everywhere, found {kinds!r}.")
+    return {"window_size": None, "window_attn_skip_freq": None}
+
+
+def _no_windows_back(mcore: Mcore) -> dict[str, object]:
+    if mcore["window_size"] is not None:
+        raise ConfigError("window_size must be None: this architecture has no windows. Remove the override.")
+    return {}
+
+
 def _windows(hf: Hf) -> dict[str, object]:
     kinds, num_layers = hf.get("layer_types"), count(hf, "num_hidden_layers")
-    if kinds is None and not hf.get("use_sliding_window"):  # older configs say nothing more
-        kinds = ["full_attention"] * num_layers
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise ConfigError(f"layer_types must name the attention of each of the {num_layers} layers, found {kinds!r}.")
     if unknown := sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"}):
@@ -179,13 +194,14 @@ def _hf_window(window: object) -> int | None:
 
 
 # fmt: off
-ACTIVATION     = Derive(("hidden_act",), _activation, _hidden_act)
+ACTIVATION     = activation("hidden_act")
 HEADS          = Derive(("num_attention_heads", "num_key_value_heads", "head_dim"), _heads, _heads_back)
 VOCAB          = Derive(("vocab_size",), _vocab, _vocab_back)
 BIASES         = biases("attention_bias", "attention_bias", "mlp_bias")
 ATTENTION_BIAS = biases("attention_bias", "attention_bias", None)
 WINDOW         = Derive(("sliding_window",), _window, _window_back)
 WINDOW_IF_USED = Derive(("sliding_window", "use_sliding_window"), _window_if_used, _window_if_used_back)
+NO_WINDOWS     = Derive(("layer_types",), _no_windows, _no_windows_back)
 WINDOWS        = Derive(("sliding_window", "layer_types"), _windows, _windows_back)
 SWITCHED       = Derive(
     ("sliding_window", "layer_types", "use_sliding_window"), _windows_switched, _windows_switched_back

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_bridge import plugins
-from mcore_bridge.config.spelling import merged, speaks_rope_parameters, spelled
+from mcore_bridge.config.spelling import respelled, speaks_rope_parameters
 from mcore_bridge.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _CONFIG = "config.json"
-_ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
+_ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
 
 
 def read_config(source: "str | os.PathLike[str] | PretrainedConfig") -> "PretrainedConfig":
@@ -115,14 +115,14 @@ def _spell(fields: dict[str, object]) -> dict[str, object]:
     both = any(fields.get(name) is not None for name in ("rope_scaling", "rope_theta"))
     if not fields.get("rope_parameters") or (speaks_rope_parameters() and not both):
         return fields
-    return {name: value for name, value in fields.items() if name not in _ROPE} | spelled(merged(fields))
+    return {name: value for name, value in fields.items() if name not in _ROPE} | respelled(fields)
 
 
 def _translated(hf: "PretrainedConfig") -> "PretrainedConfig":
     """``hf`` without the spelling of transformers 5 when 4.57 is installed, which does not read it."""
     if speaks_rope_parameters() or not getattr(hf, "rope_parameters", None):
         return hf
-    fields = spelled(merged(hf.to_dict()))
+    fields = respelled(hf.to_dict())
     del hf.rope_parameters
     for name, value in fields.items():
         setattr(hf, name, value)

@@ -27,6 +27,77 @@ def layers_of(mcore: Mcore) -> list[int]:
     return frequency[:num_layers]
 
 
+def _dense_first(hf: Hf) -> dict[str, object]:
+    """DeepSeek: dense layers first, then every ``moe_layer_freq``-th has experts."""
+    dense, step = hf.get("first_k_dense_replace") or 0, hf.get("moe_layer_freq", 1)
+    assert isinstance(dense, int)
+    assert isinstance(step, int)
+    layers = range(count(hf, "num_hidden_layers"))
+    return {"moe_layer_freq": [int(layer >= dense and layer % step == 0) for layer in layers]}
+
+
+def _dense_first_back(mcore: Mcore) -> dict[str, object]:
+    layers = layers_of(mcore)
+    dense = layers.index(1) if 1 in layers else len(layers)
+    if not all(layers[dense:]):
+        raise ConfigError(f"moe_layer_freq must be dense layers and then sparse ones only, found {layers}.")
+    return {"first_k_dense_replace": dense}
+
+
+def _mlp_types(hf: Hf) -> dict[str, object]:
+    kinds, layers = hf.get("mlp_layer_types"), range(count(hf, "num_hidden_layers"))
+    if not isinstance(kinds, list) or len(kinds) != len(layers) or set(kinds) - {"dense", "sparse"}:
+        raise ConfigError(
+            f"mlp_layer_types must say 'dense' or 'sparse' of each of {len(layers)} layers, found {kinds!r}."
+        )
+    dense = hf.get("first_k_dense_replace")
+    if dense is not None and kinds != ["dense" if layer < dense else "sparse" for layer in layers]:  # type: ignore[operator]
+        raise ConfigError(f"first_k_dense_replace={dense!r} and mlp_layer_types={kinds!r} must agree; remove one.")
+    return {"moe_layer_freq": [int(kind == "sparse") for kind in kinds]}
+
+
+def _mlp_types_back(mcore: Mcore) -> dict[str, object]:
+    return {"mlp_layer_types": ["sparse" if sparse else "dense" for sparse in layers_of(mcore)]}
+
+
+def shared_experts(name: str) -> Derive:
+    """``name`` experts of the size of a routed one, side by side: megatron-core has one of their total size."""
+
+    def forward(hf: Hf) -> dict[str, object]:
+        size = count(hf, "moe_intermediate_size")
+        total = count(hf, name) * size if hf.get(name) else None
+        return {"moe_ffn_hidden_size": size, "moe_shared_expert_intermediate_size": total}
+
+    def backward(mcore: Mcore) -> dict[str, object]:
+        size, total = mcore["moe_ffn_hidden_size"], mcore["moe_shared_expert_intermediate_size"] or 0
+        assert isinstance(size, int)
+        assert isinstance(total, int)
+        if total % size:
+            raise ConfigError(
+                f"moe_shared_expert_intermediate_size={total} must be a multiple of {size}, as HF counts."
+            )
+        return {"moe_intermediate_size": size, name: total // size}
+
+    return Derive((name, "moe_intermediate_size"), forward, backward)
+
+
+def _groups(hf: Hf) -> dict[str, object]:
+    groups, chosen = hf.get("n_group") or 1, hf.get("topk_group") or 1
+    if groups == 1:
+        return {"moe_router_num_groups": None, "moe_router_group_topk": None}
+    topk = count(hf, "num_experts_per_tok")
+    if topk // count(hf, "topk_group") != 2 or topk % count(hf, "topk_group"):
+        raise ConfigError(
+            f"num_experts_per_tok={topk} must be twice topk_group={chosen} where n_group={groups} is above 1: HF ranks "
+            "a group by its two best experts, megatron-core (moe_utils.py, group_limited_topk) by as many as it takes."
+        )
+    return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+
+
+def _groups_back(mcore: Mcore) -> dict[str, object]:
+    return {"n_group": mcore["moe_router_num_groups"] or 1, "topk_group": mcore["moe_router_group_topk"] or 1}
+
+
 def _normalised(hf: Hf) -> dict[str, object]:
     """Softmax over the chosen logits is softmax over all, chosen and renormalised."""
     normalised = hf.get("norm_topk_prob", False)
@@ -40,6 +111,18 @@ def _normalised(hf: Hf) -> dict[str, object]:
 
 def _normalised_back(mcore: Mcore) -> dict[str, object]:
     return {"norm_topk_prob": not mcore["moe_router_pre_softmax"]}
+
+
+def _quick_gelu(hf: Hf) -> dict[str, object]:
+    from megatron.core.activations import quick_gelu
+
+    return {"activation_func": quick_gelu}
+
+
+def _quick_gelu_back(mcore: Mcore) -> dict[str, object]:
+    if mcore["activation_func"] != _quick_gelu({})["activation_func"]:
+        raise ConfigError("activation_func must be megatron-core's quick_gelu. Remove the override.")
+    return {}
 
 
 def _expert_size(hf: Hf) -> dict[str, object]:
@@ -58,6 +141,10 @@ def _expert_size_back(mcore: Mcore) -> dict[str, object]:
 # fmt: off
 SPARSE_STEP      = Derive(("decoder_sparse_step", "mlp_only_layers"), _sparse_step, _sparse_step_back)
 NORMALISED       = Derive(("norm_topk_prob",), _normalised, _normalised_back)
+DENSE_FIRST      = Derive(("first_k_dense_replace", "moe_layer_freq"), _dense_first, _dense_first_back)
+MLP_TYPES        = Derive(("mlp_layer_types", "first_k_dense_replace"), _mlp_types, _mlp_types_back)
+GROUPS           = Derive(("n_group", "topk_group"), _groups, _groups_back)
+QUICK_GELU       = Derive((), _quick_gelu, _quick_gelu_back)
 ONE_SIZE         = Derive(("intermediate_size",), _expert_size, _expert_size_back)
 # fmt: on
 
@@ -82,6 +169,29 @@ SOFTMAX_NORMALISED: tuple[Field, ...] = (*SOFTMAX, Const("moe_router_pre_softmax
 """The same, with weights that add up to one."""
 SOFTMAX_BY_CONFIG: tuple[Field, ...] = (*SOFTMAX, NORMALISED)
 """The same, with weights that do so where ``norm_topk_prob`` says so."""
+SIGMOID: tuple[Field, ...] = (
+    Require("norm_topk_prob", (True,), "megatron-core always lets the weights of sigmoid scores add up to one"),
+    Const("moe_router_score_function", "sigmoid"),
+    Const("moe_router_enable_expert_bias", True),
+    Const("moe_router_pre_softmax", False),
+    Preset("moe_router_bias_update_rate", 0.0),
+    Preset("moe_router_dtype", "fp32"),
+)
+"""The router's scores are sigmoids in fp32; a bias, which is no parameter, takes part in the choice only."""
+SCALED = Map("routed_scaling_factor", "moe_router_topk_scaling_factor")
+CLAMPED_GATE: tuple[Field, ...] = (
+    QUICK_GELU,
+    Const("glu_linear_offset", 1.0),
+    Map("swiglu_limit", "activation_func_clamp_value", default=7.0),
+    Require("swiglu_alpha", (1.702,), "megatron-core's quick_gelu has this constant"),
+    Require(
+        "hidden_act", ("silu",), "the experts of all published models have their own activation, which is none of these"
+    ),
+)
+"""gpt-oss: ``(up + 1) * gate * sigmoid(1.702 * gate)``, of gate and up within a limit."""
+MTP_ON_REQUEST = Ignore(
+    "MTP layers are built on request: override mtp_num_layers", ("num_nextn_predict_layers", "num_mtp_layers")
+)
 NO_SHARED: tuple[Field, ...] = (Const("moe_shared_expert_intermediate_size", None),)
 SHARED_GATED: tuple[Field, ...] = (
     Map("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),

@@ -12,6 +12,8 @@ from mcore_bridge.errors import ConfigError
 
 DEFAULT_THETA = 10000.0
 _ORIGINAL = "original_max_position_embeddings"
+FULL, SLIDING = "full_attention", "sliding_attention"
+_NO_OTHER = {"rope_scaling": None, "rope_theta": None}
 _SCALED = ("factor",)
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -56,6 +58,23 @@ def merged(hf: Hf) -> dict[str, object]:
     if completed[0] != completed[-1]:
         raise ConfigError(f"rope_parameters and rope_scaling must agree, found {spellings}. Delete one of them.")
     return completed[0]
+
+
+def of_layers(hf: Hf) -> dict[str, Hf]:
+    """``hf`` for each kind of layer (``FULL`` and ``SLIDING``), where rope_parameters say their ropes apart."""
+    nested = hf.get("rope_parameters")
+    if not isinstance(nested, dict) or not any(isinstance(value, dict) for value in nested.values()):
+        return {}
+    if nested.keys() != {FULL, SLIDING} or not all(isinstance(value, dict) and value for value in nested.values()):
+        raise ConfigError(f"rope_parameters by layer must be those of {FULL!r} and {SLIDING!r}, found {nested!r}.")
+    return {kind: {**hf, "rope_parameters": nested[kind], **_NO_OTHER} for kind in nested}
+
+
+def respelled(hf: Hf) -> dict[str, object]:
+    """The rope of a config of either spelling, of one kind of layer or two, as the installed transformers spells it."""
+    if layers := of_layers(hf):
+        return spelled_by_layer(merged(layers[FULL]), merged(layers[SLIDING]))
+    return spelled(merged(hf))
 
 
 def _completed(parameters: dict[str, object], hf: Hf) -> dict[str, object]:
@@ -106,6 +125,17 @@ def checked(parameters: Mapping[str, object]) -> dict[str, object]:
 def _is_valid(name: str, value: object) -> bool:
     numbers = value if name in _PER_DIM and isinstance(value, list) else [value]
     return all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers)
+
+
+def spelled_by_layer(full: Mapping[str, object], sliding: Mapping[str, object]) -> dict[str, object]:
+    """The HF fields that say the parameters of both kinds of layers to the installed transformers."""
+    if speaks_rope_parameters():
+        return {"rope_parameters": {FULL: dict(full), SLIDING: dict(sliding)}}
+    if sliding.keys() != {"rope_type", "rope_theta"} or sliding["rope_type"] != "default":
+        raise ConfigError(
+            f"transformers 4 scales the rope of no layer that slides, found {dict(sliding)!r}. Install transformers 5."
+        )
+    return {**spelled(full), "rope_local_base_freq": sliding["rope_theta"]}
 
 
 def spelled(parameters: Mapping[str, object]) -> dict[str, object]:

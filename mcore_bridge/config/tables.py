@@ -3,7 +3,7 @@
 Names are those of transformers 4.57 and 5.x together: a name that one version lacks claims nothing there.
 """
 
-from mcore_bridge.config import derived, derived_rope
+from mcore_bridge.config import derived, derived_rope, layer_ropes, scales
 from mcore_bridge.config.fields import Const, Field, Ignore, Map, Preset, Require
 
 EMBEDDING_DROPOUT = "embedding_dropout"
@@ -22,7 +22,13 @@ RUNTIME = Ignore(
         *("use_cache", "return_dict", "output_hidden_states", "output_attentions", "output_scores", "torchscript"),
         *("use_return_dict", "return_dict_in_generate", "chunk_size_feed_forward", "pretraining_tp"),
         *("tf_legacy_loss", "use_bfloat16", "gradient_checkpointing", "_attn_implementation_autoset"),
-        *("attn_implementation", "_attn_implementation", "_output_attentions", "_experts_implementation"),
+        *(
+            "cache_implementation",
+            "attn_implementation",
+            "_attn_implementation",
+            "_output_attentions",
+            "_experts_implementation",
+        ),
     ),
 )
 DTYPE = Ignore("the argument dtype decides", ("dtype", "torch_dtype"))
@@ -103,6 +109,11 @@ WINDOW_IF_USED: tuple[Field, ...] = (
     derived.WINDOW_IF_USED,
     Ignore("every layer slides, or none does", ("max_window_layers",)),
 )
+WINDOW_OFF: tuple[Field, ...] = (
+    derived.NO_WINDOWS,
+    Require("use_sliding_window", (False,), "versions of transformers disagree on which layers of this model slide"),
+    Ignore("no layer slides", ("sliding_window", "max_window_layers")),
+)
 WINDOW_BY_LAYER: tuple[Field, ...] = (
     derived.WINDOWS,
     Ignore("transformers has made layer_types and sliding_window of them", ("use_sliding_window", "max_window_layers")),
@@ -112,12 +123,32 @@ WINDOW_SWITCHED: tuple[Field, ...] = (
     Ignore("transformers does not read it", ("max_window_layers",)),
 )
 
-LAYER_NORM: tuple[Field, ...] = (Const("normalization", "LayerNorm"),)
 PLAIN_MLP: tuple[Field, ...] = (Const("gated_linear_unit", False),)
 INTERLEAVED: tuple[Field, ...] = (Const("rotary_interleaved", True),)
+_PATTERN = Ignore("transformers has made layer_types of it", ("sliding_window_pattern", "_sliding_window_pattern"))
+WINDOW_PATTERN: tuple[Field, ...] = (derived.WINDOWS, _PATTERN)
+WINDOW_OR_NOPE: tuple[Field, ...] = (layer_ropes.WINDOW_OR_NOPE, _PATTERN)
 
 QK_PLAIN: tuple[Field, ...] = (Const("qk_layernorm", False),)
 QK_NORMED: tuple[Field, ...] = (Const("qk_layernorm", True),)
+QK_NORMED_TOGETHER: tuple[Field, ...] = (*QK_NORMED, Const("qk_norm_kind", "all_heads"))
+QK_NORMED_AFTER_ROPE: tuple[Field, ...] = (*QK_NORMED, Const("qk_norm_kind", "after_rope"))
+
+NORM_POST: tuple[Field, ...] = (Const("norm_placement", "post"),)
+NORM_SANDWICH: tuple[Field, ...] = (Const("norm_placement", "sandwich"),)
+
+
+PUBLISHED_CODE = Ignore("the code in the published folders computes what transformers computes", ("auto_map",))
+
+
+def unread(*names: str) -> Ignore:
+    """Fields of published configs that the modelling code of transformers does not look at."""
+    return Ignore("transformers does not read it", names)
+
+
+def layer_norm(epsilon: str) -> tuple[Field, ...]:
+    """A LayerNorm instead of an RMSNorm, and the field that has its epsilon."""
+    return (Const("normalization", "LayerNorm"), Map(epsilon, "layernorm_epsilon"))
 
 
 def dropout(residual: str, embedding: str | None = None) -> tuple[Field, ...]:
@@ -136,3 +167,16 @@ def but(table: tuple[Field, ...], *entries: Field) -> tuple[Field, ...]:
         if claimed.isdisjoint(entry.names) and not (isinstance(entry, Map | Const) and entry.mcore in decided)
     )
     return (*kept, *entries)
+
+
+GEMMA: tuple[Field, ...] = (
+    *but(DENSE, Const("layernorm_zero_centered_gamma", True)),
+    *(scales.EMBEDDING, *BIAS_ATTENTION),
+    Require("use_bidirectional_attention", (None, False), "megatron-core's GPTModel is causal"),
+)
+"""What all of Gemma has: norms whose weights are around zero, and embeddings times the root of the hidden size."""
+GEMMA2: tuple[Field, ...] = (
+    *but(GEMMA, derived.activation("hidden_activation", "hidden_act")),
+    *(scales.QUERY, scales.LOGIT_SOFTCAP, *WINDOW_PATTERN, *NORM_SANDWICH),
+)
+"""Gemma since the second: norms on both sides, a scale of its own for queries, and a window in some layers."""

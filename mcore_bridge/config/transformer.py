@@ -109,6 +109,8 @@ def _settings(
         overrides["kv_channels"] = settings["kv_channels"] = hidden_size // heads
     if isinstance(rope := settings.get("hf_rope"), Rope):
         settings |= _rope_settings(rope.overridden(overrides), settings)
+    if isinstance(sliding := settings.get("hf_sliding_rope"), Rope):
+        settings["hf_sliding_rope"] = sliding.overridden(_only(overrides, frozenset({"kv_channels"})))
     require_layers(settings)
     require_known(settings)
     return settings

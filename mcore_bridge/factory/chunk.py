@@ -74,8 +74,10 @@ def build_chunk(blueprint: Blueprint, stage: Stage, *, seed: int) -> GPTModel:
 
 
 def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
-    """What mcore cannot build: transformers' rope and dropout, small heads; and the note of where the chunk is from."""
+    """What mcore cannot build (rope, dropout, scales and small heads), and the note of where the chunk is from."""
+    from mcore_bridge.factory.layer_rope import both_ropes
     from mcore_bridge.factory.rotary import HFRotaryEmbedding
+    from mcore_bridge.factory.scales import cap_logits, scale_embedding
 
     if hasattr(chunk, "rotary_pos_emb"):
         chunk.rotary_pos_emb = HFRotaryEmbedding(
@@ -83,6 +85,9 @@ def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
             rotary_interleaved=blueprint.config.rotary_interleaved,
             cp_group=chunk.pg_collection.cp,
         )
+    both_ropes(chunk)
+    scale_embedding(chunk)
+    cap_logits(chunk)
     if chunk.pre_process and (dropped := getattr(blueprint.config, "embedding_dropout", None)) is not None:
         chunk.embedding.embedding_dropout.p = dropped
     if chunk.post_process and blueprint.config.hf_vocab_size < chunk.vocab_size:

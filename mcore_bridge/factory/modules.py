@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from einops import rearrange
@@ -49,8 +49,11 @@ class Norm(nn.Module):
             return nn.functional.layer_norm(
                 hidden, weight.shape, weight + 1 if self.zero_centered else weight, self.bias, self.eps
             )
-        normed = hidden.float()
-        normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + self.eps)
+        return self.scaled(hidden, hidden.float().square().mean(-1, keepdim=True), weight)
+
+    def scaled(self, hidden: Tensor, mean_square: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm of ``hidden`` whose mean square is known, fp32; ``weight`` broadcasts."""
+        normed = hidden.float() * torch.rsqrt(mean_square + self.eps)
         if self.zero_centered:  # in fp32 up to the end, as gemma does: 1 + weight does not fit in bf16
             return (normed * (1.0 + weight.float())).to(hidden.dtype)
         return weight * normed.to(hidden.dtype)
@@ -71,6 +74,8 @@ class CoreAttention(nn.Module):
     rank r the chunks r and 2n-1-r of 2n) and attends with its own queries.
     """
 
+    softmax_types: ClassVar[tuple[str, ...]] = ("vanilla",)
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -83,10 +88,8 @@ class CoreAttention(nn.Module):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__()
-        if config.softmax_type != "vanilla":
-            raise ConfigError(
-                f"CoreAttention computes softmax_type 'vanilla', not {config.softmax_type!r}; use backend te"
-            )
+        if config.softmax_type not in self.softmax_types:
+            raise ConfigError(f"softmax_type must be one of {self.softmax_types}, found {config.softmax_type!r}")
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
@@ -122,34 +125,28 @@ class CoreAttention(nn.Module):
         """
         if packed_seq_params is not None or attention_bias is not None:
             raise ConfigError("CoreAttention takes neither packed sequences nor an attention bias; use backend te")
-        query_positions = self._query_positions(query, key)
+        query_positions = places_in_text(query, key, self.cp_group)
         if self.cp_group.size() > 1:
             key, value = self._gather(key, value)
         causal = (attn_mask_type or self.attn_mask_type) in _CAUSAL
         hidden = self._hidden(query_positions, key.size(0), causal=causal, attention_mask=attention_mask)
-        plain = hidden is None and causal  # torch's own causal kernel, which needs no mask in memory
         query, key, value = (rearrange(tensor, "s b n d -> b n s d") for tensor in (query, key, value))
         with self._rng():
-            context = nn.functional.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=None if hidden is None else ~hidden,
-                dropout_p=self.dropout if self.training else 0.0,
-                is_causal=plain,
-                scale=self.softmax_scale,
-                enable_gqa=query.size(1) != key.size(1),
-            )
+            context = self._attend(query, key, value, hidden, causal=causal)
         return rearrange(context, "b n s d -> s b (n d)")
 
-    def _query_positions(self, query: Tensor, key: Tensor) -> Tensor:
-        """The places of the queries in the text. Without CP they are the last ones (with a KV cache, keys are more)."""
-        num_ranks, device = self.cp_group.size(), query.device
-        if num_ranks == 1:
-            return torch.arange(key.size(0) - query.size(0), key.size(0), device=device)
-        chunk = query.size(0) // 2
-        places = torch.arange(chunk, device=device)
-        return torch.cat([places + chunk * index for index in zigzag(self.cp_group.rank(), num_ranks)])
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, *, causal: bool) -> Tensor:
+        """``[b, n, s, d]`` of everything. Where ``hidden`` is None, a plain triangle is hidden if ``causal``."""
+        return nn.functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=None if hidden is None else ~hidden,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=hidden is None and causal,  # torch's own causal kernel, which needs no mask in memory
+            scale=self.softmax_scale,
+            enable_gqa=query.size(1) != key.size(1),
+        )
 
     def _gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         both = gather_text(torch.cat((key, value), dim=-1), self.cp_group)
@@ -198,6 +195,16 @@ def own_text(whole: Tensor, cp_group: Any) -> Tensor:
         return whole
     chunks = whole.chunk(2 * cp_group.size())
     return torch.cat([chunks[index] for index in zigzag(cp_group.rank(), cp_group.size())])
+
+
+def places_in_text(query: Tensor, key: Tensor, cp_group: Any) -> Tensor:
+    """The places of the queries in the text. Without CP they are the last ones (with a KV cache, keys are more)."""
+    num_ranks, device = cp_group.size(), query.device
+    if num_ranks == 1:
+        return torch.arange(key.size(0) - query.size(0), key.size(0), device=device)
+    chunk = query.size(0) // 2
+    places = torch.arange(chunk, device=device)
+    return torch.cat([places + chunk * index for index in zigzag(cp_group.rank(), num_ranks)])
 
 
 class BiasedRowParallelLinear(RowParallelLinear):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.temperature import adapt_query_temperature
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -38,7 +39,7 @@ def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) ->
     """mcore's block spec of a stage, with our modules. Each layer has a spec of its own, to be edited alone.
 
     Args:
-        config: of the model; its attribute ``attention_output_bias`` says whether ``o_proj`` has a bias.
+        config: of the model, with the attributes of ``config.checks.ATTRIBUTES``.
         layers: the layers of the stage, by their numbers in the whole model.
         backend: whose modules.
     """
@@ -46,6 +47,9 @@ def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) ->
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     from mcore_bridge.factory.delta import adapt_attention
+    from mcore_bridge.factory.layer_rope import adapt_layer_rope
+    from mcore_bridge.factory.norms import adapt_norm_placement, adapt_query_key_norms
+    from mcore_bridge.factory.scores import adapt_scores
 
     use_te = backend == "te"
     plain = copy.copy(config)
@@ -56,6 +60,11 @@ def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) ->
             _use_torch_modules(spec.submodules, config)
         if getattr(config, "attention_output_bias", False):
             spec.submodules.self_attention.submodules.linear_proj = _biased_row_linear(backend)
+        adapt_scores(spec.submodules, config, backend)
+        adapt_query_temperature(spec.submodules, config)
+        adapt_layer_rope(spec.submodules, config, backend)
+        adapt_query_key_norms(spec.submodules, config, backend)
+        adapt_norm_placement(spec.submodules, config, backend)
     return TransformerBlockSubmodules(
         layer_specs=[adapt_attention(copy.deepcopy(specs[layer]), config, layer, backend) for layer in layers],
         layer_norm=_final_norm(backend),

@@ -29,7 +29,10 @@ SWIGLU      = under("mlp", "mlp", GATED_MLP)
 SWIGLU_BIAS = under("mlp", "mlp", table(
                     ("linear_fc1.bias",                     "{gate,up}_proj.bias",             GATED_UP),
                     ("linear_fc2.bias",                     "down_proj.bias",                  REPLICATED)))
+SINKS       = table(("self_attention.core_attention.softmax_offset", "self_attn.sinks",        COLUMN))
 ROUTER      = table(("mlp.router.weight",                   "mlp.gate.weight",                 REPLICATED))
+ROUTER_BIAS = table(("mlp.router.expert_bias",              "mlp.gate.e_score_correction_bias", REPLICATED))
+SHARED      = under("mlp.shared_experts",                   "mlp.shared_experts",              GATED_MLP)
 EXPERTS     = experts("mlp.experts.*",                      "mlp.experts.*",                   GATED_MLP)
 MOE         = (*ROUTER, *EXPERTS)
 SHARED_GATED = (*under("mlp.shared_experts",                "mlp.shared_expert",               GATED_MLP),
@@ -46,7 +49,28 @@ FUSED_GLU   = under("mlp", "mlp", table(
 NORM_BIAS   = table(("input_layernorm.bias",                "input_layernorm.bias",            REPLICATED),
                     ("pre_mlp_layernorm.bias",              "post_attention_layernorm.bias",   REPLICATED))
 FINAL_BIAS  = table(("decoder.final_layernorm.bias",        "model.norm.bias",                 REPLICATED))
+NORMS_AFTER_ROPE = under("self_attention.core_attention", "self_attn", table(
+                    ("q_layernorm.weight",                  "query_layernorm.weight",          REPLICATED),
+                    ("k_layernorm.weight",                  "key_layernorm.weight",            REPLICATED)))
 # fmt: on
+
+
+def norms_behind(attention: str, mlp: str) -> Rules:
+    """The norms of what attention and MLP give, which are these layernorms of HF."""
+    return table(
+        ("self_attention.linear_proj.post_layernorm.weight", f"{attention}_layernorm.weight", REPLICATED),
+        ("mlp.linear_fc2.post_layernorm.weight", f"{mlp}_layernorm.weight", REPLICATED),
+    )
+
+
+NORMS_POST = norms_behind("post_attention", "post_feedforward")
+NORMS_FOUR = (
+    *table(
+        ("input_layernorm.weight", "input_layernorm.weight", REPLICATED),
+        ("pre_mlp_layernorm.weight", "pre_feedforward_layernorm.weight", REPLICATED),
+    ),
+    *NORMS_POST,
+)
 
 
 def mlp(up: str, down: str) -> Rules:

@@ -2,19 +2,15 @@
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.derived import biases
-from mcore_bridge.config.fields import Preset, Require
-from mcore_bridge.config.tables import DENSE, INTERLEAVED, QK_PLAIN, WINDOW_NONE, but
+from mcore_bridge.config.fields import Preset
+from mcore_bridge.config.tables import DENSE, INTERLEAVED, PUBLISHED_CODE, QK_PLAIN, WINDOW_NONE, but, unread
 from mcore_bridge.models.blocks import GQA, NORMS, O_BIAS, QKV_BIAS, SWIGLU, SWIGLU_BIAS, decoder
 
 BIASES = biases("use_bias", "use_bias", "use_bias")
-FIXED = (
-    Preset("attention_dropout", 0.0),
-    Require("attention_dropout", (0.0, 0), "transformers drops nothing, whatever it says"),
-    Require("use_rmsnorm", (True,), "transformers computes an RMSNorm, whatever it says"),
-)
+NO_DROPOUT = (Preset("attention_dropout", 0.0), unread("attention_dropout", "use_rmsnorm"))
 ARCHITECTURE = Architecture(
     model_type="ernie4_5",
-    fields=(*but(DENSE, *INTERLEAVED, *FIXED), BIASES, *WINDOW_NONE, *QK_PLAIN),
+    fields=(*but(DENSE, *INTERLEAVED, *NO_DROPOUT, PUBLISHED_CODE), BIASES, *WINDOW_NONE, *QK_PLAIN),
     rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, O_BIAS, SWIGLU, SWIGLU_BIAS),
     ignored=("*.rotary_emb.inv_freq",),
 )

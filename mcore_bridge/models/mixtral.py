@@ -2,14 +2,14 @@
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.moe import MOE, NO_SHARED, ONE_SIZE, SOFTMAX_NORMALISED
-from mcore_bridge.config.tables import BIAS_NONE, DECODER, QK_PLAIN, WINDOW_ALL
+from mcore_bridge.config.tables import BIAS_NONE, DECODER, QK_PLAIN, WINDOW_ALL, but
 from mcore_bridge.models.blocks import GQA, NORMS, W123, decoder
 
 ARCHITECTURE = Architecture(
     model_type="mixtral",
     fields=(
-        *(*(field for field in DECODER if "intermediate_size" not in field.names), ONE_SIZE),
-        *(*BIAS_NONE, *WINDOW_ALL, *QK_PLAIN, *MOE, *SOFTMAX_NORMALISED, *NO_SHARED),
+        *(*but(DECODER, ONE_SIZE), *BIAS_NONE, *WINDOW_ALL, *QK_PLAIN),
+        *(*MOE, *SOFTMAX_NORMALISED, *NO_SHARED),
     ),
     rules=lambda hf: decoder(NORMS, GQA, W123),
 )

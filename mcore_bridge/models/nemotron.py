@@ -2,15 +2,15 @@
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.derived_rope import rope
-from mcore_bridge.config.fields import Const, Map
-from mcore_bridge.config.tables import BIAS_ANY, DENSE, LAYER_NORM, PLAIN_MLP, QK_PLAIN, WINDOW_NONE, but
+from mcore_bridge.config.fields import Const
+from mcore_bridge.config.tables import BIAS_ANY, DENSE, PLAIN_MLP, QK_PLAIN, WINDOW_NONE, but, layer_norm, unread
 from mcore_bridge.models.blocks import FINAL_BIAS, GQA, NORM_BIAS, NORMS, O_BIAS, QKV_BIAS, decoder, mlp
 
-NORM = (*LAYER_NORM, Const("layernorm_zero_centered_gamma", True), Map("norm_eps", "layernorm_epsilon"))
-ROPE = rope(types=("default",), own=("partial_rotary_factor",))  # 4.57 computes no other
+ROPE = rope(types=("default",), own=("partial_rotary_factor",))
+NORM = (*layer_norm("norm_eps"), Const("layernorm_zero_centered_gamma", True))
 ARCHITECTURE = Architecture(
     model_type="nemotron",
-    fields=(*but(DENSE, *NORM, *PLAIN_MLP, ROPE), *BIAS_ANY, *WINDOW_NONE, *QK_PLAIN),
+    fields=(*but(DENSE, *NORM, *PLAIN_MLP, ROPE), *BIAS_ANY, *WINDOW_NONE, *QK_PLAIN, unread("kv_channels")),
     rules=lambda hf: (
         *decoder(NORMS, NORM_BIAS, GQA, QKV_BIAS, O_BIAS, mlp("up_proj", "down_proj")),
         *FINAL_BIAS,

@@ -1,8 +1,10 @@
 """Routed experts behind grouped-query attention: softmax scores, normalised or not, shared experts, dense layers."""
 
-from tests.zoo import case
+from tests.zoo import case, rope
+from tests.zoo.dense import YARN
 
 EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+SIGMOID = {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 2, "norm_topk_prob": True}
 CASES = {
     "qwen3_moe": case("qwen3_moe", **EXPERTS, num_experts=4, norm_topk_prob=True, mlp_only_layers=[1]),
     "qwen3_moe-window-bias": case(
@@ -35,4 +37,43 @@ CASES = {
     ),
     "mixtral": case("mixtral", num_local_experts=4, num_experts_per_tok=2),
     "mixtral-window": case("mixtral", num_local_experts=8, num_experts_per_tok=3, sliding_window=5),
+    "gpt_oss": case(
+        "gpt_oss",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=5,
+        **rope("yarn", **YARN, truncate=False),
+    ),
+    "gpt_oss-uneven-clamped": case(
+        "gpt_oss",
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        sliding_window=6,
+        swiglu_limit=0.5,
+        hidden_size=64,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        **rope("default"),
+    ),
+    "dots1": case("dots1", **SIGMOID, n_group=1, topk_group=1, first_k_dense_replace=2, attention_bias=True),
+    "dots1-groups-window": case(
+        "dots1",
+        **{**SIGMOID, "n_routed_experts": 8, "num_experts_per_tok": 4},
+        n_group=4,
+        topk_group=2,
+        sliding_window=5,
+        max_window_layers=2,
+        routed_scaling_factor=2.5,
+    ),
+    "glm4_moe": case(
+        "glm4_moe", **SIGMOID, n_group=1, topk_group=1, use_qk_norm=True, attention_bias=True, routed_scaling_factor=1.5
+    ),
+    "glm4_moe-plain": case("glm4_moe", **SIGMOID, n_group=1, topk_group=1, use_qk_norm=False, first_k_dense_replace=2),
+    "hy_v3": case(
+        "hy_v3",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        num_shared_experts=2,
+        attention_bias=True,
+    ),
 }

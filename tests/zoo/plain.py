@@ -9,6 +9,7 @@ from tests.zoo import case, rope
 SPEAKS_4 = transformers.__version__.startswith("4.")
 LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 8.0, "beta_slow": 1.0}
+TEMPERED = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4, "max_position_embeddings": 64}
 PHI = {"hidden_size": 128, "head_dim": 16, "pad_token_id": 0}  # the default pad token is not in a small vocabulary
 
 
@@ -64,6 +65,8 @@ CASES = {
         attention_dropout=0.1,
     ),
     "starcoder2-no-bias": case("starcoder2", hidden_size=192, use_bias=False, tie_word_embeddings=True),
+    "ministral3": case("ministral3", sliding_window=11, vocab_size=97, **rope("yarn", **YARN, **TEMPERED)),
+    "ministral3-default-rope": case("ministral3", rope_parameters=None, max_position_embeddings=64),
     "phi3": case("phi3", **PHI, sliding_window=5, vocab_size=97, resid_pdrop=0.2, attention_dropout=0.1),
     "phi3-partial": case("phi3", **PHI, tie_word_embeddings=True, **partial(0.75)),
     "phi3-longrope-within": case("phi3", **PHI, **longrope(8, original=64)),

@@ -1,0 +1,56 @@
+"""Entries for what multiplies embeddings and scores, and for what caps scores and logits."""
+
+from math import nextafter
+
+from mcore_bridge.config.fields import Derive, Hf, Mcore, count
+from mcore_bridge.errors import ConfigError
+
+
+def softcap(hf_name: str, mcore_name: str) -> Derive:
+    """A cap that may be None."""
+
+    def forward(hf: Hf) -> dict[str, object]:
+        cap = hf.get(hf_name)
+        if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int | float) or cap <= 0):
+            raise ConfigError(f"{hf_name} must be None or a positive number, found {cap!r}.")
+        return {mcore_name: cap}
+
+    return Derive((hf_name,), forward, lambda mcore: {hf_name: mcore[mcore_name]})
+
+
+def _embedding(hf: Hf) -> dict[str, object]:
+    return {"embedding_scale": count(hf, "hidden_size") ** 0.5}
+
+
+def _embedding_back(mcore: Mcore) -> dict[str, object]:
+    expected = _embedding(mcore)["embedding_scale"]
+    if mcore["embedding_scale"] != expected:
+        raise ConfigError(
+            f"embedding_scale must be {expected}, the root of hidden_size, to be written as an HF config of this "
+            f"architecture, found {mcore['embedding_scale']!r}. Remove the override."
+        )
+    return {}
+
+
+def _query(hf: Hf) -> dict[str, object]:
+    scalar = hf.get("query_pre_attn_scalar")
+    if isinstance(scalar, bool) or not isinstance(scalar, int | float) or scalar <= 0:
+        raise ConfigError(f"query_pre_attn_scalar must be a positive number, found {scalar!r}.")
+    return {"softmax_scale": scalar**-0.5}
+
+
+def _query_back(mcore: Mcore) -> dict[str, object]:
+    scale = mcore["softmax_scale"]
+    if not isinstance(scale, int | float):
+        raise ConfigError(f"softmax_scale must be a number, found {scale!r}. Remove the override.")
+    near = scale**-2
+    candidates = (round(near), near, nextafter(near, 0.0), nextafter(near, 2 * near))
+    return {"query_pre_attn_scalar": next((each for each in candidates if each and each**-0.5 == scale), near)}
+
+
+# fmt: off
+EMBEDDING         = Derive((), _embedding, _embedding_back)
+QUERY             = Derive(("query_pre_attn_scalar",), _query, _query_back)
+ATTENTION_SOFTCAP = softcap("attn_logit_softcapping", "attention_softcap")
+LOGIT_SOFTCAP     = softcap("final_logit_softcapping", "logit_softcap")
+# fmt: on

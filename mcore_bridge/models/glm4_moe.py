@@ -1,0 +1,20 @@
+"""GLM-4.5 and 4.6: a part of each head rotated, norms of queries and keys or none, sigmoid-routed experts."""
+
+from mcore_bridge.architecture import Architecture
+from mcore_bridge.config.derived import biases
+from mcore_bridge.config.derived_rope import rope
+from mcore_bridge.config.fields import Map
+from mcore_bridge.config.moe import DENSE_FIRST, GROUPS, MOE, MTP_ON_REQUEST, SCALED, SIGMOID, shared_experts
+from mcore_bridge.config.tables import DECODER, WINDOW_NONE, but
+from mcore_bridge.models import blocks
+from mcore_bridge.models.blocks import GQA, NORMS, QK_NORM, QKV_BIAS, ROUTER_BIAS, SHARED, SWIGLU, decoder
+
+ROPE = rope(own=("partial_rotary_factor",))
+ARCHITECTURE = Architecture(
+    model_type="glm4_moe",
+    fields=(
+        *(*but(DECODER, ROPE), biases("attention_bias", None, None), *WINDOW_NONE, *MOE, *SIGMOID, MTP_ON_REQUEST),
+        *(SCALED, DENSE_FIRST, GROUPS, shared_experts("n_shared_experts"), Map("use_qk_norm", "qk_layernorm")),
+    ),
+    rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, QK_NORM, SWIGLU, blocks.MOE, ROUTER_BIAS, SHARED),
+)

@@ -1,0 +1,12 @@
+"""OLMo 2: norms only behind attention and MLP, and one norm over all heads of queries, one over those of keys."""
+
+from mcore_bridge.architecture import Architecture
+from mcore_bridge.config.tables import BIAS_ATTENTION, DENSE, NORM_POST, QK_NORMED_TOGETHER, WINDOW_NONE
+from mcore_bridge.models.blocks import GQA, NORMS_POST, O_BIAS, QK_NORM, QKV_BIAS, SWIGLU, decoder
+
+ARCHITECTURE = Architecture(
+    model_type="olmo2",
+    fields=(*DENSE, *BIAS_ATTENTION, *WINDOW_NONE, *QK_NORMED_TOGETHER, *NORM_POST),
+    rules=lambda hf: decoder(NORMS_POST, GQA, QKV_BIAS, O_BIAS, QK_NORM, SWIGLU),
+    ignored=("*.rotary_emb.inv_freq",),
+)
