@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,16 +59,11 @@ def _delta_spec(config: TransformerConfig, backend: str) -> ModuleSpec:
         from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
         linears = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
-    fused = backend == "te" and importlib.util.find_spec("fla") is not None and _cuts_context(config)
+    fused = backend == "te" and importlib.util.find_spec("fla") is not None
     return ModuleSpec(
         module=GatedDeltaNet if fused else TorchGatedDeltaNet,
         submodules=GatedDeltaNetSubmodules(out_norm=HeadNorm, **linears),
     )
-
-
-def _cuts_context(config: TransformerConfig) -> bool:
-    """mcore 0.16 takes the tokens of its rank for the whole sequence; 0.19 exchanges heads for tokens."""
-    return config.context_parallel_size == 1 or "cp_comm_type" in inspect.signature(GatedDeltaNet).parameters
 
 
 class GatedSelfAttention(SelfAttention):
