@@ -40,6 +40,6 @@ CASES = {
         "qwen3_next", **{**SQUARE, **EXPERTS, **ONE_EACH}, decoder_sparse_step=2, norm_topk_prob=False
     ),
     "qwen3_next-rope": delta(
-        "qwen3_next", **EXPERTS, layer_types=None, **rope("default", 5e5, partial_rotary_factor=0.75)
+        "qwen3_next", **EXPERTS, layer_types=None, partial_rotary_factor=0.75, **rope("default", 5e5)
     ),
 }
