@@ -4,11 +4,14 @@ import pytest
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.spec_utils import ModuleSpec
+from transformers import CONFIG_MAPPING
 
 from mcore_bridge import ParallelDims, build_model, to_layer_spec, to_transformer_config
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory.delta import CHUNK, GatedSelfAttention, TorchGatedDeltaNet, gated_delta_rule
+from mcore_bridge.weights.names import Numbering, canonical
 from tests import pool, stepping, tiny
+from tests.fake_mesh import rank_of
 from tests.parity import reference_model
 from tests.strategies import random_state
 from tests.zoo.delta import EXPERTS, delta
@@ -190,3 +193,41 @@ def packed():
 
 def test_packed_sequences_are_refused():
     pool.run(1, packed)
+
+
+def test_the_norm_that_te_fuses_into_the_projection_has_its_own_name():
+    name = "decoder.layers.0.self_attention.in_proj.layer_norm_weight"
+    assert canonical(name, Numbering((3,), ())) == "decoder.layers.3.input_layernorm.weight"
+
+
+@pytest.mark.skipif("qwen3_5" not in CONFIG_MAPPING, reason="this transformers has no qwen3_5")
+def test_images_and_text_are_refused_with_the_way_to_train_the_text():
+    """An export could not give the images' half back; the text's half is a model by itself."""
+    both = CONFIG_MAPPING["qwen3_5"](text_config=delta("qwen3_5_text").hf.to_dict())
+    with pytest.raises(ConfigError, match=r"a model of text \('qwen3_5_text'\).*pass the text_config"):
+        to_transformer_config(both)
+    assert to_transformer_config(both.text_config).linear_attention_freq == [1, 0, 1, 0]
+
+
+def half_precision(dtype):
+    """Runs in each worker: logits in a half precision and in fp32."""
+    found = []
+    for each in (dtype, torch.float32):
+        with stepping.mesh(ParallelDims()):
+            (model,) = build_model(HF, dtype=each, device="cpu", load_weights=random_state(HF))
+            places = torch.arange(LENGTH).expand(2, LENGTH)
+            found.append(model.eval()(tiny.tokens(2, seq_len=LENGTH - 1), places, None).float())
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_near(dtype):
+    ((half, whole),) = pool.run(1, half_precision, dtype)
+    assert half.isfinite().all()
+    assert float((half - whole).square().mean() / whole.square().mean()) < 1e-2
+
+
+def test_a_model_without_storage():
+    with rank_of(ParallelDims(tp=2), 0, 2):
+        (model,) = build_model(HF, dims=ParallelDims(tp=2), device="meta", load_weights=False)
+        assert all(parameter.is_meta for parameter in model.parameters())

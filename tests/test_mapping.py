@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from mcore_bridge.errors import MappingError
 from mcore_bridge.models.blocks import GQA, NORMS, O_BIAS, QK_NORM, QKV_BIAS, SWIGLU, SWIGLU_BIAS, decoder
 from mcore_bridge.weights.layout import REPLICATED
-from mcore_bridge.weights.mapping import WeightMapping, table, under
+from mcore_bridge.weights.mapping import WeightMapping, numbered, table, under
 from mcore_bridge.weights.names import Numbering, canonical
 from mcore_bridge.weights.provenance import LM_HEAD, TIED_LM_HEAD
 
@@ -36,7 +36,7 @@ def test_offsets_and_two_numbers_invert(layer, expert):
     assert mapping.bind(f"deep.mtp.layers.{layer}.experts.{expert}.a").hf[1] == (
         f"top.model.layers.{layer}.mlp.experts.{expert}.y"
     )
-    shifted = WeightMapping(under("mtp.*", "model.*", table(("a", "b", REPLICATED)), offset=61))
+    shifted = WeightMapping(numbered(under("mtp.*", "model.*", table(("a", "b", REPLICATED))), offset=61))
     (name,) = shifted.bind(f"mtp.{layer}.a").hf
     assert name == f"model.{layer + 61}.b"
     assert shifted.consumers(name) == (f"mtp.{layer}.a",)

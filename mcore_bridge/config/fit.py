@@ -46,6 +46,8 @@ def check_model(dims: ParallelDims, settings: Mapping[str, object]) -> None:
         _require_divided(dims, settings, "ffn_hidden_size", "tp")
     if dims.ep > 1 and settings.get("num_moe_experts") is None:
         raise MeshError(f"ep={dims.ep} needs a model with experts, this one has none: use ep=1")
+    if dims.etp > 1 and settings.get("num_moe_experts") and settings.get("add_bias_linear"):
+        raise MeshError(f"etp={dims.etp} must be 1: megatron-core cannot cut experts that have biases; use ep instead")
     if not settings.get("multi_latent_attention"):
         _check_groups(dims, settings)
     if settings.get("experimental_attention_variant") == "gated_delta_net":
@@ -98,8 +100,18 @@ def _check_split(dims: ParallelDims, settings: Mapping[str, object]) -> None:
     num_layers = settings.get("num_layers")
     if not isinstance(num_layers, int):
         raise MeshError(f"num_layers (num_hidden_layers in the HF config) must be an integer, found {num_layers!r}")
-    placed = sum(stage.num_mtp_layers for stage in dims.stages(num_layers))
     wanted = settings.get("mtp_num_layers") or 0
+    with_embedding, *others = dims.stages(num_layers)
+    if any(stage.num_mtp_layers for stage in others if stage.pp_rank == with_embedding.pp_rank):
+        raise MeshError(
+            f"layout {dims.layout!r} puts MTP layers ('m') on the rank of the embedding ('E'), which would hold two "
+            "copies of it; put them on another pipeline rank, or into the stage of the embedding"
+        )
+    if wanted and isinstance(settings.get("window_attn_skip_freq") or settings.get("no_rope_freq"), list):
+        raise MeshError(
+            "mtp_num_layers must be None: it is not known which window or rope MTP layers of this model have"
+        )
+    placed = sum(stage.num_mtp_layers for stage in dims.stages(num_layers))
     if dims.layout is not None and placed != wanted:
         raise MeshError(
             f"layout {dims.layout!r} places {placed} MTP layers ('m'), expected {_say('mtp_num_layers', wanted)}"

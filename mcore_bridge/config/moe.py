@@ -125,17 +125,30 @@ def _quick_gelu_back(mcore: Mcore) -> dict[str, object]:
     return {}
 
 
-def _expert_size(hf: Hf) -> dict[str, object]:
-    size = count(hf, "intermediate_size")
-    return {"ffn_hidden_size": size, "moe_ffn_hidden_size": size}
+def one_size(*others: str) -> Derive:
+    """HF's ``intermediate_size`` is that of every MLP, of the experts and of ``others`` too, by their mcore names."""
+    names = ("ffn_hidden_size", "moe_ffn_hidden_size", *others)
+
+    def forward(hf: Hf) -> dict[str, object]:
+        return dict.fromkeys(names, count(hf, "intermediate_size"))
+
+    def backward(mcore: Mcore) -> dict[str, object]:
+        if len({mcore[name] for name in names}) > 1:
+            raise ConfigError(
+                f"{', '.join(names)} must be equal: HF has one intermediate_size for all. Remove overrides."
+            )
+        return {"intermediate_size": mcore["moe_ffn_hidden_size"]}
+
+    return Derive(("intermediate_size",), forward, backward)
 
 
-def _expert_size_back(mcore: Mcore) -> dict[str, object]:
-    if mcore["ffn_hidden_size"] != mcore["moe_ffn_hidden_size"]:
-        raise ConfigError(
-            "ffn_hidden_size and moe_ffn_hidden_size must be equal: HF has one intermediate_size for both."
-        )
-    return {"intermediate_size": mcore["moe_ffn_hidden_size"]}
+def number(hf_name: str, mcore_name: str, *aka: str) -> Derive:
+    """A field that HF lets differ between layers, and megatron-core does not; ``aka`` are its names elsewhere."""
+
+    def forward(hf: Hf) -> dict[str, object]:
+        return {mcore_name: count(hf, hf_name)}
+
+    return Derive((hf_name, *aka), forward, lambda mcore: {hf_name: mcore[mcore_name]})
 
 
 # fmt: off
@@ -145,7 +158,7 @@ DENSE_FIRST      = Derive(("first_k_dense_replace", "moe_layer_freq"), _dense_fi
 MLP_TYPES        = Derive(("mlp_layer_types", "first_k_dense_replace"), _mlp_types, _mlp_types_back)
 GROUPS           = Derive(("n_group", "topk_group"), _groups, _groups_back)
 QUICK_GELU       = Derive((), _quick_gelu, _quick_gelu_back)
-ONE_SIZE         = Derive(("intermediate_size",), _expert_size, _expert_size_back)
+ONE_SIZE         = one_size()
 # fmt: on
 
 MOE: tuple[Field, ...] = (

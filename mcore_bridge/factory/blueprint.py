@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +19,7 @@ from mcore_bridge.errors import MeshError
 from mcore_bridge.factory import specs
 from mcore_bridge.factory.census import resolve_layout
 from mcore_bridge.factory.heads import check_head
+from mcore_bridge.factory.mtp import mtp_block_spec
 from mcore_bridge.weights.provenance import Provenance, provenance_of
 
 if TYPE_CHECKING:
@@ -62,6 +63,17 @@ class Blueprint:
         spec: TransformerBlockSubmodules = layer_spec(self.config, stage.layers, backend=self.backend)
         return spec
 
+    def mtp_block_spec(self, stage: Stage) -> Any:
+        """The MTP layers of a stage, or None. They are like the last decoder layer."""
+        explicit = self.dims.layout is not None
+        wanted = stage.num_mtp_layers if explicit else (self.config.mtp_num_layers or 0) * stage.loss
+        if wanted == 0:
+            return None
+        layer_spec = self.architecture.layer_spec or specs.block_spec
+        last = range(self.config.num_layers - 1, self.config.num_layers)
+        inner = layer_spec(self.config, last, backend=self.backend).layer_specs[0]
+        return mtp_block_spec(inner, wanted, backend=self.backend)
+
     def __str__(self) -> str:
         """For the log; the mesh says itself what it is."""
         dtype = str(self.dtype).removeprefix("torch.")
@@ -85,7 +97,9 @@ def draw(
     architecture = architecture_of(hf)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = specs.choose_backend(backend, device=device)
-    dims = resolve_layout(dims, hf, dtype=dtype, head=head)
+    num_mtp_layers = (overrides or {}).get("mtp_num_layers") or 0
+    assert isinstance(num_mtp_layers, int)
+    dims = resolve_layout(dims, hf, dtype=dtype, head=head, num_mtp_layers=num_mtp_layers)
     overrides = {"moe_grouped_gemm": chosen == "te", **_interleaved(dims, overrides)}
     table = architecture.fields
     config = transformer.to_transformer_config(hf, table, dims=dims, dtype=dtype, overrides=overrides)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,7 +57,9 @@ def census(hf: PretrainedConfig) -> Census:
     return Census(tuple(layers), embedding, lm_head, total - sum(layers) - embedding - lm_head)
 
 
-def resolve_layout(dims: ParallelDims, hf: PretrainedConfig, *, dtype: torch.dtype, head: str = "lm") -> ParallelDims:
+def resolve_layout(
+    dims: ParallelDims, hf: PretrainedConfig, *, dtype: torch.dtype, head: str = "lm", num_mtp_layers: int = 0
+) -> ParallelDims:
     """``dims`` with ``layout="balanced"`` replaced by the explicit layout that balances the bytes of ``hf``.
 
     Args:
@@ -65,14 +67,19 @@ def resolve_layout(dims: ParallelDims, hf: PretrainedConfig, *, dtype: torch.dty
         hf: the model.
         dtype: of its parameters.
         head: the last stage holds a matrix of the vocabulary for "lm" (a copy when tied), and for no other.
+        num_mtp_layers: they go to the last stage, with a copy of the embedding.
     """
     if dims.layout != "balanced":
         return dims
     counted = census(hf)
     loss = counted.rest + (counted.embedding if head == "lm" else 0)
-    return balanced(
+    if num_mtp_layers:
+        loss += num_mtp_layers * (counted.layers[-1] + 2 * hf.hidden_size**2) + counted.embedding
+    found = balanced(
         dims,
         layer_bytes=[numel * dtype.itemsize for numel in counted.layers],
         embedding_bytes=counted.embedding * dtype.itemsize,
         loss_bytes=loss * dtype.itemsize,
     )
+    assert found.layout is not None
+    return replace(found, layout=f"{found.layout.removesuffix('L')}{'m' * num_mtp_layers}L")

@@ -11,6 +11,7 @@ import torch
 
 from mcore_bridge.errors import MeshError
 from mcore_bridge.factory.heads import HiddenPadding, initialise_head, replace_output_layer
+from mcore_bridge.factory.mtp import initialise_mtp
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -59,6 +60,7 @@ def build_chunk(blueprint: Blueprint, stage: Stage, *, seed: int) -> GPTModel:
     model = model_class(
         config=blueprint.config,
         transformer_layer_spec=blueprint.block_spec(stage),
+        mtp_block_spec=blueprint.mtp_block_spec(stage),
         pre_process=stage.embedding,
         post_process=stage.loss,
         vp_stage=blueprint.vp_stage(stage),
@@ -94,4 +96,5 @@ def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
         chunk.output_layer.register_forward_hook(HiddenPadding(blueprint.config.hf_vocab_size, chunk))
     replace_output_layer(chunk, blueprint.hf, head=blueprint.provenance.head)
     initialise_head(chunk, seed)
+    initialise_mtp(chunk, seed)
     chunk.bridge = blueprint.provenance

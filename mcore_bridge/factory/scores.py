@@ -1,4 +1,4 @@
-"""Attention that needs its scores in memory, because no fused kernel of torch does these things: soft caps and sinks."""
+"""Attention that needs its scores in memory, as no fused kernel of torch does these things: soft caps and sinks."""
 
 from __future__ import annotations
 

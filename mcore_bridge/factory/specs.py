@@ -67,11 +67,12 @@ def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) ->
         adapt_norm_placement(spec.submodules, config, backend)
     return TransformerBlockSubmodules(
         layer_specs=[adapt_attention(copy.deepcopy(specs[layer]), config, layer, backend) for layer in layers],
-        layer_norm=_final_norm(backend),
+        layer_norm=norm_of(backend),
     )
 
 
-def _final_norm(backend: Backend) -> type:
+def norm_of(backend: Backend) -> type:
+    """The norm of a backend, for slots where nothing is fused with it."""
     if backend == "te":
         from megatron.core.extensions.transformer_engine import TENorm
 

@@ -1,5 +1,7 @@
 """The shared tables: each block of a transformer once, as mcore names, HF names and the layout between them."""
 
+from typing import TYPE_CHECKING
+
 from mcore_bridge.weights.layout import (
     COLUMN,
     FUSED_GATED_UP,
@@ -10,7 +12,10 @@ from mcore_bridge.weights.layout import (
     ROW,
     VOCAB,
 )
-from mcore_bridge.weights.mapping import Rules, experts, table, under
+from mcore_bridge.weights.mapping import Rule, Rules, experts, numbered, table, under
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 # fmt: off
 EMBEDDING   = table(("embedding.word_embeddings.weight",    "model.embed_tokens.weight",       VOCAB))
@@ -41,6 +46,7 @@ W123        = (*table(("mlp.router.weight",                 "block_sparse_moe.ga
                *experts("mlp.experts.*", "block_sparse_moe.experts.*", table(
                     ("linear_fc1.weight",                   "{w1,w3}.weight",                  GATED_UP),
                     ("linear_fc2.weight",                   "w2.weight",                       ROW))))
+W123_BIAS   = table(("mlp.router.expert_bias", "block_sparse_moe.e_score_correction_bias",     REPLICATED))
 FUSED_GQA   = table(("self_attention.linear_qkv.weight",    "self_attn.qkv_proj.weight",       FUSED_QKV),
                     ("self_attention.linear_proj.weight",   "self_attn.o_proj.weight",         ROW))
 FUSED_GLU   = under("mlp", "mlp", table(
@@ -71,6 +77,32 @@ NORMS_FOUR = (
     ),
     *NORMS_POST,
 )
+
+
+def num_mtp_layers(hf: "PretrainedConfig") -> int:
+    """MTP layers that the published checkpoint has, by either name of the field."""
+    return getattr(hf, "num_nextn_predict_layers", None) or getattr(hf, "num_mtp_layers", None) or 0
+
+
+def mtp_behind(num_layers: int, num_mtp_layers: int, *layer: Rules) -> Rules:
+    """MTP layers that HF numbers behind the decoder's: each ``layer`` with its norms, its projection, and copies."""
+    names = (
+        ("enorm.weight", "enorm.weight", REPLICATED),
+        ("hnorm.weight", "hnorm.weight", REPLICATED),
+        ("eh_proj.weight", "eh_proj.weight", COLUMN),
+        ("final_layernorm.weight", "shared_head.norm.weight", REPLICATED),
+    )
+    inner = under("mtp.layers.*.transformer_layer", "model.layers.*", *layer)
+    copies = (
+        Rule(mcore, (f"model.layers.{number}.{hf}.weight",), VOCAB, copy=True)
+        for mcore, hf in (
+            ("embedding.word_embeddings.weight", "embed_tokens"),
+            ("output_layer.weight", "shared_head.head"),
+        )
+        for number in range(num_layers, num_layers + num_mtp_layers)
+    )
+    around = under("mtp.layers.*", "model.layers.*", table(*names))
+    return (*numbered((*around, *inner), offset=num_layers, count=num_mtp_layers), *copies)
 
 
 def mlp(up: str, down: str) -> Rules:

@@ -7,8 +7,9 @@ from mcore_bridge.config.fields import Map
 from mcore_bridge.config.moe import DENSE_FIRST, GROUPS, MOE, MTP_ON_REQUEST, SCALED, SIGMOID, shared_experts
 from mcore_bridge.config.tables import DECODER, WINDOW_NONE, but
 from mcore_bridge.models import blocks
-from mcore_bridge.models.blocks import GQA, NORMS, QK_NORM, QKV_BIAS, ROUTER_BIAS, SHARED, SWIGLU, decoder
+from mcore_bridge.models.blocks import GQA, NORMS, QK_NORM, QKV_BIAS, ROUTER_BIAS, SHARED, SWIGLU, decoder, mtp_behind
 
+LAYER = (NORMS, GQA, QKV_BIAS, QK_NORM, blocks.MOE, ROUTER_BIAS, SHARED)
 ROPE = rope(own=("partial_rotary_factor",))
 ARCHITECTURE = Architecture(
     model_type="glm4_moe",
@@ -16,5 +17,8 @@ ARCHITECTURE = Architecture(
         *(*but(DECODER, ROPE), biases("attention_bias", None, None), *WINDOW_NONE, *MOE, *SIGMOID, MTP_ON_REQUEST),
         *(SCALED, DENSE_FIRST, GROUPS, shared_experts("n_shared_experts"), Map("use_qk_norm", "qk_layernorm")),
     ),
-    rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, QK_NORM, SWIGLU, blocks.MOE, ROUTER_BIAS, SHARED),
+    rules=lambda hf: (
+        *decoder(*LAYER, SWIGLU),
+        *mtp_behind(hf.num_hidden_layers, blocks.num_mtp_layers(hf), *LAYER),
+    ),
 )

@@ -1,7 +1,7 @@
 """gpt-oss: attention sinks, a window in every other layer, biases everywhere, clamped gates, experts in one tensor."""
 
 from mcore_bridge.architecture import Architecture
-from mcore_bridge.config.fields import Const, Map, Require
+from mcore_bridge.config.fields import Const, Require
 from mcore_bridge.config.moe import CLAMPED_GATE, MOE, NO_SHARED, ONE_SIZE, SOFTMAX_NORMALISED
 from mcore_bridge.config.tables import DECODER, QK_PLAIN, WINDOW_BY_LAYER, but
 from mcore_bridge.models.blocks import GQA, NORMS, O_BIAS, QKV_BIAS, SINKS, decoder

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mcore_bridge.errors import MappingError
 from mcore_bridge.weights.layout import Axes
 from mcore_bridge.weights.mapping import Binding, WeightMapping, axes_of
-from mcore_bridge.weights.names import expert_of, held_tensors, kind_of, layer_of, numbering_of, unwrap
+from mcore_bridge.weights.names import expert_of, held_tensors, kind_of, layer_of, mtp_layer_of, numbering_of, unwrap
 from mcore_bridge.weights.plan import Held, Inventory
 from mcore_bridge.weights.provenance import HF, Dialect, Provenance, provenance_of
 from mcore_bridge.weights.trace import Trace, trace
@@ -61,14 +61,26 @@ class BoundModel:
 
     def is_elsewhere(self, mcore: str) -> bool:
         """Whether another rank holds the canonical name ``mcore``, which this one does not, if anybody does."""
+        if self.is_unbuilt(mcore):
+            return False
         layer, expert = layer_of(mcore), expert_of(mcore)
         if layer is not None and layer in self._layers:
             return expert is not None and expert < self.axes["experts"] and kind_of(mcore) in self._kinds
         if layer is not None:
             return layer < self.chunks[0].config.num_layers
+        if (number := mtp_layer_of(mcore)) is not None:
+            here = number in {mtp for chunk in self.chunks for mtp in numbering_of(chunk).mtp}
+            return not here or (expert is not None and expert < self.axes["experts"] and kind_of(mcore) in self._kinds)
         if mcore.startswith("embedding."):
             return not any(chunk.pre_process for chunk in self.chunks)
+        if mcore.startswith("decoder."):  # the final norm, which MTP layers of a later stage take their input from
+            return all(chunk.decoder.final_layernorm is None for chunk in self.chunks)
         return not any(chunk.post_process for chunk in self.chunks)
+
+    def is_unbuilt(self, mcore: str) -> bool:
+        """Whether ``mcore`` belongs to an MTP layer that no rank has built."""
+        number = mtp_layer_of(mcore)
+        return number is not None and number >= self.axes["mtp"]
 
     @cached_property
     def _layers(self) -> frozenset[int]:
@@ -121,7 +133,8 @@ def bind(models: Models, hf: HF | None = None, head: str = "lm", *, dialect: Dia
     chunks = chunks_of(models)
     first = chunks[0]
     groups = first.pg_collection
-    mapping = provenance.mapping(tied=first.share_embeddings_and_output_weights, dialect=dialect)
+    mtp = bool(first.config.mtp_num_layers)
+    mapping = provenance.mapping(tied=first.share_embeddings_and_output_weights, mtp=mtp, dialect=dialect)
     ranks = {"pp": groups.pp.rank(), "tp": groups.tp.rank(), "etp": groups.expt_tp.rank()}
     return BoundModel(chunks, held_tensors(chunks), mapping, _axes(first, provenance), ranks)
 
@@ -137,6 +150,7 @@ def _axes(chunk: GPTModel, provenance: Provenance) -> Axes:
         "padded_vocab": chunk.vocab_size,
         "experts": config.num_moe_experts or 0,
         "gate_up": 2,
+        "mtp": config.mtp_num_layers or 0,
         **_linear_axes(config),
     }
 

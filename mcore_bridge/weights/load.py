@@ -19,6 +19,7 @@ from mcore_bridge.weights.bound import BoundModel, Models, bind, noted
 from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.dtypes import Dtypes, dtype_name, is_exact, wanted_dtype
 from mcore_bridge.weights.mapping import unstacked
+from mcore_bridge.weights.names import mtp_layer_of
 from mcore_bridge.weights.provenance import HF, Dialect, dialect_of
 from mcore_bridge.weights.trace import Copy, Shape
 
@@ -32,7 +33,7 @@ class LoadReport:
     Attributes:
         num_tensors: HF tensors that this rank read from.
         num_bytes: bytes that it copied out of them.
-        initialised: HF names that the source lacks and that kept what the constructor gave them (a new head).
+        initialised: HF names that the source lacks and that were drawn instead: a new head, or MTP layers.
         ignored: HF names in the source that the architecture leaves unused.
         cast: HF names whose dtype was changed on the way, as ``"float32 -> bfloat16"``.
         missing, unexpected: with ``strict=False``, what would have been an error.
@@ -125,6 +126,7 @@ class _Load:
         self.seen: dict[str, None] = {}
         self.cast: dict[str, str] = {}
         self.ignored: list[str] = []
+        self.initialised: list[str] = []
         self.missing: tuple[str, ...] = ()
         self.unexpected: tuple[str, ...] = ()
         self.num_bytes = 0
@@ -148,9 +150,11 @@ class _Load:
     def check_names(self, names: Iterable[str], strict: bool) -> None:
         """Both directions of totality for this rank: nothing missing, nothing that no rank would use."""
         names = dict.fromkeys(names)
+        present = {mtp_layer_of(use.mcore) for name in names if name in self.uses for use in self.uses[name]}
         absent = [name for name in self.uses if name not in names]
-        missing = [name for name in absent if not self.bound.mapping.is_optional(name)]
-        self.ignored = [name for name in names if name not in self.uses and self.bound.mapping.is_ignored(name)]
+        self.initialised = [name for name in absent if self._is_initialised(name, present)]
+        missing = [name for name in absent if name not in self.initialised]
+        self.ignored = [name for name in names if name not in self.uses and self._is_ignored(name)]
         unexpected = [name for name in names if self._is_unexpected(name)]
         self.missing, self.unexpected = tuple(missing), tuple(unexpected)
         if strict and (missing or unexpected):
@@ -160,9 +164,20 @@ class _Load:
             )
 
     def _is_unexpected(self, name: str) -> bool:
-        if name in self.uses or self.bound.mapping.is_ignored(name):
+        if name in self.uses or self._is_ignored(name):
             return False
         return not any(map(self.bound.is_elsewhere, self.bound.mapping.consumers(name)))
+
+    def _is_ignored(self, name: str) -> bool:
+        """The architecture does not use the tensor, or only in MTP layers that nobody built."""
+        return self.bound.mapping.is_ignored(name) or any(
+            map(self.bound.is_unbuilt, self.bound.mapping.consumers(name))
+        )
+
+    def _is_initialised(self, name: str, present: set[int | None]) -> bool:
+        """A source may lack a new head, and any MTP layer as a whole."""
+        layers = {mtp_layer_of(use.mcore) for use in self.uses[name]}
+        return self.bound.mapping.is_optional(name) or (None not in layers and layers.isdisjoint(present))
 
     def check(self, name: str, tensor: Tensor) -> None:
         """Shape and dtype of an HF tensor against every place that it goes to."""
@@ -206,7 +221,12 @@ class _Load:
     def report(self) -> LoadReport:
         """The report of a finished load."""
         read = tuple(name for name in self.uses if name in self.seen)
-        initialised = tuple(n for n in self.uses if n not in self.seen and self.bound.mapping.is_optional(n))
         return LoadReport(
-            len(read), self.num_bytes, initialised, tuple(self.ignored), self.cast, self.missing, self.unexpected
+            len(read),
+            self.num_bytes,
+            tuple(self.initialised),
+            tuple(self.ignored),
+            self.cast,
+            self.missing,
+            self.unexpected,
         )

@@ -24,9 +24,10 @@ _STACKED = re.compile(r"(.*)\[(\d+|\*)\]")
 class Rule:
     """One canonical mcore name (pattern), its HF names (patterns, in the order of the layout's parts), the layout.
 
-    ``offset`` is added to the first number on the way to HF names (MTP layers count on after the decoder's).
-    ``exported`` is False for a copy whose HF tensor another parameter yields (a tied output layer). ``axis`` is that of
-    the mesh which the layout calls ``tp``: ``etp`` for routed experts.
+    ``offset`` is added to the first number on the way to HF names (MTP layers count on after the decoder's), and that
+    number is below ``count``. ``exported`` is False for a copy whose HF tensor another parameter yields (a tied output
+    layer). ``axis`` is that of the mesh which the layout calls ``tp``: ``etp`` for routed experts. With ``copy``, the
+    HF names are further ones of a tensor that another rule has: they are written, and not read.
     """
 
     mcore: str
@@ -35,6 +36,8 @@ class Rule:
     offset: int = 0
     exported: bool = True
     axis: str = "tp"
+    copy: bool = False
+    count: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class Binding:
     layout: Layout
     exported: bool
     axis: str
+    copies: tuple[str, ...]
 
 
 Rules = tuple[Rule, ...]
@@ -56,13 +60,18 @@ def table(*rows: tuple[str, str, Layout], exported: bool = True) -> Rules:
     return tuple(Rule(mcore, _parts(hf), layout, exported=exported) for mcore, hf, layout in rows)
 
 
-def under(mcore: str, hf: str, *rules: Rules, offset: int = 0) -> Rules:
+def under(mcore: str, hf: str, *rules: Rules) -> Rules:
     """The rules of a module, placed at ``mcore`` on one side and at ``hf`` on the other."""
     return tuple(
-        replace(rule, mcore=f"{mcore}.{rule.mcore}", hf=tuple(f"{hf}.{name}" for name in rule.hf), offset=offset)
+        replace(rule, mcore=f"{mcore}.{rule.mcore}", hf=tuple(f"{hf}.{name}" for name in rule.hf))
         for group in rules
         for rule in group
     )
+
+
+def numbered(rules: Rules, *, offset: int = 0, count: int | None = None) -> Rules:
+    """The rules for ``count`` modules whose first numbers HF counts from ``offset`` on."""
+    return tuple(replace(rule, offset=offset, count=count) for rule in rules)
 
 
 def experts(mcore: str, hf: str, *rules: Rules) -> Rules:
@@ -113,11 +122,16 @@ class WeightMapping:
     optional: tuple[str, ...] = ()
     _by_mcore: dict[str, Rule] = field(init=False, repr=False, compare=False)
     _by_hf: dict[str, list[Rule]] = field(init=False, repr=False, compare=False)
+    _copies: dict[str, tuple[str, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         by_mcore: dict[str, Rule] = {}
         by_hf: dict[str, list[Rule]] = {}
+        copies: dict[str, tuple[str, ...]] = {}
         for rule in self.rules:
+            if rule.copy:
+                copies[rule.mcore] = (*copies.get(rule.mcore, ()), *rule.hf)
+                continue
             if rule.mcore in by_mcore:
                 raise MappingError(f"two rules for {rule.mcore}: {by_mcore[rule.mcore].hf} and {rule.hf}; keep one")
             by_mcore[rule.mcore] = rule
@@ -125,6 +139,7 @@ class WeightMapping:
                 by_hf.setdefault(name.removesuffix("[*]"), []).append(rule)
         object.__setattr__(self, "_by_mcore", by_mcore)
         object.__setattr__(self, "_by_hf", by_hf)
+        object.__setattr__(self, "_copies", copies)
 
     def bind(self, mcore: str) -> Binding:
         """The binding of a canonical name.
@@ -142,7 +157,7 @@ class WeightMapping:
             )
         numbers = _NUMBER.findall(mcore)
         names = tuple(_fill(name, numbers, rule.offset) for name in rule.hf)
-        return Binding(mcore, names, rule.layout, rule.exported, rule.axis)
+        return Binding(mcore, names, rule.layout, rule.exported, rule.axis, self._copies.get(mcore, ()))
 
     def consumers(self, hf: str) -> tuple[str, ...]:
         """The canonical names of all parameters that an HF tensor goes into, whether or not a model has them.
@@ -153,13 +168,13 @@ class WeightMapping:
         found = (
             _fill(rule.mcore, [*numbers, "0"][: rule.mcore.count("*")], -rule.offset)
             for rule in self._by_hf.get(pattern_of(hf), ())
-            if not rule.offset or int(numbers[0]) >= rule.offset
+            if _counts(rule, numbers)
         )
         return tuple(found)
 
     def is_ignored(self, hf: str) -> bool:
         """Whether the architecture allows this HF tensor to stay unused."""
-        return matches(hf, self.ignored)
+        return matches(hf, self.ignored) or any(hf in names for names in self._copies.values())
 
     def is_optional(self, hf: str) -> bool:
         """Whether a source may lack this HF tensor, so that what the constructor put there stays."""
@@ -174,6 +189,11 @@ def axes_of(binding: Binding, axes: Axes) -> Axes:
 def matches(name: str, patterns: Iterable[str]) -> bool:
     """Whether ``name`` matches one of the ``fnmatch`` patterns, case counting."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _counts(rule: Rule, numbers: list[str]) -> bool:
+    number = int(numbers[0]) - rule.offset if numbers else 0
+    return number >= 0 and (rule.count is None or number < rule.count)
 
 
 def _fill(pattern: str, numbers: list[str], offset: int) -> str:

@@ -30,15 +30,17 @@ _EXPERTS = (  # megatron-core's SequentialMLP, and TEGroupedMLP, which numbers t
     re.compile(r"\.experts\.local_experts\.(?P<number>\d+)\.(?P<tensor>linear_fc[12]\.(?:weight|bias))$"),
     re.compile(r"\.experts\.(?P<tensor>linear_fc[12]\.(?:weight|bias))(?P<number>\d+)$"),
 )
+_MTP = re.compile(r"^mtp\.layers\.(\d+)\.(?:mtp_model_layer(?=\.))?")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
 class Numbering:
-    """The global numbers of a chunk's layers and of the experts that this rank holds in each."""
+    """The global numbers of a chunk's layers, of the experts that this rank holds in each, and of its MTP layers."""
 
     layers: tuple[int, ...]
     experts: tuple[int, ...] = ()
+    mtp: tuple[int, ...] = ()
 
 
 def unwrap(model: nn.Module) -> GPTModel:
@@ -76,12 +78,15 @@ def numbering_of(chunk: GPTModel) -> Numbering:
     """The numbers of a chunk, as it was built."""
     layers = tuple(layer.layer_number - 1 for layer in chunk.decoder.layers)
     indices = (getattr(module, "local_expert_indices", None) for module in chunk.modules())
-    return Numbering(layers, next((tuple(each) for each in indices if each is not None), ()))
+    experts = next((tuple(each) for each in indices if each is not None), ())
+    mtp = getattr(chunk, "mtp", None)
+    return Numbering(layers, experts, tuple(layer.layer_number - 1 for layer in mtp.layers) if mtp is not None else ())
 
 
 def canonical(name: str, numbering: Numbering) -> str:
     """The canonical name of a chunk's parameter."""
     name = _LAYER.sub(lambda match: f"decoder.layers.{numbering.layers[int(match[1])]}.", name)
+    name = _MTP.sub(lambda match: _mtp_prefix(match, numbering), name)
     for pattern in _EXPERTS:
         name = pattern.sub(lambda match: f".experts.{numbering.experts[int(match['number'])]}.{match['tensor']}", name)
     for pattern, plain in _FUSED_NORMS:
@@ -89,9 +94,21 @@ def canonical(name: str, numbering: Numbering) -> str:
     return name
 
 
+def _mtp_prefix(match: re.Match[str], numbering: Numbering) -> str:
+    """megatron-core 0.19 calls the layer inside ``mtp_model_layer``, earlier releases ``transformer_layer``."""
+    inner = "transformer_layer" if match[0].endswith("mtp_model_layer") else ""
+    return f"mtp.layers.{numbering.mtp[int(match[1])]}.{inner}"
+
+
 def layer_of(name: str) -> int | None:
     """The layer number in a canonical name, if it has one."""
     match = _LAYER.match(name)
+    return int(match[1]) if match else None
+
+
+def mtp_layer_of(name: str) -> int | None:
+    """The number of the MTP layer in a canonical name, if it has one."""
+    match = _MTP.match(name)
     return int(match[1]) if match else None
 
 

@@ -66,6 +66,8 @@ class Entry:
     trace: Trace
     shards: Mapping[int, Shard]
     stack: int = 0
+    copies: tuple[str, ...] = ()
+    """Further names under which the first HF tensor is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +158,8 @@ def _entry(held: Held, binding: Binding, axes: Axes, holders: Mapping[int, int])
     if absent:
         raise MappingError(f"no rank of the group holds the shards {absent} of {held.mcore}; is a rank missing in it?")
     stack = axes["experts"] if any(unstacked(name)[1] is not None for name in binding.hf) else 0
-    return Entry(held, binding.hf, traced, {shard: Shard(holders[shard], -1) for shard in needed}, stack)
+    shards = {shard: Shard(holders[shard], -1) for shard in needed}
+    return Entry(held, binding.hf, traced, shards, stack, binding.copies)
 
 
 def _check_numbers(num_layers: int, num_experts: int, entries: Sequence[Entry]) -> None:
@@ -179,7 +182,7 @@ def _check_numbers(num_layers: int, num_experts: int, entries: Sequence[Entry]) 
 def _check_unique(entries: Sequence[Entry]) -> None:
     seen: dict[str, str] = {}
     for entry in entries:
-        for name in entry.hf:
+        for name in (*entry.hf, *entry.copies):
             if name in seen:
                 raise MappingError(f"{name} would come from {seen[name]} and from {entry.held.mcore}; fix the rules")
             seen[name] = entry.held.mcore
@@ -271,6 +274,7 @@ class _Stacks:
             part = torch.empty(shape, dtype=dtype, device=self._device)
             write(part)
             yield name, part
+            yield from ((copy, part.clone()) for copy in entry.copies[: None if index == 0 else 0])
             return
         if name not in self._open:
             self._open[name] = torch.empty((entry.stack, *shape), dtype=dtype, device=self._device), set()

@@ -43,20 +43,25 @@ class Provenance:
     folder: str | None = None
     dialect: Dialect = "split"
 
-    def mapping(self, *, tied: bool, dialect: Dialect | None = None) -> WeightMapping:
+    def mapping(self, *, tied: bool, mtp: bool = False, dialect: Dialect | None = None) -> WeightMapping:
         """All rules, head included.
 
         Args:
             tied: the output layer is the word embedding.
+            mtp: MTP layers are built, and so their copies of embedding and head are written.
             dialect: of the HF names; None is the model's own.
         """
         rules = fused(self.rules) if (dialect or self.dialect) == "fused" else self.rules
+        ignored = self.ignored
+        if not mtp:
+            ignored = (*ignored, *(name for rule in rules if rule.copy for name in rule.hf))
+            rules = tuple(rule for rule in rules if not rule.copy)
         if self.head != "lm":
             # A causal LM has no score: its own head is left out, and ours stays as it was initialised.
-            return WeightMapping((*rules, *SCORE_HEAD), (*self.ignored, "lm_head.weight"), ("score.*",))
+            return WeightMapping((*rules, *SCORE_HEAD), (*ignored, "lm_head.weight"), ("score.*",))
         if tied:  # files may hold a redundant copy, which transformers ignores as well
-            return WeightMapping((*rules, *TIED_LM_HEAD), (*self.ignored, "lm_head.weight"))
-        return WeightMapping((*rules, *LM_HEAD), self.ignored)
+            return WeightMapping((*rules, *TIED_LM_HEAD), (*ignored, "lm_head.weight"))
+        return WeightMapping((*rules, *LM_HEAD), ignored)
 
 
 def provenance_of(hf: HF, *, head: str = "lm") -> Provenance:

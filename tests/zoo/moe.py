@@ -67,6 +67,13 @@ CASES = {
     "glm4_moe": case(
         "glm4_moe", **SIGMOID, n_group=1, topk_group=1, use_qk_norm=True, attention_bias=True, routed_scaling_factor=1.5
     ),
+    "glm4_moe-groups": case(
+        "glm4_moe",
+        **{**SIGMOID, "n_routed_experts": 8, "num_experts_per_tok": 4},
+        n_group=4,
+        topk_group=2,
+        use_qk_norm=True,
+    ),
     "glm4_moe-plain": case("glm4_moe", **SIGMOID, n_group=1, topk_group=1, use_qk_norm=False, first_k_dense_replace=2),
     "hy_v3": case(
         "hy_v3",
@@ -76,4 +83,23 @@ CASES = {
         num_shared_experts=2,
         attention_bias=True,
     ),
+    "olmoe": case("olmoe", num_experts=4, num_experts_per_tok=2, head_dim=6, attention_bias=True),
+    "olmoe-normalised": case("olmoe", num_experts=8, num_experts_per_tok=3, head_dim=6, norm_topk_prob=True),
+    "minimax_m2": case("minimax_m2", num_local_experts=4, num_experts_per_tok=2, **rope("default")),
+    "minimax_m2-partial": case(
+        "minimax_m2", num_local_experts=8, num_experts_per_tok=3, **rope("default", partial_rotary_factor=0.5)
+    ),
+    "exaone_moe": case("exaone_moe", **EXPERTS, num_experts=4, num_shared_experts=2, sliding_window=5, head_dim=24),
+    "exaone_moe-groups": case(
+        "exaone_moe",
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=4,
+        n_group=4,
+        topk_group=2,
+        sliding_window=6,
+        layer_types=["full_attention"] * 3 + ["sliding_attention"],
+        first_k_dense_replace=2,
+    ),
+    "hunyuan_v1_moe": case("hunyuan_v1_moe", num_experts=4, moe_topk=2, attention_bias=True, **rope("default")),
 }

@@ -1,0 +1,19 @@
+"""K-EXAONE: norms of queries and keys, no rope in layers without a window, sigmoid-routed and shared experts."""
+
+from mcore_bridge.architecture import Architecture
+from mcore_bridge.config.moe import GROUPS, MLP_TYPES, MOE, MTP_ON_REQUEST, SCALED, SIGMOID, shared_experts
+from mcore_bridge.config.tables import BIAS_NONE, DECODER, QK_NORMED, WINDOW_OR_NOPE
+from mcore_bridge.models import blocks
+from mcore_bridge.models.blocks import GQA, NORMS, QK_NORM, SHARED, SWIGLU, decoder
+from mcore_bridge.weights.layout import REPLICATED
+from mcore_bridge.weights.mapping import table
+
+BIAS = table(("mlp.router.expert_bias", "mlp.e_score_correction_bias", REPLICATED))
+ARCHITECTURE = Architecture(
+    model_type="exaone_moe",
+    fields=(
+        *(*DECODER, *BIAS_NONE, *WINDOW_OR_NOPE, *QK_NORMED, *MOE, *SIGMOID, MTP_ON_REQUEST),
+        *(SCALED, MLP_TYPES, GROUPS, shared_experts("num_shared_experts")),
+    ),
+    rules=lambda hf: decoder(NORMS, GQA, QK_NORM, SWIGLU, blocks.MOE, BIAS, SHARED),
+)
