@@ -88,6 +88,7 @@ def architecture_of(hf: "PretrainedConfig | str") -> Architecture:
         raise ConfigError(
             f"The model_type must be a registered architecture, found {model_type!r}; nearest names: "
             f"{', '.join(near)}. Register one, or install a package with an entry point of the group {plugins.GROUP!r}."
+            f"{_text_inside(hf)}"
         )
     return _REGISTRY[model_type]
 
@@ -96,6 +97,17 @@ def read_hf(source: "str | os.PathLike[str] | PretrainedConfig") -> "PretrainedC
     """``read_config``, for the families that transformers lacks too. Arguments and errors are the same."""
     known = architectures().items()
     return read_config(source, reads_as={name: each.reads_as for name, each in known if each.reads_as is not None})
+
+
+def _text_inside(hf: "PretrainedConfig | str") -> str:
+    """What to do with a model of images and text, whose other half no export of ours could give back."""
+    text = getattr(hf, "text_config", None)
+    if text is None:
+        return ""
+    return (
+        f" It joins a model of text ({text.model_type!r}) with others. To train the text alone, pass the text_config, "
+        "and as load_weights the pairs of names and tensors of the text, named as in a checkpoint of it alone."
+    )
 
 
 @functools.cache

@@ -83,11 +83,13 @@ def pipelines(draw: Any, pp: int, vp: int) -> tuple[int, dict[str, Any]]:
 def random_state(hf: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
     """The tensors of a checkpoint, named and shaped as transformers writes them: random, every value non-zero.
 
-    Norms spread around 1 and biases are as large as what they are added to, so that none can be swapped unseen. What
-    selects experts stays in fp32, as in published checkpoints.
+    Norms spread around what transformers begins with and biases are as large as what they are added to, so that none
+    can be swapped unseen. What selects experts stays in fp32, as in published checkpoints.
     """
     generator = torch.Generator().manual_seed(seed)
     state = {name: _random(name, shape, generator) for name, shape in _shapes(hf.to_json_string())}
+    if hf.model_type.startswith(("qwen3_next", "qwen3_5")):
+        state = {name: _of_delta_net(name, tensor) for name, tensor in state.items()}
     return {name: tensor if _stays_fp32(name) else tensor.to(dtype) for name, tensor in state.items()}
 
 
@@ -131,3 +133,11 @@ def _random(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
     if "norm" in name:
         return 1 + 0.1 * values.clamp(-4, 4)
     return values * (0.3 if name.endswith("bias") or "embed" in name or len(shape) == 1 else shape[-1] ** -0.5)
+
+
+def _of_delta_net(name: str, tensor: Tensor) -> Tensor:
+    """Norms that add 1 to their weight, and small outputs of linear attention: its own norm divides by what it reads
+    from its state, which may be nearly nothing, and so makes rounding errors large (transformers' own as well)."""
+    if name.endswith("linear_attn.out_proj.weight"):
+        return 0.3 * tensor
+    return tensor - 1 if "norm" in name and "linear_attn" not in name else tensor

@@ -106,10 +106,13 @@ def require_vocab(padded: object, *, at_least: int, tp: int) -> None:
         )
 
 
-def require_windows(settings: Mapping[str, object]) -> None:
-    layers, num_layers = settings.get("window_attn_skip_freq"), settings.get("num_layers")
-    if isinstance(layers, list) and isinstance(num_layers, int) and len(layers) < num_layers:
-        raise ConfigError(
-            f"window_attn_skip_freq must say for each of the {num_layers} layers whether it slides, "
-            f"found {len(layers)} entries. Override it together with num_layers."
-        )
+def require_layers(settings: Mapping[str, object]) -> None:
+    """Raises ``ConfigError`` where a list that says something of each layer is too short for ``num_layers``."""
+    num_layers = settings.get("num_layers")
+    for name in ("window_attn_skip_freq", "linear_attention_freq"):
+        layers = settings.get(name)
+        if isinstance(layers, list) and isinstance(num_layers, int) and len(layers) < num_layers:
+            raise ConfigError(
+                f"{name} must say for each of the {num_layers} layers what its attention is, found {len(layers)} "
+                "entries. Override it together with num_layers."
+            )

@@ -2,10 +2,10 @@
 
 from mcore_bridge.config.fields import Derive, Hf, Mcore, count
 from mcore_bridge.config.rope import Rope, rope_from
-from mcore_bridge.config.spelling import ROPE_TYPES, spelled
+from mcore_bridge.config.spelling import MULTIMODAL, ROPE_TYPES, spelled
 from mcore_bridge.errors import ConfigError
 
-_OWN = ("partial_rotary_factor", "llama_4_scaling_beta", "max_position_embeddings")
+_OWN = ("partial_rotary_factor", "llama_4_scaling_beta", "max_position_embeddings", *MULTIMODAL)
 """Rope parameters that change something in some families only; elsewhere transformers drops them, or fails."""
 
 

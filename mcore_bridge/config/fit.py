@@ -50,6 +50,8 @@ def check_model(dims: ParallelDims, settings: Mapping[str, object]) -> None:
         raise MeshError(f"etp={dims.etp} must be 1: megatron-core cannot cut experts that have biases; use ep instead")
     if not settings.get("multi_latent_attention"):
         _check_groups(dims, settings)
+    if settings.get("experimental_attention_variant") == "gated_delta_net":
+        _check_linear_heads(dims, settings)
     _check_split(dims, settings)
 
 
@@ -81,6 +83,16 @@ def _check_groups(dims: ParallelDims, settings: Mapping[str, object]) -> None:
         raise MeshError(
             f"tp={dims.tp} must divide the {num_heads * channels} rows of linear_qkv (num_attention_heads={heads}, "
             f"{_say('num_query_groups', groups)}, {_say('kv_channels', channels)}): choose a smaller tp"
+        )
+
+
+def _check_linear_heads(dims: ParallelDims, settings: Mapping[str, object]) -> None:
+    """A head of linear attention keeps one state for the whole sequence: unlike key and value heads it is never cut."""
+    heads = settings.get("linear_num_key_heads")  # whose multiple the value heads are
+    if isinstance(heads, int) and heads % (dims.tp * dims.cp):
+        raise MeshError(
+            f"tp={dims.tp} times cp={dims.cp} must divide linear_num_key_heads={heads}: megatron-core deals out whole "
+            "heads of linear attention over both; choose a smaller tp or cp"
         )
 
 

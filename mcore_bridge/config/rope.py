@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from mcore_bridge.config.fields import Hf, count
-from mcore_bridge.config.spelling import checked, read_parameters, spelled
+from mcore_bridge.config.spelling import MULTIMODAL, checked, read_parameters, spelled
 from mcore_bridge.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _ORIGINAL = "original_max_position_embeddings"
-_NOT_FREQUENCIES = ("partial_rotary_factor", "llama_4_scaling_beta", "max_position_embeddings")
+_NOT_FREQUENCIES = ("partial_rotary_factor", "llama_4_scaling_beta", "max_position_embeddings", *MULTIMODAL)
 
 
 @dataclass(frozen=True, kw_only=True)

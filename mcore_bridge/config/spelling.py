@@ -30,6 +30,8 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
     ),
     "longrope": ("attention_factor", "factor"),
 }
+MULTIMODAL = ("mrope_section", "mrope_interleaved")
+"""How dims are shared among the three positions of an image. A text has one position, whatever these say."""
 _NEUTRAL = (("partial_rotary_factor", None), ("partial_rotary_factor", 1))
 _PER_DIM = ("short_factor", "long_factor")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -111,7 +113,7 @@ def checked(parameters: Mapping[str, object]) -> dict[str, object]:
         if not _is_valid(name, value := parameters.get(name)):
             what = "numbers" if name in _PER_DIM else "a number"
             raise ConfigError(f"A rope of type {rope_type!r} must have {what} as {name!r}, found {value!r}.")
-    known = {"rope_type", "partial_rotary_factor", *required, *_OPTIONAL.get(str(rope_type), ())}
+    known = {"rope_type", "partial_rotary_factor", *required, *_OPTIONAL.get(str(rope_type), ()), *MULTIMODAL}
     if unknown := {name: parameters[name] for name in sorted(parameters) if name not in known}:
         raise ConfigError(
             f"A rope of type {rope_type!r} may have the keys {sorted(known)}, found also {unknown}. transformers "

@@ -16,9 +16,9 @@ from mcore_bridge.config.checks import (
     config_fields,
     gpt_argument_names,
     require_known,
+    require_layers,
     require_overridable,
     require_vocab,
-    require_windows,
 )
 from mcore_bridge.config.fields import Field, count, to_hf, to_mcore
 from mcore_bridge.config.parallel import ParallelDims, check_model
@@ -113,7 +113,7 @@ def _settings(
         settings |= _latent_rope(rope, overrides) if latent else _rope_settings(rope.overridden(overrides), settings)
     if isinstance(sliding := settings.get("hf_sliding_rope"), Rope):
         settings["hf_sliding_rope"] = sliding.overridden(_only(overrides, frozenset({"kv_channels"})))
-    require_windows(settings)
+    require_layers(settings)
     require_known(settings, latent=latent)
     return settings
 

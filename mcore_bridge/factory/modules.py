@@ -151,12 +151,7 @@ class CoreAttention(nn.Module):
         )
 
     def _gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        num_ranks = self.cp_group.size()
-        dealt = [index for rank in range(num_ranks) for index in zigzag(rank, num_ranks)]
-        both = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=self.cp_group)
-        chunks = rearrange(both, "(chunks c) ... -> chunks c ...", chunks=2 * num_ranks)
-        order = torch.tensor(dealt, device=both.device).argsort()
-        both = rearrange(chunks[order], "chunks c ... -> (chunks c) ...")
+        both = gather_text(torch.cat((key, value), dim=-1), self.cp_group)
         key, value = both.split((key.size(-1), value.size(-1)), dim=-1)
         return key, value
 
@@ -184,6 +179,24 @@ class CoreAttention(nn.Module):
 def zigzag(rank: int, num_ranks: int) -> tuple[int, int]:
     """The two chunks, of ``2 * num_ranks``, that mcore gives to a context-parallel rank: one early, one late."""
     return rank, 2 * num_ranks - 1 - rank
+
+
+def gather_text(own: Tensor, cp_group: Any) -> Tensor:
+    """The tokens (dim 0) of all context-parallel ranks in the order of the text; backward sums their gradients."""
+    num_ranks = cp_group.size()
+    if num_ranks == 1:
+        return own
+    dealt = [index for rank in range(num_ranks) for index in zigzag(rank, num_ranks)]
+    chunks = gather_from_sequence_parallel_region(own, group=cp_group).chunk(2 * num_ranks)
+    return torch.cat([chunks[dealt.index(place)] for place in range(2 * num_ranks)])
+
+
+def own_text(whole: Tensor, cp_group: Any) -> Tensor:
+    """This context-parallel rank's tokens (dim 0) of a text: what ``gather_text`` gathered."""
+    if cp_group.size() == 1:
+        return whole
+    chunks = whole.chunk(2 * cp_group.size())
+    return torch.cat([chunks[index] for index in zigzag(cp_group.rank(), cp_group.size())])
 
 
 def places_in_text(query: Tensor, key: Tensor, cp_group: Any) -> Tensor:

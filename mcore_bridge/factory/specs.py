@@ -47,12 +47,15 @@ def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) ->
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+    from mcore_bridge.factory.delta import adapt_attention
     from mcore_bridge.factory.layer_rope import adapt_layer_rope
     from mcore_bridge.factory.norms import adapt_norm_placement, adapt_query_key_norms
     from mcore_bridge.factory.scores import adapt_scores
 
     use_te = backend == "te"
-    specs = get_gpt_decoder_layer_specs(config, use_te, config.normalization)
+    plain = copy.copy(config)
+    plain.experimental_attention_variant = None  # mcore 0.16 ignores it here and 0.19 refuses it: adapt_attention
+    specs = get_gpt_decoder_layer_specs(plain, use_te, config.normalization)
     for spec in {id(spec): spec for spec in specs}.values():  # mcore repeats one object for all like layers
         if not use_te:
             _use_torch_modules(spec.submodules, config)
@@ -65,7 +68,7 @@ def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) ->
         adapt_query_key_norms(spec.submodules, config, backend)
         adapt_norm_placement(spec.submodules, config, backend)
     return TransformerBlockSubmodules(
-        layer_specs=[copy.deepcopy(specs[layer]) for layer in layers],
+        layer_specs=[adapt_attention(copy.deepcopy(specs[layer]), config, layer, backend) for layer in layers],
         layer_norm=norm_of(backend),
     )
 

@@ -19,6 +19,7 @@ from mcore_bridge.weights.trace import Trace, trace
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import TransformerConfig
 
 
 Models = Sequence[nn.Module] | nn.Module
@@ -150,4 +151,16 @@ def _axes(chunk: GPTModel, provenance: Provenance) -> Axes:
         "experts": config.num_moe_experts or 0,
         "gate_up": 2,
         "mtp": config.mtp_num_layers or 0,
+        **_linear_axes(config),
     }
+
+
+def _linear_axes(config: TransformerConfig) -> dict[str, int]:
+    """The axes of linear attention, where a model has any."""
+    if config.experimental_attention_variant != "gated_delta_net":
+        return {}
+    heads = config.linear_num_key_heads
+    key, each = config.linear_key_head_dim, config.linear_num_value_heads // heads
+    value = each * config.linear_value_head_dim
+    joined = {"qkv": 2 * key + value, "qkvz": 2 * key + 2 * value, "ba": 2 * each}
+    return {"key_heads": heads, "key": key, "value": value, "each": each, **joined}

@@ -143,6 +143,21 @@ class Resize(Layout):
 
 
 @dataclass(frozen=True, slots=True)
+class Leading(Layout):
+    """``layout`` takes the first ``count`` parts to ``becomes`` parts; the other parts follow as they are."""
+
+    count: int
+    becomes: int
+    layout: Layout
+
+    def __call__(self, parts: Parts, axes: Axes) -> Parts:
+        return (*self.layout(parts[: self.count], axes), *parts[self.count :])
+
+    def __invert__(self) -> Leading:
+        return Leading(self.becomes, self.count, ~self.layout)
+
+
+@dataclass(frozen=True, slots=True)
 class Chain(Layout):
     """Layouts one after the other; the inverse runs the inverses in reverse order."""
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # TransformerEngine keeps the norm in front of a linear as `layer_norm_{weight,bias}` of that linear
 # (megatron-core 0.16.1, gpt_layer_specs.py: sharded_state_dict_keys_map).
 _FUSED_NORMS = (
-    (re.compile(r"self_attention\.linear_qkv\.layer_norm_(weight|bias)$"), r"input_layernorm.\1"),
+    (re.compile(r"self_attention\.(?:linear_qkv|in_proj)\.layer_norm_(weight|bias)$"), r"input_layernorm.\1"),
     (
         re.compile(r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$"),
         r"self_attention.\1_layernorm.\2",

@@ -1,0 +1,35 @@
+"""Entries of config tables for models in which some layers attend linearly, by the gated delta rule."""
+
+from mcore_bridge.config.fields import Derive, Hf, Mcore, count
+from mcore_bridge.errors import ConfigError
+
+_KINDS = ("full_attention", "linear_attention")
+
+
+def _linear(hf: Hf) -> dict[str, object]:
+    kinds, num_layers = hf.get("layer_types"), count(hf, "num_hidden_layers")
+    if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - set(_KINDS):
+        raise ConfigError(
+            f"layer_types must name one of {_KINDS} for each of the {num_layers} layers, found {kinds!r}."
+        )
+    if "linear_attention" not in kinds:
+        return {"experimental_attention_variant": None, "linear_attention_freq": None}
+    if hf.get("hidden_act") not in ("silu", "swish"):
+        raise ConfigError(
+            f"hidden_act must be 'silu' where layers attend linearly, found {hf.get('hidden_act')!r}: transformers "
+            "4.57 and 5 disagree on the activation of the convolution otherwise, and fused kernels know no other."
+        )
+    freq = [int(kind == "linear_attention") for kind in kinds]
+    return {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": freq}
+
+
+def _linear_back(mcore: Mcore) -> dict[str, object]:
+    num_layers, freq = mcore["num_layers"], mcore["linear_attention_freq"]
+    assert isinstance(num_layers, int)
+    if isinstance(freq, int):  # mcore: every freq-th layer is full
+        freq = [int(layer % freq != 0) for layer in range(1, num_layers + 1)]
+    linear = freq if isinstance(freq, list) else [0] * num_layers
+    return {"layer_types": [_KINDS[kind] for kind in linear[:num_layers]]}
+
+
+LINEAR_LAYERS = Derive(("layer_types",), _linear, _linear_back)
