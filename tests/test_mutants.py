@@ -203,7 +203,7 @@ def fates_unmutated(tp, hf, reference):
 def local_layer_numbers():
     """``canonical`` that takes a stage's own layer numbers for global ones."""
     true = names.canonical
-    names.canonical = lambda name, numbers: true(name, range(len(numbers)))
+    names.canonical = lambda name, numbering: true(name, names.Numbering(tuple(range(len(numbering.layers)))))
     dims = mb.ParallelDims(pp=2)
     try:
         dims.initialize(device="cpu")

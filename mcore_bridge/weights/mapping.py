@@ -1,8 +1,8 @@
 """Rules pair canonical mcore names with HF names through a layout, and a mapping is a total set of rules.
 
-Names hold ``*`` for a layer or expert number; an HF name that ends in ``[*]`` is that entry, along dim 0, of one tensor
-for all experts. Totality: every mcore parameter has exactly one rule, and every HF name leads to a rule or to the
-ignore list; anything else raises with the name.
+Names hold ``*`` for a layer or expert number (or a number, which stands for itself); an HF name that ends in ``[*]`` is
+that entry, along dim 0, of one tensor for all experts. Totality: every mcore parameter has exactly one rule, and every
+HF name leads to a rule or to the ignore list; anything else raises with the name.
 """
 
 from __future__ import annotations
@@ -134,6 +134,10 @@ class WeightMapping:
                 continue
             if rule.mcore in by_mcore:
                 raise MappingError(f"two rules for {rule.mcore}: {by_mcore[rule.mcore].hf} and {rule.hf}; keep one")
+            if any(name.count("*") != rule.mcore.count("*") for name in rule.hf):
+                raise MappingError(
+                    f"{rule.mcore} must have as many numbers ('*') as its HF names {rule.hf}; fix the rule"
+                )
             by_mcore[rule.mcore] = rule
             for name in rule.hf:
                 by_hf.setdefault(name.removesuffix("[*]"), []).append(rule)
@@ -148,14 +152,14 @@ class WeightMapping:
             MappingError: when no rule has this name.
         """
         pattern = pattern_of(mcore)
-        rule = self._by_mcore.get(pattern)
+        rule = self._by_mcore.get(mcore) or self._by_mcore.get(pattern)
         if rule is None:
             near = get_close_matches(pattern, self._by_mcore, n=3)
             raise MappingError(
                 f"no rule for the mcore parameter {mcore}; the nearest rules are {near}. Add a rule for it to the "
                 "architecture, or build the model without it"
             )
-        numbers = _NUMBER.findall(mcore)
+        numbers = _NUMBER.findall(mcore) if "*" in rule.mcore else []
         names = tuple(_fill(name, numbers, rule.offset) for name in rule.hf)
         return Binding(mcore, names, rule.layout, rule.exported, rule.axis, self._copies.get(mcore, ()))
 
