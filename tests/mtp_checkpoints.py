@@ -44,8 +44,8 @@ def published(hf: Any, num_mtp_layers: int = 1) -> dict[str, Tensor]:
         for shift, name in enumerate(("enorm", "hnorm", "shared_head.norm")):
             state[around[name]] = norm.roll(shift).contiguous()
         if not _are_beside(hf):
-            state[f"{prefix}embed_tokens.weight"] = state["model.embed_tokens.weight"]
-            state[f"{prefix}shared_head.head.weight"] = state["lm_head.weight"]
+            state[f"{prefix}embed_tokens.weight"] = state["model.embed_tokens.weight"].clone()
+            state[f"{prefix}shared_head.head.weight"] = state["lm_head.weight"].clone()
     return state
 
 

@@ -9,6 +9,8 @@ from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
 from mcore_bridge.factory.blueprint import draw
 from mcore_bridge.weights.load import load_hf_weights
 from tests import fake_mesh, mtp_checkpoints, pool, stepping, zoo
+from tests.strategies import save
+from tests.tiny import relative_error, tokens
 
 LAYERS = 4
 MESHES = [
@@ -114,3 +116,26 @@ def test_like_a_layer_that_attends_linearly_they_are_refused():
     hf.layer_types = ["full_attention", *["linear_attention"] * 3]
     with pytest.raises(MeshError, match="attends linearly"):
         draw(hf, dims=ParallelDims(), dtype=torch.float32, overrides={"mtp_num_layers": 1})
+
+
+def trained(folder, meshes):
+    """Runs in each worker: the gradients of a step on each mesh, whose loss has that of the MTP layer in it."""
+    found = []
+    for sizes in meshes:
+        dims = ParallelDims(**sizes)
+        with stepping.mesh(dims):
+            batch = tokens(8, seq_len=16, vocab_size=96)
+            found.append(stepping.train(folder, dims, batch, micro_batch_size=2, overrides={"mtp_num_layers": 1}))
+    return found
+
+
+def test_their_gradients_do_not_depend_on_the_mesh(tmp_path):
+    hf, state = published(1)
+    save(state, hf, tmp_path)
+    ((expected,),) = pool.run(1, trained, str(tmp_path), [{}])
+    assert expected["grads"][f"model.layers.{LAYERS}.eh_proj.weight"].any()
+    meshes = [{"tp": 2, "sp": True, "ep": 2}, {"pp": 2}, {"ep": 2}, {"pp": 2, "layout": "Etttt|mL"}]
+    for steps in pool.run(2, trained, str(tmp_path), meshes):
+        for sizes, step in zip(meshes, steps, strict=True):
+            errors = {name: relative_error(step["grads"][name], grad) for name, grad in expected["grads"].items()}
+            assert max(errors.values()) < 1e-4, (sizes, errors)
