@@ -53,7 +53,11 @@ def read_parameters(hf: Hf) -> dict[str, object]:
 
 def merged(hf: Hf) -> dict[str, object]:
     """The rope parameters of a config of either spelling, in that of transformers 5, whatever they ask for."""
-    spellings = [dict(value) for name in ("rope_parameters", "rope_scaling") if isinstance(value := hf.get(name), dict)]
+    given = {name: hf[name] for name in ("rope_parameters", "rope_scaling") if hf.get(name) is not None}
+    for name, value in given.items():
+        if not isinstance(value, dict):
+            raise ConfigError(f"{name} must be a mapping of rope parameters or None, found {value!r}.")
+    spellings = [dict(value) for value in given.values() if isinstance(value, dict)]
     completed = [_completed(parameters, hf) for parameters in spellings if parameters] or [_completed({}, hf)]
     if completed[0] != completed[-1]:
         raise ConfigError(f"rope_parameters and rope_scaling must agree, found {spellings}. Delete one of them.")
