@@ -13,8 +13,7 @@ What megatron-core's `GPTModel` cannot compute exactly as the HF model does rais
 anything is built. That is so for families as a whole, where neither a config nor a small module in a slot of
 megatron-core's own layers would do; for values of fields in families that are supported; and for each field of a
 config that the table of its family does not know. A name that is neither here nor in [families.md](families.md) is
-one that nobody has looked at or written. A package that has layers of its own can register any name that is refused
-here.
+one that nobody has written. A package that has layers of its own can register any name that is refused here.
 
 The code that is named was read in megatron-core 0.16.1 and 0.19.2, and in transformers 5.23; tests look for each of
 these names in what is installed, and try each of these values.

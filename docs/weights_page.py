@@ -24,9 +24,9 @@ what it has of its own. Layouts are explained in [design.md](design.md); `>>` co
 layer or an expert, `[*]` that of an expert inside of one tensor for all. Norms and biases that a config switches off
 are not there.
 
-Not named again are the blocks of all families, {everywhere}, and the output layer, which is `lm_head.weight` (VOCAB),
-or the embedding where both are tied. Layers for multi-token prediction (MTP) are numbered behind those of the decoder
-in HF.
+Not named again are the blocks of all families ({everywhere}) and the output layer, which is
+`lm_head.weight` (VOCAB), or the embedding where both are tied. Layers for multi-token prediction (MTP) are numbered
+behind those of the decoder in HF; in which of the layers a block is, the config says.
 """
 DIALECTS = """Routed experts have two dialects. `split` is one tensor for each expert, `fused` one for all of a layer,
 named `gate_up_proj` and `down_proj` in the module `experts`. Folders of either are read; the one that is named with a
