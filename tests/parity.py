@@ -30,11 +30,11 @@ def reference_logits(hf: Any, seq: int = SEQ) -> Tensor:
         return model(tokens(hf, seq)).logits
 
 
-def reference_model(hf: Any, folder: str) -> Any:
-    """transformers' model with ``random_state``, all of which it takes, and nothing else in it."""
+def reference_model(hf: Any, folder: str, state: dict[str, Tensor] | None = None) -> Any:
+    """transformers' model with ``state`` or ``random_state``, all of which it takes, and nothing else in it."""
     from transformers import AutoModelForCausalLM
 
-    save(random_state(hf), hf, folder)
+    save(state or random_state(hf), hf, folder)
     model, info = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
     )

@@ -138,7 +138,7 @@ def change_a_size(folder: Path) -> None:
 
 
 def unknown_architecture(folder: Path) -> None:
-    configured(folder, model_type="gemma2")
+    configured(folder, model_type="xglm")
 
 
 def unknown_field(folder: Path) -> None:
@@ -156,7 +156,7 @@ def remove_the_config(folder: Path) -> None:
         (remove_a_shard, "names files that are missing"),
         (remove_a_tensor, "missing ['model.norm.weight']"),
         (change_a_size, "is this the checkpoint of this config?"),
-        (unknown_architecture, "'gemma2'; nearest names"),
+        (unknown_architecture, "'xglm'; nearest names"),
         (unknown_field, "use_magic"),
         (remove_the_config, "config.json"),
     ],

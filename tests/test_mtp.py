@@ -5,10 +5,12 @@ import torch
 
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
-from mcore_bridge.errors import CheckpointError
+from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
+from mcore_bridge.factory.blueprint import draw
 from mcore_bridge.weights.load import load_hf_weights
-from tests import fake_mesh, pool, stepping
-from tests.strategies import random_state, tiny
+from tests import fake_mesh, mtp_checkpoints, pool, stepping, zoo
+from tests.strategies import save
+from tests.tiny import relative_error, tokens
 
 LAYERS = 4
 MESHES = [
@@ -22,32 +24,10 @@ MESHES = [
 ]
 
 
-def published(num_mtp_layers, **fields):
-    """A config, and the tensors of its checkpoint as GLM-4.5 is published: MTP layers behind the decoder's, copies."""
-    hf = tiny(
-        "glm4_moe",
-        num_key_value_heads=2,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        n_shared_experts=1,
-        num_nextn_predict_layers=num_mtp_layers,
-        use_qk_norm=True,
-        **fields,
-    )
-    state = random_state(hf)
-    for number in range(LAYERS, LAYERS + num_mtp_layers):
-        prefix = f"model.layers.{number}."
-        generator = torch.Generator().manual_seed(number)
-        like = {name: tensor for name, tensor in state.items() if name.startswith(f"model.layers.{LAYERS - 1}.")}
-        for name, tensor in like.items():
-            state[name.replace(f"model.layers.{LAYERS - 1}.", prefix)] = torch.randn(tensor.shape, generator=generator)
-        for name in ("enorm", "hnorm", "shared_head.norm"):
-            state[f"{prefix}{name}.weight"] = 1 + 0.1 * torch.randn(48, generator=generator)
-        state[f"{prefix}eh_proj.weight"] = torch.randn(48, 96, generator=generator) * 0.1
-        state[f"{prefix}embed_tokens.weight"] = state["model.embed_tokens.weight"]
-        state[f"{prefix}shared_head.head.weight"] = state["lm_head.weight"]
-    return hf, state
+def published(num_mtp_layers, name="glm4_moe"):
+    """A config, and the tensors of its checkpoint."""
+    hf = mtp_checkpoints.config(name, num_mtp_layers)
+    return hf, mtp_checkpoints.published(hf, num_mtp_layers)
 
 
 def goes_round(hf, state, dims, num_mtp_layers):
@@ -60,10 +40,10 @@ def goes_round(hf, state, dims, num_mtp_layers):
     assert all(torch.equal(exported[name], state[name]) for name in state)
 
 
-@pytest.mark.parametrize("num_mtp_layers", [1, 2])
+@pytest.mark.parametrize(("name", "num_mtp_layers"), [("glm4_moe", 1), ("glm4_moe", 2), ("qwen3_next", 1)])
 @pytest.mark.parametrize("dims", MESHES, ids=str)
-def test_they_go_round(dims, num_mtp_layers):
-    goes_round(*published(num_mtp_layers), dims, num_mtp_layers)
+def test_they_go_round(dims, name, num_mtp_layers):
+    goes_round(*published(num_mtp_layers, name), dims, num_mtp_layers)
 
 
 @pytest.mark.parametrize("layout", ["Ettt|tmL", "Etttt|mL", "Ett|tt|m|L", "Ettt|t|m|L"])
@@ -71,21 +51,22 @@ def test_they_go_round_in_a_stage_of_their_own(layout):
     goes_round(*published(1), ParallelDims(pp=layout.count("|") + 1, layout=layout), 1)
 
 
-@pytest.mark.parametrize("dims", MESHES, ids=str)
-def test_in_the_file_and_not_built_they_are_ignored_and_reported(dims):
-    hf, state = published(1)
+@pytest.mark.parametrize("name", mtp_checkpoints.CASES)
+@pytest.mark.parametrize("dims", MESHES[2:3], ids=str)
+def test_in_the_file_and_not_built_they_are_ignored_and_reported(dims, name):
+    hf, state = published(1, name)
     reports = []
     held = fake_mesh.build_everywhere(
         hf, dims, lambda chunks: reports.append(load_hf_weights(chunks, state)), dtype=torch.float32
     )
-    extra = {name for name in state if name.startswith(f"model.layers.{LAYERS}.")}
+    extra = {name for name in state if mtp_checkpoints.is_mtp(hf, name)}
     assert all(set(report.ignored) == extra for report in reports)
     assert fake_mesh.export(held).keys() == state.keys() - extra
 
 
 def test_layers_beyond_those_that_the_config_has_are_unexpected():
     hf, state = published(1)
-    more = {**state, f"model.layers.{LAYERS + 1}.enorm.weight": torch.ones(48)}
+    more = {**state, f"model.layers.{LAYERS + 1}.enorm.weight": torch.ones(hf.hidden_size)}
     with pytest.raises(CheckpointError, match=r"unexpected.*layers.5.enorm"):
         fake_mesh.build_everywhere(hf, ParallelDims(), lambda c: load_hf_weights(c, more), dtype=torch.float32)
 
@@ -122,3 +103,39 @@ def test_built_and_not_in_the_file_they_are_drawn_and_reported(sizes):
             assert torch.equal(exported[name], results[0][1][name])
             if "norm" not in name and "bias" not in name:
                 assert 0.01 < exported[name].std() < 0.03, name
+
+
+@pytest.mark.parametrize(("name", "count"), [("qwen3_moe", 1), ("glm4_moe", 2), ("qwen3_next", 2)])
+def test_more_than_have_names_are_refused(name, count):
+    with pytest.raises(ConfigError, match=rf"mtp_num_layers={count} must be at most {count - 1}"):
+        draw(zoo.cases()[name].hf, dims=ParallelDims(), dtype=torch.float32, overrides={"mtp_num_layers": count})
+
+
+def test_like_a_layer_that_attends_linearly_they_are_refused():
+    hf = zoo.cases()["qwen3_next"].hf
+    hf.layer_types = ["full_attention", *["linear_attention"] * 3]
+    with pytest.raises(MeshError, match="attends linearly"):
+        draw(hf, dims=ParallelDims(), dtype=torch.float32, overrides={"mtp_num_layers": 1})
+
+
+def trained(folder, meshes):
+    """Runs in each worker: the gradients of a step on each mesh, whose loss has that of the MTP layer in it."""
+    found = []
+    for sizes in meshes:
+        dims = ParallelDims(**sizes)
+        with stepping.mesh(dims):
+            batch = tokens(8, seq_len=16, vocab_size=96)
+            found.append(stepping.train(folder, dims, batch, micro_batch_size=2, overrides={"mtp_num_layers": 1}))
+    return found
+
+
+def test_their_gradients_do_not_depend_on_the_mesh(tmp_path):
+    hf, state = published(1)
+    save(state, hf, tmp_path)
+    ((expected,),) = pool.run(1, trained, str(tmp_path), [{}])
+    assert expected["grads"][f"model.layers.{LAYERS}.eh_proj.weight"].any()
+    meshes = [{"tp": 2, "sp": True, "ep": 2}, {"pp": 2}, {"ep": 2}, {"pp": 2, "layout": "Etttt|mL"}]
+    for steps in pool.run(2, trained, str(tmp_path), meshes):
+        for sizes, step in zip(meshes, steps, strict=True):
+            errors = {name: relative_error(step["grads"][name], grad) for name, grad in expected["grads"].items()}
+            assert max(errors.values()) < 1e-4, (sizes, errors)

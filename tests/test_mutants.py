@@ -58,7 +58,7 @@ def exchange(one: str, other: str):
     """A mutation that gives each of two parameters the other's HF names."""
 
     def mutate(rules):
-        hf = {rule.mcore: rule.hf for rule in rules}
+        hf = {rule.mcore: rule.hf for rule in rules if not rule.mcore.startswith("mtp.")}
         (first,) = (name for name in hf if name.endswith(one))
         (second,) = (name for name in hf if name.endswith(other))
         switched = {first: hf[second], second: hf[first]}

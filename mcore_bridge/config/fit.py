@@ -111,6 +111,9 @@ def _check_split(dims: ParallelDims, settings: Mapping[str, object]) -> None:
         raise MeshError(
             "mtp_num_layers must be None: it is not known which window or rope MTP layers of this model have"
         )
+    linear = settings.get("linear_attention_freq")
+    if wanted and isinstance(linear, list) and linear[num_layers - 1]:
+        raise MeshError("mtp_num_layers must be None: MTP layers are like the last layer, which attends linearly here")
     placed = sum(stage.num_mtp_layers for stage in dims.stages(num_layers))
     if dims.layout is not None and placed != wanted:
         raise MeshError(

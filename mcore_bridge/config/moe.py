@@ -224,8 +224,11 @@ CLAMPED_GATE: tuple[Field, ...] = (
 )
 """gpt-oss: ``(up + 1) * gate * sigmoid(1.702 * gate)``, of gate and up within a limit."""
 MTP_ON_REQUEST = Ignore(
-    "MTP layers are built on request: override mtp_num_layers", ("num_nextn_predict_layers", "num_mtp_layers")
+    "MTP layers are built on request: override mtp_num_layers",
+    ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"),
 )
+"""No logits depend on layers that predict further tokens, so that a model may have them or not."""
+MTP_NEVER = Ignore("MTP layers are not built: it is not known how their weights are used", MTP_ON_REQUEST.names)
 NO_SHARED: tuple[Field, ...] = (Const("moe_shared_expert_intermediate_size", None),)
 SHARED_GATED: tuple[Field, ...] = (
     Map("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),

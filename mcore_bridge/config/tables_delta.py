@@ -3,6 +3,7 @@
 from mcore_bridge.config import derived_delta
 from mcore_bridge.config.derived_rope import rope
 from mcore_bridge.config.fields import Const, Field, Ignore, Map, Require
+from mcore_bridge.config.moe import MTP_ON_REQUEST
 from mcore_bridge.config.spelling import MULTIMODAL
 from mcore_bridge.config.tables import BIAS_ATTENTION, QK_NORMED, WINDOW_NONE
 
@@ -20,9 +21,8 @@ DELTA: tuple[Field, ...] = (
     Require("attn_output_gate", (True,), "full attention has an output gate in transformers, whatever this says"),
     Ignore("transformers has made layer_types of it", ("full_attention_interval",)),
     Ignore("it tells inference engines how to keep a state, which training always has in fp32", ("mamba_ssm_dtype",)),
-    Ignore(
-        "layers that predict further tokens are not built", ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
-    ),
+    MTP_ON_REQUEST,
+    Require("mtp_use_dedicated_embeddings", (False, None), "MTP layers of GPTModel share the embedding"),
 )
 """Linear attention in some layers, full attention with an output gate in the others."""
 NO_MIXED_MLP = Require(

@@ -15,7 +15,7 @@ import torch
 from mcore_bridge.architecture import Architecture, architecture_of
 from mcore_bridge.config import transformer
 from mcore_bridge.config.parallel import ParallelDims, Stage
-from mcore_bridge.errors import MeshError
+from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory import specs
 from mcore_bridge.factory.census import resolve_layout
 from mcore_bridge.factory.heads import check_head
@@ -99,6 +99,7 @@ def draw(
     chosen = specs.choose_backend(backend, device=device)
     num_mtp_layers = (overrides or {}).get("mtp_num_layers") or 0
     assert isinstance(num_mtp_layers, int)
+    _check_mtp(provenance, num_mtp_layers)
     dims = resolve_layout(dims, hf, dtype=dtype, head=head, num_mtp_layers=num_mtp_layers)
     overrides = {"moe_grouped_gemm": chosen == "te", **_interleaved(dims, overrides)}
     table = architecture.fields
@@ -116,6 +117,17 @@ def draw(
         config=config,
         gpt_arguments=gpt_arguments,
     )
+
+
+def _check_mtp(provenance: Provenance, wanted: int) -> None:
+    """Before a model is built whose MTP layers have no names in HF."""
+    counts = {rule.count for rule in provenance.rules if rule.mcore.startswith("mtp.layers.*")}
+    known = min((count for count in counts if count is not None), default=wanted if counts else 0)
+    if wanted > known:
+        raise ConfigError(
+            f"mtp_num_layers={wanted} must be at most {known}, as many MTP layers as {provenance.hf.model_type} has "
+            "names for with this HF config: remove the override, or say in the HF config how many a checkpoint holds"
+        )
 
 
 def _interleaved(dims: ParallelDims, overrides: Overrides | None) -> Overrides:

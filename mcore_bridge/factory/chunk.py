@@ -67,6 +67,8 @@ def build_chunk(blueprint: Blueprint, stage: Stage, *, seed: int) -> GPTModel:
         pg_collection=groups if blueprint.config.perform_initialization else without_tie,
         **blueprint.gpt_arguments,
     )
+    if blueprint.device.type == "cuda":  # mcore makes routers and their biases on CPU, and moves some at the first step
+        model.to(blueprint.device)
     model.pg_collection.embd = model.embd_group = groups.embd
     built = [layer.layer_number - 1 for layer in model.decoder.layers]
     if built != list(stage.layers):

@@ -60,6 +60,10 @@ MTP         = table(("enorm.weight",                        "enorm.weight",     
                     ("hnorm.weight",                        "hnorm.weight",                    REPLICATED),
                     ("eh_proj.weight",                      "eh_proj.weight",                  COLUMN),
                     ("final_layernorm.weight",              "shared_head.norm.weight",         REPLICATED))
+MTP_AROUND  = table(("enorm.weight",                        "pre_fc_norm_embedding.weight",    REPLICATED),
+                    ("hnorm.weight",                        "pre_fc_norm_hidden.weight",       REPLICATED),
+                    ("eh_proj.weight",                      "fc.weight",                       COLUMN),
+                    ("final_layernorm.weight",              "norm.weight",                     REPLICATED))
 FUSED_GQA   = table(("self_attention.linear_qkv.weight",    "self_attn.qkv_proj.weight",       FUSED_QKV),
                     ("self_attention.linear_proj.weight",   "self_attn.o_proj.weight",         ROW))
 FUSED_GLU   = under("mlp", "mlp", table(
@@ -109,6 +113,12 @@ def mtp_behind(hf: "PretrainedConfig", *layer: Rules) -> Rules:
         for number in range(first, first + count)
     )
     return (*numbered(rules, offset=first, count=count), *copies)
+
+
+def mtp_beside(*layer: Rules) -> Rules:
+    """The one MTP layer of Qwen, beside the decoder: a ``layer`` with norms and a projection that have no number."""
+    around = under("mtp.layers.0", "mtp", MTP_AROUND)
+    return (*around, *numbered(under("mtp.layers.*.transformer_layer", "mtp.layers.*", *layer), count=1))
 
 
 def mlp(up: str, down: str) -> Rules:

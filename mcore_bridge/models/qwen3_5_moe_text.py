@@ -6,16 +6,16 @@ from mcore_bridge.config.moe import MOE, SHARED_GATED, SOFTMAX_NORMALISED
 from mcore_bridge.config.tables import DECODER, but
 from mcore_bridge.config.tables_delta import DELTA, NO_MIXED_MLP
 from mcore_bridge.models import blocks
-from mcore_bridge.models.blocks import decoder
+from mcore_bridge.models.blocks import decoder, mtp_beside
 from mcore_bridge.models.blocks_delta import DELTA_IN, DELTA_LAYER
 
 NO_DENSE = Ignore("no layer has a dense MLP", ("intermediate_size",))
+LAYER = (DELTA_LAYER, blocks.MOE, blocks.SHARED_GATED)
 ARCHITECTURE = Architecture(
     model_type="qwen3_5_moe_text",
     fields=(
         *(*but(DECODER, *DELTA, NO_DENSE), *MOE, *SOFTMAX_NORMALISED, *SHARED_GATED, NO_MIXED_MLP),
         Map("moe_intermediate_size", "moe_ffn_hidden_size"),
     ),
-    rules=lambda hf: decoder(DELTA_LAYER, DELTA_IN, blocks.MOE, blocks.SHARED_GATED),
-    ignored=("mtp.*",),
+    rules=lambda hf: (*decoder(*LAYER, DELTA_IN), *mtp_beside(*LAYER)),
 )

@@ -6,15 +6,15 @@ from mcore_bridge.config.moe import MOE, SHARED_GATED, SOFTMAX_BY_CONFIG, SPARSE
 from mcore_bridge.config.tables import DECODER, but
 from mcore_bridge.config.tables_delta import DELTA
 from mcore_bridge.models import blocks
-from mcore_bridge.models.blocks import SWIGLU, decoder
+from mcore_bridge.models.blocks import SWIGLU, decoder, mtp_beside
 from mcore_bridge.models.blocks_delta import DELTA_IN_HEAD, DELTA_LAYER
 
+LAYER = (DELTA_LAYER, blocks.MOE, blocks.SHARED_GATED)
 ARCHITECTURE = Architecture(
     model_type="qwen3_next",
     fields=(
         *(*but(DECODER, *DELTA), *MOE, *SOFTMAX_BY_CONFIG, *SHARED_GATED),
         *(SPARSE_STEP, Map("moe_intermediate_size", "moe_ffn_hidden_size")),
     ),
-    rules=lambda hf: decoder(DELTA_LAYER, DELTA_IN_HEAD, SWIGLU, blocks.MOE, blocks.SHARED_GATED),
-    ignored=("mtp.*",),
+    rules=lambda hf: (*decoder(*LAYER, DELTA_IN_HEAD, SWIGLU), *mtp_beside(*LAYER)),
 )
