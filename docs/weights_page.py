@@ -25,17 +25,22 @@ layer or an expert, `[*]` that of an expert inside of one tensor for all. Norms 
 are not there.
 
 Not named again are the blocks of all families ({everywhere}) and the output layer, which is
-`lm_head.weight` (VOCAB), or the embedding where both are tied. Layers for multi-token prediction (MTP) are numbered
-behind those of the decoder in HF; in which of the layers a block is, the config says.
+`lm_head.weight` (VOCAB), or the embedding where both are tied. Layers for multi-token prediction (MTP) are `model.layers.*` in
+HF, numbered behind those of the decoder, where it is not said otherwise. In which of the layers a block is, the config
+says.
 """
 DIALECTS = """Routed experts have two dialects. `split` is one tensor for each expert, `fused` one for all of a layer,
 named `gate_up_proj` and `down_proj` in the module `experts`. Folders of either are read; the one that is named with a
 family is that of its published checkpoints, and is written where there is no folder.
 """
-IN_LAYER = ("decoder.layers.*", "model.layers.*")
-IN_MTP = ("mtp.layers.*", "model.layers.*")
-IN_MTP_LAYER = ("mtp.layers.*.transformer_layer", "model.layers.*")
-PLACES = {"Once": None, "In each layer": IN_LAYER, "Around each layer of MTP": IN_MTP, "In such a layer": IN_MTP_LAYER}
+PLACES = {
+    "Once": ("", ""),
+    "In each layer": ("decoder.layers.*", "model.layers.*"),
+    "Around each layer of MTP": ("mtp.layers.*", "model.layers.*"),
+    "In each layer of MTP": ("mtp.layers.*.transformer_layer", "model.layers.*"),
+    "Around the layer of MTP, HF's `mtp`": ("mtp.layers.0", "mtp"),
+    "In the layer of MTP, HF's `mtp.layers.*`": ("mtp.layers.*.transformer_layer", "mtp.layers.*"),
+}
 Told = tuple[dict[str, list[str]], Rules]
 """The names of blocks by where they are, and the rules of no block."""
 
@@ -115,7 +120,7 @@ def _starting(rules: Rules) -> Iterator[tuple[str, str, int]]:
     plain = tuple(replace(rule, offset=0, count=None) for rule in rules)
     for name, block in BLOCKS.items():
         for place, prefixes in PLACES.items():
-            placed = block if prefixes is None else under(*prefixes, block)
+            placed = under(*prefixes, block) if any(prefixes) else block
             if plain[: len(placed)] == placed:
                 yield place, name, len(placed)
 
