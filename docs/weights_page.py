@@ -25,9 +25,9 @@ layer or an expert, `[*]` that of an expert inside of one tensor for all. Norms 
 are not there.
 
 Not named again are the blocks of all families ({everywhere}) and the output layer, which is
-`lm_head.weight` (VOCAB), or the embedding where both are tied. Layers for multi-token prediction (MTP) are `model.layers.*` in
-HF, numbered behind those of the decoder, where it is not said otherwise. In which of the layers a block is, the config
-says.
+`lm_head.weight` (VOCAB), or the embedding where both are tied. Layers for multi-token prediction (MTP) are
+`model.layers.*` in HF, numbered behind those of the decoder, where it is not said otherwise. In which of the layers a
+block is, the config says.
 """
 DIALECTS = """Routed experts have two dialects. `split` is one tensor for each expert, `fused` one for all of a layer,
 named `gate_up_proj` and `down_proj` in the module `experts`. Folders of either are read; the one that is named with a
