@@ -1,24 +1,21 @@
-"""Make docs/families.md, and the table in README.md, from the registry. With --check, only say whether they are so.
+"""Make docs/families.md and docs/refused.md, and the table in README.md, from the registry; --check only compares.
 
 python docs/make_families.py [--check]
 """
 
 import inspect
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from mcore_bridge.architecture import Architecture, architectures
-from mcore_bridge.config.fields import Field, Require
+import refused_page
+import weights_page
+
+from mcore_bridge.architecture import Architecture, architectures, refusals
 from mcore_bridge.config.spelling import ROPE_TYPES
-from mcore_bridge.config.tables import DENSE
-from mcore_bridge.weights import layout
-from mcore_bridge.weights.mapping import Rule
 
 ROOT = Path(__file__).parent.parent
 START, END = "<!-- families: made by docs/make_families.py -->", "<!-- end of families -->"
-LAYOUTS = {value: name for name, value in vars(layout).items() if name.isupper() and isinstance(value, layout.Layout)}
 
 
 def families() -> dict[str, tuple[Architecture, ModuleType]]:
@@ -37,59 +34,15 @@ def overview() -> str:
         lines = len(inspect.getsource(module).splitlines())
         rows.append(f"| {names} | {_description(module)} | {lines} |")
     ropes = ", ".join(f"`{name}`" for name in ROPE_TYPES)
-    return "\n".join([*rows, "", f"Rope types, where the family does not say otherwise: {ropes}."])
-
-
-def page() -> str:
-    """The text of docs/families.md."""
-    return "\n".join([*_page(), ""])
-
-
-def _page() -> Iterator[str]:
-    yield "# Families"
-    yield ""
-    yield "Made from the registry by `docs/make_families.py`; CI checks that it is up to date. The names of layouts are"
-    yield "explained in [design.md](design.md)."
-    yield ""
-    yield overview()
-    yield ""
-    yield "## What all of them need"
-    yield ""
-    yield from _requirements(DENSE)
-    for name, (architecture, module) in families().items():
-        yield ""
-        yield f"## {name}"
-        yield ""
-        yield _description(module)
-        own = tuple(field for field in architecture.fields if field not in DENSE)
-        requirements = list(_requirements(own))
-        if requirements:
-            yield ""
-            yield from requirements
-        yield ""
-        yield "| megatron-core | HF | layout |"
-        yield "|---|---|---|"
-        for rule in architecture.rules(None):
-            yield _row(rule)
-        if architecture.ignored:
-            yield ""
-            yield f"Left unused when a checkpoint holds it: {', '.join(f'`{each}`' for each in architecture.ignored)}."
+    count = sum(len(refusal.model_types) for refusal in refusals())
+    notes = f"""
+Rope types, where the family does not say otherwise: {ropes}.
+Refused by name are {count} more, each with the reason and where it was checked: [docs/refused.md](docs/refused.md)."""
+    return "\n".join([*rows, notes])
 
 
 def _description(module: ModuleType) -> str:
     return " ".join((module.__doc__ or "").split())
-
-
-def _requirements(fields: tuple[Field, ...]) -> Iterator[str]:
-    for field in fields:
-        if isinstance(field, Require):
-            values = " or ".join(f"`{value!r}`" for value in field.allowed)
-            yield f"- `{field.hf}` must be {values}: {field.reason}."
-
-
-def _row(rule: Rule) -> str:
-    hf = ", ".join(f"`{name}`" for name in rule.hf)
-    return f"| `{rule.mcore}` | {hf} | {LAYOUTS.get(rule.layout, 'own')} |"
 
 
 def wanted() -> dict[Path, str]:
@@ -97,18 +50,22 @@ def wanted() -> dict[Path, str]:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     before, rest = readme.split(START)
     after = rest.split(END)[1]
+    described = {name: (each, _description(module)) for name, (each, module) in families().items()}
+    files = {name: Path(str(module.__file__)).name for name, (_, module) in families().items()}
     return {
         ROOT / "README.md": f"{before}{START}\n{overview()}\n{END}{after}",
-        ROOT / "docs" / "families.md": page(),
+        ROOT / "docs" / "families.md": weights_page.page(described),
+        ROOT / "docs" / "refused.md": refused_page.page({name: each for name, (each, _) in described.items()}, files),
     }
 
 
 def main() -> None:
     """Write, or with --check compare."""
-    stale = [path for path, text in wanted().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    texts = wanted()
+    stale = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if "--check" not in sys.argv[1:]:
         for path in stale:
-            path.write_text(wanted()[path], encoding="utf-8")
+            path.write_text(texts[path], encoding="utf-8")
     elif stale:
         names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
         sys.exit(f"not what the registry says: {names}; run: python docs/make_families.py")

@@ -2,6 +2,9 @@
 
 Ours are the files of ``models/`` that define ``ARCHITECTURE``, so that a new one is one new file. Those of other
 packages come by ``register`` or, once a ``model_type`` is unknown, by entry points (``plugins.py``).
+
+A file of ``models/`` may define ``REFUSALS`` too: names that stay unknown, with the reason. Who can express one of them
+registers it.
 """
 
 import functools
@@ -54,7 +57,23 @@ class Architecture:
     model: type | None = None
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """Families that are refused by name.
+
+    Args:
+        model_types: as HF spells them.
+        reason: what of them megatron-core's ``GPTModel`` cannot express.
+        checked: where this was found in the code of transformers and of megatron-core, as dotted names.
+    """
+
+    model_types: tuple[str, ...]
+    reason: str
+    checked: tuple[str, ...]
+
+
 _REGISTRY: dict[str, Architecture] = {}
+_REFUSED: dict[str, Refusal] = {}
 
 
 def register(architecture: Architecture) -> Architecture:
@@ -73,16 +92,24 @@ def architectures() -> Mapping[str, Architecture]:
     return dict(_REGISTRY)
 
 
+def refusals() -> tuple[Refusal, ...]:
+    """Every refusal, in the order of the names."""
+    _load_ours()
+    return tuple(dict.fromkeys(_REFUSED[name] for name in sorted(_REFUSED)))
+
+
 def architecture_of(hf: "PretrainedConfig | str") -> Architecture:
     """The architecture of an HF config, or of a ``model_type``.
 
     Raises:
-        ConfigError: none is registered, nor offered by an entry point.
+        ConfigError: none is registered, nor offered by an entry point; with the reason where we refuse the name.
     """
     model_type = hf if isinstance(hf, str) else hf.model_type
     _load_ours()
     if model_type not in _REGISTRY:
         _load_theirs()
+    if model_type not in _REGISTRY and model_type in _REFUSED:
+        raise ConfigError(f"{_refused(model_type)}{_text_inside(hf)}")
     if model_type not in _REGISTRY:
         near = get_close_matches(model_type, list(_REGISTRY), n=3) or sorted(_REGISTRY)
         raise ConfigError(
@@ -95,28 +122,40 @@ def architecture_of(hf: "PretrainedConfig | str") -> Architecture:
 
 def read_hf(source: "str | os.PathLike[str] | PretrainedConfig") -> "PretrainedConfig":
     """``read_config``, for the families that transformers lacks too. Arguments and errors are the same."""
-    known = architectures().items()
-    return read_config(source, reads_as={name: each.reads_as for name, each in known if each.reads_as is not None})
+    known = architectures()
+    reads_as = {name: each.reads_as for name, each in known.items() if each.reads_as is not None}
+    refused = {name: _refused(name) for name in _REFUSED if name not in known}
+    return read_config(source, reads_as=reads_as, refused=refused)
+
+
+def _refused(model_type: str) -> str:
+    refusal = _REFUSED[model_type]
+    return (
+        f"The model_type must be one that megatron-core's GPTModel can express exactly, found {model_type!r}: "
+        f"{refusal.reason} (see {' and '.join(refusal.checked)}). A package with layers of its own can register it."
+    )
 
 
 def _text_inside(hf: "PretrainedConfig | str") -> str:
     """What to do with a model of images and text, whose other half no export of ours could give back."""
     text = getattr(hf, "text_config", None)
-    if text is None:
+    if text is None or text.model_type not in _REGISTRY:
         return ""
     return (
-        f" It joins a model of text ({text.model_type!r}) with others. To train the text alone, pass the text_config, "
-        "and as load_weights the pairs of names and tensors of the text, named as in a checkpoint of it alone."
+        f" To train its model of text ({text.model_type!r}) alone, pass the text_config, and as load_weights the pairs "
+        "of names and tensors of the text, named as in a checkpoint of it alone."
     )
 
 
 @functools.cache
 def _load_ours() -> None:
     package = importlib.import_module("mcore_bridge.models")
-    for module in pkgutil.iter_modules(package.__path__):
-        found = getattr(importlib.import_module(f"{package.__name__}.{module.name}"), "ARCHITECTURE", None)
-        if isinstance(found, Architecture):
+    for name in (module.name for module in pkgutil.iter_modules(package.__path__)):
+        module = importlib.import_module(f"{package.__name__}.{name}")
+        if isinstance(found := getattr(module, "ARCHITECTURE", None), Architecture):
             _add(found)
+        for refusal in getattr(module, "REFUSALS", ()):
+            _REFUSED.update(dict.fromkeys(refusal.model_types, refusal))
 
 
 def _load_theirs() -> None:

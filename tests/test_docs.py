@@ -14,7 +14,12 @@ from mcore_bridge.architecture import architectures
 from mcore_bridge.commands.doctor import MINIMUM, TESTED
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/design.md", "docs/families.md"]
+PAGES = [
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    *(f"docs/{name}.md" for name in ("design", "families", "refused")),
+]
 
 
 def make_families(*arguments: str) -> subprocess.CompletedProcess[str]:

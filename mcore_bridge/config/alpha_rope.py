@@ -58,4 +58,4 @@ def _rope(hf: Hf) -> dict[str, object]:
     return {"hf_rope": rope, "rotary_base": rope.theta, "rotary_percent": 1.0}
 
 
-ALPHA_ROPE = Derive(ROPE.names, _rope, ROPE.backward)
+ALPHA_ROPE = Derive(ROPE.names, _rope, ROPE.backward, ROPE.refuses)

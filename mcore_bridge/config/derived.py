@@ -30,7 +30,11 @@ def activation(field: str, *unread: str) -> Derive:
             raise ConfigError(f"{field} must be one of {sorted(known)}, which megatron-core has too; found {name!r}.")
         return {"activation_func": known[str(name)]}
 
-    return Derive((field, *unread), forward, lambda mcore: {field: _activation_name(mcore["activation_func"])})
+    def backward(mcore: Mcore) -> dict[str, object]:
+        return {field: _activation_name(mcore["activation_func"])}
+
+    others = "any but SiLU, GELU (exact, or by tanh), ReLU and its square: no other is known to be the same in both"
+    return Derive((field, *unread), forward, backward, (f"`{field}`, {others}",))
 
 
 def _activation_name(found: object) -> str:
@@ -105,7 +109,11 @@ def biases(attention: str, output: str | None, mlp: str | None) -> Derive:
             )
         return said
 
-    return Derive(names, forward, backward)
+    needed = dict.fromkeys(f"`{name}`" if name else "a bias of its output" for name in (attention, output))
+    lone = (
+        f"`{mlp}` without {' and '.join(needed)}: megatron-core's add_bias_linear gives a bias to all of attention too"
+    )
+    return Derive(names, forward, backward, () if mlp is None or {attention, output} == {mlp} else (lone,))
 
 
 def _window(hf: Hf) -> dict[str, object]:
@@ -193,6 +201,8 @@ def _hf_window(window: object) -> int | None:
     return int(window[0]) + 1
 
 
+_OTHER_LAYERS = "`layer_types` but `full_attention` and `sliding_attention`: the window is all that layers differ by"
+_DISAGREED = "`use_sliding_window=False` with sliding layers: the attention kernels of transformers disagree about them"
 # fmt: off
 ACTIVATION     = activation("hidden_act")
 HEADS          = Derive(("num_attention_heads", "num_key_value_heads", "head_dim"), _heads, _heads_back)
@@ -201,9 +211,11 @@ BIASES         = biases("attention_bias", "attention_bias", "mlp_bias")
 ATTENTION_BIAS = biases("attention_bias", "attention_bias", None)
 WINDOW         = Derive(("sliding_window",), _window, _window_back)
 WINDOW_IF_USED = Derive(("sliding_window", "use_sliding_window"), _window_if_used, _window_if_used_back)
-NO_WINDOWS     = Derive(("layer_types",), _no_windows, _no_windows_back)
-WINDOWS        = Derive(("sliding_window", "layer_types"), _windows, _windows_back)
+NO_WINDOWS     = Derive(("layer_types",), _no_windows, _no_windows_back, (
+    "`layer_types` but `full_attention`: versions of transformers disagree on which layers of this model slide",))
+WINDOWS        = Derive(("sliding_window", "layer_types"), _windows, _windows_back, (_OTHER_LAYERS,))
 SWITCHED       = Derive(
-    ("sliding_window", "layer_types", "use_sliding_window"), _windows_switched, _windows_switched_back
+    ("sliding_window", "layer_types", "use_sliding_window"), _windows_switched, _windows_switched_back,
+    (_OTHER_LAYERS, _DISAGREED),
 )
 # fmt: on

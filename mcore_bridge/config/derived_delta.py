@@ -32,4 +32,8 @@ def _linear_back(mcore: Mcore) -> dict[str, object]:
     return {"layer_types": [_KINDS[kind] for kind in linear[:num_layers]]}
 
 
-LINEAR_LAYERS = Derive(("layer_types",), _linear, _linear_back)
+_REFUSED = (
+    "`layer_types` but `full_attention` and `linear_attention`: the kind of attention is all that layers differ by",
+    "`hidden_act` but SiLU where layers attend linearly: transformers 4.57 and 5 disagree on the convolution otherwise",
+)
+LINEAR_LAYERS = Derive(("layer_types",), _linear, _linear_back, _REFUSED)

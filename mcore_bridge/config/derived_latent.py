@@ -45,5 +45,6 @@ def _require(hf: Hf, name: str, value: int) -> None:
         )
 
 
-HEADS = Derive((*_SIZES, "q_lora_rank", "num_key_value_heads", "qk_head_dim"), _heads, _heads_back)
+_REFUSED = ("`num_key_value_heads` but `num_attention_heads`: every head has a key of its own",)
+HEADS = Derive((*_SIZES, "q_lora_rank", "num_key_value_heads", "qk_head_dim"), _heads, _heads_back, _REFUSED)
 HEAD_DIM = Derive(("head_dim",), _rotated, lambda mcore: {})

@@ -5,7 +5,8 @@ from mcore_bridge.config.rope import Rope, rope_from
 from mcore_bridge.config.spelling import MULTIMODAL, ROPE_TYPES, spelled
 from mcore_bridge.errors import ConfigError
 
-_OWN = ("partial_rotary_factor", "llama_4_scaling_beta", "max_position_embeddings", *MULTIMODAL)
+_OF_YARN = ("llama_4_scaling_beta", "max_position_embeddings")
+_OWN = ("partial_rotary_factor", *_OF_YARN, *MULTIMODAL)
 """Rope parameters that change something in some families only; elsewhere transformers drops them, or fails."""
 
 
@@ -33,7 +34,14 @@ def rope(types: tuple[str, ...] = ROPE_TYPES, own: tuple[str, ...] = ()) -> Deri
         partial = {"partial_rotary_factor": found.partial_rotary_factor} if "partial_rotary_factor" in own else {}
         return spelled({**found.parameters, **partial})  # also where it is 1, which is not everybody's default
 
-    return Derive((*names, *at_the_top), forward, backward)
+    known = ", ".join(f"`{name}`" for name in types)
+    possible = (name for name in _OWN if "yarn" in types or name not in _OF_YARN)
+    unread = ", ".join(f"`{name}`" for name in possible if name not in own)
+    refuses = (
+        f"rope types but {known}: transformers computes no other in this family, or we do not reproduce it",
+        f"{unread} of a rope: the modelling code does not reproduce it",
+    )
+    return Derive((*names, *at_the_top), forward, backward, refuses[: 2 if unread else 1])
 
 
 def _no_rope(hf: Hf) -> dict[str, object]:

@@ -128,11 +128,15 @@ class Ignore:
 
 @dataclass(frozen=True, slots=True)
 class Derive:
-    """Several fields at once, by two functions that are each other's inverse."""
+    """Several fields at once, by two functions that are each other's inverse.
+
+    ``refuses`` says which values HF has and ``forward`` raises for, each as "what: why", for the documentation.
+    """
 
     names: tuple[str, ...]
     forward: Callable[[Hf], dict[str, object]]
     backward: Callable[[Mcore], dict[str, object]]
+    refuses: tuple[str, ...] = ()
 
     def to_mcore(self, hf: Hf) -> dict[str, object]:
         return self.forward(hf)

@@ -25,7 +25,10 @@ _OWNER = "_mcore_bridge_owner"
 
 
 def read_config(
-    source: "str | os.PathLike[str] | PretrainedConfig", *, reads_as: Mapping[str, str] | None = None
+    source: "str | os.PathLike[str] | PretrainedConfig",
+    *,
+    reads_as: Mapping[str, str] | None = None,
+    refused: Mapping[str, str] | None = None,
 ) -> "PretrainedConfig":
     """The HF config of ``source``, in the spelling of the installed transformers.
 
@@ -33,6 +36,7 @@ def read_config(
         source: a folder with a config.json, the name of a repository in the local hub cache, or a config, which is
             copied.
         reads_as: a ``model_type`` of transformers by one that it may lack: the class of the former reads the latter.
+        refused: what to say of a ``model_type`` that transformers may lack, and that no class of it would help.
 
     Raises:
         ConfigError: there is no config, it is not valid JSON, or transformers does not know its model_type.
@@ -43,7 +47,7 @@ def read_config(
         return _translated(copy.deepcopy(source))
     folder = find_folder(source)
     fields = _read_json(folder / _CONFIG)
-    hf = _config_class(fields, folder, reads_as or {})
+    hf = _config_class(fields, folder, reads_as or {}, refused or {})
     try:
         config = hf.from_dict(_spell(fields))
     except ConfigError:
@@ -94,7 +98,9 @@ def _read_json(path: Path) -> dict[str, object]:
     return fields
 
 
-def _config_class(fields: dict[str, object], folder: Path, reads_as: Mapping[str, str]) -> "type[PretrainedConfig]":
+def _config_class(
+    fields: dict[str, object], folder: Path, reads_as: Mapping[str, str], refused: Mapping[str, str]
+) -> "type[PretrainedConfig]":
     from transformers import CONFIG_MAPPING
 
     model_type = fields.get("model_type")
@@ -104,6 +110,8 @@ def _config_class(fields: dict[str, object], folder: Path, reads_as: Mapping[str
         list(plugins.load())  # which may register a class of theirs
     if model_type not in CONFIG_MAPPING and model_type in reads_as:
         return _borrowed(model_type, reads_as[model_type])
+    if model_type not in CONFIG_MAPPING and model_type in refused:
+        raise ConfigError(refused[model_type])
     if model_type not in CONFIG_MAPPING:
         near = get_close_matches(model_type, list(CONFIG_MAPPING.keys()), n=3)
         hint = f" Nearest names: {', '.join(near)}." if near else ""

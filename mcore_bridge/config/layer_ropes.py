@@ -72,9 +72,13 @@ def _unrotated(mcore: Mcore) -> list[int] | None:
     return [1 - each for each in slides] if isinstance(slides, list) else None
 
 
+_TWO_BASES = "another `rope_theta` for layers that slide: transformers 4 has one for this model"
+_NOWHERE = "`sliding_window` where no layer slides: transformers would rotate nowhere"
 _NAMES = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")
 # fmt: off
-LAYER_ROPES          = Derive(_NAMES, _ropes, _ropes_back)
-LAYER_ROPES_ONE_BASE = Derive(_NAMES, _ropes_of_one_base, _ropes_of_one_base_back)
-WINDOW_OR_NOPE       = Derive(derived.WINDOWS.names, _window_or_nope, _window_or_nope_back)
+LAYER_ROPES          = Derive(_NAMES, _ropes, _ropes_back, ROPE.refuses)
+LAYER_ROPES_ONE_BASE = Derive(_NAMES, _ropes_of_one_base, _ropes_of_one_base_back, (*ROPE.refuses, _TWO_BASES))
+WINDOW_OR_NOPE       = Derive(
+    derived.WINDOWS.names, _window_or_nope, _window_or_nope_back, (*derived.WINDOWS.refuses, _NOWHERE)
+)
 # fmt: on

@@ -162,16 +162,22 @@ def number(hf_name: str, mcore_name: str, *aka: str) -> Derive:
     def forward(hf: Hf) -> dict[str, object]:
         return {mcore_name: count(hf, hf_name)}
 
-    return Derive((hf_name, *aka), forward, lambda mcore: {hf_name: mcore[mcore_name]})
+    lists = f"`{hf_name}` that differs between layers: megatron-core's layers have it in common"
+    return Derive((hf_name, *aka), forward, lambda mcore: {hf_name: mcore[mcore_name]}, (lists,))
 
 
 # fmt: off
 SPARSE_STEP      = Derive(("decoder_sparse_step", "mlp_only_layers"), _sparse_step, _sparse_step_back)
-NORMALISED       = Derive(("norm_topk_prob",), _normalised, _normalised_back)
+NORMALISED       = Derive(("norm_topk_prob",), _normalised, _normalised_back, (
+    "`norm_topk_prob=True` with one expert for a token: its weight would be 1, which megatron-core refuses",))
 DENSE_FIRST      = Derive(("first_k_dense_replace", "moe_layer_freq"), _dense_first, _dense_first_back)
 MLP_TYPES        = Derive(("mlp_layer_types", "first_k_dense_replace"), _mlp_types, _mlp_types_back)
-GROUPS           = Derive(("n_group", "topk_group"), _groups, groups_back)
-IF_SEVERAL       = Derive(("norm_topk_prob",), _several_normalised, _several_normalised_back)
+GROUPS           = Derive(("n_group", "topk_group"), _groups, groups_back, (
+    "`n_group` above 1 unless `num_experts_per_tok` is twice `topk_group`: HF ranks a group by its two best experts, "
+    "megatron-core by as many as it takes from each (moe_utils.py, group_limited_topk)",))
+IF_SEVERAL       = Derive(("norm_topk_prob",), _several_normalised, _several_normalised_back, (
+    "`norm_topk_prob=False` with several experts for a token, or True with one: megatron-core normalises the weights "
+    "of sigmoid scores where there are several (moe_utils.py, topk_routing_with_score_function)",))
 QUICK_GELU       = Derive((), _quick_gelu, _quick_gelu_back)
 ONE_SIZE         = one_size()
 # fmt: on

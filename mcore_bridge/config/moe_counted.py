@@ -28,7 +28,12 @@ def _method_back(mcore: Mcore) -> dict[str, object]:
     return {"topk_method": "group_limited_greedy", **groups_back(mcore)}
 
 
-METHOD = Derive(("topk_method", "n_group", "topk_group"), _method, _method_back)
+_REFUSED = (
+    "`topk_method` but `greedy` and `group_limited_greedy`: transformers computes no other",
+    "`group_limited_greedy` unless `num_experts_per_tok` is below twice `topk_group`: HF ranks a group by its best "
+    "expert, megatron-core by as many as it takes from each (moe_utils.py, group_limited_topk)",
+)
+METHOD = Derive(("topk_method", "n_group", "topk_group"), _method, _method_back, _REFUSED)
 
 COUNTED: tuple[Field, ...] = (
     *but(MOE, Map("n_routed_experts", "num_moe_experts")),

@@ -1,0 +1,167 @@
+"""The text of docs/families.md: the weights of each family, told by blocks that families share."""
+
+import importlib
+import pkgutil
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from mcore_bridge import models, weights
+from mcore_bridge.architecture import Architecture
+from mcore_bridge.weights.layout import Chain, Layout
+from mcore_bridge.weights.mapping import Rule, Rules, fused, under
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+HEAD = """# Families and their weights
+
+Made from the registry by `docs/make_families.py`; CI checks that it is up to date. What a config may not ask for is
+in [refused.md](refused.md). A family is named with the blocks that it is put together from, which are below, and with
+what it has of its own. Layouts are explained in [design.md](design.md); `>>` composes them. `*` is the number of a
+layer or an expert, `[*]` that of an expert inside of one tensor for all. Norms and biases that a config switches off
+are not there.
+
+Not named again are the blocks of all families ({everywhere}) and the output layer, which is
+`lm_head.weight` (VOCAB), or the embedding where both are tied. Layers for multi-token prediction (MTP) are
+`model.layers.*` in HF, numbered behind those of the decoder, where it is not said otherwise. In which of the layers a
+block is, the config says.
+"""
+DIALECTS = """Routed experts have two dialects. `split` is one tensor for each expert, `fused` one for all of a layer,
+named `gate_up_proj` and `down_proj` in the module `experts`. Folders of either are read; the one that is named with a
+family is that of its published checkpoints, and is written where there is no folder.
+"""
+PLACES = {
+    "Once": ("", ""),
+    "In each layer": ("decoder.layers.*", "model.layers.*"),
+    "Around each layer of MTP": ("mtp.layers.*", "model.layers.*"),
+    "In each layer of MTP": ("mtp.layers.*.transformer_layer", "model.layers.*"),
+    "Around the layer of MTP, HF's `mtp`": ("mtp.layers.0", "mtp"),
+    "In the layer of MTP, HF's `mtp.layers.*`": ("mtp.layers.*.transformer_layer", "mtp.layers.*"),
+}
+Told = tuple[dict[str, list[str]], Rules]
+"""The names of blocks by where they are, and the rules of no block."""
+
+
+def _constants(package: ModuleType, prefix: str) -> Iterator[tuple[str, object]]:
+    """What the modules of ``package`` define in capitals whose names begin with ``prefix``."""
+    for name in (module.name for module in pkgutil.iter_modules(package.__path__)):
+        if name.startswith(prefix):
+            module = importlib.import_module(f"{package.__name__}.{name}")
+            yield from ((name, value) for name, value in vars(module).items() if name.isupper())
+
+
+LAYOUTS = {name: value for name, value in _constants(weights, "layout") if isinstance(value, Layout)}
+BLOCKS: dict[str, Rules] = {
+    name: value
+    for name, value in _constants(models, "blocks")
+    if isinstance(value, tuple) and value and all(isinstance(rule, Rule) for rule in value)
+}
+
+
+def page(families: Mapping[str, tuple[Architecture, str]]) -> str:
+    """The text of the page, from the architectures and what each is."""
+    rules = {name: architecture.rules(_default(architecture)) for name, (architecture, _) in families.items()}
+    told = {name: _told(each) for name, each in rules.items()}
+    uses = Counter(block for used, _ in told.values() for block in {name for names in used.values() for name in names})
+    everywhere = [name for name in BLOCKS if uses[name] == len(families)]
+    lines = [HEAD.format(everywhere=_quoted(everywhere)), DIALECTS]
+    for name, (architecture, description) in families.items():
+        lines += [f"## {name}", "", description, "", *_family(architecture, rules[name], told[name], everywhere), ""]
+    return "\n".join([*lines, "## Blocks", "", *_blocks([name for name in sorted(BLOCKS) if uses[name]]), ""])
+
+
+def _family(architecture: Architecture, rules: Rules, told: Told, everywhere: list[str]) -> Iterator[str]:
+    used, own = told
+    for place, names in used.items():
+        if named := [name for name in names if name not in everywhere]:
+            yield f"- {place}: {_quoted(named)}"
+    if fused(rules) != rules:
+        yield f"- Routed experts: `{architecture.dialect}`"
+    elif any(rule.axis == "etp" for rule in rules):
+        yield "- Routed experts: always one tensor for all of a layer"
+    if architecture.ignored:
+        yield f"- Left unused when a checkpoint holds it: {_quoted(architecture.ignored)}"
+    if own:
+        yield ""
+        yield from _table(own)
+
+
+def _default(architecture: Architecture) -> "PretrainedConfig":
+    """A default config, with a layer of multi-token prediction, so that what goes with one shows."""
+    from transformers import CONFIG_MAPPING
+
+    hf: PretrainedConfig = CONFIG_MAPPING[architecture.reads_as or architecture.model_type]()
+    hf.num_nextn_predict_layers = 1
+    return hf
+
+
+def _told(rules: Rules) -> Told:
+    """``rules`` by blocks: at each point the longest that they go on with."""
+    used: dict[str, list[str]] = {}
+    own: list[Rule] = []
+    rest = tuple(rules)
+    while rest:
+        found = max(_starting(rest), key=lambda each: each[2], default=None)
+        if found is None:
+            own.append(rest[0])
+            rest = rest[1:]
+        else:
+            place, name, length = found
+            used.setdefault(place, []).append(name)
+            rest = rest[length:]
+    return used, tuple(own)
+
+
+def _starting(rules: Rules) -> Iterator[tuple[str, str, int]]:
+    """Place, name and length of each block with which ``rules`` begin."""
+    plain = tuple(replace(rule, offset=0, count=None) for rule in rules)
+    for name, block in BLOCKS.items():
+        for place, prefixes in PLACES.items():
+            placed = under(*prefixes, block) if any(prefixes) else block
+            if plain[: len(placed)] == placed:
+                yield place, name, len(placed)
+
+
+def _blocks(names: list[str]) -> Iterator[str]:
+    yield "| block | megatron-core | HF | layout |"
+    yield "|---|---|---|---|"
+    for name in names:
+        for number, rule in enumerate(BLOCKS[name]):
+            yield f"| {'' if number else f'`{name}`'} | {_cells(rule)} |"
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _table(rules: Rules) -> Iterator[str]:
+    yield "| megatron-core | HF | layout |"
+    yield "|---|---|---|"
+    for rule in rules:
+        yield f"| {_cells(rule)} |"
+
+
+def _cells(rule: Rule) -> str:
+    notes = (
+        *(("over etp",) if rule.axis == "etp" else ()),
+        *(("a further name, written and not read",) if rule.copy else ()),
+    )
+    return f"`{rule.mcore}` | {_quoted(rule.hf)} | {', '.join((name_of(rule.layout), *notes))}"
+
+
+def name_of(value: Layout) -> str:
+    """The name of a layout, or the names of the longest layouts that it is a chain of."""
+    named = {_steps(each): name for name, each in LAYOUTS.items()}
+    names, rest = [], _steps(value)
+    while rest:
+        length = next((length for length in range(len(rest), 0, -1) if rest[:length] in named), 1)
+        names.append(named.get(rest[:length], str(rest[0])))
+        rest = rest[length:]
+    return " >> ".join(names)
+
+
+def _steps(value: Layout) -> tuple[Layout, ...]:
+    return value.steps if isinstance(value, Chain) else (value,)
