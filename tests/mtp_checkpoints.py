@@ -86,7 +86,7 @@ def reference_logits(hf: Any) -> Tensor:
         embedded = norm(model.model.embed_tokens(following))
         norm.weight.copy_(state[around["hnorm"]])
         joined = torch.cat([embedded, norm(hidden)], -1)
-        return last(inputs_embeds=joined @ state[around["eh_proj"]].T).logits
+        return last(inputs_embeds=joined @ state[around["eh_proj"]].T, use_cache=False).logits
 
 
 def predicted(model: Any, hf: Any) -> Tensor:

@@ -94,6 +94,7 @@ def loads_with_another_layer(hf, number):
 
 def test_the_layer_after_the_last_is_left_in_the_file_and_no_other():
     hf = zoo.cases()["deepseek_v3"].hf
+    hf.num_nextn_predict_layers = 1
     pool.run(1, loads_with_another_layer, hf, 4)
     with pytest.raises(CheckpointError, match="unexpected"):
         pool.run(1, loads_with_another_layer, hf, 5)

@@ -4,6 +4,7 @@ import contextlib
 import tempfile
 from unittest import mock
 
+import megatron.core
 import pytest
 import torch
 
@@ -104,6 +105,8 @@ MISTAKES = {
     ),
     "none": contextlib.nullcontext,
 }
+if not megatron.core.__version__.startswith("0.16"):  # later releases cut the gates of all ranks themselves
+    del MISTAKES["gates of the first rank"]
 _ahead = modules._ahead
 
 
