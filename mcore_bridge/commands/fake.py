@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
 
 from mcore_bridge.commands.options import smallest_world
+from mcore_bridge.commands.replicas import replicas
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.config.pipeline import Stage
 from mcore_bridge.weights.bound import BoundModel, bind
@@ -91,9 +92,8 @@ def plan_mesh(blueprint: Blueprint, *, world_size: int) -> MeshPlan:
             bound, chunks = _build(blueprint)
             inventories.append(bound.inventory())
             ranks.append(chunks)
-    export = plan_export(
-        bound.mapping, bound.axes, blueprint.config.num_layers, _replicas(inventories, dims), bucket_bytes=BUCKET_BYTES
-    )
+    group = replicas(inventories, dims, num_experts=bound.axes["experts"], world_size=world_size)
+    export = plan_export(bound.mapping, bound.axes, blueprint.config.num_layers, group, bucket_bytes=BUCKET_BYTES)
     return MeshPlan(blueprint, world_size, tuple(ranks), export)
 
 
@@ -155,8 +155,3 @@ def _cell_name(held: Held) -> str:
     if layer is not None:
         return str(layer)
     return "embedding" if held.mcore.startswith("embedding.") else "output"
-
-
-def _replicas(inventories: list[Inventory], dims: ParallelDims) -> list[Inventory]:
-    """The inventories of all ranks of a model-parallel group, in its order: tensor ranks of a stage side by side."""
-    return [replace(i, ranks={**i.ranks, "tp": tp_rank}) for i in inventories for tp_rank in range(dims.tp)]
