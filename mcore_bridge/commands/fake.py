@@ -20,7 +20,7 @@ from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.config.pipeline import Stage
 from mcore_bridge.weights.bound import BoundModel, bind
 from mcore_bridge.weights.export import BUCKET_BYTES
-from mcore_bridge.weights.names import layer_of
+from mcore_bridge.weights.names import expert_of, layer_of, mtp_layer_of
 from mcore_bridge.weights.plan import ExportPlan, Held, Inventory, plan_export
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A layer of a chunk, or what stands before the first or behind the last one."""
+    """A layer of a chunk ("7"), an MTP layer ("mtp 0"), or what stands before the first or behind the last one."""
 
     name: str
     held: tuple[Held, ...]
@@ -61,6 +61,21 @@ class Chunk:
     def num_bytes(self) -> int:
         """Bytes that a rank holds."""
         return sum(cell.num_bytes for cell in self.cells)
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """All tensors that a rank holds."""
+        return tuple(held for cell in self.cells for held in cell.held)
+
+    @property
+    def num_expert_bytes(self) -> int:
+        """Bytes of routed experts that a rank holds."""
+        return sum(held.num_bytes for held in self.held if expert_of(held.mcore) is not None)
+
+    @property
+    def num_mtp_layers(self) -> int:
+        """MTP layers that a rank holds."""
+        return len({cell.name for cell in self.cells if cell.name.startswith("mtp ")})
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +152,7 @@ def _build(blueprint: Blueprint) -> tuple[BoundModel, tuple[Chunk, ...]]:
         dtype=blueprint.dtype,
         device=blueprint.device,
         backend=blueprint.backend,
+        overrides={"mtp_num_layers": blueprint.config.mtp_num_layers},
         load_weights=False,
     )
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -154,4 +170,6 @@ def _cell_name(held: Held) -> str:
     layer = layer_of(held.mcore)
     if layer is not None:
         return str(layer)
+    if (number := mtp_layer_of(held.mcore)) is not None:
+        return f"mtp {number}"
     return "embedding" if held.mcore.startswith("embedding.") else "output"
