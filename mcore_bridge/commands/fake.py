@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -162,8 +161,11 @@ def _build(blueprint: Blueprint) -> tuple[BoundModel, tuple[Chunk, ...]]:
 
 
 def _cells(inventory: Inventory) -> tuple[Cell, ...]:
-    """Held tensors by layer, in order; neighbours outside of layers share a cell."""
-    return tuple(Cell(name, tuple(held)) for name, held in groupby(inventory.held, key=_cell_name))
+    """Held tensors by layer, in order, the output last. Buffers, such as a router's bias, are held behind all else."""
+    cells: dict[str, list[Held]] = {}
+    for held in inventory.held:
+        cells.setdefault(_cell_name(held), []).append(held)
+    return tuple(Cell(name, tuple(cells[name])) for name in sorted(cells, key=lambda name: name == "output"))
 
 
 def _cell_name(held: Held) -> str:
