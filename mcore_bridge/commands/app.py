@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import traceback
 import warnings
@@ -16,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from mcore_bridge import __version__
-from mcore_bridge.commands.options import Cp, Debug, Ep, Etp, Folder, Layout, Pp, Sp, Tp, Vp, smallest_world
+from mcore_bridge.commands.options import Cp, Debug, Ep, Etp, Folder, Layout, Mtp, Pp, Sp, Tp, Vp, smallest_world
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.errors import BridgeError, ConfigError
 
@@ -66,6 +67,18 @@ def _refusals(debug: bool) -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the garbage collector, which takes a third of the time where millions of objects are made and kept."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 @app.command("verify")
 def verify_command(
     folder: Folder,
@@ -77,6 +90,7 @@ def verify_command(
     etp: Etp = 1,
     sp: Sp = False,
     layout: Layout = None,
+    mtp: Mtp = 0,
     device: Annotated[str, typer.Option(help='"cpu" (gloo), or "cuda" (nccl, one GPU for each rank).')] = "cpu",
     backend: Annotated[str, typer.Option(help='"te", "torch", or "auto": te where it is installed, on cuda.')] = "auto",
     dtype: Annotated[
@@ -113,6 +127,7 @@ def verify_command(
                 dtype=_dtype(dtype),
                 against=against,
                 num_tokens=0 if no_logits else tokens,
+                num_mtp_layers=mtp,
                 save=save,
                 on_event=on_event,
             )
@@ -144,6 +159,7 @@ def plan_command(
     etp: Etp = 1,
     sp: Sp = False,
     layout: Layout = None,
+    mtp: Mtp = 0,
     world: Annotated[int | None, typer.Option(help="Ranks of the whole job; by default those of one replica.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Of the parameters; by default that of the config.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Also draw it, as SVG, to this file.")] = None,
@@ -153,12 +169,12 @@ def plan_command(
 
     The numbers are those of the GPTModel that megatron-core builds for each pipeline stage, on the meta device.
     """
-    with _refusals(debug):
+    with _refusals(debug), _uncollected():
         from mcore_bridge.commands.picture import draw_svg
         from mcore_bridge.commands.plan import plan, render
 
         dims = ParallelDims(tp=tp, pp=pp, vp=vp, cp=cp, ep=ep, etp=etp, sp=sp, layout=layout)
-        found = plan(folder, dims, dtype=_dtype(dtype), world_size=world)
+        found = plan(folder, dims, dtype=_dtype(dtype), world_size=world, num_mtp_layers=mtp)
         Console(highlight=False).print(render(found))
         if picture is not None:
             picture.write_text(draw_svg(found), encoding="utf-8")

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from mcore_bridge.commands.options import smallest_world
+from mcore_bridge.commands.replicas import replicas
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.config.pipeline import Stage
 from mcore_bridge.weights.bound import BoundModel, bind
 from mcore_bridge.weights.export import BUCKET_BYTES
-from mcore_bridge.weights.names import layer_of
+from mcore_bridge.weights.names import expert_of, layer_of, mtp_layer_of
 from mcore_bridge.weights.plan import ExportPlan, Held, Inventory, plan_export
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A layer of a chunk, or what stands before the first or behind the last one."""
+    """A layer of a chunk ("7"), an MTP layer ("mtp 0"), or what stands before the first or behind the last one."""
 
     name: str
     held: tuple[Held, ...]
@@ -61,6 +61,21 @@ class Chunk:
         """Bytes that a rank holds."""
         return sum(cell.num_bytes for cell in self.cells)
 
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """All tensors that a rank holds."""
+        return tuple(held for cell in self.cells for held in cell.held)
+
+    @property
+    def num_expert_bytes(self) -> int:
+        """Bytes of routed experts that a rank holds."""
+        return sum(held.num_bytes for held in self.held if expert_of(held.mcore) is not None)
+
+    @property
+    def num_mtp_layers(self) -> int:
+        """MTP layers that a rank holds."""
+        return len({cell.name for cell in self.cells if cell.name.startswith("mtp ")})
+
 
 @dataclass(frozen=True, slots=True)
 class MeshPlan:
@@ -91,9 +106,8 @@ def plan_mesh(blueprint: Blueprint, *, world_size: int) -> MeshPlan:
             bound, chunks = _build(blueprint)
             inventories.append(bound.inventory())
             ranks.append(chunks)
-    export = plan_export(
-        bound.mapping, bound.axes, blueprint.config.num_layers, _replicas(inventories, dims), bucket_bytes=BUCKET_BYTES
-    )
+    group = replicas(inventories, dims, num_experts=bound.axes["experts"], world_size=world_size)
+    export = plan_export(bound.mapping, bound.axes, blueprint.config.num_layers, group, bucket_bytes=BUCKET_BYTES)
     return MeshPlan(blueprint, world_size, tuple(ranks), export)
 
 
@@ -137,6 +151,7 @@ def _build(blueprint: Blueprint) -> tuple[BoundModel, tuple[Chunk, ...]]:
         dtype=blueprint.dtype,
         device=blueprint.device,
         backend=blueprint.backend,
+        overrides={"mtp_num_layers": blueprint.config.mtp_num_layers},
         load_weights=False,
     )
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -146,17 +161,17 @@ def _build(blueprint: Blueprint) -> tuple[BoundModel, tuple[Chunk, ...]]:
 
 
 def _cells(inventory: Inventory) -> tuple[Cell, ...]:
-    """Held tensors by layer, in order; neighbours outside of layers share a cell."""
-    return tuple(Cell(name, tuple(held)) for name, held in groupby(inventory.held, key=_cell_name))
+    """Held tensors by layer, in order, the output last. Buffers, such as a router's bias, are held behind all else."""
+    cells: dict[str, list[Held]] = {}
+    for held in inventory.held:
+        cells.setdefault(_cell_name(held), []).append(held)
+    return tuple(Cell(name, tuple(cells[name])) for name in sorted(cells, key=lambda name: name == "output"))
 
 
 def _cell_name(held: Held) -> str:
     layer = layer_of(held.mcore)
     if layer is not None:
         return str(layer)
+    if (number := mtp_layer_of(held.mcore)) is not None:
+        return f"mtp {number}"
     return "embedding" if held.mcore.startswith("embedding.") else "output"
-
-
-def _replicas(inventories: list[Inventory], dims: ParallelDims) -> list[Inventory]:
-    """The inventories of all ranks of a model-parallel group, in its order: tensor ranks of a stage side by side."""
-    return [replace(i, ranks={**i.ranks, "tp": tp_rank}) for i in inventories for tp_rank in range(dims.tp)]

@@ -18,6 +18,7 @@ Vp     = Annotated[int,  typer.Option(help="Virtual stages (chunks) of each pipe
 Cp     = Annotated[int,  typer.Option(help="Context parallel size.")]
 Ep     = Annotated[int,  typer.Option(help="Expert parallel size.")]
 Etp    = Annotated[int,  typer.Option(help="Tensor parallel size of the experts.")]
+Mtp    = Annotated[int,  typer.Option(min=0, help="Layers of multi-token prediction to build behind the decoder's.")]
 Sp     = Annotated[bool, typer.Option("--sp", help="Sequence parallelism; needs --tp above 1.")]
 Layout = Annotated[str | None, typer.Option(
     help='"balanced": layers dealt by bytes; or an explicit layout of megatron-core, such as "Ett|tttL".')]

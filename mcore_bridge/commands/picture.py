@@ -16,7 +16,7 @@ _WIDTH = 960  # of the widest row
 _ROW, _GAP = 26, 8  # height of a row, and space between two
 _BETWEEN = 3  # space between two bars of a row
 _DIGIT = 6.4  # width of a character at font size 11
-_ENDS = {"embedding": "E", "output": "L"}
+_ENDS = {"embedding": "E", "mtp": "M", "output": "L"}
 
 
 def draw_svg(found: MeshPlan) -> str:
@@ -47,9 +47,10 @@ def _short(line: str) -> str:
 def _subtitle(found: MeshPlan) -> str:
     dims, world_size = found.blueprint.dims, found.world_size
     alike = text.plural(world_size // dims.pp, "rank")
+    mtp = "multi-token prediction (M), " if found.blueprint.config.mtp_num_layers else ""
     return (
         f"A row is a pipeline rank ({alike} of it hold the like), a colour a stage, a cell a layer; "
-        "darker: the embedding (E), the final norm and output layer (L)."
+        f"darker: the embedding (E), {mtp}the final norm and output layer (L)."
     )
 
 
@@ -83,7 +84,7 @@ def _bar(found: MeshPlan, chunk: Chunk, x: float, y: float, scale: float) -> Ite
     for cell in chunk.cells:
         width = cell.num_bytes * scale
         yield _cell(cell, chunk, hue, x, y, width)
-        word = _ENDS.get(cell.name, cell.name if numbered else "")
+        word = _ENDS.get(cell.name.partition(" ")[0], cell.name if numbered else "")
         if _fits(word, width):
             yield _text(x + width / 2, y + _ROW / 2 + 4, word, anchor="middle")
         x += width

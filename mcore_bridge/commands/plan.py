@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -13,13 +12,14 @@ from rich.table import Table
 from mcore_bridge.commands import text
 from mcore_bridge.commands.fake import Chunk, MeshPlan, plan_mesh
 from mcore_bridge.commands.options import smallest_world
-from mcore_bridge.config.parallel import ParallelDims, Stage
+from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.weights.dtypes import dtype_name
 from mcore_bridge.weights.export import BUCKET_BYTES
-from mcore_bridge.weights.plan import Held
 
 
-def plan(folder: Path, dims: ParallelDims, *, dtype: torch.dtype | None, world_size: int | None) -> MeshPlan:
+def plan(
+    folder: Path, dims: ParallelDims, *, dtype: torch.dtype | None, world_size: int | None, num_mtp_layers: int = 0
+) -> MeshPlan:
     """Plan a mesh for a model of which only the config is there.
 
     Args:
@@ -27,6 +27,7 @@ def plan(folder: Path, dims: ParallelDims, *, dtype: torch.dtype | None, world_s
         dims: the mesh; "balanced" layouts are resolved.
         dtype: of the parameters; None is that of the config, or bfloat16.
         world_size: of the job; None is the smallest that the mesh fits.
+        num_mtp_layers: of multi-token prediction, behind the decoder's.
 
     Raises:
         BridgeError: the config, the mesh or the world size do not fit each other.
@@ -36,7 +37,8 @@ def plan(folder: Path, dims: ParallelDims, *, dtype: torch.dtype | None, world_s
 
     noted = getattr(read_hf(folder), "dtype", None)
     dtype = dtype or (noted if isinstance(noted, torch.dtype) else torch.bfloat16)
-    blueprint = draw(folder, dims=dims, dtype=dtype, device="meta")
+    overrides = {"mtp_num_layers": num_mtp_layers or None}
+    blueprint = draw(folder, dims=dims, dtype=dtype, device="meta", overrides=overrides)
     return plan_mesh(blueprint, world_size=world_size or smallest_world(dims))
 
 
@@ -53,45 +55,72 @@ def title(found: MeshPlan) -> str:
     return f"{blueprint.hf.model_type}, {text.count(numel)} parameters in {dtype_name(blueprint.dtype)}: {mesh}"
 
 
-def layers_of(stage: Stage) -> str:
-    """``E 0-7``, ``8-15``, ``56-63 L``, ``-``."""
-    layers = stage.layers
+def layers_of(chunk: Chunk) -> str:
+    """``E 0-7``, ``8-15``, ``56-63 M L``, ``-``."""
+    stage, layers = chunk.stage, chunk.stage.layers
     middle = f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else "".join(map(str, layers))
-    words = ["E"] * stage.embedding + [middle] * bool(middle) + ["L"] * stage.loss
+    words = ["E"] * stage.embedding + [middle] * bool(middle) + ["M"] * chunk.num_mtp_layers + ["L"] * stage.loss
     return " ".join(words) or "-"
 
 
 def _table(found: MeshPlan) -> Table:
     table = Table(caption=_caption(found), caption_justify="left")
-    for name in ("pp", "vp", "layers", "parameters", "bytes", "rank"):
+    rows = [_row(chunk, chunks) for chunks in found.ranks for chunk in chunks]
+    shown = [name for name in rows[0] if _is_shown(name, found)]
+    for name in shown:
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("largest tensor", overflow="fold")
-    for pp_rank, chunks in enumerate(found.ranks):
-        total = text.num_bytes(sum(chunk.num_bytes for chunk in chunks))
-        for chunk in chunks:
-            first = chunk is chunks[0]
-            table.add_row(
-                str(pp_rank) if first else "",
-                str(chunk.stage.vp_stage),
-                layers_of(chunk.stage),
-                text.count(chunk.num_parameters),
-                _by_dtype(chunk),
-                total if first else "",
-                _largest(chunk),
-            )
+    for row in rows:
+        table.add_row(*(row[name] for name in shown))
     return table
+
+
+def _row(chunk: Chunk, chunks: tuple[Chunk, ...]) -> dict[str, str]:
+    """The cells of a chunk's row; those of its whole rank only in the first."""
+    first = chunk is chunks[0]
+    return {
+        "pp": str(chunk.stage.pp_rank) if first else "",
+        "vp": str(chunk.stage.vp_stage),
+        "layers": layers_of(chunk),
+        "parameters": text.count(chunk.num_parameters),
+        "bytes": _by_dtype(chunk),
+        "experts": f"{chunk.num_expert_bytes / max(chunk.num_bytes, 1):.0%}",
+        "rank": text.num_bytes(sum(each.num_bytes for each in chunks)) if first else "",
+    }
+
+
+def _is_shown(column: str, found: MeshPlan) -> bool:
+    """Whether a column says anything here."""
+    if column in ("vp", "rank"):
+        return found.blueprint.dims.vp > 1
+    return column != "experts" or bool(found.blueprint.config.num_moe_experts)
 
 
 def _caption(found: MeshPlan) -> str:
     dims, world_size = found.blueprint.dims, found.world_size
     totals = [sum(chunk.num_bytes for chunk in chunks) for chunks in found.ranks]
     alike = text.plural(world_size // dims.pp, "rank")
+    mtp = ", M a layer of multi-token prediction" if found.blueprint.config.mtp_num_layers else ""
     return (
         f"One rank's numbers; {alike} of each stage hold the like (TP{dims.tp} CP{dims.cp} "
-        f"DP{dims.dp(world_size)}). Over its chunks a rank holds {text.num_bytes(min(totals))} to "
-        f"{text.num_bytes(max(totals))}. "
-        f"E is the embedding, L the final norm and the output layer.{_layout(dims)}"
+        f"DP{dims.dp(world_size)}{_expert_axes(found)}). Over its chunks a rank holds {text.num_bytes(min(totals))} to "
+        f"{text.num_bytes(max(totals))}; the largest tensor is {_largest(found)}. "
+        f"E is the embedding, L the final norm and the output layer{mtp}.{_experts(found)}{_layout(dims)}"
     )
+
+
+def _expert_axes(found: MeshPlan) -> str:
+    dims = found.blueprint.dims
+    if not found.blueprint.config.num_moe_experts:
+        return ""
+    return f"; of experts ETP{dims.etp} EP{dims.ep} DP{dims.edp(found.world_size)}"
+
+
+def _experts(found: MeshPlan) -> str:
+    num_experts = found.blueprint.config.num_moe_experts
+    if not num_experts:
+        return ""
+    here = num_experts // found.blueprint.dims.ep
+    return f" Experts: the part of the bytes that are routed experts, {here} of {num_experts} in a layer."
 
 
 def _layout(dims: ParallelDims) -> str:
@@ -100,22 +129,17 @@ def _layout(dims: ParallelDims) -> str:
 
 def _by_dtype(chunk: Chunk) -> str:
     sizes: Counter[str] = Counter()
-    for held in _held(chunk):
+    for held in chunk.held:
         sizes[dtype_name(held.dtype)] += held.num_bytes
     short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-    return ", ".join(f"{text.num_bytes(size)} {short.get(name, name)}" for name, size in sizes.most_common()) or "-"
+    dtypes = "+".join(short.get(name, name) for name, _ in sizes.most_common())
+    return f"{text.num_bytes(chunk.num_bytes)} {dtypes}" if sizes else "-"
 
 
-def _largest(chunk: Chunk) -> str:
-    largest = max(_held(chunk), key=lambda held: held.num_bytes, default=None)
-    if largest is None:
-        return "-"
-    name = largest.mcore.removesuffix(".weight").rsplit(".", 1)[-1]
-    return f"{name}, {text.num_bytes(largest.num_bytes)}"
-
-
-def _held(chunk: Chunk) -> Iterable[Held]:
-    return (held for cell in chunk.cells for held in cell.held)
+def _largest(found: MeshPlan) -> str:
+    held = (each for chunks in found.ranks for chunk in chunks for each in chunk.held)
+    largest = max(held, key=lambda each: each.num_bytes)
+    return f"{largest.mcore} of {text.num_bytes(largest.num_bytes)}"
 
 
 def _export(found: MeshPlan) -> str:

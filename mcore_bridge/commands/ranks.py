@@ -40,6 +40,7 @@ class Task:
         names: of the tensors in ``against`` that the export must yield.
         num_tokens: of each sequence that logits are computed for; 0 is none.
         save: a folder to write, and to read back.
+        num_mtp_layers: that are built, loaded and exported; logits are those without them.
     """
 
     folder: Path
@@ -52,6 +53,7 @@ class Task:
     names: tuple[str, ...]
     num_tokens: int
     save: Path | None
+    num_mtp_layers: int = 0
 
 
 @dataclass(slots=True)
@@ -116,11 +118,12 @@ def check_rank(task: Task, report: Report) -> Finding:
             save_hf_checkpoint(chunks, task.save, dtype=task.crossing)
         finding.saved = _share(Watched(task.save, report, "read back"), task.names, None)
     if task.num_tokens:
-        chunks = chunks if task.dtype == torch.float32 else []  # their memory is needed for those in fp32
+        if task.dtype != torch.float32 or task.num_mtp_layers:
+            chunks = []  # their memory is needed for those in fp32
         finding.logits, finding.skipped = compare_logits(
             chunks,
             task.folder,
-            dims=task.dims,
+            dims=task.dims.without_mtp(),
             device=task.device,
             backend=task.backend,
             num_tokens=task.num_tokens,
@@ -142,6 +145,7 @@ def _build(task: Task, finding: Finding, report: Report) -> list[GPTModel]:
         dtype=task.dtype,
         device=task.device,
         backend=task.backend,
+        overrides={"mtp_num_layers": task.num_mtp_layers or None},
         load_weights=source,
     )
     torch.distributed.barrier()

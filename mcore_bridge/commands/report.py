@@ -49,7 +49,14 @@ def render(verdict: Verdict) -> Table:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     table.add_row("model", f"{verdict.task.folder}: {verdict.blueprint.hf.model_type}, {numbers}")
-    table.add_row("checkpoint", size + _ignored(verdict))
+    table.add_row("checkpoint", size)
+    if verdict.ignored:
+        table.add_row(
+            "not used", f"{text.plural(len(verdict.ignored), 'tensor')} of the files: {_names(verdict.ignored)}"
+        )
+    if verdict.initialised:
+        drawn = text.plural(len(verdict.initialised), "tensor")
+        table.add_row("drawn", f"{drawn} that the files lack, of MTP layers: {_names(verdict.initialised)}")
     table.add_row("mesh", _mesh(verdict))
     table.add_row("built", f"{verdict.blueprint}; at most {_largest(verdict)} of parameters on a rank")
     table.add_row("seconds", _seconds(verdict))
@@ -59,12 +66,6 @@ def render(verdict: Verdict) -> Table:
         table.add_row("saved", saved)
     table.add_row("logits", _logits(verdict))
     return table
-
-
-def _ignored(verdict: Verdict) -> str:
-    if not verdict.ignored:
-        return ""
-    return f"; {len(verdict.ignored)} that the architecture ignores: {_names(verdict.ignored)}"
 
 
 def _mesh(verdict: Verdict) -> str:

@@ -18,6 +18,8 @@ from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.dtypes import Dtypes, dtype_name, wanted_dtype
 from mcore_bridge.weights.manifest import Manifest, TensorSpec
+from mcore_bridge.weights.mapping import WeightMapping
+from mcore_bridge.weights.names import mtp_layer_of
 
 if TYPE_CHECKING:
     from mcore_bridge.factory.blueprint import Blueprint
@@ -40,6 +42,9 @@ class Verdict:
     task: Task
     findings: tuple[Finding, ...]
     ignored: tuple[str, ...]
+    """Names in the files that no parameter takes."""
+    initialised: tuple[str, ...] = ()
+    """Names of MTP layers that the files lack: drawn, and exported."""
 
     @property
     def exported(self) -> Manifest:
@@ -54,7 +59,9 @@ class Verdict:
     @property
     def different(self) -> tuple[str, ...]:
         """Names of which an export and the files do not hold the same bits, on any rank."""
-        return differences(self.expected, [finding.exported for finding in self.findings])
+        drawn = (spec for spec in self.exported if spec.name in self.initialised)
+        wanted = Manifest((*self.expected, *drawn))
+        return differences(wanted, [finding.exported for finding in self.findings])
 
     @property
     def saved_different(self) -> tuple[str, ...]:
@@ -90,6 +97,7 @@ def verify(
     against: Path | None = None,
     num_tokens: int = 32,
     save: Path | None = None,
+    num_mtp_layers: int = 0,
     on_event: OnEvent,
 ) -> Verdict:
     """Check everything that needs no processes, start them, and collect what they find.
@@ -104,6 +112,7 @@ def verify(
         against: another folder, to compare the export with.
         num_tokens: of each sequence that logits are computed for; 0 for none.
         save: a folder to write with ``save_hf_checkpoint``, and to compare as well.
+        num_mtp_layers: of multi-token prediction to build as well; their tensors are ignored otherwise.
         on_event: told what ranks report.
 
     Raises:
@@ -114,9 +123,11 @@ def verify(
     checkpoint = Checkpoint(folder)
     dtypes = {tensor.dtype for tensor in checkpoint.values() if tensor.is_floating_point()}
     built_in = dtype or widest(dtypes)
-    blueprint = draw(folder, dims=dims, dtype=built_in, device=device, backend=backend)
-    mapping = blueprint.provenance.mapping(tied=bool(blueprint.gpt_arguments["share_embeddings_and_output_weights"]))
-    names = tuple(name for name in checkpoint if not mapping.is_ignored(name))
+    overrides = {"mtp_num_layers": num_mtp_layers or None}
+    blueprint = draw(folder, dims=dims, dtype=built_in, device=device, backend=backend, overrides=overrides)
+    tied = bool(blueprint.gpt_arguments["share_embeddings_and_output_weights"])
+    mapping = blueprint.provenance.mapping(tied=tied, mtp=bool(num_mtp_layers))
+    names = tuple(name for name in checkpoint if not _is_ignored(mapping, name, num_mtp_layers))
     task = Task(
         folder=folder,
         dims=blueprint.dims,
@@ -128,10 +139,26 @@ def verify(
         names=names,
         num_tokens=num_tokens,
         save=save,
+        num_mtp_layers=num_mtp_layers,
     )
     findings = run_ranks(check_rank, task, world_size=smallest_world(dims), device=device, on_event=on_event)
-    ignored = tuple(name for name in checkpoint if mapping.is_ignored(name))
-    return Verdict(blueprint, task, tuple(findings), ignored)
+    kept = set(names)
+    ignored = tuple(name for name in checkpoint if name not in kept)
+    absent = [spec.name for spec in findings[0].exported if spec.name not in checkpoint]
+    initialised = tuple(name for name in absent if _is_of_mtp(mapping, name))
+    return Verdict(blueprint, task, tuple(findings), ignored, initialised)
+
+
+def _is_ignored(mapping: WeightMapping, name: str, num_mtp_layers: int) -> bool:
+    """Whether an export lacks a tensor of the files: nothing takes it, or only MTP layers that are not built."""
+    if mapping.is_copy(name):
+        return False
+    numbers = map(mtp_layer_of, mapping.consumers(name))
+    return mapping.is_ignored(name) or any(number is not None and number >= num_mtp_layers for number in numbers)
+
+
+def _is_of_mtp(mapping: WeightMapping, name: str) -> bool:
+    return mapping.is_copy(name) or any(mtp_layer_of(mcore) is not None for mcore in mapping.consumers(name))
 
 
 def widest(dtypes: set[torch.dtype]) -> torch.dtype:

@@ -7,12 +7,12 @@ A ``ParallelDims`` that exists is one that megatron-core can build for some mode
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mcore_bridge.config import processes
 from mcore_bridge.config.balance import balanced
 from mcore_bridge.config.fit import check_model
-from mcore_bridge.config.pipeline import BALANCED, Stage, check_layout, describe_stages, stages_of
+from mcore_bridge.config.pipeline import BALANCED, Stage, check_layout, describe_stages, parse_layout, stages_of
 from mcore_bridge.errors import MeshError
 
 __all__ = ["ParallelDims", "Stage", "balanced", "check_model"]
@@ -122,6 +122,12 @@ class ParallelDims:
             MeshError: these layers cannot be split so, or ``layout="balanced"`` was not resolved by ``balanced()``.
         """
         return stages_of(self, num_layers)
+
+    def without_mtp(self) -> ParallelDims:
+        """The same mesh for a model whose MTP layers are not built: an explicit layout places none."""
+        if self.layout in (None, BALANCED):
+            return self
+        return replace(self, layout="|".join(stage.replace("m", "") for stage in parse_layout(self.layout)))
 
     def describe(self, *, world_size: int, num_layers: int) -> str:
         """One line for a log: ``TP2 PP2 VP2 SP, DP1, 4 ranks; layers per stage: E2|2|2|2L``."""

@@ -17,13 +17,18 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+_EXPERTS = ".experts."
 
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """Numbers of parameters: of each layer, of the embedding, of the LM head (0 when tied) and of the rest."""
+    """Numbers of parameters: of each layer, of the embedding, of the LM head (0 when tied) and of the rest.
+
+    ``experts`` are those of the routed experts among a layer's.
+    """
 
     layers: tuple[int, ...]
+    experts: tuple[int, ...]
     embedding: int
     lm_head: int
     rest: int
@@ -48,20 +53,23 @@ def census(hf: PretrainedConfig) -> Census:
             model = AutoModelForCausalLM.from_config(as_owner(hf))
     except ValueError as error:
         raise ConfigError(f"transformers must have a causal LM for model_type {hf.model_type!r}: {error}") from None
-    layers = [0] * hf.num_hidden_layers
+    layers, experts = [0] * hf.num_hidden_layers, [0] * hf.num_hidden_layers
     for name, parameter in model.named_parameters():
         if layer := _LAYER.search(name):
             layers[int(layer[1])] += parameter.numel()
+            experts[int(layer[1])] += parameter.numel() * (_EXPERTS in name)
     total = sum(parameter.numel() for parameter in model.parameters())
     embedding = model.get_input_embeddings().weight.numel()
     lm_head = 0 if hf.tie_word_embeddings else model.get_output_embeddings().weight.numel()
-    return Census(tuple(layers), embedding, lm_head, total - sum(layers) - embedding - lm_head)
+    return Census(tuple(layers), tuple(experts), embedding, lm_head, total - sum(layers) - embedding - lm_head)
 
 
 def resolve_layout(
     dims: ParallelDims, hf: PretrainedConfig, *, dtype: torch.dtype, head: str = "lm", num_mtp_layers: int = 0
 ) -> ParallelDims:
-    """``dims`` with ``layout="balanced"`` replaced by the explicit layout that balances the bytes of ``hf``.
+    """``dims`` with ``layout="balanced"`` replaced by the explicit layout that balances the bytes of the ranks.
+
+    A rank holds ``1 / (ep * etp)`` of the routed experts and about ``1 / tp`` of all else.
 
     Args:
         dims: returned as they are when their layout is not "balanced".
@@ -73,14 +81,15 @@ def resolve_layout(
     if dims.layout != "balanced":
         return dims
     counted = census(hf)
-    loss = counted.rest + (counted.embedding if head == "lm" else 0)
+    each = dims.ep * dims.etp * dtype.itemsize  # bytes of a parameter on a rank, as multiples of 1 / (tp * ep * etp)
+    each_of_experts = dims.tp * dtype.itemsize
+    layers = [
+        (layer - experts) * each + experts * each_of_experts
+        for layer, experts in zip(counted.layers, counted.experts, strict=True)
+    ]
+    loss = (counted.rest + (counted.embedding if head == "lm" else 0)) * each
     if num_mtp_layers:
-        loss += num_mtp_layers * (counted.layers[-1] + 2 * hf.hidden_size**2) + counted.embedding
-    found = balanced(
-        dims,
-        layer_bytes=[numel * dtype.itemsize for numel in counted.layers],
-        embedding_bytes=counted.embedding * dtype.itemsize,
-        loss_bytes=loss * dtype.itemsize,
-    )
+        loss += num_mtp_layers * (layers[-1] + 2 * hf.hidden_size**2 * each) + counted.embedding * each
+    found = balanced(dims, layer_bytes=layers, embedding_bytes=counted.embedding * each, loss_bytes=loss)
     assert found.layout is not None
     return replace(found, layout=f"{found.layout.removesuffix('L')}{'m' * num_mtp_layers}L")

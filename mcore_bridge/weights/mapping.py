@@ -178,7 +178,11 @@ class WeightMapping:
 
     def is_ignored(self, hf: str) -> bool:
         """Whether the architecture allows this HF tensor to stay unused."""
-        return matches(hf, self.ignored) or any(hf in names for names in self._copies.values())
+        return matches(hf, self.ignored) or self.is_copy(hf)
+
+    def is_copy(self, hf: str) -> bool:
+        """Whether an HF tensor is a further one of what another rule has: written, and not read."""
+        return any(hf in names for names in self._copies.values())
 
     def is_optional(self, hf: str) -> bool:
         """Whether a source may lack this HF tensor, so that what the constructor put there stays."""

@@ -127,6 +127,11 @@ def kind_of(name: str) -> str:
     return _EXPERT.sub(".experts.*.", name)
 
 
+def shift_expert(name: str, shift: int) -> str:
+    """A canonical name with the number of its expert, if it has one, raised by ``shift``."""
+    return _EXPERT.sub(lambda match: f".experts.{int(match[1]) + shift}.", name)
+
+
 def _tensors(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
     """``state_dict`` without its hooks and copies: parameters, then the buffers that it would hold."""
     yield from chunk.named_parameters()

@@ -7,6 +7,7 @@ two buckets, whatever their size, and neither do the experts that one HF tensor 
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +35,7 @@ class Held:
     @property
     def num_bytes(self) -> int:
         """Bytes that the tensor takes."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,11 +55,15 @@ class Group:
 
     @classmethod
     def of_replica(cls, groups: ProcessGroupCollection) -> Group:
-        """The smallest group with a whole model: dense parameters lie within ``mp``, experts within ``tp_ep_pp``."""
-        dense, experts = (set(dist.get_process_group_ranks(group)) for group in (groups.mp, groups.tp_ep_pp))
-        if experts <= dense:
+        """The smallest group with a whole model: dense parameters lie within ``mp``, experts within ``tp_ep_pp``.
+
+        Decided by sizes, which all ranks have in common: where neither divides the other, some ranks of the one group
+        would be all within the other and some not, and only the world is the same for all of them.
+        """
+        dense, experts = groups.mp.size(), groups.tp_ep_pp.size()
+        if dense % experts == 0:
             return cls(groups.mp)
-        return cls(groups.tp_ep_pp if dense <= experts else None)
+        return cls(groups.tp_ep_pp if experts % dense == 0 else None)
 
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is set on any rank: the one small collective that every export starts with."""
