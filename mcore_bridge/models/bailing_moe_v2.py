@@ -24,8 +24,7 @@ ARCHITECTURE = Architecture(
     counts_as=("glm4_moe", THEIRS),
     fields=(
         *(*but(DECODER, rope(own=("partial_rotary_factor",)), PUBLISHED_CODE), ROTARY_DIM, *WINDOW_NONE),
-        *(*MOE, *SIGMOID, SCALED, DENSE_FIRST, GIVEN_GROUPS, shared_experts("num_shared_experts")),
-        *OWN,
+        *(*MOE, *SIGMOID, SCALED, DENSE_FIRST, GIVEN_GROUPS, shared_experts("num_shared_experts"), *OWN),
     ),
     rules=lambda hf: decoder(LAYER, embedding=EMBEDDING),
 )
