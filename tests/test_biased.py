@@ -68,8 +68,12 @@ def expected(model: Any) -> Any:
     batch = tiny.tokens(8)
     loss = torch.nn.functional.cross_entropy(model(batch[:, :-1]).logits.flatten(0, 1), batch[:, 1:].flatten())
     loss.backward()
-    grads = {name: p.detach() if p.grad is None else p.grad for name, p in model.named_parameters()}
-    assert all((p.grad is None) == name.endswith("correction_bias") for name, p in model.named_parameters())
+    assert all(p.requires_grad != name.endswith("correction_bias") for name, p in model.named_parameters())
+    unused = (torch.zeros_like(p) if p.requires_grad else p.detach() for p in model.parameters())
+    grads = {
+        name: without if p.grad is None else p.grad
+        for (name, p), without in zip(model.named_parameters(), unused, strict=True)
+    }
     return loss.detach(), on_disk(model, grads)
 
 
