@@ -59,11 +59,11 @@ class Provenance:
             # A causal LM has no score: its own head is left out, and ours stays as it was initialised.
             return WeightMapping((*rules, *SCORE_HEAD), (*ignored, "lm_head.weight"), ("score.*",))
         if tied:  # files may hold a redundant copy, which transformers ignores as well
-            return WeightMapping((*rules, *_tied(rules)), (*ignored, "lm_head.weight"))
+            return WeightMapping((*rules, *tied_lm_head(rules)), (*ignored, "lm_head.weight"))
         return WeightMapping((*rules, *LM_HEAD), ignored)
 
 
-def _tied(rules: Rules) -> Rules:
+def tied_lm_head(rules: Rules) -> Rules:
     """The output layer that is the word embedding again."""
     embedding = (rule for rule in rules if rule.mcore == "embedding.word_embeddings.weight" and not rule.copy)
     return tuple(replace(rule, mcore="output_layer.weight", exported=False) for rule in embedding)
