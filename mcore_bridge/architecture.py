@@ -41,6 +41,8 @@ class Architecture:
         aliases: further ``model_type`` values that mean the same.
         reads_as: the ``model_type`` whose config class of transformers reads these configs where transformers has none
             for them. None is a family of transformers, or one whose package registers a class of its own.
+        counts_as: the ``model_type`` of transformers whose model has as many parameters in each layer, where that of
+            ``reads_as`` has not, and its names of fields by those of this family, where they differ.
         layer_spec: an own layer spec: a function like ``factory.specs.block_spec``, which it may call, from the config,
             the layers of a stage and the backend to its ``TransformerBlockSubmodules``. None is that function.
         model: an own subclass of ``GPTModel``; None is mcore's.
@@ -53,6 +55,7 @@ class Architecture:
     dialect: "Dialect" = "split"
     aliases: tuple[str, ...] = ()
     reads_as: str | None = None
+    counts_as: tuple[str, Mapping[str, str]] | None = None
     layer_spec: Callable[..., Any] | None = None
     model: type | None = None
 

@@ -9,7 +9,7 @@ from mcore_bridge.models.blocks import GQA, NORMS, O_BIAS, QK_NORM, QKV_BIAS, SW
 from mcore_bridge.weights.layout import REPLICATED
 from mcore_bridge.weights.mapping import WeightMapping, numbered, table, under
 from mcore_bridge.weights.names import Numbering, canonical
-from mcore_bridge.weights.provenance import LM_HEAD, TIED_LM_HEAD
+from mcore_bridge.weights.provenance import LM_HEAD, tied_lm_head
 
 RULES = decoder(NORMS, GQA, QKV_BIAS, O_BIAS, QK_NORM, SWIGLU, SWIGLU_BIAS)
 MAPPING = WeightMapping((*RULES, *LM_HEAD), ignored=("*.inv_freq",))
@@ -44,7 +44,7 @@ def test_offsets_and_two_numbers_invert(layer, expert):
 
 
 def test_a_tied_head_is_read_and_not_exported():
-    mapping = WeightMapping((*RULES, *TIED_LM_HEAD))
+    mapping = WeightMapping((*RULES, *tied_lm_head(RULES)))
     binding = mapping.bind("output_layer.weight")
     assert binding.hf == ("model.embed_tokens.weight",)
     assert not binding.exported

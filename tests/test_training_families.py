@@ -14,7 +14,7 @@ from tests.strategies import on_disk
 CASES = ("deepseek_v3", "deepseek_v3-yarn", "deepseek_v2", "qwen2_moe", "gpt_oss")
 WITHOUT_EXPERTS = ("deepseek_v3-yarn",)
 MESHES: dict[int, list[dict[str, Any]]] = {
-    2: [{"tp": 2}, {"tp": 2, "etp": 2, "sp": True}, {"pp": 2, "vp": 2}, {"cp": 2}, {"ep": 2}],
+    2: [{"tp": 2}, {"tp": 2, "sp": True}, {"tp": 2, "etp": 2, "sp": True}, {"pp": 2, "vp": 2}, {"cp": 2}, {"ep": 2}],
     4: [
         {"tp": 4},
         {"tp": 2, "sp": True, "ep": 2},

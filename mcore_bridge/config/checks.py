@@ -16,7 +16,7 @@ ATTRIBUTES = frozenset(
     (
         *("hf_rope", "hf_sliding_rope", "hf_vocab_size", "attention_output_bias", "latent_norm_epsilon"),
         *("norm_placement", "qk_norm_kind", "attention_softcap", "logit_softcap", "embedding_scale"),
-        "embedding_dropout",
+        *("embedding_dropout", "router_norm_min"),
         *("yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim"),
     )
 )
@@ -33,7 +33,9 @@ For ``build_model``:
 * ``qk_norm_kind``: "head" (mcore's), "all_heads" (one norm over all of them) or "after_rope";
 * ``attention_softcap``, ``logit_softcap``: the largest score of attention, the largest logit; a tanh keeps them there;
 * ``embedding_scale``: what word embeddings are multiplied by;
-* ``embedding_dropout``: what the embedding drops, where that is not mcore's ``hidden_dropout``.
+* ``embedding_dropout``: what the embedding drops, where that is not mcore's ``hidden_dropout``;
+* ``router_norm_min``: mcore's ``moe_router_enable_expert_bias`` goes with softmax scores too, and the weights of a
+  token's experts are divided by their sum, or by this if it is more.
 
 For mcore's attention: the attention factor of the rope (``yarn_...``)."""
 

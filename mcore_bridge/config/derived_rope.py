@@ -60,5 +60,16 @@ def _no_rope_back(mcore: Mcore) -> dict[str, object]:
     return {"no_rope_layers": [1 - layer for layer in skipped] if isinstance(skipped, list) else [1] * num_layers}
 
 
+def _rotary_dim(hf: Hf) -> dict[str, object]:
+    given, found = hf.get("rotary_dim"), rope_from(hf).rotary_dim
+    if given not in (None, found):
+        raise ConfigError(
+            f"rotary_dim must be the {found} dims that partial_rotary_factor says, found {given!r}: of these two, "
+            "published code reads only the factor. Set partial_rotary_factor to what the model was trained with."
+        )
+    return {}
+
+
 ROPE = rope()
+ROTARY_DIM = Derive(("rotary_dim",), _rotary_dim, lambda mcore: {})
 NO_ROPE = Derive(("no_rope_layers",), _no_rope, _no_rope_back)

@@ -28,6 +28,14 @@ def _method_back(mcore: Mcore) -> dict[str, object]:
     return {"topk_method": "group_limited_greedy", **groups_back(mcore)}
 
 
+def _given_groups(hf: Hf) -> dict[str, object]:
+    """For a family of which no class of transformers knows the defaults."""
+    for name in GROUPS.names:
+        count(hf, name)
+    return GROUPS.to_mcore(hf)
+
+
+GIVEN_GROUPS = Derive(GROUPS.names, _given_groups, groups_back)
 _REFUSED = (
     "`topk_method` but `greedy` and `group_limited_greedy`: transformers computes no other",
     "`group_limited_greedy` unless `num_experts_per_tok` is below twice `topk_group`: HF ranks a group by its best "

@@ -146,6 +146,12 @@ def unread(*names: str) -> Ignore:
     return Ignore("transformers does not read it", names)
 
 
+def published(**values: object) -> tuple[Field, ...]:
+    """Fields that have this value in all published models, or whose value their code does not look at."""
+    reason = "no published model has another value, or its code computes this one for any"
+    return tuple(Require(name, (value, None), reason) for name, value in values.items())
+
+
 def layer_norm(epsilon: str) -> tuple[Field, ...]:
     """A LayerNorm instead of an RMSNorm, and the field that has its epsilon."""
     return (Const("normalization", "LayerNorm"), Map(epsilon, "layernorm_epsilon"))

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
     from transformers import PretrainedConfig
 
+_OF_OUR_ROUTER = frozenset({"moe_router_enable_expert_bias"})
+"""What ``TransformerConfig`` would refuse with softmax scores: mcore's own router has no bias for them."""
+
 
 def to_transformer_config(
     hf: "PretrainedConfig",
@@ -57,11 +60,12 @@ def to_transformer_config(
     names = config_fields(latent=latent)
     settings |= {**_dtype_fields(dtype), **_only(overrides or {}, names)}
     check_model(dims, settings)
+    ours = _OF_OUR_ROUTER if "router_norm_min" in settings else frozenset()
     try:
-        config = config_class(latent=latent)(**_only(settings, names))
+        config = config_class(latent=latent)(**_only(settings, names - ours))
     except (AssertionError, TypeError, ValueError) as error:
         raise ConfigError(f"megatron-core refuses this configuration: {error}") from error
-    for name in ATTRIBUTES & settings.keys():
+    for name in (ATTRIBUTES | ours) & settings.keys():
         setattr(config, name, settings[name])
     return config
 

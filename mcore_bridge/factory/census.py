@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mcore_bridge.architecture import architecture_of
 from mcore_bridge.config.balance import balanced
 from mcore_bridge.config.hf import as_owner
 from mcore_bridge.config.parallel import ParallelDims
@@ -50,7 +51,7 @@ def census(hf: PretrainedConfig) -> Census:
 
     try:
         with init_empty_weights(include_buffers=True):
-            model = AutoModelForCausalLM.from_config(as_owner(hf))
+            model = AutoModelForCausalLM.from_config(as_owner(hf, architecture_of(hf).counts_as))
     except ValueError as error:
         raise ConfigError(f"transformers must have a causal LM for model_type {hf.model_type!r}: {error}") from None
     layers, experts = [0] * hf.num_hidden_layers, [0] * hf.num_hidden_layers

@@ -1,20 +1,58 @@
-"""What the torch backend needs for routed experts, beside megatron-core's own SequentialMLP and dispatchers."""
+"""Routed experts: routers and linear layers beside megatron-core's own, and who sums the gradients of experts."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from mcore_bridge.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import TransformerConfig
+
+    Compute = Callable[..., tuple[Tensor, Tensor]]
+
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
-class Router(TopKRouter):
-    """megatron-core's router with a plain matrix product: 0.16.1's own needs TransformerEngine for it."""
+class BiasedRouter(TopKRouter):
+    """megatron-core's router, whose softmax scores may have a bias that takes part in the choice of experts only.
+
+    mcore asks the ``RouterReplay`` of a layer, where it has one, for the experts of each token and their weights. So we
+    answer in its place, and ask it first: all that mcore does before and after, replay included, stays its own.
+    """
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, **named: Any) -> None:
+        super().__init__(config, *arguments, **named)
+        if not has_softmax_bias(config):
+            return
+        if config.moe_router_fusion:
+            raise ConfigError(
+                "moe_router_fusion must be False: the fused kernel has no bias for softmax scores. Remove the override."
+            )
+        self.router_replay: Any = self.router_replay or SimpleNamespace(get_replay_topk=_computed)
+        self.router_replay.get_replay_topk = functools.partial(self._chosen, self.router_replay.get_replay_topk)
+
+    def _chosen(
+        self, ask: Compute, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute: Compute
+    ) -> tuple[Tensor, Tensor]:
+        """Weights and numbers ``[tokens, topk]`` of the experts of each token, by ``scores`` ``[tokens, experts]``."""
+        _, experts = ask(scores + self.expert_bias, topk, num_groups, group_topk, compute)
+        weights = scores.gather(1, experts)
+        return weights / weights.sum(-1, keepdim=True).clamp(min=self.config.router_norm_min), experts
+
+
+class Router(BiasedRouter):
+    """The same with a plain matrix product: 0.16.1's own needs TransformerEngine for it."""
 
     def gating(self, input: Tensor) -> Tensor:
         """``[..., hidden]`` to logits ``[..., experts]`` in ``moe_router_dtype``, or else in the dtype of the input."""
@@ -41,17 +79,44 @@ class ExpertRowParallelLinear(RowParallelLinear):
         return (output if bias is None else output.clone()), bias
 
 
-def adapt_experts(layer: Any) -> None:
-    """Put our router and linear layer into a layer's spec, if the layer has routed experts."""
+def has_softmax_bias(config: TransformerConfig) -> bool:
+    """Whether a bias takes part in the choice of experts by softmax scores."""
+    return bool(config.moe_router_enable_expert_bias and config.moe_router_score_function == "softmax")
+
+
+def adapt_experts(layer: Any, config: TransformerConfig, backend: str) -> None:
+    """Put our router and linear layer into a layer's spec, if the layer has routed experts and needs them."""
     submodules = _submodules(layer.mlp)
     if not hasattr(submodules, "router"):
         return
-    submodules.router = Router
-    expert = _submodules(submodules.experts)
-    if expert is not None:
-        expert.linear_fc2 = ExpertRowParallelLinear
+    if backend == "torch":
+        submodules.router = Router
+        _submodules(submodules.experts).linear_fc2 = ExpertRowParallelLinear
+    elif has_softmax_bias(config):
+        submodules.router = BiasedRouter
+
+
+def mark_experts(chunk: GPTModel) -> None:
+    """Say of the experts' parameters who sums their gradients: the data-parallel ranks of experts, or those of all.
+
+    0.16.1 says so for ep > 1 only. With fewer ranks in etp than in tp, tensor-parallel ranks see other tokens each with
+    the same experts, and nobody would sum what they find (0.19.2 says so there as well).
+    """
+    config = chunk.config
+    apart = config.expert_model_parallel_size > 1
+    apart = apart or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
+    for name, parameter in chunk.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = not apart
 
 
 def _submodules(spec: Any) -> Any:
     """megatron-core 0.19 has partial functions where earlier releases have a ``ModuleSpec``."""
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
+
+
+def _computed(
+    scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute: Compute
+) -> tuple[Tensor, Tensor]:
+    """What a ``RouterReplay`` that neither records nor replays gives."""
+    return compute(scores, topk, num_groups, group_topk)

@@ -48,6 +48,7 @@ def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) ->
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     from mcore_bridge.factory.delta import adapt_attention
+    from mcore_bridge.factory.experts import adapt_experts
     from mcore_bridge.factory.layer_rope import adapt_layer_rope
     from mcore_bridge.factory.norms import adapt_norm_placement, adapt_query_key_norms
     from mcore_bridge.factory.scores import adapt_scores
@@ -59,6 +60,7 @@ def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) ->
     for spec in {id(spec): spec for spec in specs}.values():  # mcore repeats one object for all like layers
         if not use_te:
             _use_torch_modules(spec.submodules, config)
+        adapt_experts(spec.submodules, config, backend)
         adapt_latent(spec.submodules, config, backend)
         if getattr(config, "attention_output_bias", False):
             spec.submodules.self_attention.submodules.linear_proj = _biased_row_linear(backend)
@@ -85,10 +87,8 @@ def norm_of(backend: Backend) -> type:
 
 
 def _use_torch_modules(layer: Any, config: TransformerConfig) -> None:
-    from mcore_bridge.factory.experts import adapt_experts
     from mcore_bridge.factory.modules import CoreAttention, Norm
 
-    adapt_experts(layer)
     layer.input_layernorm = layer.pre_mlp_layernorm = Norm
     attention = layer.self_attention.submodules
     attention.core_attention = CoreAttention

@@ -135,6 +135,6 @@ def mlp(up: str, down: str) -> Rules:
     )
 
 
-def decoder(*layer: Rules) -> Rules:
+def decoder(*layer: Rules, embedding: Rules = EMBEDDING) -> Rules:
     """A decoder-only model without its head: embedding, ``layer`` at every layer, final norm."""
-    return (*EMBEDDING, *under("decoder.layers.*", "model.layers.*", *layer), *FINAL_NORM)
+    return (*embedding, *under("decoder.layers.*", "model.layers.*", *layer), *FINAL_NORM)

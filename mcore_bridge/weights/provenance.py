@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Union
 
 from mcore_bridge.architecture import architecture_of, read_hf
@@ -22,10 +22,9 @@ Dialect = Literal["split", "fused"]
 """How HF holds the routed experts of a layer: one tensor for each, or one for all of them."""
 
 # fmt: off
-LM_HEAD      = table(("output_layer.weight", "lm_head.weight",            VOCAB))
-TIED_LM_HEAD = table(("output_layer.weight", "model.embed_tokens.weight", VOCAB), exported=False)
-SCORE_HEAD   = table(("output_layer.weight", "score.weight",              REPLICATED),
-                     ("output_layer.bias",   "score.bias",                REPLICATED))
+LM_HEAD    = table(("output_layer.weight", "lm_head.weight", VOCAB))
+SCORE_HEAD = table(("output_layer.weight", "score.weight",   REPLICATED),
+                   ("output_layer.bias",   "score.bias",     REPLICATED))
 # fmt: on
 
 
@@ -60,8 +59,14 @@ class Provenance:
             # A causal LM has no score: its own head is left out, and ours stays as it was initialised.
             return WeightMapping((*rules, *SCORE_HEAD), (*ignored, "lm_head.weight"), ("score.*",))
         if tied:  # files may hold a redundant copy, which transformers ignores as well
-            return WeightMapping((*rules, *TIED_LM_HEAD), (*ignored, "lm_head.weight"))
+            return WeightMapping((*rules, *tied_lm_head(rules)), (*ignored, "lm_head.weight"))
         return WeightMapping((*rules, *LM_HEAD), ignored)
+
+
+def tied_lm_head(rules: Rules) -> Rules:
+    """The output layer that is the word embedding again."""
+    embedding = (rule for rule in rules if rule.mcore == "embedding.word_embeddings.weight" and not rule.copy)
+    return tuple(replace(rule, mcore="output_layer.weight", exported=False) for rule in embedding)
 
 
 def provenance_of(hf: HF, *, head: str = "lm") -> Provenance:

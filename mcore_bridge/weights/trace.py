@@ -1,8 +1,8 @@
 """What a layout does, as data: run it on coordinates instead of weights, and read off which elements go where.
 
-Every layout moves whole slices along one dim (and may first transpose), so a trace is a short list of ``Copy``: enough
-to read from a file only the slices that a rank owns, to write each straight into place, and to make an HF tensor with
-one copy of each byte.
+Every layout moves whole slices along one dim (of a view, such as the transpose), so a trace is a short list of
+``Copy``: enough to read from a file only the slices that a rank owns, to write each straight into place, and to make an
+HF tensor with one copy of each byte.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import MappingError
-from mcore_bridge.weights.layout import TRANSPOSED, Axes, Chain, Layout, Rearrange
+from mcore_bridge.weights.layout import Axes, Chain, Layout, Rearrange
 
 Shape = tuple[int, ...]
 
@@ -25,8 +25,7 @@ Shape = tuple[int, ...]
 class Copy:
     """Along ``dim``, ``size`` elements of a part are those of a shard from ``shard_start`` on.
 
-    In the part they begin at ``part_start`` and lie ``part_step`` apart; ``transposed`` says that its two dims change
-    places first.
+    In the part they begin at ``part_start`` and lie ``part_step`` apart; ``view`` says how it is looked at first.
     """
 
     part: int
@@ -36,11 +35,11 @@ class Copy:
     shard_start: int
     size: int
     part_step: int = 1
-    transposed: bool = False
+    view: Rearrange | None = None
 
     def of_part(self, part: Tensor) -> Tensor:
         """The slice of the HF tensor, as a view in the orientation of the shard."""
-        part = part.mT if self.transposed else part
+        part = _viewed(part, self.view)
         stop = self.part_start + (self.size - 1) * self.part_step + 1
         return part[(slice(None),) * self.dim + (slice(self.part_start, stop, self.part_step),)]
 
@@ -92,9 +91,16 @@ def _trace(layout: Layout, shard_shape: Shape, sizes: tuple[tuple[str, int], ...
     if shapes != ((axes["tp"], *shard_shape),):
         raise MappingError(f"{layout} at {axes} gives {shapes}, not {axes['tp']} shards of shape {shard_shape}")
     steps = layout.steps if isinstance(layout, Chain) else (layout,)
-    transposed = steps[0] == TRANSPOSED
-    to_mcore = tuple(_to_mcore(Chain(steps[transposed:]), part_shapes, axes, transposed=transposed))
-    return Trace(part_shapes, shard_shape, to_mcore, _to_hf(layout, to_mcore, part_shapes))
+    first = steps[0]
+    view = first if isinstance(first, Rearrange) and "(" not in first.left + first.right else None
+    viewed = tuple(tuple(_viewed(torch.empty(shape, device="meta"), view).shape) for shape in part_shapes)
+    to_mcore = tuple(_to_mcore(Chain(steps[view is not None :]), viewed, axes, view))
+    return Trace(part_shapes, shard_shape, to_mcore, _to_hf(layout, to_mcore, viewed))
+
+
+def _viewed(part: Tensor, view: Rearrange | None) -> Tensor:
+    """``part`` in the orientation of the shard."""
+    return part if view is None else view((part,), {})[0]
 
 
 def _moved_dim(layout: Chain) -> int:
@@ -108,27 +114,25 @@ def _moved_dim(layout: Chain) -> int:
     return dims.pop()
 
 
-def _to_mcore(layout: Chain, part_shapes: tuple[Shape, ...], axes: Axes, *, transposed: bool) -> Iterator[Copy]:
+def _to_mcore(layout: Chain, shapes: tuple[Shape, ...], axes: Axes, view: Rearrange | None) -> Iterator[Copy]:
     dim = _moved_dim(layout)
-    shapes = [shape[::-1] if transposed else shape for shape in part_shapes]
     lengths = [shape[dim] for shape in shapes]
     lines = tuple(_line(shape, dim, start) for shape, start in zip(shapes, _starts(lengths), strict=True))
     (shards,) = layout(lines, axes)
     for index, shard in enumerate(shards):
         runs = [(position, *_locate(value, lengths), size) for position, value, size in _runs(shard.flatten())]
         for position, part, offset, step, size in _strided(runs):
-            yield Copy(part, index, dim, offset, position, size, step, transposed)
+            yield Copy(part, index, dim, offset, position, size, step, view)
 
 
-def _to_hf(layout: Layout, to_mcore: tuple[Copy, ...], part_shapes: tuple[Shape, ...]) -> tuple[Copy, ...]:
+def _to_hf(layout: Layout, to_mcore: tuple[Copy, ...], shapes: tuple[Shape, ...]) -> tuple[Copy, ...]:
     """Each element of each part once, from the first shard that has it."""
     first: dict[object, Copy] = {}
     for copy in to_mcore:
         first.setdefault((copy.part, copy.part_start, copy.part_step, copy.size), copy)
-    for part, shape in enumerate(part_shapes):
+    for part, shape in enumerate(shapes):
         found = [copy for copy in first.values() if copy.part == part]
-        wanted = (shape[::-1] if found and found[0].transposed else shape)[found[0].dim if found else 0]
-        if sum(copy.size for copy in found) != wanted:
+        if sum(copy.size for copy in found) != shape[found[0].dim if found else 0]:
             raise MappingError(f"{layout} does not give back every element of its part {part} exactly once")
     return tuple(first.values())
 

@@ -1,0 +1,30 @@
+"""Ling 2.0 and Ring, which transformers lacks: glm4_moe with one tensor for q, k and v, and names of its own."""
+
+from mcore_bridge.architecture import Architecture
+from mcore_bridge.config.derived import biases
+from mcore_bridge.config.derived_rope import ROTARY_DIM, rope
+from mcore_bridge.config.fields import Field, Map, Require
+from mcore_bridge.config.moe import DENSE_FIRST, MOE, SCALED, SIGMOID, shared_experts
+from mcore_bridge.config.moe_counted import GIVEN_GROUPS
+from mcore_bridge.config.tables import DECODER, PUBLISHED_CODE, WINDOW_NONE, but, published, unread
+from mcore_bridge.models.blocks import decoder
+from mcore_bridge.models.blocks_bailing import EMBEDDING, LAYER
+
+THEIRS = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts", "use_qkv_bias": "attention_bias"}
+OWN: tuple[Field, ...] = (
+    *published(score_function="sigmoid", moe_router_enable_expert_bias=True, router_dtype="fp32", use_rmsnorm=True),
+    *published(use_bias=False, attention_bias=False, mlp_bias=False, embedding_dropout=0.0, output_dropout=0.0),
+    Require("num_nextn_predict_layers", (0, None), "the published code counts them among num_hidden_layers"),
+    *(biases("use_qkv_bias", None, None), Map("use_qk_norm", "qk_layernorm")),
+    unread("max_window_layers", "moe_shared_expert_intermediate_size", "mtp_loss_scaling_factor"),
+)
+ARCHITECTURE = Architecture(
+    model_type="bailing_moe_v2",
+    reads_as="llama",
+    counts_as=("glm4_moe", THEIRS),
+    fields=(
+        *(*but(DECODER, rope(own=("partial_rotary_factor",)), PUBLISHED_CODE), ROTARY_DIM, *WINDOW_NONE),
+        *(*MOE, *SIGMOID, SCALED, DENSE_FIRST, GIVEN_GROUPS, shared_experts("num_shared_experts"), *OWN),
+    ),
+    rules=lambda hf: decoder(LAYER, embedding=EMBEDDING),
+)
