@@ -1,0 +1,20 @@
+"""The module of sparse latent attention, which megatron-core has since 0.19: import it only where a model has it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.transformer.experimental_attention_variant.absorbed_mla import AbsorbedMLASelfAttention
+
+from mcore_bridge.factory.latent_modules import hold_whole
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import MLATransformerConfig
+
+
+class SparseLatentAttention(AbsorbedMLASelfAttention):
+    """mcore's attention to selected tokens, in the space of latents, whose down projections are whole."""
+
+    def __init__(self, config: MLATransformerConfig, submodules: Any, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(config, submodules, *arguments, **keywords)
+        hold_whole(self, config)
