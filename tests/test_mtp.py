@@ -23,7 +23,7 @@ MESHES = [
 
 
 def published(num_mtp_layers, **fields):
-    """A config, and the tensors of its checkpoint as GLM-4.5 is published: MTP layers behind the decoder's, copies."""
+    """A config, and the tensors of its checkpoint as GLM-4.5 is published."""
     hf = tiny(
         "glm4_moe",
         num_key_value_heads=2,
@@ -35,6 +35,11 @@ def published(num_mtp_layers, **fields):
         use_qk_norm=True,
         **fields,
     )
+    return hf, state_with_mtp(hf, num_mtp_layers)
+
+
+def state_with_mtp(hf, num_mtp_layers):
+    """The tensors of a checkpoint whose MTP layers are behind the decoder's, with copies of embedding and head."""
     state = random_state(hf)
     for number in range(LAYERS, LAYERS + num_mtp_layers):
         prefix = f"model.layers.{number}."
@@ -47,7 +52,7 @@ def published(num_mtp_layers, **fields):
         state[f"{prefix}eh_proj.weight"] = torch.randn(48, 96, generator=generator) * 0.1
         state[f"{prefix}embed_tokens.weight"] = state["model.embed_tokens.weight"]
         state[f"{prefix}shared_head.head.weight"] = state["lm_head.weight"]
-    return hf, state
+    return state
 
 
 def goes_round(hf, state, dims, num_mtp_layers):
