@@ -61,6 +61,9 @@ def _page() -> Iterator[str]:
         yield f"## {name}"
         yield ""
         yield _description(module)
+        if architecture.megatron_core is not None:
+            yield ""
+            yield f"Needs megatron-core {architecture.megatron_core.version}: {architecture.megatron_core.reason}."
         own = tuple(field for field in architecture.fields if field not in DENSE)
         requirements = list(_requirements(own))
         if requirements:

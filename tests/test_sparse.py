@@ -14,6 +14,7 @@ from mcore_bridge.config.derived_sparse import SHARING, shares_selection
 from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config, to_transformer_config
 from mcore_bridge.errors import ConfigError, MeshError
 from tests import zoo
+from tests.fake_mesh import rank_of
 from tests.test_mtp import goes_round, state_with_mtp
 from tests.zoo.latent import GROUPED
 from tests.zoo.sparse import sparse
@@ -144,6 +145,20 @@ def test_megatron_core_shares_alike(layer, freq, offset):
     from megatron.core.transformer.experimental_attention_variant.dsa import is_dsa_skip_topk_layer
 
     assert is_dsa_skip_topk_layer(layer, offset, freq) == shares_selection(layer - 1, freq=freq, offset=offset)
+
+
+@built
+@pytest.mark.parametrize("coefficient", [0.0, 0.1])
+def test_only_a_loss_of_its_own_trains_the_indexer(coefficient):
+    dims, overrides = mb.ParallelDims(), {"dsa_indexer_loss_coeff": coefficient}
+    with rank_of(dims, 0, 1):
+        (model,) = mb.build_model(
+            zoo.cases()["glm_moe_dsa-shared"].hf, dims=dims, device="meta", load_weights=False, overrides=overrides
+        )
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    indexers = {name for name, _ in model.named_parameters() if ".indexer." in name}
+    assert {name.split(".")[2] for name in indexers} == {"0", "2"}
+    assert trained == {name for name, _ in model.named_parameters()} - (set() if coefficient else indexers)
 
 
 @built
