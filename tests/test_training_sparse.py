@@ -53,3 +53,19 @@ def test_every_mesh_trains_as_transformers_does(folders, expected, world_size):
             errors = {n: tiny.relative_error(step["grads"][n], grads[n]) for n in grads}
             worst = max(errors, key=errors.__getitem__)
             assert errors[worst] < 5e-5, f"{label}: gradient of {worst}: {errors[worst]}"
+
+
+def indexer_gradients(folder, sizes):
+    """Runs in each worker: the gradients of the indexers from their own loss, by HF name."""
+    dims = ParallelDims(**sizes)
+    with stepping.mesh(dims):
+        overrides = {"dsa_indexer_loss_coeff": 0.1}
+        grads = stepping.train(folder, dims, tiny.tokens(4), micro_batch_size=2, overrides=overrides)["grads"]
+        return {name: grad for name, grad in grads.items() if ".indexer." in name}
+
+
+def test_the_loss_of_indexers_trains_them_alike_on_all_meshes(folders):
+    (alone,) = pool.run(1, indexer_gradients, folders["deepseek_v32"], {})
+    assert all(grad.any() for grad in alone.values())
+    for together in pool.run(2, indexer_gradients, folders["deepseek_v32"], {"tp": 2, "sp": True}):
+        assert max(tiny.relative_error(together[name], alone[name]) for name in alone) < 5e-5
