@@ -74,6 +74,8 @@ def page(families: Mapping[str, tuple[Architecture, str]]) -> str:
 
 
 def _family(architecture: Architecture, rules: Rules, told: Told, everywhere: list[str]) -> Iterator[str]:
+    if architecture.megatron_core is not None:
+        yield f"- Needs megatron-core {architecture.megatron_core.version}: {architecture.megatron_core.reason}"
     used, own = told
     for place, names in used.items():
         if named := [name for name in names if name not in everywhere]:

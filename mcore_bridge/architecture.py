@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from mcore_bridge import plugins
 from mcore_bridge.config.fields import Field
 from mcore_bridge.config.hf import read_config
+from mcore_bridge.config.release import Release
 from mcore_bridge.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Architecture:
             for them. None is a family of transformers, or one whose package registers a class of its own.
         counts_as: the ``model_type`` of transformers whose model has as many parameters in each layer, where that of
             ``reads_as`` has not, and its names of fields by those of this family, where they differ.
+        megatron_core: the release that it needs; None is any that we support.
         layer_spec: an own layer spec: a function like ``factory.specs.block_spec``, which it may call, from the config,
             the layers of a stage and the backend to its ``TransformerBlockSubmodules``. None is that function.
         model: an own subclass of ``GPTModel``; None is mcore's.
@@ -56,6 +58,7 @@ class Architecture:
     aliases: tuple[str, ...] = ()
     reads_as: str | None = None
     counts_as: tuple[str, Mapping[str, str]] | None = None
+    megatron_core: Release | None = None
     layer_spec: Callable[..., Any] | None = None
     model: type | None = None
 

@@ -16,6 +16,7 @@ from tests.strategies import random_state
 AROUND = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 BESIDE = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 NAMES = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "qwen3.5", "qwen3.5-moe")
+_KINDS = {"layer_types": "full_attention", "mlp_layer_types": "sparse", "indexer_types": "full"}
 CASES = [name for name in NAMES if name in zoo.cases()]
 
 
@@ -57,7 +58,7 @@ def is_mtp(hf: Any, name: str) -> bool:
 def one_layer(hf: Any) -> Any:
     """``hf`` with one layer, of the kind that MTP layers are."""
     fields = {**hf.to_dict(), "num_hidden_layers": 1, "first_k_dense_replace": 0, "mlp_only_layers": []}
-    for name, value in (("layer_types", "full_attention"), ("mlp_layer_types", "sparse")):
+    for name, value in _KINDS.items():
         if fields.get(name):
             fields[name] = [value]
     return type(hf).from_dict({name: value for name, value in fields.items() if hasattr(hf, name)})

@@ -29,12 +29,17 @@ def sizes_that_fit(hf: Any) -> list[dict[str, Any]]:
     for (tp, pp), (ep, etp) in itertools.product(AXES, EXPERT_AXES if has_experts else EXPERT_AXES[:1]):
         for vp in (1, 2) if pp == 2 else (1,):
             sizes = {"tp": tp, "pp": pp, "vp": vp, "ep": ep, "etp": etp, "sp": tp > 1}
-            try:
-                to_transformer_config(hf, dims=ParallelDims(**sizes))
-            except MeshError:
-                continue
-            found.append(sizes)
+            if fits(hf, sizes):
+                found.append(sizes)
     return found
+
+
+def fits(hf: Any, sizes: dict[str, Any]) -> bool:
+    try:
+        to_transformer_config(hf, dims=ParallelDims(**sizes))
+    except MeshError:
+        return False
+    return True
 
 
 @st.composite
@@ -44,7 +49,7 @@ def meshes(draw: Any, hf: Any, fitting: list[dict[str, Any]]) -> ParallelDims:
     splits: list[dict[str, Any]] = [{}]
     if sizes["pp"] > 1 and sizes["vp"] == 1:
         uneven = "E" + "t" * (hf.num_hidden_layers - 1) + "|" * (sizes["pp"] - 1) + "tL"
-        splits += [{"layout": "balanced"}, {"layout": uneven}]
+        splits += [split for split in ({"layout": "balanced"}, {"layout": uneven}) if fits(hf, {**sizes, **split})]
     return ParallelDims(**sizes, **draw(st.sampled_from(splits)))
 
 

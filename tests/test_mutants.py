@@ -55,7 +55,7 @@ def parts(*order: int):
 
 
 def exchange(one: str, other: str):
-    """A mutation that gives each of two parameters the other's HF names."""
+    """A mutation that gives each of two parameters, of the decoder's layers if of layers, the other's HF names."""
 
     def mutate(rules):
         hf = {rule.mcore: rule.hf for rule in rules if not rule.mcore.startswith("mtp.")}
@@ -140,11 +140,11 @@ def mutated(name: str):
         WeightMapping.__init__ = true
 
 
-def fate(name: str, hf, tp: int, reference) -> str:
+def fate(name: str, hf, tp: int, reference, *, sp: bool = False) -> str:
     """What kills a mutant on this mesh: an error's text, "bits", "logits", or nothing."""
     from megatron.core import parallel_state
 
-    dims = mb.ParallelDims(tp=tp)
+    dims = mb.ParallelDims(tp=tp, sp=sp)
     with mutated(name):
         try:
             dims.initialize(device="cpu")

@@ -67,12 +67,13 @@ def tokens(
 
 
 def reference(model: Any, batch: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Logits, mean loss and gradients of every parameter, by HF name, of a causal LM on ``tokens``."""
+    """Logits, mean loss and gradients of every parameter that has one, by HF name, of a causal LM on ``tokens``."""
     model.zero_grad(set_to_none=True)
     logits = model(batch[:, :-1]).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
     loss.backward()
-    return logits.detach(), loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return logits.detach(), loss.detach(), grads
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from mcore_bridge.config.derived_sparse import shares_selection
 from mcore_bridge.errors import MeshError
 
 if TYPE_CHECKING:
@@ -52,7 +53,10 @@ def check_model(dims: ParallelDims, settings: Mapping[str, object]) -> None:
         _check_groups(dims, settings)
     if settings.get("experimental_attention_variant") == "gated_delta_net":
         _check_linear_heads(dims, settings)
+    if settings.get("experimental_attention_variant") == "dsa" and dims.tp > 1 and not dims.sp:
+        raise MeshError(f"tp={dims.tp} needs sp=True: megatron-core's sparse attention has no other way; set sp=True")
     _check_split(dims, settings)
+    _check_shared_selections(dims, settings)
 
 
 def _require_divided(dims: ParallelDims, settings: Mapping[str, object], name: str, axis: str) -> None:
@@ -119,6 +123,26 @@ def _check_split(dims: ParallelDims, settings: Mapping[str, object]) -> None:
         raise MeshError(
             f"layout {dims.layout!r} places {placed} MTP layers ('m'), expected {_say('mtp_num_layers', wanted)}"
         )
+
+
+def _check_shared_selections(dims: ParallelDims, settings: Mapping[str, object]) -> None:
+    """What an indexer selects stays in its stage, and MTP layers count from one again."""
+    freq, offset = settings.get("dsa_indexer_topk_freq", 1), settings.get("dsa_indexer_skip_topk_offset", 0)
+    num_layers, num_mtp_layers = settings["num_layers"], settings.get("mtp_num_layers") or 0
+    assert isinstance(freq, int)
+    assert isinstance(offset, int)
+    assert isinstance(num_layers, int)
+    assert isinstance(num_mtp_layers, int)
+    if freq > 1 and num_mtp_layers > 1:
+        raise MeshError(f"mtp_num_layers={num_mtp_layers} must be 1: it is not known what further ones would share")
+    for stage in dims.stages(num_layers):
+        first = stage.layers.start
+        if stage.layers and shares_selection(first, freq=freq, offset=offset):
+            raise MeshError(
+                f"each pipeline stage must start with a layer that has an indexer, but pp_rank={stage.pp_rank}, "
+                f"vp_stage={stage.vp_stage} starts with layer {first}, which shares the selection of one in front of "
+                "it (indexer_types in the HF config); choose another pp or vp, or say in layout where to cut"
+            )
 
 
 def _say(name: str, value: object) -> str:

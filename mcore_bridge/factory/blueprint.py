@@ -95,6 +95,8 @@ def draw(
     provenance = provenance_of(hf, head=head)
     hf = provenance.hf
     architecture = architecture_of(hf)
+    if architecture.megatron_core is not None:
+        architecture.megatron_core.require(architecture.model_type)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = specs.choose_backend(backend, device=device)
     num_mtp_layers = (overrides or {}).get("mtp_num_layers") or 0

@@ -25,7 +25,8 @@ class LatentNorm(Norm):
 class ReplicatedLinear(nn.Module):
     """A linear layer that every TP rank holds whole; under SP each applies it to its own tokens."""
 
-    def __init__(self, input_size: int, output_size: int, config: MLATransformerConfig) -> None:
+    # Besides, mcore says of the linear layers of an indexer that they are what this one is.
+    def __init__(self, input_size: int, output_size: int, config: MLATransformerConfig, **arguments: Any) -> None:
         super().__init__()
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))
@@ -39,19 +40,21 @@ class ReplicatedLinear(nn.Module):
         return nn.functional.linear(hidden, self.weight), None
 
 
-class LatentAttention(multi_latent_attention.MLASelfAttention):
-    """mcore's latent attention, whose down projections are whole and whose norms are those of its spec.
+def hold_whole(attention: nn.Module, config: MLATransformerConfig) -> None:
+    """Makes whole the down projections that mcore has cut, as it does in torch and not in TransformerEngine."""
+    for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+        if isinstance(cut := getattr(attention, name, None), ColumnParallelLinear):
+            setattr(attention, name, ReplicatedLinear(cut.input_size, cut.output_size, config))
 
-    mcore's torch spec cuts the down projections, TransformerEngine's does not: here no backend does.
-    """
+
+class LatentAttention(multi_latent_attention.MLASelfAttention):
+    """mcore's latent attention, whose down projections are whole and whose norms are those of its spec."""
 
     def __init__(self, config: MLATransformerConfig, submodules: Any, *arguments: Any, **keywords: Any) -> None:
         if not isinstance(multi_latent_attention.TELinear, type):  # mcore 0.16 takes its stand-in for the class
             multi_latent_attention.HAVE_TE = False
         super().__init__(config, submodules, *arguments, **keywords)
-        for name in ("linear_q_down_proj", "linear_kv_down_proj"):
-            if isinstance(cut := getattr(self, name, None), ColumnParallelLinear):
-                setattr(self, name, ReplicatedLinear(cut.input_size, cut.output_size, config))
+        hold_whole(self, config)
         if self.tp_group.size() > 1 and not config.sequence_parallel:  # with SP, mcore's gather sums
             self.linear_kv_down_proj.register_forward_hook(self._sum_gradient_of_rotated)
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import Tensor, nn
 
 from mcore_bridge.config.rope import Rope
@@ -107,5 +106,5 @@ def replace_rotary(chunk: GPTModel) -> None:
     if chunk.config.multi_latent_attention:
         shared = LatentRotaryEmbedding(rope, cp_group=cp_group)
         for module in list(chunk.modules()):
-            if isinstance(module, MultiLatentAttention):
+            if isinstance(getattr(module, "rotary_pos_emb", None), RotaryEmbedding):  # an indexer has one as well
                 module.rotary_pos_emb = shared

@@ -11,6 +11,7 @@ import torch
 
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.latent import adapt_latent
+from mcore_bridge.factory.sparse import adapt_sparse
 from mcore_bridge.factory.temperature import adapt_query_temperature
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) ->
             _use_torch_modules(spec.submodules, config)
         adapt_experts(spec.submodules, config, backend)
         adapt_latent(spec.submodules, config, backend)
+        adapt_sparse(spec.submodules, config, backend)
         if getattr(config, "attention_output_bias", False):
             spec.submodules.self_attention.submodules.linear_proj = _biased_row_linear(backend)
         adapt_scores(spec.submodules, config, backend)  # before what stands in front of the core attention

@@ -1,7 +1,8 @@
 """Small models of every family, by name: what ``test_parity`` and ``test_families`` hold each of them to.
 
-Each file of this folder has ``CASES``. A case whose ``model_type`` the installed transformers lacks is left out. Dims
-are pairwise distinct where the family allows it, so that a transposed or misplaced matrix cannot fit.
+Each file of this folder has ``CASES``. A case is left out where the installed transformers lacks its ``model_type`` or
+the installed megatron-core is older than its architecture needs. Dims are pairwise distinct where the family allows it,
+so that a transposed or misplaced matrix cannot fit.
 """
 
 import importlib
@@ -13,6 +14,7 @@ from typing import Any
 
 import transformers
 
+from mcore_bridge.architecture import architecture_of
 from tests.strategies import tiny
 
 NEWEST = not transformers.__version__.startswith("4.")
@@ -45,6 +47,11 @@ def rope(rope_type: str, theta: float = 10000.0, **fields: Any) -> dict[str, Any
     return {"rope_parameters": {**spelled, "rope_theta": theta}, "max_position_embeddings": 64}
 
 
+def _is_built(model_type: str) -> bool:
+    needed = architecture_of(model_type).megatron_core
+    return needed is None or needed.is_installed
+
+
 @cache
 def cases() -> dict[str, Case]:
     """Every case by name."""
@@ -52,6 +59,6 @@ def cases() -> dict[str, Case]:
     for module in pkgutil.iter_modules(__path__):
         for name, each in importlib.import_module(f"{__name__}.{module.name}").CASES.items():
             assert name not in found, name
-            if each.model_type in transformers.CONFIG_MAPPING:
+            if each.model_type in transformers.CONFIG_MAPPING and _is_built(each.model_type):
                 found[name] = each
     return found

@@ -1,0 +1,76 @@
+"""Entries of config tables for sparse attention: which layers select the tokens they see, and which share a selection.
+
+megatron-core shares by a period: layers up to ``offset`` (counted from 1) select, then every ``freq``-th one does.
+"""
+
+from mcore_bridge.config.fields import Derive, Hf, Mcore, count
+from mcore_bridge.errors import ConfigError
+
+_KINDS = ("full", "shared")
+_SCHEDULE = ("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern")
+
+
+def shares_selection(layer: int, *, freq: int, offset: int) -> bool:
+    """Whether ``layer`` (counted from 0) sees what the last selecting layer in front of it has selected."""
+    return max(layer + 1 - max(offset, 1), 0) % freq != 0
+
+
+def _kinds(num_layers: int, freq: int, offset: int) -> list[str]:
+    return [_KINDS[shares_selection(layer, freq=freq, offset=offset)] for layer in range(num_layers)]
+
+
+def _sharing(hf: Hf) -> dict[str, object]:
+    num_layers, kinds = count(hf, "num_hidden_layers"), hf.get("indexer_types")
+    if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - set(_KINDS) or kinds[0] != "full":
+        raise ConfigError(
+            f"indexer_types must name one of {_KINDS} for each of the {num_layers} layers, 'full' for the first one, "
+            f"found {kinds!r}."
+        )
+    _require_schedule(hf, kinds)
+    if "shared" not in kinds:
+        return {"dsa_indexer_topk_freq": 1, "dsa_indexer_skip_topk_offset": 0}
+    offset = kinds.index("shared")
+    after = kinds[offset:]
+    freq = after.index("full") + 1 if "full" in after else num_layers
+    if kinds != _kinds(num_layers, freq, offset):
+        raise ConfigError(
+            f"indexer_types must be periodic behind the first shared layer, as megatron-core shares, found {kinds!r}."
+        )
+    return {"dsa_indexer_topk_freq": freq, "dsa_indexer_skip_topk_offset": offset}
+
+
+def _require_schedule(hf: Hf, kinds: list[str]) -> None:
+    """transformers makes ``indexer_types`` of the other fields, and looks at these no more once it is there."""
+    pattern, freq, offset = hf.get("index_topk_pattern"), hf.get("index_topk_freq"), hf.get("index_skip_topk_offset", 2)
+    if pattern is not None:
+        letters = {"F": "full", "S": "shared"}
+        scheduled = [letters.get(kind, kind) for kind in pattern] if isinstance(pattern, str | list) else None
+    elif isinstance(freq, int) and isinstance(offset, int):
+        layers = range(len(kinds))
+        scheduled = [_KINDS[max(layer - offset + 1, 0) % max(freq, 1) != 0] for layer in layers]
+    else:
+        return
+    if scheduled != kinds:
+        found = {name: hf[name] for name in _SCHEDULE if hf.get(name) is not None}
+        raise ConfigError(f"indexer_types={kinds!r} and {found} must say the same of each layer. Delete the latter.")
+
+
+def _sharing_back(mcore: Mcore) -> dict[str, object]:
+    num_layers, freq, offset = (
+        mcore[name] for name in ("num_layers", "dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset")
+    )
+    assert isinstance(num_layers, int)
+    assert isinstance(freq, int)
+    assert isinstance(offset, int)
+    return {"indexer_types": _kinds(num_layers, freq, offset)}
+
+
+def _indexed(hf: Hf) -> dict[str, object]:
+    kinds = hf.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or set(kinds) - {"indexed_attention"}):
+        raise ConfigError(f"layer_types must be 'indexed_attention' for every layer, found {kinds!r}. Delete it.")
+    return {}
+
+
+SHARING = Derive(("indexer_types", *_SCHEDULE), _sharing, _sharing_back)
+ALL_INDEXED = Derive(("layer_types",), _indexed, lambda mcore: {})

@@ -1,0 +1,34 @@
+"""What a family needs of megatron-core that older releases lack."""
+
+from dataclasses import dataclass
+
+from packaging.version import Version
+
+from mcore_bridge.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The first release of megatron-core that builds a family, and why those before it do not."""
+
+    version: str
+    reason: str
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the installed megatron-core is this one or a later one."""
+        return Version(_installed()) >= Version(self.version)
+
+    def require(self, model_type: str) -> None:
+        """Raises ``ConfigError`` unless ``is_installed``."""
+        if not self.is_installed:
+            raise ConfigError(
+                f"{model_type} needs megatron-core {self.version} or later, found {_installed()}: {self.reason}. "
+                f"Install megatron-core>={self.version}."
+            )
+
+
+def _installed() -> str:
+    from megatron.core import __version__
+
+    return str(__version__)

@@ -1,0 +1,16 @@
+"""The shared tables of latent attention with an indexer, which is whole on every TP rank."""
+
+from mcore_bridge.models.blocks import MLA, MOE, NORMS, ROUTER_BIAS, SHARED
+from mcore_bridge.weights.layout import REPLICATED
+from mcore_bridge.weights.mapping import table, under
+
+# fmt: off
+INDEXER      = under("self_attention.core_attention.indexer", "self_attn.indexer", table(
+                     ("linear_wq_b.weight",         "wq_b.weight",         REPLICATED),
+                     ("linear_wk.weight",           "wk.weight",           REPLICATED),
+                     ("k_norm.weight",              "k_norm.weight",       REPLICATED),
+                     ("k_norm.bias",                "k_norm.bias",         REPLICATED),
+                     ("linear_weights_proj.weight", "weights_proj.weight", REPLICATED)))
+SPARSE_LAYER = (*NORMS, *MLA, *INDEXER, *MOE, *ROUTER_BIAS, *SHARED)
+# fmt: on
+"""All of a layer but its dense MLP. Layers that share a selection have no indexer."""

@@ -1,0 +1,21 @@
+"""GLM-5: deepseek_v32, whose indexer rotates neighbouring dims, and whose layers may share what one has selected."""
+
+from mcore_bridge.architecture import Architecture
+from mcore_bridge.config.derived_sparse import SHARING
+from mcore_bridge.config.fields import Const, Ignore, Require
+from mcore_bridge.config.tables_sparse import SPARSE, SPARSE_RELEASE
+from mcore_bridge.models.blocks import SWIGLU, decoder, mtp_behind
+from mcore_bridge.models.blocks_sparse import SPARSE_LAYER
+
+ARCHITECTURE = Architecture(
+    model_type="glm_moe_dsa",
+    fields=(
+        *(*SPARSE, SHARING, Const("dsa_indexer_rope_interleaved", True)),
+        Require("indexer_rope_interleave", (True, None), "transformers rotates neighbours, whatever it says"),
+        Require("moe_router_dtype", ("float32", None), "transformers routes in fp32, whatever it says"),
+        Ignore("it tells inference engines how to draft", ("index_share_for_mtp_iteration",)),
+    ),
+    rules=lambda hf: (*decoder(SPARSE_LAYER, SWIGLU), *mtp_behind(hf, SPARSE_LAYER)),
+    ignored=("*.rotary_emb.inv_freq",),
+    megatron_core=SPARSE_RELEASE,
+)
