@@ -228,7 +228,7 @@ MTP_ON_REQUEST = Ignore(
     ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"),
 )
 """No logits depend on layers that predict further tokens, so that a model may have them or not."""
-MTP_NEVER = Ignore("MTP layers are not built: it is not known how their weights are used", MTP_ON_REQUEST.names)
+MTP_NEVER = Ignore("MTP layers are not built: their weights have no rules", MTP_ON_REQUEST.names)
 NO_SHARED: tuple[Field, ...] = (Const("moe_shared_expert_intermediate_size", None),)
 SHARED_GATED: tuple[Field, ...] = (
     Map("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),

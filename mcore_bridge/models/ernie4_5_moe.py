@@ -1,7 +1,8 @@
 """ERNIE 4.5 (experts): ernie4_5 with experts in some layers, chosen by softmax scores and a bias, and shared ones."""
 
 from mcore_bridge.architecture import Architecture
-from mcore_bridge.config.fields import Ignore, Require
+from mcore_bridge.config.fields import Require
+from mcore_bridge.config.moe import MTP_NEVER
 from mcore_bridge.config.moe_interval import SPACED
 from mcore_bridge.config.tables import BIAS_NONE, unread
 from mcore_bridge.models.blocks import GQA, MOE, NORMS, SHARED, SWIGLU, decoder
@@ -13,7 +14,7 @@ OWN = (
     Require("use_bias", (False, None), "versions of transformers disagree on whether experts have biases"),
     Require("moe_use_aux_free", (True,), "transformers has the bias of the router in any case"),
     Require("moe_gate", ("topk",), "transformers computes this one for any"),
-    Ignore("layers for multi-token prediction do not take part in the logits", ("num_nextn_predict_layers",)),
+    MTP_NEVER,
     unread("moe_capacity"),
 )
 BIAS = table(("mlp.router.expert_bias", "mlp.moe_statics.e_score_correction_bias", ONE_ROW))

@@ -1,14 +1,12 @@
 """MiMo 7B, which transformers lacks: a qwen2 whose layers for multi-token prediction are not built."""
 
 from mcore_bridge.architecture import Architecture
-from mcore_bridge.config.fields import Ignore, Require
+from mcore_bridge.config.fields import Require
+from mcore_bridge.config.moe import MTP_NEVER
 from mcore_bridge.config.tables import BIAS_QKV, DENSE, PUBLISHED_CODE, QK_PLAIN, WINDOW_BY_LAYER, but
 from mcore_bridge.models.blocks import GQA, NORMS, QKV_BIAS, SWIGLU, decoder
 
-OWN = (
-    Require("attention_bias", (True,), "the published code has biases of q, k and v"),
-    Ignore("layers for multi-token prediction do not take part in the logits", ("num_nextn_predict_layers",)),
-)
+OWN = (Require("attention_bias", (True,), "the published code has biases of q, k and v"), MTP_NEVER)
 ARCHITECTURE = Architecture(
     model_type="mimo",
     reads_as="qwen2",
