@@ -37,7 +37,8 @@ class Architecture:
         model_type: as HF spells it.
         fields: the config table, total over the HF config.
         rules: the weight rules of a config.
-        ignored: patterns (fnmatch) of HF tensor names that a checkpoint may hold and that we do not use.
+        ignored: patterns (fnmatch) of HF tensor names that a checkpoint may hold and that we do not use; by default the
+            frequencies of rotary embeddings, which old files hold and which follow from the config.
         dialect: how published checkpoints hold routed experts: "split", one tensor for each, or "fused", one for all.
         aliases: further ``model_type`` values that mean the same.
         reads_as: the ``model_type`` whose config class of transformers reads these configs where transformers has none
@@ -53,7 +54,7 @@ class Architecture:
     model_type: str
     fields: tuple[Field, ...]
     rules: "Callable[[PretrainedConfig], tuple[Rule, ...]]"
-    ignored: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     dialect: "Dialect" = "split"
     aliases: tuple[str, ...] = ()
     reads_as: str | None = None

@@ -8,5 +8,4 @@ ARCHITECTURE = Architecture(
     model_type="arcee",
     fields=(*but(DENSE, *PLAIN_MLP), *BIAS_ANY, *WINDOW_NONE, *QK_PLAIN),
     rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, O_BIAS, mlp("up_proj", "down_proj")),
-    ignored=("*.rotary_emb.inv_freq",),
 )

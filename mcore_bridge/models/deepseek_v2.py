@@ -14,5 +14,4 @@ ARCHITECTURE = Architecture(
         Ignore("transformers makes it qk_rope_head_dim, whatever it says", ("head_dim",)),
     ),
     rules=lambda hf: decoder(NORMS, MLA, SWIGLU, MOE, SHARED),
-    ignored=("*.rotary_emb.inv_freq",),
 )

@@ -12,5 +12,4 @@ ARCHITECTURE = Architecture(
     model_type="deepseek_v3",
     fields=(*LATENT, *COUNTED, *SIGMOID_GROUPED, HEAD_DIM, DENSE_FIRST),
     rules=lambda hf: (*decoder(*LAYER, SWIGLU), *mtp_behind(hf, *LAYER)),
-    ignored=("*.rotary_emb.inv_freq",),
 )

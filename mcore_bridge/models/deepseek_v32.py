@@ -10,6 +10,5 @@ ARCHITECTURE = Architecture(
     model_type="deepseek_v32",
     fields=(*SPARSE, Const("dsa_indexer_rope_interleaved", False)),
     rules=lambda hf: (*decoder(SPARSE_LAYER, SWIGLU), *mtp_behind(hf, SPARSE_LAYER)),
-    ignored=("*.rotary_emb.inv_freq",),
     megatron_core=SPARSE_RELEASE,
 )

@@ -13,5 +13,4 @@ ARCHITECTURE = Architecture(
     model_type="ernie4_5",
     fields=(*ERNIE, BIASES, Const("num_moe_experts", None)),
     rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, O_BIAS, SWIGLU, SWIGLU_BIAS),
-    ignored=("*.rotary_emb.inv_freq",),
 )

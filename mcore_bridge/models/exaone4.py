@@ -8,5 +8,4 @@ ARCHITECTURE = Architecture(
     model_type="exaone4",
     fields=(*DENSE, *BIAS_NONE, *WINDOW_OR_NOPE, *QK_NORMED, *NORM_POST),
     rules=lambda hf: decoder(NORMS_POST, GQA, QK_NORM, SWIGLU),
-    ignored=("*.rotary_emb.inv_freq",),
 )

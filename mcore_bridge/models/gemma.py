@@ -9,5 +9,4 @@ ARCHITECTURE = Architecture(
     model_type="gemma",
     fields=(*GEMMA, *WINDOW_NONE, *QK_PLAIN, Ignore("transformers reads hidden_act", ("hidden_activation",))),
     rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, O_BIAS, SWIGLU),
-    ignored=("*.rotary_emb.inv_freq",),
 )

@@ -9,5 +9,4 @@ ARCHITECTURE = Architecture(
     model_type="gemma2",
     fields=(*GEMMA2, *QK_PLAIN, ATTENTION_SOFTCAP),
     rules=lambda hf: decoder(NORMS_FOUR, GQA, QKV_BIAS, O_BIAS, SWIGLU),
-    ignored=("*.rotary_emb.inv_freq",),
 )

@@ -14,5 +14,4 @@ ARCHITECTURE = Architecture(
         Require("attn_logit_softcapping", (None,), "the attention of transformers drops it"),
     ),
     rules=lambda hf: decoder(NORMS_FOUR, GQA, QKV_BIAS, O_BIAS, QK_NORM, SWIGLU),
-    ignored=("*.rotary_emb.inv_freq",),
 )

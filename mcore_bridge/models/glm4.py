@@ -12,5 +12,4 @@ ARCHITECTURE = Architecture(
     model_type="glm4",
     fields=(*but(DENSE, *INTERLEAVED, ROPE), BIASES, *WINDOW_NONE, *QK_PLAIN, *NORM_SANDWICH),
     rules=lambda hf: decoder(NORMS, norms_behind("post_self_attn", "post_mlp"), GQA, QKV_BIAS, FUSED_GLU),
-    ignored=("*.rotary_emb.inv_freq",),
 )

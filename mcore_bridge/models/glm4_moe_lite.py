@@ -12,5 +12,4 @@ ARCHITECTURE = Architecture(
     model_type="glm4_moe_lite",
     fields=(*LATENT, *COUNTED, *SIGMOID_GROUPED, HEAD_DIM, MLP_TYPES),
     rules=lambda hf: (*decoder(*LAYER, SWIGLU), *mtp_behind(hf, *LAYER)),
-    ignored=("*.rotary_emb.inv_freq",),
 )

@@ -16,6 +16,5 @@ ARCHITECTURE = Architecture(
         Ignore("it tells inference engines how to draft", ("index_share_for_mtp_iteration",)),
     ),
     rules=lambda hf: (*decoder(SPARSE_LAYER, SWIGLU), *mtp_behind(hf, SPARSE_LAYER)),
-    ignored=("*.rotary_emb.inv_freq",),
     megatron_core=SPARSE_RELEASE,
 )

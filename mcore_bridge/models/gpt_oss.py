@@ -8,10 +8,7 @@ from mcore_bridge.models.blocks import GQA, NORMS, O_BIAS, QKV_BIAS, SINKS, deco
 from mcore_bridge.weights.layout import INTERLEAVED, REPLICATED, ROW, TRANSPOSED
 from mcore_bridge.weights.mapping import experts, table
 
-BIASED = (
-    *(Const(name, True) for name in ("add_bias_linear", "add_qkv_bias", "attention_output_bias")),
-    Require("attention_bias", (True,), "all published models have it"),
-)
+BIASES = (Const("add_bias_linear", True), Const("add_qkv_bias", True), Const("attention_output_bias", True))
 # fmt: off
 MLP = (*table(("mlp.router.weight", "mlp.router.weight",       REPLICATED),
               ("mlp.router.bias",   "mlp.router.bias",         REPLICATED)),
@@ -24,8 +21,12 @@ MLP = (*table(("mlp.router.weight", "mlp.router.weight",       REPLICATED),
 ARCHITECTURE = Architecture(
     model_type="gpt_oss",
     fields=(
-        *(*but(DECODER, ONE_SIZE, *CLAMPED_GATE), *WINDOW_BY_LAYER, *QK_PLAIN, *BIASED, *MOE, *SOFTMAX_NORMALISED),
-        *(*NO_SHARED, Const("softmax_type", "learnable")),
+        *(*but(DECODER, ONE_SIZE, *CLAMPED_GATE), *WINDOW_BY_LAYER, *QK_PLAIN, *MOE, *SOFTMAX_NORMALISED, *NO_SHARED),
+        *(
+            *BIASES,
+            Require("attention_bias", (True,), "all published models have it"),
+            Const("softmax_type", "learnable"),
+        ),
     ),
     rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, O_BIAS, SINKS, MLP),
 )

@@ -10,5 +10,4 @@ ARCHITECTURE = Architecture(
     model_type="helium",
     fields=(*but(DENSE, *INTERLEAVED), BIASES, *WINDOW_NONE, *QK_PLAIN),
     rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, SWIGLU),
-    ignored=("*.rotary_emb.inv_freq",),
 )

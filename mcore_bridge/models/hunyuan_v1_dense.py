@@ -20,5 +20,4 @@ ARCHITECTURE = Architecture(
         Ignore("transformers does not read it", UNREAD),
     ),
     rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, O_BIAS, NORMS_AFTER_ROPE, SWIGLU),
-    ignored=("*.rotary_emb.inv_freq",),
 )

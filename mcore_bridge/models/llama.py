@@ -8,5 +8,4 @@ ARCHITECTURE = Architecture(
     model_type="llama",
     fields=(*DENSE, *BIAS_ANY, *WINDOW_NONE, *QK_PLAIN),
     rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, O_BIAS, SWIGLU, SWIGLU_BIAS),
-    ignored=("*.rotary_emb.inv_freq",),
 )

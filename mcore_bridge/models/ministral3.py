@@ -10,5 +10,4 @@ ARCHITECTURE = Architecture(
     model_type="ministral3",
     fields=(*but(DENSE, ROPE), *BIAS_NONE, *WINDOW_ALL, *QK_PLAIN),
     rules=lambda hf: decoder(NORMS, GQA, SWIGLU),
-    ignored=("*.rotary_emb.inv_freq",),
 )

@@ -8,5 +8,4 @@ ARCHITECTURE = Architecture(
     model_type="mistral",
     fields=(*DENSE, *BIAS_NONE, *WINDOW_ALL, *QK_PLAIN),
     rules=lambda hf: decoder(NORMS, GQA, SWIGLU),
-    ignored=("*.rotary_emb.inv_freq",),
 )

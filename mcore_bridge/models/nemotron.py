@@ -15,5 +15,4 @@ ARCHITECTURE = Architecture(
         *decoder(NORMS, NORM_BIAS, GQA, QKV_BIAS, O_BIAS, mlp("up_proj", "down_proj")),
         *FINAL_BIAS,
     ),
-    ignored=("*.rotary_emb.inv_freq",),
 )

@@ -8,5 +8,4 @@ ARCHITECTURE = Architecture(
     model_type="olmo2",
     fields=(*DENSE, *BIAS_ATTENTION, *WINDOW_NONE, *QK_NORMED_TOGETHER, *NORM_POST),
     rules=lambda hf: decoder(NORMS_POST, GQA, QKV_BIAS, O_BIAS, QK_NORM, SWIGLU),
-    ignored=("*.rotary_emb.inv_freq",),
 )

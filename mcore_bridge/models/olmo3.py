@@ -9,5 +9,4 @@ ARCHITECTURE = Architecture(
     model_type="olmo3",
     fields=(*but(DENSE, LAYER_ROPES_ONE_BASE), *BIAS_ATTENTION, *WINDOW_PATTERN, *QK_NORMED_TOGETHER, *NORM_POST),
     rules=lambda hf: decoder(NORMS_POST, GQA, QKV_BIAS, O_BIAS, QK_NORM, SWIGLU),
-    ignored=("*.rotary_emb.inv_freq",),
 )

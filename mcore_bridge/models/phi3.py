@@ -14,5 +14,4 @@ ARCHITECTURE = Architecture(
     model_type="phi3",
     fields=(*but(DENSE, *dropout("resid_pdrop"), ROPE, PUBLISHED_CODE), *NO_BIAS, *WINDOW_ALL, *QK_PLAIN, UNREAD),
     rules=lambda hf: decoder(NORMS, FUSED_GQA, FUSED_GLU),
-    ignored=("*.rotary_emb.inv_freq",),
 )

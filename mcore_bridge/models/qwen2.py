@@ -8,5 +8,4 @@ ARCHITECTURE = Architecture(
     model_type="qwen2",
     fields=(*DENSE, *BIAS_QKV, *WINDOW_BY_LAYER, *QK_PLAIN),
     rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, SWIGLU),
-    ignored=("*.rotary_emb.inv_freq",),
 )

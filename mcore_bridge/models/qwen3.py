@@ -8,5 +8,4 @@ ARCHITECTURE = Architecture(
     model_type="qwen3",
     fields=(*DENSE, *BIAS_ATTENTION, *WINDOW_BY_LAYER, *QK_NORMED),
     rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, O_BIAS, QK_NORM, SWIGLU),
-    ignored=("*.rotary_emb.inv_freq",),
 )

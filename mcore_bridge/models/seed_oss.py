@@ -10,5 +10,4 @@ ARCHITECTURE = Architecture(
     model_type="seed_oss",
     fields=(*but(DENSE, *dropout("residual_dropout")), BIASES, *WINDOW_NONE, *QK_PLAIN),
     rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, O_BIAS, SWIGLU, SWIGLU_BIAS),
-    ignored=("*.rotary_emb.inv_freq",),
 )

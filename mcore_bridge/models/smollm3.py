@@ -11,5 +11,4 @@ ARCHITECTURE = Architecture(
     model_type="smollm3",
     fields=(*DENSE, *BIAS_ANY, *WINDOW_SWITCHED, *QK_PLAIN, NO_ROPE, INTERVAL),
     rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, O_BIAS, SWIGLU, SWIGLU_BIAS),
-    ignored=("*.rotary_emb.inv_freq",),
 )

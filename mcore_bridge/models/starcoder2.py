@@ -15,5 +15,4 @@ ARCHITECTURE = Architecture(
     model_type="starcoder2",
     fields=(*but(DENSE, *layer_norm("norm_epsilon"), *PLAIN_MLP, *DROPOUT), BIASES, *WINDOW_ALL, *QK_PLAIN, UNREAD),
     rules=lambda hf: (*decoder(NORMS, NORM_BIAS, GQA, QKV_BIAS, O_BIAS, mlp("c_fc", "c_proj")), *FINAL_BIAS),
-    ignored=("*.rotary_emb.inv_freq",),
 )
