@@ -182,7 +182,7 @@ QUICK_GELU       = Derive((), _quick_gelu, _quick_gelu_back)
 ONE_SIZE         = one_size()
 # fmt: on
 
-MOE: tuple[Field, ...] = (
+ROUTED: tuple[Field, ...] = (
     Map("num_experts", "num_moe_experts", aka=("num_local_experts", "n_routed_experts")),
     Map("num_experts_per_tok", "moe_router_topk"),
     Ignore(
@@ -212,6 +212,7 @@ SIGMOID: tuple[Field, ...] = (
     Preset("moe_router_dtype", "fp32"),
 )
 """The router's scores are sigmoids in fp32; a bias, which is no parameter, takes part in the choice only."""
+EXPERT_SIZE = Map("moe_intermediate_size", "moe_ffn_hidden_size")
 SCALED = Map("routed_scaling_factor", "moe_router_topk_scaling_factor")
 CLAMPED_GATE: tuple[Field, ...] = (
     QUICK_GELU,
@@ -230,7 +231,7 @@ MTP_ON_REQUEST = Ignore(
 """No logits depend on layers that predict further tokens, so that a model may have them or not."""
 MTP_NEVER = Ignore("MTP layers are not built: their weights have no rules", MTP_ON_REQUEST.names)
 NO_SHARED: tuple[Field, ...] = (Const("moe_shared_expert_intermediate_size", None),)
-SHARED_GATED: tuple[Field, ...] = (
+SHARED_BY_GATE: tuple[Field, ...] = (
     Map("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
     Const("moe_shared_expert_gate", True),
 )

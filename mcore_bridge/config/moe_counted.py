@@ -1,7 +1,16 @@
 """Tables of experts as DeepSeek counts them: routed and shared ones of one size, perhaps chosen by groups."""
 
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Map, Mcore, Preset, Require, count
-from mcore_bridge.config.moe import GROUPS, MOE, MTP_ON_REQUEST, SCALED, SIGMOID, SOFTMAX, groups_back, shared_experts
+from mcore_bridge.config.moe import (
+    GROUPS,
+    MTP_ON_REQUEST,
+    ROUTED,
+    SCALED,
+    SIGMOID,
+    SOFTMAX,
+    groups_back,
+    shared_experts,
+)
 from mcore_bridge.config.tables import but, unread
 from mcore_bridge.errors import ConfigError
 
@@ -44,7 +53,7 @@ _REFUSED = (
 METHOD = Derive(("topk_method", "n_group", "topk_group"), _method, _method_back, _REFUSED)
 
 COUNTED: tuple[Field, ...] = (
-    *but(MOE, Map("n_routed_experts", "num_moe_experts")),
+    *but(ROUTED, Map("n_routed_experts", "num_moe_experts")),
     shared_experts("n_shared_experts"),
     Const("moe_shared_expert_gate", False),
     *(SCALED, MTP_ON_REQUEST, unread("ep_size")),

@@ -1,7 +1,7 @@
 """Tables of experts as ERNIE counts them: at regular distances in a range of layers, by softmax scores with a bias."""
 
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Map, Mcore, Preset, count
-from mcore_bridge.config.moe import MOE, layers_of, shared_experts
+from mcore_bridge.config.moe import ROUTED, layers_of, shared_experts
 from mcore_bridge.config.tables import but
 from mcore_bridge.errors import ConfigError
 
@@ -46,7 +46,7 @@ SOFTMAX_BIASED: tuple[Field, ...] = (
 """The scores are a softmax in fp32, and a bias takes part in the choice only; weights add up to one, unless tiny."""
 SPACED: tuple[Field, ...] = (
     *but(
-        MOE,
+        ROUTED,
         Map("moe_num_experts", "num_moe_experts", aka=("num_experts",)),
         Map("moe_k", "moe_router_topk", aka=("num_experts_per_tok",)),
     ),

@@ -4,7 +4,7 @@ from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.derived import biases
 from mcore_bridge.config.derived_rope import ROTARY_DIM, rope
 from mcore_bridge.config.fields import Field, Map, Require
-from mcore_bridge.config.moe import DENSE_FIRST, MOE, SCALED, SIGMOID, shared_experts
+from mcore_bridge.config.moe import DENSE_FIRST, ROUTED, SCALED, SIGMOID, shared_experts
 from mcore_bridge.config.moe_counted import GIVEN_GROUPS
 from mcore_bridge.config.tables import DECODER, PUBLISHED_CODE, WINDOW_NONE, but, published, unread
 from mcore_bridge.models.blocks import decoder
@@ -24,7 +24,7 @@ ARCHITECTURE = Architecture(
     counts_as=("glm4_moe", THEIRS),
     fields=(
         *(*but(DECODER, rope(own=("partial_rotary_factor",)), PUBLISHED_CODE), ROTARY_DIM, *WINDOW_NONE),
-        *(*MOE, *SIGMOID, SCALED, DENSE_FIRST, GIVEN_GROUPS, shared_experts("num_shared_experts"), *OWN),
+        *(*ROUTED, *SIGMOID, SCALED, DENSE_FIRST, GIVEN_GROUPS, shared_experts("num_shared_experts"), *OWN),
     ),
     rules=lambda hf: decoder(LAYER, embedding=EMBEDDING),
 )

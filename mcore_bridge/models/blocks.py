@@ -49,6 +49,7 @@ ROUTER_BIAS = table(("mlp.router.expert_bias",              "mlp.gate.e_score_co
 SHARED      = under("mlp.shared_experts",                   "mlp.shared_experts",              GATED_MLP)
 EXPERTS     = experts("mlp.experts.*",                      "mlp.experts.*",                   GATED_MLP)
 MOE         = (*ROUTER, *EXPERTS)
+MOE_BIASED  = (*MOE, *ROUTER_BIAS, *SHARED)
 SHARED_GATED = (*under("mlp.shared_experts",                "mlp.shared_expert",               GATED_MLP),
                 *table(("mlp.shared_experts.gate_weight",   "mlp.shared_expert_gate.weight",   REPLICATED)))
 W123        = (*table(("mlp.router.weight",                 "block_sparse_moe.gate.weight",    REPLICATED)),

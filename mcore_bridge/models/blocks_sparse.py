@@ -1,6 +1,6 @@
 """The shared tables of latent attention with an indexer, which is whole on every TP rank."""
 
-from mcore_bridge.models.blocks import MLA, MOE, NORMS, ROUTER_BIAS, SHARED
+from mcore_bridge.models.blocks import MLA, MOE_BIASED, NORMS
 from mcore_bridge.weights.layout import REPLICATED
 from mcore_bridge.weights.mapping import table, under
 
@@ -11,6 +11,6 @@ INDEXER      = under("self_attention.core_attention.indexer", "self_attn.indexer
                      ("k_norm.weight",              "k_norm.weight",       REPLICATED),
                      ("k_norm.bias",                "k_norm.bias",         REPLICATED),
                      ("linear_weights_proj.weight", "weights_proj.weight", REPLICATED)))
-SPARSE_LAYER = (*NORMS, *MLA, *INDEXER, *MOE, *ROUTER_BIAS, *SHARED)
+SPARSE_LAYER = (*NORMS, *MLA, *INDEXER, *MOE_BIASED)
 # fmt: on
 """All of a layer but its dense MLP. Layers that share a selection have no indexer."""

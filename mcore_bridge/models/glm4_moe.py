@@ -4,18 +4,18 @@ from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.derived import biases
 from mcore_bridge.config.derived_rope import rope
 from mcore_bridge.config.fields import Map
-from mcore_bridge.config.moe import DENSE_FIRST, GROUPS, MOE, MTP_ON_REQUEST, SCALED, SIGMOID, shared_experts
+from mcore_bridge.config.moe import DENSE_FIRST, GROUPS, MTP_ON_REQUEST, ROUTED, SCALED, SIGMOID, shared_experts
 from mcore_bridge.config.tables import DECODER, WINDOW_NONE, but
-from mcore_bridge.models import blocks
-from mcore_bridge.models.blocks import GQA, NORMS, QK_NORM, QKV_BIAS, ROUTER_BIAS, SHARED, SWIGLU, decoder, mtp_behind
+from mcore_bridge.models.blocks import GQA, MOE_BIASED, NORMS, QK_NORM, QKV_BIAS, SWIGLU, decoder, mtp_behind
 
-LAYER = (NORMS, GQA, QKV_BIAS, QK_NORM, blocks.MOE, ROUTER_BIAS, SHARED)
+LAYER = (NORMS, GQA, QKV_BIAS, QK_NORM, MOE_BIASED)
 ROPE = rope(own=("partial_rotary_factor",))
 ARCHITECTURE = Architecture(
     model_type="glm4_moe",
     fields=(
-        *(*but(DECODER, ROPE), biases("attention_bias", None, None), *WINDOW_NONE, *MOE, *SIGMOID, MTP_ON_REQUEST),
-        *(SCALED, DENSE_FIRST, GROUPS, shared_experts("n_shared_experts"), Map("use_qk_norm", "qk_layernorm")),
+        *(*but(DECODER, ROPE), biases("attention_bias", None, None), *WINDOW_NONE, *ROUTED, *SIGMOID),
+        *(MTP_ON_REQUEST, SCALED, DENSE_FIRST, GROUPS, shared_experts("n_shared_experts")),
+        Map("use_qk_norm", "qk_layernorm"),
     ),
     rules=lambda hf: (*decoder(*LAYER, SWIGLU), *mtp_behind(hf, *LAYER)),
 )

@@ -5,9 +5,9 @@ from mcore_bridge.config.derived_latent import HEAD_DIM
 from mcore_bridge.config.moe import MLP_TYPES
 from mcore_bridge.config.moe_counted import COUNTED, SIGMOID_GROUPED
 from mcore_bridge.config.tables import LATENT
-from mcore_bridge.models.blocks import MLA, MOE, NORMS, ROUTER_BIAS, SHARED, SWIGLU, decoder, mtp_behind
+from mcore_bridge.models.blocks import MLA, MOE_BIASED, NORMS, SWIGLU, decoder, mtp_behind
 
-LAYER = (NORMS, MLA, MOE, ROUTER_BIAS, SHARED)
+LAYER = (NORMS, MLA, MOE_BIASED)
 ARCHITECTURE = Architecture(
     model_type="glm4_moe_lite",
     fields=(*LATENT, *COUNTED, *SIGMOID_GROUPED, HEAD_DIM, MLP_TYPES),

@@ -2,10 +2,9 @@
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Ignore, Map
-from mcore_bridge.config.moe import MLP_TYPES, MOE, SIGMOID, shared_experts
+from mcore_bridge.config.moe import MLP_TYPES, ROUTED, SIGMOID, shared_experts
 from mcore_bridge.config.tables import BIAS_ANY, DECODER, QK_NORMED, WINDOW_NONE
-from mcore_bridge.models import blocks
-from mcore_bridge.models.blocks import GQA, NORMS, O_BIAS, QK_NORM, QKV_BIAS, SWIGLU, decoder
+from mcore_bridge.models.blocks import EXPERTS, GATED_MLP, GQA, NORMS, O_BIAS, QK_NORM, QKV_BIAS, SWIGLU, decoder
 from mcore_bridge.weights.layout import REPLICATED
 from mcore_bridge.weights.mapping import table, under
 
@@ -14,13 +13,13 @@ ROUTER = table(
     ("mlp.router.weight", "mlp.router.gate.weight", REPLICATED),
     ("mlp.router.expert_bias", "mlp.expert_bias", REPLICATED),
 )
-SHARED = under("mlp.shared_experts", "mlp.shared_mlp", blocks.GATED_MLP)
+SHARED = under("mlp.shared_experts", "mlp.shared_mlp", GATED_MLP)
 ARCHITECTURE = Architecture(
     model_type="hy_v3",
     fields=(
-        *(*DECODER, *BIAS_ANY, *WINDOW_NONE, *QK_NORMED, *MOE, *SIGMOID, MLP_TYPES, ONE_ROUNDING),
+        *(*DECODER, *BIAS_ANY, *WINDOW_NONE, *QK_NORMED, *ROUTED, *SIGMOID, MLP_TYPES, ONE_ROUNDING),
         *(Map("router_scaling_factor", "moe_router_topk_scaling_factor"), shared_experts("num_shared_experts")),
     ),
-    rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, O_BIAS, QK_NORM, SWIGLU, ROUTER, blocks.EXPERTS, SHARED),
+    rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, O_BIAS, QK_NORM, SWIGLU, ROUTER, EXPERTS, SHARED),
     ignored=("model.layers.80.*",),  # the MTP layer of the published model
 )

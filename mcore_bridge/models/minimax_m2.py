@@ -3,7 +3,7 @@
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.derived_rope import rope
 from mcore_bridge.config.fields import Const
-from mcore_bridge.config.moe import MOE, MTP_NEVER, NO_SHARED, ONE_SIZE, SIGMOID
+from mcore_bridge.config.moe import MTP_NEVER, NO_SHARED, ONE_SIZE, ROUTED, SIGMOID
 from mcore_bridge.config.tables import BIAS_NONE, DECODER, PUBLISHED_CODE, QK_NORMED_TOGETHER, WINDOW_NONE, but, unread
 from mcore_bridge.models.blocks import GQA, NORMS, QK_NORM, W123, W123_BIAS, decoder
 
@@ -16,8 +16,8 @@ UNREAD = unread(
 ARCHITECTURE = Architecture(
     model_type="minimax_m2",
     fields=(
-        *(*but(DECODER, ONE_SIZE, ROPE, PUBLISHED_CODE), *BIAS_NONE, *WINDOW_NONE, *QK_NORMED_TOGETHER, *MOE, *SIGMOID),
-        *(*NO_SHARED, MTP_NEVER, UNREAD, Const("moe_router_topk_scaling_factor", None)),
+        *(*but(DECODER, ONE_SIZE, ROPE, PUBLISHED_CODE), *BIAS_NONE, *WINDOW_NONE, *QK_NORMED_TOGETHER, *ROUTED),
+        *(*SIGMOID, *NO_SHARED, MTP_NEVER, UNREAD, Const("moe_router_topk_scaling_factor", None)),
     ),
     rules=lambda hf: decoder(NORMS, GQA, QK_NORM, W123, W123_BIAS),
 )

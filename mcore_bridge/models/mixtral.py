@@ -1,7 +1,7 @@
 """Mixtral: mistral with softmax-routed experts in every layer, under names of their own."""
 
 from mcore_bridge.architecture import Architecture
-from mcore_bridge.config.moe import MOE, NO_SHARED, ONE_SIZE, SOFTMAX_NORMALISED
+from mcore_bridge.config.moe import NO_SHARED, ONE_SIZE, ROUTED, SOFTMAX_NORMALISED
 from mcore_bridge.config.tables import BIAS_NONE, DECODER, QK_PLAIN, WINDOW_ALL, but
 from mcore_bridge.models.blocks import GQA, NORMS, W123, decoder
 
@@ -9,7 +9,7 @@ ARCHITECTURE = Architecture(
     model_type="mixtral",
     fields=(
         *(*but(DECODER, ONE_SIZE), *BIAS_NONE, *WINDOW_ALL, *QK_PLAIN),
-        *(*MOE, *SOFTMAX_NORMALISED, *NO_SHARED),
+        *(*ROUTED, *SOFTMAX_NORMALISED, *NO_SHARED),
     ),
     rules=lambda hf: decoder(NORMS, GQA, W123),
 )

@@ -2,17 +2,16 @@
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Require
-from mcore_bridge.config.moe import MOE, NO_SHARED, ONE_SIZE, SOFTMAX_BY_CONFIG
+from mcore_bridge.config.moe import NO_SHARED, ONE_SIZE, ROUTED, SOFTMAX_BY_CONFIG
 from mcore_bridge.config.tables import BIAS_ATTENTION, DECODER, QK_NORMED_TOGETHER, WINDOW_NONE, but
-from mcore_bridge.models import blocks
-from mcore_bridge.models.blocks import GQA, NORMS, O_BIAS, QK_NORM, QKV_BIAS, decoder
+from mcore_bridge.models.blocks import GQA, MOE, NORMS, O_BIAS, QK_NORM, QKV_BIAS, decoder
 
 CLIP = Require("clip_qkv", (None,), "megatron-core does not clip queries, keys and values")
 ARCHITECTURE = Architecture(
     model_type="olmoe",
     fields=(
         *(*but(DECODER, ONE_SIZE), *BIAS_ATTENTION, *WINDOW_NONE, *QK_NORMED_TOGETHER),
-        *(*MOE, *SOFTMAX_BY_CONFIG, *NO_SHARED, CLIP),
+        *(*ROUTED, *SOFTMAX_BY_CONFIG, *NO_SHARED, CLIP),
     ),
-    rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, O_BIAS, QK_NORM, blocks.MOE),
+    rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, O_BIAS, QK_NORM, MOE),
 )
