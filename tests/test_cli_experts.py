@@ -27,7 +27,7 @@ def written(folder: Path, state: State) -> Path:
 
 
 def said(output: str) -> str:
-    return " ".join(output.replace("│", " ").split())
+    return " ".join(output.replace("\u2502", " ").split())
 
 
 def test_verify_on_a_mesh_of_experts(tmp_path: Path) -> None:

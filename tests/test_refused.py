@@ -16,7 +16,8 @@ from mcore_bridge import architecture as registry
 from mcore_bridge.architecture import Refusal, architecture_of, architectures, read_hf, refusals, register
 from mcore_bridge.config.fields import Derive, Require
 from mcore_bridge.errors import ConfigError
-from tests.zoo import cases
+from tests import bailing
+from tests.zoo import described
 
 REMOTE = {"internvl_chat", "kimi_vl"}
 """Names that no release of transformers has: their code is published beside the weights."""
@@ -152,6 +153,11 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
         "must be less than twice topk_group=2",
     ),
     "`num_experts` that": ({"num_experts": [4]}, "num_experts must be"),
+    "`indexer_types` that": (
+        {"indexer_types": ["full", "shared", "full", "full"], "index_topk_freq": None},
+        "indexer_types must be periodic",
+    ),
+    "`rotary_dim` but": ({"rotary_dim": 2}, "rotary_dim must be the"),
     "`moe_topk` that": ({"moe_topk": [4]}, "moe_topk must be"),
 }
 """By how a refusal of ``Derive`` begins: what to change in a config, and what is said of it. Layers are all alike."""
@@ -172,8 +178,10 @@ def example_of(text: str, hf: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 def fields_of(model_type: str) -> dict[str, Any]:
     """The HF fields of a model that is known to be exact."""
+    if model_type.startswith("bailing"):
+        return bailing.TINY["grouped"]
     owner = architecture_of(model_type).reads_as or model_type
-    hf: dict[str, Any] = next(each.hf for each in cases().values() if each.model_type == owner).to_dict()
+    hf: dict[str, Any] = next(each.hf for each in described().values() if each.model_type == owner).to_dict()
     return hf
 
 

@@ -44,7 +44,7 @@ def _given_groups(hf: Hf) -> dict[str, object]:
     return GROUPS.to_mcore(hf)
 
 
-GIVEN_GROUPS = Derive(GROUPS.names, _given_groups, groups_back)
+GIVEN_GROUPS = Derive(GROUPS.names, _given_groups, groups_back, GROUPS.refuses)
 _REFUSED = (
     "`topk_method` but `greedy` and `group_limited_greedy`: transformers computes no other",
     "`group_limited_greedy` unless `num_experts_per_tok` is below twice `topk_group`: HF ranks a group by its best "

@@ -53,12 +53,18 @@ def _is_built(model_type: str) -> bool:
 
 
 @cache
-def cases() -> dict[str, Case]:
-    """Every case by name."""
+def described() -> dict[str, Case]:
+    """Every case by name that the installed transformers has a config for."""
     found: dict[str, Case] = {}
     for module in pkgutil.iter_modules(__path__):
         for name, each in importlib.import_module(f"{__name__}.{module.name}").CASES.items():
             assert name not in found, name
-            if each.model_type in transformers.CONFIG_MAPPING and _is_built(each.model_type):
+            if each.model_type in transformers.CONFIG_MAPPING:
                 found[name] = each
     return found
+
+
+@cache
+def cases() -> dict[str, Case]:
+    """Those among them that the installed megatron-core builds."""
+    return {name: each for name, each in described().items() if _is_built(each.model_type)}
