@@ -177,7 +177,8 @@ def test_either_backend_gets_a_router_where_scores_need_one() -> None:
         ("qwen3_moe", "torch", Router),
     ):
         config = mb.to_transformer_config(zoo.cases()[name].hf)
-        layer = SimpleNamespace(mlp=SimpleNamespace(submodules=SimpleNamespace(router=None)))
+        experts = SimpleNamespace(submodules=SimpleNamespace(linear_fc2=None))
+        layer = SimpleNamespace(mlp=SimpleNamespace(submodules=SimpleNamespace(router=None, experts=experts)))
         adapt_experts(layer, config, backend)
         assert layer.mlp.submodules.router is router
 
