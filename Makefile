@@ -26,7 +26,7 @@ demo: $(VENV)/.demo $(DEMO)/config.json
 	$(BIN)/mcore-bridge verify $(DEMO) --tp 2 --pp 2 --vp 2
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadscope $(PYTEST)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadscope --no-loadscope-reorder $(PYTEST)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -8,6 +8,8 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+LONG = ("test_training", "test_processes", "test_second_distribution", "test_mtp_parity", "test_mutants")
+
 settings.register_profile(
     "ci", deadline=None, max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -16,7 +18,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_collection_modifyitems(config, items):
-    """Deselect the tiers that nobody asked for."""
+    """Deselect the tiers that nobody asked for; begin with the files of few but long tests, which end last otherwise."""
+    items.sort(key=lambda item: not item.path.name.startswith(LONG))
     asked = config.getoption("-m")
     for tier in ("multigpu", "slow"):
         if tier not in asked:
