@@ -8,8 +8,6 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-LONG = ("test_training", "test_processes", "test_second_distribution", "test_mtp_parity", "test_mutants")
-
 settings.register_profile(
     "ci", deadline=None, max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -18,8 +16,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_collection_modifyitems(config, items):
-    """Deselect the tiers that nobody asked for; begin with the files of few but long tests, which end last otherwise."""
-    items.sort(key=lambda item: not item.path.name.startswith(LONG))
+    """Deselect the tiers that nobody asked for. With several jobs, one runs all that needs the pool of processes.
+
+    Two pools would have more processes than most machines have cores, and collectives would wait for the scheduler.
+    """
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            group = "processes" if hasattr(item.module, "pool") else item.module.__name__
+            item.add_marker(pytest.mark.xdist_group(group))
     asked = config.getoption("-m")
     for tier in ("multigpu", "slow"):
         if tier not in asked:

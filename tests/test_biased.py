@@ -45,7 +45,7 @@ def steps(folder: str, meshes: list[dict[str, Any]]) -> list[Any]:
     for sizes in meshes:
         dims = ParallelDims(**sizes)
         with stepping.mesh(dims):
-            found.append((str(dims), stepping.train(folder, dims, tiny.tokens(8), micro_batch_size=2)))
+            found.append((str(dims), stepping.train(folder, dims, tiny.tokens(8), micro_batch_size=4)))
     return found
 
 

@@ -126,7 +126,7 @@ def trained(folder, meshes):
         dims = ParallelDims(**sizes)
         with stepping.mesh(dims):
             batch = tokens(8, seq_len=16, vocab_size=96)
-            found.append(stepping.train(folder, dims, batch, micro_batch_size=2, overrides={"mtp_num_layers": 1}))
+            found.append(stepping.train(folder, dims, batch, micro_batch_size=4, overrides={"mtp_num_layers": 1}))
     return found
 
 

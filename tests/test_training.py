@@ -65,7 +65,7 @@ def steps(folders: dict[str, str], meshes: list[dict[str, Any]], every: int = 1)
         dims = ParallelDims(**sizes)
         with stepping.mesh(dims):
             for name, folder in list(folders.items())[turn % every :: every]:
-                step = stepping.train(folder, dims, tiny.tokens(16), lr=LR, micro_batch_size=2)
+                step = stepping.train(folder, dims, tiny.tokens(16), lr=LR, micro_batch_size=4)
                 found.append((f"{name} on {sizes}", name, step))
     return found
 

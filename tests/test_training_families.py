@@ -33,7 +33,7 @@ def steps(folders: dict[str, str], meshes: list[dict[str, Any]]) -> list[Any]:
             for name in WITHOUT_EXPERTS if dims.tp > 1 and not dims.sp else CASES:
                 if name == "gpt_oss" and dims.etp > 1:
                     continue
-                step = stepping.train(folders[name], dims, tiny.tokens(8), micro_batch_size=2)
+                step = stepping.train(folders[name], dims, tiny.tokens(8), micro_batch_size=4)
                 found.append((f"{name} on {sizes}", name, step))
     return found
 

@@ -21,7 +21,7 @@ def steps(folders, meshes):
         dims = ParallelDims(**sizes)
         with stepping.mesh(dims):
             for name, folder in folders.items():
-                step = stepping.train(folder, dims, tiny.tokens(8), micro_batch_size=2)
+                step = stepping.train(folder, dims, tiny.tokens(8), micro_batch_size=4)
                 found.append((f"{name} on {sizes}", name, step))
     return found
 
