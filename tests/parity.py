@@ -10,6 +10,7 @@ from torch import Tensor
 
 import mcore_bridge as mb
 from tests import zoo
+from tests.stepping import leave_mesh
 from tests.strategies import random_state, save
 
 SEQ, BATCH = 24, 2
@@ -63,11 +64,9 @@ def our_logits(hf: Any, dims: mb.ParallelDims, seq: int = SEQ) -> Tensor:
 
 def worst_differences(cases: list[tuple[Any, mb.ParallelDims, Tensor]]) -> list[float]:
     """The largest difference of each case (config, mesh, reference), relative to the spread of the reference."""
-    from megatron.core import parallel_state
-
     worst = []
     for hf, dims, reference in cases:
         logits = our_logits(hf, dims, reference.shape[1])
         worst.append(float((logits - reference).abs().max() / reference.std()))
-        parallel_state.destroy_model_parallel()
+        leave_mesh()
     return worst

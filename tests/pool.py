@@ -168,7 +168,8 @@ def _process_group(rank: int, world_size: int, store: str) -> Iterator[None]:
 
     import torch
     import torch.distributed as dist
-    from megatron.core import parallel_state
+
+    from tests.stepping import leave_mesh
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     timeout = datetime.timedelta(seconds=60)
@@ -179,5 +180,5 @@ def _process_group(rank: int, world_size: int, store: str) -> Iterator[None]:
     try:
         yield
     finally:
-        parallel_state.destroy_model_parallel()
+        leave_mesh()
         dist.destroy_process_group()

@@ -4,6 +4,7 @@ All of it runs in workers of the pool; what comes back is by HF names, through t
 """
 
 import contextlib
+import gc
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,18 +14,34 @@ from torch import Tensor
 
 from mcore_bridge import ParallelDims, build_model, to_hf_state_dict
 
+_wrapped: list[Any] = []
+
 
 @contextlib.contextmanager
 def mesh(dims: ParallelDims) -> Iterator[None]:
     """``parallel_state`` of ``dims`` inside the worker's process group, and nothing of it afterwards."""
     from megatron.core import parallel_state
 
-    parallel_state.destroy_model_parallel()
+    leave_mesh()
     dims.initialize(device="cpu")
     try:
         yield
     finally:
-        parallel_state.destroy_model_parallel()
+        leave_mesh()
+        assert not parallel_state.model_parallel_is_initialized()
+
+
+def leave_mesh() -> None:
+    """Destroy megatron-core's groups, which it only forgets: threads of gloo would go on waking up for each of them."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    for ddp in _wrapped:
+        ddp.__dict__.clear()  # hooks of autograd hold it, in a cycle that no collector sees, and it held the model
+    _wrapped.clear()
+    for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
+    gc.collect()  # chunks hold groups, and themselves by cycles
 
 
 def train(
@@ -62,6 +79,7 @@ def wrap(chunks: Sequence[Any]) -> list[Any]:
     wrapped = [DistributedDataParallel(chunk.config, settings, chunk) for chunk in chunks]
     for ddp in wrapped:
         ddp.zero_grad_buffer()
+    _wrapped.extend(wrapped)
     return wrapped
 
 

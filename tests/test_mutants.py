@@ -17,6 +17,7 @@ from mcore_bridge.weights.layout import COLUMN, QKV, REPLICATED, VOCAB, Concat, 
 from mcore_bridge.weights.mapping import WeightMapping
 from tests import pool
 from tests.parity import our_logits, reference_logits
+from tests.stepping import leave_mesh
 from tests.strategies import random_state, tiny
 from tests.test_parity import BOUND
 
@@ -142,8 +143,6 @@ def mutated(name: str):
 
 def fate(name: str, hf, tp: int, reference, *, sp: bool = False) -> str:
     """What kills a mutant on this mesh: an error's text, "bits", "logits", or nothing."""
-    from megatron.core import parallel_state
-
     dims = mb.ParallelDims(tp=tp, sp=sp)
     with mutated(name):
         try:
@@ -158,7 +157,7 @@ def fate(name: str, hf, tp: int, reference, *, sp: bool = False) -> str:
         except BridgeError as error:
             return str(error)
         finally:
-            parallel_state.destroy_model_parallel()
+            leave_mesh()
 
 
 def fates(tp: int, cases) -> list[str]:
