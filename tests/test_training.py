@@ -86,7 +86,14 @@ def assert_equal_to_transformers(ranks: list[list[Any]]) -> None:
 @pytest.mark.parametrize("world_size", MESHES)
 def test_every_mesh_trains_as_transformers_does(checkpoints, world_size):
     folders = {name: str(folder) for name, folder in checkpoints.items()}
-    assert_equal_to_transformers(pool.run(world_size, steps, folders, MESHES[world_size], max(1, world_size // 2)))
+    assert_equal_to_transformers(pool.run(world_size, steps, folders, MESHES[world_size], min(world_size, 4)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", MESHES)
+def test_every_case_on_every_mesh_trains_as_transformers_does(checkpoints, world_size):
+    folders = {name: str(folder) for name, folder in checkpoints.items()}
+    assert_equal_to_transformers(pool.run(world_size, steps, folders, MESHES[world_size], timeout=600))
 
 
 def tied_copies(folder: str, meshes: list[dict[str, Any]]) -> list[Any]:
