@@ -7,7 +7,7 @@
 #   TORCH_INDEX  where torch comes from, such as https://download.pytorch.org/whl/cpu, which saves some 4 GB of CUDA
 #                libraries on Linux; without it, from where pip finds it
 #   PYTEST       further arguments of pytest
-#   JOBS         how many tests run at once; 0 for tests on GPUs, each of which takes all of them
+#   JOBS         how many test files run at once; 0 for tests on GPUs, each of which takes all of them
 PYTHON      ?= python3.11
 VENV        ?= .venv
 TORCH_INDEX ?=
@@ -26,7 +26,7 @@ demo: $(VENV)/.demo $(DEMO)/config.json
 	$(BIN)/mcore-bridge verify $(DEMO) --tp 2 --pp 2 --vp 2
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup $(PYTEST)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadscope $(PYTEST)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -16,14 +16,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_collection_modifyitems(config, items):
-    """Deselect the tiers that nobody asked for. With several jobs, one runs all that needs the pool of processes.
-
-    Two pools would have more processes than most machines have cores, and collectives would wait for the scheduler.
-    """
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            group = "processes" if hasattr(item.module, "pool") else item.module.__name__
-            item.add_marker(pytest.mark.xdist_group(group))
+    """Deselect the tiers that nobody asked for."""
     asked = config.getoption("-m")
     for tier in ("multigpu", "slow"):
         if tier not in asked:

@@ -8,6 +8,7 @@ and the next ``run`` a new one.
 
 import contextlib
 import faulthandler
+import fcntl
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -49,6 +50,20 @@ def run(world_size: int, function: Callable[..., Any], *args: Any, timeout: floa
         args: picklable.
         timeout: seconds for all ranks together.
     """
+    with _alone():
+        return _run(world_size, function, args, timeout)
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """One job of pytest-xdist at a time: two pools have more processes than cores, and collectives would wait long."""
+    name = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    with (Path(tempfile.gettempdir()) / f"pool-{name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _run(world_size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
     _grow(world_size)
     workers = _workers[:world_size]
     store = Path(_folder.name) / f"store-{next(_jobs)}"
