@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import transformers
 
 import mcore_bridge
 from mcore_bridge.architecture import architectures
@@ -28,6 +29,7 @@ def make_families(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=path)
 
 
+@pytest.mark.skipif(transformers.__version__.startswith("4."), reason="transformers 4 has no configs of some families")
 def test_the_tables_of_families_are_those_of_the_registry() -> None:
     finished = make_families("--check")
     assert finished.returncode == 0, finished.stderr
