@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mcore_bridge import ParallelDims
-from mcore_bridge.commands.verify import _is_ignored, _is_of_mtp
+from mcore_bridge.commands.verify import _is_exported, _is_of_mtp
 from mcore_bridge.weights.mapping import WeightMapping
 from mcore_bridge.weights.provenance import mapping, provenance_of
 from tests.strategies import random_state, save
@@ -92,7 +92,7 @@ def test_names_of_mtp_layers_are_ignored_drawn_or_compared() -> None:
     own = {name for name in state if name.startswith("model.layers.4.")}
     for built in (0, 1):
         rules = mapping(hf) if not built else _with_mtp(hf)
-        assert {name for name in state if _is_ignored(rules, name, built)} == (set() if built else own)
+        assert {name for name in state if not _is_exported(rules, name, built)} == (set() if built else own)
     assert {name for name in state if _is_of_mtp(rules, name)} == own
 
 

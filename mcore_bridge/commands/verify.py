@@ -127,7 +127,7 @@ def verify(
     blueprint = draw(folder, dims=dims, dtype=built_in, device=device, backend=backend, overrides=overrides)
     tied = bool(blueprint.gpt_arguments["share_embeddings_and_output_weights"])
     mapping = blueprint.provenance.mapping(tied=tied, mtp=bool(num_mtp_layers))
-    names = tuple(name for name in checkpoint if not _is_ignored(mapping, name, num_mtp_layers))
+    names = tuple(name for name in checkpoint if _is_exported(mapping, name, num_mtp_layers))
     task = Task(
         folder=folder,
         dims=blueprint.dims,
@@ -149,12 +149,9 @@ def verify(
     return Verdict(blueprint, task, tuple(findings), ignored, initialised)
 
 
-def _is_ignored(mapping: WeightMapping, name: str, num_mtp_layers: int) -> bool:
-    """Whether an export lacks a tensor of the files: nothing takes it, or only MTP layers that are not built."""
-    if mapping.is_copy(name):
-        return False
-    numbers = map(mtp_layer_of, mapping.consumers(name))
-    return mapping.is_ignored(name) or any(number is not None and number >= num_mtp_layers for number in numbers)
+def _is_exported(mapping: WeightMapping, name: str, num_mtp_layers: int) -> bool:
+    """Whether an export has a tensor of the files. Copies are written, though not read."""
+    return mapping.is_copy(name) or not mapping.is_unused(name, num_mtp_layers=num_mtp_layers)
 
 
 def _is_of_mtp(mapping: WeightMapping, name: str) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Set
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
+from mcore_bridge.config.rope import ATTENTION_FACTOR
 from mcore_bridge.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ ATTRIBUTES = frozenset(
         *("hf_rope", "hf_sliding_rope", "hf_vocab_size", "attention_output_bias", "latent_norm_epsilon"),
         *("norm_placement", "qk_norm_kind", "attention_softcap", "logit_softcap", "embedding_scale"),
         *("embedding_dropout", "router_norm_min"),
-        *("yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim"),
+        *ATTENTION_FACTOR,
     )
 )
 """What a config carries beyond mcore's fields, all of it optional but for the first two. They survive

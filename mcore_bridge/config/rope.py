@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _ORIGINAL = "original_max_position_embeddings"
+ATTENTION_FACTOR = ("yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim")
+"""The config attributes from which mcore's attention computes the attention factor, of any rope."""
 _NOT_FREQUENCIES = ("partial_rotary_factor", "llama_4_scaling_beta", "max_position_embeddings", *MULTIMODAL)
 
 
@@ -117,7 +119,7 @@ class Rope:
         factor = self.attention_factor
         if factor == 1.0:
             return {}
-        return {"yarn_rotary_scaling_factor": math.e, "yarn_mscale": _mscale(factor), "yarn_mscale_all_dim": 0.0}
+        return dict(zip(ATTENTION_FACTOR, (math.e, _mscale(factor), 0.0), strict=True))
 
     def to_latent(self) -> dict[str, object]:
         """The fields of mcore's multi-latent attention: of the rope itself, and of its part in the softmax scale.

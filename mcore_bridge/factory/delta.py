@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (the name by which all of PyTorch knows it)
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules import gather_text, own_text
+from mcore_bridge.factory.modules import gather_text, own_text, placement
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -88,7 +88,7 @@ class HeadNorm(nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=_device(config)))
+        self.weight = nn.Parameter(torch.ones(hidden_size, **placement(config)))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # mcore compiles its caller; this has a collective
     def forward(self, heads: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ class TorchGatedDeltaNet(GatedDeltaNet):
 
     def _make_own_parameters(self, config: TransformerConfig) -> None:
         """Convolution, time step and decay, drawn apart on each rank, as its heads are its own."""
-        where: dict[str, Any] = {"dtype": config.params_dtype, "device": _device(config)}
+        where = placement(config)
         channels, heads = self.conv_dim_local_tp, self.num_v_heads_local_tp
         drawn = config.perform_initialization
         with get_cuda_rng_tracker().fork() if drawn else contextlib.nullcontext():
@@ -270,7 +270,3 @@ def _unit(heads: Tensor) -> Tensor:
 def _ahead(since: Tensor) -> Tensor:
     size = since.size(-1)
     return torch.ones(size, size, dtype=torch.bool, device=since.device).triu(1)
-
-
-def _device(config: TransformerConfig) -> Any:
-    return None if config.use_cpu_initialization else torch.cuda.current_device()

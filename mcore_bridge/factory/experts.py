@@ -12,6 +12,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.specs import submodules_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,12 +87,12 @@ def has_softmax_bias(config: TransformerConfig) -> bool:
 
 def adapt_experts(layer: Any, config: TransformerConfig, backend: str) -> None:
     """Put our router and linear layer into a layer's spec, if the layer has routed experts and needs them."""
-    submodules = _submodules(layer.mlp)
+    submodules = submodules_of(layer.mlp)
     if not hasattr(submodules, "router"):
         return
     if backend == "torch":
         submodules.router = Router
-        _submodules(submodules.experts).linear_fc2 = ExpertRowParallelLinear
+        submodules_of(submodules.experts).linear_fc2 = ExpertRowParallelLinear
     elif has_softmax_bias(config):
         submodules.router = BiasedRouter
 
@@ -108,11 +109,6 @@ def mark_experts(chunk: GPTModel) -> None:
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
             parameter.allreduce = not apart
-
-
-def _submodules(spec: Any) -> Any:
-    """megatron-core 0.19 has partial functions where earlier releases have a ``ModuleSpec``."""
-    return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
 
 
 def _computed(

@@ -27,12 +27,13 @@ class ReplicatedHead(nn.Module):
     def __init__(
         self, config: TransformerConfig, num_outputs: int, *, bias: bool, tp_group: torch.distributed.ProcessGroup
     ) -> None:
+        from mcore_bridge.factory.modules import placement
+
         super().__init__()
         self.sequence_parallel, self.tp_group = config.sequence_parallel, tp_group
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        dtype = config.params_dtype
-        self.weight = nn.Parameter(torch.empty(num_outputs, config.hidden_size, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(num_outputs, dtype=dtype, device=device)) if bias else None
+        where = placement(config)
+        self.weight = nn.Parameter(torch.empty(num_outputs, config.hidden_size, **where))
+        self.bias = nn.Parameter(torch.empty(num_outputs, **where)) if bias else None
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 

@@ -9,7 +9,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, copy_to_tensor_m
 from megatron.core.transformer import multi_latent_attention
 from torch import Tensor, nn
 
-from mcore_bridge.factory.modules import Norm
+from mcore_bridge.factory.modules import Norm, placement
 
 if TYPE_CHECKING:
     from megatron.core.transformer import MLATransformerConfig
@@ -28,8 +28,7 @@ class ReplicatedLinear(nn.Module):
     # Besides, mcore says of the linear layers of an indexer that they are what this one is.
     def __init__(self, input_size: int, output_size: int, config: MLATransformerConfig, **arguments: Any) -> None:
         super().__init__()
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))
+        self.weight = nn.Parameter(torch.empty(output_size, input_size, **placement(config)))
         # finalize_model_grads sums over TP what carries this mark.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         if config.perform_initialization:

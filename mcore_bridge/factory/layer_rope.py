@@ -13,7 +13,7 @@ import torch
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
-from mcore_bridge.config.rope import Rope
+from mcore_bridge.config.rope import ATTENTION_FACTOR, Rope
 from mcore_bridge.factory.rotary import HFRotaryEmbedding
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class OwnRope(nn.Module):
 def _with_attention_factor(config: TransformerConfig, rope: Rope) -> TransformerConfig:
     """``config`` for layers of ``rope``: mcore's attention reads the attention factor from its config."""
     own = copy.copy(config)
-    for name in ("yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim"):
+    for name in ATTENTION_FACTOR:
         vars(own).pop(name, None)
     vars(own).update(rope.to_mcore())
     return own

@@ -59,9 +59,14 @@ class Norm(nn.Module):
         return weight * normed.to(hidden.dtype)
 
 
-def _parameter(config: TransformerConfig, size: int) -> nn.Parameter:
+def placement(config: TransformerConfig) -> dict[str, Any]:
+    """The dtype and device of new parameters, as arguments of ``torch.empty``."""
     device = None if config.use_cpu_initialization else torch.cuda.current_device()
-    parameter = nn.Parameter(torch.empty(size, dtype=config.params_dtype, device=device))
+    return {"dtype": config.params_dtype, "device": device}
+
+
+def _parameter(config: TransformerConfig, size: int) -> nn.Parameter:
+    parameter = nn.Parameter(torch.empty(size, **placement(config)))
     # Under SP each TP rank sees its part of the tokens; finalize_model_grads sums what carries this mark.
     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return parameter

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules import Norm
+from mcore_bridge.factory.specs import Backend, norm_of, submodules_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 
-def adapt_norm_placement(layer: Any, config: TransformerConfig, backend: str) -> None:
+def adapt_norm_placement(layer: Any, config: TransformerConfig, backend: Backend) -> None:
     """Norms behind attention and MLP ("sandwich"), and only there ("post").
 
     Args:
@@ -34,8 +35,8 @@ def adapt_norm_placement(layer: Any, config: TransformerConfig, backend: str) ->
     placement = getattr(config, "norm_placement", "pre")
     if placement == "pre":
         return
-    attention, mlp = layer.self_attention.submodules, mlp_submodules(layer)
-    norm = _norm(backend)
+    attention, mlp = layer.self_attention.submodules, submodules_of(layer.mlp)
+    norm = norm_of(backend)
     attention.linear_proj = post_normed(attention.linear_proj, norm)
     mlp.linear_fc2 = post_normed(mlp.linear_fc2, norm)
     if placement == "post":
@@ -46,7 +47,7 @@ def adapt_norm_placement(layer: Any, config: TransformerConfig, backend: str) ->
             attention.linear_qkv = mlp.linear_fc1 = TEColumnParallelLinear
 
 
-def adapt_query_key_norms(layer: Any, config: TransformerConfig, backend: str) -> None:
+def adapt_query_key_norms(layer: Any, config: TransformerConfig, backend: Backend) -> None:
     """Norms of queries and keys that are not mcore's.
 
     Args:
@@ -61,20 +62,7 @@ def adapt_query_key_norms(layer: Any, config: TransformerConfig, backend: str) -
         attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
     elif kind == "after_rope":
         attention.q_layernorm = attention.k_layernorm = IdentityOp
-        attention.core_attention = normed_after_rope(attention.core_attention, _norm(backend))
-
-
-def mlp_submodules(layer: Any) -> Any:
-    """The submodules of a layer's dense MLP, of which mcore 0.19 keeps a partial and 0.16 a ModuleSpec."""
-    return layer.mlp.keywords["submodules"] if isinstance(layer.mlp, functools.partial) else layer.mlp.submodules
-
-
-def _norm(backend: str) -> type:
-    if backend == "te":
-        from megatron.core.extensions.transformer_engine import TENorm
-
-        return TENorm
-    return Norm
+        attention.core_attention = normed_after_rope(attention.core_attention, norm_of(backend))
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mcore_bridge.config.rope import Rope
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules import zigzag
+from mcore_bridge.factory.modules import own_text
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -74,8 +74,7 @@ class HFRotaryEmbedding(RotaryEmbedding):
             raise ConfigError(
                 f"cp={group.size()} needs a sequence length divisible by {2 * group.size()}, not {max_seq_len}"
             )
-        chunks = emb.chunk(2 * group.size())
-        return torch.cat([chunks[index] for index in zigzag(group.rank(), group.size())])
+        return own_text(emb, group)
 
 
 class LatentRotaryEmbedding(HFRotaryEmbedding):

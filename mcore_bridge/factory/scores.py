@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mcore_bridge.factory.modules import CoreAttention
+from mcore_bridge.factory.modules import CoreAttention, placement
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -34,9 +34,8 @@ class ScoresCoreAttention(CoreAttention):
         self.cap: float | None = getattr(config, "attention_softcap", None)
         self.softmax_offset = None
         if config.softmax_type == "learnable":
-            device = None if config.use_cpu_initialization else torch.cuda.current_device()
             heads = config.num_attention_heads // config.tensor_model_parallel_size
-            self.softmax_offset = nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
+            self.softmax_offset = nn.Parameter(torch.empty(heads, **placement(config)))
             if config.perform_initialization:
                 config.init_method(self.softmax_offset)
 

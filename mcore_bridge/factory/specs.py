@@ -88,6 +88,11 @@ def norm_of(backend: Backend) -> type:
     return Norm
 
 
+def submodules_of(spec: Any) -> Any:
+    """The submodules of an MLP's spec: a partial function in megatron-core 0.19, a ``ModuleSpec`` before."""
+    return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
+
+
 def _use_torch_modules(layer: Any, config: TransformerConfig) -> None:
     from mcore_bridge.factory.modules import CoreAttention, Norm
 

@@ -61,30 +61,27 @@ class BoundModel:
 
     def is_elsewhere(self, mcore: str) -> bool:
         """Whether another rank holds the canonical name ``mcore``, which this one does not, if anybody does."""
-        if self.is_unbuilt(mcore):
-            return False
-        layer, expert = layer_of(mcore), expert_of(mcore)
-        if layer is not None and layer in self._layers:
+        layer, mtp_layer = layer_of(mcore), mtp_layer_of(mcore)
+        if layer in self._layers or mtp_layer in self._mtp_layers:
+            expert = expert_of(mcore)
             return expert is not None and expert < self.axes["experts"] and kind_of(mcore) in self._kinds
+        if mtp_layer is not None:
+            return mtp_layer < self.axes["mtp"]
         if layer is not None:
             return layer < self.chunks[0].config.num_layers
-        if (number := mtp_layer_of(mcore)) is not None:
-            here = number in {mtp for chunk in self.chunks for mtp in numbering_of(chunk).mtp}
-            return not here or (expert is not None and expert < self.axes["experts"] and kind_of(mcore) in self._kinds)
         if mcore.startswith("embedding."):
             return not any(chunk.pre_process for chunk in self.chunks)
         if mcore.startswith("decoder."):  # the final norm, which MTP layers of a later stage take their input from
             return all(chunk.decoder.final_layernorm is None for chunk in self.chunks)
         return not any(chunk.post_process for chunk in self.chunks)
 
-    def is_unbuilt(self, mcore: str) -> bool:
-        """Whether ``mcore`` belongs to an MTP layer that no rank has built."""
-        number = mtp_layer_of(mcore)
-        return number is not None and number >= self.axes["mtp"]
-
     @cached_property
     def _layers(self) -> frozenset[int]:
         return frozenset(layer for chunk in self.chunks for layer in numbering_of(chunk).layers)
+
+    @cached_property
+    def _mtp_layers(self) -> frozenset[int]:
+        return frozenset(layer for chunk in self.chunks for layer in numbering_of(chunk).mtp)
 
     @cached_property
     def _kinds(self) -> frozenset[str]:
@@ -117,19 +114,18 @@ def noted(models: Models, hf: HF | None = None, head: str = "lm") -> Provenance:
     return found
 
 
-def bind(models: Models, hf: HF | None = None, head: str = "lm", *, dialect: Dialect | None = None) -> BoundModel:
+def bind(models: Models, provenance: Provenance | None = None, *, dialect: Dialect | None = None) -> BoundModel:
     """Bind this rank's chunks (wrapped or not) to HF names.
 
     Args:
         models: the chunks of this rank, one per virtual pipeline stage.
-        hf: folder, hub name or config, for models that ``build_model`` did not make.
-        head: their head, then.
+        provenance: where they come from; None is as ``build_model`` noted on them.
         dialect: how HF names the experts; None is as the checkpoint does that the models come from.
 
     Raises:
         MappingError: when it is not known where they come from, or they are no ``GPTModel``.
     """
-    provenance = noted(models, hf, head)
+    provenance = provenance or noted(models)
     chunks = chunks_of(models)
     first = chunks[0]
     groups = first.pg_collection

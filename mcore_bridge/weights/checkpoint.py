@@ -13,7 +13,6 @@ import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,8 @@ from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
 
-INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = f"{SINGLE}.index.json"
 
 # https://github.com/huggingface/safetensors#format
 DTYPES = {
@@ -109,39 +109,27 @@ class Checkpoint(Mapping[str, Tensor]):
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise CheckpointError(f"no folder {self.folder}: expected one with *.safetensors files")
+        self._index = _read_index(self.folder)
         self._files = {name: SafetensorsFile(self.folder / name) for name in self._file_names()}
         self._where = {name: file for file in self._files.values() for name in file.entries}
         self._check_index()
 
-    @cached_property
-    def _index(self) -> dict[str, str] | None:
-        path = self.folder / INDEX
-        if not path.is_file():
-            return None
-        try:
-            return dict(json.loads(path.read_text())["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} is damaged: expected JSON with a weight_map, found {error!r}") from None
-
     def _file_names(self) -> list[str]:
-        single = self.folder / "model.safetensors"
-        if single.is_file():  # transformers prefers it to an index as well
-            return [single.name]
         if self._index is not None:
             names = sorted(set(self._index.values()))
             missing = [name for name in names if not (self.folder / name).is_file()]
             if missing:
                 raise CheckpointError(f"{self.folder / INDEX} names files that are missing: {missing}; copy them again")
             return names
+        if (self.folder / SINGLE).is_file():
+            return [SINGLE]
         names = sorted(path.name for path in self.folder.glob("*.safetensors"))
         if not names:
             raise CheckpointError(f"no *.safetensors in {self.folder}; other formats are not read: convert it first")
         return names
 
     def _check_index(self) -> None:
-        if self._index is None or (self.folder / "model.safetensors").is_file():
-            return
-        wrong = [name for name, file in self._index.items() if name not in self._files[file].entries]
+        wrong = [name for name, file in (self._index or {}).items() if name not in self._files[file].entries]
         if wrong:
             raise CheckpointError(
                 f"{self.folder / INDEX} promises {len(wrong)} tensors that its files lack: {wrong[:5]}"
@@ -164,7 +152,19 @@ class Checkpoint(Mapping[str, Tensor]):
 
 
 def names_in(folder: str | os.PathLike[str]) -> tuple[str, ...]:
-    """The names of all tensors of a HF folder; none where it holds no weights."""
-    if not any(Path(folder).glob("*.safetensors")):
-        return ()
+    """The names of all tensors of a HF folder, as its index has them if there is one; none where it has no weights."""
+    index = _read_index(Path(folder))
+    if index is not None or not any(Path(folder).glob("*.safetensors")):
+        return tuple(index or ())
     return tuple(Checkpoint(folder))
+
+
+def _read_index(folder: Path) -> dict[str, str] | None:
+    """Which file each tensor is in; None without an index, or beside a single file, which transformers prefers too."""
+    path = folder / INDEX
+    if not path.is_file() or (folder / SINGLE).is_file():
+        return None
+    try:
+        return dict(json.loads(path.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: expected JSON with a weight_map, found {error!r}") from None

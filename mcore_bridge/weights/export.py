@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.errors import BridgeError, ExportError
-from mcore_bridge.weights.bound import Models, bind, chunks_of
+from mcore_bridge.weights.bound import Models, bind, chunks_of, noted
 from mcore_bridge.weights.dtypes import Dtypes, wanted_dtype
 from mcore_bridge.weights.plan import Bucket, Entry, ExportPlan, assemble, pack, plan_export, view
 from mcore_bridge.weights.provenance import HF, Dialect
@@ -109,7 +109,7 @@ def open_export(
     group = Group.of_replica(first.pg_collection)
     bound, error = None, ""
     try:
-        bound = bind(models, hf, head, dialect=dialect)
+        bound = bind(models, noted(models, hf, head), dialect=dialect)
         _check_storage(bound.tensors)
     except BridgeError as problem:
         error = str(problem)

@@ -95,9 +95,10 @@ def load_hf_weights(
     """
     if isinstance(source, str | os.PathLike):
         source = Checkpoint(find_folder(source))
+    provenance = noted(models, hf, head)
     if dialect is None and isinstance(source, Mapping):
-        dialect = dialect_of(source, noted(models, hf, head).rules)
-    load = _Load(bind(models, hf, head, dialect=dialect), dtype)
+        dialect = dialect_of(source, provenance.rules)
+    load = _Load(bind(models, provenance, dialect=dialect), dtype)
     if not isinstance(source, Mapping):
         for name, tensor in source:
             load.write(name, tensor)
@@ -154,7 +155,7 @@ class _Load:
         absent = [name for name in self.uses if name not in names]
         self.initialised = [name for name in absent if self._is_initialised(name, present)]
         missing = [name for name in absent if name not in self.initialised]
-        self.ignored = [name for name in names if name not in self.uses and self._is_ignored(name)]
+        self.ignored = [name for name in names if name not in self.uses and self._is_unused(name)]
         unexpected = [name for name in names if self._is_unexpected(name)]
         self.missing, self.unexpected = tuple(missing), tuple(unexpected)
         if strict and (missing or unexpected):
@@ -164,15 +165,12 @@ class _Load:
             )
 
     def _is_unexpected(self, name: str) -> bool:
-        if name in self.uses or self._is_ignored(name):
+        if name in self.uses or self._is_unused(name):
             return False
         return not any(map(self.bound.is_elsewhere, self.bound.mapping.consumers(name)))
 
-    def _is_ignored(self, name: str) -> bool:
-        """The architecture does not use the tensor, or only in MTP layers that nobody built."""
-        return self.bound.mapping.is_ignored(name) or any(
-            map(self.bound.is_unbuilt, self.bound.mapping.consumers(name))
-        )
+    def _is_unused(self, name: str) -> bool:
+        return self.bound.mapping.is_unused(name, num_mtp_layers=self.bound.axes["mtp"])
 
     def _is_initialised(self, name: str, present: set[int | None]) -> bool:
         """A source may lack a new head, and any MTP layer as a whole."""

@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 
 from mcore_bridge.errors import MappingError
 from mcore_bridge.weights.layout import Axes, Layout, Split
+from mcore_bridge.weights.names import mtp_layer_of
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _STACKED = re.compile(r"(.*)\[(\d+|\*)\]")
@@ -179,6 +180,11 @@ class WeightMapping:
     def is_ignored(self, hf: str) -> bool:
         """Whether the architecture allows this HF tensor to stay unused."""
         return matches(hf, self.ignored) or self.is_copy(hf)
+
+    def is_unused(self, hf: str, *, num_mtp_layers: int) -> bool:
+        """Whether no parameter of a model takes this HF tensor: it is ignored, or of an MTP layer that is not built."""
+        layers = map(mtp_layer_of, self.consumers(hf))
+        return self.is_ignored(hf) or any(layer is not None and layer >= num_mtp_layers for layer in layers)
 
     def is_copy(self, hf: str) -> bool:
         """Whether an HF tensor is a further one of what another rule has: written, and not read."""
