@@ -64,6 +64,4 @@ def test_every_mesh_trains_as_transformers_does(folders, expected, world_size, e
             assert step["loss"] is None or tiny.relative_error(step["loss"], loss) < 1e-5, label
             biases = {n for n in step["grads"] if n.endswith("e_score_correction_bias")}  # buffers, without gradients
             assert step["grads"].keys() - biases == grads.keys(), label
-            errors = {n: tiny.relative_error(step["grads"][n], grads[n]) for n in grads}
-            worst = max(errors, key=errors.__getitem__)
-            assert errors[worst] < 5e-5, f"{label}: gradient of {worst}: {errors[worst]}"
+            tiny.assert_near(step["grads"], grads, label)

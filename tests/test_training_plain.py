@@ -42,6 +42,4 @@ def test_every_mesh_trains_as_transformers_does(world_size: int, tmp_path: Any) 
             loss, truths = expected(name)
             assert step["loss"] is None or tiny.relative_error(step["loss"], loss) < 1e-5, label
             for which, truth in truths.items():
-                errors = {n: tiny.relative_error(step[which][n], truth[n]) for n in truth}
-                worst = max(errors, key=errors.__getitem__)
-                assert errors[worst] < 5e-5, f"{label}: {which} of {worst}: {errors[worst]}"
+                tiny.assert_near(step[which], truth, f"{label}: {which}")

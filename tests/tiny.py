@@ -4,6 +4,7 @@ Dims are pairwise distinct, so that a transposed or misplaced matrix cannot fit;
 nothing but the rules can tell matrices apart. Four key-value heads and eight queries: tp=8 splits within a group.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +80,10 @@ def reference(model: Any, batch: Tensor) -> tuple[Tensor, Tensor, dict[str, Tens
 def relative_error(found: Tensor, expected: Tensor) -> float:
     """The largest difference, as a part of the largest expected value."""
     return float((found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp_min(1e-12))
+
+
+def assert_near(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], label: str) -> None:
+    """Every expected tensor was found, but for what an fp32 computation in another order rounds away."""
+    errors = {name: relative_error(found[name], expected[name]) for name in expected}
+    off = {name: error for name, error in errors.items() if not error < 5e-5}  # NaN is off as well
+    assert not off, f"{label}: {off}"

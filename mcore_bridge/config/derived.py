@@ -162,13 +162,18 @@ def _windows(hf: Hf) -> dict[str, object]:
 
 
 def _windows_back(mcore: Mcore) -> dict[str, object]:
-    num_layers, window, skip = mcore["num_layers"], _hf_window(mcore["window_size"]), mcore["window_attn_skip_freq"]
-    assert isinstance(num_layers, int)
-    if isinstance(skip, int):  # mcore: every skip-th layer is full
-        skip = [int(layer % skip != 0) for layer in range(1, num_layers + 1)]
-    slides = skip if isinstance(skip, list) else [1] * num_layers
-    kinds = ["sliding_attention" if window and slide else "full_attention" for slide in slides[:num_layers]]
+    window = _hf_window(mcore["window_size"])
+    slides = layers_but_full(mcore, "window_attn_skip_freq", unset=1)
+    kinds = ["sliding_attention" if window and slide else "full_attention" for slide in slides]
     return {"sliding_window": window, "layer_types": kinds}
+
+
+def layers_but_full(mcore: Mcore, freq: str, *, unset: int) -> list[int]:
+    """1 for each layer whose attention is not full, by a field of mcore: a list of these, or n if each n-th is full."""
+    num_layers, found = count(mcore, "num_layers"), mcore[freq]
+    if isinstance(found, int):
+        return [int(layer % found != 0) for layer in range(1, num_layers + 1)]
+    return found[:num_layers] if isinstance(found, list) else [unset] * num_layers
 
 
 def _windows_switched(hf: Hf) -> dict[str, object]:

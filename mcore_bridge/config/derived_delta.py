@@ -1,5 +1,6 @@
 """Entries of config tables for models in which some layers attend linearly, by the gated delta rule."""
 
+from mcore_bridge.config.derived import layers_but_full
 from mcore_bridge.config.fields import Derive, Hf, Mcore, count
 from mcore_bridge.errors import ConfigError
 
@@ -24,12 +25,7 @@ def _linear(hf: Hf) -> dict[str, object]:
 
 
 def _linear_back(mcore: Mcore) -> dict[str, object]:
-    num_layers, freq = mcore["num_layers"], mcore["linear_attention_freq"]
-    assert isinstance(num_layers, int)
-    if isinstance(freq, int):  # mcore: every freq-th layer is full
-        freq = [int(layer % freq != 0) for layer in range(1, num_layers + 1)]
-    linear = freq if isinstance(freq, list) else [0] * num_layers
-    return {"layer_types": [_KINDS[kind] for kind in linear[:num_layers]]}
+    return {"layer_types": [_KINDS[kind] for kind in layers_but_full(mcore, "linear_attention_freq", unset=0)]}
 
 
 _REFUSED = (

@@ -2,7 +2,7 @@
 
 from mcore_bridge.config.fields import Derive, Hf, Mcore, count
 from mcore_bridge.config.rope import Rope, rope_from
-from mcore_bridge.config.spelling import MULTIMODAL, ROPE_TYPES, spelled
+from mcore_bridge.config.spelling import MULTIMODAL, ORIGINAL_LENGTH, ROPE_TYPES, spelled
 from mcore_bridge.errors import ConfigError
 
 _OF_YARN = ("llama_4_scaling_beta", "max_position_embeddings")
@@ -13,7 +13,7 @@ _OWN = ("partial_rotary_factor", *_OF_YARN, *MULTIMODAL)
 def rope(types: tuple[str, ...] = ROPE_TYPES, own: tuple[str, ...] = ()) -> Derive:
     """The entry of a family whose modelling code computes these rope types, and these of ``_OWN``."""
     names = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
-    at_the_top = ("original_max_position_embeddings",) if "longrope" in types else ()
+    at_the_top = (ORIGINAL_LENGTH,) if "longrope" in types else ()
 
     def forward(hf: Hf) -> dict[str, object]:
         found = rope_from(hf)

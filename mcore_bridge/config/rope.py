@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from mcore_bridge.config.fields import Hf, count
-from mcore_bridge.config.spelling import MULTIMODAL, checked, read_parameters, spelled
+from mcore_bridge.config.spelling import MULTIMODAL, ORIGINAL_LENGTH, checked, read_parameters, spelled
 from mcore_bridge.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_ORIGINAL = "original_max_position_embeddings"
 ATTENTION_FACTOR = ("yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim")
 """The config attributes from which mcore's attention computes the attention factor, of any rope."""
 _NOT_FREQUENCIES = ("partial_rotary_factor", "llama_4_scaling_beta", "max_position_embeddings", *MULTIMODAL)
@@ -71,7 +70,7 @@ class Rope:
     @property
     def longest_plain(self) -> float:
         """The length in tokens beyond which the frequencies are others; infinite where they are always the same."""
-        lengths = {"dynamic": self.max_position_embeddings, "longrope": self._number(_ORIGINAL)}
+        lengths = {"dynamic": self.max_position_embeddings, "longrope": self._number(ORIGINAL_LENGTH)}
         return lengths.get(self.rope_type) or math.inf
 
     @property
@@ -87,7 +86,7 @@ class Rope:
     @property
     def query_temperature(self) -> tuple[float, float] | None:
         """``(beta, length)``: the query at a position is multiplied by ``1 + beta * log(1 + position // length)``."""
-        beta, length = self._number("llama_4_scaling_beta"), self._number(_ORIGINAL)
+        beta, length = self._number("llama_4_scaling_beta"), self._number(ORIGINAL_LENGTH)
         return None if beta is None or length is None else (beta, length)
 
     def frequencies(self, seq_len: int | None = None) -> torch.Tensor:
@@ -128,7 +127,7 @@ class Rope:
         transformers does for yarn. ``rope_type`` "yarn" is the one that asks its embedding for the attention factor.
         """
         given = self.parameters if self.rope_type == "yarn" else {}
-        names = ("beta_fast", "beta_slow", "mscale", "original_max_position_embeddings")
+        names = ("beta_fast", "beta_slow", "mscale", ORIGINAL_LENGTH)
         named = {name: given[name] for name in names if given.get(name) is not None}
         factor, all_dim = given.get("factor", 1.0), given.get("mscale_all_dim") or 0.0
         return {"rope_type": "yarn", "rotary_scaling_factor": factor, "mscale_all_dim": all_dim, **named}
@@ -209,7 +208,7 @@ def _scaling(overrides: Mapping[str, object]) -> dict[str, object]:
     if linear is not None:
         return {"rope_type": "linear", "factor": linear}
     if llama3:  # mcore's rotary_pos_embedding.py, _apply_scaling, fixes the other three
-        constants = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+        constants = {"low_freq_factor": 1, "high_freq_factor": 4, ORIGINAL_LENGTH: 8192}
         return {"rope_type": "llama3", "factor": overrides.get("rope_scaling_factor", 8.0), **constants}
     return {}
 

@@ -11,7 +11,7 @@ from mcore_bridge.config.fields import Hf
 from mcore_bridge.errors import ConfigError
 
 DEFAULT_THETA = 10000.0
-_ORIGINAL = "original_max_position_embeddings"
+ORIGINAL_LENGTH = "original_max_position_embeddings"
 FULL, SLIDING = "full_attention", "sliding_attention"
 _NO_OTHER = {"rope_scaling": None, "rope_theta": None}
 _SCALED = ("factor",)
@@ -19,9 +19,9 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": _SCALED,
     "dynamic": _SCALED,
-    "llama3": (*_SCALED, "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": (*_SCALED, "original_max_position_embeddings"),
-    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
+    "llama3": (*_SCALED, "low_freq_factor", "high_freq_factor", ORIGINAL_LENGTH),
+    "yarn": (*_SCALED, ORIGINAL_LENGTH),
+    "longrope": ("short_factor", "long_factor", ORIGINAL_LENGTH),
 }
 _OPTIONAL: dict[str, tuple[str, ...]] = {
     "yarn": (
@@ -92,10 +92,12 @@ def _completed(parameters: dict[str, object], hf: Hf) -> dict[str, object]:
             f"rope_theta must be one value, found {theta!r} at the top and {parameters['rope_theta']!r} in "
             "rope_parameters. Delete one of them."
         )
-    if parameters["rope_type"] == "longrope" and hf.get(_ORIGINAL) is not None:  # the top counts, where it is there
-        parameters[_ORIGINAL] = hf[_ORIGINAL]
+    if (
+        parameters["rope_type"] == "longrope" and hf.get(ORIGINAL_LENGTH) is not None
+    ):  # the top counts, where it is there
+        parameters[ORIGINAL_LENGTH] = hf[ORIGINAL_LENGTH]
     if parameters["rope_type"] in ("llama3", "yarn", "longrope"):
-        parameters.setdefault(_ORIGINAL, hf["max_position_embeddings"])
+        parameters.setdefault(ORIGINAL_LENGTH, hf["max_position_embeddings"])
     partial = hf.get("partial_rotary_factor")
     if partial is not None and parameters.setdefault("partial_rotary_factor", partial) != partial:
         raise ConfigError(
@@ -145,7 +147,9 @@ def spelled_by_layer(full: Mapping[str, object], sliding: Mapping[str, object]) 
 def spelled(parameters: Mapping[str, object]) -> dict[str, object]:
     """The HF fields that say ``parameters`` to the installed transformers."""
     long = parameters["rope_type"] == "longrope"
-    lengths = {_ORIGINAL: parameters[_ORIGINAL]} if long else {}  # transformers reads it at the top, and only there
+    lengths = (
+        {ORIGINAL_LENGTH: parameters[ORIGINAL_LENGTH]} if long else {}
+    )  # transformers reads it at the top, and only there
     if speaks_rope_parameters():
         return {"rope_parameters": dict(parameters), **lengths}
     top = {name: parameters[name] for name in ("rope_theta", "partial_rotary_factor") if name in parameters}

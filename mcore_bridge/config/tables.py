@@ -8,6 +8,12 @@ from mcore_bridge.config.fields import Const, Field, Ignore, Map, Preset, Requir
 
 EMBEDDING_DROPOUT = "embedding_dropout"
 
+
+def unread(*names: str) -> Ignore:
+    """Fields of published configs that the modelling code of transformers does not look at."""
+    return Ignore("transformers does not read it", names)
+
+
 IDENTITY = Ignore(
     "they name the model, its files and the program that wrote them",
     (
@@ -118,10 +124,7 @@ WINDOW_BY_LAYER: tuple[Field, ...] = (
     derived.WINDOWS,
     Ignore("transformers has made layer_types and sliding_window of them", ("use_sliding_window", "max_window_layers")),
 )
-WINDOW_SWITCHED: tuple[Field, ...] = (
-    derived.SWITCHED,
-    Ignore("transformers does not read it", ("max_window_layers",)),
-)
+WINDOW_SWITCHED: tuple[Field, ...] = (derived.SWITCHED, unread("max_window_layers"))
 
 PLAIN_MLP: tuple[Field, ...] = (Const("gated_linear_unit", False),)
 INTERLEAVED: tuple[Field, ...] = (Const("rotary_interleaved", True),)
@@ -139,11 +142,6 @@ NORM_SANDWICH: tuple[Field, ...] = (Const("norm_placement", "sandwich"),)
 
 
 PUBLISHED_CODE = Ignore("the code in the published folders computes what transformers computes", ("auto_map",))
-
-
-def unread(*names: str) -> Ignore:
-    """Fields of published configs that the modelling code of transformers does not look at."""
-    return Ignore("transformers does not read it", names)
 
 
 def published(**values: object) -> tuple[Field, ...]:

@@ -57,14 +57,6 @@ W123        = (*table(("mlp.router.weight",                 "block_sparse_moe.ga
                     ("linear_fc1.weight",                   "{w1,w3}.weight",                  GATED_UP),
                     ("linear_fc2.weight",                   "w2.weight",                       ROW))))
 W123_BIAS   = table(("mlp.router.expert_bias", "block_sparse_moe.e_score_correction_bias",     REPLICATED))
-MTP         = table(("enorm.weight",                        "enorm.weight",                    REPLICATED),
-                    ("hnorm.weight",                        "hnorm.weight",                    REPLICATED),
-                    ("eh_proj.weight",                      "eh_proj.weight",                  COLUMN),
-                    ("final_layernorm.weight",              "shared_head.norm.weight",         REPLICATED))
-MTP_AROUND  = table(("enorm.weight",                        "pre_fc_norm_embedding.weight",    REPLICATED),
-                    ("hnorm.weight",                        "pre_fc_norm_hidden.weight",       REPLICATED),
-                    ("eh_proj.weight",                      "fc.weight",                       COLUMN),
-                    ("final_layernorm.weight",              "norm.weight",                     REPLICATED))
 FUSED_GQA   = table(("self_attention.linear_qkv.weight",    "self_attn.qkv_proj.weight",       FUSED_QKV),
                     ("self_attention.linear_proj.weight",   "self_attn.o_proj.weight",         ROW))
 FUSED_GLU   = under("mlp", "mlp", table(
@@ -97,12 +89,26 @@ NORMS_FOUR = (
 )
 
 
+def around_mtp(embedding_norm: str, hidden_norm: str, projection: str, final_norm: str) -> Rules:
+    """What an MTP layer has around its decoder layer, under these HF names."""
+    return table(
+        ("enorm.weight", f"{embedding_norm}.weight", REPLICATED),
+        ("hnorm.weight", f"{hidden_norm}.weight", REPLICATED),
+        ("eh_proj.weight", f"{projection}.weight", COLUMN),
+        ("final_layernorm.weight", f"{final_norm}.weight", REPLICATED),
+    )
+
+
+MTP_BEHIND = around_mtp("enorm", "hnorm", "eh_proj", "shared_head.norm")
+MTP_BESIDE = around_mtp("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+
+
 def mtp_behind(hf: "PretrainedConfig", *layer: Rules) -> Rules:
     """MTP layers that HF numbers behind the decoder's: each a ``layer`` with norms, a projection, and two copies."""
     first = hf.num_hidden_layers
     count = getattr(hf, "num_nextn_predict_layers", None) or getattr(hf, "num_mtp_layers", None) or 0
     rules = (
-        *under("mtp.layers.*", "model.layers.*", MTP),
+        *under("mtp.layers.*", "model.layers.*", MTP_BEHIND),
         *under("mtp.layers.*.transformer_layer", "model.layers.*", *layer),
     )
     copies = (
@@ -118,7 +124,7 @@ def mtp_behind(hf: "PretrainedConfig", *layer: Rules) -> Rules:
 
 def mtp_beside(*layer: Rules) -> Rules:
     """The one MTP layer of Qwen, beside the decoder: a ``layer`` with norms and a projection that have no number."""
-    around = under("mtp.layers.0", "mtp", MTP_AROUND)
+    around = under("mtp.layers.0", "mtp", MTP_BESIDE)
     return (*around, *numbered(under("mtp.layers.*.transformer_layer", "mtp.layers.*", *layer), count=1))
 
 
