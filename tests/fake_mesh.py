@@ -15,7 +15,8 @@ from torch import Tensor
 from mcore_bridge import ParallelDims, build_model
 from mcore_bridge.weights.bound import BoundModel, bind
 from mcore_bridge.weights.names import held_tensors
-from mcore_bridge.weights.plan import Entry, ExportPlan, assemble, pack, plan_export, view
+from mcore_bridge.weights.plan import ExportPlan, plan_export
+from mcore_bridge.weights.program import Program
 from mcore_bridge.weights.transport import Group
 
 
@@ -56,7 +57,7 @@ def replica(dims: ParallelDims) -> list[int]:
 
     with rank_of(dims, 0, world_of(dims)):
         group = Group.of_replica(ProcessGroupCollection.use_mpu_process_groups())
-        return dist.get_process_group_ranks(group._group)
+        return dist.get_process_group_ranks(group.group)
 
 
 def build_everywhere(hf: Any, dims: ParallelDims, load: Callable[[list[Any]], Any], **arguments: Any) -> list[Any]:
@@ -88,17 +89,24 @@ def plan_of(held: Sequence[Any], *, bucket_bytes: int) -> ExportPlan:
 
 
 def export(held: Sequence[Any], *, bucket_bytes: int = 1 << 16) -> dict[str, Tensor]:
-    """The HF state dict: pack on every rank, hand the windows over in a list, assemble."""
+    """The HF state dict: pack on every rank, hand the windows over in a list, unpack."""
+    plan = plan_of(held, bucket_bytes=bucket_bytes)
+    programs = [Program(plan, rank, alone=False) for rank in range(len(held))]
     state: dict[str, Tensor] = {}
-    for bucket in plan_of(held, bucket_bytes=bucket_bytes).buckets:
-        windows = torch.empty(len(held), bucket.num_bytes, dtype=torch.uint8)
-        for rank, (bound, _) in enumerate(held):
-            pack(bucket, rank, bound.tensors, windows[rank])
-
-        def shard_of(entry: Entry, index: int, windows: Tensor = windows) -> Tensor:
-            return view(windows[entry.shards[index].sender], entry, entry.shards[index])
-
-        for name, tensor in assemble(bucket, shard_of, torch.device("cpu")):
-            assert name not in state, f"{name} came twice"
-            state[name] = tensor
+    outputs: dict[int, Tensor] = {}
+    for number, message in enumerate(plan.messages):
+        windows = [torch.empty(message.num_bytes, dtype=torch.uint8) for _ in held]
+        for (bound, _), program, window in zip(held, programs, windows, strict=True):
+            step = program.step(number)
+            step.pack.run([bound.tensors[plan.entries[i].held.mcore].detach() for i in step.held], [window])
+        step = programs[0].step(number)
+        for i in step.outputs:
+            shape, dtype = plan.outputs[i].shape, plan.outputs[i].dtype
+            outputs.setdefault(i, torch.full(shape, float("nan"), dtype=dtype))
+        step.unpack.run(windows, [outputs[i] for i in step.outputs])
+        for i in message.done:
+            for name in (plan.outputs[i].name, *plan.outputs[i].copies):
+                assert name not in state, f"{name} came twice"
+                state[name] = outputs[i]
+    assert outputs.keys() == set(range(len(plan.outputs)))
     return state

@@ -1,5 +1,7 @@
 """HF to every rank's real ``GPTModel`` and back, bit for bit, on any mesh and for any bucket size."""
 
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from mcore_bridge import ParallelDims
 from mcore_bridge.weights.load import load_hf_weights
+from mcore_bridge.weights.plan import ALIGNMENT, MIN_WINDOW
 from tests import fake_mesh
 from tests.strategies import problems, random_state, tiny
 
@@ -97,22 +100,22 @@ def test_half_precision_crosses_bit_for_bit(dtype):
 
 @settings(max_examples=25)
 @given(problems(), st.integers(1, 1 << 15))
-def test_buckets_hold_whole_parameters_and_the_manifest_is_known_first(problem, bucket_bytes):
-    """q, k, v and gate, up never straddle two buckets; names, shapes and order do not depend on who plans."""
+def test_what_engines_fuse_comes_together_and_the_manifest_is_known_first(problem, bucket_bytes):
+    """q, k, v and gate, up complete with one message; names, shapes and order do not depend on who plans."""
     hf, dims = problem
     state = random_state(hf)
     held = fake_mesh.build_everywhere(hf, dims, lambda chunks: load_hf_weights(chunks, state), dtype=torch.float32)
     plan = fake_mesh.plan_of(held, bucket_bytes=bucket_bytes)
     assert [name for name, _, _ in plan.tensors()] == list(fake_mesh.export(held, bucket_bytes=bucket_bytes))
     assert {name: shape for name, shape, _ in plan.tensors()} == {n: tuple(t.shape) for n, t in state.items()}
-    bucket_of = {name: i for i, bucket in enumerate(plan.buckets) for entry in bucket.entries for name in entry.hf}
-    for name, index in bucket_of.items():
+    message_of = {plan.outputs[i].name: n for n, message in enumerate(plan.messages) for i in message.done}
+    for name, index in message_of.items():
         for fused in (("q_proj", "k_proj"), ("k_proj", "v_proj"), ("gate_proj", "up_proj")):
             if fused[0] in name:
-                assert bucket_of[name.replace(*fused)] == index
-    for bucket in plan.buckets:
-        largest = max(entry.held.num_bytes for entry in bucket.entries)
-        assert bucket.num_bytes <= max(bucket_bytes // len(held), largest) + 256
+                assert message_of[name.replace(*fused)] == index
+    row = max(entry.held.num_bytes // entry.held.shape[0] for entry in plan.entries)
+    for message in plan.messages[:-1]:
+        assert message.num_bytes <= max(bucket_bytes // len(held), MIN_WINDOW, row) + ALIGNMENT
 
 
 def test_replicas_send_once():
@@ -122,7 +125,8 @@ def test_replicas_send_once():
     held = fake_mesh.build_everywhere(
         hf, ParallelDims(tp=4), lambda chunks: load_hf_weights(chunks, state), dtype=torch.float32
     )
-    entries = [entry for bucket in fake_mesh.plan_of(held, bucket_bytes=1 << 20).buckets for entry in bucket.entries]
-    by_name = {entry.held.mcore: len(entry.shards) for entry in entries}
-    assert by_name["decoder.final_layernorm.weight"] == 1
-    assert by_name["decoder.layers.0.mlp.linear_fc1.weight"] == 4
+    plan = fake_mesh.plan_of(held, bucket_bytes=1 << 20)
+    (message,) = plan.messages
+    sent = Counter(plan.entries[piece.entry].held.mcore for piece in message.pieces)
+    assert sent["decoder.final_layernorm.weight"] == 1
+    assert sent["decoder.layers.0.mlp.linear_fc1.weight"] == 4

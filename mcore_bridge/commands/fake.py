@@ -18,9 +18,10 @@ from mcore_bridge.commands.replicas import replicas
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.config.pipeline import Stage
 from mcore_bridge.weights.bound import BoundModel, bind
+from mcore_bridge.weights.entries import Held, Inventory
 from mcore_bridge.weights.export import BUCKET_BYTES
 from mcore_bridge.weights.names import expert_of, layer_of, mtp_layer_of
-from mcore_bridge.weights.plan import ExportPlan, Held, Inventory, plan_export
+from mcore_bridge.weights.plan import ExportPlan, plan_export
 
 if TYPE_CHECKING:
     from mcore_bridge.factory.blueprint import Blueprint

@@ -14,7 +14,6 @@ from mcore_bridge.commands.fake import Chunk, MeshPlan, plan_mesh
 from mcore_bridge.commands.options import smallest_world
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.weights.dtypes import dtype_name
-from mcore_bridge.weights.export import BUCKET_BYTES
 
 
 def plan(
@@ -144,10 +143,10 @@ def _largest(found: MeshPlan) -> str:
 
 def _export(found: MeshPlan) -> str:
     sizes = [torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in found.export.tensors()]
-    buckets = found.export.buckets
-    window = max((bucket.num_bytes for bucket in buckets), default=0)
+    messages = found.export.messages
+    window = max(message.num_bytes for message in messages)
     return (
         f"An export yields {text.plural(len(sizes), 'HF tensor')}, {text.num_bytes(sum(sizes))} in all and the largest "
-        f"{text.num_bytes(max(sizes))}, in {text.plural(len(buckets), 'bucket')} of at most "
-        f"{text.num_bytes(BUCKET_BYTES)} or one parameter; a rank sends at most {text.num_bytes(window)} per bucket."
+        f"{text.num_bytes(max(sizes))}, in {text.plural(len(messages), 'message')}, of which a rank sends at most "
+        f"{text.num_bytes(window)} each."
     )

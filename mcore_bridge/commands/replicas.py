@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mcore_bridge.config.parallel import ParallelDims
+from mcore_bridge.weights.entries import Held, Inventory
 from mcore_bridge.weights.names import shift_expert
-from mcore_bridge.weights.plan import Held, Inventory
 
 
 def replicas(firsts: Sequence[Inventory], dims: ParallelDims, *, num_experts: int, world_size: int) -> list[Inventory]:

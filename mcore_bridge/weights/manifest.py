@@ -107,7 +107,7 @@ def manifest(
     Without digests no weight moves. With them the whole model is exported once, and the ranks share the hashing.
     """
     export = open_export(models, hf, head, dialect=dialect)
-    specs = tuple(TensorSpec(n, shape, wanted_dtype(n, own, dtype)) for n, shape, own in export.plan.tensors())
+    specs = tuple(TensorSpec(n, shape, wanted_dtype(n, own, dtype)) for n, shape, own in export.program.plan.tensors())
     if not digests:
         return Manifest(specs)
     pairs = enumerate(iter_hf_weights(models, hf=hf, head=head, dtype=dtype, dialect=dialect))

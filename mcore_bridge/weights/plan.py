@@ -1,36 +1,42 @@
-"""Which shards travel together and what they become: data, the same on every rank, made without a process group.
+"""Which bytes travel together and what they become: data, the same on every rank, made without a process group.
 
-Every rank of a group sends one window of bytes per bucket, all at the same time, so that all pipeline stages send at
-once. A bucket holds whole parameters: what an engine fuses in one load call (q, k and v; gate and up) never straddles
-two buckets, whatever their size, and neither do the experts that one HF tensor holds.
+What a rank sends is one stream of bytes: its shards in order, cut into messages of equal size wherever a row ends. All
+ranks send one window per message at the same time, so that all pipeline stages send at once, and the number of messages
+depends on bytes alone. What several ranks hold alike, each of them sends a part of. An HF tensor is given out with the
+message that completes it and all that an engine fuses with it in one load call.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from mcore_bridge.errors import MappingError
+from mcore_bridge.weights.entries import Entry, Inventory, entries_of
 from mcore_bridge.weights.layout import Axes
-from mcore_bridge.weights.mapping import Binding, WeightMapping, axes_of, unstacked
-from mcore_bridge.weights.names import expert_of, kind_of, layer_of
-from mcore_bridge.weights.trace import Shape, Trace, trace
+from mcore_bridge.weights.mapping import WeightMapping, unstacked
+from mcore_bridge.weights.names import expert_of
+from mcore_bridge.weights.trace import Shape
 
-ALIGNMENT = 256  # bytes; a multiple of every itemsize, so that a shard can be viewed in place
+ALIGNMENT = 256
+"""Bytes between which pieces begin in a window: a multiple of every itemsize, and of what a GPU reads at once."""
+MIN_WINDOW = 4096
+"""Bytes that a rank sends per message at least."""
+_FUSED = re.compile(r"^(.*\.self_attention)\.(?!linear_proj\.)")
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A tensor that a rank holds, as the others need to know it."""
+class Output:
+    """An HF tensor: its name, shape and dtype, and further names under which it is written."""
 
-    mcore: str
+    name: str
     shape: Shape
     dtype: torch.dtype
+    copies: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -39,60 +45,42 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Inventory:
-    """All that one rank holds, in order, and its place on the axes ``pp``, ``tp`` and ``etp``."""
+class Piece:
+    """Rows ``first`` to ``first + count`` of a shard of an entry, in its sender's window from byte ``start`` on."""
 
-    ranks: Mapping[str, int]
-    held: tuple[Held, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Where a shard lies: in the window of the group's rank ``sender``, from byte ``start`` on."""
-
+    entry: int
+    shard: int
+    first: int
+    count: int
     sender: int
     start: int
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One parameter on its way: its HF names, what its layout does, and its shards by tensor-parallel rank.
+class Message:
+    """What travels at once: each rank of the group sends ``num_bytes``, and these outputs are complete with it."""
 
-    A shard that no HF tensor takes anything from (a replica) does not travel and is not listed. ``stack`` is the number
-    of entries of the HF tensor of which this is one, or 0 where an HF name is that of a whole tensor.
-    """
-
-    held: Held
-    hf: tuple[str, ...]
-    trace: Trace
-    shards: Mapping[int, Shard]
-    stack: int = 0
-    copies: tuple[str, ...] = ()
-    """Further names under which the first HF tensor is written."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """What travels in one message: each rank of the group sends ``num_bytes``."""
-
-    entries: tuple[Entry, ...]
+    pieces: tuple[Piece, ...]
     num_bytes: int
+    done: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
-    """All buckets, in the order in which they travel, which is also the order of the HF tensors."""
+    """All messages, in the order in which they travel; entries, outputs and ranks go by their places."""
 
-    buckets: tuple[Bucket, ...]
+    entries: tuple[Entry, ...]
+    outputs: tuple[Output, ...]
+    places: tuple[tuple[tuple[int, int], ...], ...]
+    """For each part of each entry, its output and the byte at which it begins there."""
+    messages: tuple[Message, ...]
 
     def tensors(self) -> Iterator[tuple[str, Shape, torch.dtype]]:
-        """Name, shape and dtype of every HF tensor, in order."""
-        for bucket in self.buckets:
-            stacks = _Stacks(torch.device("meta"))
-            for entry in bucket.entries:
-                for index in range(len(entry.hf)):
-                    for name, tensor in stacks.put(entry, index, lambda part: None):
-                        yield name, tuple(tensor.shape), tensor.dtype
+        """Name, shape and dtype of every HF tensor, in the order in which they are given out."""
+        for message in self.messages:
+            for output in map(self.outputs.__getitem__, message.done):
+                for name in (output.name, *output.copies):
+                    yield name, output.shape, output.dtype
 
 
 def plan_export(
@@ -101,187 +89,136 @@ def plan_export(
     """Plan the export of a model whose ``inventories`` are given by rank of the group that exports it.
 
     Args:
-        bucket_bytes: bytes that a rank receives per bucket; a larger parameter gets a bucket of its own.
+        bucket_bytes: bytes that a rank receives per message, its own among them; more where one row takes more.
 
     Raises:
-        MappingError: when a parameter has no rule, a needed shard no holder, an HF name two sources, a layer no rank,
-            or ranks disagree on a shape or dtype.
+        MappingError: what ``entries_of`` raises.
     """
-    entries = _entries(mapping, axes, inventories)
-    _check_numbers(num_layers, axes["experts"], entries)
-    _check_unique(entries)
-    lanes: dict[int, list[Entry]] = {}
+    entries = entries_of(mapping, axes, num_layers, inventories)
+    outputs, places = _outputs(entries)
+    window = max(bucket_bytes // len(inventories), MIN_WINDOW)
+    messages = _cut(_deal(entries, len(inventories), window), entries, window)
+    together = _together(entries, places, bucket_bytes)
+    done = _done(messages, places, together)
+    return ExportPlan(
+        entries,
+        outputs,
+        places,
+        tuple(Message(tuple(pieces), size, done[index]) for index, (pieces, size) in enumerate(messages)),
+    )
+
+
+def _outputs(entries: Sequence[Entry]) -> tuple[tuple[Output, ...], tuple[tuple[tuple[int, int], ...], ...]]:
+    outputs: list[Output] = []
+    stacks: dict[str, int] = {}
+    places = []
     for entry in entries:
-        lane = inventories[min(shard.sender for shard in entry.shards.values())].ranks["pp"]
-        lanes.setdefault(lane, []).append(entry)
-    window = bucket_bytes // len(inventories)
-    return ExportPlan(tuple(_fill_buckets([_units(lane) for lane in lanes.values()], window)))
+        found = []
+        for index, (hf, shape) in enumerate(zip(entry.hf, entry.trace.part_shapes, strict=True)):
+            name, number = unstacked(hf)
+            if number is None:
+                outputs.append(Output(name, shape, entry.held.dtype, entry.copies if index == 0 else ()))
+                found.append((len(outputs) - 1, 0))
+                continue
+            if name not in stacks:
+                stacks[name] = len(outputs)
+                outputs.append(Output(name, (entry.stack, *shape), entry.held.dtype))
+            found.append((stacks[name], number * math.prod(shape) * entry.held.dtype.itemsize))
+        places.append(tuple(found))
+    return tuple(outputs), tuple(places)
 
 
-def _entries(mapping: WeightMapping, axes: Axes, inventories: Sequence[Inventory]) -> list[Entry]:
-    described: dict[str, Held] = {}
-    bindings: dict[str, Binding] = {}
-    holders: dict[str, dict[int, int]] = {}
-    for rank, inventory in enumerate(inventories):
-        for held in inventory.held:
-            if described.setdefault(held.mcore, held) != held:
-                raise MappingError(
-                    f"rank {rank} of the group holds {held}, another {described[held.mcore]}; make them equal"
-                )
-            if held.mcore not in bindings:
-                bindings[held.mcore] = mapping.bind(held.mcore)
-            place = inventory.ranks[bindings[held.mcore].axis]
-            holders.setdefault(held.mcore, {}).setdefault(place, rank)
-    return [
-        _entry(described[name], bindings[name], axes, holders[name])
-        for name in _in_order(inventories)
-        if bindings[name].exported
-    ]
+_Part = tuple[int, int, int, int]
+"""An entry, a shard of it, the first row and their number."""
+_Cut = tuple[list[Piece], int]
+"""The pieces of a message, and the bytes of its widest window."""
 
 
-def _in_order(inventories: Sequence[Inventory]) -> list[str]:
-    """Names as their first holder has them; the experts of one kind side by side, dealt in turn from their holders."""
-    kinds: dict[str, int] = {}
-    places: dict[str, tuple[int, int, int]] = {}
-    for rank, inventory in enumerate(inventories):
-        seen: dict[str, int] = {}
-        for held in inventory.held:
-            kind = kind_of(held.mcore)
-            seen[kind] = seen.get(kind, 0) + 1
-            places.setdefault(held.mcore, (kinds.setdefault(kind, len(kinds)), seen[kind], rank))
-    return sorted(places, key=places.__getitem__)
+def _deal(entries: Sequence[Entry], num_ranks: int, window: int) -> list[list[_Part]]:
+    """What each rank sends. Holders share a shard that matters, and others go to whoever has least to send so far."""
+    streams: list[list[_Part]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for index, entry in enumerate(entries):
+        rows, row_bytes = _rows(entry)
+        for shard, holders in entry.holders.items():
+            shares = len(holders) if entry.held.num_bytes * 8 > window and rows >= len(holders) else 1
+            senders = holders if shares > 1 else (min(holders, key=loads.__getitem__),)
+            for share, sender in enumerate(senders):
+                first, last = rows * share // shares, rows * (share + 1) // shares
+                streams[sender].append((index, shard, first, last - first))
+                loads[sender] += _aligned((last - first) * row_bytes)
+    return streams
 
 
-def _entry(held: Held, binding: Binding, axes: Axes, holders: Mapping[int, int]) -> Entry:
-    traced = trace(binding.layout, held.shape, axes_of(binding, axes))
-    needed = sorted({copy.shard for copy in traced.to_hf})
-    absent = [shard for shard in needed if shard not in holders]
-    if absent:
-        raise MappingError(f"no rank of the group holds the shards {absent} of {held.mcore}; is a rank missing in it?")
-    stack = axes["experts"] if any(unstacked(name)[1] is not None for name in binding.hf) else 0
-    shards = {shard: Shard(holders[shard], -1) for shard in needed}
-    return Entry(held, binding.hf, traced, shards, stack, binding.copies)
+def _cut(streams: Sequence[Sequence[_Part]], entries: Sequence[Entry], window: int) -> list[_Cut]:
+    """Streams, cut into messages: at the end of a row, where the window is full."""
+    messages: list[tuple[list[Piece], list[int]]] = []
+    for sender, stream in enumerate(streams):
+        message, filled = 0, 0
+        for index, shard, first, left in stream:
+            _, row_bytes = _rows(entries[index])
+            while left:
+                count = min(left, (window - filled) // row_bytes)
+                if count <= 0 and filled:
+                    message, filled = message + 1, 0
+                    continue
+                count = max(count, 1)
+                if message == len(messages):
+                    messages.append(([], []))
+                pieces, sizes = messages[message]
+                pieces.append(Piece(index, shard, first, count, sender, filled))
+                filled = _aligned(filled + count * row_bytes)
+                sizes.append(filled)
+                first, left = first + count, left - count
+    return [(pieces, max(sizes)) for pieces, sizes in messages]
 
 
-def _check_numbers(num_layers: int, num_experts: int, entries: Sequence[Entry]) -> None:
-    found = {layer for entry in entries if (layer := layer_of(entry.held.mcore)) is not None}
-    if found != set(range(num_layers)):
-        raise MappingError(
-            f"the ranks of the group hold the layers {sorted(found)}, expected 0 to {num_layers - 1}; "
-            "the model was not built whole, or a chunk was not passed"
-        )
-    experts: dict[str, set[int]] = {}
+def _together(entries: Sequence[Entry], places: Sequence[Sequence[tuple[int, int]]], bucket_bytes: int) -> list[object]:
+    """For each entry a key: those of one key are given out together.
+
+    An engine fuses, within one load call, projections of an attention; the parts of one parameter, such as gate and up;
+    and the experts of a layer, which go together unless they alone fill more than a bucket.
+    """
+    layers: dict[str, int] = defaultdict(int)
     for entry in entries:
-        if (expert := expert_of(entry.held.mcore)) is not None:
-            experts.setdefault(kind_of(entry.held.mcore), set()).add(expert)
-    for kind, numbers in experts.items():
-        if numbers != set(range(num_experts)):
-            absent = sorted(set(range(num_experts)) - numbers)
-            raise MappingError(f"no rank of the group holds the experts {absent} of {kind}; is a rank missing in it?")
+        if expert_of(entry.held.mcore) is not None:
+            layers[_experts(entry)] += sum(map(math.prod, entry.trace.part_shapes)) * entry.held.dtype.itemsize
+    keys: list[object] = []
+    for entry, found in zip(entries, places, strict=True):
+        if expert_of(entry.held.mcore) is None:
+            fused = _FUSED.match(entry.held.mcore)
+            keys.append(fused[1] if fused else entry.held.mcore)
+        else:
+            keys.append(_experts(entry) if layers[_experts(entry)] <= bucket_bytes else found[0][0])
+    return keys
 
 
-def _check_unique(entries: Sequence[Entry]) -> None:
-    seen: dict[str, str] = {}
-    for entry in entries:
-        for name in (*entry.hf, *entry.copies):
-            if name in seen:
-                raise MappingError(f"{name} would come from {seen[name]} and from {entry.held.mcore}; fix the rules")
-            seen[name] = entry.held.mcore
+def _experts(entry: Entry) -> str:
+    return entry.held.mcore.partition(".experts.")[0]
 
 
-def _units(lane: list[Entry]) -> list[list[Entry]]:
-    """What must travel together: the entries of one HF tensor; others alone."""
-    units: list[list[Entry]] = []
-    for entry in lane:
-        together = units and entry.stack and kind_of(units[-1][0].held.mcore) == kind_of(entry.held.mcore)
-        units[-1].append(entry) if together else units.append([entry])
-    return units
+def _done(
+    messages: Sequence[_Cut], places: Sequence[Sequence[tuple[int, int]]], keys: Sequence[object]
+) -> list[tuple[int, ...]]:
+    """For each message the outputs to give out after it, in the order of their entries."""
+    last: dict[object, int] = {}
+    for number, (pieces, _) in enumerate(messages):
+        for piece in pieces:
+            last[keys[piece.entry]] = number
+    groups: dict[object, dict[int, None]] = {}
+    for key, found in zip(keys, places, strict=True):
+        groups.setdefault(key, {}).update(dict.fromkeys(output for output, _ in found))
+    done: list[list[int]] = [[] for _ in messages]
+    for key, outputs in groups.items():
+        done[last[key]] += outputs
+    return [tuple(each) for each in done]
 
 
-def _fill_buckets(lanes: list[list[list[Entry]]], window: int) -> Iterator[Bucket]:
-    """Take from every lane (the units of one pipeline stage) as many as fit, at least one, until all are empty."""
-    waiting = [deque(lane) for lane in lanes]
-    while any(waiting):
-        filled: Counter[int] = Counter()  # bytes by sender
-        taken: list[Entry] = []
-        for lane in waiting:
-            first = True
-            while lane and (first or all(filled[s] + size <= window for s, size in _sizes(lane[0]).items())):
-                taken += [_place(entry, filled) for entry in lane.popleft()]
-                first = False
-        yield Bucket(tuple(taken), max(filled.values()))
-
-
-def _sizes(unit: list[Entry]) -> Counter[int]:
-    """Bytes that each sender sends of a unit."""
-    sizes: Counter[int] = Counter()
-    for entry in unit:
-        sizes.update({shard.sender: _aligned(entry.held.num_bytes) for shard in entry.shards.values()})
-    return sizes
-
-
-def _place(entry: Entry, filled: Counter[int]) -> Entry:
-    shards = {index: Shard(shard.sender, filled[shard.sender]) for index, shard in entry.shards.items()}
-    filled.update({shard.sender: _aligned(entry.held.num_bytes) for shard in shards.values()})
-    return replace(entry, shards=shards)
+def _rows(entry: Entry) -> tuple[int, int]:
+    """Rows of a shard, and the bytes of each."""
+    rows = entry.held.shape[0]
+    return rows, entry.held.num_bytes // rows
 
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def pack(bucket: Bucket, rank: int, tensors: Mapping[str, Tensor], window: Tensor) -> None:
-    """Copy what ``rank`` sends into its ``window`` (uint8, at least ``bucket.num_bytes``)."""
-    for entry in bucket.entries:
-        for shard in entry.shards.values():
-            if shard.sender == rank:
-                view(window, entry, shard).copy_(tensors[entry.held.mcore].detach())
-
-
-def view(window: Tensor, entry: Entry, shard: Shard) -> Tensor:
-    """A shard as it lies in the window of its sender."""
-    flat = window[shard.start : shard.start + entry.held.num_bytes]
-    return flat.view(entry.held.dtype).view(entry.held.shape)
-
-
-def assemble(
-    bucket: Bucket, shard_of: Callable[[Entry, int], Tensor], device: torch.device
-) -> Iterator[tuple[str, Tensor]]:
-    """The HF tensors of a bucket, each new and whole on ``device``; ``shard_of`` gives the shards of an entry."""
-    stacks = _Stacks(device)
-    for entry in bucket.entries:
-        for index in range(len(entry.hf)):
-
-            def write(part: Tensor, entry: Entry = entry, index: int = index) -> None:
-                for copy in entry.trace.to_hf:
-                    if copy.part == index:
-                        copy.of_part(part).copy_(copy.of_shard(shard_of(entry, copy.shard)))
-
-            yield from stacks.put(entry, index, write)
-
-
-class _Stacks:
-    """HF tensors in the making: whole ones at once, those of all experts when their last entry has come."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._open: dict[str, tuple[Tensor, set[int]]] = {}
-
-    def put(self, entry: Entry, index: int, write: Callable[[Tensor], object]) -> Iterator[tuple[str, Tensor]]:
-        """Make room for a part of ``entry``, let ``write`` fill it, and give the HF tensor if that was all of it."""
-        name, number = unstacked(entry.hf[index])
-        shape, dtype = entry.trace.part_shapes[index], entry.held.dtype
-        if number is None:
-            part = torch.empty(shape, dtype=dtype, device=self._device)
-            write(part)
-            yield name, part
-            yield from ((copy, part.clone()) for copy in entry.copies[: None if index == 0 else 0])
-            return
-        if name not in self._open:
-            self._open[name] = torch.empty((entry.stack, *shape), dtype=dtype, device=self._device), set()
-        whole, come = self._open[name]
-        write(whole[number])
-        come.add(number)
-        if len(come) == entry.stack:
-            del self._open[name]
-            yield name, whole

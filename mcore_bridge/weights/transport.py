@@ -6,9 +6,8 @@ without a collective of its own, and nobody is left waiting.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,26 +29,75 @@ class State(IntEnum):
     FAILED = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """The windows of all ranks of a group, uint8 [size of the group, bytes], and what each said of itself."""
+class Windows:
+    """One message on its way: a window for each rank of a group, of which this rank fills its own.
 
-    windows: Tensor
-    states: tuple[State, ...]
-    messages: tuple[str, ...]
+    Windows that are ``sent`` are filled behind the back of the caller, and are complete for all that is enqueued on the
+    current stream after ``wait``.
+    """
+
+    def __init__(self, group: Group, memory: Tensor, num_bytes: int) -> None:
+        self._group = group
+        self._rows = memory[: group.size * (HEADER + num_bytes)].view(group.size, HEADER + num_bytes)
+        self._work: Any = None
+
+    @property
+    def own(self) -> Tensor:
+        """This rank's window, to be filled: uint8 [num_bytes]."""
+        return self._rows[self._group.rank, HEADER:]
+
+    @property
+    def bodies(self) -> list[Tensor]:
+        """The windows of all ranks."""
+        return list(self._rows[:, HEADER:].unbind())
+
+    def send(self, state: State, message: str = "") -> None:
+        """Send this rank's window with its state, and begin to receive everybody's."""
+        own = self._rows[self._group.rank]
+        own[:HEADER].copy_(self._group.header(state, message))
+        self._work = dist.all_gather_into_tensor(self._rows.view(-1), own, group=self._group.group, async_op=True)
+
+    def wait(self) -> Headers:
+        """Make the current stream wait for all windows; what the ranks say can be read then."""
+        self._work.wait()
+        return Headers(self._rows[:, :HEADER])
+
+
+class Headers:
+    """What each rank said with its window."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self._arrived = None
+        if rows.is_cuda:
+            self._rows = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+        else:
+            self._rows = rows.clone()
+
+    def read(self) -> tuple[tuple[State, ...], tuple[str, ...]]:
+        """States and messages by rank. Waits until they have arrived."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        rows = [row.numpy().tobytes() for row in self._rows]
+        return (
+            tuple(State(row[0]) for row in rows),
+            tuple(row[1:].rstrip(b"\0").decode(errors="replace") for row in rows),
+        )
 
 
 class Group:
-    """A process group with the four things that an export does in it. Ranks are ranks of the group."""
+    """A process group with the things that an export does in it. Ranks are ranks of the group."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group if group is not None else dist.group.WORLD
-        self.rank = dist.get_rank(self._group)
-        self.size = dist.get_world_size(self._group)
+        self.group = group if group is not None else dist.group.WORLD
+        self.rank = dist.get_rank(self.group)
+        self.size = dist.get_world_size(self.group)
         self.device = self._device()
+        self._headers: dict[tuple[State, str], Tensor] = {}
 
     def _device(self) -> torch.device:
-        if "nccl" in str(dist.get_backend(self._group)):
+        if "nccl" in str(dist.get_backend(self.group)):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
@@ -69,7 +117,7 @@ class Group:
         """Whether ``flag`` is set on any rank: the one small collective that every export starts with."""
         answer = torch.tensor([int(flag)], dtype=torch.int32, device=self.device)
         if self.size > 1:
-            dist.all_reduce(answer, dist.ReduceOp.MAX, group=self._group)
+            dist.all_reduce(answer, dist.ReduceOp.MAX, group=self.group)
         return bool(answer.item())
 
     def exchange(self, value: T) -> list[T]:
@@ -77,28 +125,17 @@ class Group:
         if self.size == 1:
             return [value]
         values: list[T | None] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(values, value, group=self.group)
         return values  # type: ignore[return-value]  # filled by the call
 
-    def window(self, num_bytes: int) -> Tensor:
-        """A window of ``num_bytes`` bytes, header included, to be filled and gathered."""
-        return torch.empty(HEADER + num_bytes, dtype=torch.uint8, device=self.device)
+    def memory(self, num_bytes: int) -> Tensor:
+        """Memory for windows of up to ``num_bytes`` each."""
+        return torch.empty(self.size * (HEADER + num_bytes), dtype=torch.uint8, device=self.device)
 
-    def body(self, window: Tensor) -> Tensor:
-        """The part of a window that is the caller's to fill."""
-        return window[HEADER:]
-
-    def gather(self, window: Tensor, state: State, message: str = "") -> Gathered:
-        """Send this rank's window with its state, and receive everybody's."""
-        text = message.encode()[: HEADER - 1]
-        header = torch.frombuffer(bytearray([state, *text.ljust(HEADER - 1, b"\0")]), dtype=torch.uint8)
-        window[:HEADER].copy_(header)
-        gathered = torch.empty(self.size * len(window), dtype=torch.uint8, device=self.device)
-        dist.all_gather_into_tensor(gathered, window, group=self._group)
-        windows = gathered.view(self.size, len(window))
-        headers = [bytes(row.tolist()) for row in windows[:, :HEADER].cpu()]
-        return Gathered(
-            windows[:, HEADER:],
-            tuple(State(header[0]) for header in headers),
-            tuple(header[1:].rstrip(b"\0").decode(errors="replace") for header in headers),
-        )
+    def header(self, state: State, message: str = "") -> Tensor:
+        """How a state and a message travel."""
+        if (state, message) not in self._headers:  # nearly always the first state, which need not cross to a GPU twice
+            text = message.encode()[: HEADER - 1]
+            header = torch.frombuffer(bytearray([state, *text.ljust(HEADER - 1, b"\0")]), dtype=torch.uint8)
+            self._headers[state, message] = header.to(self.device)
+        return self._headers[state, message]

@@ -1,0 +1,164 @@
+"""Runs a program: while the tensors of one message are given out, the next two are on their way.
+
+A rank that stops early keeps sending until all have stopped; one that fails makes every rank of its group raise. What a
+rank says travels with its windows, so the others learn of it three messages later at most.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.errors import ExportError
+from mcore_bridge.weights.plan import ExportPlan, Message
+from mcore_bridge.weights.program import Program, Step
+from mcore_bridge.weights.transport import Group, State, Windows
+
+Pairs = Generator[tuple[str, Tensor], None, None]
+AHEAD = 2
+"""Messages that are on their way at once, each in memory of its own."""
+
+
+def run(program: Program, group: Group, tensors: Mapping[str, Tensor]) -> Pairs:
+    """Yield every HF tensor of ``program``, new, whole and ready on the current stream.
+
+    Args:
+        tensors: what this rank holds, by canonical name.
+
+    Raises:
+        ExportError: on every rank of the group, when any of them fails; names rank and parameter.
+    """
+    return _alone(program, tensors) if group.size == 1 else _Exchange(program, group, tensors).pairs()
+
+
+def check_storage(name: str, tensor: Tensor) -> None:
+    """Raise ``ExportError`` where a tensor has no values to be exported."""
+    if tensor.is_meta or tensor.untyped_storage().nbytes() < tensor.nbytes:
+        raise ExportError(f"{name} has no storage: it is on the meta device or its memory was freed; bring it back")
+
+
+def raise_failures(messages: Sequence[str]) -> None:
+    """Raise ``ExportError`` if any rank sent a message."""
+    failures = [f"rank {rank} of the group: {message}" for rank, message in enumerate(messages) if message]
+    if failures:
+        raise ExportError("; ".join(failures))
+
+
+def _alone(program: Program, tensors: Mapping[str, Tensor]) -> Pairs:
+    outputs = _Outputs(program.plan, next(iter(tensors.values())).device)
+    for number, message in enumerate(program.plan.messages):
+        step = program.step(number)
+        step.unpack.run(_held(program.plan, step, tensors), outputs.opened(step))
+        yield from outputs.closed(message)
+
+
+class _Exchange:
+    """One run of a program in a group."""
+
+    def __init__(self, program: Program, group: Group, tensors: Mapping[str, Tensor]) -> None:
+        self._program, self._group, self._tensors = program, group, tensors
+        self._messages = program.plan.messages
+        width = max(message.num_bytes for message in self._messages)
+        self._memory = [group.memory(width) for _ in range(min(AHEAD, len(self._messages)))]
+        self._sent: deque[Windows] = deque()
+        self._closed = False
+        self._failure: ExportError | None = None
+
+    def pairs(self) -> Pairs:
+        """See ``run``."""
+        outputs = _Outputs(self._program.plan, self._group.device)
+        for number in range(len(self._memory)):
+            self._send(number)
+        try:
+            for number, message in enumerate(self._messages):
+                windows = self._sent.popleft()
+                headers = windows.wait()
+                self._unpack(number, windows, outputs)
+                if number + AHEAD < len(self._messages):
+                    self._send(number + AHEAD)
+                states, messages = headers.read()
+                raise_failures(messages)
+                if all(state is State.CLOSED for state in states):
+                    return
+                try:
+                    if not (self._closed or self._failure):
+                        yield from outputs.closed(message)
+                except GeneratorExit:
+                    self._closed = True
+                except Exception as problem:
+                    self._fail(problem, number)
+        finally:
+            for windows in self._sent:  # the same ones on every rank, as all read the same headers
+                windows.wait()
+        if self._failure:
+            raise self._failure
+
+    def _send(self, number: int) -> None:
+        windows = Windows(self._group, self._memory[number % AHEAD], self._messages[number].num_bytes)
+        try:
+            if not self._failure:
+                step = self._program.step(number)
+                step.pack.run(_held(self._program.plan, step, self._tensors), [windows.own])
+        except Exception as problem:  # whatever it is, the others are waiting for this window
+            self._fail(problem, number)
+        state = State.FAILED if self._failure else State.CLOSED if self._closed else State.CONSUMING
+        windows.send(state, str(self._failure or ""))
+        self._sent.append(windows)
+
+    def _unpack(self, number: int, windows: Windows, outputs: _Outputs) -> None:
+        if self._closed or self._failure:
+            outputs.clear()
+            return
+        try:
+            step = self._program.step(number)
+            step.unpack.run(windows.bodies, outputs.opened(step))
+        except Exception as problem:
+            self._fail(problem, number)
+
+    def _fail(self, problem: Exception, number: int) -> None:
+        entries = [self._program.plan.entries[piece.entry].held.mcore for piece in self._messages[number].pieces]
+        where = f"in the message of {entries[0]} to {entries[-1]}"
+        self._failure = ExportError(f"{type(problem).__name__} {where}: {problem}")
+
+
+class _Outputs:
+    """HF tensors in the making."""
+
+    def __init__(self, plan: ExportPlan, device: torch.device) -> None:
+        self._plan, self._device = plan, device
+        self._open: dict[int, Tensor] = {}
+
+    def opened(self, step: Step) -> list[Tensor]:
+        """The tensors that a step writes to, new ones where it is the first that does."""
+        for number in step.outputs:
+            if number not in self._open:
+                output = self._plan.outputs[number]
+                self._open[number] = torch.empty(output.shape, dtype=output.dtype, device=self._device)
+        return [self._open[number] for number in step.outputs]
+
+    def closed(self, message: Message) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that are complete with a message; they are the caller's from here."""
+        for number in message.done:
+            output, tensor = self._plan.outputs[number], self._open.pop(number)
+            yield output.name, tensor
+            yield from ((name, tensor.clone()) for name in output.copies)
+
+    def clear(self) -> None:
+        """Let go of all of them."""
+        self._open.clear()
+
+
+def _held(plan: ExportPlan, step: Step, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """What a step sends from."""
+    found = []
+    for number in step.held:
+        held = plan.entries[number].held
+        tensor = tensors[held.mcore].detach()
+        if tuple(tensor.shape) != held.shape:
+            raise ExportError(f"{held.mcore} has no storage: its shape became {tuple(tensor.shape)}; bring it back")
+        check_storage(held.mcore, tensor)
+        found.append(tensor.contiguous())
+    return found

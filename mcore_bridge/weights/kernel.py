@@ -1,0 +1,138 @@
+"""The kernel behind ``Moves.run``: all moves of a table in one launch, each cut into tiles of some KB.
+
+Tiles of one size keep all multiprocessors busy, whether a table has three large moves or three thousand small ones. A
+program finds its move by bisection in the running number of tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from mcore_bridge.weights.moves import Move, Table
+
+_ROWS, _COLS = 16, 256  # words of a tile
+_WIDE = 16  # bytes that a thread moves at once where all places and sizes are multiples of it, in words of 8
+_WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Launch:
+    """The moves of one width, ready but for the addresses of their buffers."""
+
+    word: int
+    wide: bool
+    near: Table
+    """Number of the source and first byte in it, for each move."""
+    far: Table
+    fields: Table
+    """What the kernel reads behind the addresses: rows, cols, strides of either side, in words; last tile."""
+
+    @property
+    def num_tiles(self) -> int:
+        """Programs that are needed."""
+        return int(self.fields[-1, -1])
+
+
+def prepare(moves: Table, *, aligned: bool) -> tuple[Launch, ...]:
+    """Sort moves by the width of the words that they can be made in.
+
+    Args:
+        moves: fields of ``Move``.
+        aligned: whether all buffers begin at multiples of 16 bytes.
+    """
+    column = dict(zip(Move._fields, moves.T, strict=True))
+    item, rows, run = column["item"], column["rows"], column["cols"] * column["item"]
+    several = rows > 1
+    places = [column["source_start"], column["target_start"], run]
+    places += [column["source_row"] * several, column["target_row"] * several]
+    dense = (column["source_col"] == item) & (column["target_col"] == item)
+    wide = dense & (np.stack(places) % _WIDE == 0).all(0) & aligned
+    chosen = [(8, True, wide), *((word, False, ~wide & (item == word)) for word in _WORDS)]
+    return tuple(_launch(moves[which], word, is_wide) for word, is_wide, which in chosen if which.any())
+
+
+def _launch(moves: Table, word: int, wide: bool) -> Launch:
+    moves = _in_rows(moves) if wide else moves
+    column = dict(zip(Move._fields, moves.T, strict=True))
+    cols = column["cols"] * column["item"] // word
+    strides = [column[name] // word for name in ("source_row", "target_row", "source_col", "target_col")]
+    tiles = -(-column["rows"] // _ROWS) * -(-cols // _COLS)
+    return Launch(
+        word,
+        wide,
+        np.stack([column["source"], column["source_start"]]),
+        np.stack([column["target"], column["target_start"]]),
+        np.stack([column["rows"], cols, *strides, tiles.cumsum()]),
+    )
+
+
+def _in_rows(moves: Table) -> Table:
+    """The same moves with few long rows cut into many that a tile is as wide as."""
+    width = _COLS * 8
+    found = [moves[moves[:, 4] >= _ROWS]]
+    few = moves[moves[:, 4] < _ROWS]
+    number = np.concatenate([np.arange(rows) for rows in few[:, 4]] or [np.arange(0)])
+    few = few.repeat(few[:, 4], axis=0)
+    few[:, 1] += number * few[:, 7]
+    few[:, 3] += number * few[:, 9]
+    run = few[:, 5] * few[:, 6]
+    for rows, cols, offset in ((run // width, width, 0), (np.ones_like(run), run % width, run // width * width)):
+        part = few.copy()
+        part[:, 1] += offset
+        part[:, 3] += offset
+        part[:, 4], part[:, 5], part[:, 6] = rows, cols, 1
+        part[:, 7:] = (width, 1, width, 1)
+        found.append(part[(part[:, 4] > 0) & (part[:, 5] > 0)])
+    return np.concatenate(found)
+
+
+def launch(launches: Sequence[Launch], sources: Sequence[int], targets: Sequence[int], device: torch.device) -> None:
+    """Move between buffers at these addresses on the current stream."""
+    near, far = np.array(sources), np.array(targets)
+    for each in launches:
+        addresses = np.stack([near[each.near[0]] + each.near[1], far[each.far[0]] + each.far[1]])
+        table = torch.from_numpy(np.concatenate([addresses, each.fields])).pin_memory()
+        _move[(each.num_tiles,)](
+            table.to(device, non_blocking=True), table.shape[1], _WORDS[each.word], each.wide, _ROWS, _COLS
+        )
+
+
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
+def _move(table, count, WORD: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    tile = tl.program_id(0)
+    ends = table + 8 * count
+    low, high = 0, count - 1
+    while low < high:
+        middle = (low + high) // 2
+        beyond = tl.load(ends + middle) <= tile
+        low = tl.where(beyond, middle + 1, low)
+        high = tl.where(beyond, high, middle)
+    inside = tile - tl.load(ends + low - 1, mask=low > 0, other=0)
+    source = tl.load(table + low).to(tl.pointer_type(WORD))
+    target = tl.load(table + count + low).to(tl.pointer_type(WORD))
+    rows = tl.load(table + 2 * count + low)
+    cols = tl.load(table + 3 * count + low)
+    source_row = tl.load(table + 4 * count + low)
+    target_row = tl.load(table + 5 * count + low)
+    across = tl.cdiv(cols, COLS)
+    row = (inside // across * ROWS + tl.arange(0, ROWS))[:, None]
+    col = (inside % across * COLS + tl.arange(0, COLS))[None, :]
+    if WIDE:
+        source, target = tl.multiple_of(source, 16), tl.multiple_of(target, 16)
+        source_row, target_row = tl.multiple_of(source_row, 2), tl.multiple_of(target_row, 2)
+        cols = tl.multiple_of(cols, 2)
+        there = (row < rows) & (col < cols)
+        words = tl.load(source + row * source_row + col, mask=there)
+        tl.store(target + row * target_row + col, words, mask=there)
+    else:
+        source_col = tl.load(table + 6 * count + low)
+        target_col = tl.load(table + 7 * count + low)
+        there = (row < rows) & (col < cols)
+        words = tl.load(source + row * source_row + col * source_col, mask=there)
+        tl.store(target + row * target_row + col * target_col, words, mask=there)

@@ -1,0 +1,159 @@
+"""A plan as the moves of one rank: from its tensors to its windows, and from all windows to HF tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mcore_bridge.weights.entries import Entry
+from mcore_bridge.weights.moves import Move, Moves
+from mcore_bridge.weights.plan import ExportPlan, Message, Piece
+from mcore_bridge.weights.trace import Copy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """What one rank does with one message."""
+
+    held: tuple[int, ...]
+    """The entries that this rank sends from."""
+    pack: Moves
+    """From the tensors of ``held`` to this rank's window. Nothing where a rank is alone."""
+    outputs: tuple[int, ...]
+    """The outputs that something is written to."""
+    unpack: Moves
+    """To ``outputs``, from the windows of all ranks; where a rank is alone, from the tensors of ``held``."""
+
+
+class Program:
+    """The steps of one rank, one for each message, made when they are first asked for."""
+
+    def __init__(self, plan: ExportPlan, rank: int, *, alone: bool) -> None:
+        self.plan, self._rank, self._alone = plan, rank, alone
+        self._steps: dict[int, Step] = {}
+        self._known: dict[tuple[int, ...], list[list[Move]]] = {}
+
+    def step(self, number: int) -> Step:
+        """What this rank does with a message."""
+        if number not in self._steps:
+            self._steps[number] = self._made(self.plan.messages[number])
+        return self._steps[number]
+
+    def _made(self, message: Message) -> Step:
+        held: dict[int, int] = {}
+        outputs: dict[int, int] = {}
+        pack, unpack = [], []
+        for piece in message.pieces:
+            source, start = piece.sender, piece.start
+            if piece.sender == self._rank:
+                mine = held.setdefault(piece.entry, len(held))
+                packed = self._packed(piece, mine)
+                if self._alone:
+                    source, start = mine, packed.source_start
+                else:
+                    pack.append(packed)
+            for part, moves in enumerate(self._moves(piece)):
+                output, base = self.plan.places[piece.entry][part]
+                for move in moves:
+                    target = outputs.setdefault(output, len(outputs))
+                    near, far = start + move.source_start, base + move.target_start
+                    unpack.append(Move(source, near, target, far, *move[4:]))
+        return Step(tuple(held), Moves(pack), tuple(outputs), Moves(unpack))
+
+    def _packed(self, piece: Piece, source: int) -> Move:
+        entry = self.plan.entries[piece.entry]
+        item = entry.held.dtype.itemsize
+        row = entry.held.num_bytes // entry.held.shape[0]
+        size = piece.count * row
+        return Move(source, piece.first * row, 0, piece.start, 1, size // item, item, size, item, size, item)
+
+    def _moves(self, piece: Piece) -> list[list[Move]]:
+        """For each part of the piece's entry the moves from the piece, which begins at byte 0, to the part."""
+        entry = self.plan.entries[piece.entry]
+        key = (id(entry.trace), entry.held.dtype.itemsize, piece.shard, piece.first, piece.count)
+        if key not in self._known:
+            self._known[key] = [_of_part(entry, part, piece) for part in range(len(entry.hf))]
+        return self._known[key]
+
+
+def _of_part(entry: Entry, part: int, piece: Piece) -> list[Move]:
+    moves: list[Move] = []
+    for copy in entry.trace.to_hf:
+        if copy.part == part and copy.shard == piece.shard:
+            moves += _of_copy(entry, copy, piece)
+    return list(_stacked(moves))
+
+
+def _of_copy(entry: Entry, copy: Copy, piece: Piece) -> Iterator[Move]:
+    """What of ``copy`` lies in the rows of ``piece``."""
+    held = torch.empty(entry.held.shape, dtype=entry.held.dtype, device="meta")
+    source = copy.of_shard(held)
+    target = copy.of_part(torch.empty(entry.trace.part_shapes[copy.part], dtype=entry.held.dtype, device="meta"))
+    offset = copy.shard_start if copy.dim == 0 else 0  # the row of the shard that is row 0 of both views
+    first = max(piece.first, offset) - offset
+    last = min(piece.first + piece.count, offset + source.shape[0]) - offset
+    if first >= last:
+        return
+    item = entry.held.dtype.itemsize
+    before = piece.first * held.stride(0)
+    yield from _rectangles(
+        (last - first, *source.shape[1:]),
+        [stride * item for stride in source.stride()],
+        [stride * item for stride in target.stride()],
+        int(source.storage_offset() + first * source.stride(0) - before) * item,
+        int(target.storage_offset() + first * target.stride(0)) * item,
+        item,
+    )
+
+
+def _rectangles(
+    shape: Sequence[int], source: Sequence[int], target: Sequence[int], start: int, target_start: int, item: int
+) -> Iterator[Move]:
+    """A copy between two strided views, as one move where at most two dims are left after merging, else several."""
+    dims: list[tuple[int, int, int]] = []
+    for size, near, far in zip(shape, source, target, strict=True):
+        if dims and dims[-1][1:] == (size * near, size * far):
+            dims[-1] = (dims[-1][0] * size, near, far)
+        elif size > 1:
+            dims.append((size, near, far))
+    if len(dims) < 2:
+        run = bool(dims) and dims[0][1:] == (item, item)
+        dims = [(1, 0, 0), *dims] if run else [*(dims or [(1, 0, 0)]), (1, item, item)]
+    *outer, rows, cols = dims
+    for index in np.ndindex(*(size for size, _, _ in outer)):
+        yield Move(
+            *(0, start + sum(i * near for i, (_, near, _) in zip(index, outer, strict=True))),
+            *(0, target_start + sum(i * far for i, (_, _, far) in zip(index, outer, strict=True))),
+            *(rows[0], cols[0], item, rows[1], cols[1], rows[2], cols[2]),
+        )
+
+
+def _stacked(moves: Iterable[Move]) -> Iterator[Move]:
+    """Equal runs at equal distances become the rows of one move."""
+    found: Move | None = None
+    for move in moves:
+        joined = None if found is None else _joined(found, move)
+        if found is not None and joined is None:
+            yield found
+        found = joined or move
+    if found is not None:
+        yield found
+
+
+def _joined(found: Move, move: Move) -> Move | None:
+    """``found`` with the one row of ``move`` below its own, if it stands where that would."""
+    if move.rows != 1 or (move.cols, move.item) != (found.cols, found.item):
+        return None
+    if (move.source_col, move.target_col) != (found.source_col, found.target_col):
+        return None
+    near = (move.source_start - found.source_start) // found.rows
+    far = (move.target_start - found.target_start) // found.rows
+    if min(near, far) < 0 or (found.rows > 1 and (found.source_row, found.target_row) != (near, far)):
+        return None
+    ends = (found.source_start + near * found.rows, found.target_start + far * found.rows)
+    if ends != (move.source_start, move.target_start):
+        return None
+    return found._replace(rows=found.rows + 1, source_row=near, target_row=far)
