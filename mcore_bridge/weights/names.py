@@ -8,6 +8,7 @@ next linear get the names that they have alone. An HF name has one mcore name.
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -69,13 +70,27 @@ def held_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
     """
     held: dict[str, Tensor] = {}
     for chunk in map(unwrap, models):
-        numbering = numbering_of(chunk)
-        for name, tensor in _tensors(chunk):
-            name = canonical(name, numbering)
+        pairs = list(_tensors(chunk))
+        names = _canonical(chunk, tuple(name for name, _ in pairs))
+        for name, (_, tensor) in zip(names, pairs, strict=True):
             if name in held:
                 raise MappingError(f"{name} is in two of the {len(models)} chunks given; pass each chunk once")
             held[name] = tensor
     return held
+
+
+def _canonical(chunk: GPTModel, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The canonical names of a chunk's own, kept for as long as it has these: every export asks for them."""
+    numbering = numbering_of(chunk)
+    kept = _kept.get(chunk)
+    if kept is None or kept[:2] != (names, numbering):
+        kept = _kept[chunk] = (names, numbering, tuple(canonical(name, numbering) for name in names))
+    return kept[2]
+
+
+_kept: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[str, ...], Numbering, tuple[str, ...]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def numbering_of(chunk: GPTModel) -> Numbering:

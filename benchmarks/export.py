@@ -1,0 +1,146 @@
+"""Seconds of an export to every rank, beside raw all-gathers of the same bytes in the same run.
+
+    torchrun --nproc-per-node 4 benchmarks/export.py "qwen3-8b tp=2 pp=2" "qwen3-30b-a3b layers=12 ep=4 tp=2 sp=1"
+    torchrun --nproc-per-node 4 benchmarks/export.py --device cpu "tiny tp=2 pp=2" "tiny-moe ep=4"
+
+Weights are random. Each rank takes every HF tensor as a tensor of its own, and lets go of it at the next one.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from argparse import ArgumentParser, Namespace
+
+import torch
+import torch.distributed as dist
+from common import config_of, report, set_up, timed
+
+import mcore_bridge as mb
+from mcore_bridge.weights.export import BUCKET_BYTES
+
+MESH = ("tp", "pp", "vp", "cp", "ep", "etp", "sp")
+
+
+def main() -> None:
+    """Measure each case, one after the other in the same processes."""
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="+", help="a model and its mesh: 'qwen3-8b tp=2 pp=2', layers=N for fewer")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--bucket-mb", type=int, nargs="+", default=[BUCKET_BYTES >> 20])
+    arguments = parser.parse_args()
+    raw = 0.0
+    for case in arguments.cases:
+        models = build(case, arguments)
+        raw = raw or best_all_gather(arguments.device)
+        for bucket_mb in arguments.bucket_mb:
+            measure(case, models, bucket_mb << 20, arguments.repeats, raw)
+        models.clear()
+        leave_mesh()
+
+
+def build(case: str, arguments: Namespace) -> list[torch.nn.Module]:
+    """This rank's chunks with random weights, on the mesh of a case."""
+    name, *sizes = case.split()
+    options = {key: int(value) for key, value in (size.split("=") for size in sizes)}
+    dims = {key: options.get(key, 0 if key == "sp" else 1) for key in MESH}
+    mesh = set_up(Namespace(**dims, device=arguments.device))
+    models = mb.build_model(
+        config_of(name, options.get("layers")),
+        dims=mesh,
+        dtype=torch.bfloat16,
+        device=arguments.device,
+        backend=arguments.backend,
+        load_weights=False,
+    )
+    with torch.no_grad():
+        for chunk in models:
+            for parameter in chunk.parameters():
+                parameter.normal_(std=0.02)
+    return models
+
+
+def measure(case: str, models: list[torch.nn.Module], bucket_bytes: int, repeats: int, raw: float) -> None:
+    """One report: the first export, warm ones, and the memory that they take."""
+    found = mb.manifest(models)
+    memory = MemoryPeak()
+    (first,) = timed(lambda: drain(models, bucket_bytes), 1)
+    timed(lambda: drain(models, bucket_bytes), 2)
+    peak = memory.peak()
+    seconds = timed(lambda: drain(models, bucket_bytes), repeats)
+    median = statistics.median(seconds)
+    speed = found.num_bytes / median / 1e9
+    report(
+        case=case,
+        bucket_mb=bucket_bytes >> 20,
+        gb=round(found.num_bytes / 1e9, 3),
+        tensors=len(found),
+        largest_gb=round(max(spec.num_bytes for spec in found) / 1e9, 3),
+        first_s=round(first, 4),
+        min_s=round(min(seconds), 4),
+        median_s=round(median, 4),
+        gb_s=round(speed, 1),
+        raw_gb_s=round(raw, 1),
+        ratio=round(speed / raw, 3),
+        extra_gb=round(peak / 1e9, 3),
+    )
+
+
+def drain(models: list[torch.nn.Module], bucket_bytes: int) -> None:
+    """Take every tensor, and keep none."""
+    for _ in mb.iter_hf_weights(models, bucket_bytes=bucket_bytes):
+        pass
+
+
+class MemoryPeak:
+    """Bytes that are allocated on the GPU beyond those of now."""
+
+    def __init__(self) -> None:
+        self._start = 0
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+            self._start = torch.cuda.memory_allocated()
+
+    def peak(self) -> int:
+        """The most so far, on the rank that took most."""
+        extra = torch.cuda.max_memory_allocated() - self._start if torch.cuda.is_available() else 0
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        answer = torch.tensor(extra, device=device)
+        dist.all_reduce(answer, dist.ReduceOp.MAX)
+        return int(answer)
+
+
+def best_all_gather(device: str) -> float:
+    """GB/s, counted as received bytes, of a raw ``all_gather_into_tensor`` over all ranks at its best size."""
+    best = 0.0
+    for megabytes in (64, 256, 1024, 4096) if device == "cuda" else (4, 16, 64):
+        own = torch.empty((megabytes << 20) // dist.get_world_size(), dtype=torch.uint8, device=device)
+        whole = torch.empty(own.numel() * dist.get_world_size(), dtype=torch.uint8, device=device)
+        rounds = 5
+
+        def gather(own: torch.Tensor = own, whole: torch.Tensor = whole, rounds: int = rounds) -> None:
+            for _ in range(rounds):
+                dist.all_gather_into_tensor(whole, own)
+
+        speed = whole.numel() * rounds / min(timed(gather, 4)) / 1e9
+        report(raw_all_gather_mb=megabytes, gb_s=round(speed, 1))
+        best = max(best, speed)
+    return best
+
+
+def leave_mesh() -> None:
+    """Forget the mesh, and give back memory."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Moves: what a plan copies, on the CPU and by the kernel, against indexing."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_bridge.weights.moves import Move, Moves
+
+SIZE = 1 << 16  # bytes of a buffer
+
+
+@st.composite
+def tables(draw):
+    """Moves whose targets do not overlap: each has a stretch of its target to itself."""
+    moves, start = [], 0
+    for _ in range(draw(st.integers(1, 6))):
+        item = draw(st.sampled_from([1, 2, 4, 8]))
+        rows, cols = draw(st.integers(1, 40)), draw(st.sampled_from([1, 3, 8, 64, 100]))
+        unit = draw(st.sampled_from([item, 16, 256]))  # everything a multiple of this, or nearly
+        run = -(-cols * item // unit) * unit
+        turned = draw(st.booleans())  # columns and rows exchanged in the source
+        near = (item, -(-rows * item // unit) * unit) if turned else (run + unit * draw(st.integers(0, 2)), item)
+        far = run + unit * draw(st.integers(0, 2))
+        begin = -(-start // unit) * unit
+        if begin + rows * far > SIZE or rows * near[0] + cols * near[1] > SIZE // 2:
+            break
+        offset = draw(st.integers(0, 64)) * unit
+        moves.append(Move(draw(st.integers(0, 1)), offset, 0, begin, rows, cols, item, *near, far, item))
+        start = begin + rows * far
+    return moves
+
+
+def expected(moves, sources):
+    target = np.zeros(SIZE, dtype=np.uint8)
+    for move in moves:
+        for row in range(move.rows):
+            for col in range(move.cols):
+                near = move.source_start + row * move.source_row + col * move.source_col
+                far = move.target_start + row * move.target_row + col * move.target_col
+                target[far : far + move.item] = sources[move.source][near : near + move.item]
+    return target
+
+
+def check(moves, device):
+    random = np.random.default_rng(0)
+    sources = [random.integers(0, 256, SIZE, dtype=np.uint8) for _ in range(2)]
+    target = torch.zeros(SIZE + 256, dtype=torch.uint8, device=device)[256:]  # inside of a larger storage
+    table = Moves(moves)
+    for _ in range(2):
+        table.run([torch.from_numpy(source).to(device) for source in sources], [target])
+    assert (target.cpu().numpy() == expected(moves, sources)).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(tables())
+def test_moves_are_made_as_they_say(moves):
+    check(moves, "cpu")
+
+
+@pytest.mark.multigpu
+def test_the_kernel_makes_the_same_moves():
+    @settings(max_examples=300, deadline=None)
+    @given(tables())
+    def everywhere(moves):
+        check(moves, "cuda")
+
+    everywhere()
+    long = [Move(0, 0, 0, 0, 1, 50_000, 1, 50_000, 1, 50_000, 1), Move(1, 16, 0, 50_000, 1, 500, 2, 1000, 2, 1000, 2)]
+    check(long, "cuda")
+    check([move._replace(target_start=move.target_start + 8) for move in long], "cuda")
