@@ -54,6 +54,12 @@ class BoundModel:
             )
         return traced
 
+    def fingerprint(self) -> tuple[object, ...]:
+        """All that a plan rests on, on this rank: equal when a plan made before is still right."""
+        tensors = self.tensors.values()
+        held = ([tensor.shape for tensor in tensors], [tensor.dtype for tensor in tensors])
+        return (tuple(self.tensors), held, self.mapping, self.axes, self.ranks)
+
     def inventory(self) -> Inventory:
         """What this rank holds, as the others need to know it to plan an export."""
         held = tuple(Held(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items())

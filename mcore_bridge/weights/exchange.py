@@ -34,10 +34,11 @@ def run(program: Program, group: Group, tensors: Mapping[str, Tensor]) -> Pairs:
     return _alone(program, tensors) if group.size == 1 else _Exchange(program, group, tensors).pairs()
 
 
-def check_storage(name: str, tensor: Tensor) -> None:
+def check_storage(tensors: Mapping[str, Tensor]) -> None:
     """Raise ``ExportError`` where a tensor has no values to be exported."""
-    if tensor.is_meta or tensor.untyped_storage().nbytes() < tensor.nbytes:
-        raise ExportError(f"{name} has no storage: it is on the meta device or its memory was freed; bring it back")
+    for name, tensor in tensors.items():
+        if tensor.untyped_storage().nbytes() < tensor.nbytes or tensor.is_meta:
+            raise ExportError(f"{name} has no storage: it is on the meta device or its memory was freed; bring it back")
 
 
 def raise_failures(messages: Sequence[str]) -> None:
@@ -128,7 +129,9 @@ class _Outputs:
     """HF tensors in the making."""
 
     def __init__(self, plan: ExportPlan, device: torch.device) -> None:
-        self._plan, self._device = plan, device
+        self._plan = plan
+        dtypes = {output.dtype for output in plan.outputs}
+        self._like = {dtype: torch.empty(0, dtype=dtype, device=device) for dtype in dtypes}
         self._open: dict[int, Tensor] = {}
 
     def opened(self, step: Step) -> list[Tensor]:
@@ -136,7 +139,7 @@ class _Outputs:
         for number in step.outputs:
             if number not in self._open:
                 output = self._plan.outputs[number]
-                self._open[number] = torch.empty(output.shape, dtype=output.dtype, device=self._device)
+                self._open[number] = self._like[output.dtype].new_empty(output.shape)
         return [self._open[number] for number in step.outputs]
 
     def closed(self, message: Message) -> Iterator[tuple[str, Tensor]]:
@@ -153,12 +156,10 @@ class _Outputs:
 
 def _held(plan: ExportPlan, step: Step, tensors: Mapping[str, Tensor]) -> list[Tensor]:
     """What a step sends from."""
-    found = []
-    for number in step.held:
-        held = plan.entries[number].held
-        tensor = tensors[held.mcore].detach()
-        if tuple(tensor.shape) != held.shape:
-            raise ExportError(f"{held.mcore} has no storage: its shape became {tuple(tensor.shape)}; bring it back")
-        check_storage(held.mcore, tensor)
-        found.append(tensor.contiguous())
-    return found
+    held = [plan.entries[number].held for number in step.held]
+    found = {each.mcore: tensors[each.mcore] for each in held}
+    check_storage(found)
+    for each, tensor in zip(held, found.values(), strict=True):
+        if tensor.shape != each.shape:
+            raise ExportError(f"{each.mcore} has become {tuple(tensor.shape)}, it was {each.shape}; bring it back")
+    return [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in found.values()]

@@ -76,6 +76,8 @@ def iter_hf_weights(
     """
     export = open_export(models, hf, head, dialect=dialect, bucket_bytes=bucket_bytes)
     with closing(run(export.program, export.group, export.tensors)) as pairs:
+        if dtype is None and device is None:
+            yield from pairs
         for name, tensor in pairs:
             yield name, tensor.to(device or tensor.device, wanted_dtype(name, tensor.dtype, dtype))
 
@@ -110,16 +112,14 @@ def open_export(
     bound, error = None, ""
     try:
         bound = bind(models, noted(models, hf, head), dialect=dialect)
-        for name, tensor in bound.tensors.items():
-            check_storage(name, tensor)
+        check_storage(bound.tensors)
     except BridgeError as problem:
         error = str(problem)
-    inventory = bound.inventory() if bound else None
-    fingerprint = (inventory, bound and (bound.mapping, bound.axes), group.rank, group.size, bucket_bytes)
+    fingerprint = (bound and bound.fingerprint(), group.rank, group.size, bucket_bytes)
     kept = _plans.get(first)
     stale = kept is None or kept.fingerprint != fingerprint
     if group.any(stale or bool(error)):
-        answers = group.exchange((inventory, bucket_bytes, bound and bound.mapping.rules, error))
+        answers = group.exchange((bound.inventory() if bound else None, bucket_bytes, bound and bound.mapping.rules, error))
         raise_failures([message for _, _, _, message in answers])
         if len({size for _, size, _, _ in answers}) > 1:
             raise ExportError(
@@ -128,7 +128,7 @@ def open_export(
         assert bound is not None
         if any(rules != bound.mapping.rules for _, _, rules, _ in answers):
             raise ExportError("the ranks name weights by different rules; pass the same hf, head and dialect on each")
-        inventories = [each for each, _, _, _ in answers if each is not None]
+        inventories = [each for each, _, _, _ in answers if each]
         num_layers = first.config.num_layers
         plan = plan_export(bound.mapping, bound.axes, num_layers, inventories, bucket_bytes=bucket_bytes)
         kept = _plans[first] = _Kept(fingerprint, Program(plan, group.rank, alone=group.size == 1))

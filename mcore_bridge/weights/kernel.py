@@ -96,8 +96,11 @@ def launch(launches: Sequence[Launch], sources: Sequence[int], targets: Sequence
     """Move between buffers at these addresses on the current stream."""
     near, far = np.array(sources), np.array(targets)
     for each in launches:
-        addresses = np.stack([near[each.near[0]] + each.near[1], far[each.far[0]] + each.far[1]])
-        table = torch.from_numpy(np.concatenate([addresses, each.fields])).pin_memory()
+        table = torch.empty((len(each.fields) + 2, each.fields.shape[1]), dtype=torch.int64, pin_memory=True)
+        rows = table.numpy()
+        np.add(near[each.near[0]], each.near[1], out=rows[0])
+        np.add(far[each.far[0]], each.far[1], out=rows[1])
+        rows[2:] = each.fields
         _move[(each.num_tiles,)](
             table.to(device, non_blocking=True), table.shape[1], _WORDS[each.word], each.wide, _ROWS, _COLS
         )

@@ -77,7 +77,7 @@ class Moves:
 def _words(buffer: Tensor, move: Move, place: tuple[int, int, int]) -> Tensor:
     """The elements of a move in a buffer, as whole numbers, which every copy keeps bit for bit."""
     start, row, col = (num_bytes // move.item for num_bytes in place)
-    flat = buffer.view(-1).view(_WORDS[move.item])
+    flat = buffer.detach().view(-1).view(_WORDS[move.item])
     return flat.as_strided((move.rows, move.cols), (row, col), flat.storage_offset() + start)
 
 

@@ -8,8 +8,7 @@ next linear get the names that they have alone. An HF name has one mcore name.
 from __future__ import annotations
 
 import re
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -70,27 +69,54 @@ def held_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
     """
     held: dict[str, Tensor] = {}
     for chunk in map(unwrap, models):
-        pairs = list(_tensors(chunk))
-        names = _canonical(chunk, tuple(name for name, _ in pairs))
-        for name, (_, tensor) in zip(names, pairs, strict=True):
-            if name in held:
-                raise MappingError(f"{name} is in two of the {len(models)} chunks given; pass each chunk once")
-            held[name] = tensor
+        roll: _Roll | None = getattr(chunk, "bridge_roll", None)
+        if roll is None or not roll.is_right():
+            roll = chunk.bridge_roll = _Roll.of(chunk)
+        if twice := held.keys() & set(roll.names):
+            raise MappingError(f"{min(twice)} is in two of the {len(models)} chunks given; pass each chunk once")
+        held.update(zip(roll.names, roll.tensors(), strict=True))
     return held
 
 
-def _canonical(chunk: GPTModel, names: tuple[str, ...]) -> tuple[str, ...]:
-    """The canonical names of a chunk's own, kept for as long as it has these: every export asks for them."""
-    numbering = numbering_of(chunk)
-    kept = _kept.get(chunk)
-    if kept is None or kept[:2] != (names, numbering):
-        kept = _kept[chunk] = (names, numbering, tuple(canonical(name, numbering) for name in names))
-    return kept[2]
+@dataclass(frozen=True, slots=True)
+class _Roll:
+    """Where the tensors of a chunk are, by canonical name. Kept on the chunk, as every export asks for it."""
+
+    names: tuple[str, ...]
+    places: tuple[tuple[Mapping[str, Tensor], str], ...]
+    """The ``_parameters`` or ``_buffers`` of a module, and a key in it."""
+    children: tuple[tuple[Mapping[str, object], list[object]], ...]
+    """The ``_modules`` of each module, and what they were."""
+    held: tuple[tuple[Mapping[str, object], list[str]], ...]
+    """The ``_parameters`` or ``_buffers`` of each module, and the names of those that were not None."""
+
+    @classmethod
+    def of(cls, chunk: GPTModel) -> _Roll:
+        numbering = numbering_of(chunk)
+        paths: dict[str, tuple[Mapping[str, Tensor], str]] = {}
+        children, held = [], []
+        for prefix, module in chunk.named_modules():
+            children.append((module._modules, list(module._modules.values())))
+            for holder in (module._parameters, module._buffers):
+                held.append((holder, _present(holder)))
+                paths |= {f"{prefix}.{name}" if prefix else name: (holder, name) for name in holder}
+        own = [name for name, _ in _tensors(chunk)]
+        names = tuple(canonical(name, numbering) for name in own)
+        return cls(names, tuple(paths[name] for name in own), tuple(children), tuple(held))
+
+    def is_right(self) -> bool:
+        """Whether the chunk has the modules that were found, and these the same names."""
+        return all(list(found.values()) == expected for found, expected in self.children) and all(
+            _present(found) == expected for found, expected in self.held
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """What is in these places now."""
+        return [holder[name] for holder, name in self.places]
 
 
-_kept: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[str, ...], Numbering, tuple[str, ...]]] = (
-    weakref.WeakKeyDictionary()
-)
+def _present(holder: Mapping[str, object]) -> list[str]:
+    return [name for name, value in holder.items() if value is not None]
 
 
 def numbering_of(chunk: GPTModel) -> Numbering:

@@ -67,19 +67,16 @@ class Headers:
     """What each rank said with its window."""
 
     def __init__(self, rows: Tensor) -> None:
-        self._arrived = None
-        if rows.is_cuda:
-            self._rows = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows, non_blocking=True)
-            self._arrived = torch.cuda.Event()
+        self._rows = rows.to("cpu", non_blocking=True, copy=True)  # from a GPU, to pinned memory
+        self._arrived = torch.cuda.Event() if rows.is_cuda else None
+        if self._arrived is not None:
             self._arrived.record()
-        else:
-            self._rows = rows.clone()
 
     def read(self) -> tuple[tuple[State, ...], tuple[str, ...]]:
         """States and messages by rank. Waits until they have arrived."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        rows = [row.numpy().tobytes() for row in self._rows]
+        rows = [row.tobytes() for row in self._rows.numpy()]
         return (
             tuple(State(row[0]) for row in rows),
             tuple(row[1:].rstrip(b"\0").decode(errors="replace") for row in rows),
