@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mcore_bridge import ParallelDims, build_model
 from mcore_bridge.weights.bound import BoundModel, bind
+from mcore_bridge.weights.moves import Job, run
 from mcore_bridge.weights.names import held_tensors
 from mcore_bridge.weights.plan import ExportPlan, plan_export
 from mcore_bridge.weights.program import Program
@@ -95,15 +96,15 @@ def export(held: Sequence[Any], *, bucket_bytes: int = 1 << 16) -> dict[str, Ten
     state: dict[str, Tensor] = {}
     outputs: dict[int, Tensor] = {}
     for number, message in enumerate(plan.messages):
-        windows = [torch.empty(message.num_bytes, dtype=torch.uint8) for _ in held]
-        for (bound, _), program, window in zip(held, programs, windows, strict=True):
+        windows = torch.empty(len(held) * message.num_bytes, dtype=torch.uint8)
+        for (bound, _), program, own in zip(held, programs, windows.view(len(held), -1), strict=True):
             step = program.step(number)
-            step.pack.run([bound.tensors[plan.entries[i].held.mcore].detach() for i in step.held], [window])
+            run(Job(step.pack, [bound.tensors[plan.entries[i].held.mcore] for i in step.held], [own]))
         step = programs[0].step(number)
         for i in step.outputs:
             shape, dtype = plan.outputs[i].shape, plan.outputs[i].dtype
             outputs.setdefault(i, torch.full(shape, float("nan"), dtype=dtype))
-        step.unpack.run(windows, [outputs[i] for i in step.outputs])
+        run(Job(step.unpack, [windows], [outputs[i] for i in step.outputs]))
         for i in message.done:
             for name in (plan.outputs[i].name, *plan.outputs[i].copies):
                 assert name not in state, f"{name} came twice"

@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import ExportError
+from mcore_bridge.weights.moves import Job, run
 from mcore_bridge.weights.plan import ExportPlan, Message
 from mcore_bridge.weights.program import Program, Step
-from mcore_bridge.weights.transport import Group, State, Windows
+from mcore_bridge.weights.transport import Group, Memory, State, Windows
 
 Pairs = Generator[tuple[str, Tensor], None, None]
 AHEAD = 2
 """Messages that are on their way at once, each in memory of its own."""
 
 
-def run(program: Program, group: Group, tensors: Mapping[str, Tensor]) -> Pairs:
+def run_program(program: Program, group: Group, tensors: Mapping[str, Tensor]) -> Pairs:
     """Yield every HF tensor of ``program``, new, whole and ready on the current stream.
 
     Args:
@@ -52,7 +53,7 @@ def _alone(program: Program, tensors: Mapping[str, Tensor]) -> Pairs:
     outputs = _Outputs(program.plan, next(iter(tensors.values())).device)
     for number, message in enumerate(program.plan.messages):
         step = program.step(number)
-        step.unpack.run(_held(program.plan, step, tensors), outputs.opened(step))
+        run(Job(step.unpack, _held(program.plan, step, tensors), outputs.opened(step)))
         yield from outputs.closed(message)
 
 
@@ -63,61 +64,73 @@ class _Exchange:
         self._program, self._group, self._tensors = program, group, tensors
         self._messages = program.plan.messages
         width = max(message.num_bytes for message in self._messages)
-        self._memory = [group.memory(width) for _ in range(min(AHEAD, len(self._messages)))]
+        self._memory = [Memory(group, width) for _ in range(min(AHEAD, len(self._messages)))]
+        self._outputs = _Outputs(program.plan, group.device)
         self._sent: deque[Windows] = deque()
         self._closed = False
         self._failure: ExportError | None = None
 
     def pairs(self) -> Pairs:
-        """See ``run``."""
-        outputs = _Outputs(self._program.plan, self._group.device)
+        """See ``run_program``."""
         for number in range(len(self._memory)):
-            self._send(number)
+            self._advance(None, number)
         try:
             for number, message in enumerate(self._messages):
                 windows = self._sent.popleft()
-                headers = windows.wait()
-                self._unpack(number, windows, outputs)
-                if number + AHEAD < len(self._messages):
-                    self._send(number + AHEAD)
-                states, messages = headers.read()
+                windows.wait()
+                self._advance(windows, number + AHEAD)
+                states, messages = windows.states()
                 raise_failures(messages)
                 if all(state is State.CLOSED for state in states):
                     return
                 try:
                     if not (self._closed or self._failure):
-                        yield from outputs.closed(message)
+                        yield from self._outputs.closed(message)
                 except GeneratorExit:
                     self._closed = True
                 except Exception as problem:
                     self._fail(problem, number)
         finally:
-            for windows in self._sent:  # the same ones on every rank, as all read the same headers
+            for windows in self._sent:  # the same ones on every rank, as all read the same states
                 windows.wait()
         if self._failure:
             raise self._failure
 
-    def _send(self, number: int) -> None:
-        windows = Windows(self._group, self._memory[number % AHEAD], self._messages[number].num_bytes)
+    def _advance(self, arrived: Windows | None, number: int) -> None:
+        """Unpack the windows that have ``arrived``, and send message ``number``, where there is one."""
+        following = None
+        if number < len(self._messages):
+            following = Windows(self._group, self._memory[number % AHEAD], self._messages[number].num_bytes)
         try:
-            if not self._failure:
-                step = self._program.step(number)
-                step.pack.run(_held(self._program.plan, step, self._tensors), [windows.own])
+            jobs = [*self._unpacked(arrived, number - AHEAD), *self._packed(following, number)]
+            run(*jobs, *self._stamps(arrived, following))
         except Exception as problem:  # whatever it is, the others are waiting for this window
-            self._fail(problem, number)
-        state = State.FAILED if self._failure else State.CLOSED if self._closed else State.CONSUMING
-        windows.send(state, str(self._failure or ""))
-        self._sent.append(windows)
+            self._fail(problem, number if following else number - AHEAD)
+            run(*self._stamps(arrived, following))
+        if arrived:
+            arrived.mark()
+        if following:
+            following.send()
+            self._sent.append(following)
 
-    def _unpack(self, number: int, windows: Windows, outputs: _Outputs) -> None:
+    def _unpacked(self, windows: Windows | None, number: int) -> Iterator[Job]:
         if self._closed or self._failure:
-            outputs.clear()
-            return
-        try:
+            self._outputs.clear()
+        elif windows:
             step = self._program.step(number)
-            step.unpack.run(windows.bodies, outputs.opened(step))
-        except Exception as problem:
-            self._fail(problem, number)
+            yield Job(step.unpack, [windows.all], self._outputs.opened(step))
+
+    def _packed(self, windows: Windows | None, number: int) -> Iterator[Job]:
+        if windows and not self._failure:
+            step = self._program.step(number)
+            yield Job(step.pack, _held(self._program.plan, step, self._tensors), [windows.own])
+
+    def _stamps(self, arrived: Windows | None, following: Windows | None) -> Iterator[Job]:
+        if arrived:
+            yield arrived.stamps()
+        if following:
+            state = State.FAILED if self._failure else State.CLOSED if self._closed else State.CONSUMING
+            yield following.stamped(state, str(self._failure or ""))
 
     def _fail(self, problem: Exception, number: int) -> None:
         entries = [self._program.plan.entries[piece.entry].held.mcore for piece in self._messages[number].pieces]

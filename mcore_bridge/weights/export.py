@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mcore_bridge.errors import BridgeError, ExportError
 from mcore_bridge.weights.bound import Models, bind, chunks_of, noted
 from mcore_bridge.weights.dtypes import Dtypes, wanted_dtype
-from mcore_bridge.weights.exchange import check_storage, raise_failures, run
+from mcore_bridge.weights.exchange import check_storage, raise_failures, run_program
 from mcore_bridge.weights.plan import plan_export
 from mcore_bridge.weights.program import Program
 from mcore_bridge.weights.provenance import HF, Dialect
@@ -75,7 +75,7 @@ def iter_hf_weights(
         ExportError: on every rank of the group, when any of them fails; names rank and parameter.
     """
     export = open_export(models, hf, head, dialect=dialect, bucket_bytes=bucket_bytes)
-    with closing(run(export.program, export.group, export.tensors)) as pairs:
+    with closing(run_program(export.program, export.group, export.tensors)) as pairs:
         if dtype is None and device is None:
             yield from pairs
         for name, tensor in pairs:
@@ -119,7 +119,9 @@ def open_export(
     kept = _plans.get(first)
     stale = kept is None or kept.fingerprint != fingerprint
     if group.any(stale or bool(error)):
-        answers = group.exchange((bound.inventory() if bound else None, bucket_bytes, bound and bound.mapping.rules, error))
+        answers = group.exchange(
+            (bound.inventory() if bound else None, bucket_bytes, bound and bound.mapping.rules, error)
+        )
         raise_failures([message for _, _, _, message in answers])
         if len({size for _, size, _, _ in answers}) > 1:
             raise ExportError(

@@ -14,10 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
-from mcore_bridge.weights.moves import Move, Table
+from mcore_bridge.weights.moves import Job, Move, Table
 
 _ROWS, _COLS = 16, 256  # words of a tile
 _WIDE = 16  # bytes that a thread moves at once where all places and sizes are multiples of it, in words of 8
+_COLUMNS = ("source", "target", "rows", "cols", "source_row", "target_row", "source_col", "target_col", "last_tile")
 _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
@@ -31,7 +32,7 @@ class Launch:
     """Number of the source and first byte in it, for each move."""
     far: Table
     fields: Table
-    """What the kernel reads behind the addresses: rows, cols, strides of either side, in words; last tile."""
+    """What the kernel reads of each move behind the addresses, as ``_COLUMNS`` has it; strides are in words."""
 
     @property
     def num_tiles(self) -> int:
@@ -92,18 +93,28 @@ def _in_rows(moves: Table) -> Table:
     return np.concatenate(found)
 
 
-def launch(launches: Sequence[Launch], sources: Sequence[int], targets: Sequence[int], device: torch.device) -> None:
-    """Move between buffers at these addresses on the current stream."""
-    near, far = np.array(sources), np.array(targets)
-    for each in launches:
-        table = torch.empty((len(each.fields) + 2, each.fields.shape[1]), dtype=torch.int64, pin_memory=True)
-        rows = table.numpy()
-        np.add(near[each.near[0]], each.near[1], out=rows[0])
-        np.add(far[each.far[0]], each.far[1], out=rows[1])
-        rows[2:] = each.fields
-        _move[(each.num_tiles,)](
-            table.to(device, non_blocking=True), table.shape[1], _WORDS[each.word], each.wide, _ROWS, _COLS
-        )
+def launch(jobs: Sequence[Job]) -> None:
+    """Make all moves, on the current stream of the device where the first target of a job on a GPU is."""
+    near = [np.array([buffer.data_ptr() for buffer in job.sources], dtype=np.int64) for job in jobs]
+    far = [np.array([buffer.data_ptr() for buffer in job.targets], dtype=np.int64) for job in jobs]
+    aligned = all((buffers % _WIDE == 0).all() for buffers in (*near, *far))
+    parts: dict[tuple[int, bool], list[tuple[Launch, Table, Table]]] = {}
+    for job, sources, targets in zip(jobs, near, far, strict=True):
+        for each in job.moves.launches(aligned=aligned):
+            parts.setdefault((each.word, each.wide), []).append((each, sources, targets))
+    device = next(buffer.device for job in jobs for buffer in job.targets if buffer.is_cuda)
+    for (word, wide), found in parts.items():
+        count = sum(each.fields.shape[1] for each, _, _ in found)
+        table = torch.empty((len(_COLUMNS), count), dtype=torch.int64, pin_memory=True)
+        rows, start, tiles = table.numpy(), 0, 0
+        for each, sources, targets in found:
+            stop = start + each.fields.shape[1]
+            rows[0, start:stop] = sources[each.near[0]] + each.near[1]
+            rows[1, start:stop] = targets[each.far[0]] + each.far[1]
+            rows[2:, start:stop] = each.fields
+            rows[-1, start:stop] += tiles
+            start, tiles = stop, tiles + each.num_tiles
+        _move[(tiles,)](table.to(device, non_blocking=True), count, _WORDS[word], wide, _ROWS, _COLS)
 
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]

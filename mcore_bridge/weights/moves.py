@@ -1,4 +1,4 @@
-"""Moves of bytes between buffers: on a GPU all of a table by one kernel, elsewhere one after the other.
+"""Moves of bytes between buffers: on a GPU all at once by one kernel, elsewhere one after the other.
 
 A move copies ``rows`` times ``cols`` elements of ``item`` bytes; in either buffer it begins at a byte, and its rows and
 columns lie so many bytes apart. Every copy that a layout needs is one move or a few.
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from mcore_bridge.weights.kernel import Launch
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ALIGNED = 16
 Table = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 
@@ -46,32 +45,42 @@ class Moves:
         self.table: Table = np.array([*moves], dtype=np.int64).reshape(-1, len(Move._fields))
         self._launches: dict[bool, tuple[Launch, ...]] = {}
 
-    def run(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Copy on the current stream, without waiting.
+    def launches(self, *, aligned: bool) -> tuple[Launch, ...]:
+        """What the kernel runs, for buffers that begin at multiples of 16 bytes or not."""
+        if aligned not in self._launches:
+            from mcore_bridge.weights.kernel import prepare
 
-        Args:
-            sources: contiguous; read from their first byte on.
-            targets: likewise, and written.
-        """
-        if not len(self.table):
-            return
-        if _has_triton() and all(buffer.is_cuda for buffer in (*sources, *targets)):
-            self._launch(sources, targets)
-            return
-        for row in self.table.tolist():
+            self._launches[aligned] = prepare(self.table, aligned=aligned)
+        return self._launches[aligned]
+
+
+class Job(NamedTuple):
+    """Moves, and the buffers between which they are made: contiguous, and counted from their first byte."""
+
+    moves: Moves
+    sources: Sequence[Tensor]
+    targets: Sequence[Tensor]
+
+
+def run(*jobs: Job) -> None:
+    """Copy on the current stream, without waiting, and in any order: what one job writes no other may read or write."""
+    if _has_triton() and any(buffer.is_cuda for job in jobs for buffer in job.targets) and all(map(_on_gpu, jobs)):
+        from mcore_bridge.weights.kernel import launch
+
+        launch(jobs)
+        return
+    for job in jobs:
+        for row in job.moves.table.tolist():
             move = Move(*row)
-            source = _words(sources[move.source], move, (move.source_start, move.source_row, move.source_col))
-            target = _words(targets[move.target], move, (move.target_start, move.target_row, move.target_col))
+            near, far = job.sources[move.source], job.targets[move.target]
+            source = _words(near, move, (move.source_start, move.source_row, move.source_col))
+            target = _words(far, move, (move.target_start, move.target_row, move.target_col))
             target.copy_(source)
 
-    def _launch(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        from mcore_bridge.weights.kernel import launch, prepare
 
-        near, far = ([buffer.data_ptr() for buffer in buffers] for buffers in (sources, targets))
-        aligned = not any(address % _ALIGNED for address in (*near, *far))
-        if aligned not in self._launches:
-            self._launches[aligned] = prepare(self.table, aligned=aligned)
-        launch(self._launches[aligned], near, far, targets[0].device)
+def _on_gpu(job: Job) -> bool:
+    """Whether a kernel reaches all buffers: those of the GPU, and pinned ones of the host."""
+    return all(buffer.is_cuda or buffer.is_pinned() for buffer in (*job.sources, *job.targets))
 
 
 def _words(buffer: Tensor, move: Move, place: tuple[int, int, int]) -> Tensor:

@@ -24,6 +24,8 @@ from mcore_bridge.weights.trace import Shape
 
 ALIGNMENT = 256
 """Bytes between which pieces begin in a window: a multiple of every itemsize, and of what a GPU reads at once."""
+HEADER = 1024
+"""Bytes at the beginning of each window, in which its sender says how it is."""
 MIN_WINDOW = 4096
 """Bytes that a rank sends per message at least."""
 _FUSED = re.compile(r"^(.*\.self_attention)\.(?!linear_proj\.)")
@@ -58,7 +60,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What travels at once: each rank of the group sends ``num_bytes``, and these outputs are complete with it."""
+    """What travels at once: each rank sends a window of ``num_bytes``, and these outputs are complete with it."""
 
     pieces: tuple[Piece, ...]
     num_bytes: int
@@ -154,13 +156,13 @@ def _cut(streams: Sequence[Sequence[_Part]], entries: Sequence[Entry], window: i
     """Streams, cut into messages: at the end of a row, where the window is full."""
     messages: list[tuple[list[Piece], list[int]]] = []
     for sender, stream in enumerate(streams):
-        message, filled = 0, 0
+        message, filled = 0, HEADER
         for index, shard, first, left in stream:
             _, row_bytes = _rows(entries[index])
             while left:
                 count = min(left, (window - filled) // row_bytes)
-                if count <= 0 and filled:
-                    message, filled = message + 1, 0
+                if count <= 0 and filled > HEADER:
+                    message, filled = message + 1, HEADER
                     continue
                 count = max(count, 1)
                 if message == len(messages):

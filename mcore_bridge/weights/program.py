@@ -25,7 +25,8 @@ class Step:
     outputs: tuple[int, ...]
     """The outputs that something is written to."""
     unpack: Moves
-    """To ``outputs``, from the windows of all ranks; where a rank is alone, from the tensors of ``held``."""
+    """To ``outputs``, from the windows of all ranks, which lie one behind the other; where a rank is alone, from the
+    tensors of ``held``."""
 
 
 class Program:
@@ -47,7 +48,7 @@ class Program:
         outputs: dict[int, int] = {}
         pack, unpack = [], []
         for piece in message.pieces:
-            source, start = piece.sender, piece.start
+            source, start = 0, piece.sender * message.num_bytes + piece.start
             if piece.sender == self._rank:
                 mine = held.setdefault(piece.entry, len(held))
                 packed = self._packed(piece, mine)

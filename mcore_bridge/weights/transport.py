@@ -7,22 +7,27 @@ without a collective of its own, and nobody is left waiting.
 from __future__ import annotations
 
 from enum import IntEnum
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore_bridge.weights.moves import Job, Move, Moves
+from mcore_bridge.weights.plan import HEADER
+
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
 T = TypeVar("T")
 
-HEADER = 1024  # bytes: the state, then a message in UTF-8, padded with zeros; a multiple of plan.ALIGNMENT
-
 
 class State(IntEnum):
-    """What a rank says with each window: it takes what it gets, it only sends for the others, or it failed."""
+    """What a rank says with each window: it takes what it gets, it only sends for the others, or it failed.
+
+    Behind it in the header, a message in UTF-8 is padded with zeros.
+    """
 
     CONSUMING = 0
     CLOSED = 1
@@ -30,57 +35,68 @@ class State(IntEnum):
 
 
 class Windows:
-    """One message on its way: a window for each rank of a group, of which this rank fills its own.
+    """One message on its way: this rank's window, and room for those of all ranks of a group.
 
-    Windows that are ``sent`` are filled behind the back of the caller, and are complete for all that is enqueued on the
+    Windows that were sent arrive behind the back of the caller, and have arrived for all that is enqueued on the
     current stream after ``wait``.
     """
 
-    def __init__(self, group: Group, memory: Tensor, num_bytes: int) -> None:
-        self._group = group
-        self._rows = memory[: group.size * (HEADER + num_bytes)].view(group.size, HEADER + num_bytes)
+    def __init__(self, group: Group, memory: Memory, num_bytes: int) -> None:
+        self._group, self._memory = group, memory
+        self.own = memory.own[:num_bytes]
+        self.all = memory.all[: group.size * num_bytes]
+        """The windows of all ranks, one behind the other."""
         self._work: Any = None
 
-    @property
-    def own(self) -> Tensor:
-        """This rank's window, to be filled: uint8 [num_bytes]."""
-        return self._rows[self._group.rank, HEADER:]
+    def stamped(self, state: State, message: str = "") -> Job:
+        """Writes this rank's state into its window."""
+        return Job(_STAMP, [self._group.header(state, message)], [self.own])
 
-    @property
-    def bodies(self) -> list[Tensor]:
-        """The windows of all ranks."""
-        return list(self._rows[:, HEADER:].unbind())
+    def send(self) -> None:
+        """Send this rank's window, and begin to receive everybody's."""
+        self._work = dist.all_gather_into_tensor(self.all, self.own, group=self._group.group, async_op=True)
 
-    def send(self, state: State, message: str = "") -> None:
-        """Send this rank's window with its state, and begin to receive everybody's."""
-        own = self._rows[self._group.rank]
-        own[:HEADER].copy_(self._group.header(state, message))
-        self._work = dist.all_gather_into_tensor(self._rows.view(-1), own, group=self._group.group, async_op=True)
-
-    def wait(self) -> Headers:
-        """Make the current stream wait for all windows; what the ranks say can be read then."""
+    def wait(self) -> None:
+        """Make the current stream wait for all windows."""
         self._work.wait()
-        return Headers(self._rows[:, :HEADER])
 
+    def stamps(self) -> Job:
+        """Brings what all ranks said to the host, for ``states`` to read."""
+        return Job(_stamps(self._group.size, len(self.own)), [self.all], [self._memory.headers])
 
-class Headers:
-    """What each rank said with its window."""
+    def mark(self) -> None:
+        """What is enqueued by now is what ``states`` waits for."""
+        if self._memory.arrived is not None:
+            self._memory.arrived.record()
 
-    def __init__(self, rows: Tensor) -> None:
-        self._rows = rows.to("cpu", non_blocking=True, copy=True)  # from a GPU, to pinned memory
-        self._arrived = torch.cuda.Event() if rows.is_cuda else None
-        if self._arrived is not None:
-            self._arrived.record()
-
-    def read(self) -> tuple[tuple[State, ...], tuple[str, ...]]:
-        """States and messages by rank. Waits until they have arrived."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        rows = [row.tobytes() for row in self._rows.numpy()]
+    def states(self) -> tuple[tuple[State, ...], tuple[str, ...]]:
+        """State and message of each rank, when the job of ``stamps`` has run."""
+        if self._memory.arrived is not None:
+            self._memory.arrived.synchronize()
+        rows = [row.tobytes() for row in self._memory.headers.numpy()]
         return (
             tuple(State(row[0]) for row in rows),
             tuple(row[1:].rstrip(b"\0").decode(errors="replace") for row in rows),
         )
+
+
+_STAMP = Moves([Move(0, 0, 0, 0, 1, HEADER, 1, HEADER, 1, HEADER, 1)])
+
+
+@cache
+def _stamps(num_ranks: int, num_bytes: int) -> Moves:
+    return Moves([Move(0, 0, 0, 0, num_ranks, HEADER, 1, num_bytes, 1, HEADER, 1)])
+
+
+class Memory:
+    """What messages of up to ``num_bytes`` per window take, one after the other."""
+
+    def __init__(self, group: Group, num_bytes: int) -> None:
+        on_gpu = group.device.type == "cuda"
+        self.own = torch.empty(num_bytes, dtype=torch.uint8, device=group.device)
+        self.all = torch.empty(group.size * num_bytes, dtype=torch.uint8, device=group.device)
+        self.headers = torch.empty((group.size, HEADER), dtype=torch.uint8, pin_memory=on_gpu)
+        self.arrived = torch.cuda.Event() if on_gpu else None
 
 
 class Group:
@@ -124,10 +140,6 @@ class Group:
         values: list[T | None] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values  # type: ignore[return-value]  # filled by the call
-
-    def memory(self, num_bytes: int) -> Tensor:
-        """Memory for windows of up to ``num_bytes`` each."""
-        return torch.empty(self.size * (HEADER + num_bytes), dtype=torch.uint8, device=self.device)
 
     def header(self, state: State, message: str = "") -> Tensor:
         """How a state and a message travel."""
