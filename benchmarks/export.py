@@ -18,7 +18,6 @@ import torch.distributed as dist
 from common import config_of, report, set_up, timed
 
 import mcore_bridge as mb
-from mcore_bridge.weights.export import BUCKET_BYTES
 
 MESH = ("tp", "pp", "vp", "cp", "ep", "etp", "sp")
 
@@ -30,14 +29,14 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--bucket-mb", type=int, nargs="+", default=[BUCKET_BYTES >> 20])
+    parser.add_argument("--bucket-mb", type=int, nargs="+", default=[0], help="0 is as the library chooses")
     arguments = parser.parse_args()
     raw = 0.0
     for case in arguments.cases:
         models = build(case, arguments)
         raw = raw or best_all_gather(arguments.device)
         for bucket_mb in arguments.bucket_mb:
-            measure(case, models, bucket_mb << 20, arguments.repeats, raw)
+            measure(case, models, bucket_mb << 20 or None, arguments.repeats, raw)
         models.clear()
         leave_mesh()
 
@@ -63,7 +62,7 @@ def build(case: str, arguments: Namespace) -> list[torch.nn.Module]:
     return models
 
 
-def measure(case: str, models: list[torch.nn.Module], bucket_bytes: int, repeats: int, raw: float) -> None:
+def measure(case: str, models: list[torch.nn.Module], bucket_bytes: int | None, repeats: int, raw: float) -> None:
     """One report: the first export, warm ones, and the memory that they take."""
     found = mb.manifest(models)
     memory = MemoryPeak()
@@ -75,7 +74,7 @@ def measure(case: str, models: list[torch.nn.Module], bucket_bytes: int, repeats
     speed = found.num_bytes / median / 1e9
     report(
         case=case,
-        bucket_mb=bucket_bytes >> 20,
+        bucket_mb=(bucket_bytes or 0) >> 20,
         gb=round(found.num_bytes / 1e9, 3),
         tensors=len(found),
         largest_gb=round(max(spec.num_bytes for spec in found) / 1e9, 3),
@@ -89,7 +88,7 @@ def measure(case: str, models: list[torch.nn.Module], bucket_bytes: int, repeats
     )
 
 
-def drain(models: list[torch.nn.Module], bucket_bytes: int) -> None:
+def drain(models: list[torch.nn.Module], bucket_bytes: int | None) -> None:
     """Take every tensor, and keep none."""
     for _ in mb.iter_hf_weights(models, bucket_bytes=bucket_bytes):
         pass
@@ -116,7 +115,7 @@ class MemoryPeak:
 def best_all_gather(device: str) -> float:
     """GB/s, counted as received bytes, of a raw ``all_gather_into_tensor`` over all ranks at its best size."""
     best = 0.0
-    for megabytes in (64, 256, 1024, 4096) if device == "cuda" else (4, 16, 64):
+    for megabytes in (64, 128, 256, 1024, 4096) if device == "cuda" else (4, 16, 64):
         own = torch.empty((megabytes << 20) // dist.get_world_size(), dtype=torch.uint8, device=device)
         whole = torch.empty(own.numel() * dist.get_world_size(), dtype=torch.uint8, device=device)
         rounds = 5

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from mcore_bridge import ParallelDims, build_model
 from mcore_bridge.weights.bound import BoundModel, bind
-from mcore_bridge.weights.moves import Job, run
 from mcore_bridge.weights.names import held_tensors
-from mcore_bridge.weights.plan import ExportPlan, plan_export
+from mcore_bridge.weights.plan import HEADER, ExportPlan, plan_export
 from mcore_bridge.weights.program import Program
 from mcore_bridge.weights.transport import Group
 
@@ -81,7 +80,7 @@ def with_inventory(bound: BoundModel) -> Any:
     return bound, bound.inventory()
 
 
-def plan_of(held: Sequence[Any], *, bucket_bytes: int) -> ExportPlan:
+def plan_of(held: Sequence[Any], *, bucket_bytes: int | None) -> ExportPlan:
     """The plan that every rank would make."""
     first = held[0][0]
     inventories = [inventory for _, inventory in held]
@@ -92,19 +91,23 @@ def plan_of(held: Sequence[Any], *, bucket_bytes: int) -> ExportPlan:
 def export(held: Sequence[Any], *, bucket_bytes: int = 1 << 16) -> dict[str, Tensor]:
     """The HF state dict: pack on every rank, hand the windows over in a list, unpack."""
     plan = plan_of(held, bucket_bytes=bucket_bytes)
-    programs = [Program(plan, rank, alone=False) for rank in range(len(held))]
+    programs = [Program(plan, rank, len(held)) for rank in range(len(held))]
     state: dict[str, Tensor] = {}
     outputs: dict[int, Tensor] = {}
     for number, message in enumerate(plan.messages):
         windows = torch.empty(len(held) * message.num_bytes, dtype=torch.uint8)
-        for (bound, _), program, own in zip(held, programs, windows.view(len(held), -1), strict=True):
-            step = program.step(number)
-            run(Job(step.pack, [bound.tensors[plan.entries[i].held.mcore] for i in step.held], [own]))
-        step = programs[0].step(number)
+        for rank, (bound, _) in enumerate(held):
+            step = programs[rank].step(None, number)
+            header = torch.full((HEADER,), rank, dtype=torch.uint8)
+            sources = [header, *(bound.tensors[plan.entries[i].held.mcore] for i in step.held)]
+            step.moves.make(sources, [windows.view(len(held), -1)[rank]])
+        step = programs[0].step(number, None)
         for i in step.outputs:
             shape, dtype = plan.outputs[i].shape, plan.outputs[i].dtype
             outputs.setdefault(i, torch.full(shape, float("nan"), dtype=dtype))
-        run(Job(step.unpack, [windows], [outputs[i] for i in step.outputs]))
+        headers = torch.empty(len(held), HEADER, dtype=torch.uint8)
+        step.moves.make([windows], [headers, *(outputs[i] for i in step.outputs)])
+        assert (headers == torch.arange(len(held))[:, None]).all()
         for i in message.done:
             for name in (plan.outputs[i].name, *plan.outputs[i].copies):
                 assert name not in state, f"{name} came twice"

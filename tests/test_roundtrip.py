@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mcore_bridge import ParallelDims
 from mcore_bridge.weights.load import load_hf_weights
-from mcore_bridge.weights.plan import ALIGNMENT, MIN_WINDOW
+from mcore_bridge.weights.plan import AHEAD, ALIGNMENT, HEADER, MIN_WINDOW
 from tests import fake_mesh
 from tests.strategies import problems, random_state, tiny
 
@@ -115,7 +115,7 @@ def test_what_engines_fuse_comes_together_and_the_manifest_is_known_first(proble
                 assert message_of[name.replace(*fused)] == index
     row = max(entry.held.num_bytes // entry.held.shape[0] for entry in plan.entries)
     for message in plan.messages[:-1]:
-        assert message.num_bytes <= max(bucket_bytes // len(held), MIN_WINDOW, row) + ALIGNMENT
+        assert message.num_bytes <= max(bucket_bytes // AHEAD // len(held), MIN_WINDOW, row + HEADER) + ALIGNMENT
 
 
 def test_replicas_send_once():

@@ -19,7 +19,6 @@ from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.config.pipeline import Stage
 from mcore_bridge.weights.bound import BoundModel, bind
 from mcore_bridge.weights.entries import Held, Inventory
-from mcore_bridge.weights.export import BUCKET_BYTES
 from mcore_bridge.weights.names import expert_of, layer_of, mtp_layer_of
 from mcore_bridge.weights.plan import ExportPlan, plan_export
 
@@ -108,7 +107,7 @@ def plan_mesh(blueprint: Blueprint, *, world_size: int) -> MeshPlan:
             inventories.append(bound.inventory())
             ranks.append(chunks)
     group = replicas(inventories, dims, num_experts=bound.axes["experts"], world_size=world_size)
-    export = plan_export(bound.mapping, bound.axes, blueprint.config.num_layers, group, bucket_bytes=BUCKET_BYTES)
+    export = plan_export(bound.mapping, bound.axes, blueprint.config.num_layers, group, bucket_bytes=None)
     return MeshPlan(blueprint, world_size, tuple(ranks), export)
 
 

@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import ExportError
-from mcore_bridge.weights.moves import Job, run
-from mcore_bridge.weights.plan import ExportPlan, Message
+from mcore_bridge.weights.plan import AHEAD, ExportPlan, Message
 from mcore_bridge.weights.program import Program, Step
 from mcore_bridge.weights.transport import Group, Memory, State, Windows
 
 Pairs = Generator[tuple[str, Tensor], None, None]
-AHEAD = 2
-"""Messages that are on their way at once, each in memory of its own."""
 
 
 def run_program(program: Program, group: Group, tensors: Mapping[str, Tensor]) -> Pairs:
@@ -52,8 +49,8 @@ def raise_failures(messages: Sequence[str]) -> None:
 def _alone(program: Program, tensors: Mapping[str, Tensor]) -> Pairs:
     outputs = _Outputs(program.plan, next(iter(tensors.values())).device)
     for number, message in enumerate(program.plan.messages):
-        step = program.step(number)
-        run(Job(step.unpack, _held(program.plan, step, tensors), outputs.opened(step)))
+        step = program.alone(number)
+        step.moves.make(_held(program.plan, step, tensors), outputs.opened(step))
         yield from outputs.closed(message)
 
 
@@ -102,35 +99,33 @@ class _Exchange:
         if number < len(self._messages):
             following = Windows(self._group, self._memory[number % AHEAD], self._messages[number].num_bytes)
         try:
-            jobs = [*self._unpacked(arrived, number - AHEAD), *self._packed(following, number)]
-            run(*jobs, *self._stamps(arrived, following))
+            self._step(arrived, following, number)
         except Exception as problem:  # whatever it is, the others are waiting for this window
             self._fail(problem, number if following else number - AHEAD)
-            run(*self._stamps(arrived, following))
+            self._step(arrived, following, number)
         if arrived:
             arrived.mark()
         if following:
             following.send()
             self._sent.append(following)
 
-    def _unpacked(self, windows: Windows | None, number: int) -> Iterator[Job]:
-        if self._closed or self._failure:
+    def _step(self, arrived: Windows | None, following: Windows | None, number: int) -> None:
+        unpack, pack = not (self._closed or self._failure), not self._failure
+        step = self._program.step(
+            number - AHEAD if arrived else None, number if following else None, unpack=unpack, pack=pack
+        )
+        sources, targets = [], []
+        if not unpack:
             self._outputs.clear()
-        elif windows:
-            step = self._program.step(number)
-            yield Job(step.unpack, [windows.all], self._outputs.opened(step))
-
-    def _packed(self, windows: Windows | None, number: int) -> Iterator[Job]:
-        if windows and not self._failure:
-            step = self._program.step(number)
-            yield Job(step.pack, _held(self._program.plan, step, self._tensors), [windows.own])
-
-    def _stamps(self, arrived: Windows | None, following: Windows | None) -> Iterator[Job]:
         if arrived:
-            yield arrived.stamps()
+            sources.append(arrived.all)
+            targets += [arrived.headers, *self._outputs.opened(step)]
         if following:
             state = State.FAILED if self._failure else State.CLOSED if self._closed else State.CONSUMING
-            yield following.stamped(state, str(self._failure or ""))
+            sources.append(self._group.header(state, str(self._failure or "")))
+            sources += _held(self._program.plan, step, self._tensors)
+            targets.append(following.own)
+        step.moves.make(sources, targets)
 
     def _fail(self, problem: Exception, number: int) -> None:
         entries = [self._program.plan.entries[piece.entry].held.mcore for piece in self._messages[number].pieces]

@@ -22,8 +22,6 @@ from mcore_bridge.weights.program import Program
 from mcore_bridge.weights.provenance import HF, Dialect
 from mcore_bridge.weights.transport import Group
 
-BUCKET_BYTES = 512 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
@@ -53,7 +51,7 @@ def iter_hf_weights(
     dtype: Dtypes = None,
     device: torch.device | str | None = None,
     dialect: Dialect | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every HF tensor, whole, on every rank: same names, order, shapes and bits everywhere.
 
@@ -68,8 +66,8 @@ def iter_hf_weights(
         device: where tensors are yielded; by default where the group communicates.
         dialect: "split" gives each routed expert a tensor of its own, "fused" those of a layer one for all; None is as
             the checkpoint has it that the model came from.
-        bucket_bytes: bytes that a rank receives per message. Two messages and what they become are held in memory:
-            about three times this, and the largest tensor.
+        bucket_bytes: of the messages that are on their way to a rank. An export takes at most three times this, and the
+            largest tensor, beside the model. None is what takes 2 GB in all, or little more than the largest tensor.
 
     Raises:
         ExportError: on every rank of the group, when any of them fails; names rank and parameter.
@@ -90,7 +88,7 @@ def to_hf_state_dict(
     dtype: Dtypes = None,
     device: torch.device | str | None = None,
     dialect: Dialect | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int | None = None,
 ) -> dict[str, Tensor]:
     """``iter_hf_weights``, collected: the whole HF state dict on every rank."""
     pairs = iter_hf_weights(
@@ -100,7 +98,7 @@ def to_hf_state_dict(
 
 
 def open_export(
-    models: Models, hf: HF | None, head: str, *, dialect: Dialect | None = None, bucket_bytes: int = BUCKET_BYTES
+    models: Models, hf: HF | None, head: str, *, dialect: Dialect | None = None, bucket_bytes: int | None = None
 ) -> Export:
     """Agree with the group on a plan: one small collective when nothing has changed, one exchange when something has.
 
@@ -133,7 +131,7 @@ def open_export(
         inventories = [each for each, _, _, _ in answers if each]
         num_layers = first.config.num_layers
         plan = plan_export(bound.mapping, bound.axes, num_layers, inventories, bucket_bytes=bucket_bytes)
-        kept = _plans[first] = _Kept(fingerprint, Program(plan, group.rank, alone=group.size == 1))
+        kept = _plans[first] = _Kept(fingerprint, Program(plan, group.rank, group.size))
     assert bound is not None
     assert kept is not None
     return Export(kept.program, group, bound.tensors)

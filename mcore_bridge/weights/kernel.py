@@ -1,4 +1,4 @@
-"""The kernel behind ``Moves.run``: all moves of a table in one launch, each cut into tiles of some KB.
+"""The kernel behind ``Moves.make``: all moves of a table in one launch, each cut into tiles of some KB.
 
 Tiles of one size keep all multiprocessors busy, whether a table has three large moves or three thousand small ones. A
 program finds its move by bisection in the running number of tiles.
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mcore_bridge.weights.moves import Job, Move, Table
+from mcore_bridge.weights.moves import Move, Table
 
 _ROWS, _COLS = 16, 256  # words of a tile
 _WIDE = 16  # bytes that a thread moves at once where all places and sizes are multiples of it, in words of 8
@@ -34,10 +34,9 @@ class Launch:
     fields: Table
     """What the kernel reads of each move behind the addresses, as ``_COLUMNS`` has it; strides are in words."""
 
-    @property
-    def num_tiles(self) -> int:
-        """Programs that are needed."""
-        return int(self.fields[-1, -1])
+    shape: tuple[int, int]
+    """Of the whole table: a row for each of ``_COLUMNS``, a column for each move."""
+    num_tiles: int
 
 
 def prepare(moves: Table, *, aligned: bool) -> tuple[Launch, ...]:
@@ -63,13 +62,15 @@ def _launch(moves: Table, word: int, wide: bool) -> Launch:
     column = dict(zip(Move._fields, moves.T, strict=True))
     cols = column["cols"] * column["item"] // word
     strides = [column[name] // word for name in ("source_row", "target_row", "source_col", "target_col")]
-    tiles = -(-column["rows"] // _ROWS) * -(-cols // _COLS)
+    tiles = (-(-column["rows"] // _ROWS) * -(-cols // _COLS)).cumsum()
     return Launch(
         word,
         wide,
         np.stack([column["source"], column["source_start"]]),
         np.stack([column["target"], column["target_start"]]),
-        np.stack([column["rows"], cols, *strides, tiles.cumsum()]),
+        np.stack([column["rows"], cols, *strides, tiles]),
+        (len(_COLUMNS), len(moves)),
+        int(tiles[-1]),
     )
 
 
@@ -93,28 +94,22 @@ def _in_rows(moves: Table) -> Table:
     return np.concatenate(found)
 
 
-def launch(jobs: Sequence[Job]) -> None:
-    """Make all moves, on the current stream of the device where the first target of a job on a GPU is."""
-    near = [np.array([buffer.data_ptr() for buffer in job.sources], dtype=np.int64) for job in jobs]
-    far = [np.array([buffer.data_ptr() for buffer in job.targets], dtype=np.int64) for job in jobs]
-    aligned = all((buffers % _WIDE == 0).all() for buffers in (*near, *far))
-    parts: dict[tuple[int, bool], list[tuple[Launch, Table, Table]]] = {}
-    for job, sources, targets in zip(jobs, near, far, strict=True):
-        for each in job.moves.launches(aligned=aligned):
-            parts.setdefault((each.word, each.wide), []).append((each, sources, targets))
-    device = next(buffer.device for job in jobs for buffer in job.targets if buffer.is_cuda)
-    for (word, wide), found in parts.items():
-        count = sum(each.fields.shape[1] for each, _, _ in found)
-        table = torch.empty((len(_COLUMNS), count), dtype=torch.int64, pin_memory=True)
-        rows, start, tiles = table.numpy(), 0, 0
-        for each, sources, targets in found:
-            stop = start + each.fields.shape[1]
-            rows[0, start:stop] = sources[each.near[0]] + each.near[1]
-            rows[1, start:stop] = targets[each.far[0]] + each.far[1]
-            rows[2:, start:stop] = each.fields
-            rows[-1, start:stop] += tiles
-            start, tiles = stop, tiles + each.num_tiles
-        _move[(tiles,)](table.to(device, non_blocking=True), count, _WORDS[word], wide, _ROWS, _COLS)
+def is_aligned(addresses: Sequence[int]) -> bool:
+    """Whether wide words can be used."""
+    return not any(address % _WIDE for address in addresses)
+
+
+def launch(launches: Sequence[Launch], sources: Sequence[int], targets: Sequence[int], device: torch.device) -> None:
+    """Move between buffers at these addresses, on the current stream of ``device``."""
+    near, far = np.array(sources, dtype=np.int64), np.array(targets, dtype=np.int64)
+    for each in launches:
+        table = torch.empty(each.shape, dtype=torch.int64, pin_memory=True)
+        rows = table.numpy()
+        np.add(near[each.near[0]], each.near[1], out=rows[0])
+        np.add(far[each.far[0]], each.far[1], out=rows[1])
+        rows[2:] = each.fields
+        table = table.to(device, non_blocking=True)
+        _move[(each.num_tiles,)](table, each.shape[1], _WORDS[each.word], each.wide, _ROWS, _COLS)
 
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]

@@ -39,48 +39,65 @@ class Move(NamedTuple):
 
 
 class Moves:
-    """A table of moves that write to different places, and what was worked out to run it."""
+    """A table of moves that write to different places, and what was worked out to make them."""
 
     def __init__(self, moves: Iterable[Move]) -> None:
         self.table: Table = np.array([*moves], dtype=np.int64).reshape(-1, len(Move._fields))
         self._launches: dict[bool, tuple[Launch, ...]] = {}
 
-    def launches(self, *, aligned: bool) -> tuple[Launch, ...]:
-        """What the kernel runs, for buffers that begin at multiples of 16 bytes or not."""
-        if aligned not in self._launches:
-            from mcore_bridge.weights.kernel import prepare
+    def make(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """Copy on the current stream, without waiting, and in any order.
 
-            self._launches[aligned] = prepare(self.table, aligned=aligned)
-        return self._launches[aligned]
-
-
-class Job(NamedTuple):
-    """Moves, and the buffers between which they are made: contiguous, and counted from their first byte."""
-
-    moves: Moves
-    sources: Sequence[Tensor]
-    targets: Sequence[Tensor]
-
-
-def run(*jobs: Job) -> None:
-    """Copy on the current stream, without waiting, and in any order: what one job writes no other may read or write."""
-    if _has_triton() and any(buffer.is_cuda for job in jobs for buffer in job.targets) and all(map(_on_gpu, jobs)):
-        from mcore_bridge.weights.kernel import launch
-
-        launch(jobs)
-        return
-    for job in jobs:
-        for row in job.moves.table.tolist():
+        Args:
+            sources: contiguous; moves count from their first byte.
+            targets: likewise. None of them shares memory with a source.
+        """
+        if not len(self.table):
+            return
+        if _has_triton() and any(buffer.is_cuda for buffer in targets) and all(map(_on_gpu, (*sources, *targets))):
+            self._launch(sources, targets)
+            return
+        for row in self.table.tolist():
             move = Move(*row)
-            near, far = job.sources[move.source], job.targets[move.target]
+            near, far = sources[move.source], targets[move.target]
             source = _words(near, move, (move.source_start, move.source_row, move.source_col))
             target = _words(far, move, (move.target_start, move.target_row, move.target_col))
             target.copy_(source)
 
+    def _launch(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        from mcore_bridge.weights.kernel import is_aligned, launch, prepare
 
-def _on_gpu(job: Job) -> bool:
-    """Whether a kernel reaches all buffers: those of the GPU, and pinned ones of the host."""
-    return all(buffer.is_cuda or buffer.is_pinned() for buffer in (*job.sources, *job.targets))
+        near = [buffer.data_ptr() for buffer in sources]
+        far = [buffer.data_ptr() for buffer in targets]
+        aligned = is_aligned(near) and is_aligned(far)
+        if aligned not in self._launches:
+            self._launches[aligned] = prepare(self.table, aligned=aligned)
+        launch(self._launches[aligned], near, far, next(buffer.device for buffer in targets if buffer.is_cuda))
+
+
+class Part(NamedTuple):
+    """Moves between buffers of their own."""
+
+    moves: Moves
+    num_sources: int
+    num_targets: int
+
+
+def joined(parts: Iterable[Part]) -> Moves:
+    """All parts as one table, whose buffers are those of the first part, then of the second, and so on."""
+    moves, tables, sources, targets = Moves(()), [], 0, 0
+    for part in parts:
+        shift = np.zeros(len(Move._fields), dtype=np.int64)
+        shift[0], shift[2] = sources, targets
+        tables.append(part.moves.table + shift)
+        sources, targets = sources + part.num_sources, targets + part.num_targets
+    moves.table = np.concatenate([moves.table, *tables])
+    return moves
+
+
+def _on_gpu(buffer: Tensor) -> bool:
+    """Whether a kernel reaches a buffer: on the GPU, or pinned on the host."""
+    return buffer.is_cuda or buffer.is_pinned()
 
 
 def _words(buffer: Tensor, move: Move, place: tuple[int, int, int]) -> Tensor:

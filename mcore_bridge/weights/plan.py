@@ -28,6 +28,11 @@ HEADER = 1024
 """Bytes at the beginning of each window, in which its sender says how it is."""
 MIN_WINDOW = 4096
 """Bytes that a rank sends per message at least."""
+AHEAD = 2
+"""Messages that are on their way at once, each in memory of its own."""
+MEMORY = 2_000_000_000
+"""Bytes that an export takes beside the model, where nothing else is asked for and no HF tensor is too large."""
+_MESSAGE = (64 << 20, 512 << 20)  # bytes that a rank receives: fewer are slow, more no faster
 _FUSED = re.compile(r"^(.*\.self_attention)\.(?!linear_proj\.)")
 
 
@@ -86,21 +91,25 @@ class ExportPlan:
 
 
 def plan_export(
-    mapping: WeightMapping, axes: Axes, num_layers: int, inventories: Sequence[Inventory], *, bucket_bytes: int
+    mapping: WeightMapping, axes: Axes, num_layers: int, inventories: Sequence[Inventory], *, bucket_bytes: int | None
 ) -> ExportPlan:
     """Plan the export of a model whose ``inventories`` are given by rank of the group that exports it.
 
     Args:
-        bucket_bytes: bytes that a rank receives per message, its own among them; more where one row takes more.
+        bucket_bytes: of the messages that are on their way to a rank; more where one row takes more. None is as many as
+            leave the whole export within ``MEMORY``.
 
     Raises:
         MappingError: what ``entries_of`` raises.
     """
     entries = entries_of(mapping, axes, num_layers, inventories)
     outputs, places = _outputs(entries)
-    window = max(bucket_bytes // len(inventories), MIN_WINDOW)
+    together = _together(entries, places, bucket_bytes or MEMORY // 8)
+    message_bytes = (
+        bucket_bytes // AHEAD if bucket_bytes else _message_bytes(outputs, places, together, len(inventories))
+    )
+    window = max(message_bytes // len(inventories), MIN_WINDOW)
     messages = _cut(_deal(entries, len(inventories), window), entries, window)
-    together = _together(entries, places, bucket_bytes)
     done = _done(messages, places, together)
     return ExportPlan(
         entries,
@@ -128,6 +137,21 @@ def _outputs(entries: Sequence[Entry]) -> tuple[tuple[Output, ...], tuple[tuple[
             found.append((stacks[name], number * math.prod(shape) * entry.held.dtype.itemsize))
         places.append(tuple(found))
     return tuple(outputs), tuple(places)
+
+
+def _message_bytes(
+    outputs: Sequence[Output], places: Sequence[Sequence[tuple[int, int]]], keys: Sequence[object], num_ranks: int
+) -> int:
+    """Bytes of a message, for an export that takes ``MEMORY``.
+
+    At the worst there are two messages and this rank's parts of them; what a third has become; the largest group, which
+    a consumer holds while the next group, of any but the largest, is half there.
+    """
+    sizes: dict[object, dict[int, int]] = {}
+    for key, found in zip(keys, places, strict=True):
+        sizes.setdefault(key, {}).update((output, outputs[output].num_bytes) for output, _ in found)
+    largest, second = sorted((0, 0, *(sum(group.values()) for group in sizes.values())))[:-3:-1]
+    return int(min(max((MEMORY - largest - second) / (AHEAD * (1 + 1 / num_ranks) + 1), _MESSAGE[0]), _MESSAGE[1]))
 
 
 _Part = tuple[int, int, int, int]

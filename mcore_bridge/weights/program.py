@@ -9,67 +9,92 @@ import numpy as np
 import torch
 
 from mcore_bridge.weights.entries import Entry
-from mcore_bridge.weights.moves import Move, Moves
-from mcore_bridge.weights.plan import ExportPlan, Message, Piece
+from mcore_bridge.weights.moves import Move, Moves, Part, joined
+from mcore_bridge.weights.plan import HEADER, ExportPlan, Message, Piece
 from mcore_bridge.weights.trace import Copy
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """What one rank does with one message."""
+    """Unpacks a message that has arrived, and packs one that follows.
 
+    Sources of ``moves`` are: the windows of all ranks that have arrived, one behind the other; the header of this rank;
+    the tensors of ``held``. Targets are: the headers of all ranks; ``outputs``; this rank's window that follows. Where
+    nothing has arrived or follows, what belongs to it is left out.
+    """
+
+    moves: Moves
     held: tuple[int, ...]
-    """The entries that this rank sends from."""
-    pack: Moves
-    """From the tensors of ``held`` to this rank's window. Nothing where a rank is alone."""
+    """Entries that this rank sends from."""
     outputs: tuple[int, ...]
-    """The outputs that something is written to."""
-    unpack: Moves
-    """To ``outputs``, from the windows of all ranks, which lie one behind the other; where a rank is alone, from the
-    tensors of ``held``."""
+    """Outputs that something is written to."""
 
 
 class Program:
-    """The steps of one rank, one for each message, made when they are first asked for."""
+    """The steps of one rank, made when they are first asked for."""
 
-    def __init__(self, plan: ExportPlan, rank: int, *, alone: bool) -> None:
-        self.plan, self._rank, self._alone = plan, rank, alone
-        self._steps: dict[int, Step] = {}
+    def __init__(self, plan: ExportPlan, rank: int, num_ranks: int) -> None:
+        self.plan, self._rank, self._num_ranks = plan, rank, num_ranks
+        self._steps: dict[tuple[object, ...], Step] = {}
         self._known: dict[tuple[int, ...], list[list[Move]]] = {}
 
-    def step(self, number: int) -> Step:
-        """What this rank does with a message."""
-        if number not in self._steps:
-            self._steps[number] = self._made(self.plan.messages[number])
-        return self._steps[number]
+    def step(self, arrived: int | None, following: int | None, *, unpack: bool = True, pack: bool = True) -> Step:
+        """The step between two messages, by number; of what only headers matter, nothing else is touched."""
+        key = (arrived, following, unpack, pack)
+        if key not in self._steps:
+            self._steps[key] = self._made(arrived, following, unpack, pack)
+        return self._steps[key]
 
-    def _made(self, message: Message) -> Step:
+    def alone(self, number: int) -> Step:
+        """What a rank without others does instead: the sources are the tensors of ``held``, the targets ``outputs``."""
+        if (number,) not in self._steps:
+            held: dict[int, int] = {}
+            moves, outputs = self._unpacked(self.plan.messages[number], held)
+            self._steps[number,] = Step(Moves(moves), tuple(held), outputs)
+        return self._steps[number,]
+
+    def _made(self, arrived: int | None, following: int | None, unpack: bool, pack: bool) -> Step:
+        parts: list[Part] = []
         held: dict[int, int] = {}
+        outputs: tuple[int, ...] = ()
+        if arrived is not None:
+            message = self.plan.messages[arrived]
+            headers = Move(0, 0, 0, 0, self._num_ranks, HEADER, 1, message.num_bytes, 1, HEADER, 1)
+            moves, outputs = self._unpacked(message) if unpack else ([], ())
+            shifted = (move._replace(target=move.target + 1) for move in moves)
+            parts.append(Part(Moves((headers, *shifted)), 1, 1 + len(outputs)))
+        if following is not None:
+            header = Move(0, 0, 0, 0, 1, HEADER, 1, HEADER, 1, HEADER, 1)
+            moves = self._packed(self.plan.messages[following], held) if pack else []
+            shifted = (move._replace(source=move.source + 1) for move in moves)
+            parts.append(Part(Moves((header, *shifted)), 1 + len(held), 1))
+        return Step(joined(parts), tuple(held), outputs)
+
+    def _packed(self, message: Message, held: dict[int, int]) -> list[Move]:
+        """From the tensors of ``held``, which is filled, to this rank's window."""
+        return [
+            _whole(self.plan.entries[piece.entry], piece, held.setdefault(piece.entry, len(held)))
+            for piece in message.pieces
+            if piece.sender == self._rank
+        ]
+
+    def _unpacked(self, message: Message, held: dict[int, int] | None = None) -> tuple[list[Move], tuple[int, ...]]:
+        """From all windows, or from the tensors of ``held``, to outputs."""
         outputs: dict[int, int] = {}
-        pack, unpack = [], []
+        found = []
         for piece in message.pieces:
             source, start = 0, piece.sender * message.num_bytes + piece.start
-            if piece.sender == self._rank:
-                mine = held.setdefault(piece.entry, len(held))
-                packed = self._packed(piece, mine)
-                if self._alone:
-                    source, start = mine, packed.source_start
-                else:
-                    pack.append(packed)
+            if held is not None:
+                source, start, *_ = _whole(
+                    self.plan.entries[piece.entry], piece, held.setdefault(piece.entry, len(held))
+                )
             for part, moves in enumerate(self._moves(piece)):
                 output, base = self.plan.places[piece.entry][part]
                 for move in moves:
                     target = outputs.setdefault(output, len(outputs))
                     near, far = start + move.source_start, base + move.target_start
-                    unpack.append(Move(source, near, target, far, *move[4:]))
-        return Step(tuple(held), Moves(pack), tuple(outputs), Moves(unpack))
-
-    def _packed(self, piece: Piece, source: int) -> Move:
-        entry = self.plan.entries[piece.entry]
-        item = entry.held.dtype.itemsize
-        row = entry.held.num_bytes // entry.held.shape[0]
-        size = piece.count * row
-        return Move(source, piece.first * row, 0, piece.start, 1, size // item, item, size, item, size, item)
+                    found.append(Move(source, near, target, far, *move[4:]))
+        return found, tuple(outputs)
 
     def _moves(self, piece: Piece) -> list[list[Move]]:
         """For each part of the piece's entry the moves from the piece, which begins at byte 0, to the part."""
@@ -78,6 +103,14 @@ class Program:
         if key not in self._known:
             self._known[key] = [_of_part(entry, part, piece) for part in range(len(entry.hf))]
         return self._known[key]
+
+
+def _whole(entry: Entry, piece: Piece, source: int) -> Move:
+    """A piece, out of its shard and into its window."""
+    item = entry.held.dtype.itemsize
+    row = entry.held.num_bytes // entry.held.shape[0]
+    size = piece.count * row
+    return Move(source, piece.first * row, 0, piece.start, 1, size // item, item, size, item, size, item)
 
 
 def _of_part(entry: Entry, part: int, piece: Piece) -> list[Move]:

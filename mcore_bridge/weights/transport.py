@@ -7,14 +7,12 @@ without a collective of its own, and nobody is left waiting.
 from __future__ import annotations
 
 from enum import IntEnum
-from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_bridge.weights.moves import Job, Move, Moves
 from mcore_bridge.weights.plan import HEADER
 
 if TYPE_CHECKING:
@@ -43,14 +41,12 @@ class Windows:
 
     def __init__(self, group: Group, memory: Memory, num_bytes: int) -> None:
         self._group, self._memory = group, memory
+        self.headers = memory.headers
+        """Where the headers of all windows are to be copied, for ``states``: uint8 [ranks, HEADER], on the host."""
         self.own = memory.own[:num_bytes]
         self.all = memory.all[: group.size * num_bytes]
         """The windows of all ranks, one behind the other."""
         self._work: Any = None
-
-    def stamped(self, state: State, message: str = "") -> Job:
-        """Writes this rank's state into its window."""
-        return Job(_STAMP, [self._group.header(state, message)], [self.own])
 
     def send(self) -> None:
         """Send this rank's window, and begin to receive everybody's."""
@@ -60,32 +56,20 @@ class Windows:
         """Make the current stream wait for all windows."""
         self._work.wait()
 
-    def stamps(self) -> Job:
-        """Brings what all ranks said to the host, for ``states`` to read."""
-        return Job(_stamps(self._group.size, len(self.own)), [self.all], [self._memory.headers])
-
     def mark(self) -> None:
         """What is enqueued by now is what ``states`` waits for."""
         if self._memory.arrived is not None:
             self._memory.arrived.record()
 
     def states(self) -> tuple[tuple[State, ...], tuple[str, ...]]:
-        """State and message of each rank, when the job of ``stamps`` has run."""
+        """State and message of each rank, as they stand in ``headers``."""
         if self._memory.arrived is not None:
             self._memory.arrived.synchronize()
-        rows = [row.tobytes() for row in self._memory.headers.numpy()]
+        rows = [row.tobytes() for row in self.headers.numpy()]
         return (
             tuple(State(row[0]) for row in rows),
             tuple(row[1:].rstrip(b"\0").decode(errors="replace") for row in rows),
         )
-
-
-_STAMP = Moves([Move(0, 0, 0, 0, 1, HEADER, 1, HEADER, 1, HEADER, 1)])
-
-
-@cache
-def _stamps(num_ranks: int, num_bytes: int) -> Moves:
-    return Moves([Move(0, 0, 0, 0, num_ranks, HEADER, 1, num_bytes, 1, HEADER, 1)])
 
 
 class Memory:
