@@ -14,10 +14,13 @@ from torch import Tensor
 
 from mcore_bridge import ParallelDims, build_model
 from mcore_bridge.weights.bound import BoundModel, bind
+from mcore_bridge.weights.moves import Buffers
 from mcore_bridge.weights.names import held_tensors
 from mcore_bridge.weights.plan import HEADER, ExportPlan, plan_export
 from mcore_bridge.weights.program import Program
 from mcore_bridge.weights.transport import Group
+
+CPU, NOTHING = torch.device("cpu"), torch.empty(0)
 
 
 @contextlib.contextmanager
@@ -92,22 +95,29 @@ def export(held: Sequence[Any], *, bucket_bytes: int = 1 << 16) -> dict[str, Ten
     """The HF state dict: pack on every rank, hand the windows over in a list, unpack."""
     plan = plan_of(held, bucket_bytes=bucket_bytes)
     programs = [Program(plan, rank, len(held)) for rank in range(len(held))]
+    tensors = [[bound.tensors.get(entry.held.mcore, NOTHING) for entry in plan.entries] for bound, _ in held]
     state: dict[str, Tensor] = {}
     outputs: dict[int, Tensor] = {}
     for number, message in enumerate(plan.messages):
         windows = torch.empty(len(held) * message.num_bytes, dtype=torch.uint8)
-        for rank, (bound, _) in enumerate(held):
-            step = programs[rank].step(None, number)
+        for rank in range(len(held)):
+            own = windows.view(len(held), -1)[rank]
             header = torch.full((HEADER,), rank, dtype=torch.uint8)
-            sources = [header, *(bound.tensors[plan.entries[i].held.mcore] for i in step.held)]
-            step.moves.make(sources, [windows.view(len(held), -1)[rank]])
-        step = programs[0].step(number, None)
-        for i in step.outputs:
-            shape, dtype = plan.outputs[i].shape, plan.outputs[i].dtype
-            outputs.setdefault(i, torch.full(shape, float("nan"), dtype=dtype))
-        headers = torch.empty(len(held), HEADER, dtype=torch.uint8)
-        step.moves.make([windows], [headers, *(outputs[i] for i in step.outputs)])
-        assert (headers == torch.arange(len(held))[:, None]).all()
+            programs[rank].step(None, number).moves.make(
+                Buffers([NOTHING, header, *tensors[rank]]), Buffers([NOTHING, own]), CPU
+            )
+        for rank in [0, number % len(held)]:  # others would do the same
+            step = programs[rank].step(number, None)
+            for i in step.outputs:
+                shape, dtype = plan.outputs[i].shape, plan.outputs[i].dtype
+                outputs.setdefault(i, torch.full(shape, float("nan"), dtype=dtype))
+            headers = torch.empty(len(held), HEADER, dtype=torch.uint8)
+            step.moves.make(
+                Buffers([windows, NOTHING, *tensors[rank]]),
+                Buffers([headers, NOTHING, *(outputs[i] for i in step.outputs)]),
+                CPU,
+            )
+            assert len(held) == 1 or (headers == torch.arange(len(held))[:, None]).all()
         for i in message.done:
             for name in (plan.outputs[i].name, *plan.outputs[i].copies):
                 assert name not in state, f"{name} came twice"

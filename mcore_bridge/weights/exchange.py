@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import ExportError
+from mcore_bridge.weights.moves import Buffers
 from mcore_bridge.weights.plan import AHEAD, ExportPlan, Message
-from mcore_bridge.weights.program import Program, Step
+from mcore_bridge.weights.program import OUTPUTS, Program, Step
 from mcore_bridge.weights.transport import Group, Memory, State, Windows
 
 Pairs = Generator[tuple[str, Tensor], None, None]
@@ -47,10 +48,12 @@ def raise_failures(messages: Sequence[str]) -> None:
 
 
 def _alone(program: Program, tensors: Mapping[str, Tensor]) -> Pairs:
-    outputs = _Outputs(program.plan, next(iter(tensors.values())).device)
+    device = next(iter(tensors.values())).device
+    held, outputs = _Held(program.plan, tensors, device), _Outputs(program.plan, device)
+    nothing = Buffers([torch.empty(0, device=device)] * OUTPUTS)
     for number, message in enumerate(program.plan.messages):
-        step = program.alone(number)
-        step.moves.make(_held(program.plan, step, tensors), outputs.opened(step))
+        step = program.step(number, None)
+        step.moves.make(held.sources(step, nothing), nothing + outputs.opened(step), device)
         yield from outputs.closed(message)
 
 
@@ -58,11 +61,13 @@ class _Exchange:
     """One run of a program in a group."""
 
     def __init__(self, program: Program, group: Group, tensors: Mapping[str, Tensor]) -> None:
-        self._program, self._group, self._tensors = program, group, tensors
+        self._program, self._group = program, group
         self._messages = program.plan.messages
         width = max(message.num_bytes for message in self._messages)
         self._memory = [Memory(group, width) for _ in range(min(AHEAD, len(self._messages)))]
+        self._held = _Held(program.plan, tensors, group.device)
         self._outputs = _Outputs(program.plan, group.device)
+        self._nothing = torch.empty(0, device=group.device)
         self._sent: deque[Windows] = deque()
         self._closed = False
         self._failure: ExportError | None = None
@@ -114,23 +119,38 @@ class _Exchange:
         step = self._program.step(
             number - AHEAD if arrived else None, number if following else None, unpack=unpack, pack=pack
         )
-        sources, targets = [], []
         if not unpack:
             self._outputs.clear()
-        if arrived:
-            sources.append(arrived.all)
-            targets += [arrived.headers, *self._outputs.opened(step)]
-        if following:
-            state = State.FAILED if self._failure else State.CLOSED if self._closed else State.CONSUMING
-            sources.append(self._group.header(state, str(self._failure or "")))
-            sources += _held(self._program.plan, step, self._tensors)
-            targets.append(following.own)
-        step.moves.make(sources, targets)
+        state = State.FAILED if self._failure else State.CLOSED if self._closed else State.CONSUMING
+        header = self._group.header(state, str(self._failure or ""))
+        sources = self._held.sources(step, Buffers([arrived.all if arrived else self._nothing, header]))
+        own = [arrived.headers if arrived else self._nothing, following.own if following else self._nothing]
+        step.moves.make(sources, Buffers(own) + self._outputs.opened(step), self._group.device)
 
     def _fail(self, problem: Exception, number: int) -> None:
         entries = [self._program.plan.entries[piece.entry].held.mcore for piece in self._messages[number].pieces]
         where = f"in the message of {entries[0]} to {entries[-1]}"
         self._failure = ExportError(f"{type(problem).__name__} {where}: {problem}")
+
+
+class _Held:
+    """This rank's tensors by entry, as they are when an export begins: in memory that they cannot lose by assignment."""
+
+    def __init__(self, plan: ExportPlan, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        nothing = torch.empty(0, device=device)
+        self._names = [entry.held.mcore for entry in plan.entries]
+        found = [tensors.get(name, nothing).detach() for name in self._names]
+        found = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in found]
+        self._buffers = Buffers(found)
+        self._storages = [tensor.untyped_storage() for tensor in found]
+        self._sizes = [storage.nbytes() for storage in self._storages]
+
+    def sources(self, step: Step, before: Buffers) -> Buffers:
+        """What a step reads, which must still be there, behind what is not held."""
+        for entry in step.held:
+            if self._storages[entry].nbytes() != self._sizes[entry]:
+                raise ExportError(f"{self._names[entry]} has no storage any more: it was freed amid an export")
+        return before + self._buffers
 
 
 class _Outputs:
@@ -142,13 +162,13 @@ class _Outputs:
         self._like = {dtype: torch.empty(0, dtype=dtype, device=device) for dtype in dtypes}
         self._open: dict[int, Tensor] = {}
 
-    def opened(self, step: Step) -> list[Tensor]:
+    def opened(self, step: Step) -> Buffers:
         """The tensors that a step writes to, new ones where it is the first that does."""
         for number in step.outputs:
             if number not in self._open:
                 output = self._plan.outputs[number]
                 self._open[number] = self._like[output.dtype].new_empty(output.shape)
-        return [self._open[number] for number in step.outputs]
+        return Buffers([self._open[number] for number in step.outputs])
 
     def closed(self, message: Message) -> Iterator[tuple[str, Tensor]]:
         """The tensors that are complete with a message; they are the caller's from here."""
@@ -160,14 +180,3 @@ class _Outputs:
     def clear(self) -> None:
         """Let go of all of them."""
         self._open.clear()
-
-
-def _held(plan: ExportPlan, step: Step, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    """What a step sends from."""
-    held = [plan.entries[number].held for number in step.held]
-    found = {each.mcore: tensors[each.mcore] for each in held}
-    check_storage(found)
-    for each, tensor in zip(held, found.values(), strict=True):
-        if tensor.shape != each.shape:
-            raise ExportError(f"{each.mcore} has become {tuple(tensor.shape)}, it was {each.shape}; bring it back")
-    return [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in found.values()]

@@ -94,19 +94,21 @@ def _in_rows(moves: Table) -> Table:
     return np.concatenate(found)
 
 
-def is_aligned(addresses: Sequence[int]) -> bool:
+Addresses = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+def is_aligned(addresses: Addresses) -> bool:
     """Whether wide words can be used."""
-    return not any(address % _WIDE for address in addresses)
+    return not (addresses % _WIDE).any()
 
 
-def launch(launches: Sequence[Launch], sources: Sequence[int], targets: Sequence[int], device: torch.device) -> None:
+def launch(launches: Sequence[Launch], sources: Addresses, targets: Addresses, device: torch.device) -> None:
     """Move between buffers at these addresses, on the current stream of ``device``."""
-    near, far = np.array(sources, dtype=np.int64), np.array(targets, dtype=np.int64)
     for each in launches:
         table = torch.empty(each.shape, dtype=torch.int64, pin_memory=True)
         rows = table.numpy()
-        np.add(near[each.near[0]], each.near[1], out=rows[0])
-        np.add(far[each.far[0]], each.far[1], out=rows[1])
+        np.add(sources[each.near[0]], each.near[1], out=rows[0])
+        np.add(targets[each.far[0]], each.far[1], out=rows[1])
         rows[2:] = each.fields
         table = table.to(device, non_blocking=True)
         _move[(each.num_tiles,)](table, each.shape[1], _WORDS[each.word], each.wide, _ROWS, _COLS)

@@ -7,7 +7,7 @@ columns lie so many bytes apart. Every copy that a layout needs is one move or a
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -38,6 +38,29 @@ class Move(NamedTuple):
     target_col: int
 
 
+class Buffers:
+    """Contiguous tensors that moves count from the first byte of, and what a kernel needs to know of them."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
+
+    def __add__(self, others: Buffers) -> Buffers:
+        both = Buffers([*self.tensors, *others.tensors])
+        both.addresses = np.concatenate([self.addresses, others.addresses])
+        both.on_gpu = self.on_gpu and others.on_gpu
+        return both
+
+    @cached_property
+    def addresses(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Where they begin."""
+        return np.array([tensor.data_ptr() for tensor in self.tensors], dtype=np.int64)
+
+    @cached_property
+    def on_gpu(self) -> bool:
+        """Whether a kernel reaches all of them: they are on a GPU, or pinned on the host."""
+        return all(tensor.is_cuda or tensor.is_pinned() for tensor in self.tensors)
+
+
 class Moves:
     """A table of moves that write to different places, and what was worked out to make them."""
 
@@ -45,59 +68,28 @@ class Moves:
         self.table: Table = np.array([*moves], dtype=np.int64).reshape(-1, len(Move._fields))
         self._launches: dict[bool, tuple[Launch, ...]] = {}
 
-    def make(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Copy on the current stream, without waiting, and in any order.
+    def make(self, sources: Buffers, targets: Buffers, device: torch.device) -> None:
+        """Copy on the current stream of ``device``, without waiting, and in any order.
 
-        Args:
-            sources: contiguous; moves count from their first byte.
-            targets: likewise. None of them shares memory with a source.
+        No move may read what another one writes.
         """
-        if not len(self.table):
-            return
-        if _has_triton() and any(buffer.is_cuda for buffer in targets) and all(map(_on_gpu, (*sources, *targets))):
-            self._launch(sources, targets)
+        if device.type == "cuda" and _has_triton() and sources.on_gpu and targets.on_gpu:
+            self._launch(sources, targets, device)
             return
         for row in self.table.tolist():
             move = Move(*row)
-            near, far = sources[move.source], targets[move.target]
+            near, far = sources.tensors[move.source], targets.tensors[move.target]
             source = _words(near, move, (move.source_start, move.source_row, move.source_col))
             target = _words(far, move, (move.target_start, move.target_row, move.target_col))
             target.copy_(source)
 
-    def _launch(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    def _launch(self, sources: Buffers, targets: Buffers, device: torch.device) -> None:
         from mcore_bridge.weights.kernel import is_aligned, launch, prepare
 
-        near = [buffer.data_ptr() for buffer in sources]
-        far = [buffer.data_ptr() for buffer in targets]
-        aligned = is_aligned(near) and is_aligned(far)
+        aligned = is_aligned(sources.addresses) and is_aligned(targets.addresses)
         if aligned not in self._launches:
             self._launches[aligned] = prepare(self.table, aligned=aligned)
-        launch(self._launches[aligned], near, far, next(buffer.device for buffer in targets if buffer.is_cuda))
-
-
-class Part(NamedTuple):
-    """Moves between buffers of their own."""
-
-    moves: Moves
-    num_sources: int
-    num_targets: int
-
-
-def joined(parts: Iterable[Part]) -> Moves:
-    """All parts as one table, whose buffers are those of the first part, then of the second, and so on."""
-    moves, tables, sources, targets = Moves(()), [], 0, 0
-    for part in parts:
-        shift = np.zeros(len(Move._fields), dtype=np.int64)
-        shift[0], shift[2] = sources, targets
-        tables.append(part.moves.table + shift)
-        sources, targets = sources + part.num_sources, targets + part.num_targets
-    moves.table = np.concatenate([moves.table, *tables])
-    return moves
-
-
-def _on_gpu(buffer: Tensor) -> bool:
-    """Whether a kernel reaches a buffer: on the GPU, or pinned on the host."""
-    return buffer.is_cuda or buffer.is_pinned()
+        launch(self._launches[aligned], sources.addresses, targets.addresses, device)
 
 
 def _words(buffer: Tensor, move: Move, place: tuple[int, int, int]) -> Tensor:

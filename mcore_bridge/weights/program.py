@@ -9,23 +9,24 @@ import numpy as np
 import torch
 
 from mcore_bridge.weights.entries import Entry
-from mcore_bridge.weights.moves import Move, Moves, Part, joined
+from mcore_bridge.weights.moves import Move, Moves
 from mcore_bridge.weights.plan import HEADER, ExportPlan, Message, Piece
 from mcore_bridge.weights.trace import Copy
+
+WINDOWS, HEADER_SENT, HELD = 0, 1, 2
+"""Sources of a step: the windows of all ranks that have arrived, one behind the other; this rank's header; and from
+here on what this rank holds of each entry."""
+HEADERS, OWN_WINDOW, OUTPUTS = 0, 1, 2
+"""Targets: the headers of all ranks; this rank's window of the message that follows; and the outputs of the step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """Unpacks a message that has arrived, and packs one that follows.
-
-    Sources of ``moves`` are: the windows of all ranks that have arrived, one behind the other; the header of this rank;
-    the tensors of ``held``. Targets are: the headers of all ranks; ``outputs``; this rank's window that follows. Where
-    nothing has arrived or follows, what belongs to it is left out.
-    """
+    """Unpacks a message that has arrived, and packs one that follows. A rank's own tensors skip its window."""
 
     moves: Moves
     held: tuple[int, ...]
-    """Entries that this rank sends from."""
+    """Entries that are read from this rank's own tensors."""
     outputs: tuple[int, ...]
     """Outputs that something is written to."""
 
@@ -35,66 +36,56 @@ class Program:
 
     def __init__(self, plan: ExportPlan, rank: int, num_ranks: int) -> None:
         self.plan, self._rank, self._num_ranks = plan, rank, num_ranks
-        self._steps: dict[tuple[object, ...], Step] = {}
+        self._steps: dict[tuple[int | None, int | None, bool, bool], Step] = {}
         self._known: dict[tuple[int, ...], list[list[Move]]] = {}
 
     def step(self, arrived: int | None, following: int | None, *, unpack: bool = True, pack: bool = True) -> Step:
-        """The step between two messages, by number; of what only headers matter, nothing else is touched."""
+        """The step between two messages, by number; of one that is not to be unpacked or packed, headers only."""
         key = (arrived, following, unpack, pack)
         if key not in self._steps:
-            self._steps[key] = self._made(arrived, following, unpack, pack)
+            self._steps[key] = self._made(*key)
         return self._steps[key]
 
-    def alone(self, number: int) -> Step:
-        """What a rank without others does instead: the sources are the tensors of ``held``, the targets ``outputs``."""
-        if (number,) not in self._steps:
-            held: dict[int, int] = {}
-            moves, outputs = self._unpacked(self.plan.messages[number], held)
-            self._steps[number,] = Step(Moves(moves), tuple(held), outputs)
-        return self._steps[number,]
-
     def _made(self, arrived: int | None, following: int | None, unpack: bool, pack: bool) -> Step:
-        parts: list[Part] = []
-        held: dict[int, int] = {}
-        outputs: tuple[int, ...] = ()
+        moves: list[Move] = []
+        held: set[int] = set()
+        outputs: dict[int, int] = {}
         if arrived is not None:
             message = self.plan.messages[arrived]
-            headers = Move(0, 0, 0, 0, self._num_ranks, HEADER, 1, message.num_bytes, 1, HEADER, 1)
-            moves, outputs = self._unpacked(message) if unpack else ([], ())
-            shifted = (move._replace(target=move.target + 1) for move in moves)
-            parts.append(Part(Moves((headers, *shifted)), 1, 1 + len(outputs)))
+            if self._num_ranks > 1:
+                ranks, width = self._num_ranks, message.num_bytes
+                moves.append(Move(WINDOWS, 0, HEADERS, 0, ranks, HEADER, 1, width, 1, HEADER, 1))
+            for piece in message.pieces if unpack else ():
+                moves += self._unpacked(piece, message, outputs)
+                held |= {piece.entry} if piece.sender == self._rank else set()
         if following is not None:
-            header = Move(0, 0, 0, 0, 1, HEADER, 1, HEADER, 1, HEADER, 1)
-            moves = self._packed(self.plan.messages[following], held) if pack else []
-            shifted = (move._replace(source=move.source + 1) for move in moves)
-            parts.append(Part(Moves((header, *shifted)), 1 + len(held), 1))
-        return Step(joined(parts), tuple(held), outputs)
+            moves.append(Move(HEADER_SENT, 0, OWN_WINDOW, 0, 1, HEADER, 1, HEADER, 1, HEADER, 1))
+            for piece in self.plan.messages[following].pieces if pack else ():
+                if piece.sender == self._rank:
+                    moves.append(self._packed(piece))
+                    held.add(piece.entry)
+        return Step(Moves(moves), tuple(sorted(held)), tuple(outputs))
 
-    def _packed(self, message: Message, held: dict[int, int]) -> list[Move]:
-        """From the tensors of ``held``, which is filled, to this rank's window."""
-        return [
-            _whole(self.plan.entries[piece.entry], piece, held.setdefault(piece.entry, len(held)))
-            for piece in message.pieces
-            if piece.sender == self._rank
-        ]
+    def _packed(self, piece: Piece) -> Move:
+        item, first, size = self._bytes(piece)
+        return Move(HELD + piece.entry, first, OWN_WINDOW, piece.start, 1, size // item, item, size, item, size, item)
 
-    def _unpacked(self, message: Message, held: dict[int, int] | None = None) -> tuple[list[Move], tuple[int, ...]]:
-        """From all windows, or from the tensors of ``held``, to outputs."""
-        outputs: dict[int, int] = {}
-        found = []
-        for piece in message.pieces:
-            source, start = 0, piece.sender * message.num_bytes + piece.start
-            if held is not None:
-                source, start, *_ = _whole(
-                    self.plan.entries[piece.entry], piece, held.setdefault(piece.entry, len(held))
-                )
-            for part, moves in enumerate(self._moves(piece)):
-                output, base = self.plan.places[piece.entry][part]
-                for move in moves:
-                    target = outputs.setdefault(output, len(outputs))
-                    near, far = start + move.source_start, base + move.target_start
-                    found.append(Move(source, near, target, far, *move[4:]))
-        return found, tuple(outputs)
+    def _unpacked(self, piece: Piece, message: Message, outputs: dict[int, int]) -> Iterator[Move]:
+        """To ``outputs``, which are numbered as they come."""
+        source, start = WINDOWS, piece.sender * message.num_bytes + piece.start
+        if piece.sender == self._rank:
+            source, start = HELD + piece.entry, self._bytes(piece)[1]
+        for part, moves in enumerate(self._moves(piece)):
+            output, base = self.plan.places[piece.entry][part]
+            for move in moves:
+                target = OUTPUTS + outputs.setdefault(output, len(outputs))
+                yield Move(source, start + move.source_start, target, base + move.target_start, *move[4:])
+
+    def _bytes(self, piece: Piece) -> tuple[int, int, int]:
+        """Of an element; before the piece, in its shard; of the piece."""
+        held = self.plan.entries[piece.entry].held
+        row = held.num_bytes // held.shape[0]
+        return held.dtype.itemsize, piece.first * row, piece.count * row
 
     def _moves(self, piece: Piece) -> list[list[Move]]:
         """For each part of the piece's entry the moves from the piece, which begins at byte 0, to the part."""
@@ -103,14 +94,6 @@ class Program:
         if key not in self._known:
             self._known[key] = [_of_part(entry, part, piece) for part in range(len(entry.hf))]
         return self._known[key]
-
-
-def _whole(entry: Entry, piece: Piece, source: int) -> Move:
-    """A piece, out of its shard and into its window."""
-    item = entry.held.dtype.itemsize
-    row = entry.held.num_bytes // entry.held.shape[0]
-    size = piece.count * row
-    return Move(source, piece.first * row, 0, piece.start, 1, size // item, item, size, item, size, item)
 
 
 def _of_part(entry: Entry, part: int, piece: Piece) -> list[Move]:

@@ -43,9 +43,9 @@ class Windows:
         self._group, self._memory = group, memory
         self.headers = memory.headers
         """Where the headers of all windows are to be copied, for ``states``: uint8 [ranks, HEADER], on the host."""
-        self.own = memory.own[:num_bytes]
         self.all = memory.all[: group.size * num_bytes]
         """The windows of all ranks, one behind the other."""
+        self.own = self.all[group.rank * num_bytes : (group.rank + 1) * num_bytes]
         self._work: Any = None
 
     def send(self) -> None:
@@ -77,7 +77,6 @@ class Memory:
 
     def __init__(self, group: Group, num_bytes: int) -> None:
         on_gpu = group.device.type == "cuda"
-        self.own = torch.empty(num_bytes, dtype=torch.uint8, device=group.device)
         self.all = torch.empty(group.size * num_bytes, dtype=torch.uint8, device=group.device)
         self.headers = torch.empty((group.size, HEADER), dtype=torch.uint8, pin_memory=on_gpu)
         self.arrived = torch.cuda.Event() if on_gpu else None
