@@ -1,0 +1,190 @@
+"""What the benchmarks share: models of known sizes, checkpoints of random values, a mesh, a clock and a report."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import statistics
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+
+import mcore_bridge as mb
+
+COMMON = {
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+
+
+def _dense(*sizes: int, head_dim: int = 128, vocab_size: int = 151_936, **more: Any) -> dict[str, Any]:
+    own = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": head_dim, "vocab_size": vocab_size}
+    return {**COMMON, **dict(zip(SIZES, sizes, strict=True)), **own, **more}
+
+
+def _sparse(*sizes: int, num_experts: int, moe_intermediate_size: int, **more: Any) -> dict[str, Any]:
+    own = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": 8}
+    layers = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+    experts = {"num_experts": num_experts, "moe_intermediate_size": moe_intermediate_size}
+    return _dense(*sizes, **{**own, **layers, **experts, **more})
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "tiny": _dense(512, 1536, 8, 8, 4, head_dim=64, vocab_size=32_000),
+    "tiny-moe": _sparse(512, 1536, 4, 8, 4, num_experts=32, moe_intermediate_size=384, vocab_size=32_000),
+    "qwen3-0.6b": _dense(1024, 3072, 28, 16, 8, tie_word_embeddings=True),
+    "qwen3-8b": _dense(4096, 12288, 36, 32, 8),
+    "qwen3-30b-a3b": _sparse(2048, 6144, 48, 32, 4, num_experts=128, moe_intermediate_size=768),
+}
+SHARD_BYTES = 1 << 30
+PERIOD = 15_485_863  # elements of the random values that repeat; a prime, so that no two rows of a matrix are equal
+
+
+def config_of(name: str, layers: int | None = None) -> PretrainedConfig:
+    """The HF config of a known model, with as many ``layers`` as given instead of its own."""
+    fields = dict(MODELS[name])
+    fields["num_hidden_layers"] = layers or fields["num_hidden_layers"]
+    return AutoConfig.for_model(**fields)
+
+
+def shapes_of(config: PretrainedConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor of a Qwen3 checkpoint, as they are published."""
+    width, head = config.hidden_size, config.head_dim
+    queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
+    yield "model.embed_tokens.weight", (config.vocab_size, width)
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.input_layernorm.weight", (width,)
+        yield f"{prefix}.self_attn.q_proj.weight", (queries, width)
+        yield f"{prefix}.self_attn.k_proj.weight", (keys, width)
+        yield f"{prefix}.self_attn.v_proj.weight", (keys, width)
+        yield f"{prefix}.self_attn.o_proj.weight", (width, queries)
+        yield f"{prefix}.self_attn.q_norm.weight", (head,)
+        yield f"{prefix}.self_attn.k_norm.weight", (head,)
+        yield f"{prefix}.post_attention_layernorm.weight", (width,)
+        experts = getattr(config, "num_experts", None)
+        if experts:
+            yield f"{prefix}.mlp.gate.weight", (experts, width)
+        inner = config.moe_intermediate_size if experts else config.intermediate_size
+        for mlp in [f"{prefix}.mlp.experts.{expert}" for expert in range(experts)] if experts else [f"{prefix}.mlp"]:
+            yield f"{mlp}.gate_proj.weight", (inner, width)
+            yield f"{mlp}.up_proj.weight", (inner, width)
+            yield f"{mlp}.down_proj.weight", (width, inner)
+    yield "model.norm.weight", (width,)
+    if not config.tie_word_embeddings:
+        yield "lm_head.weight", (config.vocab_size, width)
+
+
+def checkpoint_of(config: PretrainedConfig, folder: str | os.PathLike[str]) -> Path:
+    """A folder with a bf16 checkpoint of ``config``, of random values around zero (norms: one); kept when it is there.
+
+    Called by all ranks, which share the writing. The index is written last: with it the checkpoint is complete.
+    """
+    folder = Path(folder)
+    index = folder / "model.safetensors.index.json"
+    shards: list[dict[str, tuple[int, ...]]] = [{}]
+    weight_map = {}
+    for name, shape in shapes_of(config):
+        if 2 * sum(map(math.prod, shards[-1].values())) > SHARD_BYTES:
+            shards.append({})
+        shards[-1][name] = shape
+        weight_map[name] = f"model-{len(shards):05}.safetensors"
+    text = json.dumps({"metadata": {}, "weight_map": weight_map})
+    if index.is_file() and index.read_text() == text:
+        return folder
+    dist.barrier()  # all ranks have seen that it is not there
+    folder.mkdir(parents=True, exist_ok=True)
+    values = 0.02 * torch.randn(PERIOD, generator=torch.Generator().manual_seed(0))
+    block = values.where(values != 0, 0.01).to(torch.bfloat16)
+    for number in range(dist.get_rank(), len(shards), dist.get_world_size()):
+        tensors = {name: _filled(name, shape, block) for name, shape in shards[number].items()}
+        save_file(tensors, folder / f"model-{number + 1:05}.safetensors", metadata={"format": "pt"})
+    dist.barrier()
+    if dist.get_rank() == 0:
+        config.save_pretrained(folder)
+        index.write_text(text)
+    dist.barrier()
+    return folder
+
+
+def _filled(name: str, shape: tuple[int, ...], block: Tensor) -> Tensor:
+    """Values of ``block``, begun at a place that depends on the name; norms are one and a bit."""
+    start = sum(name.encode()) * 7919 % PERIOD
+    numel = math.prod(shape)
+    tensor = block.roll(-start).repeat(-(-numel // PERIOD))[:numel].view(shape).clone()
+    return 1 + tensor if "norm" in name else tensor
+
+
+def mesh_arguments(parser: ArgumentParser) -> None:
+    """The sizes of the mesh, and the device."""
+    for name in ("tp", "pp", "vp", "cp", "ep", "etp"):
+        parser.add_argument(f"--{name}", type=int, default=1)
+    parser.add_argument("--sp", action="store_true")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def model_arguments(parser: ArgumentParser) -> None:
+    """The model, where its checkpoint is or is to be made, and how often to measure."""
+    parser.add_argument("--model", choices=tuple(MODELS), default="tiny")
+    parser.add_argument("--layers", type=int, help="instead of the model's own number")
+    parser.add_argument("--folder", type=Path, required=True, help="for checkpoints, which are made once and kept")
+    parser.add_argument("--repeats", type=int, default=3)
+
+
+def set_up(arguments: Namespace) -> mb.ParallelDims:
+    """Join the processes of torchrun and make the mesh."""
+    sizes = {name: getattr(arguments, name) for name in ("tp", "pp", "vp", "cp", "ep", "etp", "sp")}
+    dims = mb.ParallelDims(**sizes)
+    dims.initialize(device=arguments.device)
+    return dims
+
+
+def timed(function: Callable[[], object], repeats: int) -> list[float]:
+    """Seconds of each of ``repeats`` calls, from when all ranks are ready until all have finished on their devices."""
+    seconds = []
+    for _ in range(repeats):
+        _synchronize()
+        start = time.perf_counter()
+        function()
+        _synchronize()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def summary(seconds: list[float], num_bytes: int) -> dict[str, float]:
+    """Least and median seconds of a measurement, and GB/s at the median."""
+    median = statistics.median(seconds)
+    return {"min_s": round(min(seconds), 4), "median_s": round(median, 4), "gb_s": round(num_bytes / median / 1e9, 3)}
+
+
+def report(**fields: Any) -> None:
+    """Rank 0 prints a readable line, and one of JSON with the versions of what was measured."""
+    if dist.get_rank() == 0:
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPUs"
+        packages = ("torch", "megatron-core", "transformers", "safetensors")
+        versions = {name: importlib.metadata.version(name) for name in packages}
+        machine = {"device": device, "ranks": dist.get_world_size(), "python": platform.python_version(), **versions}
+        print(", ".join(f"{name} {value}" for name, value in fields.items()))
+        print(json.dumps({**fields, **machine}), flush=True)
