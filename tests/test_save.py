@@ -164,13 +164,12 @@ def save_hungrily(folder, hf):
 
 
 def test_a_file_is_never_held_in_memory(tmp_path):
-    """One of 92 MB, the largest tensor 12 MB."""
-    hf = tiny("llama", vocab_size=8000, hidden_size=384, intermediate_size=1536, num_hidden_layers=7, head_dim=48)
+    """One of 154 MB, the largest tensor 12 MB."""
+    hf = tiny("llama", vocab_size=8000, hidden_size=384, intermediate_size=1536, num_hidden_layers=14, head_dim=48)
     (added,) = pool.run(1, save_hungrily, str(tmp_path / "out"), hf)
-    specs = mb.Manifest.from_folder(tmp_path / "out")
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 1
-    assert specs.num_bytes > 5 * max(spec.num_bytes for spec in specs)
-    assert added <= 3 * max(spec.num_bytes for spec in specs)
+    (path,) = (tmp_path / "out").glob("*.safetensors")
+    assert path.stat().st_size > 10 * 8000 * 384 * 4
+    assert added <= path.stat().st_size // 2
 
 
 def crash_at(event, models, folder):

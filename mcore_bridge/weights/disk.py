@@ -7,12 +7,14 @@ what is not in the page cache, which all processes of a node share.
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Array: TypeAlias = "NDArray[Any]"
 
 BLOCK_BYTES = 1 << 20  # what is read at once of an array with gaps; it should stay in a core's cache
 
