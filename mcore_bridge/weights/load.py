@@ -115,8 +115,8 @@ def load_hf_weights(
         load.check(name, source[name])
     if isinstance(source, Checkpoint):
         with Staging(slot_bytes) as staging:
-            for name, tensor in source.pairs(names):
-                read(load.moves(name, tensor), source.file_of(name), staging)
+            pairs = source.pairs(names)
+            read(((move, source.file_of(name)) for name, each in pairs for move in load.moves(name, each)), staging)
         return load.report()
     for name in names:
         load.write(name, source[name])

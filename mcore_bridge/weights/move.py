@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from mcore_bridge.weights.safetensors_file import SafetensorsFile
 from mcore_bridge.weights.staging import Slot, Staging
+
+ALIGNMENT = 256  # bytes; a multiple of every itemsize, so that what lies in a slot can be viewed in place
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,11 @@ class Move:
 
     def pieces(self, num_bytes: int) -> Iterator[Move]:
         """The move in parts of at most ``num_bytes`` (or one element), with dims in the order of the source."""
-        dims = sorted(range(self.source.dim()), key=self.source.stride, reverse=True)
+        strides = self.source.stride()
+        if list(strides) == sorted(strides, reverse=True):
+            yield from self._split(num_bytes)
+            return
+        dims = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
         yield from Move(self.source.permute(dims), self.target.permute(dims), self.crossing)._split(num_bytes)
 
     def _split(self, num_bytes: int) -> Iterator[Move]:
@@ -45,21 +51,59 @@ class Move:
         return self.target.is_cpu and self.target.dtype == self.source.dtype and self.target.is_contiguous()
 
 
-def read(moves: Iterable[Move], file: SafetensorsFile, staging: Staging) -> None:
-    """Have threads read the sources of ``moves``, which lie in ``file``; in place when ``staging`` has been left."""
-    for move in moves:
-        for piece in move.pieces(staging.slot_bytes):
-            slot = staging.take()
-            if piece.is_direct:
-                staging.submit(slot, partial(file.read, piece.source, piece.target))
-                continue
-            memory = slot.memory(piece.source.nbytes, piece.target.device)
-            arrived = memory.view(piece.source.dtype).view(piece.source.shape)
-            staging.submit(slot, partial(file.read, piece.source, arrived), partial(_put, piece, arrived, slot))
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A piece, the file that its source lies in, and where in a slot it arrives unless it goes straight into place."""
+
+    move: Move
+    file: SafetensorsFile
+    start: int
+
+    def arrived(self, memory: Tensor) -> Tensor:
+        """The piece in the memory of a slot, or in a copy of that on a device."""
+        flat = memory[self.start : self.start + self.move.source.nbytes]
+        return flat.view(self.move.source.dtype).view(self.move.source.shape)
 
 
-def _put(move: Move, arrived: Tensor, slot: Slot) -> None:
-    """Copy what has arrived in a slot; casts and transposes are for the device."""
-    device = move.target.device
-    Move(arrived.to(device, non_blocking=True), move.target, move.crossing).run()
+def read(moves: Iterable[tuple[Move, SafetensorsFile]], staging: Staging) -> None:
+    """Have threads read the sources of ``moves`` from their files. All is in place when ``staging`` has been left."""
+    for batch in _batches(moves, staging.slot_bytes):
+        slot = staging.take()
+        staged = [each for each in batch if not each.move.is_direct]
+        work = [(each.file, each.move.source, each.move.target) for each in batch if each.move.is_direct]
+        then = None
+        if staged:
+            memory = slot.memory(staged[-1].start + staged[-1].move.source.nbytes, staged[0].move.target.device)
+            work += [(each.file, each.move.source, each.arrived(memory)) for each in staged]
+            then = partial(_put, staged, memory, slot)
+        staging.submit(slot, partial(_fill, work), then)
+
+
+def _batches(moves: Iterable[tuple[Move, SafetensorsFile]], num_bytes: int) -> Iterator[list[_Read]]:
+    """Pieces for one device that fit into one slot: to hand small ones to a thread costs more than to read them."""
+    batch: list[_Read] = []
+    filled = 0
+    for move, file in moves:
+        for piece in move.pieces(num_bytes):
+            size, device = piece.source.nbytes, piece.target.device
+            if batch and (filled + size > num_bytes or device != batch[0].move.target.device):
+                yield batch
+                batch, filled = [], 0
+            batch.append(_Read(piece, file, filled))
+            filled += -(-size // ALIGNMENT) * ALIGNMENT
+    if batch:
+        yield batch
+
+
+def _fill(work: Iterable[tuple[SafetensorsFile, Tensor, Tensor]]) -> None:
+    for file, source, out in work:
+        file.read(source, out)
+
+
+def _put(staged: Sequence[_Read], memory: Tensor, slot: Slot) -> None:
+    """Take what has arrived in a slot to the device at once, and from there into place, with casts and transposes."""
+    device = staged[0].move.target.device
+    arrived = memory.to(device, non_blocking=True)
+    for each in staged:
+        Move(each.arrived(arrived), each.move.target, each.move.crossing).run()
     slot.mark(device)
