@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 4 benchmarks/save.py --model qwen3-8b --tp 2 --pp 2 --folder FOLDER
 
-The raw write: all ranks at once write their share of the bytes to a file each on the same file system, from one buffer
+The export is the same one without the files: a save must do it too. The raw write: all ranks at once write their share of the bytes to a file each on the same file system, from one buffer
 that begins on a page. Neither is flushed to the disk while the clock runs; both are before the next measurement.
 """
 
@@ -55,14 +55,16 @@ def main() -> None:
     buffer.write(b"\1" * PIECE)
     target, raw_folder = arguments.folder / "saved", arguments.folder / "raw"
     share = -(-num_bytes // dist.get_world_size())
-    saves, raws = [], []
+    saves, raws, exports = [], [], []
     for _ in range(arguments.repeats):
         raw_folder.mkdir(exist_ok=True)
         raws += timed_afresh(lambda: raw_write(raw_folder / str(dist.get_rank()), share, buffer), raw_folder)
+        exports += timed(lambda: all(True for _ in mb.iter_hf_weights(models)), 1)
         saves += timed_afresh(lambda: mb.save_hf_checkpoint(models, target), target)
-    saved, raw = summary(saves, num_bytes), summary(raws, num_bytes)
+    saved, raw, exported = (summary(seconds, num_bytes) for seconds in (saves, raws, exports))
     ratio = round(saved["median_s"] / raw["median_s"], 2)
-    report(benchmark="save", model=folder.name, mesh=str(dims), gb=num_bytes / 1e9, save=saved, raw=raw, ratio=ratio)
+    figures = {"save": saved, "export": exported, "raw": raw, "ratio": ratio}
+    report(benchmark="save", model=folder.name, mesh=str(dims), gb=num_bytes / 1e9, **figures)
     dist.destroy_process_group()
 
 
