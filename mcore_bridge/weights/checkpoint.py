@@ -1,8 +1,8 @@
 """A folder of safetensors as a lazy mapping: a tensor is a view of the mapped file until somebody copies from it.
 
 Files are opened and mapped once; the pages of a tensor are given back when its reader moves on, so that reading a
-checkpoint of any size keeps one tensor resident. A load reads the files by position instead (``file_of``). The page cache
-is shared by all processes of a node.
+checkpoint of any size keeps one tensor resident. A load reads the files by position instead (``file_of``). The page
+cache is shared by all processes of a node.
 """
 
 from __future__ import annotations
