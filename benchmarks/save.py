@@ -3,7 +3,8 @@
 torchrun --nproc-per-node 4 benchmarks/save.py --model qwen3-8b --tp 2 --pp 2 --folder FOLDER
 
 The export is that of the save, without files. The raw write: all ranks at once write their share of the bytes to a file
-each on the same file system, from one buffer that begins on a page. Neither is flushed to the disk while the clock runs; both are before the next measurement.
+each on the same file system, from one buffer that begins on a page. Before each measurement all is flushed to the
+disk, and during none.
 """
 
 import mmap

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = "NDArray[Any]"
 
-BLOCK_BYTES = 1 << 20  # what is read at once of an array with gaps; it should stay in a core's cache
+BLOCK_BYTES = 1 << 18  # what is read at once of an array with gaps; it should stay in a core's cache
 
 
 def read_array(fd: int, offset: int, out: Array, strides: tuple[int, ...]) -> None:
