@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import threading
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.load import load_hf_weights
 from mcore_bridge.weights.manifest import Manifest
-from tests import fake_mesh, pool
+from tests import fake_mesh, memory, pool
 from tests.strategies import random_state, tiny
 
 HF = tiny("qwen3", vocab_size=97, num_hidden_layers=2)
@@ -42,12 +43,14 @@ def folder(tmp_path, state):
     return tmp_path
 
 
-def loaded(source, dims=ONE, hf=HF, *, dtype=torch.float32, **arguments):
+def loaded(source, dims=ONE, hf=HF, *, dtype=torch.float32, crossing=None, **arguments):
     """The exported state, and the report of rank 0."""
     reports = []
-    held = fake_mesh.build_everywhere(
-        hf, dims, lambda chunks: reports.append(load_hf_weights(chunks, source, **arguments)), dtype=dtype
-    )
+
+    def load(chunks):
+        reports.append(load_hf_weights(chunks, source, dtype=crossing, **arguments))
+
+    held = fake_mesh.build_everywhere(hf, dims, load, dtype=dtype)
     return fake_mesh.export(held), reports[0]
 
 
@@ -123,20 +126,9 @@ def test_nothing_is_written_when_a_folder_or_mapping_does_not_fit(state):
 def test_casts_only_on_request(state):
     with pytest.raises(CheckpointError, match=r"is float32 and .* bfloat16.*pass dtype=torch\.bfloat16"):
         loaded(state, dtype=torch.bfloat16)
-    exported, report = _cast(state)
+    exported, report = loaded(state, dtype=torch.bfloat16, crossing={"*": torch.bfloat16})
     assert all(torch.equal(exported[name], state[name].to(torch.bfloat16)) for name in state)
     assert report.cast["lm_head.weight"] == "float32 -> bfloat16"
-
-
-def _cast(state):
-    reports = []
-    held = fake_mesh.build_everywhere(
-        HF,
-        ONE,
-        lambda chunks: reports.append(load_hf_weights(chunks, state, dtype={"*": torch.bfloat16})),
-        dtype=torch.bfloat16,
-    )
-    return fake_mesh.export(held), reports[0]
 
 
 def test_a_wider_parameter_holds_every_value(state):
@@ -234,20 +226,10 @@ def hungry(folder, hf):
     models = mb.build_model(hf, dims=mb.ParallelDims(tp=2), dtype=torch.float32, device="cpu", load_weights=False)
     for parameter in models[0].parameters():
         parameter.data.fill_(1.0)  # the share is resident before we measure: what is added is overhead
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the high-water mark starts anew
-    before, read = numbers("status", "VmRSS")[0], numbers("io", "read_bytes")[0]
+    before, read = memory.begin(), memory.read_from_disk()
     dist.barrier()
     mb.load_hf_weights(models, folder)
-    peak, after = numbers("status", "VmHWM", "VmRSS")
-    return 1024 * (peak - before), 1024 * (after - before), numbers("io", "read_bytes")[0] - read
-
-
-def numbers(file, *names):
-    """Fields of a file of /proc/self."""
-    with open(f"/proc/self/{file}") as lines:
-        fields = dict(line.split(":") for line in lines)
-    return [int(fields[name].split()[0]) for name in names]
+    return memory.peak() - before, memory.resident() - before, memory.read_from_disk() - read
 
 
 def test_memory_and_disk_are_used_once(tmp_path):
@@ -268,6 +250,25 @@ def test_memory_and_disk_are_used_once(tmp_path):
     read = sum(read for _, _, read in costs)
     if read:  # 0 on a file system in memory, which no disk serves
         assert 0.9 * total <= read <= 1.1 * total
+
+
+@pytest.mark.parametrize("dims", [ONE, mb.ParallelDims(tp=2, pp=2)], ids=str)
+@pytest.mark.parametrize("slot_bytes", [60, 5000])
+def test_tensors_larger_than_a_slot_come_in_pieces(folder, state, dims, slot_bytes):
+    assert same(loaded(folder, dims, slot_bytes=slot_bytes)[0], state)
+    half = {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}
+    exported, _ = loaded(folder, dims, dtype=torch.bfloat16, slot_bytes=slot_bytes, crossing=torch.bfloat16)
+    assert same(exported, half)
+
+
+@pytest.mark.parametrize("slot_bytes", [100, 1 << 20])
+def test_a_file_that_became_shorter_raises_and_leaves_no_thread(folder, slot_bytes):
+    checkpoint = Checkpoint(folder)
+    path = folder / "model-00002-of-00003.safetensors"
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match=r"cannot read .*model-00002-of-00003\.safetensors: the file ends"):
+        loaded(checkpoint, slot_bytes=slot_bytes)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("staging")]
 
 
 def test_unknown_folders_and_names_are_config_errors():

@@ -3,8 +3,10 @@
 import itertools
 import json
 import os
+import resource
 import signal
 import sys
+import threading
 
 import pytest
 import torch
@@ -13,9 +15,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import mcore_bridge as mb
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights import save
 from mcore_bridge.weights.checkpoint import Checkpoint
-from tests import fake_mesh, pool
+from tests import fake_mesh, memory, pool
 from tests.strategies import random_state, tiny
 
 HF = tiny("qwen3", vocab_size=97, architectures=["Qwen3ForCausalLM"])
@@ -92,21 +93,26 @@ def test_a_value_head_saves_as_a_classifier_that_transformers_loads(tmp_path, al
 
 
 def fail_to_write(folder, rank):
+    """Save where files of one rank can hold its headers, but not its tensors: a thread that writes finds out."""
     mb.ParallelDims(tp=2).initialize(device="cpu")
     models = mb.build_model(
         HF, dims=mb.ParallelDims(tp=2), dtype=torch.float32, device="cpu", load_weights=random_state(HF)
     )
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == rank:
-        save.save_file = lambda *arguments, **named: (_ for _ in ()).throw(OSError("no space left on device"))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        mb.save_hf_checkpoint(models, folder, max_shard_bytes=40_000)
+        mb.save_hf_checkpoint(models, folder, max_shard_bytes=40_000, slot_bytes=1000)
     except CheckpointError as error:
-        return str(error)
+        return str(error), threads()
     finally:
-        from safetensors.torch import save_file
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return "nothing raised", []
 
-        save.save_file = save_file
-    return "nothing raised"
+
+def threads():
+    """Those of ours that are running."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("staging")]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -114,10 +120,56 @@ def test_a_rank_that_cannot_write_raises_on_all_and_leaves_the_target_alone(tmp_
     target = tmp_path / "out"
     target.mkdir()
     (target / "config.json").write_text("old")
-    for message in pool.run(2, fail_to_write, str(target), rank, timeout=60):
-        assert f"{{{rank}: 'OSError: no space left on device'}}" in message
+    for message, left in pool.run(2, fail_to_write, str(target), rank, timeout=60):
+        assert f"{{{rank}: 'OSError: [Errno 27] File too large'}}" in message
+        assert left == []
     assert (target / "config.json").read_text() == "old"
     assert os.listdir(tmp_path) == ["out"]
+
+
+def fail_to_open(folder, rank):
+    mb.ParallelDims(tp=2).initialize(device="cpu")
+    models = mb.build_model(
+        HF, dims=mb.ParallelDims(tp=2), dtype=torch.float32, device="cpu", load_weights=random_state(HF)
+    )
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if dist.get_rank() == rank:
+        used = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 2, limits[1]))
+    try:
+        mb.save_hf_checkpoint(models, folder, max_shard_bytes=10_000)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    return "nothing raised"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_even_begin_raises_on_all(tmp_path, rank):
+    for message in pool.run(2, fail_to_open, str(tmp_path / "out"), rank, timeout=60):
+        assert "OSError: [Errno 24] Too many open files" in message.split(f"{{{rank}: ")[1]
+    assert os.listdir(tmp_path) == []
+
+
+def save_hungrily(folder, hf):
+    """Bytes that a save adds to resident memory while it runs."""
+    mb.ParallelDims().initialize(device="cpu")
+    models = mb.build_model(hf, dims=mb.ParallelDims(), dtype=torch.float32, device="cpu", load_weights=False)
+    for parameter in models[0].parameters():
+        parameter.data.fill_(1.0)
+    before = memory.begin()
+    mb.save_hf_checkpoint(models, folder, slot_bytes=1 << 20)
+    return memory.peak() - before
+
+
+def test_a_file_is_never_held_in_memory(tmp_path):
+    """One of 154 MB, the largest tensor 12 MB."""
+    hf = tiny("llama", vocab_size=8000, hidden_size=384, intermediate_size=1536, num_hidden_layers=14, head_dim=48)
+    (added,) = pool.run(1, save_hungrily, str(tmp_path / "out"), hf)
+    (path,) = (tmp_path / "out").glob("*.safetensors")
+    assert path.stat().st_size > 10 * 8000 * 384 * 4
+    assert added <= path.stat().st_size // 2
 
 
 def crash_at(event, models, folder):

@@ -1,105 +1,24 @@
 """A folder of safetensors as a lazy mapping: a tensor is a view of the mapped file until somebody copies from it.
 
 Files are opened and mapped once; the pages of a tensor are given back when its reader moves on, so that reading a
-checkpoint of any size keeps one tensor resident. The page cache is shared by all processes of a node.
+checkpoint of any size keeps one tensor resident. A load reads the files by position instead (``file_of``). The page
+cache is shared by all processes of a node.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import mmap
 import os
-import struct
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.weights.safetensors_file import SafetensorsFile
 
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
-
-# https://github.com/huggingface/safetensors#format
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
-class SafetensorsFile:
-    """One mapped file. The whole header is checked on opening; data is touched when tensors are read."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"cannot open {path}: {error}") from None
-        self.entries = self._read_header()
-
-    def _read_header(self) -> dict[str, _Entry]:
-        size = len(self._map)
-        length = struct.unpack("<Q", self._map[:8])[0] if size >= 8 else size
-        if 8 + length > size:
-            raise CheckpointError(f"{self.path} has {size} bytes, less than its header; it is truncated: copy it again")
-        try:
-            header = json.loads(self._map[8 : 8 + length])
-            entries = {name: _entry(value, 8 + length) for name, value in header.items() if name != "__metadata__"}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{self.path} is no safetensors file, or its header is damaged: {error!r}") from None
-        end = max((entry.stop for entry in entries.values()), default=8 + length)
-        if end > size:
-            raise CheckpointError(
-                f"{self.path} has {size} bytes but its header promises {end}; it is truncated: copy it again"
-            )
-        return entries
-
-    def tensor(self, name: str) -> Tensor:
-        """The tensor as a view of the file."""
-        entry = self.entries[name]
-        if entry.start == entry.stop:
-            return torch.empty(entry.shape, dtype=entry.dtype)
-        count = math.prod(entry.shape)
-        return torch.frombuffer(self._map, dtype=entry.dtype, count=count, offset=entry.start).view(entry.shape)
-
-    def release(self, name: str) -> None:
-        """Give back the memory of pages that were read for ``name``; they stay in the page cache."""
-        entry = self.entries[name]
-        start = entry.start // mmap.PAGESIZE * mmap.PAGESIZE
-        self._map.madvise(mmap.MADV_DONTNEED, start, entry.stop - start)
-
-
-def _entry(value: dict[str, Any], base: int) -> _Entry:
-    start, stop = value["data_offsets"]
-    shape = tuple(value["shape"])
-    dtype = DTYPES[value["dtype"]]
-    if stop - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"shape {shape} of {value['dtype']} does not take {stop - start} bytes")
-    return _Entry(dtype, shape, base + start, base + stop)
 
 
 class Checkpoint(Mapping[str, Tensor]):
@@ -143,6 +62,10 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._where)
+
+    def file_of(self, name: str) -> SafetensorsFile:
+        """The file that holds the tensor ``name``."""
+        return self._where[name]
 
     def pairs(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """``(name, tensor)`` for each of ``names``; a tensor's memory is given back when the next is asked for."""

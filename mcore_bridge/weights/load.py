@@ -19,8 +19,10 @@ from mcore_bridge.weights.bound import BoundModel, Models, bind, noted
 from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.dtypes import Dtypes, dtype_name, is_exact, wanted_dtype
 from mcore_bridge.weights.mapping import unstacked
+from mcore_bridge.weights.move import Move, read
 from mcore_bridge.weights.names import mtp_layer_of
 from mcore_bridge.weights.provenance import HF, Dialect, dialect_of
+from mcore_bridge.weights.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.trace import Copy, Shape
 
 Source = str | os.PathLike[str] | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -75,6 +77,7 @@ def load_hf_weights(
     dtype: Dtypes = None,
     dialect: Dialect | None = None,
     strict: bool = True,
+    slot_bytes: int = SLOT_BYTES,
 ) -> LoadReport:
     """Copy HF weights into this rank's chunks, in place.
 
@@ -89,6 +92,8 @@ def load_hf_weights(
         dialect: how the source holds routed experts: "split" or "fused". None finds it out by the names of a folder or
             mapping; of an iterable, it is that of the checkpoint that the models come from.
         strict: whether missing and unexpected tensors raise, or are reported.
+        slot_bytes: what is read from a file at once. Some eight times that is held in host memory, where slices cannot
+            be read straight into place: of parameters on a GPU, or of another dtype.
 
     Raises:
         CheckpointError: naming the tensors that are missing, unexpected, of another shape, or would lose bits.
@@ -108,13 +113,14 @@ def load_hf_weights(
     names = [name for name in source if name in load.uses]
     for name in names:
         load.check(name, source[name])
-    for name, tensor in source.pairs(names) if isinstance(source, Checkpoint) else _items(source, names):
-        load.write(name, tensor)
+    if isinstance(source, Checkpoint):
+        with Staging(slot_bytes) as staging:
+            pairs = source.pairs(names)
+            read(((move, source.file_of(name)) for name, each in pairs for move in load.moves(name, each)), staging)
+        return load.report()
+    for name in names:
+        load.write(name, source[name])
     return load.report()
-
-
-def _items(source: Mapping[str, Tensor], names: list[str]) -> Iterator[tuple[str, Tensor]]:
-    return ((name, source[name]) for name in names)
 
 
 class _Load:
@@ -198,6 +204,11 @@ class _Load:
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Copy this rank's slices of one HF tensor into place."""
+        for move in self.moves(name, tensor):
+            move.run()
+
+    def moves(self, name: str, tensor: Tensor) -> Iterator[Move]:
+        """What is to be copied of one HF tensor, once padding is zero and the tensor has been checked."""
         if name in self.seen:
             raise CheckpointError(f"{name} came twice; every HF tensor must come exactly once")
         self.seen[name] = None
@@ -209,8 +220,8 @@ class _Load:
                 use.tensor.narrow(dim, start, size).zero_()
             for copy in use.copies:
                 source = copy.of_part(use.of(tensor))
-                copy.of_shard(use.tensor).copy_(source.to(self._crossing(name, tensor.dtype, use)))
                 self.num_bytes += source.nbytes
+                yield Move(source, copy.of_shard(use.tensor), self._crossing(name, tensor.dtype, use))
 
     def _crossing(self, name: str, own: torch.dtype, use: _Use) -> torch.dtype:
         """The dtype in which a tensor crosses: its own where its place can hold all values, such as a router's bias."""

@@ -1,25 +1,20 @@
-"""mcore to a HF folder: all ranks write files side by side, and the folder changes in one step.
-
-Everything is written to a staging folder beside the target, which then takes its place. Whoever dies, whenever, the
-target is the old folder or the new one.
-"""
+"""mcore to a HF folder: all ranks write files side by side as the tensors come, and the folder changes in one step."""
 
 from __future__ import annotations
 
 import copy
-import ctypes
-import glob
 import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
@@ -29,13 +24,14 @@ from mcore_bridge.weights.dtypes import Dtypes, dtype_name
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.manifest import Manifest, TensorSpec, manifest
 from mcore_bridge.weights.provenance import HF, Dialect, Provenance
+from mcore_bridge.weights.safetensors_file import SafetensorsWriter
+from mcore_bridge.weights.shards import MAX_SHARD_BYTES, Shard, deal_shards
+from mcore_bridge.weights.staging import SLOT_BYTES, Staging
+from mcore_bridge.weights.swap import beside, clear_stale, replace
 from mcore_bridge.weights.transport import Group
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-MAX_SHARD_BYTES = 5 << 30
-MIN_SHARD_BYTES = 64 << 20
 
 _COMPANIONS = (
     *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken"),
@@ -44,10 +40,7 @@ _COMPANIONS = (
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    name: str
-    tensors: tuple[TensorSpec, ...]
+Places = dict[str, tuple[SafetensorsWriter, TensorSpec]]
 
 
 def save_hf_checkpoint(
@@ -59,6 +52,7 @@ def save_hf_checkpoint(
     dtype: Dtypes = None,
     dialect: Dialect | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    slot_bytes: int = SLOT_BYTES,
 ) -> Manifest:
     """Write sharded safetensors, index, config, and the tokenizer files of the folder that the model came from.
 
@@ -70,6 +64,7 @@ def save_hf_checkpoint(
         dtype: cast tensors to this; by default each is written in its own.
         dialect: of the experts, as for ``iter_hf_weights``.
         max_shard_bytes: size of a file at most, unless one tensor is larger.
+        slot_bytes: what is written at once. Tensors on a GPU cross host memory of some eight times that.
 
     Raises:
         CheckpointError: on every rank, when any of them cannot write. The target is then as it was.
@@ -77,31 +72,35 @@ def save_hf_checkpoint(
     target = Path(os.path.abspath(folder))
     provenance = noted(models, hf, head)
     world = Group(None)
-    staging = target.parent / f".{target.name}.{world.exchange(uuid.uuid4().hex[:8])[0]}.partial"
-    error = ""
-    specs = Manifest(())
-    try:
-        staging.mkdir(parents=True, exist_ok=True)
-        specs = manifest(models, hf=hf, head=head, dtype=dtype, dialect=dialect)
-        files = _files(specs, world.size, max_shard_bytes)
-        mine = [file for index, file in enumerate(files) if index % world.size == world.rank]
-        _write_files(iter_hf_weights(models, hf=hf, head=head, dtype=dtype, dialect=dialect), mine, staging)
+    staging = beside(target, world.exchange(uuid.uuid4().hex[:8])[0])
+    together = partial(_together, world, target, staging)
+    with ExitStack() as stack:
+        with together():
+            specs = manifest(models, hf=hf, head=head, dtype=dtype, dialect=dialect)
+            shards = deal_shards(specs, world.size, max_shard_bytes)
+            staging.mkdir(parents=True, exist_ok=True)
+            places = _open([shard for shard in shards if shard.rank == world.rank], staging, stack)
+        with together():
+            pairs = iter_hf_weights(models, hf=hf, head=head, dtype=dtype, dialect=dialect)
+            _write(pairs, places, slot_bytes)
+            stack.close()
+            if world.rank == 0:
+                _write_rest(shards, specs, provenance, staging)
+                clear_stale(target, staging)
+    with together():
         if world.rank == 0:
-            _write_rest(files, specs, provenance, staging)
-            _clear_stale(target, staging)
-    except Exception as problem:  # whatever it is, the others must hear of it
-        error = f"{type(problem).__name__}: {problem}"
-    _raise_on_all(world, error, target, staging)
-    try:
-        if world.rank == 0:
-            _replace(target, staging)
-    except OSError as problem:
-        error = f"{type(problem).__name__}: {problem}"
-    _raise_on_all(world, error, target, staging)
+            replace(target, staging, _WEIGHTS)
     return specs
 
 
-def _raise_on_all(world: Group, error: str, target: Path, staging: Path) -> None:
+@contextmanager
+def _together(world: Group, target: Path, staging: Path) -> Iterator[None]:
+    """What fails in here on any rank raises on all of them, when all have come to the end."""
+    error = ""
+    try:
+        yield
+    except Exception as problem:  # whatever it is, the others must hear of it
+        error = f"{type(problem).__name__}: {problem}"
     failures = {rank: message for rank, message in enumerate(world.exchange(error)) if message}
     if failures:
         if world.rank == 0:
@@ -109,37 +108,52 @@ def _raise_on_all(world: Group, error: str, target: Path, staging: Path) -> None
         raise CheckpointError(f"{target} was not written, and is as it was: {failures} (by rank)")
 
 
-def _files(specs: Manifest, num_writers: int, max_shard_bytes: int) -> list[_File]:
-    """Files of even size in the order of the manifest, at least one for each writer while they are not tiny."""
-    size = min(max_shard_bytes, max(specs.num_bytes // num_writers + 1, MIN_SHARD_BYTES))
-    shards: list[list[TensorSpec]] = [[]]
-    filled = 0
-    for spec in specs:
-        if shards[-1] and filled + spec.num_bytes > size:
-            shards.append([])
-            filled = 0
-        shards[-1].append(spec)
-        filled += spec.num_bytes
-    return [_File(f"model-{i:05}-of-{len(shards):05}.safetensors", tuple(s)) for i, s in enumerate(shards, 1)]
+def _open(shards: Sequence[Shard], folder: Path, stack: ExitStack) -> Places:
+    """Open this rank's files, all or none, and say in which of them each tensor goes."""
+    places: Places = {}
+    with ExitStack() as opened:
+        for shard in shards:
+            described = [(spec.name, spec.shape, spec.dtype) for spec in shard.tensors]
+            writer = opened.enter_context(SafetensorsWriter(folder / shard.name, described))
+            places.update((spec.name, (writer, spec)) for spec in shard.tensors)
+        stack.enter_context(opened.pop_all())
+    return places
 
 
-def _write_files(pairs: Iterator[tuple[str, Tensor]], files: Sequence[_File], staging: Path) -> None:
-    """Write each file as soon as its last tensor has come; the other tensors pass by."""
-    file_of = {spec.name: file for file in files for spec in file.tensors}
-    pending: dict[str, dict[str, Tensor]] = {file.name: {} for file in files}
-    for name, tensor in pairs:
-        file = file_of.get(name)
-        if file is None:
-            continue
-        pending[file.name][name] = tensor.cpu()
-        if len(pending[file.name]) == len(file.tensors):
-            save_file(pending.pop(file.name), staging / file.name, metadata={"format": "pt"})
+def _write(pairs: Iterator[tuple[str, Tensor]], places: Places, slot_bytes: int) -> None:
+    """Write this rank's tensors as they come; the others pass by."""
+    waiting = dict(places)
+    # Closed first, and explicitly: an error keeps its frames alive, and the other ranks would wait for this one.
+    with Staging(slot_bytes) as staging, closing(pairs):  # type: ignore[type-var]  # a generator, as it promises
+        for name, tensor in pairs:
+            if name not in waiting:
+                continue
+            writer, spec = waiting.pop(name)
+            if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
+                raise CheckpointError(f"{name} came as {tensor.dtype} {tuple(tensor.shape)}, the manifest has {spec}")
+            _write_tensor(tensor, partial(writer.write, name), staging)
+    if waiting:
+        raise CheckpointError(f"the export lacks {len(waiting)} tensors of its manifest: {list(waiting)[:8]}")
 
 
-def _write_rest(files: Sequence[_File], specs: Manifest, provenance: Provenance, staging: Path) -> None:
+def _write_tensor(tensor: Tensor, write: Callable[[int, Tensor], None], staging: Staging) -> None:
+    """Have threads write a tensor: from where it is, or through a slot that it is copied to when it is on a GPU."""
+    flat = tensor.contiguous().flatten().view(torch.uint8)
+    for start in range(0, flat.nbytes, staging.slot_bytes):
+        piece = flat[start : start + staging.slot_bytes]
+        slot = staging.take()
+        if not piece.is_cpu:
+            memory = slot.memory(piece.nbytes, piece.device)
+            memory.copy_(piece, non_blocking=piece.is_cuda)
+            slot.mark(piece.device)
+            piece = memory
+        staging.submit(slot, partial(write, start, piece))
+
+
+def _write_rest(shards: Sequence[Shard], specs: Manifest, provenance: Provenance, staging: Path) -> None:
     index = {
         "metadata": {"total_size": specs.num_bytes},
-        "weight_map": {spec.name: file.name for file in files for spec in file.tensors},
+        "weight_map": {spec.name: shard.name for shard in shards for spec in shard.tensors},
     }
     (staging / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     if provenance.folder is not None:
@@ -147,13 +161,6 @@ def _write_rest(files: Sequence[_File], specs: Manifest, provenance: Provenance,
             if path.is_file() and any(fnmatchcase(path.name, pattern) for pattern in _COMPANIONS):
                 shutil.copy2(path, staging / path.name)
     _config_of(specs, provenance).save_pretrained(staging)
-
-
-def _clear_stale(target: Path, staging: Path) -> None:
-    """Remove what saves that died left behind."""
-    for path in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
-        if path != staging:
-            shutil.rmtree(path)
 
 
 def _config_of(specs: Manifest, provenance: Provenance) -> PretrainedConfig:
@@ -168,39 +175,3 @@ def _config_of(specs: Manifest, provenance: Provenance) -> PretrainedConfig:
         hf.architectures = [f"{(hf.architectures or ['For'])[0].split('For')[0]}{kind}"]
         hf.num_labels = score.shape[0]
     return hf
-
-
-def _replace(target: Path, staging: Path) -> None:
-    """Put ``staging`` in the place of ``target``, which keeps what is neither weights nor written anew."""
-    if not target.exists():
-        staging.rename(target)
-        return
-    for path in target.iterdir():
-        new = staging / path.name
-        if not new.exists() and not any(fnmatchcase(path.name, pattern) for pattern in _WEIGHTS):
-            shutil.copytree(path, new, copy_function=_link, symlinks=True) if path.is_dir() else _link(path, new)
-    if _exchange(staging, target):
-        shutil.rmtree(staging)
-        return
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    target.rename(old)
-    staging.rename(target)
-    shutil.rmtree(old)
-
-
-def _link(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError:
-        shutil.copy2(source, target, follow_symlinks=False)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two paths in one step, where the system can: Linux, renameat2 with RENAME_EXCHANGE (2)."""
-    try:
-        call = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError):
-        return False
-    at_cwd = -100
-    return call(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), 2) == 0

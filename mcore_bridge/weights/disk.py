@@ -1,0 +1,70 @@
+"""Bytes from and to places in open files. Threads may do so side by side: nothing here has a position or holds the GIL.
+
+Files are read, not mapped: a file that has become shorter is then an error and no signal, and the kernel reads ahead
+what is not in the page cache, which all processes of a node share.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Array: TypeAlias = "NDArray[Any]"
+
+BLOCK_BYTES = 1 << 18  # what is read at once of an array with gaps; it should stay in a core's cache
+
+
+def read_array(fd: int, offset: int, out: Array, strides: tuple[int, ...]) -> None:
+    """Fill ``out`` (C-contiguous) with an array that begins at ``offset`` in a file, ``strides`` in bytes.
+
+    Small gaps are read along with the array, since a call costs more than they do.
+
+    Raises:
+        EOFError: the file ends before the array does.
+    """
+    if _is_dense(out.shape, strides, out.itemsize):
+        _read(fd, offset, out)
+        return
+    row = out.itemsize + sum((size - 1) * stride for size, stride in zip(out.shape[1:], strides[1:], strict=True))
+    if len(out) == 1 or row > BLOCK_BYTES:
+        for index in range(len(out)):
+            read_array(fd, offset + index * strides[0], out[index], strides[1:])
+        return
+    num_rows = (BLOCK_BYTES - row) // strides[0] + 1
+    block = np.empty((min(num_rows, len(out)) - 1) * strides[0] + row, np.uint8)
+    for start in range(0, len(out), num_rows):
+        part = out[start : start + num_rows]
+        _read(fd, offset + start * strides[0], block[: (len(part) - 1) * strides[0] + row])
+        np.copyto(part, np.ndarray(part.shape, part.dtype, block, strides=strides))
+
+
+def write_bytes(fd: int, offset: int, data: Array) -> None:
+    """Write all of ``data`` (C-contiguous) from ``offset`` of a file on."""
+    left = data.reshape(-1).view(np.uint8).data
+    while left:
+        written = os.pwrite(fd, left, offset)
+        left, offset = left[written:], offset + written
+
+
+def _read(fd: int, offset: int, out: Array) -> None:
+    left = out.reshape(-1).view(np.uint8).data
+    while left:
+        read = os.preadv(fd, [left], offset)
+        if not read:
+            raise EOFError(f"the file ends {len(left)} bytes before byte {offset + len(left)}")
+        left, offset = left[read:], offset + read
+
+
+def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    """Whether an array has no gaps and is row-major."""
+    expected = itemsize
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,69 @@
+"""Which rank writes which tensors to which files of a checkpoint: data, the same on every rank."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from mcore_bridge.weights.manifest import Manifest, TensorSpec
+
+MAX_SHARD_BYTES = 5 << 30
+MIN_SHARD_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A file, the rank that writes it, and what it holds."""
+
+    name: str
+    rank: int
+    tensors: tuple[TensorSpec, ...]
+
+
+def deal_shards(specs: Manifest, world_size: int, max_shard_bytes: int = MAX_SHARD_BYTES) -> tuple[Shard, ...]:
+    """Deal tensors to ranks, so that all write about as much and all the time, and cut what each has into files.
+
+    Neighbours in the manifest go to different ranks: an export yields one tensor after the other, and with runs of them
+    on one rank only one rank would write at a time. While files would be tiny, only some ranks write.
+
+    Args:
+        max_shard_bytes: size of a file at most, unless one tensor is larger.
+    """
+    num_writers = max(1, min(world_size, len(specs), specs.num_bytes // min(MIN_SHARD_BYTES, max_shard_bytes)))
+    shares = _shares(specs, num_writers)
+    found = [
+        (writer * world_size // num_writers, part)
+        for writer, share in enumerate(shares)
+        for part in _cut([spec for spec in specs if spec.name in share], max_shard_bytes)
+    ]
+    return tuple(
+        Shard(f"model-{number:05}-of-{len(found):05}.safetensors", rank, part)
+        for number, (rank, part) in enumerate(found, 1)
+    )
+
+
+def _shares(specs: Iterable[TensorSpec], num_writers: int) -> list[set[str]]:
+    """The names of each writer: largest tensors first, each to whoever has least."""
+    shares: list[set[str]] = [set() for _ in range(num_writers)]
+    loads = [(0, writer) for writer in range(num_writers)]
+    for spec in sorted(specs, key=lambda spec: -spec.num_bytes):
+        load, writer = heapq.heappop(loads)
+        shares[writer].add(spec.name)
+        heapq.heappush(loads, (load + spec.num_bytes, writer))
+    return shares
+
+
+def _cut(specs: list[TensorSpec], max_bytes: int) -> Iterator[tuple[TensorSpec, ...]]:
+    """Runs of even size, as few as ``max_bytes`` allows."""
+    total = sum(spec.num_bytes for spec in specs)
+    limit = -(-total // max(1, -(-total // max_bytes)))
+    part: list[TensorSpec] = []
+    filled = 0
+    for spec in specs:
+        if part and filled + spec.num_bytes > limit:
+            yield tuple(part)
+            part, filled = [], 0
+        part.append(spec)
+        filled += spec.num_bytes
+    yield tuple(part)

@@ -1,0 +1,69 @@
+"""A folder changes in one step: everything is in a folder beside it, which then takes its place.
+
+Whoever dies, whenever, the target is the old folder or the new one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import os
+import shutil
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+
+def beside(target: Path, name: str) -> Path:
+    """Where what is to become ``target`` is written first; ``name`` tells one writer from another."""
+    return target.parent / f".{target.name}.{name}.partial"
+
+
+def clear_stale(target: Path, staging: Path) -> None:
+    """Remove what saves that died left behind."""
+    for path in target.parent.glob(beside(Path(glob.escape(target.name)), "*").name):
+        if path != staging:
+            shutil.rmtree(path)
+
+
+def replace(target: Path, staging: Path, dropped: Iterable[str]) -> None:
+    """Put ``staging`` in the place of ``target``, which keeps files that are not written anew, but for ``dropped``.
+
+    Where the file system cannot exchange two folders, two renames do it, and a crash just between them leaves the old
+    folder as ``.NAME.old``.
+
+    Args:
+        dropped: ``fnmatch`` patterns of names.
+    """
+    if not target.exists():
+        staging.rename(target)
+        return
+    for path in target.iterdir():
+        new = staging / path.name
+        if not new.exists() and not any(fnmatchcase(path.name, pattern) for pattern in dropped):
+            shutil.copytree(path, new, copy_function=_link, symlinks=True) if path.is_dir() else _link(path, new)
+    if _exchange(staging, target):
+        shutil.rmtree(staging)
+        return
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    target.rename(old)
+    staging.rename(target)
+    shutil.rmtree(old)
+
+
+def _link(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two paths in one step, where the system can: Linux, renameat2 with RENAME_EXCHANGE (2)."""
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):
+        return False
+    at_cwd = -100
+    return call(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), 2) == 0

@@ -1,0 +1,102 @@
+"""Files of the format: slices read by position are what was written, and what is written others can read."""
+
+import contextlib
+import os
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.weights import disk
+from mcore_bridge.weights.move import Move
+from mcore_bridge.weights.safetensors_file import DTYPES, SafetensorsFile, SafetensorsWriter
+
+
+@st.composite
+def slices(draw):
+    """A shape, and a slice of it in some order of its dims."""
+    shape = draw(st.lists(st.integers(1, 9), min_size=0, max_size=4))
+    index = tuple(
+        slice(start, draw(st.integers(start + 1, size)), draw(st.integers(1, 3)))
+        for size in shape
+        for start in [draw(st.integers(0, size - 1))]
+    )
+    return shape, index, draw(st.permutations(range(len(shape))))
+
+
+@given(slices(), st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.int64]), st.integers(8, 300))
+def test_pieces_of_any_slice_are_read_from_any_place(tmp_path_factory, drawn, dtype, num_bytes):
+    shape, index, order = drawn
+    path = tmp_path_factory.mktemp("slices") / "model.safetensors"
+    whole = torch.randint(0, 100, shape).to(dtype)
+    save_file({"before": torch.ones(3, dtype=dtype), "whole": whole}, path)
+    file = SafetensorsFile(path)
+    expected, view = (tensor[index].permute(order) for tensor in (whole, file.tensor("whole")))
+    found = torch.zeros_like(expected)
+    with small_blocks(50):
+        for piece in Move(view, found, dtype).pieces(num_bytes):
+            arrived = torch.zeros(piece.source.shape, dtype=dtype)
+            assert arrived.nbytes <= num_bytes
+            file.read(piece.source, arrived)
+            piece.target.add_(arrived)  # what came twice would be twice as much
+    assert torch.equal(found, expected)
+
+
+@contextlib.contextmanager
+def small_blocks(num_bytes):
+    before, disk.BLOCK_BYTES = disk.BLOCK_BYTES, num_bytes
+    yield
+    disk.BLOCK_BYTES = before
+
+
+@pytest.mark.parametrize("index", [np.s_[:], np.s_[:, 3:5], np.s_[::2]])
+def test_a_file_that_became_shorter_is_an_error_and_no_signal(tmp_path, index):
+    path = tmp_path / "model.safetensors"
+    save_file({"whole": torch.ones(3000, 10)}, path)
+    file = SafetensorsFile(path)
+    os.truncate(path, path.stat().st_size - 100)
+    view = file.tensor("whole")[index]
+    with pytest.raises(CheckpointError, match=r"cannot read .*model\.safetensors: the file ends .* copy it again"):
+        file.read(view, torch.empty(view.shape))
+
+
+def example():
+    """A tensor of each dtype, those of one byte first, and shapes with no dim and with no element."""
+    tensors = {f"of {dtype}": torch.arange(7).to(dtype) for dtype in sorted(DTYPES.values(), key=lambda d: d.itemsize)}
+    return {**tensors, "scalar": torch.tensor(2.5), "empty": torch.empty(0, 3), 'a "name"': torch.ones(2, 3)}
+
+
+def test_others_read_what_we_write(tmp_path):
+    """The tensors come in another order than they lie in, and in pieces."""
+    path = tmp_path / "model.safetensors"
+    tensors = example()
+    described = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    with SafetensorsWriter(path, described) as writer:
+        for name, tensor in reversed(tensors.items()):
+            flat = tensor.flatten().view(torch.uint8)
+            for start in range(0, flat.nbytes, 5):
+                writer.write(name, start, flat[start : start + 5])
+    found = load_file(path)
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert found[name].flatten().view(torch.uint8).equal(tensor.flatten().view(torch.uint8))
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_headers_and_tensors_are_aligned_and_in_order(tmp_path):
+    path = tmp_path / "model.safetensors"
+    described = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in example().items()]
+    with SafetensorsWriter(path, described):
+        pass
+    os.truncate(path, 10_000)
+    entries = list(SafetensorsFile(path).entries.values())
+    assert entries[0].start % 8 == 0
+    assert all(entry.start % entry.dtype.itemsize == 0 for entry in entries)
+    assert [entry.start for entry in entries[1:]] == [entry.stop for entry in entries[:-1]]

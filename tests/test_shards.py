@@ -1,0 +1,50 @@
+"""Which rank writes what: everything once, about as much each, no run of neighbours on one rank."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore_bridge.weights.manifest import Manifest, TensorSpec
+from mcore_bridge.weights.shards import deal_shards
+
+
+def manifest_of(*sizes):
+    return Manifest(tuple(TensorSpec(f"t{i}", (size,), torch.uint8) for i, size in enumerate(sizes)))
+
+
+def loads(shards, world_size):
+    return [sum(s.num_bytes for x in shards if x.rank == rank for s in x.tensors) for rank in range(world_size)]
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 9), st.integers(1, 1200))
+def test_everything_is_written_once_and_evenly(sizes, world_size, max_bytes):
+    specs = manifest_of(*sizes)
+    shards = deal_shards(specs, world_size, max_bytes)
+    assert sorted(s.name for shard in shards for s in shard.tensors) == sorted(s.name for s in specs)
+    assert all(shard.tensors for shard in shards)
+    assert len({shard.name for shard in shards}) == len(shards)
+    for shard in shards:
+        assert len(shard.tensors) == 1 or sum(s.num_bytes for s in shard.tensors) <= max_bytes
+    writers = [load for load in loads(shards, world_size) if load] or [0]
+    assert max(writers) - min(writers) <= max(sizes)
+
+
+def test_one_large_tensor_is_all_that_its_rank_writes():
+    assert loads(deal_shards(manifest_of(10, 10, 10, 1000, 10, 10, 10), 4, 50), 4) == [1000, 20, 20, 20]
+
+
+def test_neighbours_go_to_different_ranks():
+    """All write during the whole of an export, and none waits for its turn."""
+    shards = deal_shards(manifest_of(*[10] * 40), 4, 1000 // 25)
+    rank_of = {spec.name: shard.rank for shard in shards for spec in shard.tensors}
+    assert all(len({rank_of[f"t{i}"] for i in range(start, start + 4)}) == 4 for start in range(0, 40, 4))
+
+
+def test_small_models_are_one_file():
+    (shard,) = deal_shards(manifest_of(1000, 2000), 8)
+    assert shard.name == "model-00001-of-00001.safetensors"
+
+
+def test_the_writers_of_a_medium_model_are_spread_over_the_nodes():
+    shards = deal_shards(manifest_of(*[64 << 20] * 4), 16)
+    assert sorted(shard.rank for shard in shards) == [0, 4, 8, 12]
