@@ -104,15 +104,23 @@ class _Exchange:
         if number < len(self._messages):
             following = Windows(self._group, self._memory[number % AHEAD], self._messages[number].num_bytes)
         try:
-            self._step(arrived, following, number)
+            self._steps(arrived, following, number)
         except Exception as problem:  # whatever it is, the others are waiting for this window
             self._fail(problem, number if following else number - AHEAD)
-            self._step(arrived, following, number)
+            self._steps(arrived, following, number)
         if arrived:
             arrived.mark()
         if following:
             following.send()
             self._sent.append(following)
+
+    def _steps(self, arrived: Windows | None, following: Windows | None, number: int) -> None:
+        """Both in one step, where this rank's next window lies upon the one before and not upon those of others."""
+        if arrived and following and len(arrived.own) != len(following.own):
+            self._step(arrived, None, number)
+            self._step(None, following, number)
+        else:
+            self._step(arrived, following, number)
 
     def _step(self, arrived: Windows | None, following: Windows | None, number: int) -> None:
         unpack, pack = not (self._closed or self._failure), not self._failure
@@ -122,7 +130,7 @@ class _Exchange:
         if not unpack:
             self._outputs.clear()
         state = State.FAILED if self._failure else State.CLOSED if self._closed else State.CONSUMING
-        header = self._group.header(state, str(self._failure or ""))
+        header = following.stamped(state, str(self._failure or "")) if following else self._nothing
         sources = self._held.sources(step, Buffers([arrived.all if arrived else self._nothing, header]))
         own = [arrived.headers if arrived else self._nothing, following.own if following else self._nothing]
         step.moves.make(sources, Buffers(own) + self._outputs.opened(step), self._group.device)
@@ -134,7 +142,7 @@ class _Exchange:
 
 
 class _Held:
-    """This rank's tensors by entry, as they are when an export begins: in memory that they cannot lose by assignment."""
+    """This rank's tensors by entry, in the memory that they have when an export begins."""
 
     def __init__(self, plan: ExportPlan, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         nothing = torch.empty(0, device=device)

@@ -196,7 +196,8 @@ def _cut(streams: Sequence[Sequence[_Part]], entries: Sequence[Entry], window: i
                 filled = _aligned(filled + count * row_bytes)
                 sizes.append(filled)
                 first, left = first + count, left - count
-    return [(pieces, max(sizes)) for pieces, sizes in messages]
+    width = max(size for _, sizes in messages for size in sizes)  # of all but the last: see ``Exchange``
+    return [*((pieces, width) for pieces, _ in messages[:-1]), (messages[-1][0], max(messages[-1][1]))]
 
 
 def _together(entries: Sequence[Entry], places: Sequence[Sequence[tuple[int, int]]], bucket_bytes: int) -> list[object]:

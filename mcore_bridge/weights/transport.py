@@ -46,6 +46,7 @@ class Windows:
         self.all = memory.all[: group.size * num_bytes]
         """The windows of all ranks, one behind the other."""
         self.own = self.all[group.rank * num_bytes : (group.rank + 1) * num_bytes]
+        self._own_state = State.CONSUMING, ""
         self._work: Any = None
 
     def send(self) -> None:
@@ -61,15 +62,24 @@ class Windows:
         if self._memory.arrived is not None:
             self._memory.arrived.record()
 
+    def stamped(self, state: State, message: str = "") -> Tensor:
+        """What to write into this rank's header, so that others learn its state."""
+        self._own_state = state, message
+        return self._group.header(state, message)
+
     def states(self) -> tuple[tuple[State, ...], tuple[str, ...]]:
-        """State and message of each rank, as they stand in ``headers``."""
+        """State and message of each rank, as they stand in ``headers``; its own as it was stamped."""
         if self._memory.arrived is not None:
             self._memory.arrived.synchronize()
-        rows = [row.tobytes() for row in self.headers.numpy()]
-        return (
-            tuple(State(row[0]) for row in rows),
-            tuple(row[1:].rstrip(b"\0").decode(errors="replace") for row in rows),
-        )
+        found = [
+            self._own_state if rank == self._group.rank else _read(row.tobytes())  # its row may be written by now
+            for rank, row in enumerate(self.headers.numpy())
+        ]
+        return tuple(state for state, _ in found), tuple(message for _, message in found)
+
+
+def _read(header: bytes) -> tuple[State, str]:
+    return State(header[0]), header[1:].rstrip(b"\0").decode(errors="replace")
 
 
 class Memory:
