@@ -11,19 +11,25 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
+import torch
 from torch import Tensor
 
 from mcore_bridge.weights.buffers import BufferRing
 from mcore_bridge.weights.manifest import Manifest, TensorSpec, digest
 from mcore_bridge.weights.receiver import Receiver
 
-FINISH, CLOSE = "finish", "close"
+OPENED, FINISH, CLOSE = "opened", "finish", "close"
 
 
 def serve(pipe: Connection, environment: Mapping[str, str], seconds: float, dies_at: int | None) -> None:
     """Answer every bucket with its number; the end of a round with digests of all tensors; errors with the error."""
     os.environ.update(environment)
-    receiver = Receiver(*pipe.recv())
+    try:
+        receiver = Receiver(*pipe.recv())
+    except Exception as error:
+        pipe.send(error)
+        return
+    pipe.send(OPENED)
     loaded: dict[str, Tensor] = {}
     for message in iter(pipe.recv, CLOSE):
         try:
@@ -35,7 +41,7 @@ def serve(pipe: Connection, environment: Mapping[str, str], seconds: float, dies
             if message == dies_at:
                 os._exit(1)
             with receiver.open(message) as pairs:
-                time.sleep(seconds)
+                pause(seconds, on_gpu=pairs[0][1].is_cuda)
                 loaded.update((name, tensor.clone()) for name, tensor in pairs)
             del pairs
             pipe.send(message)
@@ -43,6 +49,14 @@ def serve(pipe: Connection, environment: Mapping[str, str], seconds: float, dies
             pipe.send(error)
     receiver.close()
     pipe.send(CLOSE)
+
+
+def pause(seconds: float, *, on_gpu: bool) -> None:
+    """Be busy before what follows: on a GPU only the current stream is, and this returns at once."""
+    if on_gpu:
+        torch.cuda._sleep(int(seconds * 1e9))
+    else:
+        time.sleep(seconds)
 
 
 @contextmanager
@@ -61,10 +75,11 @@ def engine(
     theirs.close()
     try:
         ours.send((ring.plan, ring.handles()))
+        assert answer(ours) == OPENED
         yield ours
         if dies_at is None:
             ours.send(CLOSE)
-            assert ours.recv() == CLOSE
+            assert answer(ours) == CLOSE
     finally:
         ours.close()
         process.join(30)

@@ -1,5 +1,6 @@
 """Weights in flat buffers that another process reads: the plan, the ring, and two real processes over shared memory."""
 
+import os
 import subprocess
 import sys
 from contextlib import closing
@@ -266,6 +267,30 @@ def test_a_receiver_needs_torch_only():
         "mcore_bridge.Receiver\n"
     )
     finished = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_cuda_memorySnapshot"), reason="torch was built without CUDA")
+@pytest.mark.parametrize("expandable", [True, False])
+def test_expandable_segments_are_off_for_a_while_and_no_other_setting_changes(expandable):
+    script = (
+        "import torch\n"
+        "from mcore_bridge.weights.sharing import _without_expandable_segments as off\n"
+        "def settings():\n"
+        "    found = torch.cuda.memory._snapshot()['allocator_settings']\n"
+        "    found.pop('PYTORCH_CUDA_ALLOC_CONF')\n"
+        "    return found\n"
+        "before = settings()\n"
+        "for _ in range(2):\n"
+        "    with off():\n"
+        "        assert settings() == {**before, 'expandable_segments': False}, settings()\n"
+        "    assert settings() == before, settings()\n"
+        "assert before['max_split_size'] == 100 << 20\n"
+        f"assert before['expandable_segments'] is {expandable}\n"
+    )
+    settings = f"roundup_power2_divisions:[256:1,512:2,>:8],expandable_segments:{expandable},max_split_size_mb:100"
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": settings}
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
     assert finished.returncode == 0, finished.stderr
 
 
