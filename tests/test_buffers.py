@@ -88,6 +88,23 @@ def test_slots_are_filled_up_and_as_large_as_they_must_be():
     assert plan_buckets(()).buckets == ()
 
 
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ([{1, 4}, {2, 3}], [1, 4, 3]),
+        ([{1, 4}, {1, 2}], [1, 4, 3]),
+        ([{1, 3}, {2, 4}], [1, 4, 3]),
+        ([{1, 2}, {3, 4}, set()], [3, 4, 1]),
+    ],
+    ids=["nested", "same start", "overlapping", "neighbours"],
+)
+def test_groups_that_share_tensors_are_one(groups, expected):
+    manifest = manifest_of(random_tensors([(torch.uint8, (ALIGNMENT,))] * 8))
+    together = [{f"layers.{i}.weight" for i in group} for group in groups]
+    plan = plan_buckets(manifest, slot_bytes=4 * ALIGNMENT, together=together)
+    assert [len(bucket.pieces) for bucket in plan.buckets] == expected
+
+
 def test_what_cannot_be_planned_is_refused_before_anything_is_allocated():
     manifest = manifest_of(random_tensors([(torch.float32, (65,)), (torch.uint8, (1,))]))
     with pytest.raises(TransferError, match=r"layers.0.weight takes 512 bytes .* slot_bytes=512 or more"):
@@ -186,7 +203,8 @@ def test_a_round_that_breaks_off_closes_the_export_and_must_be_given_up():
     tensors = random_tensors(MIXED)
     ring, receiver = ring_and_receiver(tensors, slot_bytes=4096)
     closed = []
-    buckets = ring.fill(closed_pairs(tensors, closed), acknowledged=lambda: None)
+    pairs = closed_pairs(tensors, closed)  # held here: letting go of it would close it as well
+    buckets = ring.fill(pairs, acknowledged=lambda: None)
     with closing(buckets), receiver.open(next(buckets).number):
         pass
     assert closed == [True]
@@ -214,6 +232,7 @@ def test_parameters_that_require_gradients_leave_none_in_a_slot():
         with receiver.open(bucket.number) as ((_, tensor),):
             assert not tensor.requires_grad
             assert torch.equal(tensor, tensors["weight"])
+    assert not ring._slots[0].requires_grad
 
 
 # what a receiver refuses ----------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class BufferRing:
                     f"expected {expected}, found {found or 'no further tensor'}; make the plan from the manifest of "
                     "these tensors"
                 )
-            piece.view(self._slots[bucket.slot]).copy_(tensor.detach(), non_blocking=on_gpu)
+            piece.view(self._slots[bucket.slot]).copy_(tensor, non_blocking=on_gpu)
         if on_gpu:  # the consumer's streams know nothing of ours
             torch.cuda.current_stream(self.device).synchronize()
 
