@@ -6,10 +6,14 @@ when the round is over: a slot that was overwritten too early shows.
 
 import multiprocessing
 import os
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -100,6 +104,20 @@ def answer(pipe: Connection) -> object:
     if isinstance(said, Exception):
         raise said
     return said
+
+
+def run_example(folder: Path, **environment: str) -> None:
+    """The example of docs/handing_on.md, as a file in ``folder``: its engine has as much as its trainer."""
+    root = Path(__file__).parent.parent
+    (block,) = re.findall(r"```python\n(.*?)```", (root / "docs" / "handing_on.md").read_text(), re.DOTALL)
+    (folder / "example.py").write_text(block)
+    environment = {**os.environ, "PYTHONPATH": str(root), **environment}
+    command = [sys.executable, "-W", "ignore", "example.py"]
+    finished = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=300)
+    assert finished.returncode == 0, finished.stderr
+    numbers = dict(re.findall(r"the (trainer|engine) has (\d+ tensors, \d+ bytes)", finished.stdout))
+    assert numbers["trainer"] == numbers["engine"], finished.stdout
+    assert int(numbers["engine"].split()[0]) > 40
 
 
 def manifest_of(tensors: Mapping[str, Tensor]) -> Manifest:

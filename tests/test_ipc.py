@@ -9,7 +9,7 @@ import torch
 import mcore_bridge as mb
 from mcore_bridge.errors import TransferError
 from mcore_bridge.weights.manifest import digest
-from tests.engine import engine, manifest_of, pause, send_round
+from tests.engine import engine, manifest_of, pause, run_example, send_round
 from tests.strategies import random_state, tiny
 
 pytestmark = pytest.mark.multigpu
@@ -124,3 +124,9 @@ def test_an_engine_finds_the_gpu_of_a_model_whatever_its_index_is(order):
     visible = {"same": seen, "reversed": seen[::-1], "hidden": seen[1:]}[order]
     environment = {"CUDA_VISIBLE_DEVICES": ",".join(visible)}
     torch.multiprocessing.spawn(send_model, (environment, order != "hidden"), nprocs=1)
+
+
+def test_the_example_of_the_docs_runs_on_a_gpu(tmp_path):
+    if not torch.cuda.device_count():
+        pytest.skip("needs a GPU")
+    run_example(tmp_path)
