@@ -370,6 +370,7 @@ def export_to_an_engine_that_fails_on_rank_0():
         unread.extend(bucket.number for bucket in ring.fill(pairs, acknowledged=read_oldest))
     except EOFError:
         pass
+    ring.close()
     assert mb.to_hf_state_dict(models).keys() == state.keys()  # nothing is left in the group
     assert all(torch.equal(tensor, state[name]) for name, tensor in seen.items())
     return len(seen), len(state)
