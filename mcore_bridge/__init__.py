@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from mcore_bridge.factory.blueprint import to_layer_spec as to_layer_spec
     from mcore_bridge.factory.blueprint import to_transformer_config as to_transformer_config
     from mcore_bridge.factory.build import build_model as build_model
+    from mcore_bridge.weights.buckets import plan_buckets as plan_buckets
+    from mcore_bridge.weights.buffers import BufferRing as BufferRing
     from mcore_bridge.weights.export import iter_hf_weights as iter_hf_weights
     from mcore_bridge.weights.export import to_hf_state_dict as to_hf_state_dict
     from mcore_bridge.weights.load import LoadReport as LoadReport
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from mcore_bridge.weights.manifest import Manifest as Manifest
     from mcore_bridge.weights.manifest import manifest as manifest
     from mcore_bridge.weights.provenance import mapping as mapping
+    from mcore_bridge.weights.receiver import Receiver as Receiver
     from mcore_bridge.weights.save import save_hf_checkpoint as save_hf_checkpoint
 
 __version__ = "0.1.0"
@@ -41,6 +44,9 @@ _HOMES = {
     "to_hf_state_dict": "weights.export",
     "save_hf_checkpoint": "weights.save",
     "manifest": "weights.manifest",
+    "plan_buckets": "weights.buckets",
+    "BufferRing": "weights.buffers",
+    "Receiver": "weights.receiver",
     "to_transformer_config": "factory.blueprint",
     "to_gpt_arguments": "factory.blueprint",
     "to_layer_spec": "factory.blueprint",

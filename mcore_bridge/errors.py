@@ -23,3 +23,7 @@ class CheckpointError(BridgeError, RuntimeError):
 
 class ExportError(BridgeError, RuntimeError):
     """An export failed on some rank; the message names the rank and the parameter. Every rank of the group raises."""
+
+
+class TransferError(BridgeError, RuntimeError):
+    """What is handed to another process is not what was announced, or cannot be shared. Neither side reads on."""

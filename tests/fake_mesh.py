@@ -104,7 +104,7 @@ def export(held: Sequence[Any], *, bucket_bytes: int = 1 << 16) -> dict[str, Ten
             own = windows.view(len(held), -1)[rank]
             header = torch.full((HEADER,), rank, dtype=torch.uint8)
             programs[rank].step(None, number).moves.make(
-                Buffers([NOTHING, header, *tensors[rank]]), Buffers([NOTHING, own]), CPU
+                [Buffers([NOTHING, header, *tensors[rank]])], [Buffers([NOTHING, own])], CPU
             )
         for rank in [0, number % len(held)]:  # others would do the same
             step = programs[rank].step(number, None)
@@ -113,8 +113,8 @@ def export(held: Sequence[Any], *, bucket_bytes: int = 1 << 16) -> dict[str, Ten
                 outputs.setdefault(i, torch.full(shape, float("nan"), dtype=dtype))
             headers = torch.empty(len(held), HEADER, dtype=torch.uint8)
             step.moves.make(
-                Buffers([windows, NOTHING, *tensors[rank]]),
-                Buffers([headers, NOTHING, *(outputs[i] for i in step.outputs)]),
+                [Buffers([windows, NOTHING]), Buffers(tensors[rank])],
+                [Buffers([headers, NOTHING]), Buffers([outputs[i] for i in step.outputs])],
                 CPU,
             )
             assert len(held) == 1 or (headers == torch.arange(len(held))[:, None]).all()

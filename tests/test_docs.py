@@ -13,13 +13,14 @@ import transformers
 import mcore_bridge
 from mcore_bridge.architecture import architectures
 from mcore_bridge.commands.doctor import MINIMUM, TESTED
+from tests.engine import run_example
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
-    *(f"docs/{name}.md" for name in ("design", "families", "refused")),
+    *(f"docs/{name}.md" for name in ("design", "families", "handing_on", "refused")),
 ]
 
 
@@ -61,6 +62,10 @@ def test_python_blocks_parse_and_use_public_names(page: str) -> None:
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "mb"
         }
         assert names <= set(mcore_bridge.__all__)
+
+
+def test_the_example_of_handing_on_runs(tmp_path: Path) -> None:
+    run_example(tmp_path, CUDA_VISIBLE_DEVICES="")
 
 
 def test_the_commands_of_the_readme_exist() -> None:

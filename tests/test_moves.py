@@ -47,11 +47,10 @@ def check(moves, device):
     random = np.random.default_rng(0)
     sources = [random.integers(0, 256, SIZE, dtype=np.uint8) for _ in range(2)]
     target = torch.zeros(SIZE + 256, dtype=torch.uint8, device=device)[256:]  # inside of a larger storage
-    near = Buffers([torch.from_numpy(source).to(device) for source in sources[:1]])
-    near = near + Buffers([torch.from_numpy(source).to(device) for source in sources[1:]])
+    near = [Buffers([torch.from_numpy(source).to(device)]) for source in sources]
     table = Moves(moves)
     for _ in range(2):
-        table.make(near, Buffers([target]), torch.device(device))
+        table.make(near, [Buffers([target])], torch.device(device))
     assert (target.cpu().numpy() == expected(moves, sources)).all()
 
 

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from mcore_bridge.errors import ExportError
 from mcore_bridge.weights.moves import Buffers
-from mcore_bridge.weights.plan import AHEAD, ExportPlan, Message
+from mcore_bridge.weights.plan import AHEAD, ALIGNMENT, ExportPlan, Message, Output
 from mcore_bridge.weights.program import OUTPUTS, Program, Step
 from mcore_bridge.weights.transport import Group, Memory, State, Windows
 
 Pairs = Generator[tuple[str, Tensor], None, None]
+SMALL = 16 << 20
+"""Bytes up to which HF tensors of one shape that come with one message share an allocation."""
 
 
 def run_program(program: Program, group: Group, tensors: Mapping[str, Tensor]) -> Pairs:
@@ -53,7 +55,7 @@ def _alone(program: Program, tensors: Mapping[str, Tensor]) -> Pairs:
     nothing = Buffers([torch.empty(0, device=device)] * OUTPUTS)
     for number, message in enumerate(program.plan.messages):
         step = program.step(number, None)
-        step.moves.make(held.sources(step, nothing), nothing + outputs.opened(step), device)
+        step.moves.make((nothing, held.read_by(step)), (nothing, outputs.opened_by(step)), device)
         yield from outputs.closed(message)
 
 
@@ -131,9 +133,12 @@ class _Exchange:
             self._outputs.clear()
         state = State.FAILED if self._failure else State.CLOSED if self._closed else State.CONSUMING
         header = following.stamped(state, str(self._failure or "")) if following else self._nothing
-        sources = self._held.sources(step, Buffers([arrived.all if arrived else self._nothing, header]))
-        own = [arrived.headers if arrived else self._nothing, following.own if following else self._nothing]
-        step.moves.make(sources, Buffers(own) + self._outputs.opened(step), self._group.device)
+        sources = Buffers([arrived.all if arrived else self._nothing, header])
+        targets = Buffers(
+            [arrived.headers if arrived else self._nothing, following.own if following else self._nothing]
+        )
+        held, outputs = self._held.read_by(step), self._outputs.opened_by(step)
+        step.moves.make((sources, held), (targets, outputs), self._group.device)
 
     def _fail(self, problem: Exception, number: int) -> None:
         entries = [self._program.plan.entries[piece.entry].held.mcore for piece in self._messages[number].pieces]
@@ -147,18 +152,18 @@ class _Held:
     def __init__(self, plan: ExportPlan, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         nothing = torch.empty(0, device=device)
         self._names = [entry.held.mcore for entry in plan.entries]
-        found = [tensors.get(name, nothing).detach() for name in self._names]
+        found = [tensors.get(name, nothing) for name in self._names]
         found = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in found]
-        self._buffers = Buffers(found)
-        self._storages = [tensor.untyped_storage() for tensor in found]
+        self._storages = [tensor.untyped_storage() for tensor in found]  # they stay if tensors get others
         self._sizes = [storage.nbytes() for storage in self._storages]
+        self._buffers = Buffers([tensor.detach() for tensor in found])
 
-    def sources(self, step: Step, before: Buffers) -> Buffers:
-        """What a step reads, which must still be there, behind what is not held."""
+    def read_by(self, step: Step) -> Buffers:
+        """All of them; what a step reads must still be there."""
         for entry in step.held:
             if self._storages[entry].nbytes() != self._sizes[entry]:
                 raise ExportError(f"{self._names[entry]} has no storage any more: it was freed amid an export")
-        return before + self._buffers
+        return self._buffers
 
 
 class _Outputs:
@@ -170,13 +175,24 @@ class _Outputs:
         self._like = {dtype: torch.empty(0, dtype=dtype, device=device) for dtype in dtypes}
         self._open: dict[int, Tensor] = {}
 
-    def opened(self, step: Step) -> Buffers:
+    def opened_by(self, step: Step) -> Buffers:
         """The tensors that a step writes to, new ones where it is the first that does."""
+        new: dict[tuple[object, ...], list[int]] = {}
         for number in step.outputs:
             if number not in self._open:
                 output = self._plan.outputs[number]
-                self._open[number] = self._like[output.dtype].new_empty(output.shape)
+                new.setdefault((output.dtype, output.shape), []).append(number)
+        for numbers in new.values():
+            self._open.update(zip(numbers, self._allocated(self._plan.outputs[numbers[0]], len(numbers)), strict=True))
         return Buffers([self._open[number] for number in step.outputs])
+
+    def _allocated(self, output: Output, count: int) -> Sequence[Tensor]:
+        """``count`` new tensors like ``output``; of small ones, since the allocator takes longer for each than it
+        travels, all at once. ``data`` is the tensor without the memory of being one of several."""
+        like = self._like[output.dtype]
+        if count > 1 and output.num_bytes <= SMALL and output.num_bytes % ALIGNMENT == 0:
+            return [tensor.data for tensor in like.new_empty((count, *output.shape)).unbind()]
+        return [like.new_empty(output.shape) for _ in range(count)]
 
     def closed(self, message: Message) -> Iterator[tuple[str, Tensor]]:
         """The tensors that are complete with a message; they are the caller's from here."""

@@ -14,10 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from mcore_bridge.weights.moves import Move, Table
+from mcore_bridge.weights.moves import WIDEST, Addresses, Move, Table
 
 _ROWS, _COLS = 16, 256  # words of a tile
-_WIDE = 16  # bytes that a thread moves at once where all places and sizes are multiples of it, in words of 8
 _COLUMNS = ("source", "target", "rows", "cols", "source_row", "target_row", "source_col", "target_col", "last_tile")
 _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
@@ -44,7 +43,7 @@ def prepare(moves: Table, *, aligned: bool) -> tuple[Launch, ...]:
 
     Args:
         moves: fields of ``Move``.
-        aligned: whether all buffers begin at multiples of 16 bytes.
+        aligned: whether all buffers begin at multiples of ``WIDEST``, so that moves can be made in its halves.
     """
     column = dict(zip(Move._fields, moves.T, strict=True))
     item, rows, run = column["item"], column["rows"], column["cols"] * column["item"]
@@ -52,7 +51,7 @@ def prepare(moves: Table, *, aligned: bool) -> tuple[Launch, ...]:
     places = [column["source_start"], column["target_start"], run]
     places += [column["source_row"] * several, column["target_row"] * several]
     dense = (column["source_col"] == item) & (column["target_col"] == item)
-    wide = dense & (np.stack(places) % _WIDE == 0).all(0) & aligned
+    wide = dense & (np.stack(places) % WIDEST == 0).all(0) & aligned
     chosen = [(8, True, wide), *((word, False, ~wide & (item == word)) for word in _WORDS)]
     return tuple(_launch(moves[which], word, is_wide) for word, is_wide, which in chosen if which.any())
 
@@ -92,14 +91,6 @@ def _in_rows(moves: Table) -> Table:
         part[:, 7:] = (width, 1, width, 1)
         found.append(part[(part[:, 4] > 0) & (part[:, 5] > 0)])
     return np.concatenate(found)
-
-
-Addresses = np.ndarray[tuple[int], np.dtype[np.int64]]
-
-
-def is_aligned(addresses: Addresses) -> bool:
-    """Whether wide words can be used."""
-    return not (addresses % _WIDE).any()
 
 
 def launch(launches: Sequence[Launch], sources: Addresses, targets: Addresses, device: torch.device) -> None:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from mcore_bridge.weights.kernel import Launch
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WIDEST = 16  # bytes that a thread of a GPU moves at once
 Table = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+Addresses = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 class Move(NamedTuple):
@@ -44,16 +46,15 @@ class Buffers:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
 
-    def __add__(self, others: Buffers) -> Buffers:
-        both = Buffers([*self.tensors, *others.tensors])
-        both.addresses = np.concatenate([self.addresses, others.addresses])
-        both.on_gpu = self.on_gpu and others.on_gpu
-        return both
-
     @cached_property
-    def addresses(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def addresses(self) -> Addresses:
         """Where they begin."""
         return np.array([tensor.data_ptr() for tensor in self.tensors], dtype=np.int64)
+
+    @cached_property
+    def is_aligned(self) -> bool:
+        """Whether all begin where the widest words can."""
+        return not (self.addresses % WIDEST).any()
 
     @cached_property
     def on_gpu(self) -> bool:
@@ -68,28 +69,33 @@ class Moves:
         self.table: Table = np.array([*moves], dtype=np.int64).reshape(-1, len(Move._fields))
         self._launches: dict[bool, tuple[Launch, ...]] = {}
 
-    def make(self, sources: Buffers, targets: Buffers, device: torch.device) -> None:
+    def make(self, sources: Sequence[Buffers], targets: Sequence[Buffers], device: torch.device) -> None:
         """Copy on the current stream of ``device``, without waiting, and in any order.
 
-        No move may read what another one writes.
+        Args:
+            sources: moves count on from the buffers of one to those of the next.
+            targets: likewise. No move may read what another one writes.
+            device: where most of them are.
         """
-        if device.type == "cuda" and _has_triton() and sources.on_gpu and targets.on_gpu:
+        if device.type == "cuda" and _has_triton() and all(each.on_gpu for each in (*sources, *targets)):
             self._launch(sources, targets, device)
             return
+        near = [tensor for each in sources for tensor in each.tensors]
+        far = [tensor for each in targets for tensor in each.tensors]
         for row in self.table.tolist():
             move = Move(*row)
-            near, far = sources.tensors[move.source], targets.tensors[move.target]
-            source = _words(near, move, (move.source_start, move.source_row, move.source_col))
-            target = _words(far, move, (move.target_start, move.target_row, move.target_col))
+            source = _words(near[move.source], move, (move.source_start, move.source_row, move.source_col))
+            target = _words(far[move.target], move, (move.target_start, move.target_row, move.target_col))
             target.copy_(source)
 
-    def _launch(self, sources: Buffers, targets: Buffers, device: torch.device) -> None:
-        from mcore_bridge.weights.kernel import is_aligned, launch, prepare
+    def _launch(self, sources: Sequence[Buffers], targets: Sequence[Buffers], device: torch.device) -> None:
+        from mcore_bridge.weights.kernel import launch, prepare
 
-        aligned = is_aligned(sources.addresses) and is_aligned(targets.addresses)
+        aligned = all(each.is_aligned for each in (*sources, *targets))
         if aligned not in self._launches:
             self._launches[aligned] = prepare(self.table, aligned=aligned)
-        launch(self._launches[aligned], sources.addresses, targets.addresses, device)
+        near, far = (np.concatenate([each.addresses for each in buffers]) for buffers in (sources, targets))
+        launch(self._launches[aligned], near, far, device)
 
 
 def _words(buffer: Tensor, move: Move, place: tuple[int, int, int]) -> Tensor:

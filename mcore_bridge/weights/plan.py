@@ -105,9 +105,7 @@ def plan_export(
     entries = entries_of(mapping, axes, num_layers, inventories)
     outputs, places = _outputs(entries)
     together = _together(entries, places, bucket_bytes or MEMORY // 8)
-    message_bytes = (
-        bucket_bytes // AHEAD if bucket_bytes else _message_bytes(outputs, places, together, len(inventories))
-    )
+    message_bytes = bucket_bytes // AHEAD if bucket_bytes else _message_bytes(outputs, places, together)
     window = max(message_bytes // len(inventories), MIN_WINDOW)
     messages = _cut(_deal(entries, len(inventories), window), entries, window)
     done = _done(messages, places, together)
@@ -140,18 +138,19 @@ def _outputs(entries: Sequence[Entry]) -> tuple[tuple[Output, ...], tuple[tuple[
 
 
 def _message_bytes(
-    outputs: Sequence[Output], places: Sequence[Sequence[tuple[int, int]]], keys: Sequence[object], num_ranks: int
+    outputs: Sequence[Output], places: Sequence[Sequence[tuple[int, int]]], keys: Sequence[object]
 ) -> int:
     """Bytes of a message, for an export that takes ``MEMORY``.
 
-    At the worst there are two messages and this rank's parts of them; what a third has become; the largest group, which
-    a consumer holds while the next group, of any but the largest, is half there.
+    At the worst there are: the messages on their way; what one more has become, and what a consumer still holds of the
+    one before; the largest tensor; and groups of which some members have come, from one stage or several.
     """
     sizes: dict[object, dict[int, int]] = {}
     for key, found in zip(keys, places, strict=True):
         sizes.setdefault(key, {}).update((output, outputs[output].num_bytes) for output, _ in found)
-    largest, second = sorted((0, 0, *(sum(group.values()) for group in sizes.values())))[:-3:-1]
-    return int(min(max((MEMORY - largest - second) / (AHEAD * (1 + 1 / num_ranks) + 1), _MESSAGE[0]), _MESSAGE[1]))
+    largest = max(output.num_bytes for output in outputs)
+    group = max((size for each in sizes.values() if (size := sum(each.values())) < largest), default=0)
+    return min(max((MEMORY - largest - group * 3 // 2) // (AHEAD + 2), _MESSAGE[0]), _MESSAGE[1])
 
 
 _Part = tuple[int, int, int, int]

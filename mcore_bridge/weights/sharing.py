@@ -1,0 +1,136 @@
+"""Flat memory that another process of the same machine opens: CUDA IPC for a GPU, a mapped file for a CPU.
+
+This module needs torch and nothing else: an engine's process imports it.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from mcore_bridge.errors import TransferError
+
+_MEMORY_FILES = Path("/dev/shm")
+_DEVICE = 6  # the place of the device's index among the arguments with which torch rebuilds a CUDA tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """What another process opens a buffer with; it can be pickled. ``rebuild(*args)`` is the buffer.
+
+    On a GPU it is torch's own pair, as ``torch.multiprocessing.reductions.reduce_tensor`` makes it.
+    """
+
+    rebuild: Callable[..., Tensor]
+    args: tuple[Any, ...]
+    gpu: str | None
+    """The UUID of the GPU that the memory is on: its index may differ between processes."""
+
+
+def allocate(num_bytes: int, device: torch.device) -> Tensor:
+    """Memory that can be shared, uint8 [num_bytes], on a CUDA device or the CPU; what it holds is undefined."""
+    if device.type == "cpu":
+        return _allocate_file(num_bytes)
+    if device.type != "cuda":
+        raise TransferError(
+            f"memory of {device} cannot be handed to another process; expected a CUDA device or the CPU"
+        )
+    with _without_expandable_segments():
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def share(buffer: Tensor) -> Handle:
+    """A handle of what ``allocate`` returned, for one process, which opens it once.
+
+    On a GPU torch counts: memory of which a handle is opened by nobody, or twice, is not given back before this process
+    ends.
+    """
+    if buffer.is_cuda:
+        rebuild, args = reduce_tensor(buffer)
+        return Handle(rebuild, args, _uuid(buffer.device.index))
+    return Handle(_map_file, (buffer.untyped_storage().filename, buffer.numel()), None)
+
+
+def open_shared(handle: Handle) -> Tensor:
+    """The buffer that ``share`` made ``handle`` of, in this process: the same memory.
+
+    Raises:
+        TransferError: when this process does not see that GPU, or the buffer is gone.
+    """
+    if handle.gpu is None:
+        return handle.rebuild(*handle.args)
+    seen = [_uuid(index) for index in range(torch.cuda.device_count())]
+    if handle.gpu not in seen:
+        raise TransferError(f"the buffer is on GPU {handle.gpu}, this process sees {seen}; see CUDA_VISIBLE_DEVICES")
+    return handle.rebuild(*handle.args[:_DEVICE], seen.index(handle.gpu), *handle.args[_DEVICE + 1 :])
+
+
+def _uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+@contextmanager
+def _without_expandable_segments() -> Iterator[None]:
+    """Within it, torch takes new memory by cudaMalloc, and reuses only what was.
+
+    An expandable segment is handed on as a file descriptor, which a container may forbid another process to take. Torch
+    forgets what a setting leaves out, so the others are set again.
+    """
+    settings = torch.cuda.memory._snapshot()["allocator_settings"]
+    if not settings["expandable_segments"]:
+        yield
+        return
+    options = settings["PYTORCH_CUDA_ALLOC_CONF"].split(",")
+    others = [option for option in options if option and not option.strip().startswith("expandable_segments")]
+    _set_allocator(",".join([*others, "expandable_segments:False"]))
+    try:
+        yield
+    finally:
+        _set_allocator(",".join([*others, "expandable_segments:True"]))
+
+
+def _set_allocator(settings: str) -> None:
+    newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # the older one warns where this one is
+    (newer or torch.cuda.memory._set_allocator_settings)(settings)
+
+
+def _allocate_file(num_bytes: int) -> Tensor:
+    folder = _MEMORY_FILES if _MEMORY_FILES.is_dir() else None
+    descriptor, path = tempfile.mkstemp(prefix="mcore_bridge-", dir=folder)
+    try:
+        _reserve(descriptor, num_bytes)
+        buffer = _map_file(path, num_bytes)
+    except OSError as error:
+        os.unlink(path)
+        raise TransferError(f"no {num_bytes} bytes for {path}: {error}; free some, or use smaller slots") from None
+    finally:
+        os.close(descriptor)
+    weakref.finalize(buffer, Path(path).unlink, missing_ok=True)
+    return buffer
+
+
+def _reserve(descriptor: int, num_bytes: int) -> None:
+    """Take the pages now: where there are too few, a later write would end the process."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    else:
+        os.truncate(descriptor, num_bytes)
+
+
+def _map_file(path: str, num_bytes: int) -> Tensor:
+    size = os.path.getsize(path) if os.path.exists(path) else None
+    if size != num_bytes:  # torch would make or enlarge the file
+        raise TransferError(
+            f"expected a buffer of {num_bytes} bytes at {path}, found {size}; the sender may have ended"
+        )
+    return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
