@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mcore_bridge.weights.load import load_hf_weights as load_hf_weights
     from mcore_bridge.weights.manifest import Manifest as Manifest
     from mcore_bridge.weights.manifest import manifest as manifest
+    from mcore_bridge.weights.pieces import iter_hf_pieces as iter_hf_pieces
     from mcore_bridge.weights.provenance import mapping as mapping
     from mcore_bridge.weights.receiver import Receiver as Receiver
     from mcore_bridge.weights.save import save_hf_checkpoint as save_hf_checkpoint
@@ -42,6 +43,7 @@ _HOMES = {
     "load_hf_weights": "weights.load",
     "iter_hf_weights": "weights.export",
     "to_hf_state_dict": "weights.export",
+    "iter_hf_pieces": "weights.pieces",
     "save_hf_checkpoint": "weights.save",
     "manifest": "weights.manifest",
     "plan_buckets": "weights.buckets",

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.multigpu
 SETTINGS = {"segments": "max_split_size_mb:512", "expandable": "max_split_size_mb:512,expandable_segments:True"}
 DTYPES = [torch.bfloat16, torch.float32, torch.float8_e4m3fn]
 SHAPES = [(DTYPES[i % 3], (1 + i % 4, 100_003 + 7 * i)) for i in range(60)]
-"""Some 60 MB; nothing is a multiple of anything."""
-SLOT_BYTES = 8 << 20
+"""Some 35 MB; nothing is a multiple of anything."""
+SLOT_BYTES = 4 << 20
 ROUNDS = 20
 
 
