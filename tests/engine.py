@@ -111,7 +111,8 @@ def run_example(folder: Path, **environment: str) -> None:
     root = Path(__file__).parent.parent
     (block,) = re.findall(r"```python\n(.*?)```", (root / "docs" / "handing_on.md").read_text(), re.DOTALL)
     (folder / "example.py").write_text(block)
-    environment = {**os.environ, "PYTHONPATH": str(root), **environment}
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, **environment}
     command = [sys.executable, "-W", "ignore", "example.py"]
     finished = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=300)
     assert finished.returncode == 0, finished.stderr
