@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mcore_bridge import ParallelDims
+from mcore_bridge.commands import fake
 from mcore_bridge.commands.cost import cost_of
 from mcore_bridge.commands.fake import MeshPlan, plan_mesh
 from mcore_bridge.factory.blueprint import draw
@@ -17,6 +18,7 @@ from mcore_bridge.weights.plan import AHEAD, ExportPlan, plan_export
 from mcore_bridge.weights.program import Program
 from tests import fake_mesh
 from tests.strategies import tiny
+from tests.zoo import cases
 
 
 def sparse(num_layers: int, **sizes: Any) -> Any:
@@ -148,27 +150,36 @@ def test_the_cost_of_planning_does_not_depend_on_the_number_of_messages() -> Non
     assert sum(map(len, many.streams)) <= 3 * num_parts
 
 
-@pytest.mark.parametrize(
-    "dims", [ParallelDims(pp=4), ParallelDims(pp=4, vp=2, ep=2), ParallelDims(tp=2, pp=4, sp=True)]
-)
-def test_stages_that_share_a_build_hold_what_their_own_would(dims: ParallelDims, monkeypatch: Any) -> None:
-    shared = planned(16, dims)
+def meshes() -> list[Any]:
+    """Each family with a stage per layer, and meshes on which stages have several."""
+    found = [
+        pytest.param(case.hf, ParallelDims(pp=case.hf.num_hidden_layers), id=name) for name, case in cases().items()
+    ]
+    dims = [ParallelDims(pp=4), ParallelDims(pp=4, vp=2, ep=2), ParallelDims(tp=2, pp=4, sp=True)]
+    return found + [pytest.param(sparse(16), each, id=f"sparse {each}") for each in dims]
+
+
+@pytest.mark.parametrize(("hf", "dims"), meshes())
+def test_stages_that_share_a_build_hold_what_their_own_would(hf: Any, dims: ParallelDims, monkeypatch: Any) -> None:
+    blueprint = draw(hf, dims=dims, dtype=torch.bfloat16, device="meta")
+    world_size = fake_mesh.world_of(dims)
+    shared = plan_mesh(blueprint, world_size=world_size)
     builds = []
-    build = sys.modules["mcore_bridge.commands.fake"]._build
+    build = fake._build
 
     def counted(*arguments: Any) -> Any:
         builds.append(arguments)
         return replace(build(*arguments), kinds=object())  # no stage is like another
 
-    monkeypatch.setattr("mcore_bridge.commands.fake._build", counted)
-    assert planned(16, dims).ranks == shared.ranks
-    assert len(builds) == 4
-    assert planned(16, dims).export == shared.export
+    monkeypatch.setattr(fake, "_build", counted)
+    own = plan_mesh(blueprint, world_size=world_size)
+    assert len(builds) == dims.pp
+    assert (own.ranks, own.export) == (shared.ranks, shared.export)
 
 
 def test_stages_of_other_kinds_of_layers_share_no_build(monkeypatch: Any) -> None:
     builds = []
-    build = sys.modules["mcore_bridge.commands.fake"]._build
-    monkeypatch.setattr("mcore_bridge.commands.fake._build", lambda *each: builds.append(each) or build(*each))
+    build = fake._build
+    monkeypatch.setattr(fake, "_build", lambda *each: builds.append(each) or build(*each))
     planned(16, ParallelDims(pp=4))
     assert len(builds) == 3  # the dense layer and the embedding, the middle twice, the output
