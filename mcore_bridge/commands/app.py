@@ -17,7 +17,21 @@ from rich.markup import escape
 from rich.table import Table
 
 from mcore_bridge import __version__
-from mcore_bridge.commands.options import Cp, Debug, Ep, Etp, Folder, Layout, Mtp, Pp, Sp, Tp, Vp, smallest_world
+from mcore_bridge.commands.options import (
+    BANDWIDTH,
+    Cp,
+    Debug,
+    Ep,
+    Etp,
+    Folder,
+    Layout,
+    Mtp,
+    Pp,
+    Sp,
+    Tp,
+    Vp,
+    smallest_world,
+)
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.errors import BridgeError, ConfigError
 
@@ -169,7 +183,7 @@ def plan_command(
             help="GB/s that each rank receives, for the predicted seconds. The default was measured within one node: "
             "all_gather_into_tensor among 4 H200s by NVLink, at the size that suits it best.",
         ),
-    ] = 449.0,
+    ] = BANDWIDTH,
     picture: Annotated[Path | None, typer.Option(help="Also draw it, as SVG, to this file.")] = None,
     debug: Debug = False,
 ) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mcore_bridge.commands.options import BANDWIDTH
 from mcore_bridge.weights.cut import Run
 from mcore_bridge.weights.entries import Entry
 from mcore_bridge.weights.plan import AHEAD, ExportPlan
-
-BANDWIDTH = 449.0
-"""GB/s that a rank receives, measured: all_gather_into_tensor among 4 H200s by NVLink, at the size that suits best."""
 
 
 @dataclass(frozen=True, slots=True)
