@@ -178,9 +178,12 @@ class _Built:
         return tuple(Held(renumber_layer(each.mcore, numbers), each.shape, each.dtype) for each in held)
 
 
-def _kinds(blueprint: Blueprint, stages: Sequence[Stage]) -> object:
-    """What megatron-core builds stages from, but for the numbers of their layers. MTP layers are of one stage."""
-    return [
+def _kinds(blueprint: Blueprint, stages: Sequence[Stage]) -> str:
+    """What megatron-core builds stages from, but for the numbers of their layers. MTP layers are of one stage.
+
+    As text, in which the partials of specs are equal where they hold the same; what has no text but its address is not.
+    """
+    kinds = [
         (
             stage.embedding,
             stage.loss,
@@ -190,6 +193,7 @@ def _kinds(blueprint: Blueprint, stages: Sequence[Stage]) -> object:
         )
         for stage in stages
     ]
+    return repr(kinds)
 
 
 def _build(blueprint: Blueprint, stages: Sequence[Stage], kinds: object) -> _Built:
