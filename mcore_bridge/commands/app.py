@@ -17,7 +17,21 @@ from rich.markup import escape
 from rich.table import Table
 
 from mcore_bridge import __version__
-from mcore_bridge.commands.options import Cp, Debug, Ep, Etp, Folder, Layout, Mtp, Pp, Sp, Tp, Vp, smallest_world
+from mcore_bridge.commands.options import (
+    BANDWIDTH,
+    Cp,
+    Debug,
+    Ep,
+    Etp,
+    Folder,
+    Layout,
+    Mtp,
+    Pp,
+    Sp,
+    Tp,
+    Vp,
+    smallest_world,
+)
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.errors import BridgeError, ConfigError
 
@@ -162,6 +176,14 @@ def plan_command(
     mtp: Mtp = 0,
     world: Annotated[int | None, typer.Option(help="Ranks of the whole job; by default those of one replica.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Of the parameters; by default that of the config.")] = None,
+    bandwidth: Annotated[
+        float,
+        typer.Option(
+            min=1e-3,
+            help="GB/s that each rank receives, for the predicted seconds. The default was measured within one node: "
+            "all_gather_into_tensor among 4 H200s by NVLink, at the size that suits it best.",
+        ),
+    ] = BANDWIDTH,
     picture: Annotated[Path | None, typer.Option(help="Also draw it, as SVG, to this file.")] = None,
     debug: Debug = False,
 ) -> None:
@@ -175,7 +197,7 @@ def plan_command(
 
         dims = ParallelDims(tp=tp, pp=pp, vp=vp, cp=cp, ep=ep, etp=etp, sp=sp, layout=layout)
         found = plan(folder, dims, dtype=_dtype(dtype), world_size=world, num_mtp_layers=mtp)
-        Console(highlight=False).print(render(found))
+        Console(highlight=False).print(render(found, bandwidth=bandwidth))
         if picture is not None:
             picture.write_text(draw_svg(found), encoding="utf-8")
 

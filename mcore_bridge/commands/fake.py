@@ -7,8 +7,9 @@ taken, whatever the size. Ranks of one pipeline stage hold equal shapes, so that
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,7 @@ from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.config.pipeline import Stage
 from mcore_bridge.weights.bound import BoundModel, bind
 from mcore_bridge.weights.entries import Held, Inventory
-from mcore_bridge.weights.names import expert_of, layer_of, mtp_layer_of
+from mcore_bridge.weights.names import expert_of, layer_of, mtp_layer_of, renumber_layer
 from mcore_bridge.weights.plan import ExportPlan, plan_export
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class MeshPlan:
 
 
 def plan_mesh(blueprint: Blueprint, *, world_size: int) -> MeshPlan:
-    """Build every pipeline stage without storage, one after the other.
+    """Build pipeline stages without storage, one after the other, and once where they are of the same kinds of layers.
 
     Args:
         blueprint: on the meta device.
@@ -101,11 +102,18 @@ def plan_mesh(blueprint: Blueprint, *, world_size: int) -> MeshPlan:
     dims.dp(world_size)
     dims.edp(world_size)
     ranks, inventories = [], []
+    built: list[_Built] = []
     for pp_rank in range(dims.pp):
-        with _rank(dims, pp_rank):
-            bound, chunks = _build(blueprint)
-            inventories.append(bound.inventory())
-            ranks.append(chunks)
+        stages = [stage for stage in blueprint.stages if stage.pp_rank == pp_rank]
+        kinds = _kinds(blueprint, stages)
+        like = next((each for each in built if each.kinds == kinds), None)
+        if like is None:
+            with _rank(dims, pp_rank):
+                like = _build(blueprint, stages, kinds)
+            built.append(like)
+        ranks.append(like.chunks(stages))
+        inventories.append(like.inventory(stages))
+    bound = built[0].bound
     group = replicas(inventories, dims, num_experts=bound.axes["experts"], world_size=world_size)
     export = plan_export(bound.mapping, bound.axes, blueprint.config.num_layers, group, bucket_bytes=None)
     return MeshPlan(blueprint, world_size, tuple(ranks), export)
@@ -140,9 +148,55 @@ def _rank(dims: ParallelDims, pp_rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _build(blueprint: Blueprint) -> tuple[BoundModel, tuple[Chunk, ...]]:
-    from megatron.core import parallel_state
+@dataclass(frozen=True, slots=True)
+class _Built:
+    """What was built for the ``stages`` of one pipeline rank: the same as of every other whose ``kinds`` are equal."""
 
+    kinds: object
+    stages: Sequence[Stage]
+    bound: BoundModel
+    whole: Inventory
+    parts: tuple[Inventory, ...]
+    """Of each chunk."""
+
+    def inventory(self, stages: Sequence[Stage]) -> Inventory:
+        """What the rank of ``stages`` holds."""
+        ranks = {**self.whole.ranks, "pp": stages[0].pp_rank}
+        return Inventory(ranks, self._numbered(self.whole.held, stages))
+
+    def chunks(self, stages: Sequence[Stage]) -> tuple[Chunk, ...]:
+        """The same by chunk."""
+        pairs = zip(stages, self.parts, strict=True)
+        return tuple(Chunk(stage, _cells(self._numbered(part.held, stages))) for stage, part in pairs)
+
+    def _numbered(self, held: tuple[Held, ...], stages: Sequence[Stage]) -> tuple[Held, ...]:
+        """With the numbers of the layers of ``stages`` for those that were built."""
+        if stages[0].pp_rank == self.stages[0].pp_rank:
+            return held
+        theirs, ours = (chain.from_iterable(stage.layers for stage in each) for each in (self.stages, stages))
+        numbers = dict(zip(theirs, ours, strict=True))
+        return tuple(Held(renumber_layer(each.mcore, numbers), each.shape, each.dtype) for each in held)
+
+
+def _kinds(blueprint: Blueprint, stages: Sequence[Stage]) -> str:
+    """What megatron-core builds stages from, but for the numbers of their layers. MTP layers are of one stage.
+
+    As text, in which the partials of specs are equal where they hold the same; what has no text but its address is not.
+    """
+    kinds = [
+        (
+            stage.embedding,
+            stage.loss,
+            stage.num_mtp_layers,
+            blueprint.block_spec(stage),
+            blueprint.mtp_block_spec(stage),
+        )
+        for stage in stages
+    ]
+    return repr(kinds)
+
+
+def _build(blueprint: Blueprint, stages: Sequence[Stage], kinds: object) -> _Built:
     from mcore_bridge.factory.build import build_model
 
     models = build_model(
@@ -154,16 +208,14 @@ def _build(blueprint: Blueprint) -> tuple[BoundModel, tuple[Chunk, ...]]:
         overrides={"mtp_num_layers": blueprint.config.mtp_num_layers},
         load_weights=False,
     )
-    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-    stages = [stage for stage in blueprint.stages if stage.pp_rank == pp_rank]
-    chunks = [Chunk(stage, _cells(bind(model).inventory())) for stage, model in zip(stages, models, strict=True)]
-    return bind(models), tuple(chunks)
+    bound = bind(models)
+    return _Built(kinds, stages, bound, bound.inventory(), tuple(bind(model).inventory() for model in models))
 
 
-def _cells(inventory: Inventory) -> tuple[Cell, ...]:
+def _cells(tensors: tuple[Held, ...]) -> tuple[Cell, ...]:
     """Held tensors by layer, in order, the output last. Buffers, such as a router's bias, are held behind all else."""
     cells: dict[str, list[Held]] = {}
-    for held in inventory.held:
+    for held in tensors:
         cells.setdefault(_cell_name(held), []).append(held)
     return tuple(Cell(name, tuple(cells[name])) for name in sorted(cells, key=lambda name: name == "output"))
 

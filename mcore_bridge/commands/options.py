@@ -10,6 +10,9 @@ import typer
 
 from mcore_bridge.config.parallel import ParallelDims
 
+BANDWIDTH = 449.0
+"""GB/s that a rank receives, measured: all_gather_into_tensor among 4 H200s by NVLink, at the size that suits best."""
+
 # fmt: off
 Folder = Annotated[Path, typer.Argument(help="Folder of the HF checkpoint, with its config.json.", show_default=False)]
 Tp     = Annotated[int,  typer.Option(help="Tensor parallel size.")]

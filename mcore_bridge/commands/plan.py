@@ -10,8 +10,9 @@ from rich.console import Group
 from rich.table import Table
 
 from mcore_bridge.commands import text
+from mcore_bridge.commands.cost import cost_of
 from mcore_bridge.commands.fake import Chunk, MeshPlan, plan_mesh
-from mcore_bridge.commands.options import smallest_world
+from mcore_bridge.commands.options import BANDWIDTH, smallest_world
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.weights.dtypes import dtype_name
 
@@ -41,9 +42,9 @@ def plan(
     return plan_mesh(blueprint, world_size=world_size or smallest_world(dims))
 
 
-def render(found: MeshPlan) -> Group:
-    """Title, a row per chunk, and what an export would move."""
-    return Group(title(found), "", _table(found), "", _export(found))
+def render(found: MeshPlan, *, bandwidth: float = BANDWIDTH) -> Group:
+    """Title, a row per chunk, and what an export would move, where a rank receives so many GB/s."""
+    return Group(title(found), "", _table(found), "", _export(found, bandwidth))
 
 
 def title(found: MeshPlan) -> str:
@@ -141,12 +142,19 @@ def _largest(found: MeshPlan) -> str:
     return f"{largest.mcore} of {text.num_bytes(largest.num_bytes)}"
 
 
-def _export(found: MeshPlan) -> str:
+def _export(found: MeshPlan, bandwidth: float) -> str:
     sizes = [torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in found.export.tensors()]
-    messages = found.export.messages
-    window = max(message.num_bytes for message in messages)
-    return (
+    yields = (
         f"An export yields {text.plural(len(sizes), 'HF tensor')}, {text.num_bytes(sum(sizes))} in all and the largest "
-        f"{text.num_bytes(max(sizes))}, in {text.plural(len(messages), 'message')}, of which a rank sends at most "
-        f"{text.num_bytes(window)} each."
+        f"{text.num_bytes(max(sizes))}"
+    )
+    cost = cost_of(found.export, bandwidth=bandwidth)
+    memory = f"{text.num_bytes(cost.memory)} beside the model at most"
+    if cost.num_ranks == 1:
+        return f"{yields}, on one rank alone, which takes {memory}."
+    return (
+        f"{yields}, in {text.plural(cost.num_messages, 'message')} among {text.plural(cost.num_ranks, 'rank')}. A rank "
+        f"sends {text.num_bytes(cost.sent)}, of which at most {text.num_bytes(cost.weights)} are weights (all windows "
+        f"are as wide as the fullest), receives {text.num_bytes(cost.received)}, and takes {memory}. Predicted: "
+        f"{cost.seconds:.3g} s, were all ranks in one domain in which each receives {bandwidth:g} GB/s."
     )

@@ -68,6 +68,8 @@ def iter_hf_weights(
             the checkpoint has it that the model came from.
         bucket_bytes: of the messages that are on their way to a rank. An export takes at most three times this, and the
             largest tensor, beside the model. None is what takes 2 GB in all, or little more than the largest tensor.
+            That is so for a few ranks: each has a tensor of its own on the way, so many ranks with large tensors take
+            more, and ``mcore-bridge plan`` says how much.
 
     Raises:
         ExportError: on every rank of the group, when any of them fails; names rank and parameter.

@@ -101,16 +101,19 @@ def manifest(
     dtype: Dtypes = None,
     dialect: Dialect | None = None,
     digests: bool = False,
+    bucket_bytes: int | None = None,
 ) -> Manifest:
     """What ``iter_hf_weights`` with the same arguments yields. Called by all ranks of a replica together.
 
     Without digests no weight moves. With them the whole model is exported once, and the ranks share the hashing.
     """
-    export = open_export(models, hf, head, dialect=dialect)
+    export = open_export(models, hf, head, dialect=dialect, bucket_bytes=bucket_bytes)
     specs = tuple(TensorSpec(n, shape, wanted_dtype(n, own, dtype)) for n, shape, own in export.program.plan.tensors())
     if not digests:
         return Manifest(specs)
-    pairs = enumerate(iter_hf_weights(models, hf=hf, head=head, dtype=dtype, dialect=dialect))
+    pairs = enumerate(
+        iter_hf_weights(models, hf=hf, head=head, dtype=dtype, dialect=dialect, bucket_bytes=bucket_bytes)
+    )
     mine = {name: digest(tensor) for i, (name, tensor) in pairs if i % export.group.size == export.group.rank}
     found = {name: value for part in export.group.exchange(mine) for name, value in part.items()}
     return Manifest(tuple(replace(spec, sha256=found[spec.name]) for spec in specs))

@@ -173,6 +173,11 @@ def shift_expert(name: str, shift: int) -> str:
     return _EXPERT.sub(lambda match: f".experts.{int(match[1]) + shift}.", name)
 
 
+def renumber_layer(name: str, numbers: Mapping[int, int]) -> str:
+    """A canonical name with another number for its decoder layer, if it has one."""
+    return _LAYER.sub(lambda match: f"decoder.layers.{numbers[int(match[1])]}.", name)
+
+
 def _tensors(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
     """``state_dict`` without its hooks and copies: parameters, then the buffers that it would hold."""
     yield from chunk.named_parameters()

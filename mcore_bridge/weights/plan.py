@@ -12,20 +12,19 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from mcore_bridge.weights.cut import ALIGNMENT, HEADER, Cut, Part, Piece, Streams, aligned, cut, pieces
 from mcore_bridge.weights.entries import Entry, Inventory, entries_of
 from mcore_bridge.weights.layout import Axes
 from mcore_bridge.weights.mapping import WeightMapping, unstacked
 from mcore_bridge.weights.names import expert_of
 from mcore_bridge.weights.trace import Shape
 
-ALIGNMENT = 256
-"""Bytes between which pieces begin in a window: a multiple of every itemsize, and of what a GPU reads at once."""
-HEADER = 1024
-"""Bytes at the beginning of each window, in which its sender says how it is."""
+__all__ = ["AHEAD", "ALIGNMENT", "HEADER", "ExportPlan", "Message", "Output", "Piece", "plan_export"]
+
 MIN_WINDOW = 4096
 """Bytes that a rank sends per message at least."""
 AHEAD = 2
@@ -52,24 +51,19 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Rows ``first`` to ``first + count`` of a shard of an entry, in its sender's window from byte ``start`` on."""
-
-    entry: int
-    shard: int
-    first: int
-    count: int
-    sender: int
-    start: int
-
-
-@dataclass(frozen=True, slots=True)
 class Message:
     """What travels at once: each rank sends a window of ``num_bytes``, and these outputs are complete with it."""
 
-    pieces: tuple[Piece, ...]
+    number: int
     num_bytes: int
     done: tuple[int, ...]
+    streams: Streams = field(repr=False, compare=False)
+    """Those of the plan."""
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """What lies in the windows, found anew each time: all pieces of all messages would be many millions."""
+        return tuple(pieces(self.streams, self.number))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +74,7 @@ class ExportPlan:
     outputs: tuple[Output, ...]
     places: tuple[tuple[tuple[int, int], ...], ...]
     """For each part of each entry, its output and the byte at which it begins there."""
+    streams: Streams
     messages: tuple[Message, ...]
 
     def tensors(self) -> Iterator[tuple[str, Shape, torch.dtype]]:
@@ -107,14 +102,11 @@ def plan_export(
     together = _together(entries, places, bucket_bytes or MEMORY // 8)
     message_bytes = bucket_bytes // AHEAD if bucket_bytes else _message_bytes(outputs, places, together)
     window = max(message_bytes // len(inventories), MIN_WINDOW)
-    messages = _cut(_deal(entries, len(inventories), window), entries, window)
-    done = _done(messages, places, together)
-    return ExportPlan(
-        entries,
-        outputs,
-        places,
-        tuple(Message(tuple(pieces), size, done[index]) for index, (pieces, size) in enumerate(messages)),
-    )
+    found = cut(_deal(entries, len(inventories), window), [_rows(entry)[1] for entry in entries], window)
+    widths = [found.width] * (found.num_messages - 1) + [found.last_width]  # the last alone is narrow: see ``Exchange``
+    done = _done(found, places, together)
+    messages = (Message(number, width, done[number], found.streams) for number, width in enumerate(widths))
+    return ExportPlan(entries, outputs, places, found.streams, tuple(messages))
 
 
 def _outputs(entries: Sequence[Entry]) -> tuple[tuple[Output, ...], tuple[tuple[tuple[int, int], ...], ...]]:
@@ -153,15 +145,9 @@ def _message_bytes(
     return min(max((MEMORY - largest - group * 3 // 2) // (AHEAD + 2), _MESSAGE[0]), _MESSAGE[1])
 
 
-_Part = tuple[int, int, int, int]
-"""An entry, a shard of it, the first row and their number."""
-_Cut = tuple[list[Piece], int]
-"""The pieces of a message, and the bytes of its widest window."""
-
-
-def _deal(entries: Sequence[Entry], num_ranks: int, window: int) -> list[list[_Part]]:
+def _deal(entries: Sequence[Entry], num_ranks: int, window: int) -> list[list[Part]]:
     """What each rank sends. Holders share a shard that matters, and others go to whoever has least to send so far."""
-    streams: list[list[_Part]] = [[] for _ in range(num_ranks)]
+    streams: list[list[Part]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for index, entry in enumerate(entries):
         rows, row_bytes = _rows(entry)
@@ -170,33 +156,9 @@ def _deal(entries: Sequence[Entry], num_ranks: int, window: int) -> list[list[_P
             senders = holders if shares > 1 else (min(holders, key=loads.__getitem__),)
             for share, sender in enumerate(senders):
                 first, last = rows * share // shares, rows * (share + 1) // shares
-                streams[sender].append((index, shard, first, last - first))
-                loads[sender] += _aligned((last - first) * row_bytes)
+                streams[sender].append(Part(index, shard, first, last - first))
+                loads[sender] += aligned((last - first) * row_bytes)
     return streams
-
-
-def _cut(streams: Sequence[Sequence[_Part]], entries: Sequence[Entry], window: int) -> list[_Cut]:
-    """Streams, cut into messages: at the end of a row, where the window is full."""
-    messages: list[tuple[list[Piece], list[int]]] = []
-    for sender, stream in enumerate(streams):
-        message, filled = 0, HEADER
-        for index, shard, first, left in stream:
-            _, row_bytes = _rows(entries[index])
-            while left:
-                count = min(left, (window - filled) // row_bytes)
-                if count <= 0 and filled > HEADER:
-                    message, filled = message + 1, HEADER
-                    continue
-                count = max(count, 1)
-                if message == len(messages):
-                    messages.append(([], []))
-                pieces, sizes = messages[message]
-                pieces.append(Piece(index, shard, first, count, sender, filled))
-                filled = _aligned(filled + count * row_bytes)
-                sizes.append(filled)
-                first, left = first + count, left - count
-    width = max(size for _, sizes in messages for size in sizes)  # of all but the last: see ``Exchange``
-    return [*((pieces, width) for pieces, _ in messages[:-1]), (messages[-1][0], max(messages[-1][1]))]
 
 
 def _together(entries: Sequence[Entry], places: Sequence[Sequence[tuple[int, int]]], bucket_bytes: int) -> list[object]:
@@ -223,18 +185,17 @@ def _experts(entry: Entry) -> str:
     return entry.held.mcore.partition(".experts.")[0]
 
 
-def _done(
-    messages: Sequence[_Cut], places: Sequence[Sequence[tuple[int, int]]], keys: Sequence[object]
-) -> list[tuple[int, ...]]:
+def _done(found: Cut, places: Sequence[Sequence[tuple[int, int]]], keys: Sequence[object]) -> list[tuple[int, ...]]:
     """For each message the outputs to give out after it, in the order of their entries."""
     last: dict[object, int] = {}
-    for number, (pieces, _) in enumerate(messages):
-        for piece in pieces:
-            last[keys[piece.entry]] = number
+    for stream in found.streams:
+        for run in stream:
+            key = keys[run.entry]
+            last[key] = max(last.get(key, 0), run.last())
     groups: dict[object, dict[int, None]] = {}
-    for key, found in zip(keys, places, strict=True):
-        groups.setdefault(key, {}).update(dict.fromkeys(output for output, _ in found))
-    done: list[list[int]] = [[] for _ in messages]
+    for key, place in zip(keys, places, strict=True):
+        groups.setdefault(key, {}).update(dict.fromkeys(output for output, _ in place))
+    done: list[list[int]] = [[] for _ in range(found.num_messages)]
     for key, outputs in groups.items():
         done[last[key]] += outputs
     return [tuple(each) for each in done]
@@ -244,7 +205,3 @@ def _rows(entry: Entry) -> tuple[int, int]:
     """Rows of a shard, and the bytes of each."""
     rows = entry.held.shape[0]
     return rows, entry.held.num_bytes // rows
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -40,6 +40,8 @@ _COMPANIONS = (
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
+BUCKET_SLOTS = 16
+"""Slots' worth of tensors that are exported at once: more would only wait for the disk."""
 Places = dict[str, tuple[SafetensorsWriter, TensorSpec]]
 
 
@@ -73,15 +75,16 @@ def save_hf_checkpoint(
     provenance = noted(models, hf, head)
     world = Group(None)
     staging = beside(target, world.exchange(uuid.uuid4().hex[:8])[0])
+    bucket_bytes = BUCKET_SLOTS * slot_bytes
     together = partial(_together, world, target, staging)
     with ExitStack() as stack:
         with together():
-            specs = manifest(models, hf=hf, head=head, dtype=dtype, dialect=dialect)
+            specs = manifest(models, hf=hf, head=head, dtype=dtype, dialect=dialect, bucket_bytes=bucket_bytes)
             shards = deal_shards(specs, world.size, max_shard_bytes)
             staging.mkdir(parents=True, exist_ok=True)
             places = _open([shard for shard in shards if shard.rank == world.rank], staging, stack)
         with together():
-            pairs = iter_hf_weights(models, hf=hf, head=head, dtype=dtype, dialect=dialect)
+            pairs = iter_hf_weights(models, hf=hf, head=head, dtype=dtype, dialect=dialect, bucket_bytes=bucket_bytes)
             _write(pairs, places, slot_bytes)
             stack.close()
             if world.rank == 0:

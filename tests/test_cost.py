@@ -1,0 +1,185 @@
+"""What ``plan`` says of an export is what a program does; and planning costs parameters, not bytes or messages."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_bridge import ParallelDims
+from mcore_bridge.commands import fake
+from mcore_bridge.commands.cost import cost_of
+from mcore_bridge.commands.fake import MeshPlan, plan_mesh
+from mcore_bridge.factory.blueprint import draw
+from mcore_bridge.weights.cut import HEADER, Part, aligned, cut, pieces
+from mcore_bridge.weights.plan import AHEAD, ExportPlan, plan_export
+from mcore_bridge.weights.program import Program
+from tests import fake_mesh
+from tests.strategies import tiny
+from tests.zoo import cases
+
+
+def sparse(num_layers: int, **sizes: Any) -> Any:
+    fields = {
+        "num_hidden_layers": num_layers,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "mlp_only_layers": [0],
+        "vocab_size": 640,
+        **sizes,
+    }
+    return tiny("qwen3_moe", **fields)
+
+
+def planned(num_layers: int, dims: ParallelDims) -> MeshPlan:
+    blueprint = draw(sparse(num_layers), dims=dims, dtype=torch.bfloat16, device="meta")
+    return plan_mesh(blueprint, world_size=fake_mesh.world_of(dims))
+
+
+def open_bytes(plan: ExportPlan, num_ranks: int) -> int:
+    """Of outputs at once at most, as a program opens and closes them."""
+    program = Program(plan, 0, num_ranks)
+    held: dict[int, int] = {}
+    most = 0
+    for message in plan.messages:
+        numbers: dict[int, None] = {}
+        for piece in message.pieces:
+            list(program._unpacked(piece, message, numbers))
+        held |= {output: plan.outputs[output].num_bytes for output in numbers}
+        most = max(most, sum(held.values()))
+        for output in message.done:
+            del held[output]
+    assert not held
+    return most
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 12, 1 << 16, 1 << 20])
+@pytest.mark.parametrize(
+    "dims", [ParallelDims(tp=2, pp=2, sp=True), ParallelDims(pp=2, ep=4), ParallelDims(tp=2, ep=2, etp=2, sp=True)]
+)
+def test_the_memory_of_an_export_is_that_of_its_program(dims: ParallelDims, bucket_bytes: int) -> None:
+    held = fake_mesh.build_everywhere(sparse(4), dims, lambda chunks: None, dtype=torch.bfloat16)
+    plan = fake_mesh.plan_of(held, bucket_bytes=bucket_bytes)
+    cost = cost_of(plan, bandwidth=2.0)
+    width = max(message.num_bytes for message in plan.messages)
+    assert cost.memory == min(AHEAD, len(plan.messages)) * len(held) * width + open_bytes(plan, len(held))
+    assert cost.sent == sum(message.num_bytes for message in plan.messages)
+    assert cost.received == cost.sent * (len(held) - 1)
+    assert cost.seconds == cost.received / 2e9
+    assert cost.weights <= cost.sent
+
+
+def test_one_rank_alone_sends_nothing() -> None:
+    cost = cost_of(planned(2, ParallelDims()).export)
+    assert (cost.num_messages, cost.sent, cost.weights, cost.received, cost.seconds) == (0, 0, 0, 0, 0)
+    assert cost.memory > 0
+
+
+def row_by_row(stream: Sequence[Part], row_bytes: Sequence[int], window: int) -> dict[tuple[int, int, int], int]:
+    """The message of each row, found the slow way: pieces end where a window is full or a part ends."""
+    found, message, filled = {}, 0, HEADER
+    for entry, shard, first, rows in stream:
+        start = filled
+        for row in range(first, first + rows):
+            if filled > HEADER and filled + row_bytes[entry] > window:
+                message, filled = message + 1, HEADER
+            found[entry, shard, row] = message
+            filled += row_bytes[entry]
+        filled = aligned(filled) if filled != start else filled
+    return found
+
+
+@pytest.mark.parametrize("window", [HEADER + 1, HEADER + 256, 4096, 10_000, 1 << 20])
+def test_runs_are_the_rows_in_order(window: int) -> None:
+    streams = [[Part(0, 0, 0, 50), Part(1, 0, 3, 17), Part(2, 1, 0, 1)], [], [Part(1, 1, 0, 400), Part(0, 1, 5, 9)]]
+    row_bytes = [130, 700, 5000]
+    found = cut(streams, row_bytes, window)
+    seen: list[dict[tuple[int, int, int], int]] = [{} for _ in streams]
+    for number in range(found.num_messages):
+        ends = dict.fromkeys(range(len(streams)), HEADER)
+        last = number == found.num_messages - 1
+        for piece in pieces(found.streams, number):
+            assert piece.start == ends[piece.sender]
+            ends[piece.sender] = aligned(piece.start + piece.count * row_bytes[piece.entry])
+            for row in range(piece.first, piece.first + piece.count):
+                seen[piece.sender][piece.entry, piece.shard, row] = number
+        assert max(ends.values()) <= (found.last_width if last else found.width)
+    assert seen == [row_by_row(stream, row_bytes, window) for stream in streams]
+    assert [list(each) for each in seen] == [list(row_by_row(stream, row_bytes, window)) for stream in streams]
+
+
+def calls(num_layers: int, dims: ParallelDims, num_runs: list[int]) -> int:
+    """Functions that planning calls, of Python and of C, once the model is built."""
+    held = fake_mesh.build_everywhere(sparse(num_layers), dims, lambda chunks: None, dtype=torch.bfloat16)
+    bound, inventories = held[0][0], [inventory for _, inventory in held]
+    arguments = (bound.mapping, bound.axes, num_layers, inventories)
+    plan_export(*arguments, bucket_bytes=1 << 14)  # layouts are traced once
+    counted = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal counted
+        counted += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        plan = plan_export(*arguments, bucket_bytes=1 << 14)
+    finally:
+        sys.setprofile(None)
+    num_runs.append(sum(map(len, plan.streams)))
+    return counted
+
+
+def test_the_cost_of_planning_is_linear_in_the_number_of_parameters() -> None:
+    num_runs: list[int] = []
+    first, second, fourth = (calls(num, ParallelDims(pp=2, ep=4), num_runs) for num in (4, 8, 16))
+    assert fourth - second <= 2.5 * (second - first)
+    assert num_runs[2] - num_runs[1] <= 2.5 * (num_runs[1] - num_runs[0])
+
+
+def test_the_cost_of_planning_does_not_depend_on_the_number_of_messages() -> None:
+    found = []
+    for bucket_bytes in (1 << 13, 1 << 18):
+        held = fake_mesh.build_everywhere(sparse(4), ParallelDims(ep=2), lambda chunks: None, dtype=torch.bfloat16)
+        found.append(fake_mesh.plan_of(held, bucket_bytes=bucket_bytes))
+    many, few = found
+    assert len(many.messages) > 5 * len(few.messages)
+    num_parts = 2 * len(many.entries)
+    assert sum(map(len, many.streams)) <= 3 * num_parts
+
+
+def meshes() -> list[Any]:
+    """Each family with a stage per layer, and meshes on which stages have several."""
+    found = [
+        pytest.param(case.hf, ParallelDims(pp=case.hf.num_hidden_layers), id=name) for name, case in cases().items()
+    ]
+    dims = [ParallelDims(pp=4), ParallelDims(pp=4, vp=2, ep=2), ParallelDims(tp=2, pp=4, sp=True)]
+    return found + [pytest.param(sparse(16), each, id=f"sparse {each}") for each in dims]
+
+
+@pytest.mark.parametrize(("hf", "dims"), meshes())
+def test_stages_that_share_a_build_hold_what_their_own_would(hf: Any, dims: ParallelDims, monkeypatch: Any) -> None:
+    blueprint = draw(hf, dims=dims, dtype=torch.bfloat16, device="meta")
+    world_size = fake_mesh.world_of(dims)
+    shared = plan_mesh(blueprint, world_size=world_size)
+    builds = []
+    build = fake._build
+
+    def counted(*arguments: Any) -> Any:
+        builds.append(arguments)
+        return replace(build(*arguments), kinds=object())  # no stage is like another
+
+    monkeypatch.setattr(fake, "_build", counted)
+    own = plan_mesh(blueprint, world_size=world_size)
+    assert len(builds) == dims.pp
+    assert (own.ranks, own.export) == (shared.ranks, shared.export)
+
+
+def test_stages_of_other_kinds_of_layers_share_no_build(monkeypatch: Any) -> None:
+    builds = []
+    build = fake._build
+    monkeypatch.setattr(fake, "_build", lambda *each: builds.append(each) or build(*each))
+    planned(16, ParallelDims(pp=4))
+    assert len(builds) == 3  # the dense layer and the embedding, the middle twice, the output
