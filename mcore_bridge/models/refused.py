@@ -1,6 +1,7 @@
 """Families that megatron-core's ``GPTModel`` cannot express, each with the code in which that was seen.
 
-What a module of ours could do in a slot of megatron-core's own layers is not refused, even where nobody has written it.
+Where a module of ours could do it in a slot of megatron-core's own layers, and nobody has written one, the reason says
+what such a module has to do.
 """
 
 from mcore_bridge.architecture import Refusal
@@ -11,6 +12,7 @@ CONFIG = "megatron.core.transformer.TransformerConfig"
 ATTENTION = "megatron.core.transformer.attention.SelfAttention"
 SCORES = "megatron.core.transformer.dot_product_attention.DotProductAttention"
 ROUTER = "megatron.core.transformer.moe.router.TopKRouter"
+MLP = "megatron.core.transformer.mlp.MLP"
 MAMBA = "megatron.core.models.mamba.MambaModel"
 DELTA = "megatron.core.ssm.gated_delta_net.GatedDeltaNet"
 SSM = "megatron.core.ssm"
@@ -114,6 +116,17 @@ REFUSALS = (
         "one softmax for each head",
         SCORES,
         diffllama="modeling_diffllama.DiffLlamaAttention",
+    ),
+    *_because(
+        "residuals have a multiplier, which would have to be folded into weights: megatron-core's layer just adds",
+        LAYER,
+        granite="modeling_granite.GraniteDecoderLayer", granitemoe="modeling_granitemoe.GraniteMoeDecoderLayer",
+        granitemoeshared="modeling_granitemoeshared.GraniteMoeSharedDecoderLayer",
+    ),
+    *_because(
+        "the activation learns two numbers in each layer (xIELU); megatron-core's MLP calls a function without any",
+        MLP,
+        apertus="modeling_apertus.ApertusMLP",
     ),
     *_because(
         "attention masks by its values, and residuals have learned weights; megatron-core's layer just adds", LAYER,
