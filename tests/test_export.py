@@ -171,8 +171,31 @@ def test_all_ranks_issue_the_same_collectives_and_a_second_export_exchanges_noth
     assert all(trace == [first, second] for trace in traces)
     assert len(second) < len(first)
     kinds = [name for name, _ in second]
-    assert kinds[0].startswith("c10d.allreduce_")
-    assert all("allgather_base" in kind for kind in kinds[1:])
+    assert all(kind.startswith("c10d.allreduce_") for kind in kinds[:2])  # the plan is right; everybody has memory
+    assert all("allgather_base" in kind for kind in kinds[2:])
+
+
+def begin_without_memory(rank):
+    from mcore_bridge.weights import exchange
+
+    models, state = built()
+    memory = exchange.Memory
+    if dist.get_rank() == rank:
+        exchange.Memory = None  # calling it raises
+    try:
+        mb.to_hf_state_dict(models)
+    except ExportError as error:
+        message = str(error)
+    finally:
+        exchange.Memory = memory
+    assert_exact(mb.to_hf_state_dict(models), state)
+    return message
+
+
+def test_a_rank_without_memory_for_messages_leaves_nobody_waiting():
+    messages = pool.run(4, begin_without_memory, 1, timeout=60)
+    assert messages[1].startswith("rank 1 cannot begin: ")
+    assert all(message == "another rank cannot begin" for rank, message in enumerate(messages) if rank != 1)
 
 
 def change_and_export(change):

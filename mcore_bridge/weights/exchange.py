@@ -32,7 +32,18 @@ def run_program(program: Program, group: Group, tensors: Mapping[str, Tensor]) -
     Raises:
         ExportError: on every rank of the group, when any of them fails; names rank and parameter.
     """
-    return _alone(program, tensors) if group.size == 1 else _Exchange(program, group, tensors).pairs()
+    if group.size == 1:
+        yield from _alone(program, tensors)
+        return
+    exchange, problem = None, None
+    try:
+        exchange = _Exchange(program, group, tensors)
+    except Exception as error:  # such as no memory: the others must hear of it before they wait for a window
+        problem = error
+    if group.any(exchange is None):
+        raise ExportError(f"rank {group.rank} cannot begin: {problem}" if problem else "another rank cannot begin")
+    assert exchange is not None
+    yield from exchange.pairs()
 
 
 def check_storage(tensors: Mapping[str, Tensor]) -> None:
