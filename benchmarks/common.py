@@ -147,6 +147,18 @@ def model_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3)
 
 
+def prepared(description: str | None) -> tuple[Namespace, mb.ParallelDims, Path]:
+    """The arguments of a benchmark of files, its mesh, and a checkpoint of its model."""
+    parser = ArgumentParser(description=description)
+    mesh_arguments(parser)
+    model_arguments(parser)
+    arguments = parser.parse_args()
+    dims = set_up(arguments)
+    config = config_of(arguments.model, arguments.layers)
+    folder = checkpoint_of(config, arguments.folder / f"{arguments.model}-{config.num_hidden_layers}")
+    return arguments, dims, folder
+
+
 def set_up(arguments: Namespace) -> mb.ParallelDims:
     """Join the processes of torchrun and make the mesh."""
     sizes = {name: getattr(arguments, name) for name in ("tp", "pp", "vp", "cp", "ep", "etp", "sp")}

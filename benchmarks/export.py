@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from argparse import ArgumentParser, Namespace
 
 import torch
@@ -138,7 +137,6 @@ def leave_mesh() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    time.sleep(0.1)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,11 @@ The raw read: all ranks together read the bytes of the files once from the page 
 into one buffer (pinned, and from there to the GPU, where there is one).
 """
 
-from argparse import ArgumentParser
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import checkpoint_of, config_of, mesh_arguments, model_arguments, report, set_up, summary, timed
+from common import prepared, report, summary, timed
 
 import mcore_bridge as mb
 
@@ -38,13 +37,7 @@ def raw_read(files: list[Path], device: str) -> None:
 
 def main() -> None:
     """Both in turn, so that what else the machine does hits both."""
-    parser = ArgumentParser(description=__doc__)
-    mesh_arguments(parser)
-    model_arguments(parser)
-    arguments = parser.parse_args()
-    dims = set_up(arguments)
-    config = config_of(arguments.model, arguments.layers)
-    folder = checkpoint_of(config, arguments.folder / f"{arguments.model}-{config.num_hidden_layers}")
+    arguments, dims, folder = prepared(__doc__)
     files = sorted(folder.glob("*.safetensors"))
     num_bytes = sum(path.stat().st_size for path in files)
     models = mb.build_model(folder, dims=dims, device=arguments.device)  # which also warms the page cache

@@ -2,20 +2,19 @@
 
 torchrun --nproc-per-node 4 benchmarks/save.py --model qwen3-8b --tp 2 --pp 2 --folder FOLDER
 
-The export is that of the save, without files. The raw write: all ranks at once write their share of the bytes to a file
-each on the same file system, from one buffer that begins on a page. Before each measurement all is flushed to the
-disk, and during none.
+The export is one without files. One plan is kept of a model, and a save has a plan of its own: both make theirs each time.
+The raw write: all ranks at once write their share of the bytes to a file each on the same file system, from one buffer
+that begins on a page. Before each measurement all is flushed to the disk, and during none.
 """
 
 import mmap
 import os
 import shutil
-from argparse import ArgumentParser
 from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
-from common import checkpoint_of, config_of, mesh_arguments, model_arguments, report, set_up, summary, timed
+from common import prepared, report, summary, timed
 
 import mcore_bridge as mb
 
@@ -43,15 +42,9 @@ def timed_afresh(write: Callable[[], object], target: Path) -> list[float]:
 
 def main() -> None:
     """Both in turn, so that what else the machine does hits both."""
-    parser = ArgumentParser(description=__doc__)
-    mesh_arguments(parser)
-    model_arguments(parser)
-    arguments = parser.parse_args()
-    dims = set_up(arguments)
-    config = config_of(arguments.model, arguments.layers)
-    folder = checkpoint_of(config, arguments.folder / f"{arguments.model}-{config.num_hidden_layers}")
+    arguments, dims, folder = prepared(__doc__)
     models = mb.build_model(folder, dims=dims, device=arguments.device)
-    num_bytes = mb.manifest(models).num_bytes  # of all; it also makes the plan of the export, which is kept
+    num_bytes = mb.manifest(models).num_bytes
     buffer = mmap.mmap(-1, PIECE)
     buffer.write(b"\1" * PIECE)
     target, raw_folder = arguments.folder / "saved", arguments.folder / "raw"

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from mcore_bridge import ParallelDims, build_model
 from mcore_bridge.weights.bound import BoundModel, bind
+from mcore_bridge.weights.cut import HEADER
 from mcore_bridge.weights.moves import Buffers
 from mcore_bridge.weights.names import held_tensors
-from mcore_bridge.weights.plan import HEADER, ExportPlan, plan_export
+from mcore_bridge.weights.plan import ExportPlan, plan_export
 from mcore_bridge.weights.program import Program
 from mcore_bridge.weights.transport import Group
 

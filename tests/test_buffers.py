@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import mcore_bridge as mb
 from mcore_bridge.errors import TransferError
-from mcore_bridge.weights.buckets import ALIGNMENT, BucketPlan, plan_buckets
+from mcore_bridge.weights.alignment import ALIGNMENT
+from mcore_bridge.weights.buckets import BucketPlan, plan_buckets
 from mcore_bridge.weights.buffers import BufferRing
 from mcore_bridge.weights.manifest import digest
 from mcore_bridge.weights.receiver import Receiver

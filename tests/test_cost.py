@@ -13,7 +13,8 @@ from mcore_bridge.commands import fake
 from mcore_bridge.commands.cost import cost_of
 from mcore_bridge.commands.fake import MeshPlan, plan_mesh
 from mcore_bridge.factory.blueprint import draw
-from mcore_bridge.weights.cut import HEADER, Part, aligned, cut, pieces
+from mcore_bridge.weights.alignment import aligned
+from mcore_bridge.weights.cut import HEADER, Part, cut, pieces
 from mcore_bridge.weights.plan import AHEAD, ExportPlan, plan_export
 from mcore_bridge.weights.program import Program
 from tests import fake_mesh

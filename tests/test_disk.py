@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights import disk
-from mcore_bridge.weights.move import Move
+from mcore_bridge.weights.reading import SliceCopy
 from mcore_bridge.weights.safetensors_file import DTYPES, SafetensorsFile, SafetensorsWriter
 
 
@@ -39,7 +39,7 @@ def test_pieces_of_any_slice_are_read_from_any_place(tmp_path_factory, drawn, dt
     expected, view = (tensor[index].permute(order) for tensor in (whole, file.tensor("whole")))
     found = torch.zeros_like(expected)
     with small_blocks(50):
-        for piece in Move(view, found, dtype).pieces(num_bytes):
+        for piece in SliceCopy(view, found, dtype).pieces(num_bytes):
             arrived = torch.zeros(piece.source.shape, dtype=dtype)
             assert arrived.nbytes <= num_bytes
             file.read(piece.source, arrived)

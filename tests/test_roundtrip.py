@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_bridge import ParallelDims
+from mcore_bridge.weights.alignment import ALIGNMENT
+from mcore_bridge.weights.cut import HEADER
 from mcore_bridge.weights.load import load_hf_weights
-from mcore_bridge.weights.plan import AHEAD, ALIGNMENT, HEADER, MIN_WINDOW
+from mcore_bridge.weights.plan import AHEAD, MIN_WINDOW
 from tests import fake_mesh
 from tests.strategies import problems, random_state, tiny
 

@@ -7,6 +7,7 @@ import resource
 import signal
 import sys
 import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -94,20 +95,32 @@ def test_a_value_head_saves_as_a_classifier_that_transformers_loads(tmp_path, al
 
 def fail_to_write(folder, rank):
     """Save where files of one rank can hold its headers, but not its tensors: a thread that writes finds out."""
-    mb.ParallelDims(tp=2).initialize(device="cpu")
-    models = mb.build_model(
-        HF, dims=mb.ParallelDims(tp=2), dtype=torch.float32, device="cpu", load_weights=random_state(HF)
-    )
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if dist.get_rank() == rank:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    models = build_two()
     try:
-        mb.save_hf_checkpoint(models, folder, max_shard_bytes=40_000, slot_bytes=1000)
+        with limited(resource.RLIMIT_FSIZE, 20_000, dist.get_rank() == rank):
+            mb.save_hf_checkpoint(models, folder, max_shard_bytes=40_000, slot_bytes=1000)
     except CheckpointError as error:
         return str(error), threads()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return "nothing raised", []
+
+
+def build_two():
+    mb.ParallelDims(tp=2).initialize(device="cpu")
+    return mb.build_model(
+        HF, dims=mb.ParallelDims(tp=2), dtype=torch.float32, device="cpu", load_weights=random_state(HF)
+    )
+
+
+@contextmanager
+def limited(kind, limit, here):
+    """What this process may have of ``kind`` is ``limit``, if that is meant ``here``."""
+    limits = resource.getrlimit(kind)
+    if here:
+        resource.setrlimit(kind, (limit, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, limits)
 
 
 def threads():
@@ -128,20 +141,13 @@ def test_a_rank_that_cannot_write_raises_on_all_and_leaves_the_target_alone(tmp_
 
 
 def fail_to_open(folder, rank):
-    mb.ParallelDims(tp=2).initialize(device="cpu")
-    models = mb.build_model(
-        HF, dims=mb.ParallelDims(tp=2), dtype=torch.float32, device="cpu", load_weights=random_state(HF)
-    )
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if dist.get_rank() == rank:
-        used = len(os.listdir("/proc/self/fd"))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 2, limits[1]))
+    models = build_two()
+    used = len(os.listdir("/proc/self/fd"))
     try:
-        mb.save_hf_checkpoint(models, folder, max_shard_bytes=10_000)
+        with limited(resource.RLIMIT_NOFILE, used + 2, dist.get_rank() == rank):
+            mb.save_hf_checkpoint(models, folder, max_shard_bytes=10_000)
     except CheckpointError as error:
         return str(error)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     return "nothing raised"
 
 

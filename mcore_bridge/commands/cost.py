@@ -17,7 +17,7 @@ class Cost:
 
     Attributes:
         num_ranks: that export together.
-        num_messages: collectives; beside them there is one small all-reduce.
+        num_messages: collectives; beside them there are two small all-reduces.
         sent: bytes of a rank's own windows. They are as wide as the fullest one, so that all ranks send the same.
         weights: bytes of weights in ``sent``, on the rank with most of them.
         received: bytes of the windows of the others.
@@ -43,8 +43,8 @@ def cost_of(plan: ExportPlan, *, bandwidth: float = BANDWIDTH) -> Cost:
     """
     num_ranks = len(plan.streams)
     sent = sum(message.num_bytes for message in plan.messages) if num_ranks > 1 else 0
-    rows = [entry.held.num_bytes // entry.held.shape[0] for entry in plan.entries]
-    weights = max(sum(run.rows * run.times * rows[run.entry] for run in stream) for stream in plan.streams)
+    row_bytes = [entry.held.row_bytes for entry in plan.entries]
+    weights = max(sum(run.rows * run.times * row_bytes[run.entry] for run in stream) for stream in plan.streams)
     received = sent * (num_ranks - 1)
     windows = [message.num_bytes for message in plan.messages][:AHEAD] if num_ranks > 1 else []
     in_flight = len(windows) * num_ranks * max(message.num_bytes for message in plan.messages)

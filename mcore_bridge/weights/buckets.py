@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import TransferError
+from mcore_bridge.weights.alignment import ALIGNMENT, aligned
 
 if TYPE_CHECKING:
     from mcore_bridge.weights.manifest import TensorSpec
 
 SLOT_BYTES = 512 << 20
-ALIGNMENT = 256  # bytes; a multiple of every itemsize, so that a tensor of any dtype can be viewed where it lies
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +141,10 @@ def _fill(runs: Iterable[Sequence[TensorSpec]], slot_bytes: int) -> Iterator[tup
             pieces, used = [], 0
         for spec in run:
             pieces.append(Piece(spec.name, spec.dtype, tuple(spec.shape), used))
-            used += _aligned(spec.num_bytes)
+            used += aligned(spec.num_bytes)
     if pieces:
         yield tuple(pieces)
 
 
 def _size(run: Sequence[TensorSpec]) -> int:
-    return sum(_aligned(spec.num_bytes) for spec in run)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    return sum(aligned(spec.num_bytes) for spec in run)

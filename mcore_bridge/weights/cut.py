@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-ALIGNMENT = 256
-"""Bytes between which pieces begin in a window: a multiple of every itemsize, and of what a GPU reads at once."""
+from mcore_bridge.weights.alignment import aligned
+
 HEADER = 1024
 """Bytes at the beginning of each window, in which its sender says how it is."""
 
@@ -113,8 +113,3 @@ def pieces(streams: Streams, number: int) -> Iterator[Piece]:
             if message > number:
                 break
             yield Piece(entry, shard, first + (number - message) * count, count, sender, start)
-
-
-def aligned(num_bytes: int) -> int:
-    """Where the piece behind ``num_bytes`` begins."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -28,6 +28,11 @@ class Held:
         """Bytes that the tensor takes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one entry along dim 0."""
+        return self.num_bytes // self.shape[0]
+
 
 @dataclass(frozen=True, slots=True)
 class Inventory:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import ExportError
+from mcore_bridge.weights.alignment import ALIGNMENT
 from mcore_bridge.weights.moves import Buffers
-from mcore_bridge.weights.plan import AHEAD, ALIGNMENT, ExportPlan, Message, Output
+from mcore_bridge.weights.plan import AHEAD, ExportPlan, Message, Output
 from mcore_bridge.weights.program import OUTPUTS, Program, Step
 from mcore_bridge.weights.transport import Group, Memory, State, Windows
 

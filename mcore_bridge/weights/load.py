@@ -19,9 +19,9 @@ from mcore_bridge.weights.bound import BoundModel, Models, bind, noted
 from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.dtypes import Dtypes, dtype_name, is_exact, wanted_dtype
 from mcore_bridge.weights.mapping import unstacked
-from mcore_bridge.weights.move import Move, read
 from mcore_bridge.weights.names import mtp_layer_of
 from mcore_bridge.weights.provenance import HF, Dialect, dialect_of
+from mcore_bridge.weights.reading import SliceCopy, read
 from mcore_bridge.weights.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.trace import Copy, Shape
 
@@ -116,7 +116,9 @@ def load_hf_weights(
     if isinstance(source, Checkpoint):
         with Staging(slot_bytes) as staging:
             pairs = source.pairs(names)
-            read(((move, source.file_of(name)) for name, each in pairs for move in load.moves(name, each)), staging)
+            read(
+                ((each, source.file_of(name)) for name, tensor in pairs for each in load.slices(name, tensor)), staging
+            )
         return load.report()
     for name in names:
         load.write(name, source[name])
@@ -204,10 +206,10 @@ class _Load:
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Copy this rank's slices of one HF tensor into place."""
-        for move in self.moves(name, tensor):
-            move.run()
+        for each in self.slices(name, tensor):
+            each.run()
 
-    def moves(self, name: str, tensor: Tensor) -> Iterator[Move]:
+    def slices(self, name: str, tensor: Tensor) -> Iterator[SliceCopy]:
         """What is to be copied of one HF tensor, once padding is zero and the tensor has been checked."""
         if name in self.seen:
             raise CheckpointError(f"{name} came twice; every HF tensor must come exactly once")
@@ -221,7 +223,7 @@ class _Load:
             for copy in use.copies:
                 source = copy.of_part(use.of(tensor))
                 self.num_bytes += source.nbytes
-                yield Move(source, copy.of_shard(use.tensor), self._crossing(name, tensor.dtype, use))
+                yield SliceCopy(source, copy.of_shard(use.tensor), self._crossing(name, tensor.dtype, use))
 
     def _crossing(self, name: str, own: torch.dtype, use: _Use) -> torch.dtype:
         """The dtype in which a tensor crosses: its own where its place can hold all values, such as a router's bias."""

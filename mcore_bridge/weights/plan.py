@@ -16,14 +16,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mcore_bridge.weights.cut import ALIGNMENT, HEADER, Cut, Part, Piece, Streams, aligned, cut, pieces
+from mcore_bridge.weights.alignment import aligned
+from mcore_bridge.weights.cut import Cut, Part, Piece, Streams, cut, pieces
 from mcore_bridge.weights.entries import Entry, Inventory, entries_of
 from mcore_bridge.weights.layout import Axes
 from mcore_bridge.weights.mapping import WeightMapping, unstacked
 from mcore_bridge.weights.names import expert_of
 from mcore_bridge.weights.trace import Shape
-
-__all__ = ["AHEAD", "ALIGNMENT", "HEADER", "ExportPlan", "Message", "Output", "Piece", "plan_export"]
 
 MIN_WINDOW = 4096
 """Bytes that a rank sends per message at least."""
@@ -102,7 +101,7 @@ def plan_export(
     together = _together(entries, places, bucket_bytes or MEMORY // 8)
     message_bytes = bucket_bytes // AHEAD if bucket_bytes else _message_bytes(outputs, places, together)
     window = max(message_bytes // len(inventories), MIN_WINDOW)
-    found = cut(_deal(entries, len(inventories), window), [_rows(entry)[1] for entry in entries], window)
+    found = cut(_deal(entries, len(inventories), window), [entry.held.row_bytes for entry in entries], window)
     widths = [found.width] * (found.num_messages - 1) + [found.last_width]  # the last alone is narrow: see ``Exchange``
     done = _done(found, places, together)
     messages = (Message(number, width, done[number], found.streams) for number, width in enumerate(widths))
@@ -150,7 +149,7 @@ def _deal(entries: Sequence[Entry], num_ranks: int, window: int) -> list[list[Pa
     streams: list[list[Part]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for index, entry in enumerate(entries):
-        rows, row_bytes = _rows(entry)
+        rows, row_bytes = entry.held.shape[0], entry.held.row_bytes
         for shard, holders in entry.holders.items():
             shares = len(holders) if entry.held.num_bytes * 8 > window and rows >= len(holders) else 1
             senders = holders if shares > 1 else (min(holders, key=loads.__getitem__),)
@@ -199,9 +198,3 @@ def _done(found: Cut, places: Sequence[Sequence[tuple[int, int]]], keys: Sequenc
     for key, outputs in groups.items():
         done[last[key]] += outputs
     return [tuple(each) for each in done]
-
-
-def _rows(entry: Entry) -> tuple[int, int]:
-    """Rows of a shard, and the bytes of each."""
-    rows = entry.held.shape[0]
-    return rows, entry.held.num_bytes // rows

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from mcore_bridge.weights.cut import HEADER, Piece
 from mcore_bridge.weights.entries import Entry
 from mcore_bridge.weights.moves import Move, Moves
-from mcore_bridge.weights.plan import HEADER, ExportPlan, Message, Piece
+from mcore_bridge.weights.plan import ExportPlan, Message
 from mcore_bridge.weights.trace import Copy
 
 WINDOWS, HEADER_SENT, HELD = 0, 1, 2
@@ -84,8 +85,7 @@ class Program:
     def _bytes(self, piece: Piece) -> tuple[int, int, int]:
         """Of an element; before the piece, in its shard; of the piece."""
         held = self.plan.entries[piece.entry].held
-        row = held.num_bytes // held.shape[0]
-        return held.dtype.itemsize, piece.first * row, piece.count * row
+        return held.dtype.itemsize, piece.first * held.row_bytes, piece.count * held.row_bytes
 
     def _moves(self, piece: Piece) -> list[list[Move]]:
         """For each part of the piece's entry the moves from the piece, which begins at byte 0, to the part."""

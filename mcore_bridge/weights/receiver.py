@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import TransferError
-from mcore_bridge.weights.buckets import ALIGNMENT, BucketPlan
+from mcore_bridge.weights.alignment import ALIGNMENT
+from mcore_bridge.weights.buckets import BucketPlan
 from mcore_bridge.weights.sharing import Handle, open_shared
 
 

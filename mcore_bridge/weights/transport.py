@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_bridge.weights.plan import HEADER
+from mcore_bridge.weights.cut import HEADER
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -120,7 +120,7 @@ class Group:
         return cls(groups.tp_ep_pp if experts % dense == 0 else None)
 
     def any(self, flag: bool) -> bool:
-        """Whether ``flag`` is set on any rank: the one small collective that every export starts with."""
+        """Whether ``flag`` is set on any rank: the small collective that every export starts with, twice."""
         answer = torch.tensor([int(flag)], dtype=torch.int32, device=self.device)
         if self.size > 1:
             dist.all_reduce(answer, dist.ReduceOp.MAX, group=self.group)
