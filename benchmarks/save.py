@@ -2,9 +2,9 @@
 
 torchrun --nproc-per-node 4 benchmarks/save.py --model qwen3-8b --tp 2 --pp 2 --folder FOLDER
 
-The export is one without files. One plan is kept of a model, and a save has a plan of its own: both make theirs each time.
-The raw write: all ranks at once write their share of the bytes to a file each on the same file system, from one buffer
-that begins on a page. Before each measurement all is flushed to the disk, and during none.
+The export is one without files. One plan is kept of a model, and a save has a plan of its own, so both make theirs each
+time. The raw write: all ranks at once write their share of the bytes to a file each on the same file system, from one
+buffer that begins on a page. Before each measurement all is flushed to the disk, and during none.
 """
 
 import mmap
