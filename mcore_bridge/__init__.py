@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from mcore_bridge.weights.provenance import mapping as mapping
     from mcore_bridge.weights.receiver import Receiver as Receiver
     from mcore_bridge.weights.save import save_hf_checkpoint as save_hf_checkpoint
+    from mcore_bridge.weights.target import EngineRank as EngineRank
+    from mcore_bridge.weights.target import engine_ranks as engine_ranks
 
 __version__ = "0.1.0"
 
@@ -46,6 +48,8 @@ _HOMES = {
     "iter_hf_pieces": "weights.pieces",
     "save_hf_checkpoint": "weights.save",
     "manifest": "weights.manifest",
+    "engine_ranks": "weights.target",
+    "EngineRank": "weights.target",
     "plan_buckets": "weights.buckets",
     "BufferRing": "weights.buffers",
     "Receiver": "weights.receiver",

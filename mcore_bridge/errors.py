@@ -25,5 +25,9 @@ class ExportError(BridgeError, RuntimeError):
     """An export failed on some rank; the message names the rank and the parameter. Every rank of the group raises."""
 
 
+class TargetError(BridgeError, ValueError):
+    """A model cannot be sliced for a rank of such an engine. Change the ``EngineRank``."""
+
+
 class TransferError(BridgeError, RuntimeError):
     """What is handed to another process is not what was announced, or cannot be shared. Neither side reads on."""

@@ -17,8 +17,10 @@ from mcore_bridge.weights.bound import BoundModel, bind
 from mcore_bridge.weights.cut import HEADER
 from mcore_bridge.weights.moves import Buffers
 from mcore_bridge.weights.names import held_tensors
-from mcore_bridge.weights.plan import ExportPlan, plan_export
+from mcore_bridge.weights.plan import ExportPlan
+from mcore_bridge.weights.planning import plan_export, plan_targets
 from mcore_bridge.weights.program import Program
+from mcore_bridge.weights.target import Target
 from mcore_bridge.weights.transport import Group
 
 CPU, NOTHING = torch.device("cpu"), torch.empty(0)
@@ -92,36 +94,80 @@ def plan_of(held: Sequence[Any], *, bucket_bytes: int | None) -> ExportPlan:
     return plan_export(first.mapping, first.axes, num_layers, inventories, bucket_bytes=bucket_bytes)
 
 
+def plans_for(held: Sequence[Any], targets: Sequence[Target], *, bucket_bytes: int | None) -> tuple[ExportPlan, ...]:
+    """The plans that every rank would make for the targets of all of them."""
+    first = held[0][0]
+    inventories = [inventory for _, inventory in held]
+    num_layers = first.chunks[0].config.num_layers
+    return plan_targets(first.mapping, first.axes, num_layers, inventories, targets, bucket_bytes=bucket_bytes)
+
+
+def export_to(
+    held: Sequence[Any], targets: Sequence[Target], *, bucket_bytes: int = 1 << 16
+) -> tuple[list[dict[str, Tensor]], int]:
+    """What each rank gets, and the bytes of weights that travelled: each pair of ranks hands over its windows."""
+    plans = plans_for(held, targets, bucket_bytes=bucket_bytes)
+    ranks = range(len(held))
+    programs = [Program(plans, rank, len(held)) for rank in ranks]
+    staying = [Buffers([bound.tensors[name] for name in p.names]) for p, (bound, _) in zip(programs, held, strict=True)]
+    states: list[dict[str, Tensor]] = [{} for _ in ranks]
+    opened: list[dict[int, Tensor]] = [{} for _ in ranks]
+    travelled = 0
+    for number in range(len(plans[0].messages)):
+        sent = []
+        for rank, program in enumerate(programs):
+            own = torch.empty(sum(program.sent(number)), dtype=torch.uint8)
+            header = torch.full((HEADER,), rank, dtype=torch.uint8)
+            step = program.step(None, number)
+            step.moves.make(staying[rank], Buffers([NOTHING, header, NOTHING, own]), CPU)
+            sent.append(own.split(list(program.sent(number))))
+            travelled += sum(program.sent(number))
+        for rank, program in enumerate(programs):
+            windows = torch.cat([sent[sender][rank] for sender in ranks])
+            assert len(windows) == sum(program.received(number))
+            outputs, open_ = program.plan.goods.outputs, opened[rank]
+            step = program.step(number, None)
+            for i in step.outputs:
+                open_.setdefault(i, torch.full(outputs[i].shape, float("nan"), dtype=outputs[i].dtype))
+            headers = torch.full((len(held), HEADER), rank, dtype=torch.uint8)
+            passing = Buffers([windows, NOTHING, headers, NOTHING, *(open_[i] for i in step.outputs)])
+            step.moves.make(staying[rank], passing, CPU)
+            assert (headers == torch.arange(len(held))[:, None]).all()
+            for i in program.plan.messages[number].done:
+                tensor = open_.pop(i) if i in open_ else torch.empty(outputs[i].shape, dtype=outputs[i].dtype)
+                for name in (outputs[i].name, *outputs[i].copies):
+                    assert name not in states[rank], f"{name} came twice"
+                    states[rank][name] = tensor
+    assert not any(opened)
+    return states, travelled
+
+
 def export(held: Sequence[Any], *, bucket_bytes: int = 1 << 16) -> dict[str, Tensor]:
     """The HF state dict: pack on every rank, hand the windows over in a list, unpack."""
     plan = plan_of(held, bucket_bytes=bucket_bytes)
-    programs = [Program(plan, rank, len(held)) for rank in range(len(held))]
-    tensors = [[bound.tensors.get(entry.held.mcore, NOTHING) for entry in plan.entries] for bound, _ in held]
+    programs = [Program([plan], rank, len(held)) for rank in range(len(held))]
+    staying = [Buffers([bound.tensors[name] for name in p.names]) for p, (bound, _) in zip(programs, held, strict=True)]
     state: dict[str, Tensor] = {}
     outputs: dict[int, Tensor] = {}
     for number, message in enumerate(plan.messages):
-        windows = torch.empty(len(held) * message.num_bytes, dtype=torch.uint8)
+        windows = torch.empty(sum(message.widths), dtype=torch.uint8)
         for rank in range(len(held)):
             own = windows.view(len(held), -1)[rank]
             header = torch.full((HEADER,), rank, dtype=torch.uint8)
-            programs[rank].step(None, number).moves.make(
-                [Buffers([NOTHING, header, *tensors[rank]])], [Buffers([NOTHING, own])], CPU
-            )
+            step = programs[rank].step(None, number)
+            step.moves.make(staying[rank], Buffers([NOTHING, header, NOTHING, own]), CPU)
         for rank in [0, number % len(held)]:  # others would do the same
             step = programs[rank].step(number, None)
             for i in step.outputs:
-                shape, dtype = plan.outputs[i].shape, plan.outputs[i].dtype
+                shape, dtype = plan.goods.outputs[i].shape, plan.goods.outputs[i].dtype
                 outputs.setdefault(i, torch.full(shape, float("nan"), dtype=dtype))
-            headers = torch.empty(len(held), HEADER, dtype=torch.uint8)
-            step.moves.make(
-                [Buffers([windows, NOTHING]), Buffers(tensors[rank])],
-                [Buffers([headers, NOTHING]), Buffers([outputs[i] for i in step.outputs])],
-                CPU,
-            )
-            assert len(held) == 1 or (headers == torch.arange(len(held))[:, None]).all()
+            headers = torch.full((len(held), HEADER), rank, dtype=torch.uint8)
+            passing = Buffers([windows, NOTHING, headers, NOTHING, *(outputs[i] for i in step.outputs)])
+            step.moves.make(staying[rank], passing, CPU)
+            assert (headers == torch.arange(len(held))[:, None]).all()
         for i in message.done:
-            for name in (plan.outputs[i].name, *plan.outputs[i].copies):
+            for name in (plan.goods.outputs[i].name, *plan.goods.outputs[i].copies):
                 assert name not in state, f"{name} came twice"
                 state[name] = outputs[i]
-    assert outputs.keys() == set(range(len(plan.outputs)))
+    assert outputs.keys() == set(range(len(plan.goods.outputs)))
     return state

@@ -14,8 +14,10 @@ from mcore_bridge.commands.cost import cost_of
 from mcore_bridge.commands.fake import MeshPlan, plan_mesh
 from mcore_bridge.factory.blueprint import draw
 from mcore_bridge.weights.alignment import aligned
-from mcore_bridge.weights.cut import HEADER, Part, cut, pieces
-from mcore_bridge.weights.plan import AHEAD, ExportPlan, plan_export
+from mcore_bridge.weights.cut import HEADER, Part, cut, num_messages, pieces, widths
+from mcore_bridge.weights.footprint import AHEAD, SLAB
+from mcore_bridge.weights.plan import ExportPlan
+from mcore_bridge.weights.planning import plan_export
 from mcore_bridge.weights.program import Program
 from tests import fake_mesh
 from tests.strategies import tiny
@@ -42,14 +44,14 @@ def planned(num_layers: int, dims: ParallelDims) -> MeshPlan:
 
 def open_bytes(plan: ExportPlan, num_ranks: int) -> int:
     """Of outputs at once at most, as a program opens and closes them."""
-    program = Program(plan, 0, num_ranks)
+    program = Program([plan], 0, num_ranks)
     held: dict[int, int] = {}
     most = 0
     for message in plan.messages:
         numbers: dict[int, None] = {}
         for piece in message.pieces:
-            list(program._unpacked(piece, message, numbers))
-        held |= {output: plan.outputs[output].num_bytes for output in numbers}
+            list(program._unpacked(piece, 0, numbers))
+        held |= {output: plan.goods.outputs[output].num_bytes for output in numbers}
         most = max(most, sum(held.values()))
         for output in message.done:
             del held[output]
@@ -65,9 +67,10 @@ def test_the_memory_of_an_export_is_that_of_its_program(dims: ParallelDims, buck
     held = fake_mesh.build_everywhere(sparse(4), dims, lambda chunks: None, dtype=torch.bfloat16)
     plan = fake_mesh.plan_of(held, bucket_bytes=bucket_bytes)
     cost = cost_of(plan, bandwidth=2.0)
-    width = max(message.num_bytes for message in plan.messages)
-    assert cost.memory == min(AHEAD, len(plan.messages)) * len(held) * width + open_bytes(plan, len(held))
-    assert cost.sent == sum(message.num_bytes for message in plan.messages)
+    received = max(sum(message.widths) for message in plan.messages)
+    in_flight = min(AHEAD, len(plan.messages)) * received
+    assert cost.memory == in_flight + open_bytes(plan, len(held)) + min(SLAB, received)
+    assert cost.sent == sum(message.widths[0] for message in plan.messages)
     assert cost.received == cost.sent * (len(held) - 1)
     assert cost.seconds == cost.received / 2e9
     assert cost.weights <= cost.sent
@@ -97,17 +100,18 @@ def row_by_row(stream: Sequence[Part], row_bytes: Sequence[int], window: int) ->
 def test_runs_are_the_rows_in_order(window: int) -> None:
     streams = [[Part(0, 0, 0, 50), Part(1, 0, 3, 17), Part(2, 1, 0, 1)], [], [Part(1, 1, 0, 400), Part(0, 1, 5, 9)]]
     row_bytes = [130, 700, 5000]
-    found = cut(streams, row_bytes, window)
+    found = cut(streams, row_bytes, [window] * len(streams))
+    count = num_messages(found)
+    needed = [widths(stream, row_bytes, count) for stream in found]
     seen: list[dict[tuple[int, int, int], int]] = [{} for _ in streams]
-    for number in range(found.num_messages):
+    for number in range(count):
         ends = dict.fromkeys(range(len(streams)), HEADER)
-        last = number == found.num_messages - 1
-        for piece in pieces(found.streams, number):
+        for piece in (piece for sender, stream in enumerate(found) for piece in pieces(stream, sender, number)):
             assert piece.start == ends[piece.sender]
             ends[piece.sender] = aligned(piece.start + piece.count * row_bytes[piece.entry])
             for row in range(piece.first, piece.first + piece.count):
                 seen[piece.sender][piece.entry, piece.shard, row] = number
-        assert max(ends.values()) <= (found.last_width if last else found.width)
+        assert all(ends[sender] <= each[number == count - 1] for sender, each in enumerate(needed))
     assert seen == [row_by_row(stream, row_bytes, window) for stream in streams]
     assert [list(each) for each in seen] == [list(row_by_row(stream, row_bytes, window)) for stream in streams]
 
@@ -147,7 +151,7 @@ def test_the_cost_of_planning_does_not_depend_on_the_number_of_messages() -> Non
         found.append(fake_mesh.plan_of(held, bucket_bytes=bucket_bytes))
     many, few = found
     assert len(many.messages) > 5 * len(few.messages)
-    num_parts = 2 * len(many.entries)
+    num_parts = 2 * len(many.goods.entries)
     assert sum(map(len, many.streams)) <= 3 * num_parts
 
 

@@ -27,7 +27,7 @@ def tables(draw):
         if begin + rows * far > SIZE or rows * near[0] + cols * near[1] > SIZE // 2:
             break
         offset = draw(st.integers(0, 64)) * unit
-        moves.append(Move(draw(st.integers(0, 1)), offset, 0, begin, rows, cols, item, *near, far, item))
+        moves.append(Move(draw(st.integers(0, 1)), offset, 2, begin, rows, cols, item, *near, far, item))
         start = begin + rows * far
     return moves
 
@@ -47,11 +47,13 @@ def check(moves, device):
     random = np.random.default_rng(0)
     sources = [random.integers(0, 256, SIZE, dtype=np.uint8) for _ in range(2)]
     target = torch.zeros(SIZE + 256, dtype=torch.uint8, device=device)[256:]  # inside of a larger storage
-    near = [Buffers([torch.from_numpy(source).to(device)]) for source in sources]
     table = Moves(moves)
-    for _ in range(2):
-        table.make(near, [Buffers([target])], torch.device(device))
-    assert (target.cpu().numpy() == expected(moves, sources)).all()
+    for shift in (0, 8, 0):  # of where the sources begin: not always where the widest words can
+        near = torch.zeros(2, SIZE + 256, dtype=torch.uint8, device=device)[:, shift : SIZE + shift]
+        near.copy_(torch.from_numpy(np.stack(sources)))
+        target.zero_()
+        table.make(Buffers(list(near)), Buffers([target]), torch.device(device))
+        assert (target.cpu().numpy() == expected(moves, sources)).all()
 
 
 @settings(max_examples=100, deadline=None)
@@ -68,6 +70,6 @@ def test_the_kernel_makes_the_same_moves():
         check(moves, "cuda")
 
     everywhere()
-    long = [Move(0, 0, 0, 0, 1, 50_000, 1, 50_000, 1, 50_000, 1), Move(1, 16, 0, 50_000, 1, 500, 2, 1000, 2, 1000, 2)]
+    long = [Move(0, 0, 2, 0, 1, 50_000, 1, 50_000, 1, 50_000, 1), Move(1, 16, 2, 50_000, 1, 500, 2, 1000, 2, 1000, 2)]
     check(long, "cuda")
     check([move._replace(target_start=move.target_start + 8) for move in long], "cuda")

@@ -21,7 +21,8 @@ from mcore_bridge.config.pipeline import Stage
 from mcore_bridge.weights.bound import BoundModel, bind
 from mcore_bridge.weights.entries import Held, Inventory
 from mcore_bridge.weights.names import expert_of, layer_of, mtp_layer_of, renumber_layer
-from mcore_bridge.weights.plan import ExportPlan, plan_export
+from mcore_bridge.weights.plan import ExportPlan
+from mcore_bridge.weights.planning import plan_export
 
 if TYPE_CHECKING:
     from mcore_bridge.factory.blueprint import Blueprint

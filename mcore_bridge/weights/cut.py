@@ -58,34 +58,32 @@ Streams = tuple[tuple[Run, ...], ...]
 """The runs of each rank, in the order in which they travel."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Streams in messages, and the bytes of a window: in the last message, and in all others."""
-
-    streams: Streams
-    num_messages: int
-    width: int
-    last_width: int
-
-
-def cut(streams: Sequence[Sequence[Part]], row_bytes: Sequence[int], window: int) -> Cut:
+def cut(streams: Sequence[Sequence[Part]], row_bytes: Sequence[int], windows: Sequence[int]) -> Streams:
     """Streams, cut into messages: at the end of a row, where the window is full.
 
     Args:
         streams: of each rank.
         row_bytes: of each entry.
-        window: bytes of a window, its header included; more where one row takes more.
+        windows: bytes of each rank's window, its header included; more where one row takes more.
     """
-    found = tuple(tuple(_runs(stream, row_bytes, window)) for stream in streams)
-    num_messages = 1 + max(stream[-1].last() for stream in found if stream)
-    width, last_width = 0, 0
-    for stream in found:
-        for run in stream:
-            end = aligned(run.start + run.rows * row_bytes[run.entry])
+    return tuple(tuple(_runs(stream, row_bytes, window)) for stream, window in zip(streams, windows, strict=True))
+
+
+def num_messages(streams: Streams) -> int:
+    """Messages that streams take, one at least."""
+    return 1 + max((stream[-1].last() for stream in streams if stream), default=0)
+
+
+def widths(stream: Sequence[Run], row_bytes: Sequence[int], count: int) -> tuple[int, int]:
+    """Bytes that a rank's window takes: in any but the last of ``count`` messages, and in the last."""
+    width, last_width = HEADER, HEADER
+    for run in stream:
+        end = aligned(run.start + run.rows * row_bytes[run.entry])
+        if run.message < count - 1:
             width = max(width, end)
-            if run.last() == num_messages - 1:
-                last_width = max(last_width, end)
-    return Cut(found, num_messages, width, last_width)
+        if run.last() == count - 1:
+            last_width = max(last_width, end)
+    return width, last_width
 
 
 def _runs(stream: Sequence[Part], row_bytes: Sequence[int], window: int) -> Iterator[Run]:
@@ -105,11 +103,10 @@ def _runs(stream: Sequence[Part], row_bytes: Sequence[int], window: int) -> Iter
             first, left = first + count * times, left - count * times
 
 
-def pieces(streams: Streams, number: int) -> Iterator[Piece]:
-    """The pieces of one message, by their senders."""
-    for sender, stream in enumerate(streams):
-        for index in range(bisect_left(stream, number, key=Run.last), len(stream)):
-            entry, shard, first, count, start, message, _ = stream[index]
-            if message > number:
-                break
-            yield Piece(entry, shard, first + (number - message) * count, count, sender, start)
+def pieces(stream: Sequence[Run], sender: int, number: int) -> Iterator[Piece]:
+    """The pieces of one message in a stream."""
+    for index in range(bisect_left(stream, number, key=Run.last), len(stream)):
+        entry, shard, first, count, start, message, _ = stream[index]
+        if message > number:
+            break
+        yield Piece(entry, shard, first + (number - message) * count, count, sender, start)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from mcore_bridge.errors import MappingError
 from mcore_bridge.weights.layout import Axes
 from mcore_bridge.weights.mapping import Binding, WeightMapping, axes_of, unstacked
 from mcore_bridge.weights.names import expert_of, kind_of, layer_of
-from mcore_bridge.weights.trace import Shape, Trace, trace
+from mcore_bridge.weights.trace import Copy, Shape, Trace, trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,6 @@ class Held:
     def num_bytes(self) -> int:
         """Bytes that the tensor takes."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one entry along dim 0."""
-        return self.num_bytes // self.shape[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +53,29 @@ class Entry:
     """The number of entries of the HF tensor of which this is one; 0 where an HF name is that of a whole tensor."""
     copies: tuple[str, ...] = ()
     """Further names under which the first HF tensor is written."""
+    starts: tuple[int, ...] | None = None
+    """Where each copy of ``trace.to_hf`` begins in what travels, along its dim: one behind the other, for a target that
+    needs no more of a shard. None is where it begins in the shard, all of which travels as it is."""
+
+    @property
+    def sent(self) -> Shape:
+        """The shape of what travels of a shard."""
+        if self.starts is None:
+            return self.held.shape
+        copies = self.trace.to_hf
+        dim = copies[0].dim if copies else 0
+        return (*self.held.shape[:dim], sum(copy.size for copy in copies), *self.held.shape[dim + 1 :])
+
+    def copies_of(self, shard: int) -> Iterator[tuple[Copy, int]]:
+        """What of a shard goes where, and where it begins in what travels of it."""
+        copies = self.trace.to_hf
+        starts = self.starts or [copy.shard_start for copy in copies]
+        return ((copy, start) for copy, start in zip(copies, starts, strict=True) if copy.shard == shard)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of what travels: an index of its dim 0."""
+        return math.prod(self.sent[1:]) * self.held.dtype.itemsize
 
 
 def entries_of(

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from mcore_bridge.errors import ExportError
 from mcore_bridge.weights.alignment import ALIGNMENT
+from mcore_bridge.weights.footprint import AHEAD, SLAB
 from mcore_bridge.weights.moves import Buffers
-from mcore_bridge.weights.plan import AHEAD, ExportPlan, Message, Output
+from mcore_bridge.weights.plan import ExportPlan, Message, Output
 from mcore_bridge.weights.program import OUTPUTS, Program, Step
 from mcore_bridge.weights.transport import Group, Memory, State, Windows
 
 Pairs = Generator[tuple[str, Tensor], None, None]
-SMALL = 16 << 20
-"""Bytes up to which HF tensors of one shape that come with one message share an allocation."""
 
 
 def run_program(program: Program, group: Group, tensors: Mapping[str, Tensor]) -> Pairs:
@@ -41,7 +40,7 @@ def run_program(program: Program, group: Group, tensors: Mapping[str, Tensor]) -
         exchange = _Exchange(program, group, tensors)
     except Exception as error:  # such as no memory: the others must hear of it before they wait for a window
         problem = error
-    if group.any(exchange is None):
+    if not group.agrees(None if exchange is None else 0):
         raise ExportError(f"rank {group.rank} cannot begin: {problem}" if problem else "another rank cannot begin")
     assert exchange is not None
     yield from exchange.pairs()
@@ -63,11 +62,11 @@ def raise_failures(messages: Sequence[str]) -> None:
 
 def _alone(program: Program, tensors: Mapping[str, Tensor]) -> Pairs:
     device = next(iter(tensors.values())).device
-    held, outputs = _Held(program.plan, tensors, device), _Outputs(program.plan, device)
-    nothing = Buffers([torch.empty(0, device=device)] * OUTPUTS)
+    held, outputs = _Held(program, tensors), _Outputs(program.plan, device)
+    nothing = [torch.empty(0, device=device)] * OUTPUTS
     for number, message in enumerate(program.plan.messages):
         step = program.step(number, None)
-        step.moves.make((nothing, held.read_by(step)), (nothing, outputs.opened_by(step)), device)
+        step.moves.make(held.read_by(step), Buffers([*nothing, *outputs.opened_by(step)]), device)
         yield from outputs.closed(message)
 
 
@@ -77,14 +76,20 @@ class _Exchange:
     def __init__(self, program: Program, group: Group, tensors: Mapping[str, Tensor]) -> None:
         self._program, self._group = program, group
         self._messages = program.plan.messages
-        width = max(message.num_bytes for message in self._messages)
-        self._memory = [Memory(group, width) for _ in range(min(AHEAD, len(self._messages)))]
-        self._held = _Held(program.plan, tensors, group.device)
+        self._held = _Held(program, tensors)
         self._outputs = _Outputs(program.plan, group.device)
         self._nothing = torch.empty(0, device=group.device)
+        self._memory = self._allocated()
         self._sent: deque[Windows] = deque()
         self._closed = False
         self._failure: ExportError | None = None
+
+    def _allocated(self) -> list[Memory]:
+        """For as many messages as are on their way at once."""
+        numbers = range(len(self._messages))
+        received = max(sum(self._program.received(number)) for number in numbers)
+        sent = 0 if self._program.is_gather else max(sum(self._program.sent(number)) for number in numbers)
+        return [Memory(self._group, received, sent) for _ in numbers[:AHEAD]]
 
     def pairs(self) -> Pairs:
         """See ``run_program``."""
@@ -116,7 +121,8 @@ class _Exchange:
         """Unpack the windows that have ``arrived``, and send message ``number``, where there is one."""
         following = None
         if number < len(self._messages):
-            following = Windows(self._group, self._memory[number % AHEAD], self._messages[number].num_bytes)
+            received, sent = self._program.received(number), self._program.sent(number)
+            following = Windows(self._group, self._memory[number % AHEAD], received, sent)
         try:
             self._steps(arrived, following, number)
         except Exception as problem:  # whatever it is, the others are waiting for this window
@@ -129,8 +135,8 @@ class _Exchange:
             self._sent.append(following)
 
     def _steps(self, arrived: Windows | None, following: Windows | None, number: int) -> None:
-        """Both in one step, where this rank's next window lies upon the one before and not upon those of others."""
-        if arrived and following and len(arrived.own) != len(following.own):
+        """Both in one step, where this rank's next window does not lie upon those that others have sent."""
+        if arrived and following and following.lies_upon(arrived):
             self._step(arrived, None, number)
             self._step(None, following, number)
         else:
@@ -144,37 +150,39 @@ class _Exchange:
         if not unpack:
             self._outputs.clear()
         state = State.FAILED if self._failure else State.CLOSED if self._closed else State.CONSUMING
-        header = following.stamped(state, str(self._failure or "")) if following else self._nothing
-        sources = Buffers([arrived.all if arrived else self._nothing, header])
-        targets = Buffers(
-            [arrived.headers if arrived else self._nothing, following.own if following else self._nothing]
-        )
+        passing = [
+            arrived.all if arrived else self._nothing,
+            following.stamped(state, str(self._failure or "")) if following else self._nothing,
+            arrived.headers if arrived else self._nothing,
+            following.own if following else self._nothing,
+        ]
         held, outputs = self._held.read_by(step), self._outputs.opened_by(step)
-        step.moves.make((sources, held), (targets, outputs), self._group.device)
+        step.moves.make(held, Buffers([*passing, *outputs]), self._group.device)
 
     def _fail(self, problem: Exception, number: int) -> None:
-        entries = [self._program.plan.entries[piece.entry].held.mcore for piece in self._messages[number].pieces]
-        where = f"in the message of {entries[0]} to {entries[-1]}"
+        entries = self._program.plan.goods.entries
+        names = [entries[piece.entry].held.mcore for piece in self._messages[number].pieces]
+        where = f"in the message of {names[0]} to {names[-1]}" if names else "in a message for others"
         self._failure = ExportError(f"{type(problem).__name__} {where}: {problem}")
 
 
 class _Held:
-    """This rank's tensors by entry, in the memory that they have when an export begins."""
+    """This rank's tensors, in the memory that they have when an export begins."""
 
-    def __init__(self, plan: ExportPlan, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        nothing = torch.empty(0, device=device)
-        self._names = [entry.held.mcore for entry in plan.entries]
-        found = [tensors.get(name, nothing) for name in self._names]
+    def __init__(self, program: Program, tensors: Mapping[str, Tensor]) -> None:
+        self._names = program.names
+        found = [tensors[name] for name in self._names]
         found = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in found]
         self._storages = [tensor.untyped_storage() for tensor in found]  # they stay if tensors get others
         self._sizes = [storage.nbytes() for storage in self._storages]
-        self._buffers = Buffers([tensor.detach() for tensor in found])
+        self._buffers = Buffers(found)
+        self._buffers.addresses  # noqa: B018  # of now
 
     def read_by(self, step: Step) -> Buffers:
         """All of them; what a step reads must still be there."""
-        for entry in step.held:
-            if self._storages[entry].nbytes() != self._sizes[entry]:
-                raise ExportError(f"{self._names[entry]} has no storage any more: it was freed amid an export")
+        for number in step.held:
+            if self._storages[number].nbytes() != self._sizes[number]:
+                raise ExportError(f"{self._names[number]} has no storage any more: it was freed amid an export")
         return self._buffers
 
 
@@ -182,36 +190,40 @@ class _Outputs:
     """HF tensors in the making."""
 
     def __init__(self, plan: ExportPlan, device: torch.device) -> None:
-        self._plan = plan
-        dtypes = {output.dtype for output in plan.outputs}
+        self._outputs = plan.goods.outputs
+        dtypes = {output.dtype for output in self._outputs}
         self._like = {dtype: torch.empty(0, dtype=dtype, device=device) for dtype in dtypes}
         self._open: dict[int, Tensor] = {}
 
-    def opened_by(self, step: Step) -> Buffers:
+    def opened_by(self, step: Step) -> Iterator[Tensor]:
         """The tensors that a step writes to, new ones where it is the first that does."""
-        new: dict[tuple[object, ...], list[int]] = {}
-        for number in step.outputs:
-            if number not in self._open:
-                output = self._plan.outputs[number]
-                new.setdefault((output.dtype, output.shape), []).append(number)
-        for numbers in new.values():
-            self._open.update(zip(numbers, self._allocated(self._plan.outputs[numbers[0]], len(numbers)), strict=True))
-        return Buffers([self._open[number] for number in step.outputs])
+        for output, numbers in step.alike:
+            new = [number for number in numbers if number not in self._open]
+            self._open.update(zip(new, self._allocated(output, len(new)), strict=True))
+        return map(self._open.__getitem__, step.outputs)
 
     def _allocated(self, output: Output, count: int) -> Sequence[Tensor]:
-        """``count`` new tensors like ``output``; of small ones, since the allocator takes longer for each than it
-        travels, all at once. ``data`` is the tensor without the memory of being one of several."""
-        like = self._like[output.dtype]
-        if count > 1 and output.num_bytes <= SMALL and output.num_bytes % ALIGNMENT == 0:
-            return [tensor.data for tensor in like.new_empty((count, *output.shape)).unbind()]
-        return [like.new_empty(output.shape) for _ in range(count)]
+        """``count`` new tensors like ``output``. Small ones share memory, as the allocator takes longer than the wire;
+        they are cut out without the memory of being parts of one tensor."""
+        like, num_bytes = self._like[output.dtype], output.num_bytes
+        each = SLAB // num_bytes if 0 < num_bytes <= SLAB and num_bytes % ALIGNMENT == 0 else 1
+        found: list[Tensor] = []
+        while (left := count - len(found)) > 0:
+            rows, *others = output.shape
+            slab = like.new_empty((min(left, each) * rows, *others))
+            found += slab.unsafe_split(rows) if left > 1 and each > 1 else [slab]
+        return found
 
     def closed(self, message: Message) -> Iterator[tuple[str, Tensor]]:
         """The tensors that are complete with a message; they are the caller's from here."""
         for number in message.done:
-            output, tensor = self._plan.outputs[number], self._open.pop(number)
+            output = self._outputs[number]
+            tensor = self._open.pop(number, None)
+            if tensor is None:  # a slice of nothing
+                tensor = self._like[output.dtype].new_empty(output.shape)
             yield output.name, tensor
-            yield from ((name, tensor.clone()) for name in output.copies)
+            if output.copies:
+                yield from ((name, tensor.clone()) for name in output.copies)
 
     def clear(self) -> None:
         """Let go of all of them."""

@@ -6,32 +6,42 @@ Nothing communicates until the first ``next``. A plan is kept until anything tha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mcore_bridge.errors import BridgeError, ExportError
-from mcore_bridge.weights.bound import Models, bind, chunks_of, noted
+from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, noted
 from mcore_bridge.weights.dtypes import Dtypes, wanted_dtype
+from mcore_bridge.weights.entries import Inventory
 from mcore_bridge.weights.exchange import check_storage, raise_failures, run_program
-from mcore_bridge.weights.plan import plan_export
+from mcore_bridge.weights.mapping import Rules
+from mcore_bridge.weights.plan import ExportPlan
+from mcore_bridge.weights.planning import plan_export, plan_targets
 from mcore_bridge.weights.program import Program
 from mcore_bridge.weights.provenance import HF, Dialect
+from mcore_bridge.weights.target import Target
 from mcore_bridge.weights.transport import Group
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A plan, and what it rests on on this rank."""
+    """A plan, its number, which is the same on every rank, and what it rests on on this one."""
 
     fingerprint: object
+    number: int
     program: Program
 
 
-_plans: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
+_plans: weakref.WeakKeyDictionary[nn.Module, tuple[_Kept, ...]] = weakref.WeakKeyDictionary()
+_NUM_PLANS = 4  # that are kept for a model: a sync, a save, ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +62,12 @@ def iter_hf_weights(
     device: torch.device | str | None = None,
     dialect: Dialect | None = None,
     bucket_bytes: int | None = None,
+    target: Target = "everything",
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every HF tensor, whole, on every rank: same names, order, shapes and bits everywhere.
+    """Yield every HF tensor, whole, on every rank: same names, order, shapes and bits; or what ``target`` says.
 
-    All ranks of a model replica (tensor, expert and pipeline ranks) iterate together; replicas do so on their own.
+    All ranks of a model replica (tensor, expert and pipeline ranks) iterate together, also those that get nothing;
+    replicas do so on their own.
     Tensors are detached copies that the caller may keep. A rank may stop early: close the generator (or let go of it),
     and it goes on sending what the others still need before ``close`` returns.
 
@@ -70,11 +82,14 @@ def iter_hf_weights(
             largest tensor, beside the model. None is what takes 2 GB in all, or little more than the largest tensor.
             That is so for a few ranks: each has a tensor of its own on the way, so many ranks with large tensors take
             more, and ``mcore-bridge plan`` says how much.
+        target: what this rank gets, whatever others get: "everything"; "nothing", so that it only sends; or an
+            ``EngineRank``, whose slices alone travel to it. ``mb.engine_ranks`` makes those of an engine.
 
     Raises:
         ExportError: on every rank of the group, when any of them fails; names rank and parameter.
+        TargetError: on every rank of the group, when the model cannot be cut as the target of any of them says.
     """
-    export = open_export(models, hf, head, dialect=dialect, bucket_bytes=bucket_bytes)
+    export = open_export(models, hf, head, dialect=dialect, bucket_bytes=bucket_bytes, target=target)
     with closing(run_program(export.program, export.group, export.tensors)) as pairs:
         if dtype is None and device is None:
             yield from pairs
@@ -91,21 +106,29 @@ def to_hf_state_dict(
     device: torch.device | str | None = None,
     dialect: Dialect | None = None,
     bucket_bytes: int | None = None,
+    target: Target = "everything",
 ) -> dict[str, Tensor]:
-    """``iter_hf_weights``, collected: the whole HF state dict on every rank."""
+    """``iter_hf_weights``, collected: the whole HF state dict on every rank, or what ``target`` says."""
     pairs = iter_hf_weights(
-        models, hf=hf, head=head, dtype=dtype, device=device, dialect=dialect, bucket_bytes=bucket_bytes
+        models, hf=hf, head=head, dtype=dtype, device=device, dialect=dialect, bucket_bytes=bucket_bytes, target=target
     )
     return dict(pairs)
 
 
 def open_export(
-    models: Models, hf: HF | None, head: str, *, dialect: Dialect | None = None, bucket_bytes: int | None = None
+    models: Models,
+    hf: HF | None,
+    head: str,
+    *,
+    dialect: Dialect | None = None,
+    bucket_bytes: int | None = None,
+    target: Target = "everything",
 ) -> Export:
     """Agree with the group on a plan: one small collective when nothing has changed, one exchange when something has.
 
     Raises:
         ExportError: on every rank, when any rank cannot export.
+        TargetError: on every rank, when the model cannot be cut as the target of any rank says.
     """
     first = chunks_of(models)[0]
     group = Group.of_replica(first.pg_collection)
@@ -115,25 +138,40 @@ def open_export(
         check_storage(bound.tensors)
     except BridgeError as problem:
         error = str(problem)
-    fingerprint = (bound and bound.fingerprint(), group.rank, group.size, bucket_bytes)
-    kept = _plans.get(first)
-    stale = kept is None or kept.fingerprint != fingerprint
-    if group.any(stale or bool(error)):
-        answers = group.exchange(
-            (bound.inventory() if bound else None, bucket_bytes, bound and bound.mapping.rules, error)
-        )
-        raise_failures([message for _, _, _, message in answers])
-        if len({size for _, size, _, _ in answers}) > 1:
-            raise ExportError(
-                f"bucket_bytes differs between ranks: {[answer[1] for answer in answers]}; pass one value"
-            )
-        assert bound is not None
-        if any(rules != bound.mapping.rules for _, _, rules, _ in answers):
-            raise ExportError("the ranks name weights by different rules; pass the same hf, head and dialect on each")
-        inventories = [each for each, _, _, _ in answers if each]
-        num_layers = first.config.num_layers
-        plan = plan_export(bound.mapping, bound.axes, num_layers, inventories, bucket_bytes=bucket_bytes)
-        kept = _plans[first] = _Kept(fingerprint, Program(plan, group.rank, group.size))
+    fingerprint = (bucket_bytes, target, group.rank, group.size, bound and bound.fingerprint())
+    plans = _plans.get(first, ())
+    kept = next((each for each in plans if each.fingerprint == fingerprint), None)
+    if not group.agrees(kept.number if kept and not error else None):
+        answer = _Answer(error, bucket_bytes, target, *((bound.mapping.rules, bound.inventory()) if bound else ()))
+        answers = group.exchange((answer, plans[0].number if plans else 0))
+        program = Program(_planned(bound, first, [each for each, _ in answers]), group.rank, group.size)
+        kept = _Kept(fingerprint, 1 + max(number for _, number in answers), program)
+        _plans[first] = (kept, *plans)[:_NUM_PLANS]
     assert bound is not None
     assert kept is not None
     return Export(kept.program, group, bound.tensors)
+
+
+class _Answer(NamedTuple):
+    """What a rank tells the others before they plan."""
+
+    error: str
+    bucket_bytes: int | None
+    target: Target
+    rules: Rules | None = None
+    inventory: Inventory | None = None
+
+
+def _planned(bound: BoundModel | None, chunk: GPTModel, answers: Sequence[_Answer]) -> Sequence[ExportPlan]:
+    raise_failures([answer.error for answer in answers])
+    assert bound is not None
+    sizes, targets = [answer.bucket_bytes for answer in answers], [answer.target for answer in answers]
+    if len(set(sizes)) > 1:
+        raise ExportError(f"bucket_bytes differs between ranks: {sizes}; pass one value")
+    if any(answer.rules != bound.mapping.rules for answer in answers):
+        raise ExportError("the ranks name weights by different rules; pass the same hf, head and dialect on each")
+    inventories = [answer.inventory for answer in answers if answer.inventory]
+    arguments = bound.mapping, bound.axes, chunk.config.num_layers, inventories
+    if set(targets) == {"everything"}:
+        return [plan_export(*arguments, bucket_bytes=sizes[0])]
+    return plan_targets(*arguments, targets, bucket_bytes=sizes[0])

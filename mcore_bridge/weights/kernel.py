@@ -13,37 +13,33 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from mcore_bridge.weights.moves import WIDEST, Addresses, Move, Table
+from mcore_bridge.weights.moves import WIDEST, Move, Table
 
 _ROWS, _COLS = 16, 256  # words of a tile
-_COLUMNS = ("source", "target", "rows", "cols", "source_row", "target_row", "source_col", "target_col", "last_tile")
 _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Launch:
-    """The moves of one width, ready but for the addresses of their buffers."""
+    """The moves of one width, on the GPU and ready but for the addresses of their buffers."""
 
     word: int
     wide: bool
-    near: Table
-    """Number of the source and first byte in it, for each move."""
-    far: Table
-    fields: Table
-    """What the kernel reads of each move behind the addresses, as ``_COLUMNS`` has it; strides are in words."""
-
-    shape: tuple[int, int]
-    """Of the whole table: a row for each of ``_COLUMNS``, a column for each move."""
+    table: Tensor
+    """What the kernel reads of each move: int64 [11, moves]. Rows: number of the source and first byte in it, the same
+    of the target, rows, columns, strides of rows and of columns (source, target; in words), last tile."""
     num_tiles: int
 
 
-def prepare(moves: Table, *, aligned: bool) -> tuple[Launch, ...]:
+def prepare(moves: Table, *, aligned: bool, device: torch.device) -> tuple[Launch, ...]:
     """Sort moves by the width of the words that they can be made in.
 
     Args:
         moves: fields of ``Move``.
         aligned: whether all buffers begin at multiples of ``WIDEST``, so that moves can be made in its halves.
+        device: where they will be made.
     """
     column = dict(zip(Move._fields, moves.T, strict=True))
     item, rows, run = column["item"], column["rows"], column["cols"] * column["item"]
@@ -53,24 +49,18 @@ def prepare(moves: Table, *, aligned: bool) -> tuple[Launch, ...]:
     dense = (column["source_col"] == item) & (column["target_col"] == item)
     wide = dense & (np.stack(places) % WIDEST == 0).all(0) & aligned
     chosen = [(8, True, wide), *((word, False, ~wide & (item == word)) for word in _WORDS)]
-    return tuple(_launch(moves[which], word, is_wide) for word, is_wide, which in chosen if which.any())
+    return tuple(_launch(moves[which], word, is_wide, device) for word, is_wide, which in chosen if which.any())
 
 
-def _launch(moves: Table, word: int, wide: bool) -> Launch:
+def _launch(moves: Table, word: int, wide: bool, device: torch.device) -> Launch:
     moves = _in_rows(moves) if wide else moves
     column = dict(zip(Move._fields, moves.T, strict=True))
     cols = column["cols"] * column["item"] // word
     strides = [column[name] // word for name in ("source_row", "target_row", "source_col", "target_col")]
     tiles = (-(-column["rows"] // _ROWS) * -(-cols // _COLS)).cumsum()
-    return Launch(
-        word,
-        wide,
-        np.stack([column["source"], column["source_start"]]),
-        np.stack([column["target"], column["target_start"]]),
-        np.stack([column["rows"], cols, *strides, tiles]),
-        (len(_COLUMNS), len(moves)),
-        int(tiles[-1]),
-    )
+    places = [column[name] for name in ("source", "source_start", "target", "target_start", "rows")]
+    table = torch.from_numpy(np.stack([*places, cols, *strides, tiles]))
+    return Launch(word, wide, table.to(device), int(tiles[-1]))
 
 
 def _in_rows(moves: Table) -> Table:
@@ -93,22 +83,17 @@ def _in_rows(moves: Table) -> Table:
     return np.concatenate(found)
 
 
-def launch(launches: Sequence[Launch], sources: Addresses, targets: Addresses, device: torch.device) -> None:
-    """Move between buffers at these addresses, on the current stream of ``device``."""
+def launch(launches: Sequence[Launch], staying: Tensor, passing: Tensor) -> None:
+    """Move between buffers at these addresses (int64 [buffers], on the GPU), on its current stream."""
     for each in launches:
-        table = torch.empty(each.shape, dtype=torch.int64, pin_memory=True)
-        rows = table.numpy()
-        np.add(sources[each.near[0]], each.near[1], out=rows[0])
-        np.add(targets[each.far[0]], each.far[1], out=rows[1])
-        rows[2:] = each.fields
-        table = table.to(device, non_blocking=True)
-        _move[(each.num_tiles,)](table, each.shape[1], _WORDS[each.word], each.wide, _ROWS, _COLS)
+        sizes = (each.table.shape[1], len(staying))
+        _move[(each.num_tiles,)](each.table, staying, passing, *sizes, _WORDS[each.word], each.wide, _ROWS, _COLS)
 
 
-@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
-def _move(table, count, WORD: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit(do_not_specialize=["count", "num_staying"])  # type: ignore[untyped-decorator]
+def _move(table, staying, passing, count, num_staying, WORD: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E501, N803  # fmt: skip
     tile = tl.program_id(0)
-    ends = table + 8 * count
+    ends = table + 10 * count
     low, high = 0, count - 1
     while low < high:
         middle = (low + high) // 2
@@ -116,12 +101,16 @@ def _move(table, count, WORD: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constex
         low = tl.where(beyond, middle + 1, low)
         high = tl.where(beyond, high, middle)
     inside = tile - tl.load(ends + low - 1, mask=low > 0, other=0)
-    source = tl.load(table + low).to(tl.pointer_type(WORD))
-    target = tl.load(table + count + low).to(tl.pointer_type(WORD))
-    rows = tl.load(table + 2 * count + low)
-    cols = tl.load(table + 3 * count + low)
-    source_row = tl.load(table + 4 * count + low)
-    target_row = tl.load(table + 5 * count + low)
+    source = tl.load(table + low)
+    target = tl.load(table + 2 * count + low)
+    source = tl.load(tl.where(source < num_staying, staying + source, passing + source - num_staying))
+    target = tl.load(tl.where(target < num_staying, staying + target, passing + target - num_staying))
+    source = (source + tl.load(table + count + low)).to(tl.pointer_type(WORD))
+    target = (target + tl.load(table + 3 * count + low)).to(tl.pointer_type(WORD))
+    rows = tl.load(table + 4 * count + low)
+    cols = tl.load(table + 5 * count + low)
+    source_row = tl.load(table + 6 * count + low)
+    target_row = tl.load(table + 7 * count + low)
     across = tl.cdiv(cols, COLS)
     row = (inside // across * ROWS + tl.arange(0, ROWS))[:, None]
     col = (inside % across * COLS + tl.arange(0, COLS))[None, :]
@@ -133,8 +122,8 @@ def _move(table, count, WORD: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constex
         words = tl.load(source + row * source_row + col, mask=there)
         tl.store(target + row * target_row + col, words, mask=there)
     else:
-        source_col = tl.load(table + 6 * count + low)
-        target_col = tl.load(table + 7 * count + low)
+        source_col = tl.load(table + 8 * count + low)
+        target_col = tl.load(table + 9 * count + low)
         there = (row < rows) & (col < cols)
         words = tl.load(source + row * source_row + col * source_col, mask=there)
         tl.store(target + row * target_row + col * target_col, words, mask=there)

@@ -20,6 +20,7 @@ from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.dtypes import Dtypes, dtype_name, wanted_dtype
 from mcore_bridge.weights.export import iter_hf_weights, open_export
 from mcore_bridge.weights.provenance import HF, Dialect
+from mcore_bridge.weights.target import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +103,24 @@ def manifest(
     dialect: Dialect | None = None,
     digests: bool = False,
     bucket_bytes: int | None = None,
+    target: Target = "everything",
 ) -> Manifest:
     """What ``iter_hf_weights`` with the same arguments yields. Called by all ranks of a replica together.
 
-    Without digests no weight moves. With them the whole model is exported once, and the ranks share the hashing.
+    Without digests no weight moves. With them the model is exported once; where all ranks get everything, they share
+    the hashing.
     """
-    export = open_export(models, hf, head, dialect=dialect, bucket_bytes=bucket_bytes)
+    export = open_export(models, hf, head, dialect=dialect, bucket_bytes=bucket_bytes, target=target)
     specs = tuple(TensorSpec(n, shape, wanted_dtype(n, own, dtype)) for n, shape, own in export.program.plan.tensors())
     if not digests:
         return Manifest(specs)
-    pairs = enumerate(
-        iter_hf_weights(models, hf=hf, head=head, dtype=dtype, dialect=dialect, bucket_bytes=bucket_bytes)
+    pairs = iter_hf_weights(
+        models, hf=hf, head=head, dtype=dtype, dialect=dialect, bucket_bytes=bucket_bytes, target=target
     )
-    mine = {name: digest(tensor) for i, (name, tensor) in pairs if i % export.group.size == export.group.rank}
-    found = {name: value for part in export.group.exchange(mine) for name, value in part.items()}
+    if export.program.is_gather:
+        size, rank = export.group.size, export.group.rank
+        mine = {name: digest(tensor) for i, (name, tensor) in enumerate(pairs) if i % size == rank}
+        found = {name: value for part in export.group.exchange(mine) for name, value in part.items()}
+    else:
+        found = {name: digest(tensor) for name, tensor in pairs}
     return Manifest(tuple(replace(spec, sha256=found[spec.name]) for spec in specs))

@@ -45,11 +45,20 @@ class Buffers:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
+        self._on_device: dict[torch.device, Tensor] = {}
 
     @cached_property
     def addresses(self) -> Addresses:
         """Where they begin."""
         return np.array([tensor.data_ptr() for tensor in self.tensors], dtype=np.int64)
+
+    def addresses_on(self, device: torch.device) -> Tensor:
+        """The same as a tensor on a GPU, sent there once: int64 [buffers]."""
+        if device not in self._on_device:
+            pinned = torch.empty(len(self.tensors), dtype=torch.int64, pin_memory=True)
+            pinned.numpy()[:] = self.addresses
+            self._on_device[device] = pinned.to(device, non_blocking=True)
+        return self._on_device[device]
 
     @cached_property
     def is_aligned(self) -> bool:
@@ -69,33 +78,32 @@ class Moves:
         self.table: Table = np.array([*moves], dtype=np.int64).reshape(-1, len(Move._fields))
         self._launches: dict[bool, tuple[Launch, ...]] = {}
 
-    def make(self, sources: Sequence[Buffers], targets: Sequence[Buffers], device: torch.device) -> None:
+    def make(self, staying: Buffers, passing: Buffers, device: torch.device) -> None:
         """Copy on the current stream of ``device``, without waiting, and in any order.
 
+        No move may read what another one writes.
+
         Args:
-            sources: moves count on from the buffers of one to those of the next.
-            targets: likewise. No move may read what another one writes.
+            staying: the buffers that moves count first, which many tables share: anywhere, and of any address.
+            passing: those that they count on with, on ``device`` or pinned; they begin where the widest words can.
             device: where most of them are.
         """
-        if device.type == "cuda" and _has_triton() and all(each.on_gpu for each in (*sources, *targets)):
-            self._launch(sources, targets, device)
+        if device.type == "cuda" and _has_triton() and staying.on_gpu:
+            self._launch(staying, passing, device)
             return
-        near = [tensor for each in sources for tensor in each.tensors]
-        far = [tensor for each in targets for tensor in each.tensors]
+        tensors = [*staying.tensors, *passing.tensors]
         for row in self.table.tolist():
             move = Move(*row)
-            source = _words(near[move.source], move, (move.source_start, move.source_row, move.source_col))
-            target = _words(far[move.target], move, (move.target_start, move.target_row, move.target_col))
+            source = _words(tensors[move.source], move, (move.source_start, move.source_row, move.source_col))
+            target = _words(tensors[move.target], move, (move.target_start, move.target_row, move.target_col))
             target.copy_(source)
 
-    def _launch(self, sources: Sequence[Buffers], targets: Sequence[Buffers], device: torch.device) -> None:
+    def _launch(self, staying: Buffers, passing: Buffers, device: torch.device) -> None:
         from mcore_bridge.weights.kernel import launch, prepare
 
-        aligned = all(each.is_aligned for each in (*sources, *targets))
-        if aligned not in self._launches:
-            self._launches[aligned] = prepare(self.table, aligned=aligned)
-        near, far = (np.concatenate([each.addresses for each in buffers]) for buffers in (sources, targets))
-        launch(self._launches[aligned], near, far, device)
+        if staying.is_aligned not in self._launches:
+            self._launches[staying.is_aligned] = prepare(self.table, aligned=staying.is_aligned, device=device)
+        launch(self._launches[staying.is_aligned], staying.addresses_on(device), passing.addresses_on(device))
 
 
 def _words(buffer: Tensor, move: Move, place: tuple[int, int, int]) -> Tensor:

@@ -62,16 +62,9 @@ def iter_hf_pieces(
 def _piece(name: str, shape: Shape, copy: Copy, held: Tensor, num_experts: int) -> HeldPiece:
     index = [slice(None)] * len(shape)
     stop = copy.part_start + (copy.size - 1) * copy.part_step + 1
-    index[_dim_in_part(copy)] = slice(copy.part_start, stop, copy.part_step)
+    index[copy.part_dim] = slice(copy.part_start, stop, copy.part_step)
     tensor = held if copy.view is None else (~copy.view)((held,), {})[0]
     whole, number = unstacked(name)
     if number is None:
         return HeldPiece(name, shape, tuple(index), tensor)
     return HeldPiece(whole, (num_experts, *shape), (slice(number, number + 1), *index), tensor[None])
-
-
-def _dim_in_part(copy: Copy) -> int:
-    """The dim of the HF tensor along which a copy moves."""
-    if copy.view is None:
-        return copy.dim
-    return copy.view.left.split().index(copy.view.right.split()[copy.dim])

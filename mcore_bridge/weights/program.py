@@ -4,41 +4,69 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mcore_bridge.weights.cut import HEADER, Piece
 from mcore_bridge.weights.entries import Entry
 from mcore_bridge.weights.moves import Move, Moves
-from mcore_bridge.weights.plan import ExportPlan, Message
+from mcore_bridge.weights.plan import ExportPlan, Output
 from mcore_bridge.weights.trace import Copy
 
-WINDOWS, HEADER_SENT, HELD = 0, 1, 2
-"""Sources of a step: the windows of all ranks that have arrived, one behind the other; this rank's header; and from
-here on what this rank holds of each entry."""
-HEADERS, OWN_WINDOW, OUTPUTS = 0, 1, 2
-"""Targets: the headers of all ranks; this rank's window of the message that follows; and the outputs of the step."""
+WINDOWS, HEADER_SENT, HEADERS, OWN_WINDOWS, OUTPUTS = range(5)
+"""Buffers of a step, behind the tensors that this rank holds: the windows that have arrived, one behind the other; this
+rank's header; the headers of all ranks; this rank's windows of the message that follows; and from here on outputs."""
+
+Place = Literal["held", "sent", "part"]
+"""Where an element is: in the tensor of a rank, in what travels of it, in the HF tensor."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """Unpacks a message that has arrived, and packs one that follows. A rank's own tensors skip its window."""
+    """Unpacks a message that has arrived, and packs one that follows. A rank's own tensors skip its windows."""
 
     moves: Moves
     held: tuple[int, ...]
-    """Entries that are read from this rank's own tensors."""
+    """Tensors of this rank that are read."""
     outputs: tuple[int, ...]
     """Outputs that something is written to."""
+    alike: tuple[tuple[Output, tuple[int, ...]], ...]
+    """The same by shape and dtype: one of them, and all like it."""
 
 
 class Program:
-    """The steps of one rank, made when they are first asked for."""
+    """The steps of one rank, made when they are first asked for.
 
-    def __init__(self, plan: ExportPlan, rank: int, num_ranks: int) -> None:
-        self.plan, self._rank, self._num_ranks = plan, rank, num_ranks
+    Args:
+        plans: one that is for every rank alike, or one for each rank.
+        rank: this one.
+        num_ranks: of the group.
+    """
+
+    def __init__(self, plans: Sequence[ExportPlan], rank: int, num_ranks: int) -> None:
+        self._plans, self._rank, self._num_ranks = plans, rank, num_ranks
+        self.is_gather = len(plans) == 1
+        """Whether each rank sends one window to all, or one to each."""
+        self.plan = plans[0 if self.is_gather else rank]
+        """What this rank gets."""
+        held = {entry.held.mcore: None for plan in plans for entry in plan.goods.entries if rank in _holders(entry)}
+        self.names = tuple(held)
+        """What this rank sends or keeps, by canonical name."""
+        self._numbers = {name: number for number, name in enumerate(self.names)}
         self._steps: dict[tuple[int | None, int | None, bool, bool], Step] = {}
-        self._known: dict[tuple[int, ...], list[list[Move]]] = {}
+        self._known: dict[tuple[object, ...], list[list[Move]]] = {}
+
+    def received(self, number: int) -> tuple[int, ...]:
+        """Bytes of each rank's window of a message, as they arrive here."""
+        return self.plan.messages[number].widths
+
+    def sent(self, number: int) -> tuple[int, ...]:
+        """Bytes of this rank's window for each receiver, or of the one window that all of them get."""
+        return tuple(plan.messages[number].widths[self._rank] for plan in self._plans)
 
     def step(self, arrived: int | None, following: int | None, *, unpack: bool = True, pack: bool = True) -> Step:
         """The step between two messages, by number; of one that is not to be unpacked or packed, headers only."""
@@ -52,78 +80,116 @@ class Program:
         held: set[int] = set()
         outputs: dict[int, int] = {}
         if arrived is not None:
-            message = self.plan.messages[arrived]
-            if self._num_ranks > 1:
-                ranks, width = self._num_ranks, message.num_bytes
-                moves.append(Move(WINDOWS, 0, HEADERS, 0, ranks, HEADER, 1, width, 1, HEADER, 1))
-            for piece in message.pieces if unpack else ():
-                moves += self._unpacked(piece, message, outputs)
-                held |= {piece.entry} if piece.sender == self._rank else set()
-        if following is not None:
-            moves.append(Move(HEADER_SENT, 0, OWN_WINDOW, 0, 1, HEADER, 1, HEADER, 1, HEADER, 1))
-            for piece in self.plan.messages[following].pieces if pack else ():
+            starts = tuple(accumulate(self.received(arrived), initial=0))
+            moves += self._headers_arrived(starts)
+            for piece in self.plan.messages[arrived].pieces if unpack else ():
+                moves += self._unpacked(piece, starts[piece.sender], outputs)
                 if piece.sender == self._rank:
-                    moves.append(self._packed(piece))
-                    held.add(piece.entry)
-        return Step(Moves(moves), tuple(sorted(held)), tuple(outputs))
+                    held.add(self._number(self.plan.goods.entries[piece.entry]))
+        if following is not None:
+            starts = tuple(accumulate(self.sent(following), initial=0))
+            for receiver, (plan, start) in enumerate(zip(self._plans, starts, strict=False)):
+                if self.is_gather or receiver != self._rank:
+                    moves.append(self._header(HEADER_SENT, 0, OWN_WINDOWS, start))
+                    for entry, piece in self._of_message(plan, following) if pack else ():
+                        moves += self._packed(entry, piece, start)
+                        held.add(self._number(entry))
+        return Step(Moves(moves), tuple(sorted(held)), tuple(outputs), tuple(self._alike(outputs)))
 
-    def _packed(self, piece: Piece) -> Move:
-        item, first, size = self._bytes(piece)
-        return Move(HELD + piece.entry, first, OWN_WINDOW, piece.start, 1, size // item, item, size, item, size, item)
+    def _of_message(self, plan: ExportPlan, number: int) -> Iterator[tuple[Entry, Piece]]:
+        """What this rank sends."""
+        for piece in plan.messages[number].pieces_of(self._rank):
+            yield plan.goods.entries[piece.entry], piece
 
-    def _unpacked(self, piece: Piece, message: Message, outputs: dict[int, int]) -> Iterator[Move]:
+    def _alike(self, outputs: Iterable[int]) -> Iterator[tuple[Output, tuple[int, ...]]]:
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for number in outputs:
+            output = self.plan.goods.outputs[number]
+            groups.setdefault((output.dtype, output.shape), []).append(number)
+        for numbers in groups.values():
+            yield self.plan.goods.outputs[numbers[0]], tuple(numbers)
+
+    def _number(self, entry: Entry) -> int:
+        return self._numbers[entry.held.mcore]
+
+    def _header(self, source: int, source_start: int, target: int, target_start: int) -> Move:
+        behind = len(self.names)
+        places = behind + source, source_start, behind + target, target_start
+        return Move(*places, 1, HEADER, 1, HEADER, 1, HEADER, 1)
+
+    def _headers_arrived(self, starts: Sequence[int]) -> Iterator[Move]:
+        """All but this rank's own, which may be written to by now."""
+        for sender in range(self._num_ranks):
+            if sender != self._rank:
+                yield self._header(WINDOWS, starts[sender], HEADERS, sender * HEADER)
+
+    def _packed(self, entry: Entry, piece: Piece, window: int) -> Iterator[Move]:
+        target, start = len(self.names) + OWN_WINDOWS, window + piece.start
+        if entry.starts is None:
+            first, size = piece.first * entry.row_bytes, piece.count * entry.row_bytes
+            item = entry.held.dtype.itemsize
+            yield Move(self._number(entry), first, target, start, 1, size // item, item, size, item, size, item)
+            return
+        for move in self._moves(entry, piece, "held", "sent")[0]:
+            yield move._replace(source=self._number(entry), target=target, target_start=start + move.target_start)
+
+    def _unpacked(self, piece: Piece, window: int, outputs: dict[int, int]) -> Iterator[Move]:
         """To ``outputs``, which are numbered as they come."""
-        source, start = WINDOWS, piece.sender * message.num_bytes + piece.start
-        if piece.sender == self._rank:
-            source, start = HELD + piece.entry, self._bytes(piece)[1]
-        for part, moves in enumerate(self._moves(piece)):
-            output, base = self.plan.places[piece.entry][part]
+        behind = len(self.names)
+        entry, places = self.plan.goods.entries[piece.entry], self.plan.goods.places[piece.entry]
+        is_own = piece.sender == self._rank
+        source, start = (self._number(entry), 0) if is_own else (behind + WINDOWS, window + piece.start)
+        for part, moves in enumerate(self._moves(entry, piece, "held" if is_own else "sent", "part")):
+            output, base = places[part]
             for move in moves:
-                target = OUTPUTS + outputs.setdefault(output, len(outputs))
+                target = behind + OUTPUTS + outputs.setdefault(output, len(outputs))
                 yield Move(source, start + move.source_start, target, base + move.target_start, *move[4:])
 
-    def _bytes(self, piece: Piece) -> tuple[int, int, int]:
-        """Of an element; before the piece, in its shard; of the piece."""
-        held = self.plan.entries[piece.entry].held
-        return held.dtype.itemsize, piece.first * held.row_bytes, piece.count * held.row_bytes
+    def _moves(self, entry: Entry, piece: Piece, source: Place, target: Place) -> list[list[Move]]:
+        """What of an entry is in a piece, from one place to another: for each part, or all at once where none is meant.
 
-    def _moves(self, piece: Piece) -> list[list[Move]]:
-        """For each part of the piece's entry the moves from the piece, which begins at byte 0, to the part."""
-        entry = self.plan.entries[piece.entry]
-        key = (id(entry.trace), entry.held.dtype.itemsize, piece.shard, piece.first, piece.count)
+        Bytes count from the beginning of what is held, of the piece, and of the part.
+        """
+        key = (id(entry.trace), entry.held.dtype, piece.shard, piece.first, piece.count, source, target)
         if key not in self._known:
-            self._known[key] = [_of_part(entry, part, piece) for part in range(len(entry.hf))]
+            found: list[list[Move]] = [[] for _ in (entry.hf if target == "part" else ("all",))]
+            for copy, start in entry.copies_of(piece.shard):
+                found[copy.part if target == "part" else 0] += _of_copy(entry, piece, copy, start, source, target)
+            self._known[key] = [list(_stacked(moves)) for moves in found]
         return self._known[key]
 
 
-def _of_part(entry: Entry, part: int, piece: Piece) -> list[Move]:
-    moves: list[Move] = []
-    for copy in entry.trace.to_hf:
-        if copy.part == part and copy.shard == piece.shard:
-            moves += _of_copy(entry, copy, piece)
-    return list(_stacked(moves))
+def _holders(entry: Entry) -> set[int]:
+    return {rank for holders in entry.holders.values() for rank in holders}
 
 
-def _of_copy(entry: Entry, copy: Copy, piece: Piece) -> Iterator[Move]:
-    """What of ``copy`` lies in the rows of ``piece``."""
-    held = torch.empty(entry.held.shape, dtype=entry.held.dtype, device="meta")
-    source = copy.of_shard(held)
-    target = copy.of_part(torch.empty(entry.trace.part_shapes[copy.part], dtype=entry.held.dtype, device="meta"))
-    offset = copy.shard_start if copy.dim == 0 else 0  # the row of the shard that is row 0 of both views
+def _of_copy(entry: Entry, piece: Piece, copy: Copy, start: int, source: Place, target: Place) -> Iterator[Move]:
+    """What of ``copy``, which begins at ``start`` in what travels, lies in the rows of ``piece``."""
+    offset = start if copy.dim == 0 else 0  # the row of what travels that is row 0 of the views
+    near, far = (_view(entry, copy, start, place) for place in (source, target))
     first = max(piece.first, offset) - offset
-    last = min(piece.first + piece.count, offset + source.shape[0]) - offset
+    last = min(piece.first + piece.count, offset + near.shape[0]) - offset
     if first >= last:
         return
     item = entry.held.dtype.itemsize
-    before = piece.first * held.stride(0)
+    before = {"held": 0, "sent": piece.first * entry.row_bytes, "part": 0}
     yield from _rectangles(
-        (last - first, *source.shape[1:]),
-        [stride * item for stride in source.stride()],
-        [stride * item for stride in target.stride()],
-        int(source.storage_offset() + first * source.stride(0) - before) * item,
-        int(target.storage_offset() + first * target.stride(0)) * item,
+        (last - first, *near.shape[1:]),
+        [stride * item for stride in near.stride()],
+        [stride * item for stride in far.stride()],
+        int(near.storage_offset() + first * near.stride(0)) * item - before[source],
+        int(far.storage_offset() + first * far.stride(0)) * item - before[target],
         item,
     )
+
+
+def _view(entry: Entry, copy: Copy, start: int, place: Place) -> Tensor:
+    """The elements of ``copy`` at a place, without storage."""
+    if place == "held":
+        return copy.of_shard(torch.empty(entry.held.shape, device="meta"))
+    if place == "sent":
+        return torch.empty(entry.sent, device="meta").narrow(copy.dim, start, copy.size)
+    return copy.of_part(torch.empty(entry.trace.part_shapes[copy.part], device="meta"))
 
 
 def _rectangles(
@@ -148,7 +214,7 @@ def _rectangles(
         )
 
 
-def _stacked(moves: Iterable[Move]) -> Iterator[Move]:
+def _stacked(moves: Sequence[Move]) -> Iterator[Move]:
     """Equal runs at equal distances become the rows of one move."""
     found: Move | None = None
     for move in moves:

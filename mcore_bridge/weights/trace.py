@@ -7,7 +7,7 @@ HF tensor with one copy of each byte.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -36,6 +36,13 @@ class Copy:
     size: int
     part_step: int = 1
     view: Rearrange | None = None
+
+    @property
+    def part_dim(self) -> int:
+        """The dim of the part along which ``part_start`` counts."""
+        if self.view is None:
+            return self.dim
+        return self.view.left.split().index(self.view.right.split()[self.dim])
 
     def of_part(self, part: Tensor) -> Tensor:
         """The slice of the HF tensor, as a view in the orientation of the shard."""
@@ -117,8 +124,7 @@ def _moved_dim(layout: Chain) -> int:
 def _to_mcore(layout: Chain, shapes: tuple[Shape, ...], axes: Axes, view: Rearrange | None) -> Iterator[Copy]:
     dim = _moved_dim(layout)
     lengths = [shape[dim] for shape in shapes]
-    lines = tuple(_line(shape, dim, start) for shape, start in zip(shapes, _starts(lengths), strict=True))
-    (shards,) = layout(lines, axes)
+    (shards,) = layout(lines(shapes, dim), axes)
     for index, shard in enumerate(shards):
         runs = [(position, *_locate(value, lengths), size) for position, value, size in _runs(shard.flatten())]
         for position, part, offset, step, size in _strided(runs):
@@ -137,6 +143,13 @@ def _to_hf(layout: Layout, to_mcore: tuple[Copy, ...], shapes: tuple[Shape, ...]
     return tuple(first.values())
 
 
+def lines(shapes: Sequence[Shape], dim: int) -> tuple[Tensor, ...]:
+    """Parts that hold, along ``dim``, the coordinates of their elements: those of a part from ``line_starts`` on."""
+    return tuple(
+        _line(shape, dim, start) for shape, start in zip(shapes, line_starts([s[dim] for s in shapes]), strict=True)
+    )
+
+
 def _line(shape: Shape, dim: int, start: int) -> Tensor:
     """Coordinates ``start, start + 1, ...`` along ``dim`` of ``shape``; the other dims stay whole and shrink to 1."""
     view = [1] * len(shape)
@@ -144,7 +157,7 @@ def _line(shape: Shape, dim: int, start: int) -> Tensor:
     return torch.arange(start, start + shape[dim]).view(view)
 
 
-def _starts(lengths: list[int]) -> list[int]:
+def line_starts(lengths: Sequence[int]) -> list[int]:
     """First coordinate of each line. 0 is padding, and gaps keep runs apart from it and from one another."""
     starts = [2]
     for length in lengths[:-1]:
@@ -153,7 +166,7 @@ def _starts(lengths: list[int]) -> list[int]:
 
 
 def _locate(value: int, lengths: list[int]) -> tuple[int, int]:
-    starts = _starts(lengths)
+    starts = line_starts(lengths)
     index = max(i for i, start in enumerate(starts) if start <= value)
     return index, value - starts[index]
 

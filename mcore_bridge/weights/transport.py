@@ -6,6 +6,7 @@ without a collective of its own, and nobody is left waiting.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,25 +34,39 @@ class State(IntEnum):
 
 
 class Windows:
-    """One message on its way: this rank's window, and room for those of all ranks of a group.
+    """One message on its way: this rank's windows, and room for those of all ranks of a group.
 
     Windows that were sent arrive behind the back of the caller, and have arrived for all that is enqueued on the
     current stream after ``wait``.
+
+    Args:
+        received: bytes of the window of each rank.
+        sent: bytes of this rank's window for each of them; of one alone, if that one is for all.
     """
 
-    def __init__(self, group: Group, memory: Memory, num_bytes: int) -> None:
-        self._group, self._memory = group, memory
+    def __init__(self, group: Group, memory: Memory, received: Sequence[int], sent: Sequence[int]) -> None:
+        self._group, self._memory, self._received, self._sent = group, memory, received, sent
         self.headers = memory.headers
         """Where the headers of all windows are to be copied, for ``states``: uint8 [ranks, HEADER], on the host."""
-        self.all = memory.all[: group.size * num_bytes]
+        self.all = memory.all[: sum(received)]
         """The windows of all ranks, one behind the other."""
-        self.own = self.all[group.rank * num_bytes : (group.rank + 1) * num_bytes]
+        self.own = memory.own[: sum(sent)] if len(sent) > 1 else self.all.narrow(0, group.rank * sent[0], sent[0])
+        """This rank's windows: among those of all ranks, where one is for all of them."""
         self._own_state = State.CONSUMING, ""
         self._work: Any = None
 
+    def lies_upon(self, other: Windows) -> bool:
+        """Whether this rank's windows are where another message has those of other ranks."""
+        return len(self._sent) == 1 and self._received != other._received
+
     def send(self) -> None:
-        """Send this rank's window, and begin to receive everybody's."""
-        self._work = dist.all_gather_into_tensor(self.all, self.own, group=self._group.group, async_op=True)
+        """Send this rank's windows, and begin to receive everybody's."""
+        group = self._group.group
+        if len(self._sent) == 1:
+            self._work = dist.all_gather_into_tensor(self.all, self.own, group=group, async_op=True)
+            return
+        sizes = [*self._received], [*self._sent]
+        self._work = dist.all_to_all_single(self.all, self.own, *sizes, group=group, async_op=True)
 
     def wait(self) -> None:
         """Make the current stream wait for all windows."""
@@ -83,11 +98,12 @@ def _read(header: bytes) -> tuple[State, str]:
 
 
 class Memory:
-    """What messages of up to ``num_bytes`` per window take, one after the other."""
+    """What messages take, one after the other: so many bytes received, and sent if not from among them."""
 
-    def __init__(self, group: Group, num_bytes: int) -> None:
+    def __init__(self, group: Group, received: int, sent: int) -> None:
         on_gpu = group.device.type == "cuda"
-        self.all = torch.empty(group.size * num_bytes, dtype=torch.uint8, device=group.device)
+        self.all = torch.empty(received, dtype=torch.uint8, device=group.device)
+        self.own = torch.empty(sent, dtype=torch.uint8, device=group.device)
         self.headers = torch.empty((group.size, HEADER), dtype=torch.uint8, pin_memory=on_gpu)
         self.arrived = torch.cuda.Event() if on_gpu else None
 
@@ -119,12 +135,15 @@ class Group:
             return cls(groups.mp)
         return cls(groups.tp_ep_pp if experts % dense == 0 else None)
 
-    def any(self, flag: bool) -> bool:
-        """Whether ``flag`` is set on any rank: the small collective that every export starts with, twice."""
-        answer = torch.tensor([int(flag)], dtype=torch.int32, device=self.device)
-        if self.size > 1:
-            dist.all_reduce(answer, dist.ReduceOp.MAX, group=self.group)
-        return bool(answer.item())
+    def agrees(self, number: int | None) -> bool:
+        """Whether all ranks have the same number, and not None: the small collective that exports start with, twice."""
+        if self.size == 1:
+            return number is not None
+        found = [1, 0, 0] if number is None else [0, number, -number]
+        answer = torch.tensor(found, dtype=torch.int32, device=self.device)
+        dist.all_reduce(answer, dist.ReduceOp.MAX, group=self.group)
+        absent, largest, negated = answer.tolist()
+        return not absent and largest == -negated
 
     def exchange(self, value: T) -> list[T]:
         """The ``value`` of every rank, pickled on the way."""

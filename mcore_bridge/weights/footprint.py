@@ -1,0 +1,60 @@
+"""The memory that running a plan takes beside the model, counted from the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mcore_bridge.weights.cut import Run
+from mcore_bridge.weights.entries import Entry
+from mcore_bridge.weights.plan import ExportPlan
+
+AHEAD = 2
+"""Messages that are on their way at once, each in memory of its own."""
+MEMORY = 2_000_000_000
+"""Bytes that an export takes beside the model, where nothing else is asked for and no HF tensor is too large."""
+SLAB = 64 << 20
+"""Bytes up to which HF tensors of one shape that come with one message share an allocation."""
+
+
+def footprint(plan: ExportPlan) -> int:
+    """Bytes on the receiver: windows on their way, outputs, and what a consumer may still hold of a message before."""
+    in_flight = sorted((sum(message.widths) for message in plan.messages), reverse=True)[:AHEAD]
+    return sum(in_flight if len(plan.streams) > 1 else ()) + open_bytes(plan) + min(SLAB, max(in_flight))
+
+
+def open_bytes(plan: ExportPlan) -> int:
+    """Bytes of the outputs that are there at once at most: from the message that first writes to one to its last."""
+    outputs = plan.goods.outputs
+    opened = [0] * len(plan.messages)
+    for output, number in _first_messages(plan).items():
+        opened[number] += outputs[output].num_bytes
+    most = held = 0
+    for message in plan.messages:
+        held += opened[message.number]
+        done = [outputs[output] for output in message.done]
+        most = max(most, held + max((output.num_bytes for output in done if output.copies), default=0))
+        held -= sum(output.num_bytes for output in done)
+    return most
+
+
+def _first_messages(plan: ExportPlan) -> dict[int, int]:
+    """For each output, the first message that writes to it."""
+    first: dict[int, int] = {}
+    for stream in plan.streams:
+        for run in stream:
+            for part, number in _written(plan.goods.entries[run.entry], run):
+                output = plan.goods.places[run.entry][part][0]
+                first[output] = min(number, first.get(output, number))
+    return first
+
+
+def _written(entry: Entry, run: Run) -> Iterator[tuple[int, int]]:
+    """The parts that a run writes to, and the first message in which it does; one for each stretch of the layout."""
+    if len(entry.hf) == 1:
+        yield 0, run.message
+        return
+    for copy, start in entry.copies_of(run.shard):
+        first, size = (start, copy.size) if copy.dim == 0 else (0, entry.sent[0])
+        begin, end = max(first, run.first), min(first + size, run.first + run.rows * run.times)
+        if begin < end:
+            yield copy.part, run.message + (begin - run.first) // run.rows

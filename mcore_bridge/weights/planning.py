@@ -1,0 +1,179 @@
+"""Makes plans: who sends which part of what, and where streams are cut into messages. No process group is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mcore_bridge.weights.alignment import aligned
+from mcore_bridge.weights.cut import HEADER, Part, Streams, cut, num_messages, widths
+from mcore_bridge.weights.entries import Inventory, entries_of
+from mcore_bridge.weights.footprint import AHEAD, MEMORY, footprint
+from mcore_bridge.weights.layout import Axes
+from mcore_bridge.weights.mapping import WeightMapping
+from mcore_bridge.weights.plan import ExportPlan, Goods, Message
+from mcore_bridge.weights.slices import slices_for
+from mcore_bridge.weights.target import EngineRank, Target
+
+MIN_WINDOW = 4096
+"""Bytes that a rank sends per message at least."""
+MESSAGE_BYTES = tuple(megabytes << 20 for megabytes in (512, 384, 256, 192, 128, 96, 64))
+"""What to choose the bytes that a rank receives with a message from: fewer are slow, more no faster."""
+SHARED = 1 << 20
+"""Bytes from which on those that hold a shard share the sending of it to a target."""
+
+
+def plan_export(
+    mapping: WeightMapping, axes: Axes, num_layers: int, inventories: Sequence[Inventory], *, bucket_bytes: int | None
+) -> ExportPlan:
+    """Plan the export to every rank of a model whose ``inventories`` are given by rank of the group that exports it.
+
+    Args:
+        bucket_bytes: of the messages that are on their way to a rank; more where one row takes more. None is as many as
+            leave the whole export within ``MEMORY``.
+
+    Raises:
+        MappingError: what ``entries_of`` raises.
+    """
+    goods = Goods.of(entries_of(mapping, axes, num_layers, inventories))
+    if bucket_bytes:
+        return _gathered(goods, len(inventories), bucket_bytes // AHEAD, bucket_bytes)
+    largest = max(output.num_bytes for output in goods.outputs)
+    for size in MESSAGE_BYTES[:-1]:
+        if largest + AHEAD * size < MEMORY:
+            plan = _gathered(goods, len(inventories), size, MEMORY // 8)
+            if footprint(plan) <= MEMORY:
+                return plan
+    return _gathered(goods, len(inventories), MESSAGE_BYTES[-1], MEMORY // 8)
+
+
+def _gathered(goods: Goods, num_ranks: int, message_bytes: int, bucket_bytes: int) -> ExportPlan:
+    window = max(message_bytes // num_ranks, MIN_WINDOW)
+    row_bytes = [entry.row_bytes for entry in goods.entries]
+    streams = cut(_dealt(goods, [0] * num_ranks, window // 8), row_bytes, [window] * num_ranks)
+    count = num_messages(streams)
+    needed = (widths(stream, row_bytes, count) for stream in streams)
+    width, last_width = (max(each) for each in zip(*needed, strict=True))
+    return _planned(goods, streams, count, ((width,) * num_ranks, (last_width,) * num_ranks), bucket_bytes)
+
+
+def plan_targets(
+    mapping: WeightMapping,
+    axes: Axes,
+    num_layers: int,
+    inventories: Sequence[Inventory],
+    targets: Sequence[Target],
+    *,
+    bucket_bytes: int | None,
+) -> tuple[ExportPlan, ...]:
+    """Plan the export of what each rank asks for: for each of them, what travels to it. Only what is needed does.
+
+    Args:
+        targets: by rank of the group.
+        bucket_bytes: as for ``plan_export``, of the messages that a rank receives and sends.
+
+    Raises:
+        MappingError: what ``entries_of`` raises.
+        TargetError: when the model cannot be cut as a target says.
+    """
+    entries = entries_of(mapping, axes, num_layers, inventories)
+    found = {
+        target: Goods.of(
+            slices_for(target, mapping, axes, num_layers, entries)
+            if isinstance(target, EngineRank)
+            else {"everything": entries, "nothing": ()}[target]
+        )
+        for target in dict.fromkeys(targets)
+    }
+    loads = [0] * len(targets)
+    lanes = [_Lanes(found[target], loads, receiver) for receiver, target in enumerate(targets)]
+    most = max(lane.received + sum(each.bytes_of(rank) for each in lanes) for rank, lane in enumerate(lanes))
+    for size in (bucket_bytes // AHEAD,) if bucket_bytes else MESSAGE_BYTES:
+        plans = _scattered(lanes, -(-most // size), bucket_bytes or MEMORY // 8)
+        sent = [sum(plan.messages[0].widths[rank] for plan in plans) for rank in range(len(plans))]
+        if all(footprint(plan) + AHEAD * more <= MEMORY for plan, more in zip(plans, sent, strict=True)):
+            break
+    return plans
+
+
+class _Lanes:
+    """What travels to one receiver: a lane from each rank. What it has itself, it takes at the same pace."""
+
+    def __init__(self, goods: Goods, loads: list[int], receiver: int) -> None:
+        self.goods, self._receiver = goods, receiver
+        self._row_bytes = [entry.row_bytes for entry in goods.entries]
+        self._streams = _dealt(goods, loads, SHARED, receiver)
+        self._bytes = [sum(aligned(part.rows * self._row_bytes[part.entry]) for part in each) for each in self._streams]
+        self.received = sum(map(self.bytes_of, range(len(loads))))
+
+    def bytes_of(self, sender: int) -> int:
+        """Bytes that travel from a rank."""
+        return 0 if sender == self._receiver else self._bytes[sender]
+
+    def cut(self, count: int) -> Streams:
+        """In ``count`` messages or fewer, each of which has its share of every lane."""
+        longest = [max((self._row_bytes[part.entry] for part in each), default=0) for each in self._streams]
+        windows = [
+            HEADER + aligned(-(-size // max(count, 1))) + row for size, row in zip(self._bytes, longest, strict=True)
+        ]
+        return cut(self._streams, self._row_bytes, windows)
+
+    def widths(self, streams: Streams, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Bytes of the lanes in any message but the last of ``count``, and in the last."""
+        found = [
+            (0, 0) if sender == self._receiver else widths(stream, self._row_bytes, count)
+            for sender, stream in enumerate(streams)
+        ]
+        width, last_width = zip(*found, strict=True)
+        return width, last_width
+
+
+def _scattered(lanes: Sequence[_Lanes], count: int, bucket_bytes: int) -> tuple[ExportPlan, ...]:
+    streams = [each.cut(count) for each in lanes]
+    count = max(map(num_messages, streams))
+    return tuple(
+        _planned(lane.goods, each, count, lane.widths(each, count), bucket_bytes)
+        for lane, each in zip(lanes, streams, strict=True)
+    )
+
+
+def _dealt(goods: Goods, loads: list[int], shared: int, receiver: int | None = None) -> list[list[Part]]:
+    """What each rank sends. Holders share a shard that matters, and others go to whoever has least to send so far.
+
+    Args:
+        loads: bytes that each rank has to send; counted on.
+        shared: bytes of a shard that matters.
+        receiver: the rank that all is for, who need not be sent what it holds.
+    """
+    streams: list[list[Part]] = [[] for _ in loads]
+    for index, entry in enumerate(goods.entries):
+        rows, row_bytes = entry.sent[0], entry.row_bytes
+        for shard, holders in entry.holders.items():
+            if receiver in holders:
+                streams[receiver].append(Part(index, shard, 0, rows))
+                continue
+            shares = len(holders) if rows * row_bytes > shared and rows >= len(holders) else 1
+            senders = holders if shares > 1 else (min(holders, key=loads.__getitem__),)
+            for share, sender in enumerate(senders):
+                first, last = rows * share // shares, rows * (share + 1) // shares
+                streams[sender].append(Part(index, shard, first, last - first))
+                loads[sender] += aligned((last - first) * row_bytes)
+    return streams
+
+
+def _planned(
+    goods: Goods, streams: Streams, count: int, needed: tuple[tuple[int, ...], tuple[int, ...]], bucket_bytes: int
+) -> ExportPlan:
+    """``count`` messages of the widths that are needed, the last of its own, each with what is complete by then."""
+    keys = goods.together(bucket_bytes)
+    last = dict.fromkeys(keys, 0)
+    for stream in streams:
+        for run in stream:
+            last[keys[run.entry]] = max(last[keys[run.entry]], run.last())
+    groups: dict[object, dict[int, None]] = {}
+    for key, places in zip(keys, goods.places, strict=True):
+        groups.setdefault(key, {}).update(dict.fromkeys(output for output, _ in places))
+    done: list[list[int]] = [[] for _ in range(count)]
+    for key, outputs in groups.items():
+        done[last[key]] += outputs
+    messages = (Message(number, needed[number == count - 1], tuple(done[number]), streams) for number in range(count))
+    return ExportPlan(goods, streams, tuple(messages))
