@@ -17,6 +17,7 @@ import torch.distributed as dist
 from common import config_of, report, set_up, timed
 
 import mcore_bridge as mb
+from mcore_bridge.weights.target import Target
 
 MESH = ("tp", "pp", "vp", "cp", "ep", "etp", "sp")
 
@@ -87,9 +88,9 @@ def measure(case: str, models: list[torch.nn.Module], bucket_bytes: int | None, 
     )
 
 
-def drain(models: list[torch.nn.Module], bucket_bytes: int | None) -> None:
+def drain(models: list[torch.nn.Module], bucket_bytes: int | None = None, target: Target = "everything") -> None:
     """Take every tensor, and keep none."""
-    for _ in mb.iter_hf_weights(models, bucket_bytes=bucket_bytes):
+    for _ in mb.iter_hf_weights(models, bucket_bytes=bucket_bytes, target=target):
         pass
 
 

@@ -114,13 +114,13 @@ def export_to(
     opened: list[dict[int, Tensor]] = [{} for _ in ranks]
     travelled = 0
     for number in range(len(plans[0].messages)):
-        sent = []
-        for rank, program in enumerate(programs):
+        sent = [[NOTHING.byte()]]
+        for rank, program in enumerate(programs if len(held) > 1 else ()):
             own = torch.empty(sum(program.sent(number)), dtype=torch.uint8)
             header = torch.full((HEADER,), rank, dtype=torch.uint8)
             step = program.step(None, number)
             step.moves.make(staying[rank], Buffers([NOTHING, header, NOTHING, own]), CPU)
-            sent.append(own.split(list(program.sent(number))))
+            sent[rank:] = [own.split(list(program.sent(number)))]
             travelled += sum(program.sent(number))
         for rank, program in enumerate(programs):
             windows = torch.cat([sent[sender][rank] for sender in ranks])

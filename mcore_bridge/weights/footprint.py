@@ -12,14 +12,15 @@ AHEAD = 2
 """Messages that are on their way at once, each in memory of its own."""
 MEMORY = 2_000_000_000
 """Bytes that an export takes beside the model, where nothing else is asked for and no HF tensor is too large."""
-SLAB = 64 << 20
+SLAB = 16 << 20
 """Bytes up to which HF tensors of one shape that come with one message share an allocation."""
 
 
 def footprint(plan: ExportPlan) -> int:
     """Bytes on the receiver: windows on their way, outputs, and what a consumer may still hold of a message before."""
-    in_flight = sorted((sum(message.widths) for message in plan.messages), reverse=True)[:AHEAD]
-    return sum(in_flight if len(plan.streams) > 1 else ()) + open_bytes(plan) + min(SLAB, max(in_flight))
+    windows = max(sum(message.widths) for message in plan.messages)
+    in_flight = min(AHEAD, len(plan.messages)) * windows if len(plan.streams) > 1 else 0
+    return in_flight + open_bytes(plan) + min(2 * SLAB, windows)
 
 
 def open_bytes(plan: ExportPlan) -> int:

@@ -11,12 +11,12 @@ from mcore_bridge.weights.footprint import AHEAD, MEMORY, footprint
 from mcore_bridge.weights.layout import Axes
 from mcore_bridge.weights.mapping import WeightMapping
 from mcore_bridge.weights.plan import ExportPlan, Goods, Message
-from mcore_bridge.weights.slices import slices_for
-from mcore_bridge.weights.target import EngineRank, Target
+from mcore_bridge.weights.slices import wanted_by
+from mcore_bridge.weights.target import Target
 
 MIN_WINDOW = 4096
 """Bytes that a rank sends per message at least."""
-MESSAGE_BYTES = tuple(megabytes << 20 for megabytes in (512, 384, 256, 192, 128, 96, 64))
+MESSAGE_BYTES = tuple(megabytes << 20 for megabytes in (512, 384, 256, 192, 128))
 """What to choose the bytes that a rank receives with a message from: fewer are slow, more no faster."""
 SHARED = 1 << 20
 """Bytes from which on those that hold a shard share the sending of it to a target."""
@@ -77,17 +77,13 @@ def plan_targets(
     """
     entries = entries_of(mapping, axes, num_layers, inventories)
     found = {
-        target: Goods.of(
-            slices_for(target, mapping, axes, num_layers, entries)
-            if isinstance(target, EngineRank)
-            else {"everything": entries, "nothing": ()}[target]
-        )
-        for target in dict.fromkeys(targets)
+        target: Goods.of(wanted_by(target, mapping, axes, num_layers, entries)) for target in dict.fromkeys(targets)
     }
     loads = [0] * len(targets)
     lanes = [_Lanes(found[target], loads, receiver) for receiver, target in enumerate(targets)]
     most = max(lane.received + sum(each.bytes_of(rank) for each in lanes) for rank, lane in enumerate(lanes))
-    for size in (bucket_bytes // AHEAD,) if bucket_bytes else MESSAGE_BYTES:
+    least = MIN_WINDOW * len(targets)
+    for size in (max(bucket_bytes // AHEAD, least),) if bucket_bytes else MESSAGE_BYTES:
         plans = _scattered(lanes, -(-most // size), bucket_bytes or MEMORY // 8)
         sent = [sum(plan.messages[0].widths[rank] for plan in plans) for rank in range(len(plans))]
         if all(footprint(plan) + AHEAD * more <= MEMORY for plan, more in zip(plans, sent, strict=True)):

@@ -19,7 +19,7 @@ from mcore_bridge.weights.entries import Entry
 from mcore_bridge.weights.layout import COLUMN, GROUPS, Axes, Chain, Concat, Layout
 from mcore_bridge.weights.mapping import WeightMapping, axes_of, unstacked
 from mcore_bridge.weights.names import expert_of, layer_of
-from mcore_bridge.weights.target import EngineRank
+from mcore_bridge.weights.target import EngineRank, Target
 from mcore_bridge.weights.trace import Copy, Shape, Trace, line_starts, lines, trace
 
 Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -28,15 +28,19 @@ _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _HEADS = "heads_per_group"
 
 
-def slices_for(
-    target: EngineRank, mapping: WeightMapping, axes: Axes, num_layers: int, entries: Sequence[Entry]
-) -> tuple[Entry, ...]:
-    """``entries`` as ``target`` takes them: one for each shard that it needs anything of, in the same order.
+def wanted_by(
+    target: Target, mapping: WeightMapping, axes: Axes, num_layers: int, entries: Sequence[Entry]
+) -> Sequence[Entry]:
+    """``entries`` as ``target`` takes them, in the same order; of an engine's rank, one for each shard that it needs.
 
     Raises:
-        TargetError: when the model cannot be cut so.
+        TargetError: when the model cannot be cut so, or it is no target.
     """
-    return tuple(_Slicer(target, mapping, axes, num_layers).slices(entries))
+    if isinstance(target, EngineRank):
+        return tuple(_Slicer(target, mapping, axes, num_layers).slices(entries))
+    if target not in ("everything", "nothing"):
+        raise TargetError(f'expected target="everything", "nothing" or an EngineRank, found {target!r}')
+    return entries if target == "everything" else ()
 
 
 class _Slicer:
@@ -50,7 +54,7 @@ class _Slicer:
         self._known: dict[tuple[object, ...], dict[int, tuple[Trace, tuple[int, ...]]]] = {}
 
     def slices(self, entries: Sequence[Entry]) -> Iterator[Entry]:
-        """See ``slices_for``."""
+        """See ``wanted_by``."""
         for entry in filter(None, map(self._named, entries)):
             found = self._sliced(entry)
             for shard, (traced, starts) in found.items():

@@ -1,0 +1,97 @@
+"""Seconds until every rank has what a rank of a rollout engine holds, beside the full export in the same run.
+
+    torchrun --nproc-per-node 4 benchmarks/reshard.py "qwen3-8b tp=2 pp=2 to tp=4" "qwen3-8b tp=4 to tp=2"
+    torchrun --nproc-per-node 4 benchmarks/reshard.py --device cpu "tiny tp=2 pp=2 to tp=4" "tiny-moe ep=4 to tp=4 ep=2"
+
+Weights are random. Rank r feeds rank r of the engine, and begins anew where the engine has fewer. ``raw`` is an
+``all_to_all_single`` of equal shares with as many bytes as the rank that receives most.
+"""
+
+from __future__ import annotations
+
+import statistics
+from argparse import ArgumentParser
+
+import torch
+import torch.distributed as dist
+from common import report, timed
+from export import MemoryPeak, build, drain, leave_mesh
+
+import mcore_bridge as mb
+from mcore_bridge.weights.export import open_export
+from mcore_bridge.weights.target import Target
+
+
+def main() -> None:
+    """Measure each case, one after the other in the same processes."""
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="+", help="a model, its mesh, and the engine: 'qwen3-8b tp=2 pp=2 to tp=4'")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--repeats", type=int, default=10)
+    arguments = parser.parse_args()
+    for case in arguments.cases:
+        mesh, _, engine = case.partition(" to ")
+        models = build(mesh, arguments)
+        ranks = mb.engine_ranks(**{key: int(value) for key, value in (size.split("=") for size in engine.split())})
+        measure(case, models, ranks[dist.get_rank() % len(ranks)], arguments.repeats, arguments.device)
+        models.clear()
+        leave_mesh()
+
+
+def measure(case: str, models: list[torch.nn.Module], target: Target, repeats: int, device: str) -> None:
+    """One report."""
+    timed(lambda: drain(models), 2)
+    full = statistics.median(timed(lambda: drain(models), repeats))
+    received = most(received_bytes(models, target), device)
+    slices = most(mb.manifest(models, target=target).num_bytes, device)
+    memory = MemoryPeak()
+    (first,) = timed(lambda: drain(models, target=target), 1)
+    timed(lambda: drain(models, target=target), 2)
+    peak = memory.peak()
+    seconds = timed(lambda: drain(models, target=target), repeats)
+    median, raw = statistics.median(seconds), raw_all_to_all(received, device)
+    report(
+        case=case,
+        slices_gb=round(slices / 1e9, 3),
+        received_gb=round(received / 1e9, 3),
+        first_s=round(first, 4),
+        min_s=round(min(seconds), 4),
+        median_s=round(median, 4),
+        raw_s=round(raw, 4),
+        full_export_s=round(full, 4),
+        part_of_full=round(median / full, 3),
+        extra_gb=round(peak / 1e9, 3),
+    )
+
+
+def received_bytes(models: list[torch.nn.Module], target: Target) -> int:
+    """Bytes that travel to this rank."""
+    program = open_export(models, None, "lm", target=target).program
+    return sum(sum(program.received(message.number)) for message in program.plan.messages)
+
+
+def most(value: int, device: str) -> int:
+    """The largest of all ranks."""
+    answer = torch.tensor(value, device=device)
+    dist.all_reduce(answer, dist.ReduceOp.MAX)
+    return int(answer)
+
+
+def raw_all_to_all(num_bytes: int, device: str) -> float:
+    """Seconds that every rank takes to receive so many bytes from the others, in messages of 512 MB at most."""
+    world = dist.get_world_size()
+    share = max(num_bytes // max(world - 1, 1), 1)
+    rounds = -(-share * world // (512 << 20))
+    source = torch.empty(share // rounds * world, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def scatter() -> None:
+        for _ in range(rounds):
+            dist.all_to_all_single(target, source)
+
+    return min(timed(scatter, 4))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Exports on real GPUs over NCCL: every trainer to every engine bit for bit, and all memory back whatever happens."""
+
+import os
+import traceback
+from contextlib import suppress
+
+import pytest
+import torch
+
+import mcore_bridge as mb
+from mcore_bridge.errors import ExportError
+from tests.strategies import random_state
+from tests.test_gpu import SPARSE, world_of
+from tests.test_targets import ENGINES, GRID, assert_gets, expected
+
+pytestmark = pytest.mark.multigpu
+
+HF = SPARSE["qwen3_moe"]
+BUCKET = 1 << 19
+ENDINGS = ("ended", "abandoned", "raised in the consumer", "failed on a rank")
+
+
+def rank_main(rank, world_size, function, folder):
+    """One rank: what ``function`` returns, or how it failed, goes to a file."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29519")
+    try:
+        found = function(rank, world_size)
+    except Exception:
+        found = traceback.format_exc()
+    torch.save(found, f"{folder}/{rank}")
+    torch.distributed.destroy_process_group()
+
+
+def spawn(function, folder, world_size):
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs, found {torch.cuda.device_count()}")
+    torch.multiprocessing.spawn(rank_main, (world_size, function, str(folder)), nprocs=world_size)
+    return [torch.load(folder / str(rank)) for rank in range(world_size)]
+
+
+def grid(rank, world_size):
+    """Every mesh of the grid that fits, to every engine."""
+    from megatron.core import parallel_state
+
+    state = random_state(HF, dtype=torch.bfloat16)
+    tried = 0
+    for dims in GRID:
+        if world_size % world_of(dims):
+            continue
+        dims.initialize(device="cuda")
+        models = mb.build_model(HF, dims=dims, load_weights=state)
+        for sizes in ENGINES.values():
+            ranks = mb.engine_ranks(**sizes)
+            target = ranks[rank % len(ranks)]
+            found = mb.to_hf_state_dict(models, target=target, bucket_bytes=BUCKET, device="cpu")
+            assert_gets(found, expected(HF, state, target))
+            tried += 1
+        target = "everything" if rank == 0 else "nothing"
+        assert_gets(mb.to_hf_state_dict(models, target=target, device="cpu"), expected(HF, state, target))
+        assert_gets(mb.to_hf_state_dict(models, bucket_bytes=BUCKET, device="cpu"), state)
+        parallel_state.destroy_model_parallel()
+    return tried
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_grid_of_trainers_and_engines(world_size, tmp_path):
+    found = spawn(grid, tmp_path, world_size)
+    assert all(isinstance(each, int) for each in found), "\n".join(map(str, found))
+
+
+def run(models, ending, target, rank):
+    """One export, which comes to an end in this way."""
+    pairs = mb.iter_hf_weights(models, target=target, bucket_bytes=BUCKET)
+    if ending == "ended":
+        for _ in pairs:
+            pass
+    elif ending == "abandoned":
+        next(pairs)
+        pairs.close()
+    elif ending == "raised in the consumer":
+        with suppress(RuntimeError):
+            for number, _ in enumerate(pairs):
+                if number == 3 and rank == 1:
+                    raise RuntimeError("the consumer failed")
+    else:
+        parameter = models[0].decoder.layers[-1].self_attention.linear_proj.weight
+        data, empty = parameter.data, torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        with suppress(ExportError):
+            for number, _ in enumerate(pairs):
+                if number == 2 and rank == 0:
+                    size = data.untyped_storage().nbytes()
+                    data.untyped_storage().resize_(0)
+        if rank == 0:
+            data.untyped_storage().resize_(size)
+        del data, empty
+    del pairs
+
+
+def memory(rank, world_size):
+    """Bytes that are allocated after each of 20 exports for each way to end, beyond those before."""
+    dims = mb.ParallelDims(tp=2, sp=True)
+    dims.initialize(device="cuda")
+    models = mb.build_model(HF, dims=dims, load_weights=random_state(HF, dtype=torch.bfloat16))
+    left = {}
+    for target in ("everything", mb.engine_ranks(tp=2)[1 - rank]):
+        for ending in ENDINGS:
+            run(models, ending, target, rank)  # the first one makes tables
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            for _ in range(20):
+                run(models, ending, target, rank)
+            torch.cuda.synchronize()
+            left[str(target)[:10], ending] = torch.cuda.memory_allocated() - before
+    return left
+
+
+def test_all_memory_comes_back(tmp_path):
+    for found in spawn(memory, tmp_path, 2):
+        assert not isinstance(found, str), found
+        assert all(abs(left) <= 1 << 16 for left in found.values()), found

@@ -1,0 +1,374 @@
+"""Exports to the ranks of an engine: any pair of layouts, against slices that are cut here by the names of tensors."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mcore_bridge as mb
+from mcore_bridge import EngineRank, ParallelDims, engine_ranks
+from mcore_bridge.errors import ExportError, TargetError
+from mcore_bridge.weights.cut import HEADER
+from tests import fake_mesh, pool
+from tests.strategies import problems, random_state, tiny
+
+BUCKET = 1 << 15
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SPARSE = tiny("qwen3_moe", **EXPERTS, num_hidden_layers=4, mlp_only_layers=[0], vocab_size=200, num_key_value_heads=2)
+LINEAR = {
+    "shared_expert_intermediate_size": 32,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+FAMILIES = {
+    "sparse": SPARSE,
+    "tied": tiny("qwen2", num_hidden_layers=6, tie_word_embeddings=True, vocab_size=97),
+    "latent": tiny(
+        "deepseek_v3",
+        num_hidden_layers=3,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        num_key_value_heads=8,
+        q_lora_rank=24,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        head_dim=8,
+        v_head_dim=16,
+    ),
+    "fused": tiny("phi3", num_hidden_layers=3, num_key_value_heads=2, pad_token_id=0),
+    "linear": tiny("qwen3_next", **EXPERTS, **LINEAR, num_hidden_layers=4, num_key_value_heads=2),
+    "stacked": tiny("gpt_oss", num_hidden_layers=3, num_local_experts=8, num_experts_per_tok=2, num_key_value_heads=2),
+}
+COLUMNS = re.compile(r"\.(o_proj|out_proj|down_proj)\.weight$")
+ROWS = re.compile(
+    r"\.(q_proj|gate_proj|up_proj|q_b_proj|kv_b_proj|in_proj_qkvz|in_proj_ba)\.(weight|bias)$|\.(A_log|dt_bias|sinks)$"
+)
+STACKED_UP, STACKED_DOWN = re.compile(r"\.experts\.gate_up_proj(_bias)?$"), re.compile(r"\.experts\.down_proj$")
+
+
+def shared(tensor, dim, size, rank):
+    assert tensor.shape[dim] % size == 0
+    return tensor.chunk(size, dim)[rank]
+
+
+def joined(tensor, lengths, cut):
+    """Sections of a fused tensor, cut each."""
+    return torch.cat([cut(number, section) for number, section in enumerate(tensor.split(lengths))])
+
+
+def heads_of(hf, tensor, target):
+    """Keys or values: with more ranks than heads, several ranks have the same one."""
+    groups = hf.num_key_value_heads
+    if target.tp <= groups:
+        return shared(tensor, 0, target.tp, target.tp_rank)
+    return tensor.chunk(groups)[target.tp_rank * groups // target.tp]
+
+
+def slice_of(hf, name, tensor, target):
+    """What an engine's rank has of an HF tensor, by what its name says."""
+    size, rank = target.tp, target.tp_rank
+    if ".experts." in name:
+        size, rank = target.experts_cut
+    if name in ("model.embed_tokens.weight", "lm_head.weight"):
+        each = -(-len(tensor) // target.vocab_multiple) * target.vocab_multiple // target.tp
+        return tensor[each * target.tp_rank : each * (target.tp_rank + 1)]
+    if re.search(r"\.(k_proj|v_proj)\.(weight|bias)$", name):
+        return heads_of(hf, tensor, target)
+    if name.endswith(".qkv_proj.weight"):
+        head, groups = len(tensor) // (hf.num_attention_heads + 2 * hf.num_key_value_heads), hf.num_key_value_heads
+        lengths = [hf.num_attention_heads * head, groups * head, groups * head]
+        return joined(tensor, lengths, lambda i, t: heads_of(hf, t, target) if i else shared(t, 0, size, rank))
+    if name.endswith(".gate_up_proj.weight"):
+        return joined(tensor, [len(tensor) // 2] * 2, lambda _, t: shared(t, 0, size, rank))
+    if name.endswith(".conv1d.weight"):
+        keys = hf.linear_num_key_heads * hf.linear_key_head_dim
+        return joined(tensor, [keys, keys, len(tensor) - 2 * keys], lambda _, t: shared(t, 0, size, rank))
+    if ".experts." in name and tensor.ndim > 1 and "proj" in name and not re.search(r"\.\d+\.\w+\.weight$", name):
+        experts = target.experts(len(tensor))
+        tensor = tensor[experts.start : experts.stop]
+        if STACKED_UP.search(name):  # gate and up alternate in its last dim
+            return shared(tensor, tensor.ndim - 1, size, rank)
+        return shared(tensor, 1, size, rank) if STACKED_DOWN.search(name) else tensor
+    if COLUMNS.search(name):
+        return shared(tensor, 1, size, rank)
+    return shared(tensor, 0, size, rank) if ROWS.search(name) else tensor
+
+
+def is_on(hf, name, target, num_experts):
+    """Whether the tensor is in the rank's stage, and of its experts."""
+    layer, expert = re.search(r"model\.layers\.(\d+)\.", name), re.search(r"\.experts\.(\d+)\.", name)
+    if expert and int(expert[1]) not in target.experts(num_experts):
+        return False
+    if layer:
+        return int(layer[1]) in target.stage(hf.num_hidden_layers)
+    if name == "model.embed_tokens.weight":
+        return target.is_first_stage or (target.is_last_stage and hf.tie_word_embeddings)
+    return target.is_last_stage
+
+
+def expected(hf, state, target):
+    if target in ("everything", "nothing"):
+        return state if target == "everything" else {}
+    num_experts = next((n for k in ("num_experts", "n_routed_experts") if (n := getattr(hf, k, None))), 0)
+    return {
+        name: tensor if target.is_whole(name) else slice_of(hf, name, tensor, target)
+        for name, tensor in state.items()
+        if is_on(hf, name, target, num_experts)
+    }
+
+
+def assert_gets(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        assert tensor.shape == wanted[name].shape, name
+        assert torch.equal(tensor, wanted[name]), name
+        assert tensor.is_contiguous()
+
+
+def engines(hf):
+    """Sizes that this model can be cut in."""
+    heads, groups = hf.num_attention_heads, hf.num_key_value_heads
+    cuts = [tp for tp in (1, 2, 4, 8) if heads % tp == 0 and (groups % tp == 0 or tp % groups == 0)]
+    return st.builds(
+        lambda tp, pp, ep: engine_ranks(tp=tp, pp=pp, ep=min(ep, tp)),
+        st.sampled_from(cuts),
+        st.integers(1, hf.num_hidden_layers),
+        st.sampled_from([1, 2, 4]) if getattr(hf, "num_experts", 0) else st.just(1),
+    )
+
+
+def held_by(hf, dims, state):
+    return fake_mesh.build_everywhere(hf, dims, lambda chunks: mb.load_hf_weights(chunks, state), dtype=torch.float32)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data(), problems(), st.sampled_from([1 << 12, 1 << 16, 1 << 22]))
+def test_any_model_on_any_mesh_to_any_engine(data, problem, bucket_bytes):
+    hf, dims = problem
+    state = random_state(hf)
+    held = held_by(hf, dims, state)
+    ranks = data.draw(engines(hf))
+    choices = st.one_of(st.sampled_from(ranks), st.sampled_from(["everything", "nothing"]))
+    targets = data.draw(st.lists(choices, min_size=len(held), max_size=len(held)))
+    states, _ = fake_mesh.export_to(held, targets, bucket_bytes=bucket_bytes)
+    for target, found in zip(targets, states, strict=True):
+        assert_gets(found, expected(hf, state, target))
+
+
+MESHES = {
+    "sparse": [ParallelDims(tp=2, pp=2, ep=2, sp=True), ParallelDims(tp=2, ep=2, etp=2, sp=True), ParallelDims(ep=4)],
+    "stacked": [ParallelDims(tp=2, ep=2, sp=True), ParallelDims(pp=3, ep=2)],
+    "latent": [ParallelDims(tp=4, ep=2, sp=True), ParallelDims(tp=2, pp=3, ep=4, sp=True)],
+    "linear": [ParallelDims(tp=2, ep=2, sp=True), ParallelDims(pp=2, ep=2)],
+}
+ENGINES = {
+    "TP1": {},
+    "TP2": {"tp": 2},
+    "TP4": {"tp": 4},
+    "TP4 EP4": {"tp": 4, "ep": 4},
+    "TP4 EP2": {"tp": 4, "ep": 2},
+    "TP2 PP2": {"tp": 2, "pp": 2},
+    "PP3": {"pp": 3},
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_is_cut_as_engines_cut_it(family, engine):
+    hf = FAMILIES[family]
+    sizes = dict(ENGINES[engine])
+    if sizes.get("ep", 1) > 1 and family in ("tied", "fused"):
+        pytest.skip("no experts")
+    ranks = engine_ranks(**sizes)
+    state = random_state(hf)
+    for dims in MESHES.get(family, [ParallelDims(tp=2, sp=True), ParallelDims(tp=4, pp=3, sp=True)]):
+        held = held_by(hf, dims, state)
+        targets = [ranks[rank % len(ranks)] for rank in range(len(held))]
+        states, _ = fake_mesh.export_to(held, targets)
+        for target, found in zip(targets, states, strict=True):
+            assert_gets(found, expected(hf, state, target))
+
+
+@pytest.mark.parametrize(
+    ("dims", "sizes", "share"),
+    [
+        (ParallelDims(tp=2, sp=True), {"tp": 2}, 0.0),  # each rank holds what it gets
+        (ParallelDims(tp=4, sp=True), {"tp": 4}, 0.0),
+        (ParallelDims(tp=2, pp=2, sp=True), {"tp": 2, "pp": 2}, 0.0),
+        (ParallelDims(tp=2, pp=2, sp=True), {"tp": 4}, 0.75),
+        (ParallelDims(tp=4, sp=True), {"tp": 2}, 0.75),  # ranks 0 and 3 hold half of theirs
+    ],
+    ids=str,
+)
+def test_only_what_is_needed_travels(dims, sizes, share):
+    hf = tiny(
+        "llama", hidden_size=256, intermediate_size=512, num_key_value_heads=4, num_hidden_layers=4, vocab_size=512
+    )
+    state = random_state(hf)
+    held = held_by(hf, dims, state)
+    ranks = engine_ranks(**sizes)
+    targets = [ranks[rank % len(ranks)] for rank in range(len(held))]
+    states, travelled = fake_mesh.export_to(held, targets, bucket_bytes=1 << 20)
+    wanted = sum(tensor.nbytes for found in states for tensor in found.values())
+    num_messages = len(fake_mesh.plans_for(held, targets, bucket_bytes=1 << 20)[0].messages)
+    overhead = num_messages * len(held) ** 2 * (HEADER + 4096)
+    assert travelled <= share * wanted * 1.01 + overhead
+
+
+def grid(dims, hf_fields):
+    """Every engine, from one mesh; the ranks of a world that is larger than a replica feed it as well."""
+    hf = tiny("qwen3_moe", **hf_fields)
+    dims.initialize(device="cpu")
+    state = random_state(hf)
+    models = mb.build_model(hf, dims=dims, dtype=torch.float32, device="cpu", load_weights=state)
+    rank = dist.get_rank()
+    for sizes in (*ENGINES.values(), {"tp": 2, "pp": 2, "layers": (1, 3)}):
+        ranks = engine_ranks(**sizes)
+        target = ranks[rank % len(ranks)]
+        found = dict(mb.iter_hf_weights(models, target=target, bucket_bytes=BUCKET))
+        assert_gets(found, expected(hf, state, target))
+        specs = mb.manifest(models, target=target, bucket_bytes=BUCKET)
+        assert [(s.name, s.shape) for s in specs] == [(n, tuple(t.shape)) for n, t in found.items()]
+    assert_gets(mb.to_hf_state_dict(models), state)
+
+
+GRID = [
+    ParallelDims(tp=2, pp=2, sp=True),
+    ParallelDims(tp=2, pp=2, vp=2, sp=True),
+    ParallelDims(tp=4, sp=True),
+    ParallelDims(pp=4),
+    ParallelDims(ep=4),
+    ParallelDims(tp=2, ep=4, sp=True),
+    ParallelDims(tp=2, ep=2, etp=2, sp=True),
+    ParallelDims(tp=2, pp=2, ep=2, sp=True),
+    ParallelDims(tp=2, sp=True),
+]
+
+
+@pytest.mark.parametrize("dims", GRID, ids=str)
+def test_the_grid_of_trainers_and_engines(dims):
+    fields = {**EXPERTS, "num_hidden_layers": 4, "mlp_only_layers": [0], "vocab_size": 200, "num_key_value_heads": 2}
+    pool.run(4, grid, dims, fields)
+
+
+def some_ranks():
+    dims = ParallelDims(tp=2, pp=2, sp=True)
+    dims.initialize(device="cpu")
+    hf = tiny("qwen3", vocab_size=97)
+    state = random_state(hf)
+    models = mb.build_model(hf, dims=dims, dtype=torch.float32, device="cpu", load_weights=state)
+    rank = dist.get_rank()
+    for _ in range(2):
+        for receivers in ({0}, {1, 3}, set()):
+            found = mb.to_hf_state_dict(models, target="everything" if rank in receivers else "nothing")
+            assert_gets(found, state if rank in receivers else {})
+    pairs = mb.iter_hf_weights(models, target=engine_ranks(tp=4)[rank], bucket_bytes=BUCKET)
+    next(pairs)
+    if rank % 2:
+        pairs.close()  # and goes on sending
+        found = {}
+    else:
+        assert len(dict(pairs)) == len(expected(hf, state, engine_ranks(tp=4)[rank])) - 1
+    manifest = mb.manifest(models, target=engine_ranks(tp=4)[rank], digests=True)
+    wanted = expected(hf, state, engine_ranks(tp=4)[rank])
+    assert {spec.name: spec.sha256 for spec in manifest} == {name: mb_digest(t) for name, t in wanted.items()}
+
+
+def mb_digest(tensor):
+    from mcore_bridge.weights.manifest import digest
+
+    return digest(tensor)
+
+
+def test_a_set_of_ranks_and_a_rank_that_stops_early():
+    pool.run(4, some_ranks, timeout=120)
+
+
+def fail_amid():
+    dims = ParallelDims(tp=2, pp=2, sp=True)
+    dims.initialize(device="cpu")
+    hf = tiny("qwen3", vocab_size=97)
+    models = mb.build_model(hf, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(hf))
+    target = engine_ranks(tp=4)[dist.get_rank()]
+    pairs = mb.iter_hf_weights(models, target=target, bucket_bytes=1)
+    next(pairs)
+    if dist.get_rank() == 2:
+        models[0].decoder.layers[-1].mlp.linear_fc2.weight.untyped_storage().resize_(0)
+    with pytest.raises(ExportError, match=r"rank 2 of the group: .*linear_fc2") as caught:
+        list(pairs)
+    return str(caught.value)
+
+
+def test_a_failure_amid_reaches_every_rank():
+    assert len(set(pool.run(4, fail_amid, timeout=60))) == 1
+
+
+def test_names_may_count_from_the_first_layer_of_a_stage():
+    hf = FAMILIES["tied"]
+    state = random_state(hf)
+    held = held_by(hf, ParallelDims(tp=2, sp=True), state)
+    ranks = engine_ranks(pp=2, layers=(1, 5), local_names=True)
+    first, last = fake_mesh.export_to(held, ranks)[0]
+    assert {name for name in first if "layers" in name} == {name for name in state if ".layers.0." in name}
+    for layer in range(5):
+        name = f"model.layers.{layer}.mlp.up_proj.weight"
+        assert torch.equal(last[name], state[f"model.layers.{layer + 1}.mlp.up_proj.weight"])
+    assert "model.embed_tokens.weight" in first
+    assert torch.equal(last["model.embed_tokens.weight"], state["model.embed_tokens.weight"])  # the head is tied to it
+
+
+def test_tensors_that_the_engine_keeps_whole():
+    state = random_state(SPARSE)
+    held = held_by(SPARSE, ParallelDims(tp=2, sp=True), state)
+    target = EngineRank(tp=2, tp_rank=1, whole=("model.embed_tokens.*", "*.o_proj.weight"))
+    found = fake_mesh.export_to(held, [target, "nothing"])[0][0]
+    assert_gets(found, expected(SPARSE, state, target))
+    assert found["model.embed_tokens.weight"].shape == state["model.embed_tokens.weight"].shape
+
+
+def test_a_slice_of_nothing_is_given_out_too():
+    hf = tiny("llama", vocab_size=65)
+    state = random_state(hf)
+    held = held_by(hf, ParallelDims(tp=2, sp=True), state)
+    target = EngineRank(tp=4, tp_rank=3)
+    found = fake_mesh.export_to(held, [target, "nothing"])[0][0]
+    assert found["lm_head.weight"].shape == (0, hf.hidden_size)
+    assert_gets(found, expected(hf, state, target))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: EngineRank(tp=2, tp_rank=2), "tp_rank below it, found 2 and 2"),
+        (lambda: EngineRank(pp=2, layers=(4,)), "for each of pp=2 stages"),
+        (lambda: engine_ranks(tp=2, ep=4), "expected ep to divide tp=2"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(make, message):
+    with pytest.raises(TargetError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (EngineRank(tp=3), "does not divide 8 attention heads"),
+        (EngineRank(pp=2, layers=(1, 1)), "have .* layers, the model 4"),
+        (EngineRank(ep=16), "more than 8 experts"),
+        ("all", "everything"),
+    ],
+)
+def test_models_that_cannot_be_cut_so_are_refused(target, message):
+    held = held_by(SPARSE, ParallelDims(tp=2, sp=True), random_state(SPARSE))
+    with pytest.raises(TargetError, match=message):
+        fake_mesh.export_to(held, [target, "nothing"])
