@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from mcore_bridge.weights.cut import Run
 from mcore_bridge.weights.entries import Entry
-from mcore_bridge.weights.plan import ExportPlan
+from mcore_bridge.weights.plan import ExportPlan, Message
 
 AHEAD = 2
 """Messages that are on their way at once, each in memory of its own."""
 MEMORY = 2_000_000_000
 """Bytes that an export takes beside the model, where nothing else is asked for and no HF tensor is too large."""
-SLAB = 16 << 20
+SLAB = 32 << 20
 """Bytes up to which HF tensors of one shape that come with one message share an allocation."""
 
 
@@ -20,7 +20,13 @@ def footprint(plan: ExportPlan) -> int:
     """Bytes on the receiver: windows on their way, outputs, and what a consumer may still hold of a message before."""
     windows = max(sum(message.widths) for message in plan.messages)
     in_flight = min(AHEAD, len(plan.messages)) * windows if len(plan.streams) > 1 else 0
-    return in_flight + open_bytes(plan) + min(2 * SLAB, windows)
+    return in_flight + open_bytes(plan) + max(_shared_bytes(plan, message) for message in plan.messages)
+
+
+def _shared_bytes(plan: ExportPlan, message: Message) -> int:
+    """Bytes that the last tensors of a message keep from being freed, as others share memory with them."""
+    outputs = (plan.goods.outputs[number] for number in message.done)
+    return min(sum(output.num_bytes for output in outputs if 2 * output.num_bytes <= SLAB), 2 * SLAB)
 
 
 def open_bytes(plan: ExportPlan) -> int:

@@ -18,6 +18,8 @@ MIN_WINDOW = 4096
 """Bytes that a rank sends per message at least."""
 MESSAGE_BYTES = tuple(megabytes << 20 for megabytes in (512, 384, 256, 192, 128))
 """What to choose the bytes that a rank receives with a message from: fewer are slow, more no faster."""
+OTHERWISE = 256 << 20
+"""The same where none leaves the export within ``MEMORY``, since the largest tensors alone take most of it."""
 SHARED = 1 << 20
 """Bytes from which on those that hold a shard share the sending of it to a target."""
 
@@ -35,25 +37,42 @@ def plan_export(
         MappingError: what ``entries_of`` raises.
     """
     goods = Goods.of(entries_of(mapping, axes, num_layers, inventories))
+    stages = [inventory.ranks["pp"] for inventory in inventories]
     if bucket_bytes:
-        return _gathered(goods, len(inventories), bucket_bytes // AHEAD, bucket_bytes)
+        return _gathered(goods, stages, bucket_bytes // AHEAD, bucket_bytes)
     largest = max(output.num_bytes for output in goods.outputs)
-    for size in MESSAGE_BYTES[:-1]:
+    for size in MESSAGE_BYTES:
         if largest + AHEAD * size < MEMORY:
-            plan = _gathered(goods, len(inventories), size, MEMORY // 8)
+            plan = _gathered(goods, stages, size, MEMORY // 8)
             if footprint(plan) <= MEMORY:
                 return plan
-    return _gathered(goods, len(inventories), MESSAGE_BYTES[-1], MEMORY // 8)
+    return _gathered(goods, stages, OTHERWISE, MEMORY // 8)
 
 
-def _gathered(goods: Goods, num_ranks: int, message_bytes: int, bucket_bytes: int) -> ExportPlan:
+def _gathered(goods: Goods, stages: Sequence[int], message_bytes: int, bucket_bytes: int) -> ExportPlan:
+    num_ranks = len(stages)
     window = max(message_bytes // num_ranks, MIN_WINDOW)
     row_bytes = [entry.row_bytes for entry in goods.entries]
     streams = cut(_dealt(goods, [0] * num_ranks, window // 8), row_bytes, [window] * num_ranks)
     count = num_messages(streams)
+    streams = _staggered(streams, stages, count)
     needed = (widths(stream, row_bytes, count) for stream in streams)
     width, last_width = (max(each) for each in zip(*needed, strict=True))
     return _planned(goods, streams, count, ((width,) * num_ranks, (last_width,) * num_ranks), bucket_bytes)
+
+
+def _staggered(streams: Streams, stages: Sequence[int], count: int) -> Streams:
+    """Of the stages that have less to send than others, every other one ends with the last message.
+
+    The first and the last stage send a large tensor, which is there for long: the fewer others are by then, the better.
+    """
+    spare = dict.fromkeys(stages, count)
+    for stream, stage in zip(streams, stages, strict=True):
+        spare[stage] = min(spare[stage], count - num_messages((stream,)))
+    return tuple(
+        tuple(run._replace(message=run.message + spare[stage]) for run in stream) if stage % 2 else stream
+        for stream, stage in zip(streams, stages, strict=True)
+    )
 
 
 def plan_targets(
@@ -83,7 +102,7 @@ def plan_targets(
     lanes = [_Lanes(found[target], loads, receiver) for receiver, target in enumerate(targets)]
     most = max(lane.received + sum(each.bytes_of(rank) for each in lanes) for rank, lane in enumerate(lanes))
     least = MIN_WINDOW * len(targets)
-    for size in (max(bucket_bytes // AHEAD, least),) if bucket_bytes else MESSAGE_BYTES:
+    for size in (max(bucket_bytes // AHEAD, least),) if bucket_bytes else (*MESSAGE_BYTES, OTHERWISE):
         plans = _scattered(lanes, -(-most // size), bucket_bytes or MEMORY // 8)
         sent = [sum(plan.messages[0].widths[rank] for plan in plans) for rank in range(len(plans))]
         if all(footprint(plan) + AHEAD * more <= MEMORY for plan, more in zip(plans, sent, strict=True)):
