@@ -16,6 +16,7 @@ from mcore_bridge.factory.blueprint import draw
 from mcore_bridge.weights.alignment import aligned
 from mcore_bridge.weights.cut import HEADER, Part, cut, num_messages, pieces, widths
 from mcore_bridge.weights.footprint import AHEAD, SLAB
+from mcore_bridge.weights.moves import Move
 from mcore_bridge.weights.plan import ExportPlan
 from mcore_bridge.weights.planning import plan_export
 from mcore_bridge.weights.program import Program
@@ -48,9 +49,9 @@ def open_bytes(plan: ExportPlan, num_ranks: int) -> int:
     held: dict[int, int] = {}
     most = 0
     for message in plan.messages:
-        numbers: dict[int, None] = {}
+        numbers: dict[int, list[Move]] = {}
         for piece in message.pieces:
-            list(program._unpacked(piece, 0, numbers))
+            program._unpack(piece, 0, numbers)
         held |= {output: plan.goods.outputs[output].num_bytes for output in numbers}
         most = max(most, sum(held.values()))
         for output in message.done:

@@ -92,6 +92,36 @@ def test_breaking_out_of_the_loop_or_raising_in_it_is_stopping_early():
     pool.run(4, abandon_without_closing, timeout=60)
 
 
+def borrow(dims, fields):
+    """Without copies, what arrives whole is lent, and right while it is looked at. Ranks may mix, stop early, fail."""
+    models, state = built(dims, tiny("qwen3_moe", **fields))
+    rank, lent, seen = dist.get_rank(), 0, set()
+    for _ in range(2):
+        for name, tensor in mb.iter_hf_weights(models, bucket_bytes=BUCKET, copy=False):
+            assert torch.equal(tensor, state[name]), name
+            lent += tensor.untyped_storage().nbytes() > 8 * tensor.nbytes
+            seen.add(name)
+        assert seen == state.keys()
+    for name, tensor in mb.iter_hf_weights(models, bucket_bytes=BUCKET, copy=rank == 1):
+        assert torch.equal(tensor, state[name]), name
+    with closing(mb.iter_hf_weights(models, bucket_bytes=BUCKET, copy=rank == 2)) as pairs:
+        next(pairs)
+    pairs = mb.iter_hf_weights(models, bucket_bytes=1, copy=rank == 0)
+    next(pairs)
+    parameter = models[0].decoder.layers[-1].self_attention.linear_proj.weight
+    if rank == 3:
+        parameter.untyped_storage().resize_(0)
+    with pytest.raises(ExportError, match=r"rank 3 of the group: .*linear_proj"):
+        list(pairs)
+    return lent
+
+
+@pytest.mark.parametrize("dims", [mb.ParallelDims(ep=4), mb.ParallelDims(tp=2, pp=2, sp=True)])
+def test_tensors_that_arrive_whole_may_be_lent(dims):
+    fields = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0]}
+    assert min(pool.run(4, borrow, dims, fields, timeout=60)) > 0
+
+
 def fail_before(rank):
     models, state = built()
     parameter = models[0].decoder.layers[0].mlp.linear_fc1.weight

@@ -23,11 +23,13 @@ from mcore_bridge.weights.transport import Group, Memory, State, Windows
 Pairs = Generator[tuple[str, Tensor], None, None]
 
 
-def run_program(program: Program, group: Group, tensors: Mapping[str, Tensor]) -> Pairs:
-    """Yield every HF tensor of ``program``, new, whole and ready on the current stream.
+def run_program(program: Program, group: Group, tensors: Mapping[str, Tensor], *, lend: bool = False) -> Pairs:
+    """Yield every HF tensor of ``program``, whole and ready on the current stream.
 
     Args:
         tensors: what this rank holds, by canonical name.
+        lend: yield what lies whole in the windows as it lies there, until the next tensor is asked for. All others are
+            new and the caller's own. While they are looked at, one message less is on its way.
 
     Raises:
         ExportError: on every rank of the group, when any of them fails; names rank and parameter.
@@ -37,7 +39,7 @@ def run_program(program: Program, group: Group, tensors: Mapping[str, Tensor]) -
         return
     exchange, problem = None, None
     try:
-        exchange = _Exchange(program, group, tensors)
+        exchange = _Exchange(program, group, tensors, lend=lend)
     except Exception as error:  # such as no memory: the others must hear of it before they wait for a window
         problem = error
     if not group.agrees(None if exchange is None else 0):
@@ -73,8 +75,8 @@ def _alone(program: Program, tensors: Mapping[str, Tensor]) -> Pairs:
 class _Exchange:
     """One run of a program in a group."""
 
-    def __init__(self, program: Program, group: Group, tensors: Mapping[str, Tensor]) -> None:
-        self._program, self._group = program, group
+    def __init__(self, program: Program, group: Group, tensors: Mapping[str, Tensor], *, lend: bool) -> None:
+        self._program, self._group, self._lends = program, group, lend
         self._messages = program.plan.messages
         self._held = _Held(program, tensors)
         self._outputs = _Outputs(program.plan, group.device)
@@ -99,54 +101,58 @@ class _Exchange:
             for number, message in enumerate(self._messages):
                 windows = self._sent.popleft()
                 windows.wait()
-                self._advance(windows, number + AHEAD)
-                states, messages = windows.states()
-                raise_failures(messages)
-                if all(state is State.CLOSED for state in states):
-                    return
+                self._advance(windows, None if self._lends else number + AHEAD)
+                states, failures = windows.states()
+                ends = any(failures) or all(state is State.CLOSED for state in states)
                 try:
-                    if not (self._closed or self._failure):
+                    if not (ends or self._closed or self._failure):
                         yield from self._outputs.closed(message)
                 except GeneratorExit:
                     self._closed = True
                 except Exception as problem:
                     self._fail(problem, number)
+                if self._lends:  # what lies in these windows has been looked at
+                    self._advance(None, number + AHEAD)
+                raise_failures(failures)
+                if ends:
+                    return
         finally:
             for windows in self._sent:  # the same ones on every rank, as all read the same states
                 windows.wait()
         if self._failure:
             raise self._failure
 
-    def _advance(self, arrived: Windows | None, number: int) -> None:
+    def _advance(self, arrived: Windows | None, number: int | None) -> None:
         """Unpack the windows that have ``arrived``, and send message ``number``, where there is one."""
         following = None
-        if number < len(self._messages):
+        if number is not None and number < len(self._messages):
             received, sent = self._program.received(number), self._program.sent(number)
-            following = Windows(self._group, self._memory[number % AHEAD], received, sent)
+            following = Windows(self._group, self._memory[number % AHEAD], number, received, sent)
         try:
-            self._steps(arrived, following, number)
+            self._steps(arrived, following)
         except Exception as problem:  # whatever it is, the others are waiting for this window
-            self._fail(problem, number if following else number - AHEAD)
-            self._steps(arrived, following, number)
+            windows = following or arrived
+            assert windows is not None
+            self._fail(problem, windows.number)
+            self._steps(arrived, following)
         if arrived:
             arrived.mark()
         if following:
             following.send()
             self._sent.append(following)
 
-    def _steps(self, arrived: Windows | None, following: Windows | None, number: int) -> None:
+    def _steps(self, arrived: Windows | None, following: Windows | None) -> None:
         """Both in one step, where this rank's next window does not lie upon those that others have sent."""
         if arrived and following and following.lies_upon(arrived):
-            self._step(arrived, None, number)
-            self._step(None, following, number)
-        else:
-            self._step(arrived, following, number)
+            self._step(arrived, None)
+            self._step(None, following)
+        elif arrived or following:
+            self._step(arrived, following)
 
-    def _step(self, arrived: Windows | None, following: Windows | None, number: int) -> None:
+    def _step(self, arrived: Windows | None, following: Windows | None) -> None:
         unpack, pack = not (self._closed or self._failure), not self._failure
-        step = self._program.step(
-            number - AHEAD if arrived else None, number if following else None, unpack=unpack, pack=pack
-        )
+        numbers = arrived.number if arrived else None, following.number if following else None
+        step = self._program.step(*numbers, unpack=unpack, pack=pack, lend=self._lends)
         if not unpack:
             self._outputs.clear()
         state = State.FAILED if self._failure else State.CLOSED if self._closed else State.CONSUMING
@@ -158,6 +164,8 @@ class _Exchange:
         ]
         held, outputs = self._held.read_by(step), self._outputs.opened_by(step)
         step.moves.make(held, Buffers([*passing, *outputs]), self._group.device)
+        if arrived:
+            self._outputs.lend(step, arrived.all)
 
     def _fail(self, problem: Exception, number: int) -> None:
         entries = self._program.plan.goods.entries
@@ -213,6 +221,13 @@ class _Outputs:
             slab = like.new_empty((min(left, each) * rows, *others))
             found += slab.unsafe_split(rows) if left > 1 and each > 1 else [slab]
         return found
+
+    def lend(self, step: Step, windows: Tensor) -> None:
+        """Give out what lies whole in windows from there."""
+        for number, start in step.lent:
+            output = self._outputs[number]
+            view = windows[start : start + output.num_bytes].view(output.dtype)
+            self._open[number] = view.view(output.shape)
 
     def closed(self, message: Message) -> Iterator[tuple[str, Tensor]]:
         """The tensors that are complete with a message; they are the caller's from here."""

@@ -63,13 +63,14 @@ def iter_hf_weights(
     dialect: Dialect | None = None,
     bucket_bytes: int | None = None,
     target: Target = "everything",
+    copy: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every HF tensor, whole, on every rank: same names, order, shapes and bits; or what ``target`` says.
 
     All ranks of a model replica (tensor, expert and pipeline ranks) iterate together, also those that get nothing;
     replicas do so on their own.
-    Tensors are detached copies that the caller may keep. A rank may stop early: close the generator (or let go of it),
-    and it goes on sending what the others still need before ``close`` returns.
+    Tensors are detached copies that the caller may keep, unless ``copy`` is False. A rank may stop early: close the
+    generator (or let go of it), and it goes on sending what the others still need before ``close`` returns.
 
     Args:
         models: this rank's chunks, wrapped or not; parameters may be on CPU while the group is NCCL.
@@ -84,13 +85,15 @@ def iter_hf_weights(
             more, and ``mcore-bridge plan`` says how much.
         target: what this rank gets, whatever others get: "everything"; "nothing", so that it only sends; or an
             ``EngineRank``, whose slices alone travel to it. ``mb.engine_ranks`` makes those of an engine.
+        copy: False yields tensors that arrived whole, such as those of most experts, as views of what arrived: valid
+            until the next one is asked for, and only to be read. They take less memory, and the next message waits.
 
     Raises:
         ExportError: on every rank of the group, when any of them fails; names rank and parameter.
         TargetError: on every rank of the group, when the model cannot be cut as the target of any of them says.
     """
     export = open_export(models, hf, head, dialect=dialect, bucket_bytes=bucket_bytes, target=target)
-    with closing(run_program(export.program, export.group, export.tensors)) as pairs:
+    with closing(run_program(export.program, export.group, export.tensors, lend=not copy)) as pairs:
         if dtype is None and device is None:
             yield from pairs
         for name, tensor in pairs:

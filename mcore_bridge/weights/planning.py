@@ -18,7 +18,7 @@ MIN_WINDOW = 4096
 """Bytes that a rank sends per message at least."""
 MESSAGE_BYTES = tuple(megabytes << 20 for megabytes in (512, 384, 256, 192, 128))
 """What to choose the bytes that a rank receives with a message from: fewer are slow, more no faster."""
-OTHERWISE = 256 << 20
+OTHERWISE = 192 << 20
 """The same where none leaves the export within ``MEMORY``, since the largest tensors alone take most of it."""
 SHARED = 1 << 20
 """Bytes from which on those that hold a shard share the sending of it to a target."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
@@ -36,6 +36,8 @@ class Step:
     """Outputs that something is written to."""
     alike: tuple[tuple[Output, tuple[int, ...]], ...]
     """The same by shape and dtype: one of them, and all like it."""
+    lent: tuple[tuple[int, int], ...]
+    """Outputs that lie whole in the windows that have arrived, and the byte at which they begin there."""
 
 
 class Program:
@@ -57,7 +59,7 @@ class Program:
         self.names = tuple(held)
         """What this rank sends or keeps, by canonical name."""
         self._numbers = {name: number for number, name in enumerate(self.names)}
-        self._steps: dict[tuple[int | None, int | None, bool, bool], Step] = {}
+        self._steps: dict[tuple[int | None, int | None, bool, bool, bool], Step] = {}
         self._known: dict[tuple[object, ...], list[list[Move]]] = {}
 
     def received(self, number: int) -> tuple[int, ...]:
@@ -68,24 +70,34 @@ class Program:
         """Bytes of this rank's window for each receiver, or of the one window that all of them get."""
         return tuple(plan.messages[number].widths[self._rank] for plan in self._plans)
 
-    def step(self, arrived: int | None, following: int | None, *, unpack: bool = True, pack: bool = True) -> Step:
-        """The step between two messages, by number; of one that is not to be unpacked or packed, headers only."""
-        key = (arrived, following, unpack, pack)
+    def step(
+        self, arrived: int | None, following: int | None, *, unpack: bool = True, pack: bool = True, lend: bool = False
+    ) -> Step:
+        """The step between two messages, by number; of one that is not to be unpacked or packed, headers only.
+
+        With ``lend``, what lies whole in a window is left there.
+        """
+        key = (arrived, following, unpack, pack, lend)
         if key not in self._steps:
             self._steps[key] = self._made(*key)
         return self._steps[key]
 
-    def _made(self, arrived: int | None, following: int | None, unpack: bool, pack: bool) -> Step:
+    def _made(self, arrived: int | None, following: int | None, unpack: bool, pack: bool, lend: bool) -> Step:
         moves: list[Move] = []
         held: set[int] = set()
-        outputs: dict[int, int] = {}
+        outputs: dict[int, list[Move]] = {}
+        lent: dict[int, int] = {}
         if arrived is not None:
             starts = tuple(accumulate(self.received(arrived), initial=0))
             moves += self._headers_arrived(starts)
             for piece in self.plan.messages[arrived].pieces if unpack else ():
-                moves += self._unpacked(piece, starts[piece.sender], outputs)
+                self._unpack(piece, starts[piece.sender], outputs)
                 if piece.sender == self._rank:
                     held.add(self._number(self.plan.goods.entries[piece.entry]))
+            done = self.plan.messages[arrived].done if lend else ()
+            lent = {number: outputs.pop(number)[0].source_start for number in done if self._is_whole(number, outputs)}
+            for place, found in enumerate(outputs.values(), len(self.names) + OUTPUTS):
+                moves += (move._replace(target=place) for move in found)
         if following is not None:
             starts = tuple(accumulate(self.sent(following), initial=0))
             for receiver, (plan, start) in enumerate(zip(self._plans, starts, strict=False)):
@@ -94,7 +106,7 @@ class Program:
                     for entry, piece in self._of_message(plan, following) if pack else ():
                         moves += self._packed(entry, piece, start)
                         held.add(self._number(entry))
-        return Step(Moves(moves), tuple(sorted(held)), tuple(outputs), tuple(self._alike(outputs)))
+        return Step(Moves(moves), tuple(sorted(held)), tuple(outputs), tuple(self._alike(outputs)), tuple(lent.items()))
 
     def _of_message(self, plan: ExportPlan, number: int) -> Iterator[tuple[Entry, Piece]]:
         """What this rank sends."""
@@ -133,17 +145,28 @@ class Program:
         for move in self._moves(entry, piece, "held", "sent")[0]:
             yield move._replace(source=self._number(entry), target=target, target_start=start + move.target_start)
 
-    def _unpacked(self, piece: Piece, window: int, outputs: dict[int, int]) -> Iterator[Move]:
-        """To ``outputs``, which are numbered as they come."""
+    def _unpack(self, piece: Piece, window: int, outputs: dict[int, list[Move]]) -> None:
+        """Add the moves of a piece to those of the outputs that it is a part of."""
         behind = len(self.names)
         entry, places = self.plan.goods.entries[piece.entry], self.plan.goods.places[piece.entry]
         is_own = piece.sender == self._rank
         source, start = (self._number(entry), 0) if is_own else (behind + WINDOWS, window + piece.start)
         for part, moves in enumerate(self._moves(entry, piece, "held" if is_own else "sent", "part")):
             output, base = places[part]
-            for move in moves:
-                target = behind + OUTPUTS + outputs.setdefault(output, len(outputs))
-                yield Move(source, start + move.source_start, target, base + move.target_start, *move[4:])
+            if moves:
+                found = outputs.setdefault(output, [])
+                found += (Move(source, start + m.source_start, 0, base + m.target_start, *m[4:]) for m in moves)
+
+    def _is_whole(self, number: int, outputs: Mapping[int, Sequence[Move]]) -> bool:
+        """Whether an output is one stretch of the windows, in the order of its elements."""
+        moves, output = outputs.get(number, ()), self.plan.goods.outputs[number]
+        if len(moves) != 1 or moves[0].source != len(self.names) + WINDOWS:
+            return False
+        run = moves[0].cols * moves[0].item
+        in_order = moves[0].source_col == moves[0].item and (moves[0].rows == 1 or moves[0].source_row == run)
+        return (
+            in_order and moves[0].rows * run == output.num_bytes and not moves[0].source_start % output.dtype.itemsize
+        )
 
     def _moves(self, entry: Entry, piece: Piece, source: Place, target: Place) -> list[list[Move]]:
         """What of an entry is in a piece, from one place to another: for each part, or all at once where none is meant.

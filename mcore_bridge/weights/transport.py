@@ -40,12 +40,14 @@ class Windows:
     current stream after ``wait``.
 
     Args:
+        number: of the message.
         received: bytes of the window of each rank.
         sent: bytes of this rank's window for each of them; of one alone, if that one is for all.
     """
 
-    def __init__(self, group: Group, memory: Memory, received: Sequence[int], sent: Sequence[int]) -> None:
+    def __init__(self, group: Group, memory: Memory, number: int, received: Sequence[int], sent: Sequence[int]) -> None:
         self._group, self._memory, self._received, self._sent = group, memory, received, sent
+        self.number = number
         self.headers = memory.headers
         """Where the headers of all windows are to be copied, for ``states``: uint8 [ranks, HEADER], on the host."""
         self.all = memory.all[: sum(received)]
