@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 benchmarks/reshard.py "qwen3-8b tp=2 pp=2 to tp=4" "qwen3-8b tp=4 to tp=2"
     torchrun --nproc-per-node 4 benchmarks/reshard.py --device cpu "tiny tp=2 pp=2 to tp=4" "tiny-moe ep=4 to tp=4 ep=2"
 
-Weights are random. Rank r feeds rank r of the engine, and begins anew where the engine has fewer. ``raw`` is an
-``all_to_all_single`` of equal shares with as many bytes as the rank that receives most.
+Weights are random. Rank r feeds rank r of the engine, and begins anew where the engine has fewer. ``raw`` are equal
+``all_to_all_single`` of 512 MB that bring each rank as many bytes as the one that receives most.
 """
 
 from __future__ import annotations
@@ -79,18 +79,17 @@ def most(value: int, device: str) -> int:
 
 
 def raw_all_to_all(num_bytes: int, device: str) -> float:
-    """Seconds that every rank takes to receive so many bytes from the others, in messages of 512 MB at most."""
+    """Seconds that every rank takes to receive so many bytes from the others."""
     world = dist.get_world_size()
-    share = max(num_bytes // max(world - 1, 1), 1)
-    rounds = -(-share * world // (512 << 20))
-    source = torch.empty(share // rounds * world, dtype=torch.uint8, device=device)
+    source = torch.empty((512 << 20) // world * world, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
+    rounds = 8
 
     def scatter() -> None:
-        for _ in range(rounds):
-            dist.all_to_all_single(target, source)
+        for work in [dist.all_to_all_single(target, source, async_op=True) for _ in range(rounds)]:
+            work.wait()
 
-    return min(timed(scatter, 4))
+    return min(timed(scatter, 4)) * num_bytes * world / (rounds * source.numel() * (world - 1))
 
 
 if __name__ == "__main__":

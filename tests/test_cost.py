@@ -158,6 +158,21 @@ def test_the_cost_of_planning_does_not_depend_on_the_number_of_messages() -> Non
     assert sum(map(len, many.streams)) <= 3 * num_parts
 
 
+@pytest.mark.parametrize("dims", [ParallelDims(ep=4), ParallelDims(tp=2, pp=2, sp=True)], ids=str)
+def test_the_number_of_messages_depends_on_bytes_and_bucket_size_alone(dims: ParallelDims) -> None:
+    """Whether they are those of few experts or many, of few layers or many."""
+    found = []
+    for experts, width, num_layers in ((8, 256, 4), (32, 64, 4), (128, 16, 4), (32, 32, 8)):
+        hf = sparse(num_layers, num_experts=experts, moe_intermediate_size=width, mlp_only_layers=[])
+        held = fake_mesh.build_everywhere(hf, dims, lambda chunks: None, dtype=torch.bfloat16)
+        plan = fake_mesh.plan_of(held, bucket_bytes=1 << 18)
+        found.append((sum(output.num_bytes for output in plan.goods.outputs), len(plan.messages)))
+    sizes, counts = zip(*found, strict=True)
+    assert min(counts) > 15
+    for size, count in found:
+        assert abs(count / counts[0] - size / sizes[0]) < 0.1
+
+
 def meshes() -> list[Any]:
     """Each family with a stage per layer, and meshes on which stages have several."""
     found = [
