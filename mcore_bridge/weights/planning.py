@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mcore_bridge.weights.alignment import aligned
 from mcore_bridge.weights.cut import HEADER, Part, Streams, cut, num_messages, widths
 from mcore_bridge.weights.entries import Inventory, entries_of
-from mcore_bridge.weights.footprint import AHEAD, MEMORY, footprint
+from mcore_bridge.weights.footprint import AHEAD, MEMORY, footprint, open_bytes
 from mcore_bridge.weights.layout import Axes
 from mcore_bridge.weights.mapping import WeightMapping
 from mcore_bridge.weights.plan import ExportPlan, Goods, Message
@@ -40,13 +40,13 @@ def plan_export(
     stages = [inventory.ranks["pp"] for inventory in inventories]
     if bucket_bytes:
         return _gathered(goods, stages, bucket_bytes // AHEAD, bucket_bytes)
-    largest = max(output.num_bytes for output in goods.outputs)
-    for size in MESSAGE_BYTES:
-        if largest + AHEAD * size < MEMORY:
-            plan = _gathered(goods, stages, size, MEMORY // 8)
-            if footprint(plan) <= MEMORY:
-                return plan
-    return _gathered(goods, stages, OTHERWISE, MEMORY // 8)
+    otherwise = _gathered(goods, stages, OTHERWISE, MEMORY // 8)
+    rest = MEMORY - open_bytes(otherwise)
+    for size in (size for size in MESSAGE_BYTES if AHEAD * size < rest):
+        plan = _gathered(goods, stages, size, MEMORY // 8) if size != OTHERWISE else otherwise
+        if footprint(plan) <= MEMORY:
+            return plan
+    return otherwise
 
 
 def _gathered(goods: Goods, stages: Sequence[int], message_bytes: int, bucket_bytes: int) -> ExportPlan:
