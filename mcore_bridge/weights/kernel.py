@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mcore_bridge.weights.moves import WIDEST, Move, Table
 
-_ROWS, _COLS = 16, 256  # words of a tile
+_TILE, _NARROW = (16, 256), (128, 32)  # rows and columns, in words
 _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
@@ -27,6 +27,7 @@ class Launch:
 
     word: int
     wide: bool
+    tile: tuple[int, int]
     table: Tensor
     """What the kernel reads of each move: int64 [11, moves]. Rows: number of the source and first byte in it, the same
     of the target, rows, columns, strides of rows and of columns (source, target; in words), last tile."""
@@ -48,26 +49,30 @@ def prepare(moves: Table, *, aligned: bool, device: torch.device) -> tuple[Launc
     places += [column["source_row"] * several, column["target_row"] * several]
     dense = (column["source_col"] == item) & (column["target_col"] == item)
     wide = dense & (np.stack(places) % WIDEST == 0).all(0) & aligned
-    chosen = [(8, True, wide), *((word, False, ~wide & (item == word)) for word in _WORDS)]
-    return tuple(_launch(moves[which], word, is_wide, device) for word, is_wide, which in chosen if which.any())
+    narrow = wide & (rows >= _NARROW[0]) & (run < _TILE[1] * 8)
+    found = [
+        _launch(_in_rows(moves[wide & ~narrow]), 8, True, _TILE, device),
+        _launch(moves[narrow], 8, True, _NARROW, device),
+        *(_launch(moves[~wide & (item == word)], word, False, _TILE, device) for word in _WORDS),
+    ]
+    return tuple(launch for launch in found if launch.num_tiles)
 
 
-def _launch(moves: Table, word: int, wide: bool, device: torch.device) -> Launch:
-    moves = _in_rows(moves) if wide else moves
+def _launch(moves: Table, word: int, wide: bool, tile: tuple[int, int], device: torch.device) -> Launch:
     column = dict(zip(Move._fields, moves.T, strict=True))
     cols = column["cols"] * column["item"] // word
     strides = [column[name] // word for name in ("source_row", "target_row", "source_col", "target_col")]
-    tiles = (-(-column["rows"] // _ROWS) * -(-cols // _COLS)).cumsum()
+    tiles = (-(-column["rows"] // tile[0]) * -(-cols // tile[1])).cumsum()
     places = [column[name] for name in ("source", "source_start", "target", "target_start", "rows")]
     table = torch.from_numpy(np.stack([*places, cols, *strides, tiles]))
-    return Launch(word, wide, table.to(device), int(tiles[-1]))
+    return Launch(word, wide, tile, table.to(device), int(tiles[-1]) if len(tiles) else 0)
 
 
 def _in_rows(moves: Table) -> Table:
     """The same moves with few long rows cut into many that a tile is as wide as."""
-    width = _COLS * 8
-    found = [moves[moves[:, 4] >= _ROWS]]
-    few = moves[moves[:, 4] < _ROWS]
+    width = _TILE[1] * 8
+    found = [moves[moves[:, 4] >= _TILE[0]]]
+    few = moves[moves[:, 4] < _TILE[0]]
     number = np.concatenate([np.arange(rows) for rows in few[:, 4]] or [np.arange(0)])
     few = few.repeat(few[:, 4], axis=0)
     few[:, 1] += number * few[:, 7]
@@ -87,7 +92,7 @@ def launch(launches: Sequence[Launch], staying: Tensor, passing: Tensor) -> None
     """Move between buffers at these addresses (int64 [buffers], on the GPU), on its current stream."""
     for each in launches:
         sizes = (each.table.shape[1], len(staying))
-        _move[(each.num_tiles,)](each.table, staying, passing, *sizes, _WORDS[each.word], each.wide, _ROWS, _COLS)
+        _move[(each.num_tiles,)](each.table, staying, passing, *sizes, _WORDS[each.word], each.wide, *each.tile)
 
 
 @triton.jit(do_not_specialize=["count", "num_staying"])  # type: ignore[untyped-decorator]
