@@ -62,6 +62,16 @@ def test_moves_are_made_as_they_say(moves):
     check(moves, "cpu")
 
 
+def test_only_moves_in_order_are_dense():
+    move = Move(0, 64, 2, 0, 4, 8, 2, 16, 2, 16, 2)
+    assert move.is_dense()
+    assert move.num_bytes() == 64
+    assert not move._replace(source_row=32).is_dense()
+    assert not move._replace(target_row=32).is_dense()
+    assert not move._replace(target_row=2, target_col=8).is_dense()  # a transpose, which writes the same bytes
+    assert move._replace(rows=1, source_row=32).is_dense()
+
+
 @pytest.mark.multigpu
 def test_the_kernel_makes_the_same_moves():
     @settings(max_examples=300, deadline=None)

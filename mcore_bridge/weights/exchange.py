@@ -7,17 +7,16 @@ rank says travels with its windows, so the others learn of it three messages lat
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from mcore_bridge.errors import ExportError
-from mcore_bridge.weights.alignment import ALIGNMENT
-from mcore_bridge.weights.footprint import AHEAD, SLAB
+from mcore_bridge.weights.footprint import AHEAD
 from mcore_bridge.weights.moves import Buffers
-from mcore_bridge.weights.plan import ExportPlan, Message, Output
-from mcore_bridge.weights.program import OUTPUTS, Program, Step
+from mcore_bridge.weights.outputs import Outputs, Sources
+from mcore_bridge.weights.program import OUTPUTS, Program
 from mcore_bridge.weights.transport import Group, Memory, State, Windows
 
 Pairs = Generator[tuple[str, Tensor], None, None]
@@ -64,7 +63,7 @@ def raise_failures(messages: Sequence[str]) -> None:
 
 def _alone(program: Program, tensors: Mapping[str, Tensor]) -> Pairs:
     device = next(iter(tensors.values())).device
-    held, outputs = _Held(program, tensors), _Outputs(program.plan, device)
+    held, outputs = Sources(program, tensors), Outputs(program.plan, device)
     nothing = [torch.empty(0, device=device)] * OUTPUTS
     for number, message in enumerate(program.plan.messages):
         step = program.step(number, None)
@@ -78,8 +77,8 @@ class _Exchange:
     def __init__(self, program: Program, group: Group, tensors: Mapping[str, Tensor], *, lend: bool) -> None:
         self._program, self._group, self._lends = program, group, lend
         self._messages = program.plan.messages
-        self._held = _Held(program, tensors)
-        self._outputs = _Outputs(program.plan, group.device)
+        self._held = Sources(program, tensors)
+        self._outputs = Outputs(program.plan, group.device)
         self._nothing = torch.empty(0, device=group.device)
         self._memory = self._allocated()
         self._sent: deque[Windows] = deque()
@@ -172,74 +171,3 @@ class _Exchange:
         names = [entries[piece.entry].held.mcore for piece in self._messages[number].pieces]
         where = f"in the message of {names[0]} to {names[-1]}" if names else "in a message for others"
         self._failure = ExportError(f"{type(problem).__name__} {where}: {problem}")
-
-
-class _Held:
-    """This rank's tensors, in the memory that they have when an export begins."""
-
-    def __init__(self, program: Program, tensors: Mapping[str, Tensor]) -> None:
-        self._names = program.names
-        found = [tensors[name] for name in self._names]
-        found = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in found]
-        self._storages = [tensor.untyped_storage() for tensor in found]  # they stay if tensors get others
-        self._sizes = [storage.nbytes() for storage in self._storages]
-        self._buffers = Buffers(found)
-        self._buffers.addresses  # noqa: B018  # of now
-
-    def read_by(self, step: Step) -> Buffers:
-        """All of them; what a step reads must still be there."""
-        for number in step.held:
-            if self._storages[number].nbytes() != self._sizes[number]:
-                raise ExportError(f"{self._names[number]} has no storage any more: it was freed amid an export")
-        return self._buffers
-
-
-class _Outputs:
-    """HF tensors in the making."""
-
-    def __init__(self, plan: ExportPlan, device: torch.device) -> None:
-        self._outputs = plan.goods.outputs
-        dtypes = {output.dtype for output in self._outputs}
-        self._like = {dtype: torch.empty(0, dtype=dtype, device=device) for dtype in dtypes}
-        self._open: dict[int, Tensor] = {}
-
-    def opened_by(self, step: Step) -> Iterator[Tensor]:
-        """The tensors that a step writes to, new ones where it is the first that does."""
-        for output, numbers in step.alike:
-            new = [number for number in numbers if number not in self._open]
-            self._open.update(zip(new, self._allocated(output, len(new)), strict=True))
-        return map(self._open.__getitem__, step.outputs)
-
-    def _allocated(self, output: Output, count: int) -> Sequence[Tensor]:
-        """``count`` new tensors like ``output``. Small ones share memory, as the allocator takes longer than the wire;
-        they are cut out without the memory of being parts of one tensor."""
-        like, num_bytes = self._like[output.dtype], output.num_bytes
-        each = SLAB // num_bytes if 0 < num_bytes <= SLAB and num_bytes % ALIGNMENT == 0 else 1
-        found: list[Tensor] = []
-        while (left := count - len(found)) > 0:
-            rows, *others = output.shape
-            slab = like.new_empty((min(left, each) * rows, *others))
-            found += slab.unsafe_split(rows) if left > 1 and each > 1 else [slab]
-        return found
-
-    def lend(self, step: Step, windows: Tensor) -> None:
-        """Give out what lies whole in windows from there."""
-        for number, start in step.lent:
-            output = self._outputs[number]
-            view = windows[start : start + output.num_bytes].view(output.dtype)
-            self._open[number] = view.view(output.shape)
-
-    def closed(self, message: Message) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that are complete with a message; they are the caller's from here."""
-        for number in message.done:
-            output = self._outputs[number]
-            tensor = self._open.pop(number, None)
-            if tensor is None:  # a slice of nothing
-                tensor = self._like[output.dtype].new_empty(output.shape)
-            yield output.name, tensor
-            if output.copies:
-                yield from ((name, tensor.clone()) for name in output.copies)
-
-    def clear(self) -> None:
-        """Let go of all of them."""
-        self._open.clear()

@@ -39,6 +39,16 @@ class Move(NamedTuple):
     target_row: int
     target_col: int
 
+    def num_bytes(self) -> int:
+        """Bytes that are copied."""
+        return self.rows * self.cols * self.item
+
+    def is_dense(self) -> bool:
+        """Whether elements lie one behind the other, on both sides and in the same order."""
+        row = self.cols * self.item
+        in_rows = self.rows == 1 or (self.source_row, self.target_row) == (row, row)
+        return in_rows and (self.source_col, self.target_col) == (self.item, self.item)
+
 
 class Buffers:
     """Contiguous tensors that moves count from the first byte of, and what a kernel needs to know of them."""
