@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import os
 import statistics
@@ -35,7 +36,7 @@ def main() -> None:
     try:
         run(arguments)
     except BaseException:
-        print(FAILED + json.dumps(traceback.format_exc()), flush=True)
+        print(FAILED + json.dumps(traceback.format_exc()) + "\n", end="", flush=True)  # at once: all ranks may write
         sys.stderr.flush()
         os._exit(1)  # without the destructors of what may be in use
 
@@ -105,32 +106,34 @@ def measured_export(export: Callable[[], Pairs], folder: Path, repeats: int) -> 
             pass
 
     (first,) = timed(drain, 1)
-    tensors, exact = compared(export(), folder)
+    found = compared(export(), folder)
     memory = MemoryPeak()
     timed(drain, 1)
     extra = memory.peak()
-    fields = {"first_s": round(first, 4), "tensors": tensors, "exact": exact, "extra_gb": round(extra / 1e9, 3)}
-    return {"seconds": timed(drain, repeats), **fields}
+    return {
+        "seconds": timed(drain, repeats),
+        "first_s": round(first, 4),
+        **found,
+        "extra_gb": round(extra / 1e9, 3),
+    }
 
 
-def compared(pairs: Pairs, folder: Path) -> tuple[int, bool]:
+def compared(pairs: Pairs, folder: Path) -> dict[str, Any]:
     """How many tensors, and whether they are those of the checkpoint bit for bit. The ranks share the looking."""
     weight_map: dict[str, str] = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    wrong, names = 0, set()
+    wrong: list[str] = []
+    names = set()
     with ExitStack() as stack:
-        opened = {
-            name: stack.enter_context(safe_open(folder / name, "pt")) for name in sorted(set(weight_map.values()))
-        }
+        files = {name: stack.enter_context(safe_open(folder / name, "pt")) for name in sorted(set(weight_map.values()))}
         for number, (name, tensor) in enumerate(pairs):
             names.add(name)
-            if name not in weight_map:
-                wrong += 1
-            elif number % dist.get_world_size() == dist.get_rank():
-                expected = opened[weight_map[name]].get_tensor(name).to(tensor.device)
-                wrong += not torch.equal(tensor, expected)
-    counted = torch.tensor(wrong, device="cuda" if torch.cuda.is_available() else "cpu")
-    dist.all_reduce(counted)
-    return len(names), not int(counted) and names == weight_map.keys()
+            if name in weight_map and number % dist.get_world_size() == dist.get_rank():
+                expected = files[weight_map[name]].get_tensor(name).to(tensor.device)
+                wrong += [] if torch.equal(tensor, expected) else [name]
+    everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, wrong)
+    wrong = [*itertools.chain(*everywhere), *(names ^ weight_map.keys())]
+    return {"tensors": len(names), "exact": not wrong, **({"wrong": f"{len(wrong)}, as {wrong[0]}"} if wrong else {})}
 
 
 def measured_save(library: Library, target: Path, repeats: int) -> list[float]:
