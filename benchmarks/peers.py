@@ -7,8 +7,8 @@ Each library has processes of its own, one after the other; one that fails or ta
 begins. `--measure export=10,save=1` chooses what is measured and how often. An export gives every HF tensor to every
 rank, which lets go of it at the next one. Before, its tensors are compared with the checkpoint: `exact` when all are
 equal in all bits, else `wrong` says how many are not, and names one. A load is from a warm page cache, into a model
-that was loaded before. A save to a FOLDER in memory meets no disk. Megatron-Bridge exports twice: as it does by default,
-and with its list of conversion tasks kept. OMP_NUM_THREADS is 1, as torchrun sets it, unless it is set.
+that was loaded before. A save to a FOLDER in memory meets no disk. Megatron-Bridge exports twice: as it does by
+default, and with its list of conversion tasks kept. OMP_NUM_THREADS is 1, as torchrun sets it, unless it is set.
 
 SITE has a folder for each library. The small packages beside them are those that they import and that may be missing;
 they need TransformerEngine, megatron-core 0.16 and transformers besides.
