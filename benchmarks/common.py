@@ -7,12 +7,13 @@ import json
 import math
 import os
 import platform
+import shutil
 import statistics
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
-import mcore_bridge as mb
+if TYPE_CHECKING:  # a peer that is imported by the same name can use all here but the mesh
+    import mcore_bridge as mb
 
 COMMON = {
     "max_position_embeddings": 40960,
@@ -52,6 +54,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-8b": _dense(4096, 12288, 36, 32, 8),
     "qwen3-30b-a3b": _sparse(2048, 6144, 48, 32, 4, num_experts=128, moe_intermediate_size=768),
 }
+MESH = ("tp", "pp", "vp", "cp", "ep", "etp", "sp")
 SHARD_BYTES = 1 << 30
 PERIOD = 15_485_863  # elements of the random values that repeat; a prime, so that no two rows of a matrix are equal
 
@@ -61,6 +64,14 @@ def config_of(name: str, layers: int | None = None) -> PretrainedConfig:
     fields = dict(MODELS[name])
     fields["num_hidden_layers"] = layers or fields["num_hidden_layers"]
     return AutoConfig.for_model(**fields)
+
+
+def parsed(case: str) -> tuple[str, int | None, dict[str, int]]:
+    """Model, number of layers when it is not the model's own, and sizes of the mesh: "qwen3-8b layers=12 tp=2"."""
+    name, *sizes = case.split()
+    options = {key: int(value) for key, value in (size.split("=") for size in sizes)}
+    layers = options.pop("layers", None)
+    return name, layers, {key: options.pop(key, 0 if key == "sp" else 1) for key in MESH}
 
 
 def shapes_of(config: PretrainedConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -161,7 +172,9 @@ def prepared(description: str | None) -> tuple[Namespace, mb.ParallelDims, Path]
 
 def set_up(arguments: Namespace) -> mb.ParallelDims:
     """Join the processes of torchrun and make the mesh."""
-    sizes = {name: getattr(arguments, name) for name in ("tp", "pp", "vp", "cp", "ep", "etp", "sp")}
+    import mcore_bridge as mb
+
+    sizes = {name: getattr(arguments, name) for name in MESH}
     dims = mb.ParallelDims(**sizes)
     dims.initialize(device=arguments.device)
     return dims
@@ -179,10 +192,38 @@ def timed(function: Callable[[], object], repeats: int) -> list[float]:
     return seconds
 
 
+def timed_afresh(write: Callable[[], object], target: Path) -> list[float]:
+    """Seconds of a ``write`` that makes ``target``, which is removed again, with nothing left to flush before it."""
+    os.sync()
+    seconds = timed(write, 1)
+    if dist.get_rank() == 0:
+        shutil.rmtree(target)
+    dist.barrier()
+    return seconds
+
+
 def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     dist.barrier()
+
+
+class MemoryPeak:
+    """Bytes that are allocated on the GPU beyond those of now."""
+
+    def __init__(self) -> None:
+        self._start = 0
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+            self._start = torch.cuda.memory_allocated()
+
+    def peak(self) -> int:
+        """The most so far, on the rank that took most."""
+        extra = torch.cuda.max_memory_allocated() - self._start if torch.cuda.is_available() else 0
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        answer = torch.tensor(extra, device=device)
+        dist.all_reduce(answer, dist.ReduceOp.MAX)
+        return int(answer)
 
 
 def summary(seconds: list[float], num_bytes: int) -> dict[str, float]:

@@ -14,12 +14,10 @@ from argparse import ArgumentParser, Namespace
 
 import torch
 import torch.distributed as dist
-from common import config_of, report, set_up, timed
+from common import MemoryPeak, config_of, parsed, report, set_up, timed
 
 import mcore_bridge as mb
 from mcore_bridge.weights.target import Target
-
-MESH = ("tp", "pp", "vp", "cp", "ep", "etp", "sp")
 
 
 def main() -> None:
@@ -43,12 +41,10 @@ def main() -> None:
 
 def build(case: str, arguments: Namespace) -> list[torch.nn.Module]:
     """This rank's chunks with random weights, on the mesh of a case."""
-    name, *sizes = case.split()
-    options = {key: int(value) for key, value in (size.split("=") for size in sizes)}
-    dims = {key: options.get(key, 0 if key == "sp" else 1) for key in MESH}
-    mesh = set_up(Namespace(**dims, device=arguments.device))
+    name, layers, sizes = parsed(case)
+    mesh = set_up(Namespace(**sizes, device=arguments.device))
     models = mb.build_model(
-        config_of(name, options.get("layers")),
+        config_of(name, layers),
         dims=mesh,
         dtype=torch.bfloat16,
         device=arguments.device,
@@ -92,24 +88,6 @@ def drain(models: list[torch.nn.Module], bucket_bytes: int | None = None, target
     """Take every tensor, and keep none."""
     for _ in mb.iter_hf_weights(models, bucket_bytes=bucket_bytes, target=target):
         pass
-
-
-class MemoryPeak:
-    """Bytes that are allocated on the GPU beyond those of now."""
-
-    def __init__(self) -> None:
-        self._start = 0
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-            self._start = torch.cuda.memory_allocated()
-
-    def peak(self) -> int:
-        """The most so far, on the rank that took most."""
-        extra = torch.cuda.max_memory_allocated() - self._start if torch.cuda.is_available() else 0
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        answer = torch.tensor(extra, device=device)
-        dist.all_reduce(answer, dist.ReduceOp.MAX)
-        return int(answer)
 
 
 def best_all_gather(device: str) -> float:

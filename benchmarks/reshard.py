@@ -14,8 +14,8 @@ from argparse import ArgumentParser
 
 import torch
 import torch.distributed as dist
-from common import report, timed
-from export import MemoryPeak, build, drain, leave_mesh
+from common import MemoryPeak, report, timed
+from export import build, drain, leave_mesh
 
 import mcore_bridge as mb
 from mcore_bridge.weights.export import open_export

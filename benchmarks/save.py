@@ -9,12 +9,10 @@ buffer that begins on a page. Before each measurement all is flushed to the disk
 
 import mmap
 import os
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
-from common import prepared, report, summary, timed
+from common import prepared, report, summary, timed, timed_afresh
 
 import mcore_bridge as mb
 
@@ -28,16 +26,6 @@ def raw_write(path: Path, num_bytes: int, buffer: mmap.mmap) -> None:
         while num_bytes:
             num_bytes -= os.write(fd, view[: min(PIECE, num_bytes)])
     os.close(fd)
-
-
-def timed_afresh(write: Callable[[], object], target: Path) -> list[float]:
-    """Seconds of a ``write`` that makes ``target``, which is removed again, with nothing left to flush before it."""
-    os.sync()
-    seconds = timed(write, 1)
-    if dist.get_rank() == 0:
-        shutil.rmtree(target)
-    dist.barrier()
-    return seconds
 
 
 def main() -> None:

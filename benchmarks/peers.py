@@ -1,0 +1,118 @@
+"""Seconds of mcore_bridge and of the published libraries beside it: the same model, mesh, checkpoint, machine and run.
+
+    python benchmarks/peers.py --site SITE --folder FOLDER "qwen3-8b tp=2 pp=2" "qwen3-30b-a3b layers=12 tp=2 ep=4 sp=1"
+    python benchmarks/peers.py --folder FOLDER --device cpu --only ours "tiny tp=2 pp=2" "tiny-moe ep=4"
+
+Each library has processes of its own, one after the other; one that fails or takes too long says so, and the next
+begins. `--measure export=10,save=1` chooses what is measured and how often. An export gives every HF tensor to every
+rank, which lets go of it at the next one. Before, its tensors are compared with the checkpoint: `exact` when all are
+equal in all bits, else `wrong` says how many are not, and names one. A load is from a warm page cache, into a model
+that was loaded before. A save to a FOLDER in memory meets no disk. Megatron-Bridge exports twice: as it does by
+default, and with its list of conversion tasks kept. OMP_NUM_THREADS is 1, as torchrun sets it, unless it is set.
+
+SITE has a folder for each library. The small packages beside them are those that they import and that may be missing;
+they need TransformerEngine, megatron-core 0.16 and transformers besides.
+
+    install() { pip install --no-deps --target SITE/$1 "${@:2}"; }
+    install mbridge mbridge==0.15.1
+    install megatron_bridge megatron-bridge==0.3.1 omegaconf==2.3.0 antlr4-python3-runtime==4.9.3 \
+        rich markdown-it-py mdurl pygments
+    install mcore_bridge mcore_bridge==1.6.5 peft==0.20.0
+
+In ModelScope's mcore_bridge, empty modules stand for `datasets`, `modelscope` and `PIL` where those are not installed:
+it imports them, and converts without. mbridge gets the `rope_theta` that transformers 5 has moved. Nothing else is
+changed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from libraries import LIBRARIES
+
+HERE = Path(__file__).parent
+REPEATS = {"load": 2, "export": 5, "save": 1}
+FAILED = "failed: "  # begins the line of a rank that says why, as JSON
+LAST_LINES = 15
+
+
+def main() -> None:
+    """Every library for every case."""
+    parser = ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("cases", nargs="+", help="a model and its mesh: 'qwen3-8b tp=2 pp=2', layers=N for fewer")
+    parser.add_argument("--site", type=Path, help="with one folder for each library")
+    parser.add_argument("--folder", type=Path, required=True, help="for checkpoints, which are made once and kept")
+    parser.add_argument("--world", type=int, default=4, help="how many ranks")
+    parser.add_argument("--only", default=",".join(LIBRARIES), help="names of libraries, ours among them")
+    parser.add_argument("--measure", default="load,export,save", help="which, and how often: export=10,save")
+    parser.add_argument("--limit", type=float, default=120, help="seconds for one library and one case")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    arguments = parser.parse_args()
+    for case in arguments.cases:
+        for library in arguments.only.split(","):
+            if library not in LIBRARIES:
+                parser.error(f"--only takes names of {', '.join(LIBRARIES)}, found {library!r}")
+            if library != "ours" and not arguments.site:
+                parser.error(f"{library} needs --site")
+            measure(library, case, arguments)
+
+
+def measure(library: str, case: str, arguments: Namespace) -> None:
+    """Run one library, and print its figures and why it had to stop."""
+    options = ["--folder", arguments.folder, "--measure", counted(arguments.measure), "--device", arguments.device]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", arguments.world]
+    command += ["--master-port", free_port(), HERE / "peer.py", library, case, *options]
+    own = HERE.parent if library == "ours" else arguments.site / library
+    path = os.pathsep.join(filter(None, [str(own.resolve()), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(list(map(str, command)), stdout=out, stderr=err, env=environment)
+        try:
+            status = f"exit status {process.wait(arguments.limit)}"
+        except subprocess.TimeoutExpired:
+            status = f"not done in {arguments.limit:g} s"
+        finally:
+            end(process)
+        out.seek(0)
+        err.seek(0)
+        lines = out.read().splitlines()
+        print("\n".join(line for line in lines if line.startswith(("library ", '{"library"'))), flush=True)
+        if process.returncode:
+            why = [json.loads(line.removeprefix(FAILED)) for line in lines if line.startswith(FAILED)]
+            ending = "\n".join((why[0] if why else err.read()).splitlines()[-LAST_LINES:])
+            print(f"library {library}, case {case}: {status}\n{ending}")
+            print(json.dumps({"library": library, "case": case, "status": status, "why": ending}), flush=True)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """No rank is left: they are not of torchrun's process group, and end with it when it is asked to."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(40)  # seconds; it waits 30 itself before it kills
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def counted(measures: str) -> str:
+    """``measures`` with a number each: "export=10,save" is "export=10,save=1"."""
+    return ",".join(part if "=" in part else f"{part}={REPEATS[part]}" for part in measures.split(","))
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main()
