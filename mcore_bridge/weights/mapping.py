@@ -18,7 +18,6 @@ from mcore_bridge.weights.layout import Axes, Layout, Split
 from mcore_bridge.weights.names import mtp_layer_of
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-_STACKED = re.compile(r"(.*)\[(\d+|\*)\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +103,10 @@ def pattern_of(name: str) -> str:
 
 def unstacked(name: str) -> tuple[str, int | None]:
     """An HF name without its ``[number]``, and that number, if it has one."""
-    match = _STACKED.fullmatch(name)
-    return (match[1], int(match[2])) if match else (name, None)
+    if not name.endswith("]"):  # nearly always, and asked of every name of a model
+        return name, None
+    whole, _, number = name[:-1].rpartition("[")
+    return whole, int(number)
 
 
 def _parts(pattern: str) -> tuple[str, ...]:

@@ -20,6 +20,8 @@ MESSAGE_BYTES = tuple(megabytes << 20 for megabytes in (512, 384, 256, 192, 128)
 """What to choose the bytes that a rank receives with a message from: fewer are slow, more no faster."""
 OTHERWISE = 192 << 20
 """The same where none leaves the export within ``MEMORY``, since the largest tensors alone take most of it."""
+MANY = 128
+"""Ranks from which on memory is not a matter of messages: each rank has a tensor of its own on its way."""
 SHARED = 1 << 20
 """Bytes from which on those that hold a shard share the sending of it to a target."""
 
@@ -41,6 +43,8 @@ def plan_export(
     if bucket_bytes:
         return _gathered(goods, stages, bucket_bytes // AHEAD, bucket_bytes)
     otherwise = _gathered(goods, stages, OTHERWISE, MEMORY // 8)
+    if len(stages) > MANY:
+        return otherwise
     rest = MEMORY - open_bytes(otherwise)
     for size in (size for size in MESSAGE_BYTES if AHEAD * size < rest):
         plan = _gathered(goods, stages, size, MEMORY // 8) if size != OTHERWISE else otherwise
@@ -55,7 +59,8 @@ def _gathered(goods: Goods, stages: Sequence[int], message_bytes: int, bucket_by
     row_bytes = [entry.row_bytes for entry in goods.entries]
     streams = cut(_dealt(goods, [0] * num_ranks, window // 8), row_bytes, [window] * num_ranks)
     count = num_messages(streams)
-    streams = _staggered(streams, stages, count)
+    if len(stages) <= MANY:
+        streams = _staggered(streams, stages, count)
     needed = (widths(stream, row_bytes, count) for stream in streams)
     width, last_width = (max(each) for each in zip(*needed, strict=True))
     return _planned(goods, streams, count, ((width,) * num_ranks, (last_width,) * num_ranks), bucket_bytes)
