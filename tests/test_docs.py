@@ -64,6 +64,11 @@ def test_python_blocks_parse_and_use_public_names(page: str) -> None:
         assert names <= set(mcore_bridge.__all__)
 
 
+def test_the_picture_shows_the_newest_figures() -> None:
+    finished = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "picture.py"), "--check"])
+    assert finished.returncode == 0
+
+
 def test_the_example_of_handing_on_runs(tmp_path: Path) -> None:
     run_example(tmp_path, CUDA_VISIBLE_DEVICES="")
 
