@@ -163,6 +163,30 @@ def fail_amid(rank):
     return "nothing raised"
 
 
+def move_amid(rank):
+    """A parameter is freed while the export runs, and back elsewhere: what lies at its old place is not what it was."""
+    models, _ = built()
+    pairs = mb.iter_hf_weights(models, bucket_bytes=1)
+    next(pairs)
+    if dist.get_rank() == rank:
+        storage = models[0].decoder.layers[-1].mlp.linear_fc2.weight.untyped_storage()
+        size, place = storage.nbytes(), storage.data_ptr()
+        storage.resize_(0)
+        taken = [torch.empty(size, dtype=torch.uint8)]
+        storage.resize_(size)
+        while storage.data_ptr() == place:
+            taken.append(torch.empty(size, dtype=torch.uint8))
+            storage.resize_(0)
+            taken.append(torch.empty(size, dtype=torch.uint8))
+            storage.resize_(size)
+    with pytest.raises(ExportError, match=r"rank 1 of the group: .*linear_fc2\.weight has no storage any more"):
+        list(pairs)
+
+
+def test_a_parameter_that_moves_amid_the_export_is_seen():
+    pool.run(4, move_amid, 1, timeout=60)
+
+
 def test_a_failure_amid_the_export_reaches_every_rank_with_the_name():
     messages = pool.run(4, fail_amid, 2, timeout=60)
     assert len(set(messages)) == 1
@@ -262,7 +286,31 @@ def reload(models, state):
             parameter.data = parameter.data.clone()
 
 
-@pytest.mark.parametrize("change", [step, other_dtype_on_one_rank_only, reload], ids=lambda change: change.__name__)
+def offload(models, state):
+    """Freed, and back elsewhere: the parameters stay the same objects."""
+    for chunk in models:
+        for parameter in chunk.parameters():
+            kept, storage = parameter.detach().clone(), parameter.untyped_storage()
+            size = storage.nbytes()
+            storage.resize_(0)
+            storage.resize_(size)
+            parameter.data.copy_(kept)
+
+
+def regroup(models, state):
+    """Process groups are made anew, as trainers do that destroy communicators to free their memory."""
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    parallel_state.destroy_model_parallel()
+    mb.ParallelDims(tp=2, pp=2).initialize(device="cpu")
+    for chunk in models:
+        chunk.pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+
+
+@pytest.mark.parametrize(
+    "change", [step, other_dtype_on_one_rank_only, reload, offload, regroup], ids=lambda change: change.__name__
+)
 def test_a_cached_plan_gives_what_a_fresh_one_gives(change):
     pool.run(4, change_and_export, change)
 

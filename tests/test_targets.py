@@ -163,6 +163,12 @@ def test_any_model_on_any_mesh_to_any_engine(data, problem, bucket_bytes):
     states, _ = fake_mesh.export_to(held, targets, bucket_bytes=bucket_bytes)
     for target, found in zip(targets, states, strict=True):
         assert_gets(found, expected(hf, state, target))
+    for plan in fake_mesh.plans_for(held, targets, bucket_bytes=bucket_bytes):
+        message_of = {plan.goods.outputs[i].name: n for n, message in enumerate(plan.messages) for i in message.done}
+        for name, number in message_of.items():  # what an engine fuses in one load call
+            for fused in (("q_proj", "k_proj"), ("k_proj", "v_proj"), ("gate_proj", "up_proj")):
+                if fused[0] in name:
+                    assert message_of[name.replace(*fused)] == number
 
 
 MESHES = {

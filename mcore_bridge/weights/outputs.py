@@ -23,15 +23,18 @@ class Sources:
         found = [tensors[name] for name in self._names]
         found = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in found]
         self._storages = [tensor.untyped_storage() for tensor in found]  # they stay if tensors get others
-        self._sizes = [storage.nbytes() for storage in self._storages]
+        self._places = [(storage.data_ptr(), storage.nbytes()) for storage in self._storages]
         self._buffers = Buffers(found)
         self._buffers.addresses  # noqa: B018  # of now
 
     def read_by(self, step: Step) -> Buffers:
         """All of them; what a step reads must still be there."""
         for number in step.held:
-            if self._storages[number].nbytes() != self._sizes[number]:
-                raise ExportError(f"{self._names[number]} has no storage any more: it was freed amid an export")
+            storage = self._storages[number]
+            if (storage.data_ptr(), storage.nbytes()) != self._places[number]:
+                raise ExportError(
+                    f"{self._names[number]} has no storage any more: it was freed or moved amid an export"
+                )
         return self._buffers
 
 
