@@ -18,7 +18,7 @@ from mcore_bridge.weights.layout import (
     Replicate,
     Resize,
 )
-from mcore_bridge.weights.trace import _runs, _starts, trace
+from mcore_bridge.weights.trace import _runs, line_starts, trace
 
 NAMED = {"COLUMN": COLUMN, "ROW": ROW, "REPLICATED": REPLICATED, "VOCAB": VOCAB, "GATED_UP": GATED_UP, "QKV": QKV}
 PRIMITIVES = [
@@ -147,4 +147,4 @@ def test_layouts_do_no_arithmetic():
 def test_padding_next_to_elements_is_told_from_them():
     """Padding before the first element of a line, as no layout of ours has it, does not swallow the line."""
     assert list(_runs(torch.tensor([0, 2, 3, 4, 0, 0, 7]))) == [(1, 2, 3), (6, 7, 1)]
-    assert min(_starts([4, 4])) > 1, "padding is 0, and 0, 1 would be a run"
+    assert min(line_starts([4, 4])) > 1, "padding is 0, and 0, 1 would be a run"
