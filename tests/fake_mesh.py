@@ -94,26 +94,27 @@ def plan_of(held: Sequence[Any], *, bucket_bytes: int | None) -> ExportPlan:
     return plan_export(first.mapping, first.axes, num_layers, inventories, bucket_bytes=bucket_bytes)
 
 
-def plans_for(held: Sequence[Any], targets: Sequence[Target], *, bucket_bytes: int | None) -> tuple[ExportPlan, ...]:
-    """The plans that every rank would make for the targets of all of them."""
+def programs_for(held: Sequence[Any], targets: Sequence[Target], *, bucket_bytes: int | None) -> list[Program]:
+    """The programs that every rank would make for the targets of all of them."""
     first = held[0][0]
     inventories = [inventory for _, inventory in held]
-    num_layers = first.chunks[0].config.num_layers
-    return plan_targets(first.mapping, first.axes, num_layers, inventories, targets, bucket_bytes=bucket_bytes)
+    arguments = first.mapping, first.axes, first.chunks[0].config.num_layers, inventories, targets
+    return [
+        Program(plan_targets(*arguments, rank, bucket_bytes=bucket_bytes), rank, len(held)) for rank in range(len(held))
+    ]
 
 
 def export_to(
     held: Sequence[Any], targets: Sequence[Target], *, bucket_bytes: int = 1 << 16
 ) -> tuple[list[dict[str, Tensor]], int]:
     """What each rank gets, and the bytes of weights that travelled: each pair of ranks hands over its windows."""
-    plans = plans_for(held, targets, bucket_bytes=bucket_bytes)
     ranks = range(len(held))
-    programs = [Program(plans, rank, len(held)) for rank in ranks]
+    programs = programs_for(held, targets, bucket_bytes=bucket_bytes)
     staying = [Buffers([bound.tensors[name] for name in p.names]) for p, (bound, _) in zip(programs, held, strict=True)]
     states: list[dict[str, Tensor]] = [{} for _ in ranks]
     opened: list[dict[int, Tensor]] = [{} for _ in ranks]
     travelled = 0
-    for number in range(len(plans[0].messages)):
+    for number in range(len(programs[0].plan.messages)):
         sent = [[NOTHING.byte()]]
         for rank, program in enumerate(programs if len(held) > 1 else ()):
             own = torch.empty(sum(program.sent(number)), dtype=torch.uint8)

@@ -163,7 +163,7 @@ def test_any_model_on_any_mesh_to_any_engine(data, problem, bucket_bytes):
     states, _ = fake_mesh.export_to(held, targets, bucket_bytes=bucket_bytes)
     for target, found in zip(targets, states, strict=True):
         assert_gets(found, expected(hf, state, target))
-    for plan in fake_mesh.plans_for(held, targets, bucket_bytes=bucket_bytes):
+    for plan in (program.plan for program in fake_mesh.programs_for(held, targets, bucket_bytes=bucket_bytes)):
         message_of = {plan.goods.outputs[i].name: n for n, message in enumerate(plan.messages) for i in message.done}
         for name, number in message_of.items():  # what an engine fuses in one load call
             for fused in (("q_proj", "k_proj"), ("k_proj", "v_proj"), ("gate_proj", "up_proj")):
@@ -226,7 +226,7 @@ def test_only_what_is_needed_travels(dims, sizes, share):
     targets = [ranks[rank % len(ranks)] for rank in range(len(held))]
     states, travelled = fake_mesh.export_to(held, targets, bucket_bytes=1 << 20)
     wanted = sum(tensor.nbytes for found in states for tensor in found.values())
-    num_messages = len(fake_mesh.plans_for(held, targets, bucket_bytes=1 << 20)[0].messages)
+    num_messages = len(fake_mesh.programs_for(held, targets, bucket_bytes=1 << 20)[0].plan.messages)
     overhead = num_messages * len(held) ** 2 * (HEADER + 4096)
     assert travelled <= share * wanted * 1.01 + overhead
 

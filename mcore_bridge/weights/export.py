@@ -147,7 +147,8 @@ def open_export(
     if not group.agrees(kept.number if kept and not error else None):
         answer = _Answer(error, bucket_bytes, target, *((bound.mapping.rules, bound.inventory()) if bound else ()))
         answers = group.exchange((answer, plans[0].number if plans else 0))
-        program = Program(_planned(bound, first, [each for each, _ in answers]), group.rank, group.size)
+        made = _planned(bound, first, [each for each, _ in answers], group.rank)
+        program = Program(made, group.rank, group.size)
         kept = _Kept(fingerprint, 1 + max(number for _, number in answers), program)
         _plans[first] = (kept, *plans)[:_NUM_PLANS]
     assert bound is not None
@@ -165,7 +166,7 @@ class _Answer(NamedTuple):
     inventory: Inventory | None = None
 
 
-def _planned(bound: BoundModel | None, chunk: GPTModel, answers: Sequence[_Answer]) -> Sequence[ExportPlan]:
+def _planned(bound: BoundModel | None, chunk: GPTModel, answers: Sequence[_Answer], rank: int) -> Sequence[ExportPlan]:
     raise_failures([answer.error for answer in answers])
     assert bound is not None
     sizes, targets = [answer.bucket_bytes for answer in answers], [answer.target for answer in answers]
@@ -177,4 +178,4 @@ def _planned(bound: BoundModel | None, chunk: GPTModel, answers: Sequence[_Answe
     arguments = bound.mapping, bound.axes, chunk.config.num_layers, inventories
     if set(targets) == {"everything"}:
         return [plan_export(*arguments, bucket_bytes=sizes[0])]
-    return plan_targets(*arguments, targets, bucket_bytes=sizes[0])
+    return plan_targets(*arguments, targets, rank, bucket_bytes=sizes[0])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mcore_bridge.weights.alignment import aligned
-from mcore_bridge.weights.cut import HEADER, Part, Streams, cut, num_messages, widths
+from mcore_bridge.weights.alignment import ALIGNMENT, aligned
+from mcore_bridge.weights.cut import HEADER, Part, Run, Streams, cut, num_messages, widths
 from mcore_bridge.weights.entries import Inventory, entries_of
 from mcore_bridge.weights.footprint import AHEAD, MEMORY, footprint, open_bytes
 from mcore_bridge.weights.layout import Axes
@@ -22,6 +22,8 @@ OTHERWISE = 192 << 20
 """The same where none leaves the export within ``MEMORY``, since the largest tensors alone take most of it."""
 MANY = 128
 """Ranks from which on memory is not a matter of messages: each rank has a tensor of its own on its way."""
+TO_TARGETS = (256 << 20, 1 << 30)
+"""Bounds of the same for all messages on their way, received and sent, where not all get everything."""
 SHARED = 1 << 20
 """Bytes from which on those that hold a shard share the sending of it to a target."""
 
@@ -86,14 +88,20 @@ def plan_targets(
     num_layers: int,
     inventories: Sequence[Inventory],
     targets: Sequence[Target],
+    rank: int,
     *,
     bucket_bytes: int | None,
 ) -> tuple[ExportPlan, ...]:
-    """Plan the export of what each rank asks for: for each of them, what travels to it. Only what is needed does.
+    """Plan the export of what each rank asks for, as one rank has to know it. Only what is needed travels.
 
     Args:
         targets: by rank of the group.
-        bucket_bytes: as for ``plan_export``, of the messages that a rank receives and sends.
+        rank: whose plans these are.
+        bucket_bytes: of the messages that are on their way to and from a rank. None leaves room for the largest tensor
+            within ``MEMORY``, and for what else is in the making.
+
+    Returns:
+        For each rank what travels to it: to ``rank`` itself from everybody, to others from ``rank``.
 
     Raises:
         MappingError: what ``entries_of`` raises.
@@ -106,54 +114,55 @@ def plan_targets(
     loads = [0] * len(targets)
     lanes = [_Lanes(found[target], loads, receiver) for receiver, target in enumerate(targets)]
     most = max(lane.received + sum(each.bytes_of(rank) for each in lanes) for rank, lane in enumerate(lanes))
-    least = MIN_WINDOW * len(targets)
-    for size in (max(bucket_bytes // AHEAD, least),) if bucket_bytes else (*MESSAGE_BYTES, OTHERWISE):
-        plans = _scattered(lanes, -(-most // size), bucket_bytes or MEMORY // 8)
-        sent = [sum(plan.messages[0].widths[rank] for plan in plans) for rank in range(len(plans))]
-        if all(footprint(plan) + AHEAD * more <= MEMORY for plan, more in zip(plans, sent, strict=True)):
-            break
-    return plans
+    largest = max((output.num_bytes for goods in found.values() for output in goods.outputs), default=0)
+    bucket_bytes = bucket_bytes or min(max((MEMORY - largest * 3 // 2) // 2, TO_TARGETS[0]), TO_TARGETS[1])
+    count = max(-(-most // max(bucket_bytes // AHEAD, MIN_WINDOW * len(targets))), 1)
+    return tuple(
+        lane.arriving(count, bucket_bytes) if receiver == rank else lane.sent_by(rank, count)
+        for receiver, lane in enumerate(lanes)
+    )
 
 
 class _Lanes:
     """What travels to one receiver: a lane from each rank. What it has itself, it takes at the same pace."""
 
     def __init__(self, goods: Goods, loads: list[int], receiver: int) -> None:
-        self.goods, self._receiver = goods, receiver
+        self._goods, self._receiver = goods, receiver
         self._row_bytes = [entry.row_bytes for entry in goods.entries]
-        self._streams = _dealt(goods, loads, SHARED, receiver)
-        self._bytes = [sum(aligned(part.rows * self._row_bytes[part.entry]) for part in each) for each in self._streams]
+        self._parts = _dealt(goods, loads, SHARED, receiver)
+        self._bytes = [sum(aligned(part.rows * self._row_bytes[part.entry]) for part in each) for each in self._parts]
         self.received = sum(map(self.bytes_of, range(len(loads))))
 
     def bytes_of(self, sender: int) -> int:
         """Bytes that travel from a rank."""
         return 0 if sender == self._receiver else self._bytes[sender]
 
-    def cut(self, count: int) -> Streams:
-        """In ``count`` messages or fewer, each of which has its share of every lane."""
-        longest = [max((self._row_bytes[part.entry] for part in each), default=0) for each in self._streams]
-        windows = [
-            HEADER + aligned(-(-size // max(count, 1))) + row for size, row in zip(self._bytes, longest, strict=True)
-        ]
-        return cut(self._streams, self._row_bytes, windows)
-
-    def widths(self, streams: Streams, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Bytes of the lanes in any message but the last of ``count``, and in the last."""
-        found = [
-            (0, 0) if sender == self._receiver else widths(stream, self._row_bytes, count)
-            for sender, stream in enumerate(streams)
-        ]
+    def arriving(self, count: int, bucket_bytes: int) -> ExportPlan:
+        """All lanes, in ``count`` messages."""
+        streams = tuple(self._cut(sender, count) for sender in range(len(self._parts)))
+        found = [self._widths(sender, stream, count) for sender, stream in enumerate(streams)]
         width, last_width = zip(*found, strict=True)
-        return width, last_width
+        return _planned(self._goods, streams, count, (width, last_width), bucket_bytes)
 
+    def sent_by(self, sender: int, count: int) -> ExportPlan:
+        """One lane, in ``count`` messages, with which nothing is given out."""
+        streams = tuple(self._cut(sender, count) if rank == sender else () for rank in range(len(self._parts)))
+        found = self._widths(sender, streams[sender], count)
+        needed = [tuple(width if rank == sender else 0 for rank in range(len(streams))) for width in found]
+        messages = (Message(number, needed[number == count - 1], (), streams) for number in range(count))
+        return ExportPlan(self._goods, streams, tuple(messages))
 
-def _scattered(lanes: Sequence[_Lanes], count: int, bucket_bytes: int) -> tuple[ExportPlan, ...]:
-    streams = [each.cut(count) for each in lanes]
-    count = max(map(num_messages, streams))
-    return tuple(
-        _planned(lane.goods, each, count, lane.widths(each, count), bucket_bytes)
-        for lane, each in zip(lanes, streams, strict=True)
-    )
+    def _cut(self, sender: int, count: int) -> tuple[Run, ...]:
+        """A window has room for its share, for a row that does not fit any more, and for what alignment takes."""
+        parts = self._parts[sender]
+        longest = max((self._row_bytes[part.entry] for part in parts), default=0)
+        window = HEADER + aligned(-(-self._bytes[sender] // count)) + longest + ALIGNMENT
+        (stream,) = cut([parts], self._row_bytes, [window])
+        assert num_messages((stream,)) <= count
+        return stream
+
+    def _widths(self, sender: int, stream: Sequence[Run], count: int) -> tuple[int, int]:
+        return (0, 0) if sender == self._receiver else widths(stream, self._row_bytes, count)
 
 
 def _dealt(goods: Goods, loads: list[int], shared: int, receiver: int | None = None) -> list[list[Part]]:
