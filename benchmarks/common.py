@@ -142,11 +142,25 @@ def _filled(name: str, shape: tuple[int, ...], block: Tensor) -> Tensor:
     return 1 + tensor if "norm" in name else tensor
 
 
+def case_arguments(description: str | None, case: str) -> ArgumentParser:
+    """For benchmarks of several cases, which are written like this."""
+    parser = ArgumentParser(description=description)
+    parser.add_argument("cases", nargs="+", help=case)
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--repeats", type=int, default=10)
+    _device_argument(parser)
+    return parser
+
+
 def mesh_arguments(parser: ArgumentParser) -> None:
     """The sizes of the mesh, and the device."""
     for name in ("tp", "pp", "vp", "cp", "ep", "etp"):
         parser.add_argument(f"--{name}", type=int, default=1)
     parser.add_argument("--sp", action="store_true")
+    _device_argument(parser)
+
+
+def _device_argument(parser: ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -219,11 +233,23 @@ class MemoryPeak:
 
     def peak(self) -> int:
         """The most so far, on the rank that took most."""
-        extra = torch.cuda.max_memory_allocated() - self._start if torch.cuda.is_available() else 0
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        answer = torch.tensor(extra, device=device)
-        dist.all_reduce(answer, dist.ReduceOp.MAX)
-        return int(answer)
+        return most(torch.cuda.max_memory_allocated() - self._start if torch.cuda.is_available() else 0)
+
+
+def most(value: int) -> int:
+    """The largest of all ranks."""
+    answer = torch.tensor(value, device="cuda" if "nccl" in dist.get_backend() else "cpu")
+    dist.all_reduce(answer, dist.ReduceOp.MAX)
+    return int(answer)
+
+
+def from_the_first(function: Callable[[], object], repeats: int) -> tuple[float, list[float], int]:
+    """Seconds of the first call, of ``repeats`` warm ones, and bytes of GPU memory that it takes at most."""
+    memory = MemoryPeak()
+    (first,) = timed(function, 1)
+    timed(function, 2)
+    peak = memory.peak()
+    return first, timed(function, repeats), peak
 
 
 def summary(seconds: list[float], num_bytes: int) -> dict[str, float]:

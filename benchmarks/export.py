@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import gc
 import statistics
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 
 import torch
 import torch.distributed as dist
-from common import MemoryPeak, config_of, parsed, report, set_up, timed
+from common import case_arguments, config_of, from_the_first, parsed, report, set_up, timed
 
 import mcore_bridge as mb
 from mcore_bridge.weights.target import Target
@@ -22,11 +22,7 @@ from mcore_bridge.weights.target import Target
 
 def main() -> None:
     """Measure each case, one after the other in the same processes."""
-    parser = ArgumentParser(description=__doc__)
-    parser.add_argument("cases", nargs="+", help="a model and its mesh: 'qwen3-8b tp=2 pp=2', layers=N for fewer")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--backend", default="auto")
-    parser.add_argument("--repeats", type=int, default=10)
+    parser = case_arguments(__doc__, "a model and its mesh: 'qwen3-8b tp=2 pp=2', layers=N for fewer")
     parser.add_argument("--bucket-mb", type=int, nargs="+", default=[0], help="0 is as the library chooses")
     arguments = parser.parse_args()
     raw = 0.0
@@ -61,11 +57,7 @@ def build(case: str, arguments: Namespace) -> list[torch.nn.Module]:
 def measure(case: str, models: list[torch.nn.Module], bucket_bytes: int | None, repeats: int, raw: float) -> None:
     """One report: the first export, warm ones, and the memory that they take."""
     found = mb.manifest(models)
-    memory = MemoryPeak()
-    (first,) = timed(lambda: drain(models, bucket_bytes), 1)
-    timed(lambda: drain(models, bucket_bytes), 2)
-    peak = memory.peak()
-    seconds = timed(lambda: drain(models, bucket_bytes), repeats)
+    first, seconds, peak = from_the_first(lambda: drain(models, bucket_bytes), repeats)
     median = statistics.median(seconds)
     speed = found.num_bytes / median / 1e9
     report(

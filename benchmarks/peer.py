@@ -6,7 +6,6 @@ import importlib.metadata
 import itertools
 import json
 import os
-import statistics
 import sys
 import traceback
 from argparse import ArgumentParser, Namespace
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import MemoryPeak, checkpoint_of, config_of, parsed, report, timed, timed_afresh
+from common import MemoryPeak, checkpoint_of, config_of, parsed, report, summary, timed, timed_afresh
 from libraries import LIBRARIES, Library, Pairs
 from megatron.core import parallel_state
 from peers import FAILED
@@ -58,14 +57,8 @@ def run(arguments: Namespace) -> None:
     repeats = {what: int(number) for what, number in (part.split("=") for part in arguments.measure.split(","))}
 
     def publish(what: str, seconds: list[float], **more: Any) -> None:
-        median = statistics.median(seconds)
-        speed = {
-            "min_s": round(min(seconds), 4),
-            "median_s": round(median, 4),
-            "gb_s": round(num_bytes / median / 1e9, 2),
-        }
         which = {"library": arguments.library, "version": version, "case": arguments.case, "measure": what}
-        report(**which, gb=round(num_bytes / 1e9, 3), **more, **speed)
+        report(**which, gb=round(num_bytes / 1e9, 3), **more, **summary(seconds, num_bytes))
 
     first = timed(library.load, 1)
     seconds = timed(library.load, repeats.get("load", 0))

@@ -10,11 +10,10 @@ Weights are random. Rank r feeds rank r of the engine, and begins anew where the
 from __future__ import annotations
 
 import statistics
-from argparse import ArgumentParser
 
 import torch
 import torch.distributed as dist
-from common import MemoryPeak, report, timed
+from common import case_arguments, from_the_first, most, report, timed
 from export import build, drain, leave_mesh
 
 import mcore_bridge as mb
@@ -24,12 +23,7 @@ from mcore_bridge.weights.target import Target
 
 def main() -> None:
     """Measure each case, one after the other in the same processes."""
-    parser = ArgumentParser(description=__doc__)
-    parser.add_argument("cases", nargs="+", help="a model, its mesh, and the engine: 'qwen3-8b tp=2 pp=2 to tp=4'")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--backend", default="auto")
-    parser.add_argument("--repeats", type=int, default=10)
-    arguments = parser.parse_args()
+    arguments = case_arguments(__doc__, "a model, its mesh, and the engine: 'qwen3-8b tp=2 pp=2 to tp=4'").parse_args()
     for case in arguments.cases:
         mesh, _, engine = case.partition(" to ")
         models = build(mesh, arguments)
@@ -43,13 +37,9 @@ def measure(case: str, models: list[torch.nn.Module], target: Target, repeats: i
     """One report."""
     timed(lambda: drain(models), 2)
     full = statistics.median(timed(lambda: drain(models), repeats))
-    received = most(received_bytes(models, target), device)
-    slices = most(mb.manifest(models, target=target).num_bytes, device)
-    memory = MemoryPeak()
-    (first,) = timed(lambda: drain(models, target=target), 1)
-    timed(lambda: drain(models, target=target), 2)
-    peak = memory.peak()
-    seconds = timed(lambda: drain(models, target=target), repeats)
+    received = most(received_bytes(models, target))
+    slices = most(mb.manifest(models, target=target).num_bytes)
+    first, seconds, peak = from_the_first(lambda: drain(models, target=target), repeats)
     median, raw = statistics.median(seconds), raw_all_to_all(received, device)
     report(
         case=case,
@@ -69,13 +59,6 @@ def received_bytes(models: list[torch.nn.Module], target: Target) -> int:
     """Bytes that travel to this rank."""
     program = open_export(models, None, "lm", target=target).program
     return sum(sum(program.received(message.number)) for message in program.plan.messages)
-
-
-def most(value: int, device: str) -> int:
-    """The largest of all ranks."""
-    answer = torch.tensor(value, device=device)
-    dist.all_reduce(answer, dist.ReduceOp.MAX)
-    return int(answer)
 
 
 def raw_all_to_all(num_bytes: int, device: str) -> float:

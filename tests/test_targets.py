@@ -12,6 +12,7 @@ import mcore_bridge as mb
 from mcore_bridge import EngineRank, ParallelDims, engine_ranks
 from mcore_bridge.errors import ExportError, TargetError
 from mcore_bridge.weights.cut import HEADER
+from mcore_bridge.weights.manifest import digest
 from tests import fake_mesh, pool
 from tests.strategies import problems, random_state, tiny
 
@@ -282,18 +283,11 @@ def some_ranks():
     next(pairs)
     if rank % 2:
         pairs.close()  # and goes on sending
-        found = {}
     else:
         assert len(dict(pairs)) == len(expected(hf, state, engine_ranks(tp=4)[rank])) - 1
     manifest = mb.manifest(models, target=engine_ranks(tp=4)[rank], digests=True)
     wanted = expected(hf, state, engine_ranks(tp=4)[rank])
-    assert {spec.name: spec.sha256 for spec in manifest} == {name: mb_digest(t) for name, t in wanted.items()}
-
-
-def mb_digest(tensor):
-    from mcore_bridge.weights.manifest import digest
-
-    return digest(tensor)
+    assert {spec.name: spec.sha256 for spec in manifest} == {name: digest(t) for name, t in wanted.items()}
 
 
 def test_a_set_of_ranks_and_a_rank_that_stops_early():

@@ -50,12 +50,12 @@ def prepare(moves: Table, *, aligned: bool, device: torch.device) -> tuple[Launc
     dense = (column["source_col"] == item) & (column["target_col"] == item)
     wide = dense & (np.stack(places) % WIDEST == 0).all(0) & aligned
     narrow = wide & (rows >= _NARROW[0]) & (run < _TILE[1] * 8)
-    found = [
-        _launch(_in_rows(moves[wide & ~narrow]), 8, True, _TILE, device),
-        _launch(moves[narrow], 8, True, _NARROW, device),
-        *(_launch(moves[~wide & (item == word)], word, False, _TILE, device) for word in _WORDS),
+    chosen = [
+        (_in_rows(moves[wide & ~narrow]), 8, True, _TILE),
+        (moves[narrow], 8, True, _NARROW),
+        *((moves[~wide & (item == word)], word, False, _TILE) for word in _WORDS),
     ]
-    return tuple(launch for launch in found if launch.num_tiles)
+    return tuple(_launch(*each, device) for each in chosen if len(each[0]))
 
 
 def _launch(moves: Table, word: int, wide: bool, tile: tuple[int, int], device: torch.device) -> Launch:
@@ -65,7 +65,7 @@ def _launch(moves: Table, word: int, wide: bool, tile: tuple[int, int], device: 
     tiles = (-(-column["rows"] // tile[0]) * -(-cols // tile[1])).cumsum()
     places = [column[name] for name in ("source", "source_start", "target", "target_start", "rows")]
     table = torch.from_numpy(np.stack([*places, cols, *strides, tiles]))
-    return Launch(word, wide, tile, table.to(device), int(tiles[-1]) if len(tiles) else 0)
+    return Launch(word, wide, tile, table.to(device), int(tiles[-1]))
 
 
 def _in_rows(moves: Table) -> Table:

@@ -42,20 +42,21 @@ def plan_export(
     """
     goods = Goods.of(entries_of(mapping, axes, num_layers, inventories))
     stages = [inventory.ranks["pp"] for inventory in inventories]
+    keys = goods.together(bucket_bytes or MEMORY // 8)
     if bucket_bytes:
-        return _gathered(goods, stages, bucket_bytes // AHEAD, bucket_bytes)
-    otherwise = _gathered(goods, stages, OTHERWISE, MEMORY // 8)
+        return _gathered(goods, keys, stages, bucket_bytes // AHEAD)
+    otherwise = _gathered(goods, keys, stages, OTHERWISE)
     if len(stages) > MANY:
         return otherwise
     rest = MEMORY - open_bytes(otherwise)
     for size in (size for size in MESSAGE_BYTES if AHEAD * size < rest):
-        plan = _gathered(goods, stages, size, MEMORY // 8) if size != OTHERWISE else otherwise
+        plan = _gathered(goods, keys, stages, size) if size != OTHERWISE else otherwise
         if footprint(plan) <= MEMORY:
             return plan
     return otherwise
 
 
-def _gathered(goods: Goods, stages: Sequence[int], message_bytes: int, bucket_bytes: int) -> ExportPlan:
+def _gathered(goods: Goods, keys: Sequence[object], stages: Sequence[int], message_bytes: int) -> ExportPlan:
     num_ranks = len(stages)
     window = max(message_bytes // num_ranks, MIN_WINDOW)
     row_bytes = [entry.row_bytes for entry in goods.entries]
@@ -65,7 +66,7 @@ def _gathered(goods: Goods, stages: Sequence[int], message_bytes: int, bucket_by
         streams = _staggered(streams, stages, count)
     needed = (widths(stream, row_bytes, count) for stream in streams)
     width, last_width = (max(each) for each in zip(*needed, strict=True))
-    return _planned(goods, streams, count, ((width,) * num_ranks, (last_width,) * num_ranks), bucket_bytes)
+    return _planned(goods, keys, streams, count, ((width,) * num_ranks, (last_width,) * num_ranks))
 
 
 def _staggered(streams: Streams, stages: Sequence[int], count: int) -> Streams:
@@ -142,7 +143,7 @@ class _Lanes:
         streams = tuple(self._cut(sender, count) for sender in range(len(self._parts)))
         found = [self._widths(sender, stream, count) for sender, stream in enumerate(streams)]
         width, last_width = zip(*found, strict=True)
-        return _planned(self._goods, streams, count, (width, last_width), bucket_bytes)
+        return _planned(self._goods, self._goods.together(bucket_bytes), streams, count, (width, last_width))
 
     def sent_by(self, sender: int, count: int) -> ExportPlan:
         """One lane, in ``count`` messages, with which nothing is given out."""
@@ -190,10 +191,13 @@ def _dealt(goods: Goods, loads: list[int], shared: int, receiver: int | None = N
 
 
 def _planned(
-    goods: Goods, streams: Streams, count: int, needed: tuple[tuple[int, ...], tuple[int, ...]], bucket_bytes: int
+    goods: Goods,
+    keys: Sequence[object],
+    streams: Streams,
+    count: int,
+    needed: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> ExportPlan:
     """``count`` messages of the widths that are needed, the last of its own, each with what is complete by then."""
-    keys = goods.together(bucket_bytes)
     last = dict.fromkeys(keys, 0)
     for stream in streams:
         for run in stream:

@@ -95,15 +95,11 @@ class Program:
             for receiver, (plan, start) in enumerate(zip(self._plans, starts, strict=False)):
                 if self.is_gather or receiver != self._rank:
                     moves.append(self._header(HEADER_SENT, 0, OWN_WINDOWS, start))
-                    for entry, piece in self._of_message(plan, following) if pack else ():
+                    for piece in plan.messages[following].pieces_of(self._rank) if pack else ():
+                        entry = plan.goods.entries[piece.entry]
                         moves += self._packed(entry, piece, start)
                         held.add(self._number(entry))
         return Step(Moves(moves), tuple(sorted(held)), tuple(outputs), tuple(self._alike(outputs)), tuple(lent.items()))
-
-    def _of_message(self, plan: ExportPlan, number: int) -> Iterator[tuple[Entry, Piece]]:
-        """What this rank sends."""
-        for piece in plan.messages[number].pieces_of(self._rank):
-            yield plan.goods.entries[piece.entry], piece
 
     def _alike(self, outputs: Iterable[int]) -> Iterator[tuple[Output, tuple[int, ...]]]:
         groups: dict[tuple[object, ...], list[int]] = {}
