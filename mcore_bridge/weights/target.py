@@ -52,13 +52,14 @@ class EngineRank:
     vocab_multiple: int = VOCAB_MULTIPLE
 
     def __post_init__(self) -> None:
+        _check_sizes(tp=self.tp, pp=self.pp, ep=self.ep, **({} if self.etp is None else {"etp": self.etp}))
         for axis, size, rank in (
             ("tp", self.tp, self.tp_rank),
             ("pp", self.pp, self.pp_rank),
             ("ep", self.ep, self.ep_rank),
             ("etp", *self.experts_cut),
         ):
-            if size < 1 or not 0 <= rank < size:
+            if not 0 <= rank < size:
                 raise TargetError(f"expected {axis} of at least 1 and {axis}_rank below it, found {size} and {rank}")
         if self.layers is not None and (len(self.layers) != self.pp or min(self.layers) < 0):
             raise TargetError(f"expected layers= with a number for each of pp={self.pp} stages, found {self.layers}")
@@ -135,6 +136,7 @@ def engine_ranks(
     Raises:
         TargetError: when these do not fit each other.
     """
+    _check_sizes(tp=tp, pp=pp, ep=ep)
     if tp % ep:
         raise TargetError(
             f"expected ep to divide tp={tp}, found {ep}; where experts lie across data parallel engines, make each "
@@ -152,6 +154,12 @@ def engine_ranks(
         for pp_rank in range(pp)
         for tp_rank in range(tp)
     )
+
+
+def _check_sizes(**sizes: int) -> None:
+    wrong = {axis: size for axis, size in sizes.items() if size < 1}
+    if wrong:
+        raise TargetError(f"expected sizes of at least 1, found {wrong}; leave out what the engine does not have")
 
 
 def _evenly(num_layers: int, stages: int) -> tuple[int, ...]:
