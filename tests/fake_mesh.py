@@ -153,7 +153,7 @@ def export(held: Sequence[Any], *, bucket_bytes: int = 1 << 16) -> dict[str, Ten
     for number, message in enumerate(plan.messages):
         windows = torch.empty(sum(message.widths), dtype=torch.uint8)
         for rank in range(len(held)):
-            own = windows.view(len(held), -1)[rank]
+            own = windows.split(message.widths)[rank]
             header = torch.full((HEADER,), rank, dtype=torch.uint8)
             step = programs[rank].step(None, number)
             step.moves.make(staying[rank], Buffers([NOTHING, header, NOTHING, own]), CPU)

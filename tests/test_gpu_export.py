@@ -9,7 +9,9 @@ import torch
 
 import mcore_bridge as mb
 from mcore_bridge.errors import ExportError
-from tests.strategies import random_state
+from mcore_bridge.weights.export import open_export
+from mcore_bridge.weights.footprint import MEMORY, footprint
+from tests.strategies import random_state, tiny
 from tests.test_gpu import SPARSE, world_of
 from tests.test_targets import ENGINES, GRID, assert_gets, expected
 
@@ -113,6 +115,40 @@ def memory(rank, world_size):
             torch.cuda.synchronize()
             left[str(target)[:10], ending] = torch.cuda.memory_allocated() - before
     return left
+
+
+def peaks(rank, world_size):
+    """For meshes and buckets, the bytes that an export took at most, what was expected, and the bound."""
+    from megatron.core import parallel_state
+
+    found = {}
+    hf = tiny("qwen3", vocab_size=32000, num_hidden_layers=8, hidden_size=1024, intermediate_size=6144)
+    for dims in (mb.ParallelDims(tp=2), mb.ParallelDims(pp=2)):
+        dims.initialize(device="cuda")
+        models = mb.build_model(hf, dims=dims, dtype=torch.bfloat16, load_weights=False)
+        largest = max(spec.num_bytes for spec in mb.manifest(models))
+        for bucket_bytes in (64 << 20, 128 << 20, 256 << 20, None):
+            plan = open_export(models, None, "lm", bucket_bytes=bucket_bytes).program.plan
+            for _ in range(2):  # the first makes tables, which stay
+                before = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                for _ in mb.iter_hf_weights(models, bucket_bytes=bucket_bytes):
+                    pass
+                torch.cuda.synchronize()
+                peak = torch.cuda.max_memory_allocated() - before
+            bound = 3 * bucket_bytes + largest if bucket_bytes else MEMORY
+            found[dims, bucket_bytes] = peak, footprint(plan), bound
+        del models
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def test_an_export_takes_no_more_than_was_counted(tmp_path):
+    for found in spawn(peaks, tmp_path, 2):
+        assert not isinstance(found, str), found
+        for peak, counted, bound in found.values():
+            assert counted <= bound, found
+            assert 0.5 * counted <= peak <= 1.02 * counted + (1 << 20), found
 
 
 def test_all_memory_comes_back(tmp_path):

@@ -16,7 +16,7 @@ class Cost:
     Attributes:
         num_ranks: that export together.
         num_messages: collectives; beside them there are two small all-reduces.
-        sent: bytes of a rank's own windows. They are as wide as the fullest one, so that all ranks send the same.
+        sent: bytes of a rank's own windows. Those that ranks send at once are as wide as the fullest of them.
         weights: bytes of weights in ``sent``, on the rank with most of them.
         received: bytes of the windows of the others.
         memory: bytes beside the model, while a consumer holds no tensors of earlier messages.
@@ -40,10 +40,11 @@ def cost_of(plan: ExportPlan, *, bandwidth: float = BANDWIDTH) -> Cost:
         bandwidth: that a rank receives with, in GB/s.
     """
     num_ranks = len(plan.streams)
-    sent = sum(message.widths[0] for message in plan.messages) if num_ranks > 1 else 0
+    totals = [sum(widths) for widths in zip(*(message.widths for message in plan.messages), strict=True)]
+    sent = max(totals) if num_ranks > 1 else 0
     row_bytes = [entry.row_bytes for entry in plan.goods.entries]
     weights = max(sum(run.rows * run.times * row_bytes[run.entry] for run in stream) for stream in plan.streams)
-    received = sent * (num_ranks - 1)
+    received = sum(totals) - min(totals)
     return Cost(
         num_ranks=num_ranks,
         num_messages=len(plan.messages) if num_ranks > 1 else 0,

@@ -86,11 +86,8 @@ class _Exchange:
         self._failure: ExportError | None = None
 
     def _allocated(self) -> list[Memory]:
-        """For as many messages as are on their way at once; all are as wide as the first, but for the last."""
-        ends = 0, len(self._messages) - 1
-        received = max(sum(self._program.received(number)) for number in ends)
-        sent = 0 if self._program.is_gather else max(sum(self._program.sent(number)) for number in ends)
-        return [Memory(self._group, received, sent) for _ in self._messages[:AHEAD]]
+        """For as many messages as are on their way at once."""
+        return [Memory(self._group, *self._program.room) for _ in self._messages[:AHEAD]]
 
     def pairs(self) -> Pairs:
         """See ``run_program``."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -72,51 +74,58 @@ def held_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
         roll: _Roll | None = getattr(chunk, "bridge_roll", None)
         if roll is None or not roll.is_right():
             roll = chunk.bridge_roll = _Roll.of(chunk)
-        if twice := held.keys() & set(roll.names):
+        found = dict(zip(roll.names, roll.tensors(), strict=True))
+        if twice := held.keys() & found.keys():
             raise MappingError(f"{min(twice)} is in two of the {len(models)} chunks given; pass each chunk once")
-        held.update(zip(roll.names, roll.tensors(), strict=True))
+        held |= found
     return held
 
 
 @dataclass(frozen=True, slots=True)
 class _Roll:
-    """Where the tensors of a chunk are, by canonical name. Kept on the chunk, as every export asks for it."""
+    """Where the tensors of a chunk are, by canonical name.
+
+    Kept on the chunk, as every export begins with it, and compared at once for all of the thousands of modules.
+    """
 
     names: tuple[str, ...]
-    places: tuple[tuple[Mapping[str, Tensor], str], ...]
-    """The ``_parameters`` or ``_buffers`` of a module, and a key in it."""
-    children: tuple[tuple[Mapping[str, object], list[object]], ...]
-    """The ``_modules`` of each module, and what they were."""
-    held: tuple[tuple[Mapping[str, object], list[str]], ...]
-    """The ``_parameters`` or ``_buffers`` of each module, and the names of those that were not None."""
+    places: tuple[int, ...]
+    """Of the tensors with these names, among all in ``holders``."""
+    children: tuple[dict[str, nn.Module | None], ...]
+    """The ``_modules`` of each module."""
+    holders: tuple[dict[str, Tensor | None], ...]
+    """The ``_parameters`` and ``_buffers`` of each module."""
+    seen: tuple[list[object], ...]
+    """What the modules had when they were looked at."""
 
     @classmethod
     def of(cls, chunk: GPTModel) -> _Roll:
         numbering = numbering_of(chunk)
-        paths: dict[str, tuple[Mapping[str, Tensor], str]] = {}
-        children, held = [], []
-        for prefix, module in chunk.named_modules():
-            children.append((module._modules, list(module._modules.values())))
-            for holder in (module._parameters, module._buffers):
-                held.append((holder, _present(holder)))
-                paths |= {f"{prefix}.{name}" if prefix else name: (holder, name) for name in holder}
+        modules = dict(chunk.named_modules())
+        children = tuple(module._modules for module in modules.values())
+        holders = tuple(each for module in modules.values() for each in (module._parameters, module._buffers))
+        prefixes = (f"{prefix}." if prefix else "" for prefix in modules for _ in range(2))
+        paths = [prefix + name for prefix, holder in zip(prefixes, holders, strict=True) for name in holder]
+        numbers = {path: number for number, path in enumerate(paths)}
         own = [name for name, _ in _tensors(chunk)]
         names = tuple(canonical(name, numbering) for name in own)
-        return cls(names, tuple(paths[name] for name in own), tuple(children), tuple(held))
+        places = tuple(numbers[name] for name in own)
+        return cls(names, places, children, holders, cls._look(children, holders))
+
+    @staticmethod
+    def _look(children: Sequence[dict[str, Any]], holders: Sequence[dict[str, Any]]) -> tuple[list[object], ...]:
+        """Children and names of each module, and which tensors are None."""
+        absent = map(is_, chain.from_iterable(map(dict.values, holders)), repeat(None))
+        return [*map(tuple, map(dict.values, children))], [*map(tuple, map(dict.keys, holders))], [*absent]
 
     def is_right(self) -> bool:
         """Whether the chunk has the modules that were found, and these the same names."""
-        return all(list(found.values()) == expected for found, expected in self.children) and all(
-            _present(found) == expected for found, expected in self.held
-        )
+        return self._look(self.children, self.holders) == self.seen
 
-    def tensors(self) -> list[Tensor]:
+    def tensors(self) -> Iterator[Any]:
         """What is in these places now."""
-        return [holder[name] for holder, name in self.places]
-
-
-def _present(holder: Mapping[str, object]) -> list[str]:
-    return [name for name, value in holder.items() if value is not None]
+        found = [*chain.from_iterable(map(dict.values, self.holders))]
+        return map(found.__getitem__, self.places)
 
 
 def numbering_of(chunk: GPTModel) -> Numbering:

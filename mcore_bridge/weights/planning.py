@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from mcore_bridge.weights.alignment import ALIGNMENT, aligned
 from mcore_bridge.weights.cut import HEADER, Part, Run, Streams, cut, num_messages, widths
@@ -57,30 +58,71 @@ def plan_export(
 
 
 def _gathered(goods: Goods, keys: Sequence[object], stages: Sequence[int], message_bytes: int) -> ExportPlan:
-    num_ranks = len(stages)
-    window = max(message_bytes // num_ranks, MIN_WINDOW)
     row_bytes = [entry.row_bytes for entry in goods.entries]
-    streams = cut(_dealt(goods, [0] * num_ranks, window // 8), row_bytes, [window] * num_ranks)
-    count = num_messages(streams)
-    if len(stages) <= MANY:
-        streams = _staggered(streams, stages, count)
-    needed = (widths(stream, row_bytes, count) for stream in streams)
-    width, last_width = (max(each) for each in zip(*needed, strict=True))
-    return _planned(goods, keys, streams, count, ((width,) * num_ranks, (last_width,) * num_ranks))
+    dealt = _dealt(goods, [0] * len(stages), max(message_bytes // len(stages), MIN_WINDOW) // 8)
+    streams: list[tuple[Run, ...]] = [()] * len(stages)
+    needed: list[tuple[int, ...]] = []
+    for phase in _phases(dealt, row_bytes, stages, message_bytes):
+        found = cut(phase.parts, row_bytes, [phase.window] * len(stages))
+        count = num_messages(found)
+        width, last_width = (
+            max(each) for each in zip(*(widths(each, row_bytes, count) for each in found), strict=True)
+        )
+        streams = [
+            (*stream, *(run._replace(message=run.message + len(needed)) for run in runs))
+            for stream, runs in zip(streams, found, strict=True)
+        ]
+        for times, each in ((count - 1, width), (1, last_width)):
+            needed += [tuple(each if rank in phase.senders else HEADER for rank in range(len(stages)))] * times
+    return _planned(goods, keys, tuple(streams), needed)
 
 
-def _staggered(streams: Streams, stages: Sequence[int], count: int) -> Streams:
-    """Of the stages that have less to send than others, every other one ends with the last message.
+class _Phase(NamedTuple):
+    """Messages with which some ranks send: who, the bytes of a window of theirs, and what each rank sends."""
 
-    The first and the last stage send a large tensor, which is there for long: the fewer others are by then, the better.
+    senders: frozenset[int]
+    window: int
+    parts: Sequence[Sequence[Part]]
+
+
+def _phases(
+    parts: list[list[Part]], row_bytes: Sequence[int], stages: Sequence[int], message_bytes: int
+) -> Iterator[_Phase]:
+    """All ranks send at the same time; what a stage has more than others, it sends alone, before that or after it.
+
+    No window travels half empty then, and where the first and the last stage have a large tensor more, which is in the
+    making for long, no other is at that time.
     """
-    spare = dict.fromkeys(stages, count)
-    for stream, stage in zip(streams, stages, strict=True):
-        spare[stage] = min(spare[stage], count - num_messages((stream,)))
-    return tuple(
-        tuple(run._replace(message=run.message + spare[stage]) for run in stream) if stage % 2 else stream
-        for stream, stage in zip(streams, stages, strict=True)
-    )
+    rest: list[Sequence[Part]] = [*parts]
+    totals = [sum(part.rows * row_bytes[part.entry] for part in each) for each in parts]
+    least, ends = min(totals), []
+    for stage in sorted(set(stages)):
+        senders = frozenset(rank for rank, each in enumerate(stages) if each == stage)
+        window = max(message_bytes // len(senders), MIN_WINDOW)
+        if len(senders) == len(stages) or max(totals[rank] for rank in senders) - least < window // 4:
+            continue
+        begins = 2 * stage < len(set(stages))
+        alone: list[Sequence[Part]] = [()] * len(stages)
+        for rank in senders:
+            split = _split(rest[rank], row_bytes, totals[rank] - least if begins else least)
+            alone[rank], rest[rank] = split if begins else split[::-1]
+        if begins:
+            yield _Phase(senders, window, alone)
+        else:
+            ends.append(_Phase(senders, window, alone))
+    yield _Phase(frozenset(range(len(stages))), max(message_bytes // len(stages), MIN_WINDOW), rest)
+    yield from ends
+
+
+def _split(parts: Sequence[Part], row_bytes: Sequence[int], num_bytes: int) -> tuple[Sequence[Part], Sequence[Part]]:
+    """The rows that begin within the first ``num_bytes``, and all others."""
+    for number, (entry, shard, first, rows) in enumerate(parts):
+        count = max(-(-num_bytes // row_bytes[entry]), 0)
+        if count < rows:
+            head, tail = Part(entry, shard, first, count), Part(entry, shard, first + count, rows - count)
+            return (*parts[:number], *([head] if count else [])), (tail, *parts[number + 1 :])
+        num_bytes -= rows * row_bytes[entry]
+    return parts, ()
 
 
 def plan_targets(
@@ -143,7 +185,7 @@ class _Lanes:
         streams = tuple(self._cut(sender, count) for sender in range(len(self._parts)))
         found = [self._widths(sender, stream, count) for sender, stream in enumerate(streams)]
         width, last_width = zip(*found, strict=True)
-        return _planned(self._goods, self._goods.together(bucket_bytes), streams, count, (width, last_width))
+        return _planned(self._goods, self._goods.together(bucket_bytes), streams, [*[width] * (count - 1), last_width])
 
     def sent_by(self, sender: int, count: int) -> ExportPlan:
         """One lane, in ``count`` messages, with which nothing is given out."""
@@ -190,14 +232,8 @@ def _dealt(goods: Goods, loads: list[int], shared: int, receiver: int | None = N
     return streams
 
 
-def _planned(
-    goods: Goods,
-    keys: Sequence[object],
-    streams: Streams,
-    count: int,
-    needed: tuple[tuple[int, ...], tuple[int, ...]],
-) -> ExportPlan:
-    """``count`` messages of the widths that are needed, the last of its own, each with what is complete by then."""
+def _planned(goods: Goods, keys: Sequence[object], streams: Streams, needed: Sequence[tuple[int, ...]]) -> ExportPlan:
+    """A message for each of the widths that are ``needed``, with what is complete by then."""
     last = dict.fromkeys(keys, 0)
     for stream in streams:
         for run in stream:
@@ -205,8 +241,8 @@ def _planned(
     groups: dict[object, dict[int, None]] = {}
     for key, places in zip(keys, goods.places, strict=True):
         groups.setdefault(key, {}).update(dict.fromkeys(output for output, _ in places))
-    done: list[list[int]] = [[] for _ in range(count)]
+    done: list[list[int]] = [[] for _ in needed]
     for key, outputs in groups.items():
         done[last[key]] += outputs
-    messages = (Message(number, needed[number == count - 1], tuple(done[number]), streams) for number in range(count))
+    messages = (Message(number, each, tuple(done[number]), streams) for number, each in enumerate(needed))
     return ExportPlan(goods, streams, tuple(messages))

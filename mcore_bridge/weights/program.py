@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 from mcore_bridge.weights.cut import HEADER, Piece
@@ -61,6 +62,13 @@ class Program:
     def sent(self, number: int) -> tuple[int, ...]:
         """Bytes of this rank's window for each receiver, or of the one window that all of them get."""
         return tuple(plan.messages[number].widths[self._rank] for plan in self._plans)
+
+    @cached_property
+    def room(self) -> tuple[int, int]:
+        """Bytes that the largest message takes: the windows received, and those sent if not from among them."""
+        numbers = range(len(self.plan.messages))
+        received = max(sum(self.received(number)) for number in numbers)
+        return received, 0 if self.is_gather else max(sum(self.sent(number)) for number in numbers)
 
     def step(
         self, arrived: int | None, following: int | None, *, unpack: bool = True, pack: bool = True, lend: bool = False

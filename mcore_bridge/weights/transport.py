@@ -52,10 +52,10 @@ class Windows:
         """Where the headers of all windows are to be copied, for ``states``: uint8 [ranks, HEADER], on the host."""
         self.all = memory.all[: sum(received)]
         """The windows of all ranks, one behind the other."""
-        self.own = memory.own[: sum(sent)] if len(sent) > 1 else self.all.narrow(0, group.rank * sent[0], sent[0])
+        self.own = memory.own[: sum(sent)] if len(sent) > 1 else self.all.split([*received])[group.rank]
         """This rank's windows: among those of all ranks, where one is for all of them."""
         self._own_state = State.CONSUMING, ""
-        self._work: Any = None
+        self._works: list[Any] = []
 
     def lies_upon(self, other: Windows) -> bool:
         """Whether this rank's windows are where another message has those of other ranks."""
@@ -63,16 +63,21 @@ class Windows:
 
     def send(self) -> None:
         """Send this rank's windows, and begin to receive everybody's."""
-        group = self._group.group
-        if len(self._sent) == 1:
-            self._work = dist.all_gather_into_tensor(self.all, self.own, group=group, async_op=True)
-            return
-        sizes = [*self._received], [*self._sent]
-        self._work = dist.all_to_all_single(self.all, self.own, *sizes, group=group, async_op=True)
+        group, sizes = self._group, ([*self._received], [*self._sent])
+        if len(self._sent) > 1:
+            self._works = [dist.all_to_all_single(self.all, self.own, *sizes, group=group.group, async_op=True)]
+        elif len({*self._received}) == 1:
+            self._works = [dist.all_gather_into_tensor(self.all, self.own, group=group.group, async_op=True)]
+        elif group.device.type == "cuda":
+            self._works = [dist.all_gather([*self.all.split(sizes[0])], self.own, group=group.group, async_op=True)]
+        else:  # gloo gathers what is alike alone
+            windows = zip(group.members, self.all.split(sizes[0]), strict=True)
+            self._works = [dist.broadcast(each, rank, group=group.group, async_op=True) for rank, each in windows]
 
     def wait(self) -> None:
         """Make the current stream wait for all windows."""
-        self._work.wait()
+        for work in self._works:
+            work.wait()
 
     def mark(self) -> None:
         """What is enqueued by now is what ``states`` waits for."""
@@ -117,6 +122,8 @@ class Group:
         self.group = group if group is not None else dist.group.WORLD
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
+        self.members = dist.get_process_group_ranks(self.group)
+        """Their ranks in the world."""
         self.device = self._device()
         self._headers: dict[tuple[State, str], Tensor] = {}
 
