@@ -137,7 +137,7 @@ def peaks(rank, world_size):
                 torch.cuda.synchronize()
                 peak = torch.cuda.max_memory_allocated() - before
             bound = 3 * bucket_bytes + largest if bucket_bytes else MEMORY
-            found[dims, bucket_bytes] = peak, footprint(plan), bound
+            found[str(dims), bucket_bytes] = peak, footprint(plan), bound
         del models
         parallel_state.destroy_model_parallel()
     return found

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_bridge.weights.manifest import Manifest, TensorSpec
-from mcore_bridge.weights.shards import deal_shards
+from mcore_bridge.weights.shards import FILES_AT_ONCE, deal_shards
 
 
 def manifest_of(*sizes):
@@ -46,5 +46,14 @@ def test_small_models_are_one_file():
 
 
 def test_the_writers_of_a_medium_model_are_spread_over_the_nodes():
-    shards = deal_shards(manifest_of(*[64 << 20] * 4), 16)
+    shards = deal_shards(manifest_of(*[256 << 20] * 4), 16)
     assert sorted(shard.rank for shard in shards) == [0, 4, 8, 12]
+
+
+def test_a_rank_writes_several_files_at_once_when_they_are_large():
+    """Neighbours on one rank are in different files: a kernel lets one thread at a time write to one file."""
+    shards = deal_shards(manifest_of(*[64 << 20] * 64), 2)
+    assert [shard.rank for shard in shards].count(0) == [shard.rank for shard in shards].count(1) == FILES_AT_ONCE
+    file_of = {spec.name: shard.name for shard in shards for spec in shard.tensors}
+    together = 2 * FILES_AT_ONCE
+    assert all(len({file_of[f"t{i}"] for i in range(at, at + together)}) == together for at in range(0, 64, together))

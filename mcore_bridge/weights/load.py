@@ -92,7 +92,7 @@ def load_hf_weights(
         dialect: how the source holds routed experts: "split" or "fused". None finds it out by the names of a folder or
             mapping; of an iterable, it is that of the checkpoint that the models come from.
         strict: whether missing and unexpected tensors raise, or are reported.
-        slot_bytes: what is read from a file at once. Some eight times that is held in host memory, where slices cannot
+        slot_bytes: what is read from a file at once. Some twelve times that is held in host memory, where slices cannot
             be read straight into place: of parameters on a GPU, or of another dtype.
 
     Raises:
@@ -106,6 +106,7 @@ def load_hf_weights(
     load = _Load(bind(models, provenance, dialect=dialect), dtype)
     if not isinstance(source, Mapping):
         for name, tensor in source:
+            load.check(name, tensor)
             load.write(name, tensor)
         load.check_names(load.seen, strict)
         return load.report()
@@ -163,8 +164,9 @@ class _Load:
         absent = [name for name in self.uses if name not in names]
         self.initialised = [name for name in absent if self._is_initialised(name, present)]
         missing = [name for name in absent if name not in self.initialised]
-        self.ignored = [name for name in names if name not in self.uses and self._is_unused(name)]
-        unexpected = [name for name in names if self._is_unexpected(name)]
+        unused = {name: self._is_unused(name) for name in names if name not in self.uses}
+        self.ignored = [name for name in unused if unused[name]]
+        unexpected = [name for name in unused if not unused[name] and not self._is_elsewhere(name)]
         self.missing, self.unexpected = tuple(missing), tuple(unexpected)
         if strict and (missing or unexpected):
             raise CheckpointError(
@@ -172,10 +174,8 @@ class _Load:
                 f"unexpected {unexpected[:8]}. Use the checkpoint of this config, or strict=False to have them reported"
             )
 
-    def _is_unexpected(self, name: str) -> bool:
-        if name in self.uses or self._is_unused(name):
-            return False
-        return not any(map(self.bound.is_elsewhere, self.bound.mapping.consumers(name)))
+    def _is_elsewhere(self, name: str) -> bool:
+        return any(map(self.bound.is_elsewhere, self.bound.mapping.consumers(name)))
 
     def _is_unused(self, name: str) -> bool:
         return self.bound.mapping.is_unused(name, num_mtp_layers=self.bound.axes["mtp"])
@@ -187,7 +187,7 @@ class _Load:
 
     def check(self, name: str, tensor: Tensor) -> None:
         """Shape and dtype of an HF tensor against every place that it goes to."""
-        for use in self.uses[name]:
+        for use in self.uses.get(name, ()):
             shape = use.shape if use.index is None else (self.bound.axes["experts"], *use.shape)
             if tuple(tensor.shape) != shape:
                 raise CheckpointError(
@@ -201,8 +201,8 @@ class _Load:
                     f"{name} is {dtype_name(crossing)} and {use.mcore} {held}, which cannot hold all its values; pass "
                     f"dtype=torch.{held} to cast, or build the model in another dtype"
                 )
-        if {use.tensor.dtype for use in self.uses[name]} != {tensor.dtype}:
-            self.cast[name] = f"{dtype_name(tensor.dtype)} -> {dtype_name(self.uses[name][0].tensor.dtype)}"
+            if use.tensor.dtype != tensor.dtype:
+                self.cast.setdefault(name, f"{dtype_name(tensor.dtype)} -> {dtype_name(use.tensor.dtype)}")
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Copy this rank's slices of one HF tensor into place."""
@@ -210,14 +210,11 @@ class _Load:
             each.run()
 
     def slices(self, name: str, tensor: Tensor) -> Iterator[SliceCopy]:
-        """What is to be copied of one HF tensor, once padding is zero and the tensor has been checked."""
+        """What is to be copied of one HF tensor, once padding is zero. The tensor has been checked."""
         if name in self.seen:
             raise CheckpointError(f"{name} came twice; every HF tensor must come exactly once")
         self.seen[name] = None
-        if name not in self.uses:
-            return
-        self.check(name, tensor)
-        for use in self.uses[name]:
+        for use in self.uses.get(name, ()):
             for dim, start, size in use.padding:
                 use.tensor.narrow(dim, start, size).zero_()
             for copy in use.copies:

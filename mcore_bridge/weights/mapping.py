@@ -184,6 +184,8 @@ class WeightMapping:
 
     def is_unused(self, hf: str, *, num_mtp_layers: int) -> bool:
         """Whether no parameter of a model takes this HF tensor: it is ignored, or of an MTP layer that is not built."""
+        if not any(rule.mcore.startswith("mtp.") for rule in self._by_hf.get(pattern_of(hf), ())):
+            return self.is_ignored(hf)  # nearly always, and asked of every name of a checkpoint
         layers = map(mtp_layer_of, self.consumers(hf))
         return self.is_ignored(hf) or any(layer is not None and layer >= num_mtp_layers for layer in layers)
 

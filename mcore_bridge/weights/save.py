@@ -66,7 +66,7 @@ def save_hf_checkpoint(
         dtype: cast tensors to this; by default each is written in its own.
         dialect: of the experts, as for ``iter_hf_weights``.
         max_shard_bytes: size of a file at most, unless one tensor is larger.
-        slot_bytes: what is written at once. Tensors on a GPU cross host memory of some eight times that.
+        slot_bytes: what is written at once. Tensors on a GPU cross host memory of some twelve times that.
 
     Raises:
         CheckpointError: on every rank, when any of them cannot write. The target is then as it was.

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from mcore_bridge.weights.manifest import Manifest, TensorSpec
 
 MAX_SHARD_BYTES = 5 << 30
-MIN_SHARD_BYTES = 64 << 20
+MIN_SHARD_BYTES = 256 << 20
+FILES_AT_ONCE = 4
+"""Files that a rank writes to side by side: a kernel lets one thread at a time write to one file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +26,20 @@ class Shard:
 def deal_shards(specs: Manifest, world_size: int, max_shard_bytes: int = MAX_SHARD_BYTES) -> tuple[Shard, ...]:
     """Deal tensors to ranks, so that all write about as much and all the time, and cut what each has into files.
 
-    Neighbours in the manifest go to different ranks: an export yields one tensor after the other, and with runs of them
-    on one rank only one rank would write at a time. While files would be tiny, only some ranks write.
+    Neighbours in the manifest go to different ranks and files: an export yields one tensor after the other, and with
+    runs of them in one file only one thread would write at a time. While files would be small, there are fewer.
 
     Args:
         max_shard_bytes: size of a file at most, unless one tensor is larger.
     """
-    num_writers = max(1, min(world_size, len(specs), specs.num_bytes // min(MIN_SHARD_BYTES, max_shard_bytes)))
-    shares = _shares(specs, num_writers)
+    num_files = max(1, min(len(specs), specs.num_bytes // min(MIN_SHARD_BYTES, max_shard_bytes)))
+    num_writers = min(num_files, world_size)
+    at_once = min(num_files // num_writers, FILES_AT_ONCE)
+    shares = _shares(specs, num_writers * at_once)
     found = [
-        (writer * world_size // num_writers, part)
-        for writer, share in enumerate(shares)
-        for part in _cut([spec for spec in specs if spec.name in share], max_shard_bytes)
+        (share % num_writers * world_size // num_writers, part)
+        for share, names in enumerate(shares)
+        for part in _cut([spec for spec in specs if spec.name in names], max_shard_bytes)
     ]
     return tuple(
         Shard(f"model-{number:05}-of-{len(found):05}.safetensors", rank, part)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 SLOT_BYTES = 16 << 20
-NUM_SLOTS = 8
-NUM_THREADS = 4
+NUM_SLOTS = 12
+NUM_THREADS = 8
 
 
 class Slot:
