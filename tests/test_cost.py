@@ -47,15 +47,15 @@ def open_bytes(plan: ExportPlan, num_ranks: int) -> int:
     """Of outputs at once at most, as a program opens and closes them."""
     program = Program([plan], 0, num_ranks)
     held: dict[int, int] = {}
-    most = 0
+    most = before = 0
     for message in plan.messages:
         numbers: dict[int, list[Move]] = {}
         for piece in message.pieces:
             program._unpack(piece, 0, numbers)
         held |= {output: plan.goods.outputs[output].num_bytes for output in numbers}
-        most = max(most, sum(held.values()))
-        for output in message.done:
-            del held[output]
+        most = max(most, sum(held.values()) + before)
+        given = sum(held.pop(output) for output in message.done)
+        before = given or before  # a consumer holds a tensor, which shares its memory with the others
     assert not held
     return most
 
@@ -70,9 +70,8 @@ def test_the_memory_of_an_export_is_that_of_its_program(dims: ParallelDims, buck
     cost = cost_of(plan, bandwidth=2.0)
     received = max(sum(message.widths) for message in plan.messages)
     in_flight = min(AHEAD, len(plan.messages)) * received
-    shared = max(sum(plan.goods.outputs[i].num_bytes for i in message.done) for message in plan.messages)
-    assert shared < SLAB  # all of them are small
-    assert cost.memory == in_flight + open_bytes(plan, len(held)) + shared
+    assert max(output.num_bytes for output in plan.goods.outputs) < SLAB // 100  # all of them are small
+    assert cost.memory == in_flight + open_bytes(plan, len(held))
     sent = [sum(message.widths[rank] for message in plan.messages) for rank in range(len(held))]
     assert cost.sent == max(sent)
     assert cost.received == sum(sent) - min(sent)

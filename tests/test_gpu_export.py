@@ -122,8 +122,9 @@ def peaks(rank, world_size):
     from megatron.core import parallel_state
 
     found = {}
-    hf = tiny("qwen3", vocab_size=32000, num_hidden_layers=8, hidden_size=1024, intermediate_size=6144)
-    for dims in (mb.ParallelDims(tp=2), mb.ParallelDims(pp=2)):
+    sizes = {"vocab_size": 32000, "num_hidden_layers": 8, "hidden_size": 1024, "intermediate_size": 6144}
+    for dims, tied in ((mb.ParallelDims(tp=2), False), (mb.ParallelDims(pp=2), False), (mb.ParallelDims(pp=2), True)):
+        hf = tiny("qwen3", tie_word_embeddings=tied, **sizes)  # tied, the first stage sends its embedding alone
         dims.initialize(device="cuda")
         models = mb.build_model(hf, dims=dims, dtype=torch.bfloat16, load_weights=False)
         largest = max(spec.num_bytes for spec in mb.manifest(models))
@@ -137,7 +138,7 @@ def peaks(rank, world_size):
                 torch.cuda.synchronize()
                 peak = torch.cuda.max_memory_allocated() - before
             bound = 3 * bucket_bytes + largest if bucket_bytes else MEMORY
-            found[str(dims), bucket_bytes] = peak, footprint(plan), bound
+            found[str(dims), tied, bucket_bytes] = peak, footprint(plan), bound
         del models
         parallel_state.destroy_model_parallel()
     return found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from operator import mul
 
 from mcore_bridge.commands.options import BANDWIDTH
 from mcore_bridge.weights.footprint import footprint
@@ -40,7 +42,8 @@ def cost_of(plan: ExportPlan, *, bandwidth: float = BANDWIDTH) -> Cost:
         bandwidth: that a rank receives with, in GB/s.
     """
     num_ranks = len(plan.streams)
-    totals = [sum(widths) for widths in zip(*(message.widths for message in plan.messages), strict=True)]
+    counts = Counter(message.widths for message in plan.messages)  # few, whatever the number of messages
+    totals = [sum(map(mul, widths, counts.values())) for widths in zip(*counts, strict=True)]
     sent = max(totals) if num_ranks > 1 else 0
     row_bytes = [entry.row_bytes for entry in plan.goods.entries]
     weights = max(sum(run.rows * run.times * row_bytes[run.entry] for run in stream) for stream in plan.streams)

@@ -154,7 +154,7 @@ def _export(found: MeshPlan, bandwidth: float) -> str:
         return f"{yields}, on one rank alone, which takes {memory}."
     return (
         f"{yields}, in {text.plural(cost.num_messages, 'message')} among {text.plural(cost.num_ranks, 'rank')}. A rank "
-        f"sends {text.num_bytes(cost.sent)}, of which at most {text.num_bytes(cost.weights)} are weights (all windows "
-        f"are as wide as the fullest), receives {text.num_bytes(cost.received)}, and takes {memory}. Predicted: "
-        f"{cost.seconds:.3g} s, were all ranks in one domain in which each receives {bandwidth:g} GB/s."
+        f"sends {text.num_bytes(cost.sent)}, of which at most {text.num_bytes(cost.weights)} are weights (windows that "
+        f"are sent at once are as wide as the fullest), receives {text.num_bytes(cost.received)}, and takes {memory}. "
+        f"Predicted: {cost.seconds:.3g} s, were all ranks in one domain in which each receives {bandwidth:g} GB/s."
     )

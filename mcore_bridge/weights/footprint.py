@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from mcore_bridge.weights.cut import Run
 from mcore_bridge.weights.entries import Entry
-from mcore_bridge.weights.plan import ExportPlan, Message
+from mcore_bridge.weights.plan import ExportPlan, Output
 
 AHEAD = 2
 """Messages that are on their way at once, each in memory of its own."""
@@ -17,30 +17,34 @@ SLAB = 32 << 20
 
 
 def footprint(plan: ExportPlan) -> int:
-    """Bytes on the receiver: windows on their way, outputs, and what a consumer may still hold of a message before."""
+    """Bytes on the receiver: windows on their way, and outputs."""
     windows = max(sum(message.widths) for message in plan.messages)
     in_flight = min(AHEAD, len(plan.messages)) * windows if len(plan.streams) > 1 else 0
-    return in_flight + open_bytes(plan) + max(_shared_bytes(plan, message) for message in plan.messages)
+    return in_flight + open_bytes(plan)
 
 
-def _shared_bytes(plan: ExportPlan, message: Message) -> int:
-    """Bytes that the last tensors of a message keep from being freed, as others share memory with them."""
-    outputs = (plan.goods.outputs[number] for number in message.done)
-    return min(sum(output.num_bytes for output in outputs if 2 * output.num_bytes <= SLAB), 2 * SLAB)
+def _still_there(done: Sequence[Output]) -> int:
+    """Bytes of what a message gave out that a consumer holds while the next is unpacked: the last one, and what shares
+    memory with it."""
+    if done and 2 * done[-1].num_bytes > SLAB:
+        return done[-1].num_bytes
+    return min(sum(output.num_bytes for output in done if 2 * output.num_bytes <= SLAB), 2 * SLAB)
 
 
 def open_bytes(plan: ExportPlan) -> int:
-    """Bytes of the outputs that are there at once at most: from the message that first writes to one to its last."""
+    """Bytes of the outputs that are there at once at most: from the message that first writes to one to its last, and
+    those that a consumer holds a little longer."""
     outputs = plan.goods.outputs
     opened = [0] * len(plan.messages)
     for output, number in _first_messages(plan).items():
         opened[number] += outputs[output].num_bytes
-    most = held = 0
+    most = held = kept = 0
     for message in plan.messages:
         held += opened[message.number]
         done = [outputs[output] for output in message.done]
-        most = max(most, held + max((output.num_bytes for output in done if output.copies), default=0))
+        most = max(most, held + max(kept, *(output.num_bytes for output in done if output.copies), 0))
         held -= sum(output.num_bytes for output in done)
+        kept = _still_there(done) if done else kept
     return most
 
 
