@@ -15,6 +15,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mcore_bridge.architecture import Architecture as Architecture
     from mcore_bridge.architecture import register as register
+    from mcore_bridge.batches.forward import TokenOutputs as TokenOutputs
+    from mcore_bridge.batches.forward import forward as forward
+    from mcore_bridge.batches.logprobs import log_probs as log_probs
+    from mcore_bridge.batches.packing import PackedSequences as PackedSequences
+    from mcore_bridge.batches.packing import pack_sequences as pack_sequences
+    from mcore_bridge.batches.packing import unpack_sequences as unpack_sequences
     from mcore_bridge.config.parallel import ParallelDims as ParallelDims
     from mcore_bridge.cpu import enable_cpu as enable_cpu
     from mcore_bridge.errors import BridgeError as BridgeError
@@ -53,6 +59,12 @@ _HOMES = {
     "plan_buckets": "weights.buckets",
     "BufferRing": "weights.buffers",
     "Receiver": "weights.receiver",
+    "forward": "batches.forward",
+    "TokenOutputs": "batches.forward",
+    "log_probs": "batches.logprobs",
+    "pack_sequences": "batches.packing",
+    "unpack_sequences": "batches.packing",
+    "PackedSequences": "batches.packing",
     "to_transformer_config": "factory.blueprint",
     "to_gpt_arguments": "factory.blueprint",
     "to_layer_spec": "factory.blueprint",

@@ -31,3 +31,7 @@ class TargetError(BridgeError, ValueError):
 
 class TransferError(BridgeError, RuntimeError):
     """What is handed to another process is not what was announced, or cannot be shared. Neither side reads on."""
+
+
+class BatchError(BridgeError, ValueError):
+    """A batch does not fit the model, or its microbatches the mesh."""

@@ -182,15 +182,15 @@ def test_refused(fields, message):
         to_transformer_config(delta("qwen3_next", **{**EXPERTS, **fields}).hf)
 
 
-def packed():
+def inference():
     with stepping.mesh(ParallelDims()):
         (model,) = build_model(HF, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
-        with pytest.raises(ConfigError, match="packed sequences"):
-            model.decoder.layers[0].self_attention(torch.zeros(4, 1, 48), None, packed_seq_params=object())
+        with pytest.raises(ConfigError, match="inference context"):
+            model.decoder.layers[0].self_attention(torch.zeros(4, 1, 48), None, inference_context=object())
 
 
-def test_packed_sequences_are_refused():
-    pool.run(1, packed)
+def test_inference_is_refused():
+    pool.run(1, inference)
 
 
 def test_the_norm_that_te_fuses_into_the_projection_has_its_own_name():

@@ -22,13 +22,14 @@ LEVELS = {
     "weights": 4,
     "models": 5,
     "factory": 6,
+    "batches": 6,
     "trainers": 7,
     "commands": 8,
     "cli": 9,
 }
 """A module imports only from lower levels, or from its own folder."""
 
-DISTRIBUTED = {"weights/transport.py", "config/processes.py"}
+DISTRIBUTED = {"weights/transport.py", "config/processes.py", "batches/collectives.py"}
 
 WATCH = """
 import json, sys, types

@@ -141,8 +141,10 @@ def test_dropout_is_for_training_only_and_the_unsupported_is_refused():
     assert not torch.equal(core(query, key, value), core(query, key, value))
     core.eval()
     assert torch.equal(core(query, key, value), attention()(query, key, value))
-    with pytest.raises(ConfigError, match="packed"):
-        core(query, key, value, packed_seq_params=object())
+    with pytest.raises(ConfigError, match="attention bias"):
+        core(query, key, value, attention_bias=query)
+    with pytest.raises(ConfigError, match="and not both"):
+        core(query, key, value, query.bool(), packed_seq_params=object())
     with pytest.raises(ConfigError, match="softmax_type"):
         attention(softmax_type="learnable")
 

@@ -18,7 +18,7 @@ from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config, to_t
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.census import census
 from mcore_bridge.factory.rotary import HFRotaryEmbedding
-from mcore_bridge.factory.temperature import places_in_sequences, tempered
+from mcore_bridge.factory.temperature import tempered
 from mcore_bridge.weights.provenance import provenance_of
 from tests import pool, zoo
 from tests.families import built
@@ -238,12 +238,13 @@ def test_queries_are_as_warm_as_their_place_in_the_text() -> None:
 
 def test_packed_sequences_are_as_warm_as_they_are_alone() -> None:
     packed = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 6, 8]), cu_seqlens_q_padded=None)
-    assert places_in_sequences(8, packed).tolist() == [0, 1, 2, 3, 4, 5, 0, 1]
     ones = torch.ones(8, 3, 5)
     warm = core().forward(ones, ones, ones, packed_seq_params=packed)
     assert (warm[:, 0, 0] > 1).tolist() == [False] * 4 + [True] * 2 + [False] * 2
-    with pytest.raises(ConfigError, match="cp=1"):
-        core(2).forward(ones, ones, ones, packed_seq_params=packed)
+    packed = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 8, 12]), cu_seqlens_q_padded=None)
+    for rank, late in ((0, [2, 3]), (1, [2, 3])):  # places 0, 1, 6, 7, and 0, 3; 2, 3, 4, 5, and 1, 2
+        warm = core(2, rank).forward(ones[:6], ones[:6], ones[:6], packed_seq_params=packed)
+        assert (warm[:, 0, 0] > 1).nonzero().flatten().tolist() == late
 
 
 # -- a family that transformers lacks ----------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (the name by which all of PyTorch knows it)
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules import gather_text, own_text, placement
+from mcore_bridge.factory.modules import gather_text, own_text, packed_lengths, placement
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -191,18 +191,23 @@ class TorchGatedDeltaNet(GatedDeltaNet):
             hidden_states: ``[s, b, h]``, the tokens of this CP rank (and of this TP rank, under SP).
             attention_mask: not read: the rule is causal by itself.
             inference_context: refused.
-            packed_seq_params: refused.
+            packed_seq_params: where sequences begin that are packed; each begins with no state.
             inference_params: refused.
 
         Returns:
             ``[s, b, h]``, and no bias.
         """
-        if packed_seq_params is not None or inference_context is not None or inference_params is not None:
+        if inference_context is not None or inference_params is not None:
             raise ConfigError(
-                "TorchGatedDeltaNet takes neither packed sequences nor an inference context; use backend te with "
-                "flash-linear-attention installed"
+                "TorchGatedDeltaNet takes no inference context; use backend te with flash-linear-attention installed"
             )
         mixed, _ = self.in_proj(hidden_states)
+        parts = mixed.split(packed_lengths(packed_seq_params, self.cp_group.size())) if packed_seq_params else [mixed]
+        out: tuple[Tensor, Tensor | None] = self.out_proj(torch.cat([self._sequence(part) for part in parts]))
+        return out
+
+    def _sequence(self, mixed: Tensor) -> Tensor:
+        """What comes before ``out_proj`` of texts that begin here: ``[s, b, n]`` of this CP rank to the same."""
         mixed = rearrange(gather_text(mixed, self.cp_group), "s b n -> b s n")
         *qkv, gate, beta, alpha = mixed.split(self.in_proj_split_sections, dim=-1)
         query, key, value = self._convolved(torch.cat(qkv, dim=-1))
@@ -210,10 +215,7 @@ class TorchGatedDeltaNet(GatedDeltaNet):
         context = gated_delta_rule(query, key, value, decay, beta.sigmoid())
         gate = rearrange(gate, "b s (n d) -> b s n d", d=self.value_head_dim)
         gated = (self.out_norm(context) * F.silu(gate.float())).to(context.dtype)
-        out: tuple[Tensor, Tensor | None] = self.out_proj(
-            own_text(rearrange(gated, "b s n d -> s b (n d)"), self.cp_group)
-        )
-        return out
+        return own_text(rearrange(gated, "b s n d -> s b (n d)"), self.cp_group)
 
     def _convolved(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value ``[b, s, heads, dim]``: each channel over its last tokens."""

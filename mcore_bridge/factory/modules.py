@@ -118,20 +118,37 @@ class CoreAttention(nn.Module):
         """Attend.
 
         Args:
-            query: ``[s, b, heads, dim]``, the tokens of this CP rank.
+            query: ``[s, b, heads, dim]``, the tokens of this CP rank; ``[s, heads, dim]`` of packed sequences.
             key: ``[t, b, groups, dim]``, likewise.
             value: ``[t, b, groups, dim]``, likewise.
             attention_mask: True hides; broadcasts to ``[b, heads, s, t of all CP ranks in the order of the text]``. It
                 adds to what ``attn_mask_type`` and the window hide.
             attn_mask_type: how this call differs from the layer's own, if it does.
             attention_bias: refused.
-            packed_seq_params: refused.
+            packed_seq_params: where sequences begin that are packed, one behind the other; each is dealt to the CP
+                ranks by itself, and attends to itself.
 
         Returns:
-            ``[s, b, heads * dim]``.
+            ``[s, b, heads * dim]``; ``[s, heads * dim]`` of packed sequences.
         """
-        if packed_seq_params is not None or attention_bias is not None:
-            raise ConfigError("CoreAttention takes neither packed sequences nor an attention bias; use backend te")
+        if attention_bias is not None:
+            raise ConfigError("CoreAttention takes no attention bias; use backend te")
+        if packed_seq_params is None:
+            return self._sequence(query, key, value, attention_mask, attn_mask_type)
+        if attention_mask is not None:
+            raise ConfigError("CoreAttention takes packed sequences or a mask, and not both")
+        lengths = packed_lengths(packed_seq_params, self.cp_group.size())
+        parts = zip(*(tensor.unsqueeze(1).split(lengths) for tensor in (query, key, value)), strict=True)
+        return torch.cat([self._sequence(q, k, v, None, attn_mask_type) for q, k, v in parts]).squeeze(1)
+
+    def _sequence(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None,
+    ) -> Tensor:
         query_positions = places_in_text(query, key, self.cp_group)
         if self.cp_group.size() > 1:
             key, value = self._gather(key, value)
@@ -181,6 +198,13 @@ class CoreAttention(nn.Module):
         return get_cuda_rng_tracker().fork()
 
 
+def packed_lengths(packed: Any, num_ranks: int) -> list[int]:
+    """Of each packed sequence, with its padding, the tokens that a context-parallel rank has."""
+    padded = getattr(packed, "cu_seqlens_q_padded", None)
+    starts = packed.cu_seqlens_q if padded is None else padded
+    return [length // num_ranks for length in starts.diff().tolist()]
+
+
 def zigzag(rank: int, num_ranks: int) -> tuple[int, int]:
     """The two chunks, of ``2 * num_ranks``, that mcore gives to a context-parallel rank: one early, one late."""
     return rank, 2 * num_ranks - 1 - rank
@@ -212,6 +236,13 @@ def places_in_text(query: Tensor, key: Tensor, cp_group: Any) -> Tensor:
     chunk = query.size(0) // 2
     places = torch.arange(chunk, device=device)
     return torch.cat([places + chunk * index for index in zigzag(cp_group.rank(), num_ranks)])
+
+
+def places_in_sequences(packed: Any, cp_group: Any, device: torch.device) -> Tensor:
+    """The place of each of this CP rank's tokens in its own sequence, of sequences packed one behind the other."""
+    num_ranks = cp_group.size()
+    lengths = packed_lengths(packed, num_ranks)
+    return torch.cat([own_text(torch.arange(length * num_ranks, device=device), cp_group) for length in lengths])
 
 
 class BiasedRowParallelLinear(RowParallelLinear):

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mcore_bridge.errors import ConfigError
-
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
@@ -27,7 +25,7 @@ def tempered(core_attention: type) -> type:
     """``core_attention`` (a class that mcore would build) with a temperature of its queries."""
     from megatron.core import parallel_state
 
-    from mcore_bridge.factory.modules import places_in_text
+    from mcore_bridge.factory.modules import places_in_sequences, places_in_text
 
     class TemperedAttention(core_attention):
         """Attention of ``query * (1 + beta * log(1 + place // length))``."""
@@ -43,13 +41,8 @@ def tempered(core_attention: type) -> type:
         ) -> Tensor:
             if packed_seq_params is None:
                 places = places_in_text(query, key, self.text_group)
-            elif self.text_group.size() == 1:
-                places = places_in_sequences(query.size(0), packed_seq_params)
             else:
-                raise ConfigError(
-                    "A temperature of queries takes packed sequences at cp=1 only: each of them is dealt to the "
-                    "context-parallel ranks by itself, so that places are not known here. Use cp=1, or do not pack."
-                )
+                places = places_in_sequences(packed_seq_params, self.text_group, query.device)
             query = query * temperature(places, *self.temperature).view(-1, *[1] * (query.dim() - 1)).to(query.dtype)
             output: Tensor = super().forward(query, key, *arguments, packed_seq_params=packed_seq_params, **keywords)
             return output
@@ -60,11 +53,3 @@ def tempered(core_attention: type) -> type:
 def temperature(places: Tensor, beta: float, length: float) -> Tensor:
     """What the queries at these places are multiplied by, fp32."""
     return 1 + beta * torch.log(1 + torch.floor(places / length))
-
-
-def places_in_sequences(num_tokens: int, packed: Any) -> Tensor:
-    """The place of each token in its own sequence, of sequences packed one behind the other (with their padding)."""
-    padded = getattr(packed, "cu_seqlens_q_padded", None)
-    starts = packed.cu_seqlens_q if padded is None else padded
-    places = torch.arange(num_tokens, device=starts.device)
-    return places - starts[torch.searchsorted(starts, places, right=True) - 1]

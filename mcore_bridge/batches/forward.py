@@ -1,0 +1,186 @@
+"""A batch through a model on any mesh: what comes out has the shape of what went in, on every rank of the replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mcore_bridge.batches.collectives import from_last, gather
+from mcore_bridge.batches.logprobs import log_probs
+from mcore_bridge.batches.packing import PackedSequences, pack_sequences, unpack_sequences
+from mcore_bridge.config.parallel import ParallelDims
+from mcore_bridge.errors import BatchError
+from mcore_bridge.weights.bound import Models, chunks_of, noted
+from mcore_bridge.weights.provenance import HF, Provenance
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutputs:
+    """What a model says of each token of a batch, fp32 ``[batch, seq]``; zero where it says nothing.
+
+    Attributes:
+        log_probs: of the token, given those before it; zero for the first of a sequence. None with a head.
+        entropy: of the distribution that the token was drawn from, likewise.
+        values: of a head, at the token: ``[batch, seq]``, or ``[batch, seq, labels]`` where it has several.
+    """
+
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+
+
+Loss = Callable[[TokenOutputs, slice], Tensor]
+"""The loss of a microbatch, a scalar, from what the model says and the rows of the batch that it is made of."""
+
+
+def forward(
+    models: Models,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    loss: Loss | None = None,
+    hf: HF | None = None,
+    head: str = "lm",
+    micro_batch_size: int | None = None,
+    temperature: float = 1.0,
+    packed: bool = True,
+    multiple_of: int = 1,
+) -> TokenOutputs:
+    """Run a batch through this rank's chunks; with a ``loss``, backward as well.
+
+    All ranks of a model replica call it together, with the same batch; where experts are cut over several replicas,
+    those call it together with as many microbatches. These go through megatron-core's schedule: with a loss, gradients
+    are those of the mean over microbatches, and ``config.finalize_model_grads_func``, ``no_sync_func`` and the like are
+    called if a trainer has set them. Train or eval mode is as the models are in.
+
+    Args:
+        models: this rank's chunks, wrapped or not.
+        input_ids: int64 ``[batch, seq]`` on the device of the models.
+        attention_mask: ``[batch, seq]``, nonzero where a token counts. None is everywhere.
+        loss: called on the ranks of the last pipeline stage with each microbatch; without it nothing is kept for a
+            backward.
+        hf, head: for models that ``build_model`` did not make: their HF config or folder, and their head.
+        micro_batch_size: rows at once; None is all, or with pipeline stages one.
+        temperature: what logits are divided by.
+        packed: whether sequences share a row without padding, or have one each; for models that take no packed ones.
+        multiple_of: what the tokens on one rank must be a multiple of, such as 16 for FP8.
+
+    Raises:
+        BatchError: shapes do not fit each other, or the batch is empty.
+    """
+    if input_ids.dim() != 2 or not len(input_ids):
+        raise BatchError(f"input_ids must be [batch, seq] with at least one row, found {tuple(input_ids.shape)}")
+    chunks = [models] if isinstance(models, nn.Module) else [*models]
+    run = _Run(chunks_of(models)[0], noted(models, hf, head), temperature, loss)
+    if loss is not None and run.config.calculate_per_token_loss:
+        raise BatchError("calculate_per_token_loss divides by tokens that forward does not count; build without it")
+    attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    size = micro_batch_size or (1 if run.groups.pp.size() > 1 else len(input_ids))
+    run.pack(input_ids, attention_mask, size, len(chunks), packed=packed, multiple_of=multiple_of)
+    return run(chunks)
+
+
+class _Run:
+    """A batch, cut into microbatches, on its way through megatron-core's schedule."""
+
+    def __init__(self, chunk: GPTModel, provenance: Provenance, temperature: float, loss: Loss | None) -> None:
+        self.config, self.groups = chunk.config, chunk.pg_collection
+        self._hf, self._head, self._is_lm = provenance.hf, provenance.head, provenance.head == "lm"
+        self._temperature, self._loss = temperature, loss
+        self._micro_batches: list[PackedSequences] = []
+        self._rows: list[slice] = []
+
+    def pack(
+        self, input_ids: Tensor, attention_mask: Tensor, size: int, num_chunks: int, *, packed: bool, multiple_of: int
+    ) -> None:
+        """Cut into microbatches. With pipeline stages all are alike, and with virtual ones fill the last round."""
+        self._batch = input_ids.shape
+        self._rows = [slice(start, start + size) for start in range(0, len(input_ids), size)]
+        stages = self.groups.pp.size()
+        count = _up(len(self._rows), stages) if num_chunks > 1 else len(self._rows)
+        ids, masks = (_filled(tensor, count * size).split(size) for tensor in (input_ids, attention_mask))
+        dims = ParallelDims(tp=self.groups.tp.size(), cp=self.groups.cp.size(), sp=self.config.sequence_parallel)
+        pack = partial(pack_sequences, dims=dims, cp_rank=self.groups.cp.rank(), packed=packed, multiple_of=multiple_of)
+        found = [pack(*each) for each in zip(ids, masks, strict=True)]
+        if stages > 1:
+            longest = max(each.num_tokens for each in found)
+            found = [pack(*each, min_tokens=longest) for each in zip(ids, masks, strict=True)]
+        self._micro_batches = found
+
+    def __call__(self, chunks: Sequence[nn.Module]) -> TokenOutputs:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        first = self._micro_batches[0]
+        with torch.set_grad_enabled(self._loss is not None):
+            found = get_forward_backward_func()(
+                forward_step_func=self._step,
+                data_iterator=[iter(enumerate(self._micro_batches)) for _ in chunks],
+                model=[*chunks],
+                num_microbatches=len(self._micro_batches),
+                seq_length=first.num_tokens,
+                micro_batch_size=first.input_ids.size(0),
+                forward_only=self._loss is None,
+                collect_non_loss_data=self._loss is None,
+            )
+        return self._everywhere([outputs for _, outputs in sorted(found, key=itemgetter(0))])
+
+    def _step(self, iterator: Iterator[tuple[int, PackedSequences]], model: nn.Module) -> tuple[Tensor, Any]:
+        number, batch = next(iterator)
+        output = model(batch.input_ids, batch.position_ids, None, packed_seq_params=batch.packed_seq_params)
+        return output, partial(self._finish, number)
+
+    def _finish(self, number: int, output: Tensor, non_loss_data: bool = False) -> Any:
+        """What comes of a microbatch on the last stage: its outputs, and first of all its loss if it has one."""
+        found = self._stacked(self._micro_batches[number], output)
+        data = number, found.detach()
+        if non_loss_data:
+            return data
+        assert self._loss is not None
+        if number >= len(self._rows):  # it only fills the last round of virtual stages
+            return found.sum() * 0.0, data
+        rows = self._rows[number]
+        rows = slice(rows.start, min(rows.stop, self._batch[0]))
+        loss = self._loss(self._outputs(found[:, : rows.stop - rows.start]), rows)
+        return loss * (len(self._micro_batches) / len(self._rows)), data
+
+    def _stacked(self, batch: PackedSequences, output: Tensor) -> Tensor:
+        """fp32 ``[2 or outputs of a head, batch, seq]``, of all context-parallel ranks."""
+        if self._is_lm:
+            options: Any = {"vocab_size": self._hf.vocab_size, "temperature": self._temperature}
+            values = torch.stack(log_probs(output, batch.labels, group=self.groups.tp, **options))
+        else:
+            values = output.float().movedim(-1, 0)
+        whole = gather(values, self.groups.cp).unbind(1)
+        return torch.stack([unpack_sequences(batch, each, following=self._is_lm) for each in whole])
+
+    def _everywhere(self, found: Sequence[Tensor]) -> TokenOutputs:
+        """The outputs of all microbatches, from the last pipeline stage on every one."""
+        count = {"lm": 2, "value": 1}.get(self._head, self._hf.num_labels)
+        device = self._micro_batches[0].input_ids.device
+        whole = (
+            torch.cat([*found], 1)[:, : self._batch[0]] if found else torch.empty(count, *self._batch, device=device)
+        )
+        return self._outputs(from_last(whole.contiguous(), self.groups.pp))
+
+    def _outputs(self, stacked: Tensor) -> TokenOutputs:
+        if self._is_lm:
+            return TokenOutputs(log_probs=stacked[0], entropy=stacked[1])
+        return TokenOutputs(values=stacked[0] if len(stacked) == 1 else stacked.movedim(0, -1))
+
+
+def _filled(rows: Tensor, count: int) -> Tensor:
+    """``[count, seq]``, with rows of zeros behind those that are there."""
+    return torch.cat((rows, rows.new_zeros(count - len(rows), rows.size(1))))
+
+
+def _up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit

@@ -1,0 +1,222 @@
+"""``forward`` on any mesh: log-probs, entropies and values of an unpacked batch are those of transformers' logits."""
+
+import pytest
+import torch
+
+import mcore_bridge as mb
+from mcore_bridge.errors import BatchError, ConfigError
+from tests import pool, stepping, zoo
+from tests.parity import BATCH, LONG, reference_of, tokens
+from tests.strategies import random_state, tiny
+
+BOUND = 2e-5  # of the spread of logits, as in test_parity
+LENGTHS = (LONG - 3, LONG)
+assert len(LENGTHS) == BATCH
+
+
+def batch_of(hf):
+    """Tokens and mask: the first row is shorter than the other, odd, and padded on the left."""
+    ids, mask = tokens(hf, LONG), torch.zeros(BATCH, LONG, dtype=torch.long)
+    padded = torch.zeros_like(ids)
+    for row, length in enumerate(LENGTHS):
+        padded[row, LONG - length :] = ids[row, :length]
+        mask[row, LONG - length :] = 1
+    return padded, mask
+
+
+def expected_of(logits, hf, temperature=1.0):
+    """Log-probs and entropies of transformers' logits for whole rows: causal, so that a prefix has its own."""
+    log_probs, entropies = torch.zeros(BATCH, LONG), torch.zeros(BATCH, LONG)
+    logs = torch.log_softmax(logits.float() / temperature, -1)
+    ids = tokens(hf, LONG)
+    for row, length in enumerate(LENGTHS):
+        at = slice(LONG - length + 1, LONG)
+        log_probs[row, at] = logs[row, : length - 1].gather(-1, ids[row, 1:length, None])[:, 0]
+        entropies[row, at] = -(logs.exp() * logs).sum(-1)[row, : length - 1]
+    return log_probs, entropies
+
+
+def run(hf, dims, options):
+    """What this rank says; or how the mesh was refused."""
+    dims.initialize(device="cpu")
+    try:
+        models = mb.build_model(hf, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(hf))
+        for model in models:
+            model.eval()
+        found = mb.forward(models, *batch_of(hf), **options)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        stepping.leave_mesh()
+    return found.log_probs, found.entropy
+
+
+def check(name, dims, **options):
+    """Compare on every rank; or say how the mesh was refused."""
+    hf, reference = zoo.cases()[name].hf, reference_of(name)
+    expected = expected_of(reference, hf, options.get("temperature", 1.0))
+    for found in pool.run(dims.pp * max(dims.tp * dims.cp, dims.ep * dims.etp), run, hf, dims, options):
+        if isinstance(found, str):
+            return found
+        for ours, theirs in zip(found, expected, strict=True):
+            assert float((ours - theirs).abs().max() / reference.std()) < BOUND
+    return ""
+
+
+@pytest.mark.parametrize("name", zoo.cases())
+def test_packed_sequences_of_every_family(name):
+    """Each of them is cut for context parallelism as well, unless a family is refused there."""
+    if refusal := check(name, mb.ParallelDims(cp=2)):
+        assert "context parallel" in refusal
+        assert not check(name, mb.ParallelDims())
+
+
+MESHES = [
+    mb.ParallelDims(tp=2, sp=True),
+    mb.ParallelDims(cp=2),
+    mb.ParallelDims(tp=2, cp=2, sp=True),
+    mb.ParallelDims(pp=2),
+    mb.ParallelDims(pp=2, vp=2),
+    mb.ParallelDims(tp=2, pp=2, sp=True),
+]
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "rows"])
+@pytest.mark.parametrize("dims", MESHES, ids=str)
+def test_every_mesh(dims, packed):
+    assert not check("qwen3", dims, packed=packed, micro_batch_size=1)
+
+
+@pytest.mark.parametrize("dims", [mb.ParallelDims(ep=2), mb.ParallelDims(tp=2, ep=2, sp=True)], ids=str)
+def test_experts_on_other_ranks(dims):
+    assert not check("qwen3_moe", dims)
+
+
+def test_temperature_and_fp8_sizes():
+    assert not check("qwen3", mb.ParallelDims(tp=2, sp=True), temperature=0.6, multiple_of=16)
+
+
+# backward -------------------------------------------------------------------------------------------------------------
+
+HF = tiny("qwen3", num_key_value_heads=2, num_hidden_layers=4, vocab_size=97)
+
+
+def weights_of(shape):
+    """What each token's log-probability and entropy count in a loss."""
+    return torch.randn(2, *shape, generator=torch.Generator().manual_seed(5))
+
+
+def loss_of(log_probs, entropies, rows):
+    of_log_probs, of_entropies = weights_of((BATCH, LONG))[:, rows]
+    return (log_probs * of_log_probs + entropies * of_entropies).sum()
+
+
+def by_forward(dims, options):
+    """Gradients that ``forward`` leaves in mcore's DDP, by HF name, and what it says."""
+    with stepping.mesh(dims):
+        chunks = mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
+        found = mb.forward(
+            stepping.wrap(chunks),
+            *batch_of(HF),
+            loss=lambda outputs, rows: loss_of(outputs.log_probs, outputs.entropy, rows),
+            **options,
+        )
+        assert not found.log_probs.requires_grad
+        return found.log_probs, gradients_of(chunks, "main_grad")
+
+
+def by_hand():
+    """The same of one rank that gives each row to the model without padding, and no microbatches."""
+    ids, _ = batch_of(HF)
+    with stepping.mesh(mb.ParallelDims()):
+        (model,) = mb.build_model(HF, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
+        loss = torch.zeros(())
+        for row, length in enumerate(LENGTHS):
+            own = ids[row : row + 1, LONG - length :]
+            logs = torch.log_softmax(model(own, torch.arange(length)[None], None)[0, :-1], -1)
+            log_probs, entropies = torch.zeros(1, LONG), torch.zeros(1, LONG)
+            log_probs[0, LONG - length + 1 :] = logs.gather(-1, own[0, 1:, None])[:, 0]
+            entropies[0, LONG - length + 1 :] = -(logs.exp() * logs).sum(-1)
+            loss = loss + loss_of(log_probs, entropies, slice(row, row + 1))
+        loss.backward()
+        return gradients_of([model], "grad")
+
+
+def gradients_of(chunks, name):
+    """Gradients have the places of their parameters, so that the export gives them HF names."""
+    with torch.no_grad():
+        for parameter in [each for chunk in chunks for each in chunk.parameters()]:
+            parameter.copy_(getattr(parameter, name))
+    return {name: tensor.clone() for name, tensor in mb.to_hf_state_dict(chunks).items()}
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "rows"])
+@pytest.mark.parametrize("dims", MESHES, ids=str)
+def test_gradients_are_those_of_unpadded_rows(dims, packed):
+    """Of the mean over two microbatches; with virtual stages two more would fill the last round of four."""
+    (expected,) = pool.run(1, by_hand)
+    for _, found in pool.run(dims.pp * dims.tp * dims.cp, by_forward, dims, {"packed": packed, "micro_batch_size": 1}):
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            worst = (found[name] * BATCH - gradient).abs().max() / gradient.abs().max()
+            assert worst < 1e-4, f"{name}: {worst}"
+
+
+def test_microbatches_that_only_fill_a_round_change_nothing():
+    """Three rounds of one row on two virtual stages take four microbatches: one is of padding alone."""
+    dims = mb.ParallelDims(pp=2, vp=2)
+    for log_probs, gradients in pool.run(2, three_rows, dims):
+        for other, others in pool.run(1, three_rows, mb.ParallelDims()):
+            torch.testing.assert_close(log_probs, other, rtol=0, atol=1e-4)
+            for name, gradient in others.items():
+                assert (gradients[name] - gradient).abs().max() < 1e-4 * gradient.abs().max(), name
+
+
+def three_rows(dims):
+    ids = torch.randint(0, HF.vocab_size, (3, 7), generator=torch.Generator().manual_seed(7))
+    with stepping.mesh(dims):
+        chunks = mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
+        wrapped = stepping.wrap(chunks)
+        found = mb.forward(wrapped, ids, loss=lambda outputs, rows: outputs.log_probs.sum(), micro_batch_size=1)
+        return found.log_probs, gradients_of(chunks, "main_grad")
+
+
+def values_of(dims, hf, head):
+    with stepping.mesh(dims):
+        state = random_state(hf)
+        models = mb.build_model(hf, dims=dims, dtype=torch.float32, device="cpu", head=head, load_weights=state)
+        for model in models:
+            for parameter in model.output_layer.parameters() if model.post_process else ():
+                torch.nn.init.constant_(parameter, 0.5)
+            model.eval()
+        ids, mask = batch_of(hf)
+        found = mb.forward(models, ids, mask)
+        assert found.log_probs is None
+        if dims.pp * dims.cp > 1:
+            return found.values, None
+        with torch.no_grad():
+            rows = [ids[row : row + 1, LONG - length :] for row, length in enumerate(LENGTHS)]
+            return found.values, [models[0](row, torch.arange(row.size(1))[None], None)[0] for row in rows]
+
+
+@pytest.mark.parametrize("head", ["value", "classification"])
+def test_what_a_head_says_is_at_its_token(head):
+    hf = tiny("qwen3", num_key_value_heads=2, num_labels=3)
+    ((found, rows),) = pool.run(1, values_of, mb.ParallelDims(), hf, head)
+    assert found.shape == ((BATCH, LONG) if head == "value" else (BATCH, LONG, 3))
+    for values, row, length in zip(found, rows, LENGTHS, strict=True):
+        torch.testing.assert_close(values[LONG - length :].view(row.shape), row)
+        assert not values[: LONG - length].any()
+    for other, _ in pool.run(4, values_of, mb.ParallelDims(cp=2, pp=2), hf, head):
+        torch.testing.assert_close(other, found)
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(BatchError, match="at least one row, found"):
+        pool.run(1, refused)
+
+
+def refused():
+    with stepping.mesh(mb.ParallelDims()):
+        models = mb.build_model(HF, dtype=torch.float32, device="cpu", load_weights=False)
+        mb.forward(models, torch.zeros(0, 4, dtype=torch.long))
