@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import mcore_bridge as mb
+from mcore_bridge.batches import packing
 from mcore_bridge.errors import BatchError, ConfigError
 from tests import pool, stepping, zoo
 from tests.parity import BATCH, LONG, reference_of, tokens
@@ -94,6 +95,31 @@ def test_experts_on_other_ranks(dims):
 
 def test_temperature_and_fp8_sizes():
     assert not check("qwen3", mb.ParallelDims(tp=2, sp=True), temperature=0.6, multiple_of=16)
+
+
+def run_with_mistake(hf, dims, mistake):
+    """What this rank says when a mistake is planted."""
+    kept = packing._params, packing._cut
+    try:
+        if mistake == "sequences run into each other":
+            packing._params = lambda sizes, device: kept[0]([sum(sizes)], device)
+        else:  # context-parallel ranks have each other's tokens
+
+            def swapped(*arguments):
+                *others, cp, cp_rank = arguments
+                return kept[1](*others, cp, cp - 1 - cp_rank)
+
+            packing._cut = swapped
+        return run(hf, dims, {})
+    finally:
+        packing._params, packing._cut = kept
+
+
+@pytest.mark.parametrize("mistake", ["sequences run into each other", "ranks have each other's tokens"])
+def test_a_mistake_would_be_seen(mistake):
+    hf, reference = zoo.cases()["qwen3"].hf, reference_of("qwen3")
+    for found, _ in pool.run(2, run_with_mistake, hf, mb.ParallelDims(cp=2), mistake):
+        assert float((found - expected_of(reference, hf)[0]).abs().max() / reference.std()) > 50 * BOUND
 
 
 # backward -------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,122 @@
+"""``forward`` on real GPUs: log-probs of packed and padded batches on every mesh against transformers, both backends.
+
+In fp32 they must agree. In bf16 half of ours may be twice as far from transformers' fp32 as half of transformers' own
+bf16 are: medians, as a router that decides otherwise for one token moves a mean.
+"""
+
+import importlib.util
+import os
+import tempfile
+import traceback
+
+import pytest
+import torch
+
+import mcore_bridge as mb
+from tests import test_forward
+from tests.parity import BATCH, LONG, reference_model, tokens
+from tests.strategies import random_state
+from tests.test_gpu import DENSE, SPARSE, world_of
+from tests.test_gpu_export import spawn
+
+pytestmark = pytest.mark.multigpu
+
+FAMILIES = {**DENSE, **SPARSE}
+WAYS = [("torch", torch.float32, True), ("torch", torch.bfloat16, False)]
+if importlib.util.find_spec("transformer_engine"):
+    WAYS = [
+        ("te", torch.bfloat16, True),
+        ("te", torch.bfloat16, False),
+        ("te", torch.float32, True),
+        ("torch", torch.bfloat16, True),
+    ]
+"""Backend, dtype, and whether sequences are packed."""
+MESHES = {
+    1: [mb.ParallelDims()],
+    2: [mb.ParallelDims(tp=2, sp=True), mb.ParallelDims(cp=2), mb.ParallelDims(pp=2), mb.ParallelDims(ep=2)],
+    4: [
+        mb.ParallelDims(tp=2, cp=2, sp=True),
+        mb.ParallelDims(cp=4),
+        mb.ParallelDims(tp=2, pp=2, sp=True),
+        mb.ParallelDims(tp=2, cp=2, ep=4, sp=True),
+        mb.ParallelDims(cp=2, pp=2, vp=2),
+    ],
+}
+
+
+def references(hf, state):
+    """fp32 logits of transformers, and the median error of log-probs that its own bf16 has."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = reference_model(hf, folder, state).cuda()
+        with torch.no_grad():
+            exact = model(tokens(hf, LONG).cuda()).logits.cpu()
+            rounded = model.bfloat16()(tokens(hf, LONG).cuda()).logits.cpu()
+    found = [test_forward.expected_of(logits, hf)[0] for logits in (exact, rounded)]
+    return exact, float((found[0] - found[1]).abs()[found[0] != 0].median())
+
+
+def examine(hf, dims, backend, dtype, packed, state, reference):
+    """The error of log-probs relative to what is allowed, or why there is none."""
+    exact, allowed = reference
+    models = mb.build_model(hf, dims=dims, backend=backend, dtype=dtype, load_weights=state)
+    for model in models:
+        model.eval()
+    ids, mask = test_forward.batch_of(hf)
+    size = 1 if dims.pp > 1 else None
+    found = mb.forward(models, ids.cuda(), mask.cuda(), packed=packed, micro_batch_size=size).log_probs.cpu()
+    assert found.shape == (BATCH, LONG)
+    expected = test_forward.expected_of(exact, hf)[0]
+    differences = (found - expected).abs()
+    if dtype is torch.float32:
+        return float(differences.max() / exact.std()) / 1e-4
+    return float(differences[expected != 0].median()) / (2 * allowed)
+
+
+def refusal(hf, dims, backend, dtype, packed):
+    """Why others refuse this: on one pipeline stage alone it would raise, and the next one would wait for it."""
+    windows = hf.model_type in ("mistral", "gpt_oss")
+    if hf.model_type == "qwen3_next" and dims.cp > 1:
+        return "megatron-core's gated delta net takes no context parallelism"
+    if backend == "torch" or hf.model_type == "gemma2":  # its soft-capped attention is ours on both backends
+        return ""
+    if hf.model_type == "gpt_oss" and (packed or dims.cp > 1):
+        return "TransformerEngine 2.11 has no attention with sinks for packed sequences, nor over cp"
+    if dims.cp > 1 and dtype is torch.float32:
+        return "TransformerEngine has no attention in fp32 over cp"
+    return "TransformerEngine has no windows over cp with cp_comm_type='p2p'" if windows and dims.cp > 1 else ""
+
+
+def rank_main(rank, world_size):
+    """Every family in every way on every mesh of this size."""
+    from megatron.core import parallel_state
+
+    os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
+    mb.ParallelDims().initialize(device="cuda")
+    parallel_state.destroy_model_parallel()
+    states = {family: random_state(hf, dtype=torch.bfloat16) for family, hf in FAMILIES.items()}
+    known = {family: references(hf, states[family]) for family, hf in FAMILIES.items()}
+    findings = {}
+    for dims in MESHES[world_size]:
+        dims.initialize(device="cuda")
+        assert world_size % world_of(dims) == 0
+        for family, hf in (SPARSE if dims.ep > 1 else FAMILIES).items():
+            for backend, dtype, packed in WAYS:
+                key = str(dims), family, backend, str(dtype).removeprefix("torch."), "packed" if packed else "rows"
+                if refusal(hf, dims, backend, dtype, packed):
+                    continue
+                try:
+                    findings[key] = examine(hf, dims, backend, dtype, packed, states[family], known[family])
+                except Exception:
+                    findings[key] = traceback.format_exc()
+                if rank == 0:
+                    print(*key, str(findings[key]).splitlines()[-1], flush=True)
+        parallel_state.destroy_model_parallel()
+    return findings
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_log_probs_are_those_of_transformers(world_size, tmp_path):
+    for findings in spawn(rank_main, tmp_path, world_size):
+        assert isinstance(findings, dict), findings
+        wrong = {key: found for key, found in findings.items() if not (isinstance(found, float) and found < 1)}
+        assert not wrong, "\n".join(f"{key}: {found}" for key, found in wrong.items())
