@@ -1,0 +1,158 @@
+"""GRPO on one node: megatron-core trains, an engine in another process rolls out, weights cross at every step.
+
+    torchrun --nproc-per-node 4 examples/grpo.py --tp 2 --pp 2                   # on CPU, or one GPU for each rank
+    torchrun --nproc-per-node 2 examples/grpo.py --tp 2 --engine-device cuda:2   # the engine on a GPU of its own
+
+The model is small and random, the task is to say even tokens. At every step the engine's log-probabilities of what it
+sampled must be those of the trainer, or the run ends: a weight that is wrong, missing or stale would show.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from rollout_engine import RemoteEngine
+from torch import Tensor
+from transformers import AutoConfig
+
+import mcore_bridge as mb
+
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "tie_word_embeddings": False,
+}
+PROMPTS, GROUP, PROMPT, RESPONSE = 4, 8, 6, 10
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
+"""How far log-probabilities of one token may be apart in two implementations."""
+
+
+def main() -> None:
+    """Train for some steps."""
+    arguments = parse()
+    dims = mb.ParallelDims(tp=arguments.tp, pp=arguments.pp, cp=arguments.cp, sp=arguments.tp > 1)
+    dims.initialize(device=arguments.device)
+    dtype = getattr(torch, arguments.dtype)
+    fields = dict(CONFIG)
+    hf = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    chunks = mb.build_model(hf, dims=dims, dtype=dtype, device=arguments.device, load_weights=False)
+    models, step_optimizer = prepare(chunks, arguments)
+
+    leads = dist.get_rank() == 0  # the rank with the engine beside it; others only send it their part
+    target = "everything" if leads else "nothing"
+    manifest = mb.manifest(chunks)  # of all ranks together, as an export is
+    if leads:
+        engine = RemoteEngine(CONFIG, dtype, arguments.engine_device or default_device(arguments.device))
+        ring = mb.BufferRing(mb.plan_buckets(manifest, num_slots=2, slot_bytes=1 << 20))
+        engine("connect", ring.plan, ring.handles())
+    for step in range(arguments.steps):
+        pairs = mb.iter_hf_weights(chunks, target=target)
+        if leads:
+            engine("wake")
+            engine.sync(ring, pairs)
+        else:
+            list(pairs)
+        rollout: list[Any] = [None]
+        if leads:
+            generator = torch.Generator().manual_seed(step)
+            prompts = torch.randint(0, CONFIG["vocab_size"], (PROMPTS, PROMPT), generator=generator)
+            rollout = [engine("generate", prompts.repeat_interleave(GROUP, 0), RESPONSE, step)]
+            engine("sleep")
+        dist.broadcast_object_list(rollout)
+        tokens, engine_log_probs = rollout[0]
+        apart, reward = train(models, dims, tokens, engine_log_probs, arguments.device)
+        step_optimizer()
+        if leads:
+            print(f"step {step}: reward {reward:.3f}, log-probs of engine and trainer {apart:.1e} apart", flush=True)
+        if not apart < TOLERANCE[dtype]:
+            raise RuntimeError(
+                f"the engine's log-probs are {apart} from the trainer's: its weights are not the trainer's"
+            )
+    if leads:
+        engine.close()
+        ring.close()
+    dist.destroy_process_group()
+
+
+def train(
+    models: Sequence[Any], dims: mb.ParallelDims, tokens: Tensor, engine_log_probs: Tensor, device: str
+) -> tuple[float, float]:
+    """Forward and backward of this replica's share; how far apart log-probs were, and the mean reward."""
+    from megatron.core import parallel_state
+
+    rewards = (tokens[:, PROMPT:] % 2 == 0).float().mean(1)
+    groups = rewards.view(PROMPTS, GROUP)
+    advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).flatten()
+    share = slice(parallel_state.get_data_parallel_rank(), None, dims.dp(dist.get_world_size()))
+    own, old, weight = (each[share].to(device) for each in (tokens, engine_log_probs, advantages))
+
+    def loss(outputs: mb.TokenOutputs, rows: slice) -> Tensor:
+        assert outputs.log_probs is not None
+        ratio = (outputs.log_probs[:, PROMPT:] - old[rows]).exp()
+        return -torch.minimum(ratio * weight[rows, None], ratio.clamp(0.8, 1.2) * weight[rows, None]).mean()
+
+    for model in models:
+        model.zero_grad_buffer()
+    found = mb.forward(models, own, loss=loss, micro_batch_size=4)
+    assert found.log_probs is not None
+    apart = (found.log_probs[:, PROMPT:] - old).abs().max()
+    dist.all_reduce(apart, dist.ReduceOp.MAX)
+    return float(apart), float(rewards.mean())
+
+
+def prepare(chunks: Sequence[Any], arguments: Namespace) -> tuple[list[Any], Callable[[], object]]:
+    """megatron-core's DDP and a step of its distributed optimizer; on CPU, where that cannot run, of torch's Adam."""
+    on_gpu = arguments.device == "cuda"
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=on_gpu)
+    chunks[0].config.finalize_model_grads_func = finalize_model_grads
+    models = [DistributedDataParallel(chunk.config, settings, chunk) for chunk in chunks]
+    if on_gpu:
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        bf16 = arguments.dtype == "bfloat16"
+        config = OptimizerConfig(lr=arguments.lr, weight_decay=0.0, bf16=bf16, use_distributed_optimizer=True)
+        optimizer = get_megatron_optimizer(config, models)
+        return models, optimizer.step
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    adam = torch.optim.Adam(parameters, lr=arguments.lr)
+
+    def step() -> None:
+        for parameter in parameters:
+            parameter.grad = parameter.main_grad.to(parameter.dtype)
+        adam.step()
+
+    return models, step
+
+
+def default_device(device: str) -> str:
+    """The engine is colocated with the rank that it belongs to."""
+    return f"cuda:{torch.cuda.current_device()}" if device == "cuda" else "cpu"
+
+
+def parse() -> Namespace:
+    """The command line."""
+    parser = ArgumentParser(description=__doc__)
+    for name in ("tp", "pp", "cp"):
+        parser.add_argument(f"--{name}", type=int, default=1)
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_gpu else "cpu")
+    parser.add_argument("--engine-device", help="such as cuda:3; by default that of the first rank")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16" if on_gpu else "float32")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""A rollout engine in a process of its own: transformers' model, fed through shared buffers, asleep while others work.
+
+Needs torch, transformers and ``mcore_bridge.Receiver``; no megatron-core. What it is asked for comes through a pipe as
+``(method, arguments)``, and each answer goes back through it: a value, or the error that was raised.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Mapping
+from contextlib import closing
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mcore_bridge as mb
+
+
+class Engine:
+    """Samples from a model whose weights somebody else owns."""
+
+    def __init__(self, config: Mapping[str, Any], dtype: torch.dtype, device: str) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        fields = dict(config)
+        hf = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        self._model = AutoModelForCausalLM.from_config(hf, dtype=dtype, attn_implementation="sdpa").to(device).eval()
+        self._weights = dict(self._model.named_parameters(remove_duplicate=False))
+        self._shapes = {name: weight.shape for name, weight in self._weights.items()}
+        self._device = device
+        self._receiver: mb.Receiver | None = None
+        self.sleep()
+
+    def sleep(self) -> None:
+        """Give all memory of the weights back; what they were is lost."""
+        for weight in self._weights.values():
+            weight.data = weight.data.new_empty(0)
+        if self._device != "cpu":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Take memory for weights, with nothing in it that anybody could mistake for them."""
+        for name, weight in self._weights.items():
+            weight.data = torch.full(self._shapes[name], torch.nan, dtype=weight.dtype, device=self._device)
+        self._model.tie_weights()
+
+    def connect(self, plan: Any, handles: Any) -> None:
+        """Open the buffers of the trainer beside this engine."""
+        self._receiver = mb.Receiver(plan, handles)
+
+    @torch.no_grad()
+    def load(self, number: int) -> None:
+        """Take the weights of a bucket out of its slot."""
+        assert self._receiver is not None
+        with self._receiver.open(number) as pairs:
+            for name, tensor in pairs:
+                self._weights[name].copy_(tensor)
+
+    def finish(self) -> None:
+        """End of a round: every weight has come, or this raises."""
+        assert self._receiver is not None
+        self._receiver.finish()
+
+    @torch.no_grad()
+    def generate(self, prompts: Tensor, num_tokens: int, seed: int) -> tuple[Tensor, Tensor]:
+        """Sample ``num_tokens`` for each of ``prompts`` ``[batch, prompt]``.
+
+        Returns:
+            ``[batch, prompt + num_tokens]`` of tokens, and fp32 ``[batch, num_tokens]`` of their log-probabilities.
+        """
+        generator = torch.Generator(self._device).manual_seed(seed)
+        tokens = prompts.to(self._device)
+        for _ in range(num_tokens):
+            probabilities = self._model(tokens).logits[:, -1].float().softmax(-1)
+            tokens = torch.cat((tokens, probabilities.multinomial(1, generator=generator)), 1)
+        logs = self._model(tokens).logits[:, prompts.size(1) - 1 : -1].float().log_softmax(-1)
+        return tokens.cpu(), logs.gather(-1, tokens[:, prompts.size(1) :, None])[..., 0].cpu()
+
+    def close(self) -> None:
+        """Let go of the buffers."""
+        if self._receiver is not None:
+            self._receiver.close()
+
+
+def serve(pipe: Connection, config: Mapping[str, Any], dtype: torch.dtype, device: str) -> None:
+    """Answer until the pipe ends."""
+    with closing(Engine(config, dtype, device)) as engine:
+        while True:
+            try:
+                method, arguments = pipe.recv()
+            except EOFError:
+                return
+            try:
+                pipe.send(getattr(engine, method)(*arguments))
+            except Exception as error:
+                pipe.send(error)
+
+
+class RemoteEngine:
+    """An ``Engine`` in another process."""
+
+    def __init__(self, config: Mapping[str, Any], dtype: torch.dtype, device: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, config, dtype, device), daemon=True)
+        self._process.start()
+        theirs.close()  # an engine that dies is then seen as the end of the pipe
+
+    def __call__(self, method: str, *arguments: Any) -> Any:
+        """Ask, and wait for the answer."""
+        self.pipe.send((method, arguments))
+        return self.answer()
+
+    def answer(self) -> Any:
+        """The next answer; raises what the engine raised."""
+        answer = self.pipe.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def sync(self, ring: mb.BufferRing, pairs: Any) -> None:
+        """Hand all weights on, in the slots of ``ring``."""
+        for bucket in ring.fill(pairs, acknowledged=self.answer):
+            self.pipe.send(("load", (bucket.number,)))
+        self("finish")
+
+    def close(self) -> None:
+        """End the process."""
+        self.pipe.close()
+        self._process.join(30)
