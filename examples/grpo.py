@@ -50,14 +50,13 @@ def main() -> None:
     models, step_optimizer = prepare(chunks, arguments)
 
     leads = dist.get_rank() == 0  # the rank with the engine beside it; others only send it their part
-    target = "everything" if leads else "nothing"
     manifest = mb.manifest(chunks)  # of all ranks together, as an export is
     if leads:
         engine = RemoteEngine(CONFIG, dtype, arguments.engine_device or default_device(arguments.device))
         ring = mb.BufferRing(mb.plan_buckets(manifest, num_slots=2, slot_bytes=1 << 20))
         engine("connect", ring.plan, ring.handles())
     for step in range(arguments.steps):
-        pairs = mb.iter_hf_weights(chunks, target=target)
+        pairs = mb.iter_hf_weights(chunks, target="everything" if leads else "nothing")
         if leads:
             engine("wake")
             engine.sync(ring, pairs)

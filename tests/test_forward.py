@@ -64,7 +64,11 @@ def check(name, dims, **options):
     return ""
 
 
-@pytest.mark.parametrize("name", zoo.cases())
+FAMILIES = {case.model_type: name for name, case in reversed(zoo.cases().items())}
+"""The first case of each."""
+
+
+@pytest.mark.parametrize("name", ["mistral-window", *FAMILIES.values()])
 def test_packed_sequences_of_every_family(name):
     """Each of them is cut for context parallelism as well, unless a family is refused there."""
     if refusal := check(name, mb.ParallelDims(cp=2)):
@@ -245,4 +249,10 @@ def test_what_does_not_fit_is_refused():
 def refused():
     with stepping.mesh(mb.ParallelDims()):
         models = mb.build_model(HF, dtype=torch.float32, device="cpu", load_weights=False)
-        mb.forward(models, torch.zeros(0, 4, dtype=torch.long))
+        ids = torch.zeros(2, 4, dtype=torch.long)
+        with pytest.raises(BatchError, match=r"attention_mask \(3, 4\) must be as input_ids \(2, 4\)"):
+            mb.forward(models, ids, torch.ones(3, 4))
+        models[0].config.calculate_per_token_loss = True
+        with pytest.raises(BatchError, match="calculate_per_token_loss"):
+            mb.forward(models, ids, loss=lambda outputs, rows: outputs.log_probs.sum())
+        mb.forward(models, ids[:0])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mcore_bridge.batches.collectives import from_last, gather
 from mcore_bridge.batches.logprobs import log_probs
-from mcore_bridge.batches.packing import PackedSequences, pack_sequences, unpack_sequences
+from mcore_bridge.batches.packing import PackedSequences, pack_sequences, rounded_up, unpack_sequences
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.errors import BatchError
 from mcore_bridge.weights.bound import Models, chunks_of, noted
@@ -79,11 +79,13 @@ def forward(
     """
     if input_ids.dim() != 2 or not len(input_ids):
         raise BatchError(f"input_ids must be [batch, seq] with at least one row, found {tuple(input_ids.shape)}")
+    attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    if attention_mask.shape != input_ids.shape:
+        raise BatchError(f"attention_mask {tuple(attention_mask.shape)} must be as input_ids {tuple(input_ids.shape)}")
     chunks = [models] if isinstance(models, nn.Module) else [*models]
     run = _Run(chunks_of(models)[0], noted(models, hf, head), temperature, loss)
     if loss is not None and run.config.calculate_per_token_loss:
         raise BatchError("calculate_per_token_loss divides by tokens that forward does not count; build without it")
-    attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     size = micro_batch_size or (1 if run.groups.pp.size() > 1 else len(input_ids))
     run.pack(input_ids, attention_mask, size, len(chunks), packed=packed, multiple_of=multiple_of)
     return run(chunks)
@@ -106,7 +108,7 @@ class _Run:
         self._batch = input_ids.shape
         self._rows = [slice(start, start + size) for start in range(0, len(input_ids), size)]
         stages = self.groups.pp.size()
-        count = _up(len(self._rows), stages) if num_chunks > 1 else len(self._rows)
+        count = rounded_up(len(self._rows), stages) if num_chunks > 1 else len(self._rows)
         ids, masks = (_filled(tensor, count * size).split(size) for tensor in (input_ids, attention_mask))
         dims = ParallelDims(tp=self.groups.tp.size(), cp=self.groups.cp.size(), sp=self.config.sequence_parallel)
         pack = partial(pack_sequences, dims=dims, cp_rank=self.groups.cp.rank(), packed=packed, multiple_of=multiple_of)
@@ -180,7 +182,3 @@ class _Run:
 def _filled(rows: Tensor, count: int) -> Tensor:
     """``[count, seq]``, with rows of zeros behind those that are there."""
     return torch.cat((rows, rows.new_zeros(count - len(rows), rows.size(1))))
-
-
-def _up(number: int, unit: int) -> int:
-    return -(-number // unit) * unit

@@ -92,15 +92,16 @@ def pack_sequences(
     mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask != 0
     lengths = mask.sum(1).tolist()
     if packed:
-        sizes = [_up(length, each) for length in lengths]
-        sizes.append(max(_up(sum(sizes), row), _up(min_tokens, row), row) - sum(sizes))
+        sizes = [rounded_up(length, each) for length in lengths]
+        sizes.append(max(rounded_up(sum(sizes), row), rounded_up(min_tokens, row), row) - sum(sizes))
     else:
-        sizes = [max(_up(max(lengths, default=0), row), _up(min_tokens, row), row)] * len(lengths)
+        sizes = [max(rounded_up(max(lengths, default=0), row), rounded_up(min_tokens, row), row)] * len(lengths)
     rows = 1 if packed else len(lengths)
     return _cut(input_ids, mask, lengths, sizes, rows, dims.cp, cp_rank)
 
 
-def _up(number: int, unit: int) -> int:
+def rounded_up(number: int, unit: int) -> int:
+    """The least multiple of ``unit`` that is not below ``number``."""
     return -(-number // unit) * unit
 
 

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -121,6 +121,25 @@ def plan_mesh(blueprint: Blueprint, *, world_size: int) -> MeshPlan:
 
 
 @contextlib.contextmanager
+def _own_groups_only(rank: int) -> Iterator[None]:
+    """megatron-core makes the groups of all ranks on each; here a rank is alone, and they would take it seconds."""
+    import torch.distributed as dist
+
+    made = dist.new_group
+
+    def new_group(ranks: Sequence[int] | None = None, **options: Any) -> object:
+        if ranks is None or rank in ranks:
+            return made(ranks, **options)
+        return dist.GroupMember.NON_GROUP_MEMBER
+
+    dist.new_group = new_group  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        dist.new_group = made
+
+
+@contextlib.contextmanager
 def _rank(dims: ParallelDims, pp_rank: int) -> Iterator[None]:
     """Be the first rank of a pipeline stage. The pipeline is the outermost axis of megatron-core's order."""
     import torch.distributed as dist
@@ -134,15 +153,16 @@ def _rank(dims: ParallelDims, pp_rank: int) -> Iterator[None]:
     rank = pp_rank * (world_size // dims.pp)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=dims.tp,
-            pipeline_model_parallel_size=dims.pp,
-            virtual_pipeline_model_parallel_size=dims.vp if dims.vp > 1 else None,
-            context_parallel_size=dims.cp,
-            expert_model_parallel_size=dims.ep,
-            expert_tensor_parallel_size=dims.etp,
-            create_gloo_process_groups=False,
-        )
+        with _own_groups_only(rank):
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=dims.tp,
+                pipeline_model_parallel_size=dims.pp,
+                virtual_pipeline_model_parallel_size=dims.vp if dims.vp > 1 else None,
+                context_parallel_size=dims.cp,
+                expert_model_parallel_size=dims.ep,
+                expert_tensor_parallel_size=dims.etp,
+                create_gloo_process_groups=False,
+            )
         yield
     finally:
         parallel_state.destroy_model_parallel()
