@@ -3,9 +3,8 @@
 A rank's chunks are bound while its process groups exist; transport is then a list of the windows that each rank packs.
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_bridge import ParallelDims, build_model
+from mcore_bridge.commands.fake import rank_of
 from mcore_bridge.weights.bound import BoundModel, bind
 from mcore_bridge.weights.cut import HEADER
 from mcore_bridge.weights.moves import Buffers
@@ -24,32 +24,6 @@ from mcore_bridge.weights.target import Target
 from mcore_bridge.weights.transport import Group
 
 CPU, NOTHING = torch.device("cpu"), torch.empty(0)
-
-
-@contextlib.contextmanager
-def rank_of(dims: ParallelDims, rank: int, world_size: int) -> Iterator[None]:
-    """Be one rank of a mesh."""
-    from megatron.core import parallel_state
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from mcore_bridge import enable_cpu
-
-    enable_cpu()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=dims.tp,
-            pipeline_model_parallel_size=dims.pp,
-            virtual_pipeline_model_parallel_size=dims.vp if dims.vp > 1 else None,
-            context_parallel_size=dims.cp,
-            expert_model_parallel_size=dims.ep,
-            expert_tensor_parallel_size=dims.etp,
-            create_gloo_process_groups=False,
-        )
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
 
 
 def world_of(dims: ParallelDims) -> int:

@@ -18,6 +18,7 @@ from mcore_bridge.commands.options import smallest_world
 from mcore_bridge.commands.replicas import replicas
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.config.pipeline import Stage
+from mcore_bridge.config.processes import group_sizes
 from mcore_bridge.weights.bound import BoundModel, bind
 from mcore_bridge.weights.entries import Held, Inventory
 from mcore_bridge.weights.names import expert_of, layer_of, mtp_layer_of, renumber_layer
@@ -102,6 +103,7 @@ def plan_mesh(blueprint: Blueprint, *, world_size: int) -> MeshPlan:
     dims = blueprint.dims
     dims.dp(world_size)
     dims.edp(world_size)
+    smallest = smallest_world(dims)
     ranks, inventories = [], []
     built: list[_Built] = []
     for pp_rank in range(dims.pp):
@@ -109,7 +111,7 @@ def plan_mesh(blueprint: Blueprint, *, world_size: int) -> MeshPlan:
         kinds = _kinds(blueprint, stages)
         like = next((each for each in built if each.kinds == kinds), None)
         if like is None:
-            with _rank(dims, pp_rank):
+            with rank_of(dims, pp_rank * (smallest // dims.pp), smallest):  # the pipeline is mcore's outermost axis
                 like = _build(blueprint, stages, kinds)
             built.append(like)
         ranks.append(like.chunks(stages))
@@ -140,8 +142,8 @@ def _own_groups_only(rank: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _rank(dims: ParallelDims, pp_rank: int) -> Iterator[None]:
-    """Be the first rank of a pipeline stage. The pipeline is the outermost axis of megatron-core's order."""
+def rank_of(dims: ParallelDims, rank: int, world_size: int) -> Iterator[None]:
+    """Be one rank of a mesh."""
     import torch.distributed as dist
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -149,20 +151,10 @@ def _rank(dims: ParallelDims, pp_rank: int) -> Iterator[None]:
     from mcore_bridge.cpu import enable_cpu
 
     enable_cpu()
-    world_size = smallest_world(dims)
-    rank = pp_rank * (world_size // dims.pp)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         with _own_groups_only(rank):
-            parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=dims.tp,
-                pipeline_model_parallel_size=dims.pp,
-                virtual_pipeline_model_parallel_size=dims.vp if dims.vp > 1 else None,
-                context_parallel_size=dims.cp,
-                expert_model_parallel_size=dims.ep,
-                expert_tensor_parallel_size=dims.etp,
-                create_gloo_process_groups=False,
-            )
+            parallel_state.initialize_model_parallel(**group_sizes(dims), create_gloo_process_groups=False)
         yield
     finally:
         parallel_state.destroy_model_parallel()

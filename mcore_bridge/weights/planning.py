@@ -59,7 +59,7 @@ def plan_export(
 
 def _gathered(goods: Goods, keys: Sequence[object], stages: Sequence[int], message_bytes: int) -> ExportPlan:
     row_bytes = [entry.row_bytes for entry in goods.entries]
-    dealt = _dealt(goods, [0] * len(stages), max(message_bytes // len(stages), MIN_WINDOW) // 8)
+    dealt = _dealt(goods, [0] * len(stages), _window(message_bytes, len(stages)) // 8)
     streams: list[tuple[Run, ...]] = [()] * len(stages)
     needed: list[tuple[int, ...]] = []
     for phase in _phases(dealt, row_bytes, stages, message_bytes):
@@ -75,6 +75,10 @@ def _gathered(goods: Goods, keys: Sequence[object], stages: Sequence[int], messa
         for times, each in ((count - 1, width), (1, last_width)):
             needed += [tuple(each if rank in phase.senders else HEADER for rank in range(len(stages)))] * times
     return _planned(goods, keys, tuple(streams), needed)
+
+
+def _window(message_bytes: int, num_senders: int) -> int:
+    return max(message_bytes // num_senders, MIN_WINDOW)
 
 
 class _Phase(NamedTuple):
@@ -98,7 +102,7 @@ def _phases(
     least, ends = min(totals), []
     for stage in sorted(set(stages)):
         senders = frozenset(rank for rank, each in enumerate(stages) if each == stage)
-        window = max(message_bytes // len(senders), MIN_WINDOW)
+        window = _window(message_bytes, len(senders))
         if len(senders) == len(stages) or max(totals[rank] for rank in senders) - least < window // 4:
             continue
         begins = 2 * stage < len(set(stages))
@@ -110,7 +114,7 @@ def _phases(
             yield _Phase(senders, window, alone)
         else:
             ends.append(_Phase(senders, window, alone))
-    yield _Phase(frozenset(range(len(stages))), max(message_bytes // len(stages), MIN_WINDOW), rest)
+    yield _Phase(frozenset(range(len(stages))), _window(message_bytes, len(stages)), rest)
     yield from ends
 
 
