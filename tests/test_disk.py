@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights import disk
 from mcore_bridge.weights.reading import SliceCopy
-from mcore_bridge.weights.safetensors_file import DTYPES, SafetensorsFile, SafetensorsWriter
+from mcore_bridge.weights.safetensors_file import DTYPES, SafetensorsFile, SafetensorsWriter, array_of
 
 
 @st.composite
@@ -42,7 +42,7 @@ def test_pieces_of_any_slice_are_read_from_any_place(tmp_path_factory, drawn, dt
         for piece in SliceCopy(view, found, dtype).pieces(num_bytes):
             arrived = torch.zeros(piece.source.shape, dtype=dtype)
             assert arrived.nbytes <= num_bytes
-            file.read(piece.source, arrived)
+            file.read(piece.source, array_of(arrived))
             piece.target.add_(arrived)  # what came twice would be twice as much
     assert torch.equal(found, expected)
 
@@ -62,7 +62,7 @@ def test_a_file_that_became_shorter_is_an_error_and_no_signal(tmp_path, index):
     os.truncate(path, path.stat().st_size - 100)
     view = file.tensor("whole")[index]
     with pytest.raises(CheckpointError, match=r"cannot read .*model\.safetensors: the file ends .* copy it again"):
-        file.read(view, torch.empty(view.shape))
+        file.read(view, array_of(torch.empty(view.shape)))
 
 
 def example():

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, islice
+from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from mcore_bridge.weights.alignment import aligned
-from mcore_bridge.weights.safetensors_file import SafetensorsFile
+from mcore_bridge.weights.disk import Array
+from mcore_bridge.weights.safetensors_file import SafetensorsFile, array_of
 from mcore_bridge.weights.staging import Slot, Staging
 
 
@@ -45,68 +48,65 @@ class SliceCopy:
             yield from SliceCopy(source, target, self.crossing)._split(num_bytes)
 
     @property
+    def kind(self) -> tuple[object, ...]:
+        """What is equal for slices that can go together."""
+        return self.source.dtype, self.crossing, self.target.device, self.is_direct
+
+    @property
     def is_direct(self) -> bool:
         """Whether the bytes of the source can be read straight into place."""
         return self.target.is_cpu and self.target.dtype == self.source.dtype and self.target.is_contiguous()
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """A piece, the file that its source lies in, and where in a slot it arrives unless it goes straight into place."""
-
-    slice_copy: SliceCopy
-    file: SafetensorsFile
-    start: int
-
-    def arrived(self, memory: Tensor) -> Tensor:
-        """The piece in the memory of a slot, or in a copy of that on a device."""
-        flat = memory[self.start : self.start + self.slice_copy.source.nbytes]
-        return flat.view(self.slice_copy.source.dtype).view(self.slice_copy.source.shape)
+_Batch: TypeAlias = list[tuple[SliceCopy, SafetensorsFile]]
+"""Pieces that fit into one slot: of one dtype, for one device, so that together they are one tensor on their way."""
+AHEAD = 64
+"""Batches that are worked out before threads begin to read them: these need Python's lock between two reads."""
 
 
 def read(slices: Iterable[tuple[SliceCopy, SafetensorsFile]], staging: Staging) -> None:
     """Have threads read the sources of ``slices`` from their files. All is in place when ``staging`` has been left."""
-    for batch in _batches(slices, staging.slot_bytes):
-        slot = staging.take()
-        staged = [each for each in batch if not each.slice_copy.is_direct]
-        work = [
-            (each.file, each.slice_copy.source, each.slice_copy.target) for each in batch if each.slice_copy.is_direct
-        ]
-        then = None
-        if staged:
-            memory = slot.memory(
-                staged[-1].start + staged[-1].slice_copy.source.nbytes, staged[0].slice_copy.target.device
-            )
-            work += [(each.file, each.slice_copy.source, each.arrived(memory)) for each in staged]
-            then = partial(_put, staged, memory, slot)
-        staging.submit(slot, partial(_fill, work), then)
+    batches = _batches(slices, staging.slot_bytes)
+    while portion := list(islice(batches, AHEAD)):
+        for batch in portion:
+            _submit(batch, staging)
 
 
-def _batches(slices: Iterable[tuple[SliceCopy, SafetensorsFile]], num_bytes: int) -> Iterator[list[_Read]]:
-    """Pieces for one device that fit into one slot: to hand small ones to a thread costs more than to read them."""
-    batch: list[_Read] = []
+def _submit(batch: _Batch, staging: Staging) -> None:
+    slot = staging.take()
+    first, sizes = batch[0][0], [piece.source.numel() for piece, _ in batch]
+    if first.is_direct:
+        staging.submit(slot, partial(_fill, batch, [array_of(piece.target) for piece, _ in batch]))
+        return
+    memory = slot.memory(sum(sizes) * first.source.itemsize, first.target.device).view(first.source.dtype)
+    places = np.split(array_of(memory), list(accumulate(sizes))[:-1])
+    staging.submit(slot, partial(_fill, batch, places), partial(_put, batch, memory, slot))
+
+
+def _batches(slices: Iterable[tuple[SliceCopy, SafetensorsFile]], num_bytes: int) -> Iterator[_Batch]:
+    """To hand small pieces to a thread costs more than to read them."""
+    batch: _Batch = []
     filled = 0
     for slice_copy, file in slices:
         for piece in slice_copy.pieces(num_bytes):
-            size, device = piece.source.nbytes, piece.target.device
-            if batch and (filled + size > num_bytes or device != batch[0].slice_copy.target.device):
+            if batch and (filled + piece.source.nbytes > num_bytes or piece.kind != batch[0][0].kind):
                 yield batch
                 batch, filled = [], 0
-            batch.append(_Read(piece, file, filled))
-            filled += aligned(size)
+            batch.append((piece, file))
+            filled += piece.source.nbytes
     if batch:
         yield batch
 
 
-def _fill(work: Iterable[tuple[SafetensorsFile, Tensor, Tensor]]) -> None:
-    for file, source, out in work:
-        file.read(source, out)
+def _fill(batch: _Batch, places: Sequence[Array]) -> None:
+    for (piece, file), place in zip(batch, places, strict=True):
+        file.read(piece.source, place)
 
 
-def _put(staged: Sequence[_Read], memory: Tensor, slot: Slot) -> None:
+def _put(batch: _Batch, memory: Tensor, slot: Slot) -> None:
     """Take what has arrived in a slot to the device at once, and from there into place, with casts and transposes."""
-    device = staged[0].slice_copy.target.device
-    arrived = memory.to(device, non_blocking=True)
-    for each in staged:
-        SliceCopy(each.arrived(arrived), each.slice_copy.target, each.slice_copy.crossing).run()
-    slot.mark(device)
+    targets = [piece.target for piece, _ in batch]
+    arrived = memory.to(targets[0].device, non_blocking=True).to(batch[0][0].crossing)
+    parts = arrived.split([target.numel() for target in targets])
+    torch._foreach_copy_(targets, [part.view(target.shape) for part, target in zip(parts, targets, strict=True)])
+    slot.mark(targets[0].device)

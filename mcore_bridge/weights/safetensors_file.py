@@ -88,15 +88,15 @@ class SafetensorsFile:
         count = math.prod(entry.shape)
         return torch.frombuffer(self._map, dtype=entry.dtype, count=count, offset=entry.start).view(entry.shape)
 
-    def read(self, view: Tensor, out: Tensor) -> None:
-        """Copy ``view``, a slice of one of the tensors, into ``out`` (contiguous, on CPU) without the use of the map.
+    def read(self, view: Tensor, out: Array) -> None:
+        """Copy ``view``, a slice of one of the tensors, into ``out`` (of ``array_of``) without the use of the map.
 
         Raises:
             CheckpointError: the file cannot be read, or has become shorter since it was opened.
         """
         strides = tuple(stride * view.itemsize for stride in view.stride())
         try:
-            read_array(self._fd, view.data_ptr() - self._address, _array(out), strides)
+            read_array(self._fd, view.data_ptr() - self._address, out.reshape(view.shape), strides)
         except (OSError, EOFError) as error:
             raise CheckpointError(f"cannot read {self.path}: {error}; copy it again") from None
 
@@ -123,14 +123,14 @@ class SafetensorsWriter:
         header, self._starts = _lay_out(tensors)
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            write_bytes(self._fd, 0, _array(torch.frombuffer(bytearray(header), dtype=torch.uint8)))
+            write_bytes(self._fd, 0, array_of(torch.frombuffer(bytearray(header), dtype=torch.uint8)))
         except OSError:
             os.close(self._fd)
             raise
 
     def write(self, name: str, start: int, data: Tensor) -> None:
         """Write ``data`` (contiguous, on CPU) from byte ``start`` of the tensor ``name`` on."""
-        write_bytes(self._fd, self._starts[name] + start, _array(data))
+        write_bytes(self._fd, self._starts[name] + start, array_of(data))
 
     def __enter__(self) -> SafetensorsWriter:
         return self
@@ -151,6 +151,6 @@ def _lay_out(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> tup
     return struct.pack("<Q", len(text)) + text, {name: 8 + len(text) + offset for name, offset in offsets.items()}
 
 
-def _array(tensor: Tensor) -> Array:
-    """A CPU tensor as an array: of integers, since numpy lacks some dtypes and nothing here computes."""
+def array_of(tensor: Tensor) -> Array:
+    """A contiguous CPU tensor as an array: of integers, since numpy lacks some dtypes and nothing here computes."""
     return tensor.detach().view(_INTEGERS[tensor.itemsize]).numpy()
