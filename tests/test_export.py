@@ -458,6 +458,33 @@ def test_megatrons_own_wrappers_are_seen_through():
     pool.run(4, export_wrapped)
 
 
+def export_what_replicas_have_yet_to_gather(unwrapped):
+    """A distributed optimizer's step changes a replica's share of the parameters, and leaves the rest to a forward."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    chunks, state = built(mb.ParallelDims(tp=2))
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+    )
+    wrapped = [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
+    models = chunks if unwrapped else wrapped
+    assert_exact(mb.to_hf_state_dict(models), state)
+    for group in wrapped[0].bucket_groups:
+        group.param_gather_dispatched = False  # as a backward does
+        for bucket in group.buckets:
+            shares = bucket.param_data.chunk(group.intra_distributed_optimizer_instance_size)
+            shares[group.intra_distributed_optimizer_instance_rank].neg_()
+    with pytest.raises(ExportError, match="yet to gather"):
+        list(mb.iter_hf_pieces(models))
+    assert_exact(mb.to_hf_state_dict(models), {name: -tensor for name, tensor in state.items()})
+    assert list(mb.iter_hf_pieces(models))
+
+
+@pytest.mark.parametrize("unwrapped", [False, True])
+def test_what_a_step_left_to_the_next_forward_is_gathered_first(unwrapped):
+    pool.run(4, export_what_replicas_have_yet_to_gather, unwrapped)
+
+
 class Unknown:
     """Mixed into a class, it makes one that no table of classes knows."""
 

@@ -20,6 +20,7 @@ from mcore_bridge.weights.dtypes import Dtypes, wanted_dtype
 from mcore_bridge.weights.entries import Inventory
 from mcore_bridge.weights.exchange import check_storage, raise_failures, run_program
 from mcore_bridge.weights.mapping import Rules
+from mcore_bridge.weights.pending import gather_pending
 from mcore_bridge.weights.plan import ExportPlan
 from mcore_bridge.weights.planning import plan_export, plan_targets
 from mcore_bridge.weights.program import Program
@@ -68,7 +69,8 @@ def iter_hf_weights(
     """Yield every HF tensor, whole, on every rank: same names, order, shapes and bits; or what ``target`` says.
 
     All ranks of a model replica (tensor, expert and pipeline ranks) iterate together, also those that get nothing;
-    replicas do so on their own.
+    replicas do so on their own. Only where megatron-core's DDP has ``overlap_param_gather`` do all of them begin
+    together: what a step of the optimizer left for the next forward is gathered first.
     Tensors are detached copies that the caller may keep, unless ``copy`` is False. A rank may stop early: close the
     generator (or let go of it), and it goes on sending what the others still need before ``close`` returns.
 
@@ -92,6 +94,7 @@ def iter_hf_weights(
         ExportError: on every rank of the group, when any of them fails; names rank and parameter.
         TargetError: on every rank of the group, when the model cannot be cut as the target of any of them says.
     """
+    gather_pending(models)
     export = open_export(models, hf, head, dialect=dialect, bucket_bytes=bucket_bytes, target=target)
     with closing(run_program(export.program, export.group, export.tensors, lend=not copy)) as pairs:
         if dtype is None and device is None:

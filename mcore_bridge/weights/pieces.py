@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from mcore_bridge.errors import ExportError
 from mcore_bridge.weights.bound import Models, bind, noted
 from mcore_bridge.weights.exchange import check_storage
 from mcore_bridge.weights.mapping import unstacked
+from mcore_bridge.weights.pending import is_pending
 from mcore_bridge.weights.provenance import HF, Dialect
 from mcore_bridge.weights.trace import Copy, Shape
 
@@ -43,8 +45,14 @@ def iter_hf_pieces(
 
     Raises:
         MappingError: when it is not known where models come from, or a parameter has no rule.
-        ExportError: when a parameter has no storage.
+        ExportError: when a parameter has no storage, or with ``overlap_param_gather`` a step of the optimizer has left
+            parameters for the next forward to gather.
     """
+    if is_pending(models):
+        raise ExportError(
+            "replicas have yet to gather what a step changed, and nothing communicates here: on all of them, call "
+            "start_param_sync(force_sync=True) of each model first"
+        )
     bound = bind(models, noted(models, hf, head), dialect=dialect)
     check_storage(bound.tensors)
     for mcore, tensor in bound.tensors.items():
