@@ -31,13 +31,12 @@ CHUNK = 64
 """Tokens that are solved for together; the rule's result does not depend on it."""
 
 
-def adapt_attention(layer: Any, config: TransformerConfig, number: int, backend: str) -> Any:
-    """The spec of layer ``number`` (from 0), with linear attention or an output gate where the config asks for one."""
+def adapt_attention(layer: Any, config: TransformerConfig, number: int, backend: str) -> None:
+    """Linear attention or an output gate for layer ``number`` (from 0), where the config asks for one."""
     if _is_linear(config, number):
-        layer.submodules.self_attention = _delta_spec(config, backend)
+        layer.self_attention = _delta_spec(config, backend)
     elif config.attention_output_gate:
-        layer.submodules.self_attention.module = GatedSelfAttention
-    return layer
+        layer.self_attention.module = GatedSelfAttention
 
 
 def _is_linear(config: TransformerConfig, number: int) -> bool:

@@ -55,5 +55,5 @@ class ScoresCoreAttention(CoreAttention):
     def _softmax(self, scores: Tensor) -> Tensor:
         if self.softmax_offset is None:
             return scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
-        sinks = self.softmax_offset[:, None, None].expand(scores.size(0), -1, scores.size(2), 1)
+        sinks = self.softmax_offset.to(scores.dtype)[:, None, None].expand(scores.size(0), -1, scores.size(2), 1)
         return torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.kernels import adapt_kernel
 from mcore_bridge.factory.latent import adapt_latent
 from mcore_bridge.factory.sparse import adapt_sparse
 from mcore_bridge.factory.temperature import adapt_query_temperature
@@ -48,33 +49,38 @@ def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) ->
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+    plain = copy.copy(config)
+    plain.experimental_attention_variant = None  # mcore 0.16 ignores it here and 0.19 refuses it: adapt_attention
+    specs = get_gpt_decoder_layer_specs(plain, backend == "te", config.normalization)
+    own = [copy.deepcopy(specs[layer]) for layer in layers]  # mcore repeats one object for all like layers
+    for number, spec in zip(layers, own, strict=True):
+        _adapt(spec.submodules, config, number, backend)
+    return TransformerBlockSubmodules(layer_specs=own, layer_norm=norm_of(backend))
+
+
+def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend) -> None:
+    """Our modules for layer ``number`` (from 0)."""
     from mcore_bridge.factory.delta import adapt_attention
     from mcore_bridge.factory.experts import adapt_experts
     from mcore_bridge.factory.layer_rope import adapt_layer_rope
     from mcore_bridge.factory.norms import adapt_norm_placement, adapt_query_key_norms
     from mcore_bridge.factory.scores import adapt_scores
 
-    use_te = backend == "te"
-    plain = copy.copy(config)
-    plain.experimental_attention_variant = None  # mcore 0.16 ignores it here and 0.19 refuses it: adapt_attention
-    specs = get_gpt_decoder_layer_specs(plain, use_te, config.normalization)
-    for spec in {id(spec): spec for spec in specs}.values():  # mcore repeats one object for all like layers
-        if not use_te:
-            _use_torch_modules(spec.submodules, config)
-        adapt_experts(spec.submodules, config, backend)
-        adapt_latent(spec.submodules, config, backend)
-        adapt_sparse(spec.submodules, config, backend)
-        if getattr(config, "attention_output_bias", False):
-            spec.submodules.self_attention.submodules.linear_proj = _biased_row_linear(backend)
-        adapt_scores(spec.submodules, config, backend)  # before what stands in front of the core attention
-        adapt_query_temperature(spec.submodules, config)
-        adapt_layer_rope(spec.submodules, config, backend)
-        adapt_query_key_norms(spec.submodules, config, backend)
-        adapt_norm_placement(spec.submodules, config, backend)
-    return TransformerBlockSubmodules(
-        layer_specs=[adapt_attention(copy.deepcopy(specs[layer]), config, layer, backend) for layer in layers],
-        layer_norm=norm_of(backend),
-    )
+    if backend == "torch":
+        _use_torch_modules(layer, config)
+    adapt_experts(layer, config, backend)
+    adapt_latent(layer, config, backend)
+    adapt_sparse(layer, config, backend)
+    if getattr(config, "attention_output_bias", False):
+        layer.self_attention.submodules.linear_proj = _biased_row_linear(backend)
+    adapt_scores(layer, config, backend)  # the core attention first, and then what stands in front of it
+    if backend == "te":
+        adapt_kernel(layer, config, number)
+    adapt_query_temperature(layer, config)
+    adapt_layer_rope(layer, config, backend)
+    adapt_query_key_norms(layer, config, backend)
+    adapt_norm_placement(layer, config, backend)
+    adapt_attention(layer, config, number, backend)
 
 
 def norm_of(backend: Backend) -> type:

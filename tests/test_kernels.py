@@ -1,0 +1,90 @@
+"""Which attention stands in where TransformerEngine has none; what it has itself is tried on GPUs."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+
+from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.kernels import lacking, with_sinks
+from mcore_bridge.factory.scores import ScoresCoreAttention
+from tests.test_modules import ALONE, settings
+
+LAID_OUT = {
+    "context_parallel_size": 2,
+    "tensor_model_parallel_size": 2,
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
+    "multi_latent_attention": False,
+    "params_dtype": torch.bfloat16,
+    "cp_comm_type": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "windowed", "reason"),
+    [
+        ({}, True, ""),
+        ({"context_parallel_size": 1, "params_dtype": torch.float32, "kv_channels": 7}, True, ""),
+        ({"params_dtype": torch.float32}, False, "fp32"),
+        ({"softmax_type": "learnable"}, False, "sinks"),
+        ({"kv_channels": 260}, False, "heads of 260"),
+        ({"kv_channels": 260, "multi_latent_attention": True}, False, ""),
+        ({"num_query_groups": 2}, True, "1 key heads"),
+        ({"num_query_groups": 2}, False, ""),
+        ({"num_query_groups": 1}, True, "1 key heads"),
+        ({"attention_dropout": 0.1}, True, "dropped-out"),
+    ],
+)
+def test_what_is_lacking_has_a_reason(changes: dict[str, Any], windowed: bool, reason: str) -> None:
+    found = lacking(settings(**{**LAID_OUT, **changes}), windowed=windowed)
+    assert reason in found if reason else not found
+
+
+@pytest.mark.parametrize("cp_comm_type", ["a2a+p2p", "allgather", ["p2p", "a2a"]])
+def test_what_would_attend_wrongly_is_refused(cp_comm_type: Any) -> None:
+    with pytest.raises(ConfigError, match="cp_comm_type must be one of"):
+        lacking(settings(**{**LAID_OUT, "cp_comm_type": cp_comm_type}), windowed=False)
+
+
+class Fused(torch.nn.Module):
+    """As TransformerEngine's attention: it has sinks that nobody initialised, and takes rows only."""
+
+    def __init__(self, config: Any, *places: Any, **more: Any) -> None:
+        super().__init__()
+        self.softmax_offset = torch.nn.Parameter(torch.full((4,), torch.nan))
+
+    def forward(self, query: Any, *arguments: Any, packed_seq_params: Any = None, **more: Any) -> str:
+        assert packed_seq_params is None
+        return "fused"
+
+
+def test_sinks_of_packed_sequences_are_those_of_rows() -> None:
+    config = settings(
+        softmax_type="learnable",
+        num_attention_heads=4,
+        tensor_model_parallel_size=1,
+        init_method=torch.nn.init.normal_,
+    )
+    places = 1, AttnMaskType.causal, "self"
+    groups = SimpleNamespace(cp=ALONE)
+    either: Any = with_sinks(Fused)(config, *places, cp_comm_type=None, pg_collection=groups)
+    assert list(dict(either.named_parameters())) == ["softmax_offset"]
+    assert either.softmax_offset.isfinite().all()
+    query, key, value = (torch.randn(7, heads, 8) for heads in (4, 2, 2))
+    mask = {"attention_mask": None, "attn_mask_type": AttnMaskType.causal}
+    assert either(query[:, None], key[:, None], value[:, None], **mask) == "fused"
+    starts = torch.tensor([0, 3, 7])
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts)
+    either = either.to(torch.float32)
+    either.softmax_offset = torch.nn.Parameter(torch.randn(4))  # as when a model on the meta device gets its storage
+    found = either(query, key, value, **mask, packed_seq_params=packed)
+    plain: Any = ScoresCoreAttention(config, *places, pg_collection=groups)
+    plain.softmax_offset.data.copy_(either.softmax_offset)
+    parts = [plain(*(each[a:b, None] for each in (query, key, value)), **mask) for a, b in ((0, 3), (3, 7))]
+    torch.testing.assert_close(found, torch.cat(parts)[:, 0])
+    found.sum().backward()
+    assert either.softmax_offset.grad.abs().min() > 0
