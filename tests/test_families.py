@@ -4,16 +4,17 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING
 
-from mcore_bridge import ParallelDims, to_transformer_config
+from mcore_bridge import ParallelDims, build_model, to_transformer_config
 from mcore_bridge.architecture import architecture_of
 from mcore_bridge.config.fields import require_total
 from mcore_bridge.config.hf import read_config
 from mcore_bridge.errors import BridgeError, MeshError
-from tests import zoo
+from tests import fake_mesh, zoo
 from tests.families import built, ignored_by
 from tests.test_roundtrip import check
 
@@ -128,3 +129,17 @@ def _another(field: str, value: object) -> object:
             return {**mapping, "other": 1}
         case other:
             raise AssertionError(f"no other value for {field}={other!r}")
+
+
+def parameters(hf: Any, dims: ParallelDims) -> dict[str, torch.nn.Parameter]:
+    with fake_mesh.rank_of(dims, 0, dims.tp):
+        (model,) = build_model(hf, dims=dims, load_weights=False, device="meta", dtype=torch.float32)
+        return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("name", {case.model_type: name for name, case in zoo.cases().items()}.values())
+def test_what_tensor_parallel_ranks_hold_a_part_of_counts_for_the_norm_of_gradients(name: str) -> None:
+    whole, parts = (parameters(zoo.cases()[name].hf, ParallelDims(tp=tp, sp=tp > 1)) for tp in (1, 2))
+    for parameter, part in parts.items():
+        is_part = part.shape != whole[parameter].shape or ".experts." in parameter
+        assert getattr(part, "tensor_model_parallel", False) == is_part, parameter

@@ -79,11 +79,12 @@ def build_chunk(blueprint: Blueprint, stage: Stage, *, seed: int) -> GPTModel:
 
 def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     """What mcore cannot build (rope, dropout, scales and small heads), and the note of where the chunk is from."""
-    from mcore_bridge.factory.experts import mark_experts
     from mcore_bridge.factory.layer_rope import both_ropes
+    from mcore_bridge.factory.marks import mark_cut, mark_experts
     from mcore_bridge.factory.rotary import replace_rotary
     from mcore_bridge.factory.scales import cap_logits, scale_embedding
 
+    mark_cut(chunk)
     mark_experts(chunk)
     replace_rotary(chunk)
     both_ropes(chunk)

@@ -17,7 +17,6 @@ from mcore_bridge.factory.specs import submodules_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer import TransformerConfig
 
     Compute = Callable[..., tuple[Tensor, Tensor]]
@@ -95,20 +94,6 @@ def adapt_experts(layer: Any, config: TransformerConfig, backend: str) -> None:
         submodules_of(submodules.experts).linear_fc2 = ExpertRowParallelLinear
     elif has_softmax_bias(config):
         submodules.router = BiasedRouter
-
-
-def mark_experts(chunk: GPTModel) -> None:
-    """Say of the experts' parameters who sums their gradients: the data-parallel ranks of experts, or those of all.
-
-    0.16.1 says so for ep > 1 only. With fewer ranks in etp than in tp, tensor-parallel ranks see other tokens each with
-    the same experts, and nobody would sum what they find (0.19.2 says so there as well).
-    """
-    config = chunk.config
-    apart = config.expert_model_parallel_size > 1
-    apart = apart or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
-    for name, parameter in chunk.named_parameters():
-        if ".experts." in name:
-            parameter.allreduce = not apart
 
 
 def _computed(
