@@ -478,6 +478,10 @@ def export_what_replicas_have_yet_to_gather(unwrapped):
         list(mb.iter_hf_pieces(models))
     assert_exact(mb.to_hf_state_dict(models), {name: -tensor for name, tensor in state.items()})
     assert list(mb.iter_hf_pieces(models))
+    next(chunks[0].parameters()).data = next(chunks[0].parameters()).data.clone()
+    wrapped[0].bucket_groups[0].param_gather_dispatched = False
+    with pytest.raises(ExportError, match="moved before replicas had gathered"):
+        mb.to_hf_state_dict(models)
 
 
 @pytest.mark.parametrize("unwrapped", [False, True])

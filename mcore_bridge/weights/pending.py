@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from mcore_bridge.errors import ExportError
 from mcore_bridge.weights.bound import Models
 from mcore_bridge.weights.names import unwrap
 
@@ -20,15 +21,28 @@ def is_pending(models: Models) -> bool:
 
 
 def gather_pending(models: Models) -> None:
-    """Gather them now. A collective of all replicas, on which ``is_pending`` is the same."""
-    for ddp in _wrappers(models):
-        if _awaits(ddp):
-            ddp.start_param_sync(force_sync=True)
+    """Gather them now. A collective of all replicas, on which ``is_pending`` is the same.
+
+    Raises:
+        ExportError: where parameters lie elsewhere by now, and what is gathered would not reach them.
+    """
+    for ddp in filter(_awaits, _wrappers(models)):
+        for bucket in (bucket for group in _groups(ddp) for bucket in group.buckets):
+            own = bucket.param_data.untyped_storage().data_ptr()
+            if any(parameter.untyped_storage().data_ptr() != own for parameter in bucket.params):
+                raise ExportError(
+                    "parameters were moved before replicas had gathered what a step changed, and are stale: call "
+                    "start_param_sync(force_sync=True) of each model before they are offloaded"
+                )
+        ddp.start_param_sync(force_sync=True)
+
+
+def _groups(ddp: DistributedDataParallel) -> Sequence[Any]:
+    return [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
 
 
 def _awaits(ddp: DistributedDataParallel) -> bool:
-    groups = ddp.bucket_groups + ddp.expert_parallel_bucket_groups
-    return any(not group.param_gather_dispatched or group.param_gather_handle is not None for group in groups)
+    return any(not group.param_gather_dispatched or group.param_gather_handle is not None for group in _groups(ddp))
 
 
 def _wrappers(models: Models) -> Iterator[DistributedDataParallel]:
