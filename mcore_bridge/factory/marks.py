@@ -19,7 +19,10 @@ def mark_cut(chunk: GPTModel) -> None:
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
     for module in chunk.modules():
-        if isinstance(module, VocabParallelEmbedding | ColumnParallelLinear):
+        if getattr(module, "parallel_mode", "") is None:  # TransformerEngine marks what each rank holds whole as well
+            for parameter in module.parameters(recurse=False):
+                parameter.tensor_model_parallel = False
+        elif isinstance(module, VocabParallelEmbedding | ColumnParallelLinear):
             _mark(module.weight, 0)
         elif isinstance(module, RowParallelLinear):
             _mark(module.weight, 1)
