@@ -42,16 +42,16 @@ class Ours:
         self._mb, self._folder = mb, folder
         dims = mb.ParallelDims(**sizes)
         dims.initialize(device=device)  # which finds the mesh as it wants it
-        self._models = mb.build_model(folder, dims=dims, device=device, load_weights=False)
+        self.models = mb.build_model(folder, dims=dims, device=device, load_weights=False)
 
     def exports(self) -> dict[str, Callable[[], Pairs]]:
-        return {"default": lambda: self._mb.iter_hf_weights(self._models)}
+        return {"default": lambda: self._mb.iter_hf_weights(self.models)}
 
     def load(self) -> None:
-        self._mb.load_hf_weights(self._models, self._folder)
+        self._mb.load_hf_weights(self.models, self._folder)
 
     def save(self, target: Path) -> None:
-        self._mb.save_hf_checkpoint(self._models, target)
+        self._mb.save_hf_checkpoint(self.models, target)
 
 
 class MBridge:
@@ -65,16 +65,16 @@ class MBridge:
             config.rope_theta = config.rope_parameters["rope_theta"]
         self._folder = str(folder)
         self._bridge = AutoBridge.from_config(config)
-        self._models = self._bridge.get_model()
+        self.models = self._bridge.get_model()
 
     def exports(self) -> dict[str, Callable[[], Pairs]]:
-        return {"default": lambda: self._bridge.export_weights(self._models)}
+        return {"default": lambda: self._bridge.export_weights(self.models)}
 
     def load(self) -> None:
-        self._bridge.load_weights(self._models, self._folder)
+        self._bridge.load_weights(self.models, self._folder)
 
     def save(self, target: Path) -> None:
-        self._bridge.save_weights(self._models, str(target))
+        self._bridge.save_weights(self.models, str(target))
 
 
 class MegatronBridge:
@@ -88,24 +88,24 @@ class MegatronBridge:
         for name, value in _config_fields(sizes).items():
             setattr(provider, name, value)
         provider.finalize()
-        self._models = provider.provide_distributed_model(wrap_with_ddp=False)
+        self.models = provider.provide_distributed_model(wrap_with_ddp=False)
         self._tasks: Any = None
 
     def exports(self) -> dict[str, Callable[[], Pairs]]:
         return {"default": self._export, "tasks kept": self._export_with_tasks}
 
     def _export(self, **options: Any) -> Pairs:
-        return iter(self._bridge.export_hf_weights(self._models, show_progress=False, **options))
+        return iter(self._bridge.export_hf_weights(self.models, show_progress=False, **options))
 
     def _export_with_tasks(self) -> Pairs:
-        self._tasks = self._tasks or self._bridge.get_conversion_tasks(self._models)
+        self._tasks = self._tasks or self._bridge.get_conversion_tasks(self.models)
         return self._export(conversion_tasks=self._tasks)
 
     def load(self) -> None:
-        self._bridge.load_hf_weights(self._models)
+        self._bridge.load_hf_weights(self.models)
 
     def save(self, target: Path) -> None:
-        self._bridge.save_hf_weights(self._models, str(target), show_progress=False)
+        self._bridge.save_hf_weights(self.models, str(target), show_progress=False)
 
 
 class ModelScope:
@@ -121,16 +121,16 @@ class ModelScope:
         fields = {**theirs.hf_to_mcore_config(config), **_config_fields(sizes)}
         self._folder = str(folder)
         self._config = theirs.ModelConfig(**fields)
-        self._models = [model.to(device) for model in theirs.get_mcore_model(self._config)]
+        self.models = [model.to(device) for model in theirs.get_mcore_model(self._config)]
 
     def exports(self) -> dict[str, Callable[[], Pairs]]:
-        return {"default": lambda: self._config.bridge.export_weights(self._models)}
+        return {"default": lambda: self._config.bridge.export_weights(self.models)}
 
     def load(self) -> None:
-        self._config.bridge.load_weights(self._models, self._folder)
+        self._config.bridge.load_weights(self.models, self._folder)
 
     def save(self, target: Path) -> None:
-        self._config.bridge.save_weights(self._models, str(target))
+        self._config.bridge.save_weights(self.models, str(target))
 
 
 LIBRARIES: dict[str, tuple[str, Callable[[Path, dict[str, int], str], Library]]] = {

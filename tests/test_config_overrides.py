@@ -2,18 +2,18 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import mcore_bridge as mb
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config, to_transformer_config
 from mcore_bridge.errors import ConfigError, MeshError
-from tests.families import (
-    family,
-    read,
-    table_of,
-)
+from tests import zoo
+from tests.families import family, read, table_of
+from tests.strategies import tiny
 
 
 def test_overrides_come_last_and_may_be_none(tmp_path: Path) -> None:
@@ -44,6 +44,22 @@ def test_an_override_that_reaches_nothing_is_refused(name: str, message: str, tm
     for function in (to_transformer_config, to_gpt_arguments):
         with pytest.raises(ConfigError, match=message):
             function(hf, table_of(hf), overrides={name: 1})
+
+
+@pytest.mark.parametrize(
+    ("hf", "switch"),
+    [
+        (tiny("llama", hidden_act="gelu"), "bias_activation_fusion"),
+        (tiny("llama", hidden_act="gelu"), "use_te_activation_func"),
+        (zoo.cases()["nemotron"].hf, "use_te_activation_func"),
+        (zoo.cases()["gpt_oss"].hf, "use_te_activation_func"),
+    ],
+    ids=lambda value: getattr(value, "model_type", value),
+)
+def test_a_kernel_of_another_activation_is_refused(hf: Any, switch: str) -> None:
+    with pytest.raises(ConfigError, match=f"{switch} must be False"):
+        mb.to_transformer_config(hf, overrides={switch: True})
+    assert mb.to_transformer_config(tiny("llama"), overrides={"bias_activation_fusion": True})
 
 
 def test_every_field_of_the_mesh_is_refused_as_an_override(tmp_path: Path) -> None:

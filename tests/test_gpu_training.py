@@ -39,6 +39,23 @@ MESHES = {
     8: [mb.ParallelDims(tp=2, pp=4, sp=True), mb.ParallelDims(tp=2, cp=2, pp=2, ep=4, sp=True)],
 }
 """Beside data parallelism alone, with which they are compared; the first on 8 GPUs is siiRL's."""
+SWITCHES = {
+    "recompute all": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "recompute blocks": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+    "recompute attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "recompute norms": {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]},
+    "fused rope": {"apply_rope_fusion": True},
+    "fused gradients": {"gradient_accumulation_fusion": True},
+    "fused rest": {
+        "bias_activation_fusion": True,
+        "bias_dropout_fusion": True,
+        "masked_softmax_fusion": True,
+        "cross_entropy_loss_fusion": True,
+    },
+    "plain experts": {"moe_permute_fusion": False, "moe_token_dispatcher_type": "allgather"},
+    "fp32 router": {"moe_router_dtype": "fp32", "deallocate_pipeline_outputs": True},
+}
+"""What configs of trainers set, and none of which changes what is computed."""
 ROWS, LONG, STEPS = 8, 48, 3
 BOUND = 2e-5  # of a gradient in fp32, relative to its largest value
 
@@ -88,9 +105,8 @@ def optimizer_of(models, **settings):
     return get_megatron_optimizer(OptimizerConfig(lr=1e-3, weight_decay=0.0, clip_grad=1e9, **settings), models)
 
 
-def gradients(hf, dims, state, *, packed=True):
+def gradients(hf, dims, state, *, packed=True, **overrides):
     """By HF name, in fp32; and the norm that megatron-core makes of them."""
-    overrides = {"moe_aux_loss_coeff": 0.0} if hf.model_type in SPARSE else {}
     chunks = mb.build_model(hf, dims=dims, dtype=torch.float32, load_weights=state, overrides=overrides)
     models = wrapped(chunks)
     optimizer = optimizer_of(models)
@@ -150,8 +166,7 @@ def differing(found, expected):
 
 def train(hf, dims, state, dtype, *, overlap):
     """Some steps, and what was wrong with what was exported after each of them."""
-    overrides = {"moe_aux_loss_coeff": 0.0} if hf.model_type in SPARSE else {}
-    chunks = mb.build_model(hf, dims=dims, dtype=dtype, load_weights=state, overrides=overrides)
+    chunks = mb.build_model(hf, dims=dims, dtype=dtype, load_weights=state)
     models = wrapped(chunks, use_distributed_optimizer=True, overlap_grad_reduce=overlap, overlap_param_gather=overlap)
     half = {torch.bfloat16: {"bf16": True}, torch.float16: {"fp16": True, "initial_loss_scale": 1024.0}}[dtype]
     optimizer = optimizer_of(models, use_distributed_optimizer=True, overlap_param_gather=overlap, **half)
@@ -224,6 +239,11 @@ def rank_main(rank, world_size):
             if family == "qwen3":
                 halves = {name: tensor.to(torch.float16) for name, tensor in states[family].items()}
                 tasks["float16"] = functools.partial(train, hf, dims, halves, torch.float16, overlap=True)
+            if world_size == 1 and family in ("qwen3", "qwen3_moe"):
+                tasks |= {
+                    f"gradients, {switch}": functools.partial(gradients, hf, dims, states[family], **overrides)
+                    for switch, overrides in SWITCHES.items()
+                }
             for task, run in tasks.items():
                 try:
                     found = run()

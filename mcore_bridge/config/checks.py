@@ -7,6 +7,8 @@ from collections.abc import Mapping, Set
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
+from torch.nn.functional import gelu, silu
+
 from mcore_bridge.config.rope import ATTENTION_FACTOR
 from mcore_bridge.errors import ConfigError
 
@@ -106,6 +108,23 @@ def require_vocab(padded: object, *, at_least: int, tp: int) -> None:
     if not isinstance(padded, int) or padded < at_least or padded % tp:
         raise ConfigError(
             f"vocab_size must be a multiple of tp={tp} and at least the {at_least} of the HF config, found {padded!r}."
+        )
+
+
+def require_activation(settings: Mapping[str, object]) -> None:
+    """Raises ``ConfigError`` where a kernel that was asked for computes another activation than the model has."""
+    found = settings.get("activation_func")
+    if settings.get("bias_activation_fusion") and found is gelu:
+        raise ConfigError(
+            "bias_activation_fusion must be False: its GELU is approximated by a tanh, and this model's is not. Remove "
+            "the override."
+        )
+    plain = not settings.get("activation_func_clamp_value") and not settings.get("glu_linear_offset")
+    exact = found is silu and settings.get("gated_linear_unit") and plain
+    if settings.get("use_te_activation_func") and not exact:
+        raise ConfigError(
+            "use_te_activation_func must be False: TransformerEngine's module is this model's activation only where it "
+            "is a gated SiLU without clamp and offset. Remove the override."
         )
 
 

@@ -15,6 +15,7 @@ from mcore_bridge.config.checks import (
     config_class,
     config_fields,
     gpt_argument_names,
+    require_activation,
     require_known,
     require_layers,
     require_overridable,
@@ -117,6 +118,7 @@ def _settings(
         settings |= _latent_rope(rope, overrides) if latent else _rope_settings(rope.overridden(overrides), settings)
     if isinstance(sliding := settings.get("hf_sliding_rope"), Rope):
         settings["hf_sliding_rope"] = sliding.overridden(_only(overrides, frozenset({"kv_channels"})))
+    require_activation(settings)
     require_layers(settings)
     require_known(settings, latent=latent)
     return settings

@@ -103,7 +103,7 @@ def draw(
     assert isinstance(num_mtp_layers, int)
     _check_mtp(provenance, num_mtp_layers)
     dims = resolve_layout(dims, hf, dtype=dtype, head=head, num_mtp_layers=num_mtp_layers)
-    overrides = {"moe_grouped_gemm": chosen == "te", **_interleaved(dims, overrides)}
+    overrides = {**specs.kernels_of(chosen), **_interleaved(dims, overrides)}
     table = architecture.fields
     config = transformer.to_transformer_config(hf, table, dims=dims, dtype=dtype, overrides=overrides)
     gpt_arguments = transformer.to_gpt_arguments(hf, table, dims=dims, overrides=overrides)

@@ -38,6 +38,13 @@ def choose_backend(backend: str, *, device: torch.device) -> Backend:
     return "te" if backend == "te" else "torch"
 
 
+def kernels_of(backend: Backend) -> dict[str, object]:
+    """Fields of a config that choose the kernels of a backend where experts are, which give the same at more speed."""
+    from megatron.core.utils import is_te_min_version
+
+    return {"moe_grouped_gemm": backend == "te", "moe_permute_fusion": backend == "te" and is_te_min_version("2.1.0")}
+
+
 def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) -> TransformerBlockSubmodules:
     """mcore's block spec of a stage, with our modules. Each layer has a spec of its own, to be edited alone.
 

@@ -1,0 +1,127 @@
+"""Tokens per second of a forward and backward pass of our model, beside the same one that Megatron-Bridge builds.
+
+    torchrun --nproc-per-node 1 benchmarks/train.py --site SITE "qwen3-8b" "qwen3-30b-a3b layers=12"
+    torchrun --nproc-per-node 2 benchmarks/train.py --site SITE "qwen3-8b tp=2 sp=1"
+
+The two are built one after the other in one process, wrapped in megatron-core's DDP, given the same weights and tokens,
+and measured in turns; each turn is a report of its own. The first also says which fields of the two configs differ.
+SITE is as for ``peers.py``. Further arguments `--ours name=value` override fields of our config, as a trainer would.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import statistics
+import sys
+import tempfile
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import MemoryPeak, config_of, parsed, report, timed
+from libraries import MegatronBridge
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from peer import join
+
+import mcore_bridge as mb
+
+
+def main() -> None:
+    """Each case by each library, in turns."""
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="+", help="a model and its mesh, of one pipeline stage: 'qwen3-8b tp=2 sp=1'")
+    parser.add_argument("--site", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=4096, help="in a sequence")
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--ours", action="append", default=[], metavar="NAME=VALUE", help="VALUE is JSON")
+    arguments = parser.parse_args()
+    sys.path.append(str(arguments.site / "megatron_bridge"))
+    for case in arguments.cases:
+        measure(case, arguments)
+
+
+def measure(case: str, arguments: Namespace) -> None:
+    """Reports of all turns of a case."""
+    from megatron.core import parallel_state
+
+    name, layers, sizes = parsed(case)
+    if not dist.is_initialized():
+        join(sizes, "cuda")
+    overrides = {key: json.loads(value) for key, _, value in (each.partition("=") for each in arguments.ours)}
+    with tempfile.TemporaryDirectory() as folder:
+        config_of(name, layers).save_pretrained(folder)
+        builds: dict[str, Callable[[], Any]] = {
+            "ours": partial(_ours, folder, sizes, overrides),
+            "megatron_bridge": lambda: MegatronBridge(Path(folder), sizes, "cuda").models[0],
+        }
+        configs = {}
+        for turn in range(arguments.turns):
+            for library, build in builds.items():
+                model = build()
+                configs[library] = _plain(model.config)
+                differing = _differing(configs) if turn == 0 and len(configs) == 2 else None
+                _measure(model, arguments, case=case, library=library, turn=turn, differing=differing)
+                del model
+                gc.collect()
+                torch.cuda.empty_cache()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def _ours(folder: str, sizes: dict[str, int], overrides: dict[str, Any]) -> Any:
+    dims = mb.ParallelDims(**sizes)
+    (model,) = mb.build_model(folder, dims=dims, device="cuda", load_weights=False, overrides=overrides)
+    return model
+
+
+def _measure(model: Any, arguments: Namespace, **fields: Any) -> None:
+    generator = torch.Generator("cuda").manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02, generator=generator)
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    wrapped = DistributedDataParallel(model.config, config, model)
+    ids = torch.randint(0, 1000, (1, arguments.tokens), generator=generator, device="cuda")
+    places = torch.arange(arguments.tokens, device="cuda")[None]
+    losses = []
+
+    def step() -> None:
+        wrapped.zero_grad_buffer()
+        loss = wrapped(ids, places, None, labels=ids).float().mean()
+        loss.backward()
+        losses.append(loss.detach())
+
+    timed(step, 3)
+    memory = MemoryPeak()
+    seconds = timed(step, arguments.repeats)
+    median = statistics.median(seconds)
+    report(
+        **fields,
+        loss=round(float(losses[-1]), 4),
+        min_s=round(min(seconds), 5),
+        median_s=round(median, 5),
+        tokens_s=round(arguments.tokens / median),
+        activations_gb=round(memory.peak() / 1e9, 3),
+    )
+    wrapped.__dict__.clear()  # hooks of autograd hold it, in a cycle that no collector sees, and it holds the buffers
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name, None) for field in dataclasses.fields(config)}
+
+
+def _differing(configs: dict[str, dict[str, Any]]) -> dict[str, tuple[str, str]]:
+    ours, theirs = (configs[library] for library in ("ours", "megatron_bridge"))
+    both = [name for name in ours if name in theirs and not name.endswith("init_method") and ours[name] != theirs[name]]
+    return {name: (str(ours[name]), str(theirs[name])) for name in both if not callable(ours[name])}
+
+
+if __name__ == "__main__":
+    main()
