@@ -1,4 +1,6 @@
-"""Make docs/families.md and docs/refused.md, and the table in README.md, from the registry; --check only compares.
+"""Make docs/families.md, docs/refused.md and the table in README.md from the registry; --check only compares.
+
+docs/support.md comes from the records of tests on GPUs.
 
 python docs/make_families.py [--check]
 """
@@ -9,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import refused_page
+import support_page
 import weights_page
 
 from mcore_bridge.architecture import Architecture, architectures, refusals
@@ -55,6 +58,7 @@ def wanted() -> dict[Path, str]:
     return {
         ROOT / "README.md": f"{before}{START}\n{overview()}\n{END}{after}",
         ROOT / "docs" / "families.md": weights_page.page(described),
+        ROOT / "docs" / "support.md": support_page.page(ROOT / "benchmarks" / "results"),
         ROOT / "docs" / "refused.md": refused_page.page({name: each for name, (each, _) in described.items()}, files),
     }
 
@@ -68,7 +72,7 @@ def main() -> None:
             path.write_text(texts[path], encoding="utf-8")
     elif stale:
         names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
-        sys.exit(f"not what the registry says: {names}; run: python docs/make_families.py")
+        sys.exit(f"not what registry and records say: {names}; run: python docs/make_families.py")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,11 @@ settings.register_profile("search", parent=settings.get_profile("ci"), max_examp
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+def pytest_addoption(parser):
+    """Of the tests on GPUs."""
+    parser.addoption("--record", metavar="FILE", help="append what passed on GPUs, for docs/support.md")
+
+
 def pytest_collection_modifyitems(config, items):
     """Deselect the tiers that nobody asked for."""
     asked = config.getoption("-m")

@@ -85,6 +85,12 @@ def world_of(dims):
     return dims.pp * max(dims.tp * dims.cp, dims.ep * dims.etp)
 
 
+def with_replicas(dims, world_size):
+    """The mesh, and how many replicas of it there are."""
+    dp = dims.dp(world_size)
+    return f"{dims} DP{dp}" if dp > 1 else str(dims)
+
+
 def rank_main(rank, dims, folder):
     """One rank: every family and backend on this mesh; the findings go to a file."""
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # TransformerEngine's fp32 would have a mantissa of 10 bits

@@ -5,6 +5,8 @@ optimizer holds, whatever is overlapped or offloaded.
 """
 
 import functools
+import importlib.util
+import itertools
 import os
 import traceback
 
@@ -13,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 import mcore_bridge as mb
+from tests import records
 from tests.strategies import random_state
-from tests.test_gpu import DENSE, SPARSE, world_of
+from tests.test_gpu import DENSE, SPARSE, with_replicas, world_of
 from tests.test_gpu_export import spawn
 
 pytestmark = pytest.mark.multigpu
@@ -45,7 +48,6 @@ SWITCHES = {
     "recompute attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "recompute norms": {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]},
     "fused rope": {"apply_rope_fusion": True},
-    "fused gradients": {"gradient_accumulation_fusion": True},
     "fused rest": {
         "bias_activation_fusion": True,
         "bias_dropout_fusion": True,
@@ -56,6 +58,14 @@ SWITCHES = {
     "fp32 router": {"moe_router_dtype": "fp32", "deallocate_pipeline_outputs": True},
 }
 """What configs of trainers set, and none of which changes what is computed."""
+if importlib.util.find_spec("fused_weight_gradient_mlp_cuda"):  # of Apex, without which megatron-core refuses it
+    SWITCHES["fused gradients"] = {"gradient_accumulation_fusion": True}
+CHECKS = {
+    "gradients": lambda task: task in ("gradients", "gradients of rows"),
+    "optimizer": lambda task: "gradients" not in task,
+    "switches": lambda task: "gradients," in task,
+}
+"""What is recorded, of which tasks."""
 ROWS, LONG, STEPS = 8, 48, 3
 BOUND = 2e-5  # of a gradient in fp32, relative to its largest value
 
@@ -166,6 +176,7 @@ def differing(found, expected):
 
 def train(hf, dims, state, dtype, *, overlap):
     """Some steps, and what was wrong with what was exported after each of them."""
+    state = {name: tensor.to(dtype) for name, tensor in state.items()}
     chunks = mb.build_model(hf, dims=dims, dtype=dtype, load_weights=state)
     models = wrapped(chunks, use_distributed_optimizer=True, overlap_grad_reduce=overlap, overlap_param_gather=overlap)
     half = {torch.bfloat16: {"bf16": True}, torch.float16: {"fp16": True, "initial_loss_scale": 1024.0}}[dtype]
@@ -215,58 +226,61 @@ def on_cpu(state):
     return {name: tensor.cpu() for name, tensor in state.items()}
 
 
+def tasks(family, dims, world_size):
+    """All that is tried of a family on a mesh, by name."""
+    hf = FAMILIES[family]
+    state = random_state(hf)
+    found = {
+        "gradients": functools.partial(gradients, hf, dims, state),
+        "gradients of rows": functools.partial(gradients, hf, dims, state, packed=False),
+        "bfloat16": functools.partial(train, hf, dims, state, torch.bfloat16, overlap=False),
+        "bfloat16 overlapped": functools.partial(train, hf, dims, state, torch.bfloat16, overlap=True),
+    }
+    if family == "qwen3":
+        found["float16"] = functools.partial(train, hf, dims, state, torch.float16, overlap=True)
+    if world_size == 1 and family in ("qwen3", "qwen3_moe"):
+        for switch, overrides in SWITCHES.items():
+            found[f"gradients, {switch}"] = functools.partial(gradients, hf, dims, state, **overrides)
+    return found
+
+
 def rank_main(rank, world_size):
     """Every family in every way on every mesh of this size: what was wrong."""
     from megatron.core import parallel_state
 
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
-    states = {family: random_state(hf) for family, hf in FAMILIES.items()}
-    findings = {}
-    expected = {}
+    findings, expected = {}, {}
     for dims in [mb.ParallelDims(), *MESHES[world_size]]:
         dims.initialize(device="cuda")
         assert world_size % world_of(dims) == 0
-        for family, hf in FAMILIES.items():
+        mesh = with_replicas(dims, world_size)
+        for family in FAMILIES:
             if (dims.ep > 1 and family not in SPARSE) or (dims.etp > 1 and family == "gpt_oss"):
                 continue
-            half = {name: tensor.to(torch.bfloat16) for name, tensor in states[family].items()}
-            tasks = {
-                "gradients": functools.partial(gradients, hf, dims, states[family]),
-                "gradients of rows": functools.partial(gradients, hf, dims, states[family], packed=False),
-                "bfloat16": functools.partial(train, hf, dims, half, torch.bfloat16, overlap=False),
-                "bfloat16 overlapped": functools.partial(train, hf, dims, half, torch.bfloat16, overlap=True),
-            }
-            if family == "qwen3":
-                halves = {name: tensor.to(torch.float16) for name, tensor in states[family].items()}
-                tasks["float16"] = functools.partial(train, hf, dims, halves, torch.float16, overlap=True)
-            if world_size == 1 and family in ("qwen3", "qwen3_moe"):
-                tasks |= {
-                    f"gradients, {switch}": functools.partial(gradients, hf, dims, states[family], **overrides)
-                    for switch, overrides in SWITCHES.items()
-                }
-            for task, run in tasks.items():
+            for task, run in tasks(family, dims, world_size).items():
                 try:
                     found = run()
                     if "gradients" in task:
                         found = compare(found, expected.setdefault(family, found))
                 except Exception:
                     found = [traceback.format_exc()]
-                findings[str(dims), family, task] = found
+                findings[mesh, family, task] = found
                 if rank == 0:
-                    print(
-                        dims,
-                        family,
-                        task,
-                        "; ".join(found).strip().splitlines()[-1][:300] if found else "right",
-                        flush=True,
-                    )
+                    last = "; ".join(found).strip().splitlines()[-1][:300] if found else "right"
+                    print(mesh, family, task, last, flush=True)
         parallel_state.destroy_model_parallel()
     return findings
 
 
 @pytest.mark.parametrize("world_size", MESHES)
-def test_training_is_that_of_one_rank_and_exports_are_what_the_optimizer_holds(world_size, tmp_path):
-    for findings in spawn(rank_main, tmp_path, world_size):
-        assert isinstance(findings, dict), findings
-        wrong = {key: found for key, found in findings.items() if found}
-        assert not wrong, "\n".join(f"{key}: {found}" for key, found in wrong.items())
+def test_training_is_that_of_one_rank_and_exports_are_what_the_optimizer_holds(world_size, tmp_path, request):
+    found = spawn(rank_main, tmp_path, world_size)
+    assert all(isinstance(findings, dict) for findings in found), found
+    for check, is_of in CHECKS.items():
+        passed = {}
+        for (mesh, family, task), problems in itertools.chain(*(findings.items() for findings in found)):
+            if is_of(task):
+                passed[mesh, family] = passed.get((mesh, family), True) and not problems
+        records.append(request.config.getoption("--record"), check, world_size, passed)
+    wrong = {key: problems for findings in found for key, problems in findings.items() if problems}
+    assert not wrong, "\n".join(f"{key}: {problems}" for key, problems in wrong.items())

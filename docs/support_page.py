@@ -1,0 +1,50 @@
+"""The text of docs/support.md: what passed on GPUs, by family and mesh, from the records in benchmarks/results."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+HEAD = """# What has passed on GPUs
+
+Made from `benchmarks/results/*_gpu.jsonl` by `docs/make_families.py`: what `pytest -m multigpu --record FILE` wrote. A
+mesh stands here only if everything that was tried on it passed; `DP2` is two replicas. On CPU every family is held to
+transformers' logits on many more meshes, by every run of the suite ([families.md](families.md)).
+"""
+CHECKS = {
+    "log-probs": "those of transformers: `te` in bf16 packed and in rows and in fp32, `torch` in bf16",
+    "gradients": "in fp32, packed and in rows, and the norm that megatron-core makes of them: as without a mesh",
+    "optimizer": "three steps of the distributed optimizer, also overlapped, in bf16 (qwen3: fp16 too): an export is "
+    "what it holds in fp32, cast down, also while all is offloaded",
+    "switches": "recompute, fusions and dispatchers that change no gradient",
+}
+"""What is checked, and what that means."""
+
+
+def page(folder: Path) -> str:
+    """The text of the page, from all records in a folder."""
+    records = [json.loads(line) for path in sorted(folder.glob("*_gpu.jsonl")) for line in path.open()]
+    if unknown := {record["check"] for record in records} - CHECKS.keys():
+        raise SystemExit(f"records of unknown checks {sorted(unknown)}: say in docs/support_page.py what they are")
+    lines = [HEAD, "\n".join(f"- **{check}**: {meaning}." for check, meaning in CHECKS.items()), ""]
+    lines += [f"| family | {' | '.join(CHECKS)} |", f"|---|{'---|' * len(CHECKS)}"]
+    for family in sorted({record["family"] for record in records}):
+        cells = [_meshes([r for r in records if (r["family"], r["check"]) == (family, check)]) for check in CHECKS]
+        lines.append(f"| `{family}` | {' | '.join(cells)} |")
+    lines += ["", "With:", "", *sorted({f"- {_said(record)}" for record in records}), ""]
+    return "\n".join(lines)
+
+
+def _meshes(records: Iterable[dict[str, Any]]) -> str:
+    """The meshes on which the latest records say that all passed."""
+    latest: dict[str, dict[str, Any]] = {}
+    for record in records:
+        mesh = record["mesh"]
+        if mesh not in latest or record["date"] >= latest[mesh]["date"]:
+            latest[mesh] = record
+    return ", ".join(mesh for mesh, record in latest.items() if record["passed"])
+
+
+def _said(record: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return f"{record['date']}: {record['gpus']} {record['device']}, Python {record['python']}, {versions}"

@@ -1,0 +1,40 @@
+"""What passed on GPUs, kept for ``docs/support.md``: lines of JSON in the file that ``--record`` names."""
+
+import datetime
+import importlib.metadata
+import json
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
+
+
+def append(path: str | None, check: str, world_size: int, passed: Mapping[tuple[str, str], bool]) -> None:
+    """Note for each mesh and family of a run whether all of a check passed; nothing without a path.
+
+    A mesh is named with its replicas, such as "TP2 SP DP2".
+    """
+    if path is None:
+        return
+    known: dict[str, Any] = {
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        "gpus": world_size,
+        "device": torch.cuda.get_device_name(),
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES if _is_installed(name)},
+    }
+    with Path(path).open("a", encoding="utf-8") as file:
+        for (mesh, family), is_right in passed.items():
+            file.write(json.dumps({"check": check, "mesh": mesh, "family": family, "passed": is_right, **known}) + "\n")
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
