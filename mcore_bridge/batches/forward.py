@@ -82,41 +82,57 @@ def forward(
     attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     if attention_mask.shape != input_ids.shape:
         raise BatchError(f"attention_mask {tuple(attention_mask.shape)} must be as input_ids {tuple(input_ids.shape)}")
-    chunks = [models] if isinstance(models, nn.Module) else [*models]
-    run = _Run(chunks_of(models)[0], noted(models, hf, head), temperature, loss)
-    if loss is not None and run.config.calculate_per_token_loss:
+    chunks, chunk = [models] if isinstance(models, nn.Module) else [*models], chunks_of(models)[0]
+    if loss is not None and chunk.config.calculate_per_token_loss:
         raise BatchError("calculate_per_token_loss divides by tokens that forward does not count; build without it")
-    size = micro_batch_size or (1 if run.groups.pp.size() > 1 else len(input_ids))
-    run.pack(input_ids, attention_mask, size, len(chunks), packed=packed, multiple_of=multiple_of)
-    return run(chunks)
+    size = micro_batch_size or (1 if chunk.pg_collection.pp.size() > 1 else len(input_ids))
+    rows = [slice(start, min(start + size, len(input_ids))) for start in range(0, len(input_ids), size)]
+    micro_batches = _micro_batches(
+        chunk, input_ids, attention_mask, size, len(chunks), packed=packed, multiple_of=multiple_of
+    )
+    return _Run(chunk, noted(models, hf, head), micro_batches, rows, temperature, loss)(chunks)
+
+
+def _micro_batches(
+    chunk: GPTModel,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    size: int,
+    num_chunks: int,
+    *,
+    packed: bool,
+    multiple_of: int,
+) -> list[PackedSequences]:
+    """Of ``size`` rows each. With pipeline stages all are alike, and with virtual ones fill the last round."""
+    groups = chunk.pg_collection
+    stages = groups.pp.size()
+    count = rounded_up(len(input_ids), size * stages if num_chunks > 1 else size)
+    rows = list(zip(*(_filled(each, count).split(size) for each in (input_ids, attention_mask)), strict=True))
+    dims = ParallelDims(tp=groups.tp.size(), cp=groups.cp.size(), sp=chunk.config.sequence_parallel)
+    pack = partial(pack_sequences, dims=dims, cp_rank=groups.cp.rank(), packed=packed, multiple_of=multiple_of)
+    found = [pack(*each) for each in rows]
+    longest = max(each.num_tokens for each in found)
+    if stages == 1 or all(each.num_tokens == longest for each in found):
+        return found
+    return [pack(*each, min_tokens=longest) for each in rows]
 
 
 class _Run:
-    """A batch, cut into microbatches, on its way through megatron-core's schedule."""
+    """A batch, cut into microbatches of ``rows``, on its way through megatron-core's schedule."""
 
-    def __init__(self, chunk: GPTModel, provenance: Provenance, temperature: float, loss: Loss | None) -> None:
-        self.config, self.groups = chunk.config, chunk.pg_collection
-        self._hf, self._head, self._is_lm = provenance.hf, provenance.head, provenance.head == "lm"
-        self._temperature, self._loss = temperature, loss
-        self._micro_batches: list[PackedSequences] = []
-        self._rows: list[slice] = []
-
-    def pack(
-        self, input_ids: Tensor, attention_mask: Tensor, size: int, num_chunks: int, *, packed: bool, multiple_of: int
+    def __init__(
+        self,
+        chunk: GPTModel,
+        provenance: Provenance,
+        micro_batches: Sequence[PackedSequences],
+        rows: Sequence[slice],
+        temperature: float,
+        loss: Loss | None,
     ) -> None:
-        """Cut into microbatches. With pipeline stages all are alike, and with virtual ones fill the last round."""
-        self._batch = input_ids.shape
-        self._rows = [slice(start, start + size) for start in range(0, len(input_ids), size)]
-        stages = self.groups.pp.size()
-        count = rounded_up(len(self._rows), stages) if num_chunks > 1 else len(self._rows)
-        ids, masks = (_filled(tensor, count * size).split(size) for tensor in (input_ids, attention_mask))
-        dims = ParallelDims(tp=self.groups.tp.size(), cp=self.groups.cp.size(), sp=self.config.sequence_parallel)
-        pack = partial(pack_sequences, dims=dims, cp_rank=self.groups.cp.rank(), packed=packed, multiple_of=multiple_of)
-        found = [pack(*each) for each in zip(ids, masks, strict=True)]
-        if stages > 1:
-            longest = max(each.num_tokens for each in found)
-            found = [pack(*each, min_tokens=longest) for each in zip(ids, masks, strict=True)]
-        self._micro_batches = found
+        self._groups = chunk.pg_collection
+        self._hf, self._head, self._is_lm = provenance.hf, provenance.head, provenance.head == "lm"
+        self._micro_batches, self._rows = micro_batches, rows
+        self._temperature, self._loss = temperature, loss
 
     def __call__(self, chunks: Sequence[nn.Module]) -> TokenOutputs:
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -150,7 +166,6 @@ class _Run:
         if number >= len(self._rows):  # it only fills the last round of virtual stages
             return found.sum() * 0.0, data
         rows = self._rows[number]
-        rows = slice(rows.start, min(rows.stop, self._batch[0]))
         loss = self._loss(self._outputs(found[:, : rows.stop - rows.start]), rows)
         return loss * (len(self._micro_batches) / len(self._rows)), data
 
@@ -158,20 +173,19 @@ class _Run:
         """fp32 ``[2 or outputs of a head, batch, seq]``, of all context-parallel ranks."""
         if self._is_lm:
             options: Any = {"vocab_size": self._hf.vocab_size, "temperature": self._temperature}
-            values = torch.stack(log_probs(output, batch.labels, group=self.groups.tp, **options))
+            values = torch.stack(log_probs(output, batch.labels, group=self._groups.tp, **options))
         else:
             values = output.float().movedim(-1, 0)
-        whole = gather(values, self.groups.cp).unbind(1)
+        whole = gather(values, self._groups.cp).unbind(1)
         return torch.stack([unpack_sequences(batch, each, following=self._is_lm) for each in whole])
 
     def _everywhere(self, found: Sequence[Tensor]) -> TokenOutputs:
         """The outputs of all microbatches, from the last pipeline stage on every one."""
+        batch, (_, seq) = self._rows[-1].stop, self._micro_batches[0].shape
         count = {"lm": 2, "value": 1}.get(self._head, self._hf.num_labels)
         device = self._micro_batches[0].input_ids.device
-        whole = (
-            torch.cat([*found], 1)[:, : self._batch[0]] if found else torch.empty(count, *self._batch, device=device)
-        )
-        return self._outputs(from_last(whole.contiguous(), self.groups.pp))
+        whole = torch.cat([*found], 1)[:, :batch] if found else torch.empty(count, batch, seq, device=device)
+        return self._outputs(from_last(whole.contiguous(), self._groups.pp))
 
     def _outputs(self, stacked: Tensor) -> TokenOutputs:
         if self._is_lm:
