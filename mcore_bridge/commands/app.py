@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -91,6 +92,18 @@ def _uncollected() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextlib.contextmanager
+def _uncompiled() -> Iterator[None]:
+    """With a ``torch.compile`` that does nothing. megatron-core's modules call it, and would import all of inductor."""
+    name = "TORCHDYNAMO_DISABLE"
+    given = os.environ.get(name, "")
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ[name] = given
 
 
 @app.command("verify")
@@ -191,7 +204,7 @@ def plan_command(
 
     The numbers are those of the GPTModel that megatron-core builds for each pipeline stage, on the meta device.
     """
-    with _refusals(debug), _uncollected():
+    with _refusals(debug), _uncollected(), _uncompiled():
         from mcore_bridge.commands.picture import draw_svg
         from mcore_bridge.commands.plan import plan, render
 
