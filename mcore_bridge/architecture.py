@@ -43,8 +43,6 @@ class Architecture:
         aliases: further ``model_type`` values that mean the same.
         reads_as: the ``model_type`` whose config class of transformers reads these configs where transformers has none
             for them. None is a family of transformers, or one whose package registers a class of its own.
-        counts_as: the ``model_type`` of transformers whose model has as many parameters in each layer, where that of
-            ``reads_as`` has not, and its names of fields by those of this family, where they differ.
         megatron_core: the release that it needs; None is any that we support.
         layer_spec: an own layer spec: a function like ``factory.specs.block_spec``, which it may call, from the config,
             the layers of a stage and the backend to its ``TransformerBlockSubmodules``. None is that function.
@@ -58,7 +56,6 @@ class Architecture:
     dialect: "Dialect" = "split"
     aliases: tuple[str, ...] = ()
     reads_as: str | None = None
-    counts_as: tuple[str, Mapping[str, str]] | None = None
     megatron_core: Release | None = None
     layer_spec: Callable[..., Any] | None = None
     model: type | None = None

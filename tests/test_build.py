@@ -319,15 +319,6 @@ def test_a_balanced_layout_counts_the_matrix_of_the_vocabulary_where_it_is(model
     assert sizes["value"][0] < sizes["value"][1]
 
 
-@pytest.mark.parametrize("model_type", tiny.OWN)
-def test_the_census_counts_what_transformers_holds(model_type):
-    hf = tiny.config(model_type)
-    counted = census(hf)
-    assert counted.total == sum(parameter.numel() for parameter in tiny.random_model(hf).parameters())
-    assert counted.rest == hf.hidden_size
-    assert (counted.lm_head == 0) == bool(hf.tie_word_embeddings)
-
-
 class Records(logging.Handler):
     """Keeps what is logged."""
 

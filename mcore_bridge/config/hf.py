@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 _CONFIG = "config.json"
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
-_OWNER = "_mcore_bridge_owner"
 
 
 def read_config(
@@ -127,23 +126,7 @@ def _borrowed(model_type: str, owner: str) -> "type[PretrainedConfig]":
     """The config class of ``owner`` for another ``model_type``."""
     from transformers import CONFIG_MAPPING
 
-    return type(f"{model_type}_as_{owner}", (CONFIG_MAPPING[owner],), {"model_type": model_type, _OWNER: owner})
-
-
-def as_owner(hf: "PretrainedConfig", counts_as: tuple[str, Mapping[str, str]] | None = None) -> "PretrainedConfig":
-    """``hf`` as a config of the ``model_type`` whose class reads it: for what only that model of transformers knows.
-
-    ``counts_as`` is another such ``model_type``, and its names of fields by those in ``hf``, where they differ.
-    """
-    from transformers import CONFIG_MAPPING
-
-    owner, names = counts_as or (getattr(type(hf), _OWNER, None), {})
-    if owner is None:
-        return hf
-    fields = {name: value for name, value in hf.to_dict().items() if name != "model_type"}
-    fields |= {theirs: fields[ours] for ours, theirs in names.items() if ours in fields}
-    owned: PretrainedConfig = CONFIG_MAPPING[owner].from_dict(fields)
-    return owned
+    return type(f"{model_type}_as_{owner}", (CONFIG_MAPPING[owner],), {"model_type": model_type})
 
 
 def _spell(fields: dict[str, object]) -> dict[str, object]:

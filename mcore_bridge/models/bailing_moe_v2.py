@@ -10,7 +10,6 @@ from mcore_bridge.config.tables import DECODER, PUBLISHED_CODE, WINDOW_NONE, but
 from mcore_bridge.models.blocks import decoder
 from mcore_bridge.models.blocks_bailing import EMBEDDING, LAYER
 
-THEIRS = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts", "use_qkv_bias": "attention_bias"}
 OWN: tuple[Field, ...] = (
     *published(score_function="sigmoid", moe_router_enable_expert_bias=True, router_dtype="fp32", use_rmsnorm=True),
     *published(use_bias=False, attention_bias=False, mlp_bias=False, embedding_dropout=0.0, output_dropout=0.0),
@@ -21,7 +20,6 @@ OWN: tuple[Field, ...] = (
 ARCHITECTURE = Architecture(
     model_type="bailing_moe_v2",
     reads_as="llama",
-    counts_as=("glm4_moe", THEIRS),
     fields=(
         *(*but(DECODER, rope(own=("partial_rotary_factor",)), PUBLISHED_CODE), ROTARY_DIM, *WINDOW_NONE),
         *(*ROUTED, *SIGMOID, SCALED, DENSE_FIRST, GIVEN_GROUPS, shared_experts("num_shared_experts"), *OWN),
