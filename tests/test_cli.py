@@ -314,6 +314,19 @@ def test_plan_refuses_a_world_that_does_not_fit(llama_70b: Path) -> None:
     assert "1000 ranks are not a multiple" in refused(run("plan", llama_70b, "--tp", 8, "--pp", 8, "--world", 1000))
 
 
+def test_plan_imports_no_compiler(llama_70b: Path) -> None:
+    """It would be a fifth of its time."""
+    script = (
+        "import sys\n"
+        "from mcore_bridge.commands.app import app\n"
+        "app(sys.argv[1:], standalone_mode=False)\n"
+        "print('megatron.core' in sys.modules, 'torch._inductor.compile_fx' in sys.modules)"
+    )
+    command = [sys.executable, "-c", script, "plan", llama_70b]
+    finished = subprocess.run(command, capture_output=True, text=True)
+    assert finished.stdout.splitlines()[-1:] == ["True False"], finished.stdout + finished.stderr
+
+
 def test_plan_leaves_no_process_group(llama_70b: Path) -> None:
     plan(llama_70b, ParallelDims(tp=2), dtype=None, world_size=None)
     assert not torch.distributed.is_initialized()
