@@ -58,15 +58,19 @@ Streams = tuple[tuple[Run, ...], ...]
 """The runs of each rank, in the order in which they travel."""
 
 
-def cut(streams: Sequence[Sequence[Part]], row_bytes: Sequence[int], windows: Sequence[int]) -> Streams:
+def cut(
+    streams: Sequence[Sequence[Part]], row_bytes: Sequence[int], windows: Sequence[int], *, first: int = 0
+) -> Streams:
     """Streams, cut into messages: at the end of a row, where the window is full.
 
     Args:
         streams: of each rank.
         row_bytes: of each entry.
         windows: bytes of each rank's window, its header included; more where one row takes more.
+        first: the number of the first message.
     """
-    return tuple(tuple(_runs(stream, row_bytes, window)) for stream, window in zip(streams, windows, strict=True))
+    pairs = zip(streams, windows, strict=True)
+    return tuple(tuple(_runs(stream, row_bytes, window, first)) for stream, window in pairs)
 
 
 def num_messages(streams: Streams) -> int:
@@ -86,8 +90,8 @@ def widths(stream: Sequence[Run], row_bytes: Sequence[int], count: int) -> tuple
     return width, last_width
 
 
-def _runs(stream: Sequence[Part], row_bytes: Sequence[int], window: int) -> Iterator[Run]:
-    message, filled = 0, HEADER
+def _runs(stream: Sequence[Part], row_bytes: Sequence[int], window: int, message: int) -> Iterator[Run]:
+    filled = HEADER
     for entry, shard, first, left in stream:
         size = row_bytes[entry]
         while left:

@@ -60,21 +60,20 @@ def plan_export(
 def _gathered(goods: Goods, keys: Sequence[object], stages: Sequence[int], message_bytes: int) -> ExportPlan:
     row_bytes = [entry.row_bytes for entry in goods.entries]
     dealt = _dealt(goods, [0] * len(stages), _window(message_bytes, len(stages)) // 8)
-    streams: list[tuple[Run, ...]] = [()] * len(stages)
+    streams: list[list[Run]] = [[] for _ in stages]
     needed: list[tuple[int, ...]] = []
     for phase in _phases(dealt, row_bytes, stages, message_bytes):
-        found = cut(phase.parts, row_bytes, [phase.window] * len(stages))
-        count = num_messages(found)
+        parts = [phase.parts[rank] for rank in phase.senders]
+        found = cut(parts, row_bytes, [phase.window] * len(parts), first=len(needed))
+        count = max(num_messages(found), len(needed) + 1)
         width, last_width = (
             max(each) for each in zip(*(widths(each, row_bytes, count) for each in found), strict=True)
         )
-        streams = [
-            (*stream, *(run._replace(message=run.message + len(needed)) for run in runs))
-            for stream, runs in zip(streams, found, strict=True)
-        ]
-        for times, each in ((count - 1, width), (1, last_width)):
+        for rank, runs in zip(phase.senders, found, strict=True):
+            streams[rank] += runs
+        for times, each in ((count - 1 - len(needed), width), (1, last_width)):
             needed += [tuple(each if rank in phase.senders else HEADER for rank in range(len(stages)))] * times
-    return _planned(goods, keys, tuple(streams), needed)
+    return _planned(goods, keys, tuple(map(tuple, streams)), needed)
 
 
 def _window(message_bytes: int, num_senders: int) -> int:
