@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.weights.entries import Held, Inventory
-from mcore_bridge.weights.names import shift_expert
+from mcore_bridge.weights.names import expert_of, shift_expert
 
 
 def replicas(firsts: Sequence[Inventory], dims: ParallelDims, *, num_experts: int, world_size: int) -> list[Inventory]:
@@ -36,8 +36,15 @@ def _stage(first: Inventory, dims: ParallelDims, ranks: range, num_local: int) -
     held = [first.held]  # by expert-parallel rank, the same for all ranks that hold the same experts
     for ep_rank in range(1, dims.ep):
         shift = ep_rank * num_local
-        held.append(tuple(Held(shift_expert(each.mcore, shift), each.shape, each.dtype) for each in first.held))
+        held.append(tuple(_shifted(each, shift) for each in first.held))
     return [
         Inventory({**first.ranks, "tp": rank % dims.tp, "etp": rank % dims.etp}, held[rank // dims.etp % dims.ep])
         for rank in ranks
     ]
+
+
+def _shifted(held: Held, shift: int) -> Held:
+    """The tensor of an expert for that of another, and any other as it is."""
+    if expert_of(held.mcore) is None:
+        return held
+    return Held(shift_expert(held.mcore, shift), held.shape, held.dtype)

@@ -92,7 +92,8 @@ def entries_of(
     holders: dict[str, dict[int, list[int]]] = {}
     for rank, inventory in enumerate(inventories):
         for held in inventory.held:
-            if described.setdefault(held.mcore, held) != held:
+            known = described.setdefault(held.mcore, held)
+            if known is not held and known != held:
                 raise MappingError(
                     f"rank {rank} of the group holds {held}, another {described[held.mcore]}; make them equal"
                 )
@@ -103,7 +104,7 @@ def entries_of(
     stages = [inventory.ranks["pp"] for inventory in inventories]
     entries = tuple(
         _entry(described[name], bindings[name], axes, holders[name], stages)
-        for name in _in_order(inventories)
+        for name in _in_order(inventories, {name: kind_of(name) for name in described})
         if bindings[name].exported
     )
     _check_numbers(num_layers, axes["experts"], entries)
@@ -111,14 +112,14 @@ def entries_of(
     return entries
 
 
-def _in_order(inventories: Sequence[Inventory]) -> list[str]:
+def _in_order(inventories: Sequence[Inventory], kind_by_name: Mapping[str, str]) -> list[str]:
     """Names as their first holder has them; the experts of one kind side by side, dealt in turn from their holders."""
     kinds: dict[str, int] = {}
     places: dict[str, tuple[int, int, int]] = {}
     for rank, inventory in enumerate(inventories):
         seen: dict[str, int] = {}
         for held in inventory.held:
-            kind = kind_of(held.mcore)
+            kind = kind_by_name[held.mcore]
             seen[kind] = seen.get(kind, 0) + 1
             places.setdefault(held.mcore, (kinds.setdefault(kind, len(kinds)), seen[kind], rank))
     return sorted(places, key=places.__getitem__)
