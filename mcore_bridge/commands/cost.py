@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from operator import mul
 
@@ -42,8 +41,7 @@ def cost_of(plan: ExportPlan, *, bandwidth: float = BANDWIDTH) -> Cost:
         bandwidth: that a rank receives with, in GB/s.
     """
     num_ranks = len(plan.streams)
-    counts = Counter(message.widths for message in plan.messages)  # few, whatever the number of messages
-    totals = [sum(map(mul, widths, counts.values())) for widths in zip(*counts, strict=True)]
+    totals = [sum(map(mul, widths, plan.widths.values())) for widths in zip(*plan.widths, strict=True)]
     sent = max(totals) if num_ranks > 1 else 0
     row_bytes = [entry.row_bytes for entry in plan.goods.entries]
     weights = max(sum(run.rows * run.times * row_bytes[run.entry] for run in stream) for stream in plan.streams)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from mcore_bridge.weights.cut import Run
-from mcore_bridge.weights.entries import Entry
-from mcore_bridge.weights.plan import ExportPlan, Output
+if TYPE_CHECKING:
+    from mcore_bridge.weights.plan import ExportPlan, Goods, Output
 
 AHEAD = 2
 """Messages that are on their way at once, each in memory of its own."""
@@ -18,9 +18,9 @@ SLAB = 32 << 20
 
 def footprint(plan: ExportPlan) -> int:
     """Bytes on the receiver: windows on their way, and outputs."""
-    windows = max(sum(message.widths) for message in plan.messages)
+    windows = max(map(sum, plan.widths))
     in_flight = min(AHEAD, len(plan.messages)) * windows if len(plan.streams) > 1 else 0
-    return in_flight + open_bytes(plan)
+    return in_flight + plan.open_bytes
 
 
 def _still_there(done: Sequence[Output]) -> int:
@@ -48,24 +48,36 @@ def open_bytes(plan: ExportPlan) -> int:
     return most
 
 
+class _Stretch(NamedTuple):
+    """Rows of what travels of a shard that become a part of one output."""
+
+    output: int
+    first: int
+    end: int
+
+
 def _first_messages(plan: ExportPlan) -> dict[int, int]:
     """For each output, the first message that writes to it."""
-    first: dict[int, int] = {}
+    found: dict[int, int] = {}
+    stretches: dict[tuple[int, int], tuple[_Stretch, ...]] = {}  # most shards are sent by many ranks, each a part
     for stream in plan.streams:
-        for run in stream:
-            for part, number in _written(plan.goods.entries[run.entry], run):
-                output = plan.goods.places[run.entry][part][0]
-                first[output] = min(number, first.get(output, number))
-    return first
+        for entry, shard, first, rows, _, message, times in stream:
+            if (entry, shard) not in stretches:
+                stretches[entry, shard] = tuple(_stretches(plan.goods, entry, shard))
+            for output, start, end in stretches[entry, shard]:
+                begin = max(start, first)
+                if begin < min(end, first + rows * times):
+                    number = message + (begin - first) // rows
+                    found[output] = min(number, found.get(output, number))
+    return found
 
 
-def _written(entry: Entry, run: Run) -> Iterator[tuple[int, int]]:
-    """The parts that a run writes to, and the first message in which it does; one for each stretch of the layout."""
-    if len(entry.hf) == 1:
-        yield 0, run.message
+def _stretches(goods: Goods, number: int, shard: int) -> Iterator[_Stretch]:
+    entry = goods.entries[number]
+    outputs = [output for output, _ in goods.places[number]]
+    if len(outputs) == 1:
+        yield _Stretch(outputs[0], 0, entry.sent[0])
         return
-    for copy, start in entry.copies_of(run.shard):
+    for copy, start in entry.copies_of(shard):
         first, size = (start, copy.size) if copy.dim == 0 else (0, entry.sent[0])
-        begin, end = max(first, run.first), min(first + size, run.first + run.rows * run.times)
-        if begin < end:
-            yield copy.part, run.message + (begin - run.first) // run.rows
+        yield _Stretch(outputs[copy.part], first, first + size)

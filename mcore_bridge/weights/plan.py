@@ -10,13 +10,18 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+from operator import attrgetter
 
 import torch
 
 from mcore_bridge.weights.cut import Piece, Streams, pieces
 from mcore_bridge.weights.entries import Entry
+from mcore_bridge.weights.footprint import open_bytes
 from mcore_bridge.weights.mapping import unstacked
 from mcore_bridge.weights.names import expert_of
 from mcore_bridge.weights.trace import Shape
@@ -108,13 +113,26 @@ class Goods:
         return fused[1] if fused else entry.held.mcore
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ExportPlan:
     """What travels to one receiver, or to every rank alike: messages, in the order in which they travel."""
 
     goods: Goods
     streams: Streams
     messages: tuple[Message, ...]
+
+    @cached_property
+    def widths(self) -> Counter[tuple[int, ...]]:
+        """By the bytes of each rank's window, the number of messages that have them: few differ."""
+        found: Counter[tuple[int, ...]] = Counter()
+        for widths, messages in groupby(self.messages, key=attrgetter("widths")):
+            found[widths] += len(tuple(messages))
+        return found
+
+    @cached_property
+    def open_bytes(self) -> int:
+        """See ``footprint.open_bytes``."""
+        return open_bytes(self)
 
     def tensors(self) -> Iterator[tuple[str, Shape, torch.dtype]]:
         """Name, shape and dtype of every HF tensor, in the order in which they are given out."""

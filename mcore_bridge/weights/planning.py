@@ -8,7 +8,7 @@ from typing import NamedTuple
 from mcore_bridge.weights.alignment import ALIGNMENT, aligned
 from mcore_bridge.weights.cut import HEADER, Part, Run, Streams, cut, num_messages, widths
 from mcore_bridge.weights.entries import Inventory, entries_of
-from mcore_bridge.weights.footprint import AHEAD, MEMORY, footprint, open_bytes
+from mcore_bridge.weights.footprint import AHEAD, MEMORY, footprint
 from mcore_bridge.weights.layout import Axes
 from mcore_bridge.weights.mapping import WeightMapping
 from mcore_bridge.weights.plan import ExportPlan, Goods, Message
@@ -49,7 +49,7 @@ def plan_export(
     otherwise = _gathered(goods, keys, stages, OTHERWISE)
     if len(stages) > MANY:
         return otherwise
-    rest = MEMORY - open_bytes(otherwise)
+    rest = MEMORY - otherwise.open_bytes
     for size in (size for size in MESSAGE_BYTES if AHEAD * size < rest):
         plan = _gathered(goods, keys, stages, size) if size != OTHERWISE else otherwise
         if footprint(plan) <= MEMORY:
