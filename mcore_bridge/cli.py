@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 
@@ -13,7 +14,10 @@ def main() -> None:
         if error.name not in ("typer", "rich"):
             raise
         sys.exit(f"mcore-bridge: the command line needs {error.name}; install it with: pip install 'mcore-hf[cli]'")
-    app()
+    try:
+        app()
+    finally:
+        gc.freeze()  # or the interpreter would look through all that torch and a plan have made, for over a second
 
 
 if __name__ == "__main__":
