@@ -98,12 +98,13 @@ def _uncollected() -> Iterator[None]:
 def _uncompiled() -> Iterator[None]:
     """With a ``torch.compile`` that does nothing. megatron-core's modules call it, and would import all of inductor."""
     name = "TORCHDYNAMO_DISABLE"
-    given = os.environ.get(name, "")
-    os.environ[name] = "1"
+    given = os.environ.get(name)
+    os.environ[name] = given or "1"
     try:
         yield
     finally:
-        os.environ[name] = given
+        if given is None:
+            del os.environ[name]
 
 
 @app.command("verify")
