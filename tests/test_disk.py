@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights import disk
-from mcore_bridge.weights.reading import SliceCopy
+from mcore_bridge.weights.reading import SliceCopy, _batches
 from mcore_bridge.weights.safetensors_file import DTYPES, SafetensorsFile, SafetensorsWriter, array_of
 
 
@@ -63,6 +63,18 @@ def test_a_file_that_became_shorter_is_an_error_and_no_signal(tmp_path, index):
     view = file.tensor("whole")[index]
     with pytest.raises(CheckpointError, match=r"cannot read .*model\.safetensors: the file ends .* copy it again"):
         file.read(view, array_of(torch.empty(view.shape)))
+
+
+def test_what_is_put_into_place_at_once_is_of_one_dtype_on_either_side(tmp_path):
+    """Kernels that copy many tensors at once have taken the dtype of the first for that of all."""
+    path = tmp_path / "model.safetensors"
+    save_file({"narrow": torch.ones(6, dtype=torch.bfloat16), "wide": torch.ones(6)}, path)
+    file = SafetensorsFile(path)
+    views = [file.tensor(name) for name in ("narrow", "narrow", "wide", "narrow")]
+    targets = [torch.empty(6, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.float32, torch.bfloat16)]
+    slices = [(SliceCopy(view, target, view.dtype), file) for view, target in zip(views, targets, strict=True)]
+    found = list(_batches([*slices, *slices[3:]], num_bytes=1 << 10))
+    assert [len(batch) for batch in found] == [1, 1, 1, 2]
 
 
 def example():

@@ -140,8 +140,10 @@ def _log(blueprint: Blueprint, chunks: Sequence[GPTModel]) -> None:
     """One line, from rank 0."""
     if torch.distributed.get_rank() != 0 or not logger.isEnabledFor(logging.INFO):
         return
-    is_ours = blueprint.architecture.layer_spec is None and blueprint.architecture.model is None
-    total = f"{census(blueprint.hf).total:,}" if is_ours else "an unknown number of"
+    try:
+        total = f"{census(blueprint.hf).total:,}"
+    except ConfigError:  # overrides may make a config possible that is not by itself
+        total = "an unknown number of"
     here = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
     world_size = torch.distributed.get_world_size()
     logger.info(

@@ -21,14 +21,14 @@ def mark_cut(chunk: GPTModel) -> None:
     for module in chunk.modules():
         if getattr(module, "parallel_mode", "") is None:  # TransformerEngine marks what each rank holds whole as well
             for parameter in module.parameters(recurse=False):
-                parameter.tensor_model_parallel = False
+                parameter.tensor_model_parallel, parameter.partition_dim = False, -1
         elif isinstance(module, VocabParallelEmbedding | ColumnParallelLinear):
             _mark(module.weight, 0)
         elif isinstance(module, RowParallelLinear):
             _mark(module.weight, 1)
     for name, parameter in chunk.named_parameters():
         if ".experts." in name or name.endswith(".softmax_offset"):
-            _mark(parameter, 0)
+            _mark(parameter, 1 if ".linear_fc2.weight" in name else 0)
 
 
 def _mark(parameter: nn.Parameter | None, dim: int) -> None:

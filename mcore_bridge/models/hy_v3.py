@@ -1,9 +1,9 @@
 """Hunyuan 3 (Hy3): norms of queries and keys, sigmoid-routed experts beside a shared one, under names of its own."""
 
 from mcore_bridge.architecture import Architecture
-from mcore_bridge.config.fields import Ignore, Map
+from mcore_bridge.config.fields import Ignore, Map, Require
 from mcore_bridge.config.moe import MLP_TYPES, ROUTED, SIGMOID, shared_experts
-from mcore_bridge.config.tables import BIAS_ANY, DECODER, QK_NORMED, WINDOW_NONE
+from mcore_bridge.config.tables import BIAS_ATTENTION, DECODER, QK_NORMED, WINDOW_NONE
 from mcore_bridge.models.blocks import EXPERTS, GATED_MLP, GQA, NORMS, O_BIAS, QK_NORM, QKV_BIAS, SWIGLU, decoder
 from mcore_bridge.weights.layout import REPLICATED
 from mcore_bridge.weights.mapping import table, under
@@ -17,7 +17,8 @@ SHARED = under("mlp.shared_experts", "mlp.shared_mlp", GATED_MLP)
 ARCHITECTURE = Architecture(
     model_type="hy_v3",
     fields=(
-        *(*DECODER, *BIAS_ANY, *WINDOW_NONE, *QK_NORMED, *ROUTED, *SIGMOID, MLP_TYPES, ONE_ROUNDING),
+        *(*DECODER, *BIAS_ATTENTION, *WINDOW_NONE, *QK_NORMED, *ROUTED, *SIGMOID, MLP_TYPES, ONE_ROUNDING),
+        Require("mlp_bias", (False,), "megatron-core would give experts and routers a bias too"),
         *(Map("router_scaling_factor", "moe_router_topk_scaling_factor"), shared_experts("num_shared_experts")),
     ),
     rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, O_BIAS, QK_NORM, SWIGLU, ROUTER, EXPERTS, SHARED),

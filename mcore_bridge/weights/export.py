@@ -70,7 +70,7 @@ def iter_hf_weights(
 
     All ranks of a model replica (tensor, expert and pipeline ranks) iterate together, also those that get nothing;
     replicas do so on their own. Only where megatron-core's DDP has ``overlap_param_gather`` do all of them begin
-    together: what a step of the optimizer left for the next forward is gathered first.
+    together, from the first export on: what a step of the optimizer may have left for the next forward is gathered.
     Tensors are detached copies that the caller may keep, unless ``copy`` is False. A rank may stop early: close the
     generator (or let go of it), and it goes on sending what the others still need before ``close`` returns.
 
@@ -94,8 +94,8 @@ def iter_hf_weights(
         ExportError: on every rank of the group, when any of them fails; names rank and parameter.
         TargetError: on every rank of the group, when the model cannot be cut as the target of any of them says.
     """
-    gather_pending(models)
     export = open_export(models, hf, head, dialect=dialect, bucket_bytes=bucket_bytes, target=target)
+    gather_pending(models, export.group)
     with closing(run_program(export.program, export.group, export.tensors, lend=not copy)) as pairs:
         if dtype is None and device is None:
             yield from pairs

@@ -10,31 +10,49 @@ from torch import nn
 from mcore_bridge.errors import ExportError
 from mcore_bridge.weights.bound import Models
 from mcore_bridge.weights.names import unwrap
+from mcore_bridge.weights.transport import Group
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
 
 
 def is_pending(models: Models) -> bool:
-    """Whether a step of the distributed optimizer may have left parameters that only other replicas have."""
+    """Whether a step of the optimizer may have left parameters that only other replicas have.
+
+    It is so before the first forward, too, and between a backward and the next forward: nothing tells when a step was.
+    """
     return any(map(_awaits, _wrappers(models)))
 
 
-def gather_pending(models: Models) -> None:
+def gather_pending(models: Models, group: Group) -> None:
     """Gather them now. A collective of all replicas, on which ``is_pending`` is the same.
 
     Raises:
-        ExportError: where parameters lie elsewhere by now, and what is gathered would not reach them.
+        ExportError: on every rank of ``group``, where what is gathered would not reach the parameters of any.
     """
-    for ddp in filter(_awaits, _wrappers(models)):
-        for bucket in (bucket for group in _groups(ddp) for bucket in group.buckets):
-            own = bucket.param_data.untyped_storage().data_ptr()
-            if any(parameter.untyped_storage().data_ptr() != own for parameter in bucket.params):
-                raise ExportError(
-                    "parameters were moved before replicas had gathered what a step changed, and are stale: call "
-                    "start_param_sync(force_sync=True) of each model before they are offloaded"
-                )
+    pending = list(filter(_awaits, _wrappers(models)))
+    if not pending:
+        return
+    problem = next((message for message in map(_problem, pending) if message), "")
+    if not group.agrees(None if problem else 0):
+        raise ExportError(problem or "the parameters of another rank cannot be gathered; it says why")
+    for ddp in pending:
+        dispatched = [each.param_gather_dispatched for each in _groups(ddp)]
         ddp.start_param_sync(force_sync=True)
+        for each, was in zip(_groups(ddp), dispatched, strict=True):
+            each.param_gather_dispatched = was  # the step may be still to come, and the next forward must gather then
+
+
+def _problem(ddp: DistributedDataParallel) -> str:
+    """Why a gather would not reach the parameters, if so."""
+    hint = "call start_param_sync(force_sync=True) of each model right after the step, and before it is offloaded"
+    for bucket in (bucket for group in _groups(ddp) for bucket in group.buckets):
+        if bucket.param_data is None:
+            return f"this optimizer gathers parameters where gradients are, which an export must not touch: {hint}"
+        own = bucket.param_data.untyped_storage().data_ptr()
+        if not own or any(parameter.untyped_storage().data_ptr() != own for parameter in bucket.params):
+            return f"parameters were moved before replicas had gathered what a step may have changed: {hint}"
+    return ""
 
 
 def _groups(ddp: DistributedDataParallel) -> Sequence[Any]:
@@ -48,7 +66,7 @@ def _awaits(ddp: DistributedDataParallel) -> bool:
 def _wrappers(models: Models) -> Iterator[DistributedDataParallel]:
     """megatron-core's DDP around chunks, where it leaves parameters to the next forward.
 
-    It is found where the caller has unwrapped a chunk, too, since the hooks that it has on the chunk know it.
+    It is found where the caller has unwrapped a chunk, too, as long as its hooks are on the chunk, since they know it.
     """
     from megatron.core.distributed import DistributedDataParallel
 
@@ -60,4 +78,4 @@ def _wrappers(models: Models) -> Iterator[DistributedDataParallel]:
             found.append(around)
             around = found[-1].module
         wrappers = {id(each): each for each in found if isinstance(each, DistributedDataParallel)}
-        yield from (each for each in wrappers.values() if each.ddp_config.overlap_param_gather)
+        yield from (each for each in wrappers.values() if each.use_forward_hook)

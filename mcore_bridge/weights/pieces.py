@@ -45,12 +45,12 @@ def iter_hf_pieces(
 
     Raises:
         MappingError: when it is not known where models come from, or a parameter has no rule.
-        ExportError: when a parameter has no storage, or with ``overlap_param_gather`` a step of the optimizer has left
-            parameters for the next forward to gather.
+        ExportError: when a parameter has no storage, or with ``overlap_param_gather`` a step of the optimizer may have
+            left parameters for the next forward to gather (also before the first one).
     """
     if is_pending(models):
         raise ExportError(
-            "replicas have yet to gather what a step changed, and nothing communicates here: on all of them, call "
+            "replicas may have yet to gather what a step changed, and nothing communicates here: on all of them, call "
             "start_param_sync(force_sync=True) of each model first"
         )
     bound = bind(models, noted(models, hf, head), dialect=dialect)

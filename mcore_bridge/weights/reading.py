@@ -50,7 +50,7 @@ class SliceCopy:
     @property
     def kind(self) -> tuple[object, ...]:
         """What is equal for slices that can go together."""
-        return self.source.dtype, self.crossing, self.target.device, self.is_direct
+        return self.source.dtype, self.crossing, self.target.dtype, self.target.device, self.is_direct
 
     @property
     def is_direct(self) -> bool:
