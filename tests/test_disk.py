@@ -71,7 +71,10 @@ def test_what_is_put_into_place_at_once_is_of_one_dtype_on_either_side(tmp_path)
     save_file({"narrow": torch.ones(6, dtype=torch.bfloat16), "wide": torch.ones(6)}, path)
     file = SafetensorsFile(path)
     views = [file.tensor(name) for name in ("narrow", "narrow", "wide", "narrow")]
-    targets = [torch.empty(6, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.float32, torch.bfloat16)]
+    dtypes = torch.bfloat16, torch.float32, torch.float32, torch.bfloat16
+    targets = [
+        torch.empty(12, dtype=dtype)[::2] for dtype in dtypes
+    ]  # with gaps, so that nothing is read straight there
     slices = [(SliceCopy(view, target, view.dtype), file) for view, target in zip(views, targets, strict=True)]
     found = list(_batches([*slices, *slices[3:]], num_bytes=1 << 10))
     assert [len(batch) for batch in found] == [1, 1, 1, 2]
