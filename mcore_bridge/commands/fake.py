@@ -111,7 +111,8 @@ def plan_mesh(blueprint: Blueprint, *, world_size: int) -> MeshPlan:
         kinds = _kinds(blueprint, stages)
         like = next((each for each in built if each.kinds == kinds), None)
         if like is None:
-            with rank_of(dims, pp_rank * (smallest // dims.pp), smallest):  # the pipeline is mcore's outermost axis
+            rank = pp_rank * (smallest // dims.pp)  # the pipeline is mcore's outermost axis
+            with rank_of(dims, rank, smallest), _one_thread():
                 like = _build(blueprint, stages, kinds)
             built.append(like)
         ranks.append(like.chunks(stages))
@@ -139,6 +140,17 @@ def _own_groups_only(rank: int) -> Iterator[None]:
         yield
     finally:
         dist.new_group = made
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Latent attention computes a small table in each layer that is built; several threads would mostly wait for it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager
