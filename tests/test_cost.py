@@ -175,34 +175,33 @@ def test_the_number_of_messages_depends_on_bytes_and_bucket_size_alone(dims: Par
 
 def meshes() -> list[Any]:
     """Each family with a stage per layer, and meshes on which stages have several."""
+    families = dict(cases())
+    indexed = families.pop("glm_moe_dsa-shared", None)  # some layers have no indexer, and no stage begins with them
     found = [
-        pytest.param(case.hf, ParallelDims(pp=case.hf.num_hidden_layers), id=name) for name, case in cases().items()
+        pytest.param(case.hf, ParallelDims(pp=case.hf.num_hidden_layers), id=name) for name, case in families.items()
     ]
     dims = [ParallelDims(pp=4), ParallelDims(pp=4, vp=2, ep=2), ParallelDims(tp=2, pp=4, sp=True)]
+    if indexed is not None:
+        fields = {**indexed.fields, "num_hidden_layers": 8, "index_skip_topk_offset": 5}
+        found.append(pytest.param(replace(indexed, fields=fields).hf, ParallelDims(pp=4), id="indexers"))
     return found + [pytest.param(sparse(16), each, id=f"sparse {each}") for each in dims]
 
 
 @pytest.mark.parametrize(("hf", "dims"), meshes())
-def test_stages_that_share_a_build_hold_what_their_own_would(hf: Any, dims: ParallelDims, monkeypatch: Any) -> None:
+def test_stages_that_are_not_built_hold_what_they_would(hf: Any, dims: ParallelDims, monkeypatch: Any) -> None:
     blueprint = draw(hf, dims=dims, dtype=torch.bfloat16, device="meta")
     world_size = fake_mesh.world_of(dims)
-    shared = plan_mesh(blueprint, world_size=world_size)
+    planned = plan_mesh(blueprint, world_size=world_size)
+    monkeypatch.setattr(fake._Layers, "chunk", lambda self, stage: None)
+    built = plan_mesh(blueprint, world_size=world_size)
+    assert (built.ranks, built.export) == (planned.ranks, planned.export)
+
+
+@pytest.mark.parametrize(("dense", "num_builds"), [([0], 2), ([6], 3), ([6, 9], 3), ([0, 6, 9], 2)])
+def test_the_ends_are_built_and_what_has_other_layers(dense: list[int], num_builds: int, monkeypatch: Any) -> None:
     builds = []
     build = fake._build
-
-    def counted(*arguments: Any) -> Any:
-        builds.append(arguments)
-        return replace(build(*arguments), kinds=object())  # no stage is like another
-
-    monkeypatch.setattr(fake, "_build", counted)
-    own = plan_mesh(blueprint, world_size=world_size)
-    assert len(builds) == dims.pp
-    assert (own.ranks, own.export) == (shared.ranks, shared.export)
-
-
-def test_stages_of_other_kinds_of_layers_share_no_build(monkeypatch: Any) -> None:
-    builds = []
-    build = fake._build
-    monkeypatch.setattr(fake, "_build", lambda *each: builds.append(each) or build(*each))
-    planned(16, ParallelDims(pp=4))
-    assert len(builds) == 3  # the dense layer and the embedding, the middle twice, the output
+    monkeypatch.setattr(fake, "_build", lambda blueprint: builds.append(blueprint) or build(blueprint))
+    blueprint = draw(sparse(16, mlp_only_layers=dense), dims=ParallelDims(pp=4), dtype=torch.bfloat16, device="meta")
+    plan_mesh(blueprint, world_size=4)
+    assert len(builds) == num_builds

@@ -9,16 +9,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from mcore_bridge.commands.options import smallest_world
 from mcore_bridge.commands.replicas import replicas
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.config.pipeline import Stage
 from mcore_bridge.config.processes import group_sizes
+from mcore_bridge.factory.census import census
 from mcore_bridge.weights.bound import BoundModel, bind
 from mcore_bridge.weights.entries import Held, Inventory
 from mcore_bridge.weights.names import expert_of, layer_of, mtp_layer_of, renumber_layer
@@ -52,22 +53,26 @@ class Chunk:
     """One pipeline stage, as one of its ranks holds it."""
 
     stage: Stage
-    cells: tuple[Cell, ...]
+    held: tuple[Held, ...]
+    """All tensors, in order: parameters, then buffers."""
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """The tensors by layer, in order, the output last."""
+        cells: dict[str, list[Held]] = {}
+        for held in self.held:
+            cells.setdefault(_cell_name(held), []).append(held)
+        return tuple(Cell(name, tuple(cells[name])) for name in sorted(cells, key=lambda name: name == "output"))
 
     @property
     def num_parameters(self) -> int:
         """Elements that a rank holds."""
-        return sum(cell.num_parameters for cell in self.cells)
+        return sum(torch.Size(held.shape).numel() for held in self.held)
 
     @property
     def num_bytes(self) -> int:
         """Bytes that a rank holds."""
-        return sum(cell.num_bytes for cell in self.cells)
-
-    @property
-    def held(self) -> tuple[Held, ...]:
-        """All tensors that a rank holds."""
-        return tuple(held for cell in self.cells for held in cell.held)
+        return sum(held.num_bytes for held in self.held)
 
     @property
     def num_expert_bytes(self) -> int:
@@ -77,7 +82,7 @@ class Chunk:
     @property
     def num_mtp_layers(self) -> int:
         """MTP layers that a rank holds."""
-        return len({cell.name for cell in self.cells if cell.name.startswith("mtp ")})
+        return len({mtp_layer_of(held.mcore) for held in self.held} - {None})
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +96,7 @@ class MeshPlan:
 
 
 def plan_mesh(blueprint: Blueprint, *, world_size: int) -> MeshPlan:
-    """Build pipeline stages without storage, one after the other, and once where they are of the same kinds of layers.
+    """Build pipeline stages without storage, one after the other, but for those in the middle whose layers are known.
 
     Args:
         blueprint: on the meta device.
@@ -103,24 +108,18 @@ def plan_mesh(blueprint: Blueprint, *, world_size: int) -> MeshPlan:
     dims = blueprint.dims
     dims.dp(world_size)
     dims.edp(world_size)
-    smallest = smallest_world(dims)
-    ranks, inventories = [], []
-    built: list[_Built] = []
-    for pp_rank in range(dims.pp):
-        stages = [stage for stage in blueprint.stages if stage.pp_rank == pp_rank]
-        kinds = _kinds(blueprint, stages)
-        like = next((each for each in built if each.kinds == kinds), None)
-        if like is None:
-            rank = pp_rank * (smallest // dims.pp)  # the pipeline is mcore's outermost axis
-            with rank_of(dims, rank, smallest), _one_thread():
-                like = _build(blueprint, stages, kinds)
-            built.append(like)
-        ranks.append(like.chunks(stages))
-        inventories.append(like.inventory(stages))
-    bound = built[0].bound
+    layers = _Layers(blueprint)
+    order = (0, dims.pp - 1, *range(1, dims.pp - 1))[: dims.pp]  # first the ends, which are built in any case
+    found = {pp_rank: _chunks(blueprint, pp_rank, layers) for pp_rank in order}
+    ranks = tuple(found[pp_rank] for pp_rank in range(dims.pp))
+    bound = layers.bound
+    inventories = [
+        Inventory({**bound.ranks, "pp": pp_rank}, tuple(held for chunk in chunks for held in chunk.held))
+        for pp_rank, chunks in enumerate(ranks)
+    ]
     group = replicas(inventories, dims, num_experts=bound.axes["experts"], world_size=world_size)
     export = plan_export(bound.mapping, bound.axes, blueprint.config.num_layers, group, bucket_bytes=None)
-    return MeshPlan(blueprint, world_size, tuple(ranks), export)
+    return MeshPlan(blueprint, world_size, ranks, export)
 
 
 @contextlib.contextmanager
@@ -173,55 +172,64 @@ def rank_of(dims: ParallelDims, rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@dataclass(frozen=True, slots=True)
-class _Built:
-    """What was built for the ``stages`` of one pipeline rank: the same as of every other whose ``kinds`` are equal."""
+class _Layers:
+    """What was built of each kind of layer: others of the kind hold the same.
 
-    kinds: object
-    stages: Sequence[Stage]
-    bound: BoundModel
-    whole: Inventory
-    parts: tuple[Inventory, ...]
-    """Of each chunk."""
-
-    def inventory(self, stages: Sequence[Stage]) -> Inventory:
-        """What the rank of ``stages`` holds."""
-        ranks = {**self.whole.ranks, "pp": stages[0].pp_rank}
-        return Inventory(ranks, self._numbered(self.whole.held, stages))
-
-    def chunks(self, stages: Sequence[Stage]) -> tuple[Chunk, ...]:
-        """The same by chunk."""
-        pairs = zip(stages, self.parts, strict=True)
-        return tuple(Chunk(stage, _cells(self._numbered(part.held, stages))) for stage, part in pairs)
-
-    def _numbered(self, held: tuple[Held, ...], stages: Sequence[Stage]) -> tuple[Held, ...]:
-        """With the numbers of the layers of ``stages`` for those that were built."""
-        if stages[0].pp_rank == self.stages[0].pp_rank:
-            return held
-        theirs, ours = (chain.from_iterable(stage.layers for stage in each) for each in (self.stages, stages))
-        numbers = dict(zip(theirs, ours, strict=True))
-        return tuple(Held(renumber_layer(each.mcore, numbers), each.shape, each.dtype) for each in held)
-
-
-def _kinds(blueprint: Blueprint, stages: Sequence[Stage]) -> str:
-    """What megatron-core builds stages from, but for the numbers of their layers. MTP layers are of one stage.
-
-    As text, in which the partials of specs are equal where they hold the same; what has no text but its address is not.
+    A kind is what megatron-core builds a layer from, as text, in which the partials of specs are equal where they hold
+    the same (what has no text but its address is not); and how large the layer is, as not all indexers are in specs.
     """
-    kinds = [
-        (
-            stage.embedding,
-            stage.loss,
-            stage.num_mtp_layers,
-            blueprint.block_spec(stage),
-            blueprint.mtp_block_spec(stage),
-        )
-        for stage in stages
-    ]
-    return repr(kinds)
+
+    bound: BoundModel
+    """Any chunk that was built."""
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        self._blueprint = blueprint
+        self._sizes = census(blueprint.hf).layers
+        self._known: dict[object, tuple[list[Held], list[Held]]] = {}
+
+    def learn(self, stage: Stage, bound: BoundModel) -> Chunk:
+        """The chunk of a stage that was built."""
+        self.bound, chunk = bound, Chunk(stage, bound.inventory().held)
+        found: dict[int, tuple[list[Held], list[Held]]] = {layer: ([], []) for layer in stage.layers}
+        for held in chunk.held:
+            if (layer := layer_of(held.mcore)) is not None:
+                found[layer][not isinstance(bound.tensors[held.mcore], nn.Parameter)].append(held)
+        self._known |= zip(self._kinds(stage), found.values(), strict=True)
+        return chunk
+
+    def chunk(self, stage: Stage) -> Chunk | None:
+        """The chunk of a stage in the middle, if there are layers of all its kinds: parameters, and then buffers."""
+        last = self._blueprint.config.num_layers - 1  # with which the final norm may be
+        is_end = stage.embedding or stage.loss or stage.num_mtp_layers or last in stage.layers
+        kinds = self._kinds(stage)
+        if is_end or self._blueprint.architecture.model is not None or not self._known.keys() >= {*kinds}:
+            return None
+        layers = [(layer, self._known[kind]) for layer, kind in zip(stage.layers, kinds, strict=True)]
+        return Chunk(stage, tuple(_of_layer(held, n) for sort in (0, 1) for n, each in layers for held in each[sort]))
+
+    def _kinds(self, stage: Stage) -> list[object]:
+        specs = self._blueprint.block_spec(stage).layer_specs
+        return [(repr(spec), self._sizes[layer]) for spec, layer in zip(specs, stage.layers, strict=True)]
 
 
-def _build(blueprint: Blueprint, stages: Sequence[Stage], kinds: object) -> _Built:
+def _of_layer(held: Held, layer: int) -> Held:
+    return Held(renumber_layer(held.mcore, layer), held.shape, held.dtype)
+
+
+def _chunks(blueprint: Blueprint, pp_rank: int, layers: _Layers) -> tuple[Chunk, ...]:
+    """What the first rank of a pipeline rank holds."""
+    dims, smallest = blueprint.dims, smallest_world(blueprint.dims)
+    stages = [stage for stage in blueprint.stages if stage.pp_rank == pp_rank]
+    known = tuple(chunk for stage in stages if (chunk := layers.chunk(stage)) is not None)
+    if len(known) == len(stages):
+        return known
+    rank = pp_rank * (smallest // dims.pp)  # the pipeline is mcore's outermost axis
+    with rank_of(dims, rank, smallest), _one_thread():
+        return tuple(map(layers.learn, stages, _build(blueprint)))
+
+
+def _build(blueprint: Blueprint) -> list[BoundModel]:
+    """The chunks of this rank."""
     from mcore_bridge.factory.build import build_model
 
     models = build_model(
@@ -233,16 +241,7 @@ def _build(blueprint: Blueprint, stages: Sequence[Stage], kinds: object) -> _Bui
         overrides={"mtp_num_layers": blueprint.config.mtp_num_layers},
         load_weights=False,
     )
-    bound = bind(models)
-    return _Built(kinds, stages, bound, bound.inventory(), tuple(bind(model).inventory() for model in models))
-
-
-def _cells(tensors: tuple[Held, ...]) -> tuple[Cell, ...]:
-    """Held tensors by layer, in order, the output last. Buffers, such as a router's bias, are held behind all else."""
-    cells: dict[str, list[Held]] = {}
-    for held in tensors:
-        cells.setdefault(_cell_name(held), []).append(held)
-    return tuple(Cell(name, tuple(cells[name])) for name in sorted(cells, key=lambda name: name == "output"))
+    return list(map(bind, models))
 
 
 def _cell_name(held: Held) -> str:

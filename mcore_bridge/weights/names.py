@@ -8,7 +8,7 @@ next linear get the names that they have alone. An HF name has one mcore name.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import is_
@@ -182,9 +182,9 @@ def shift_expert(name: str, shift: int) -> str:
     return _EXPERT.sub(lambda match: f".experts.{int(match[1]) + shift}.", name)
 
 
-def renumber_layer(name: str, numbers: Mapping[int, int]) -> str:
+def renumber_layer(name: str, layer: int) -> str:
     """A canonical name with another number for its decoder layer, if it has one."""
-    return _LAYER.sub(lambda match: f"decoder.layers.{numbers[int(match[1])]}.", name)
+    return _LAYER.sub(f"decoder.layers.{layer}.", name)
 
 
 def _tensors(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
