@@ -203,7 +203,7 @@ def plan_command(
 ) -> None:
     """Show what every rank of a mesh would hold, and what an export would move, without starting a process.
 
-    The numbers are those of the GPTModel that megatron-core builds for each pipeline stage, on the meta device.
+    The numbers are those of the GPTModel that megatron-core builds of each kind of layer, on the meta device.
     """
     with _refusals(debug), _uncollected(), _uncompiled():
         from mcore_bridge.commands.picture import draw_svg
