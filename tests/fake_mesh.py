@@ -3,7 +3,6 @@
 A rank's chunks are bound while its process groups exist; transport is then a list of the windows that each rank packs.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from mcore_bridge import ParallelDims, build_model
 from mcore_bridge.commands.fake import rank_of
+from mcore_bridge.commands.options import smallest_world
 from mcore_bridge.weights.bound import BoundModel, bind
 from mcore_bridge.weights.cut import HEADER
 from mcore_bridge.weights.moves import Buffers
@@ -26,16 +26,11 @@ from mcore_bridge.weights.transport import Group
 CPU, NOTHING = torch.device("cpu"), torch.empty(0)
 
 
-def world_of(dims: ParallelDims) -> int:
-    """Ranks of the smallest world in which dense and expert axes fit."""
-    return dims.pp * math.lcm(dims.tp * dims.cp, dims.etp * dims.ep)
-
-
 def replica(dims: ParallelDims) -> list[int]:
     """World ranks of the first replica, in the order of the group that exports it."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    with rank_of(dims, 0, world_of(dims)):
+    with rank_of(dims, 0, smallest_world(dims)):
         group = Group.of_replica(ProcessGroupCollection.use_mpu_process_groups())
         return dist.get_process_group_ranks(group.group)
 
@@ -44,7 +39,7 @@ def build_everywhere(hf: Any, dims: ParallelDims, load: Callable[[list[Any]], An
     """What every rank of a replica holds after ``load(chunks)``, by rank of the model-parallel group."""
     bound = []
     for rank in replica(dims):
-        with rank_of(dims, rank, world_of(dims)):
+        with rank_of(dims, rank, smallest_world(dims)):
             chunks = build_model(hf, dims=dims, load_weights=False, device="cpu", **arguments)
             with torch.no_grad():
                 for chunk in chunks:

@@ -12,6 +12,7 @@ from mcore_bridge import ParallelDims
 from mcore_bridge.commands import fake
 from mcore_bridge.commands.cost import cost_of
 from mcore_bridge.commands.fake import MeshPlan, plan_mesh
+from mcore_bridge.commands.options import smallest_world
 from mcore_bridge.factory.blueprint import draw
 from mcore_bridge.weights.alignment import aligned
 from mcore_bridge.weights.cut import HEADER, Part, cut, num_messages, pieces, widths
@@ -40,7 +41,7 @@ def sparse(num_layers: int, **sizes: Any) -> Any:
 
 def planned(num_layers: int, dims: ParallelDims) -> MeshPlan:
     blueprint = draw(sparse(num_layers), dims=dims, dtype=torch.bfloat16, device="meta")
-    return plan_mesh(blueprint, world_size=fake_mesh.world_of(dims))
+    return plan_mesh(blueprint, world_size=smallest_world(dims))
 
 
 def open_bytes(plan: ExportPlan, num_ranks: int) -> int:
@@ -190,7 +191,7 @@ def meshes() -> list[Any]:
 @pytest.mark.parametrize(("hf", "dims"), meshes())
 def test_stages_that_are_not_built_hold_what_they_would(hf: Any, dims: ParallelDims, monkeypatch: Any) -> None:
     blueprint = draw(hf, dims=dims, dtype=torch.bfloat16, device="meta")
-    world_size = fake_mesh.world_of(dims)
+    world_size = smallest_world(dims)
     planned = plan_mesh(blueprint, world_size=world_size)
     monkeypatch.setattr(fake._Layers, "chunk", lambda self, stage: None)
     built = plan_mesh(blueprint, world_size=world_size)

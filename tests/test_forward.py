@@ -5,6 +5,7 @@ import torch
 
 import mcore_bridge as mb
 from mcore_bridge.batches import packing
+from mcore_bridge.commands.options import smallest_world
 from mcore_bridge.errors import BatchError, ConfigError
 from tests import pool, stepping, zoo
 from tests.parity import BATCH, LONG, reference_of, tokens
@@ -56,7 +57,7 @@ def check(name, dims, **options):
     """Compare on every rank; or say how the mesh was refused."""
     hf, reference = zoo.cases()[name].hf, reference_of(name)
     expected = expected_of(reference, hf, options.get("temperature", 1.0))
-    for found in pool.run(dims.pp * max(dims.tp * dims.cp, dims.ep * dims.etp), run, hf, dims, options):
+    for found in pool.run(smallest_world(dims), run, hf, dims, options):
         if isinstance(found, str):
             return found
         for ours, theirs in zip(found, expected, strict=True):

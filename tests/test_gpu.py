@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import mcore_bridge as mb
+from mcore_bridge.commands.options import smallest_world
 from tests.parity import BATCH, SEQ, reference_logits, tokens
 from tests.strategies import random_state, tiny
 
@@ -80,11 +81,6 @@ DIMS = [
 ]
 
 
-def world_of(dims):
-    """The fewest ranks that the mesh takes."""
-    return dims.pp * max(dims.tp * dims.cp, dims.ep * dims.etp)
-
-
 def with_replicas(dims, world_size):
     """The mesh, and how many replicas of it there are."""
     dp = dims.dp(world_size)
@@ -94,7 +90,7 @@ def with_replicas(dims, world_size):
 def rank_main(rank, dims, folder):
     """One rank: every family and backend on this mesh; the findings go to a file."""
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # TransformerEngine's fp32 would have a mantissa of 10 bits
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_of(dims)))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(smallest_world(dims)))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29517")
     dims.initialize(device="cuda")
     findings = {}
@@ -136,11 +132,11 @@ def references():
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_every_family_and_backend(dims, tmp_path, references):
-    if torch.cuda.device_count() < world_of(dims):
-        pytest.skip(f"needs {world_of(dims)} GPUs, found {torch.cuda.device_count()}")
-    torch.multiprocessing.spawn(rank_main, (dims, str(tmp_path)), nprocs=world_of(dims))
+    if torch.cuda.device_count() < smallest_world(dims):
+        pytest.skip(f"needs {smallest_world(dims)} GPUs, found {torch.cuda.device_count()}")
+    torch.multiprocessing.spawn(rank_main, (dims, str(tmp_path)), nprocs=smallest_world(dims))
     failures = []
-    for rank in range(world_of(dims)):
+    for rank in range(smallest_world(dims)):
         for (family, backend), (wrong, logits) in torch.load(tmp_path / str(rank)).items():
             if wrong:
                 failures.append(f"{family} {backend} on rank {rank}: {wrong}")

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import mcore_bridge as mb
+from mcore_bridge.commands.options import smallest_world
 from mcore_bridge.errors import ExportError
 from mcore_bridge.weights.export import open_export
 from mcore_bridge.weights.footprint import MEMORY, footprint
 from tests.strategies import random_state, tiny
-from tests.test_gpu import SPARSE, world_of
+from tests.test_gpu import SPARSE
 from tests.test_targets import ENGINES, GRID, assert_gets, expected
 
 pytestmark = pytest.mark.multigpu
@@ -48,7 +49,7 @@ def grid(rank, world_size):
     state = random_state(HF, dtype=torch.bfloat16)
     tried = 0
     for dims in GRID:
-        if world_size % world_of(dims):
+        if world_size % smallest_world(dims):
             continue
         dims.initialize(device="cuda")
         models = mb.build_model(HF, dims=dims, load_weights=state)

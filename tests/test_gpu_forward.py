@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import mcore_bridge as mb
+from mcore_bridge.commands.options import smallest_world
 from tests import records, test_forward
 from tests.parity import BATCH, LONG, reference_model, tokens
 from tests.strategies import random_state
-from tests.test_gpu import DENSE, SPARSE, with_replicas, world_of
+from tests.test_gpu import DENSE, SPARSE, with_replicas
 from tests.test_gpu_export import spawn
 
 pytestmark = pytest.mark.multigpu
@@ -85,7 +86,7 @@ def rank_main(rank, world_size):
     findings = {}
     for dims in MESHES[world_size]:
         dims.initialize(device="cuda")
-        assert world_size % world_of(dims) == 0
+        assert world_size % smallest_world(dims) == 0
         mesh = with_replicas(dims, world_size)
         for family, hf in (SPARSE if dims.ep > 1 else FAMILIES).items():
             for backend, dtype, packed in WAYS:

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 import mcore_bridge as mb
+from mcore_bridge.commands.options import smallest_world
 from tests import records
 from tests.strategies import random_state
-from tests.test_gpu import DENSE, SPARSE, with_replicas, world_of
+from tests.test_gpu import DENSE, SPARSE, with_replicas
 from tests.test_gpu_export import spawn
 
 pytestmark = pytest.mark.multigpu
@@ -252,7 +253,7 @@ def rank_main(rank, world_size):
     findings, expected = {}, {}
     for dims in [mb.ParallelDims(), *MESHES[world_size]]:
         dims.initialize(device="cuda")
-        assert world_size % world_of(dims) == 0
+        assert world_size % smallest_world(dims) == 0
         mesh = with_replicas(dims, world_size)
         for family in FAMILIES:
             if (dims.ep > 1 and family not in SPARSE) or (dims.etp > 1 and family == "gpt_oss"):

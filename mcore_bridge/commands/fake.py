@@ -18,7 +18,6 @@ from mcore_bridge.commands.options import smallest_world
 from mcore_bridge.commands.replicas import replicas
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.config.pipeline import Stage
-from mcore_bridge.config.processes import group_sizes
 from mcore_bridge.factory.census import census
 from mcore_bridge.weights.bound import BoundModel, bind
 from mcore_bridge.weights.entries import Held, Inventory
@@ -165,7 +164,7 @@ def rank_of(dims: ParallelDims, rank: int, world_size: int) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         with _own_groups_only(rank):
-            parallel_state.initialize_model_parallel(**group_sizes(dims), create_gloo_process_groups=False)
+            parallel_state.initialize_model_parallel(**dims.to_group_sizes(), create_gloo_process_groups=False)
         yield
     finally:
         parallel_state.destroy_model_parallel()

@@ -135,6 +135,17 @@ class ParallelDims:
         stages = describe_stages(self.stages(num_layers))
         return f"{self}, DP{self.dp(world_size)}{experts}, {world_size} ranks; layers per stage: {stages}"
 
+    def to_group_sizes(self) -> dict[str, int | None]:
+        """The mesh as ``parallel_state.initialize_model_parallel`` takes it, and ``TransformerConfig`` too."""
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
+            "virtual_pipeline_model_parallel_size": self.vp if self.vp > 1 else None,
+            "context_parallel_size": self.cp,
+            "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.etp,  # None would mean tp
+        }
+
     def to_config_fields(self) -> dict[str, object]:
         """The ``TransformerConfig`` fields that the mesh decides; an unresolved ``"balanced"`` raises ``MeshError``."""
         if self.layout == BALANCED:
@@ -142,12 +153,7 @@ class ParallelDims:
                 'layout="balanced" must become an explicit layout first: call balanced() (build_model does)'
             )
         return {
-            "tensor_model_parallel_size": self.tp,
-            "pipeline_model_parallel_size": self.pp,
-            "virtual_pipeline_model_parallel_size": self.vp if self.vp > 1 else None,
-            "context_parallel_size": self.cp,
-            "expert_model_parallel_size": self.ep,
-            "expert_tensor_parallel_size": self.etp,
+            **self.to_group_sizes(),
             "sequence_parallel": self.sp,
             "pipeline_model_parallel_layout": self.layout,
             "num_layers_in_first_pipeline_stage": self.num_layers_in_first_pipeline_stage,

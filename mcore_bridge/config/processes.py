@@ -117,22 +117,10 @@ def _join(device: str) -> None:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 
-def group_sizes(dims: ParallelDims) -> dict[str, int | None]:
-    """The mesh as ``parallel_state.initialize_model_parallel`` takes it."""
-    return {
-        "tensor_model_parallel_size": dims.tp,
-        "pipeline_model_parallel_size": dims.pp,
-        "virtual_pipeline_model_parallel_size": dims.vp if dims.vp > 1 else None,
-        "context_parallel_size": dims.cp,
-        "expert_model_parallel_size": dims.ep,
-        "expert_tensor_parallel_size": dims.etp,  # None would mean tp
-    }
-
-
 def _make_groups(dims: ParallelDims, *, device: str, seed: int) -> None:
     from megatron.core import parallel_state
 
-    parallel_state.initialize_model_parallel(**group_sizes(dims))
+    parallel_state.initialize_model_parallel(**dims.to_group_sizes())
     if device == "cuda":
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 

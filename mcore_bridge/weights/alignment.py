@@ -1,4 +1,4 @@
-"""Where tensors begin that lie behind one another in memory: in windows, slots and buffers."""
+"""Where tensors begin that lie behind one another in memory: in windows and buffers."""
 
 ALIGNMENT = 256
 """Bytes: a multiple of every itemsize, so that tensors can be viewed in place, and of what a GPU reads at once."""
