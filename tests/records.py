@@ -4,7 +4,7 @@ import datetime
 import importlib.metadata
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,16 @@ import torch
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
 
 
-def append(path: str | None, check: str, world_size: int, passed: Mapping[tuple[str, str], bool]) -> None:
-    """Note for each mesh and family of a run whether all of a check passed; nothing without a path.
+def append(path: str | None, check: str, world_size: int, found: Iterable[tuple[tuple[str, str], bool]]) -> None:
+    """Note for each mesh and family of a run whether all that was ``found`` passed; nothing without a path.
 
     A mesh is named with its replicas, such as "TP2 SP DP2".
     """
     if path is None:
         return
+    passed: dict[tuple[str, str], bool] = {}
+    for key, is_right in found:
+        passed[key] = passed.get(key, True) and is_right
     known: dict[str, Any] = {
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "gpus": world_size,

@@ -5,7 +5,6 @@ bf16 are: medians, as a router that decides otherwise for one token moves a mean
 """
 
 import importlib.util
-import itertools
 import os
 import tempfile
 import traceback
@@ -107,11 +106,8 @@ def rank_main(rank, world_size):
 def test_log_probs_are_those_of_transformers(world_size, tmp_path, request):
     found = spawn(rank_main, tmp_path, world_size)
     assert all(isinstance(findings, dict) for findings in found), found
-    passed, wrong = {}, {}
-    for key, error in itertools.chain(*(findings.items() for findings in found)):
-        is_right = isinstance(error, float) and error < 1
-        passed[key[:2]] = passed.get(key[:2], True) and is_right
-        if not is_right:
-            wrong[key] = error
+    errors = [each for findings in found for each in findings.items()]
+    wrong = {key: error for key, error in errors if not (isinstance(error, float) and error < 1)}
+    passed = [(key[:2], key not in wrong) for key, _ in errors]
     records.append(request.config.getoption("--record"), "log-probs", world_size, passed)
     assert not wrong, "\n".join(f"{key}: {error}" for key, error in wrong.items())

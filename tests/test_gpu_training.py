@@ -6,7 +6,6 @@ optimizer holds, whatever is overlapped or offloaded.
 
 import functools
 import importlib.util
-import itertools
 import os
 import traceback
 
@@ -205,26 +204,27 @@ def train(hf, dims, state, dtype, *, overlap):
 
 def offloaded(models, optimizer, expected):
     """What an export gives otherwise while gradients, the optimizer's state and parameters are on CPU."""
+    expected = {name: tensor.cpu() for name, tensor in expected.items()}
+
+    def wrong_now():
+        return differing(mb.to_hf_state_dict(models, device="cpu"), expected)
+
     for model in models:
         for buffer in model.buffers + model.expert_parallel_buffers:
             buffer.grad_data.untyped_storage().resize_(0)
-    wrong = differing(mb.to_hf_state_dict(models, device="cpu"), on_cpu(expected))
+    wrong = wrong_now()
     for each in getattr(optimizer, "chained_optimizers", [optimizer]):
         for values in each.optimizer.state.values():
             values.update((key, value.cpu()) for key, value in values.items() if torch.is_tensor(value))
-    wrong += differing(mb.to_hf_state_dict(models, device="cpu"), on_cpu(expected))
+    wrong += wrong_now()
     for model in models:
         for parameter in model.parameters():
             parameter.data = parameter.data.cpu()
-    wrong += differing(mb.to_hf_state_dict(models, device="cpu"), on_cpu(expected))
+    wrong += wrong_now()
     for model in models:
         for parameter in model.parameters():
             parameter.data = parameter.data.cuda()
-    return wrong + differing(mb.to_hf_state_dict(models, device="cpu"), on_cpu(expected))
-
-
-def on_cpu(state):
-    return {name: tensor.cpu() for name, tensor in state.items()}
+    return wrong + wrong_now()
 
 
 def tasks(family, dims, world_size):
@@ -279,11 +279,9 @@ def rank_main(rank, world_size):
 def test_training_is_that_of_one_rank_and_exports_are_what_the_optimizer_holds(world_size, tmp_path, request):
     found = spawn(rank_main, tmp_path, world_size)
     assert all(isinstance(findings, dict) for findings in found), found
+    everything = [each for findings in found for each in findings.items()]
     for check, is_of in CHECKS.items():
-        passed = {}
-        for (mesh, family, task), problems in itertools.chain(*(findings.items() for findings in found)):
-            if is_of(task):
-                passed[mesh, family] = passed.get((mesh, family), True) and not problems
+        passed = [(key[:2], not problems) for key, problems in everything if is_of(key[2])]
         records.append(request.config.getoption("--record"), check, world_size, passed)
-    wrong = {key: problems for findings in found for key, problems in findings.items() if problems}
+    wrong = {key: problems for key, problems in everything if problems}
     assert not wrong, "\n".join(f"{key}: {problems}" for key, problems in wrong.items())
