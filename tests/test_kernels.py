@@ -22,6 +22,7 @@ LAID_OUT = {
     "params_dtype": torch.bfloat16,
     "cp_comm_type": None,
 }
+LATENT = {"multi_latent_attention": True, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
 
 
 @pytest.mark.parametrize(
@@ -31,8 +32,13 @@ LAID_OUT = {
         ({"context_parallel_size": 1, "params_dtype": torch.float32, "kv_channels": 7}, True, ""),
         ({"params_dtype": torch.float32}, False, "fp32"),
         ({"softmax_type": "learnable"}, False, "sinks"),
-        ({"kv_channels": 260}, False, "heads of 260"),
-        ({"kv_channels": 260, "multi_latent_attention": True}, False, ""),
+        ({"kv_channels": 260}, False, "heads of [260]"),
+        ({"kv_channels": 260, **LATENT}, False, ""),
+        ({**LATENT, "v_head_dim": 10}, False, "heads of [10, 192]"),
+        ({**LATENT, "qk_head_dim": 12}, False, "heads of [76, 128]"),
+        ({**LATENT, "qk_head_dim": 96}, False, "heads of [128, 160]"),
+        ({**LATENT, "v_head_dim": 192}, False, ""),
+        ({**LATENT, "v_head_dim": 64}, False, ""),
         ({"num_query_groups": 2}, True, "1 key heads"),
         ({"num_query_groups": 2}, False, ""),
         ({"num_query_groups": 1}, True, "1 key heads"),

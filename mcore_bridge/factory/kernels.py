@@ -61,13 +61,27 @@ def lacking(config: TransformerConfig, *, windowed: bool) -> str:
         return "in fp32 under context parallelism"
     if config.softmax_type != "vanilla":
         return "with sinks under context parallelism, whose gradients megatron-core would sum once more"
-    if not latent and (config.kv_channels % 8 or config.kv_channels > 256):
-        return f"for heads of {config.kv_channels} under context parallelism"
+    if not _has_kernel(dims := _head_dims(config)):
+        return f"for heads of {sorted(dims)} under context parallelism"
     if windowed and (latent or config.attention_dropout):
         return "with windows of latent or dropped-out scores under context parallelism"
     if windowed and _groups(config) % cp:
         return f"with windows under context parallelism of {cp} ranks that {_groups(config)} key heads are dealt to"
     return ""
+
+
+def _head_dims(config: TransformerConfig) -> set[int]:
+    """Of queries and keys, and of values."""
+    if config.multi_latent_attention:
+        return {config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim}
+    return {config.kv_channels}
+
+
+def _has_kernel(dims: set[int]) -> bool:
+    """Whether a fused kernel takes heads of these dims. Tried on an H200: {64, 96}, {128, 192}, and not {128, 160}."""
+    if any(dim % 8 or dim > 256 for dim in dims):
+        return False
+    return len(dims) == 1 or min(dims) < 128 or dims == {128, 192}
 
 
 def _groups(config: TransformerConfig) -> int:
