@@ -23,22 +23,23 @@ BUCKET = 1 << 19
 ENDINGS = ("ended", "abandoned", "raised in the consumer", "failed on a rank")
 
 
-def rank_main(rank, world_size, function, folder):
+def rank_main(rank, world_size, function, folder, *arguments):
     """One rank: what ``function`` returns, or how it failed, goes to a file."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29519")
     try:
-        found = function(rank, world_size)
+        found = function(rank, world_size, *arguments)
     except Exception:
         found = traceback.format_exc()
     torch.save(found, f"{folder}/{rank}")
     torch.distributed.destroy_process_group()
 
 
-def spawn(function, folder, world_size):
+def spawn(function, folder, world_size, *arguments):
+    """What ``function(rank, world_size, *arguments)`` says on each rank."""
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs, found {torch.cuda.device_count()}")
-    torch.multiprocessing.spawn(rank_main, (world_size, function, str(folder)), nprocs=world_size)
+    torch.multiprocessing.spawn(rank_main, (world_size, function, str(folder), *arguments), nprocs=world_size)
     return [torch.load(folder / str(rank)) for rank in range(world_size)]
 
 

@@ -1,7 +1,10 @@
 """``forward`` on real GPUs: log-probs of packed and padded batches on every mesh against transformers, both backends.
 
-In fp32 they must agree. In bf16 half of ours may be twice as far from transformers' fp32 as half of transformers' own
-bf16 are: medians, as a router that decides otherwise for one token moves a mean.
+Every family that is built is here: some in sizes that kernels like, the others as they are in the zoo.
+
+In fp32 they must agree. In bf16 half of ours may be three times as far from transformers' fp32 as half of transformers'
+own bf16 are: medians, as a router that decides otherwise for one token moves a mean. Tensor ranks round their parts of
+each sum besides, and a median of some seventy log-probs varies by a quarter.
 """
 
 import importlib.util
@@ -14,7 +17,8 @@ import torch
 
 import mcore_bridge as mb
 from mcore_bridge.commands.options import smallest_world
-from tests import records, test_forward
+from mcore_bridge.errors import ConfigError
+from tests import records, test_forward, zoo
 from tests.parity import BATCH, LONG, reference_model, tokens
 from tests.strategies import random_state
 from tests.test_gpu import DENSE, SPARSE, with_replicas
@@ -22,7 +26,14 @@ from tests.test_gpu_export import spawn
 
 pytestmark = pytest.mark.multigpu
 
-FAMILIES = {**DENSE, **SPARSE}
+FAMILIES = {
+    "sized": {**DENSE, **SPARSE},
+    "zoo": {
+        model_type: zoo.cases()[name].hf
+        for model_type, name in test_forward.FAMILIES.items()
+        if model_type not in {**DENSE, **SPARSE}
+    },
+}
 WAYS = [("torch", torch.float32, True), ("torch", torch.bfloat16, False)]
 if importlib.util.find_spec("transformer_engine"):
     WAYS = [
@@ -57,9 +68,12 @@ def references(hf, state):
 
 
 def examine(hf, dims, backend, dtype, packed, state, reference):
-    """The error of log-probs relative to what is allowed, or why there is none."""
+    """The error of log-probs relative to what is allowed."""
     exact, allowed = reference
     models = mb.build_model(hf, dims=dims, backend=backend, dtype=dtype, load_weights=state)
+    exported = mb.to_hf_state_dict(models, device="cpu")
+    assert exported.keys() == state.keys()
+    assert all(torch.equal(exported[name], tensor.to(exported[name].dtype)) for name, tensor in state.items())
     for model in models:
         model.eval()
     ids, mask = test_forward.batch_of(hf)
@@ -70,30 +84,38 @@ def examine(hf, dims, backend, dtype, packed, state, reference):
     differences = (found - expected).abs()
     if dtype is torch.float32:
         return float(differences.max() / exact.std()) / 1e-4
-    return float(differences[expected != 0].median()) / (2 * allowed)
+    return float(differences[expected != 0].median()) / (3 * allowed)
 
 
-def rank_main(rank, world_size):
-    """Every family in every way on every mesh of this size."""
+def has_experts(hf):
+    return mb.to_transformer_config(hf).num_moe_experts is not None
+
+
+def rank_main(rank, world_size, families):
+    """Each of these families in every way on every mesh of this size."""
     from megatron.core import parallel_state
 
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
     mb.ParallelDims().initialize(device="cuda")
     parallel_state.destroy_model_parallel()
-    states = {family: random_state(hf, dtype=torch.bfloat16) for family, hf in FAMILIES.items()}
-    known = {family: references(hf, states[family]) for family, hf in FAMILIES.items()}
+    states = {family: random_state(hf, dtype=torch.bfloat16) for family, hf in FAMILIES[families].items()}
+    known = {family: references(hf, states[family]) for family, hf in FAMILIES[families].items()}
     findings = {}
     for dims in MESHES[world_size]:
         dims.initialize(device="cuda")
         assert world_size % smallest_world(dims) == 0
         mesh = with_replicas(dims, world_size)
-        for family, hf in (SPARSE if dims.ep > 1 else FAMILIES).items():
+        for family, hf in FAMILIES[families].items():
+            if dims.ep > 1 and not has_experts(hf):
+                continue
             for backend, dtype, packed in WAYS:
                 key = mesh, family, backend, str(dtype).removeprefix("torch."), "packed" if packed else "rows"
-                if hf.model_type == "qwen3_next" and dims.cp > 1:  # megatron-core 0.16's takes no context parallelism
-                    continue
                 try:
                     findings[key] = examine(hf, dims, backend, dtype, packed, states[family], known[family])
+                except ConfigError as error:
+                    if dims.cp == 1 or "context parallel" not in str(error):
+                        findings[key] = traceback.format_exc()
+                    continue  # some families are refused there, by name
                 except Exception:
                     findings[key] = traceback.format_exc()
                 if rank == 0:
@@ -102,9 +124,10 @@ def rank_main(rank, world_size):
     return findings
 
 
+@pytest.mark.parametrize("families", FAMILIES)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_log_probs_are_those_of_transformers(world_size, tmp_path, request):
-    found = spawn(rank_main, tmp_path, world_size)
+def test_log_probs_are_those_of_transformers(world_size, families, tmp_path, request):
+    found = spawn(rank_main, tmp_path, world_size, families)
     assert all(isinstance(findings, dict) for findings in found), found
     errors = [each for findings in found for each in findings.items()]
     wrong = {key: error for key, error in errors if not (isinstance(error, float) and error < 1)}

@@ -14,12 +14,9 @@ PHI = {"hidden_size": 128, "head_dim": 16, "pad_token_id": 95}  # by default out
 
 
 def partial(factor: float) -> dict[str, Any]:
-    """The default rope on a part of each head, as the installed transformers spells it."""
-    return (
-        {**rope("default"), "partial_rotary_factor": factor}
-        if SPEAKS_4
-        else rope("default", partial_rotary_factor=factor)
-    )
+    """The default rope on a part of each head, as the installed transformers spells it; some have both spellings."""
+    spelled = rope("default") if SPEAKS_4 else rope("default", partial_rotary_factor=factor)
+    return {**spelled, "partial_rotary_factor": factor}
 
 
 def longrope(num_pairs: int, *, original: int) -> dict[str, Any]:
