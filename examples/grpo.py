@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 4 examples/grpo.py --tp 2 --pp 2                   # on CPU, or one GPU for each rank
     torchrun --nproc-per-node 2 examples/grpo.py --tp 2 --engine-device cuda:2   # the engine on a GPU of its own
+    torchrun --nproc-per-node 2 examples/grpo.py --tp 2 --engine vllm            # vLLM, in place of transformers
 
 The model is small and random, the task is to say even tokens. At every step the engine's log-probabilities of what it
 sampled must be those of the trainer, or the run ends: a weight that is wrong, missing or stale would show.
@@ -16,9 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from rollout_engine import RemoteEngine
+from rollout_engine import Engine, RemoteEngine
 from torch import Tensor
 from transformers import AutoConfig
+from vllm_engine import VllmEngine
 
 import mcore_bridge as mb
 
@@ -33,6 +35,7 @@ CONFIG: dict[str, Any] = {
     "head_dim": 16,
     "tie_word_embeddings": False,
 }
+ENGINES = {"transformers": Engine, "vllm": VllmEngine}
 PROMPTS, GROUP, PROMPT, RESPONSE = 4, 8, 6, 10
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 """How far log-probabilities of one token may be apart in two implementations."""
@@ -52,7 +55,8 @@ def main() -> None:
     leads = dist.get_rank() == 0  # the rank with the engine beside it; others only send it their part
     manifest = mb.manifest(chunks)  # of all ranks together, as an export is
     if leads:
-        engine = RemoteEngine(CONFIG, dtype, arguments.engine_device or default_device(arguments.device))
+        device = arguments.engine_device or default_device(arguments.device)
+        engine = RemoteEngine(ENGINES[arguments.engine], CONFIG, dtype, device)
         ring = mb.BufferRing(mb.plan_buckets(manifest, num_slots=2, slot_bytes=1 << 20))
         engine("connect", ring.plan, ring.handles())
     for step in range(arguments.steps):
@@ -146,6 +150,7 @@ def parse() -> Namespace:
         parser.add_argument(f"--{name}", type=int, default=1)
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_gpu else "cpu")
+    parser.add_argument("--engine", choices=ENGINES, default="transformers")
     parser.add_argument("--engine-device", help="such as cuda:3; by default that of the first rank")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16" if on_gpu else "float32")
     parser.add_argument("--steps", type=int, default=20)

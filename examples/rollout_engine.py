@@ -1,13 +1,14 @@
 """A rollout engine in a process of its own: transformers' model, fed through shared buffers, asleep while others work.
 
 Needs torch, transformers and ``mcore_bridge.Receiver``; no megatron-core. What it is asked for comes through a pipe as
-``(method, arguments)``, and each answer goes back through it: a value, or the error that was raised.
+``(method, arguments)``, and each answer goes back through it: a value, or the error that was raised. ``vllm_engine``
+has an engine that is asked the same.
 """
 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from multiprocessing.connection import Connection
 from typing import Any
@@ -84,9 +85,9 @@ class Engine:
             self._receiver.close()
 
 
-def serve(pipe: Connection, config: Mapping[str, Any], dtype: torch.dtype, device: str) -> None:
+def serve(pipe: Connection, make_engine: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """Answer until the pipe ends."""
-    with closing(Engine(config, dtype, device)) as engine:
+    with closing(make_engine(*arguments)) as engine:
         while True:
             try:
                 method, arguments = pipe.recv()
@@ -99,12 +100,12 @@ def serve(pipe: Connection, config: Mapping[str, Any], dtype: torch.dtype, devic
 
 
 class RemoteEngine:
-    """An ``Engine`` in another process."""
+    """``make_engine(*arguments)`` in another process: an ``Engine``, or what answers as one."""
 
-    def __init__(self, config: Mapping[str, Any], dtype: torch.dtype, device: str) -> None:
+    def __init__(self, make_engine: Callable[..., Any], *arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, config, dtype, device), daemon=True)
+        self._process = context.Process(target=serve, args=(theirs, make_engine, arguments), daemon=True)
         self._process.start()
         theirs.close()  # an engine that dies is then seen as the end of the pipe
 

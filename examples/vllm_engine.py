@@ -1,0 +1,132 @@
+"""vLLM in place of transformers' model: its worker reads the trainer's buffers, and its memory is given back asleep.
+
+Needs torch, vLLM and ``mcore_bridge.Receiver``; no megatron-core. Its requests are those of ``rollout_engine.Engine``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mcore_bridge as mb
+
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+class WeightReceiver:
+    """What vLLM's worker can do besides: ``worker_extension_cls`` adds this class to it."""
+
+    model_runner: Any
+
+    def connect_trainer(self, plan: Any, handles: Any) -> None:
+        """Open the buffers of the trainer."""
+        self._receiver = mb.Receiver(plan, handles)
+
+    @torch.no_grad()
+    def forget_weights(self) -> None:
+        """Leave nothing in memory that anybody could mistake for weights."""
+        for parameter in self.model_runner.model.parameters():
+            parameter.fill_(torch.nan)
+
+    def load_bucket(self, number: int) -> None:
+        """Take the weights of a bucket out of its slot, by the names of the checkpoint; vLLM fuses and cuts them."""
+        with self._receiver.open(number) as pairs:
+            self.model_runner.model.load_weights(pairs)
+
+    def finish_round(self) -> None:
+        """Every weight has come, or this raises."""
+        self._receiver.finish()
+
+    def disconnect_trainer(self) -> None:
+        """Let go of the buffers."""
+        self._receiver.close()
+
+
+class VllmEngine:
+    """``rollout_engine.Engine``, computed by vLLM on one GPU."""
+
+    def __init__(self, config: Mapping[str, Any], dtype: torch.dtype, device: str) -> None:
+        _prepare_environment(device)
+        from vllm import LLM
+
+        self._vocab_size = config["vocab_size"]
+        folder = tempfile.mkdtemp()
+        (Path(folder) / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3ForCausalLM"]}))
+        self._llm = LLM(
+            model=folder,
+            dtype=dtype,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_model_len=64,
+            gpu_memory_utilization=0.05,
+            enforce_eager=True,
+            enable_sleep_mode=True,
+            worker_extension_cls="vllm_engine.WeightReceiver",
+        )
+        self.sleep()
+
+    def sleep(self) -> None:
+        """Give the memory of weights and caches back; what was in it is lost."""
+        self._llm.sleep(level=2)
+
+    def wake(self) -> None:
+        """Take memory again, with nothing in it that anybody could mistake for weights."""
+        self._llm.wake_up()
+        self._llm.collective_rpc("forget_weights")
+
+    def connect(self, plan: Any, handles: Any) -> None:
+        """Open the buffers of the trainer beside this engine."""
+        self._llm.collective_rpc("connect_trainer", args=(plan, handles))
+
+    def load(self, number: int) -> None:
+        """Take the weights of a bucket out of its slot."""
+        self._llm.collective_rpc("load_bucket", args=(number,))
+
+    def finish(self) -> None:
+        """End of a round: every weight has come, or this raises."""
+        self._llm.collective_rpc("finish_round")
+
+    def generate(self, prompts: Tensor, num_tokens: int, seed: int) -> tuple[Tensor, Tensor]:
+        """Sample ``num_tokens`` for each of ``prompts`` ``[batch, prompt]``.
+
+        Returns:
+            ``[batch, prompt + num_tokens]`` of tokens, and fp32 ``[batch, num_tokens]`` of their log-probabilities.
+        """
+        from vllm import SamplingParams
+
+        asked = [
+            SamplingParams(
+                max_tokens=num_tokens, ignore_eos=True, detokenize=False, logprobs=0, seed=seed * len(prompts) + row
+            )
+            for row in range(len(prompts))
+        ]
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts.tolist()]
+        answers = [each.outputs[0] for each in self._llm.generate(inputs, asked, use_tqdm=False)]
+        sampled = torch.tensor([list(answer.token_ids) for answer in answers])
+        logs = [
+            [found[token].logprob for token, found in zip(answer.token_ids, answer.logprobs, strict=True)]
+            for answer in answers
+        ]
+        return torch.cat((prompts, sampled), 1), torch.tensor(logs)
+
+    def close(self) -> None:
+        """Let go of the buffers."""
+        self._llm.collective_rpc("disconnect_trainer")
+
+
+def _prepare_environment(device: str) -> None:
+    """This process's own GPU first, others behind it, and no rank of the trainer. Before CUDA starts here."""
+    for name in [*TORCHRUN, *(name for name in os.environ if name.startswith("TORCHELASTIC_"))]:
+        os.environ.pop(name, None)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    gpus = visible.split(",")
+    gpus.insert(0, gpus.pop(torch.device(device).index))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a daemon has no children, and handles cross as they are
