@@ -16,6 +16,8 @@ CHECKS = {
     "gradients": "in fp32, packed and in rows, and the norm that megatron-core makes of them: as without a mesh",
     "optimizer": "three steps of the distributed optimizer, also overlapped, in bf16 (qwen3: fp16 too): an export is "
     "what it holds in fp32, cast down, also while all is offloaded",
+    "vllm": "vLLM, started without weights and fed bucket by bucket: log-probs of what it samples, after the first and "
+    "the fifth round, and 64 greedy tokens are those of transformers",
     "switches": "recompute, fusions and dispatchers that change no gradient",
 }
 """What is checked, and what that means."""

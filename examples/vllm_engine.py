@@ -24,6 +24,8 @@ class WeightReceiver:
     """What vLLM's worker can do besides: ``worker_extension_cls`` adds this class to it."""
 
     model_runner: Any
+    model_config: Any
+    device: torch.device
 
     def connect_trainer(self, plan: Any, handles: Any) -> None:
         """Open the buffers of the trainer."""
@@ -36,13 +38,26 @@ class WeightReceiver:
             parameter.fill_(torch.nan)
 
     def load_bucket(self, number: int) -> None:
-        """Take the weights of a bucket out of its slot, by the names of the checkpoint; vLLM fuses and cuts them."""
-        with self._receiver.open(number) as pairs:
-            self.model_runner.model.load_weights(pairs)
+        """Take the weights of a bucket out of its slot, by the names of the checkpoint; vLLM fuses and cuts them.
+
+        It keeps what it is given until a layer is complete and can be brought into the form that its kernels take: what
+        it is given are copies, therefore, since the next bucket has the same slot.
+        """
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        model = self.model_runner.model
+        with self._receiver.open(number) as pairs, torch.device(self.device):
+            if number == 0:
+                initialize_layerwise_reload(model)
+            model.load_weights([(name, tensor.clone()) for name, tensor in pairs])
 
     def finish_round(self) -> None:
         """Every weight has come, or this raises."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
         self._receiver.finish()
+        with torch.device(self.device):
+            finalize_layerwise_reload(self.model_runner.model, self.model_config)
 
     def disconnect_trainer(self) -> None:
         """Let go of the buffers."""
@@ -58,14 +73,15 @@ class VllmEngine:
 
         self._vocab_size = config["vocab_size"]
         folder = tempfile.mkdtemp()
-        (Path(folder) / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3ForCausalLM"]}))
+        (Path(folder) / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], **config}))
         self._llm = LLM(
             model=folder,
             dtype=dtype,
             load_format="dummy",
             skip_tokenizer_init=True,
-            max_model_len=64,
-            gpu_memory_utilization=0.05,
+            max_model_len=128,
+            gpu_memory_utilization=0.02,
+            kv_cache_memory_bytes=1 << 28,
             enforce_eager=True,
             enable_sleep_mode=True,
             worker_extension_cls="vllm_engine.WeightReceiver",
@@ -93,20 +109,17 @@ class VllmEngine:
         """End of a round: every weight has come, or this raises."""
         self._llm.collective_rpc("finish_round")
 
-    def generate(self, prompts: Tensor, num_tokens: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Sample ``num_tokens`` for each of ``prompts`` ``[batch, prompt]``.
+    def generate(self, prompts: Tensor, num_tokens: int, seed: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Sample ``num_tokens`` for each of ``prompts`` ``[batch, prompt]``; at ``temperature`` 0 the likeliest.
 
         Returns:
             ``[batch, prompt + num_tokens]`` of tokens, and fp32 ``[batch, num_tokens]`` of their log-probabilities.
         """
         from vllm import SamplingParams
 
-        asked = [
-            SamplingParams(
-                max_tokens=num_tokens, ignore_eos=True, detokenize=False, logprobs=0, seed=seed * len(prompts) + row
-            )
-            for row in range(len(prompts))
-        ]
+        wanted = {"max_tokens": num_tokens, "ignore_eos": True, "detokenize": False, "logprobs": 0}
+        seeds = range(seed * len(prompts), (seed + 1) * len(prompts))
+        asked = [SamplingParams(**wanted, temperature=temperature, seed=each) for each in seeds]
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts.tolist()]
         answers = [each.outputs[0] for each in self._llm.generate(inputs, asked, use_tqdm=False)]
         sampled = torch.tensor([list(answer.token_ids) for answer in answers])
