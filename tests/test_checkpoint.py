@@ -12,7 +12,7 @@ import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.commands.fake import rank_of
 from mcore_bridge.commands.options import smallest_world
-from mcore_bridge.weights.dist_checkpoint import _leaves, _sharded
+from mcore_bridge.weights.dist_checkpoint import _leaves, sharded_states
 from tests import pool, stepping, zoo
 from tests.strategies import problems, random_state, save, tiny
 
@@ -36,7 +36,7 @@ def whole(hf: Any, dims: ParallelDims, state: dict[str, torch.Tensor], **metadat
                 hf, dims=dims, load_weights=state, device="cpu", backend="torch", dtype=torch.float32
             )
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            parts = _sharded(chunks, {**METADATA, **metadata, "dp_cp_group": group})
+            parts = sharded_states(chunks, {**METADATA, **metadata, "dp_cp_group": group})
             sharded = [each for part in parts.values() for each in part.values() if not hasattr(each, "unique_key")]
             for leaf in (leaf for each in sharded for leaf in _leaves(each)):
                 place = leaf.global_slice()

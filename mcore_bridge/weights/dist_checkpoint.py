@@ -25,20 +25,12 @@ from mcore_bridge.weights.optimizer_chain import fit_chain
 from mcore_bridge.weights.pending import gather_pending
 from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.swap import all_or_none, beside, clear_stale, replace
-from mcore_bridge.weights.torch_dist import TorchDistFolder
+from mcore_bridge.weights.torch_dist import CONTENT, DIST_FILES, TorchDistFolder
 from mcore_bridge.weights.transport import Group
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
-_FILES = ("*.distcp", ".metadata", "metadata.json", "common.pt")
-_SPELLING: dict[str, Any] = {
-    "non_homogeneous_layers": True,
-    "singleton_local_shards": False,
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "chained_optim_avoid_prefix": True,
-}
-"""How we write: a key for each layer, and the state of an optimizer so that any mesh reads it."""
 _OURS = "mcore_bridge_common"
 
 
@@ -94,18 +86,18 @@ def save_checkpoint(
         check_storage(held_tensors(chunks))
         staging.mkdir(parents=True, exist_ok=True)
     with all_or_none(world, target, staging):
-        metadata = {**_SPELLING, "dp_cp_group": chunks[0].pg_collection.dp_cp}
-        state = _sharded(chunks, metadata)
+        metadata = {**CONTENT, "dp_cp_group": chunks[0].pg_collection.dp_cp}
+        state = sharded_states(chunks, metadata)
         if optimizer is not None:
             state["optimizer"] = optimizer.sharded_state_dict(_parts(state), metadata=metadata)
         state[_OURS] = dict(common or {})
-        dist_checkpointing.save(state, str(staging), content_metadata=dict(_SPELLING))
+        dist_checkpointing.save(state, str(staging), content_metadata=dict(CONTENT))
     with all_or_none(world, target, staging):
         if world.rank == 0:
             config_in(provenance, _dtype_of(chunks)).save_pretrained(staging)
             copy_companions(provenance, staging)
             clear_stale(target, staging)
-            replace(target, staging, _FILES)
+            replace(target, staging, DIST_FILES)
 
 
 def load_checkpoint(
@@ -138,8 +130,8 @@ def load_checkpoint(
     check_storage(held_tensors(chunks))
     found = TorchDistFolder.open(folder)
     written = dist_checkpointing.load_content_metadata(str(found.path))
-    metadata = {**_foreign(found), **(written or {}), "dp_cp_group": chunks[0].pg_collection.dp_cp}
-    state = _sharded(chunks, metadata)
+    metadata = {**found.spelling, **(written or {}), "dp_cp_group": chunks[0].pg_collection.dp_cp}
+    state = sharded_states(chunks, metadata)
     check = _Check(found, chunks, dtype)
     missing, unexpected = check.run(state, Group.of_replica(chunks[0].pg_collection), strict)
     if optimizer is not None:
@@ -158,7 +150,7 @@ def _names(chunks: Sequence[GPTModel]) -> list[str]:
     return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
 
 
-def _sharded(chunks: Sequence[GPTModel], metadata: Mapping[str, Any]) -> dict[str, Any]:
+def sharded_states(chunks: Sequence[GPTModel], metadata: Mapping[str, Any]) -> dict[str, Any]:
     """What megatron-core says that each chunk holds, and where it lies in the whole model.
 
     Raises:
@@ -182,11 +174,6 @@ def _parts(state: dict[str, Any]) -> dict[str, Any]:
 
 def _dtype_of(chunks: Sequence[GPTModel]) -> torch.dtype:
     return max((parameter for chunk in chunks for parameter in chunk.parameters()), key=lambda each: each.nbytes).dtype
-
-
-def _foreign(found: TorchDistFolder) -> dict[str, Any]:
-    """How a folder was written that does not say so, as far as its keys tell. megatron-core says so since 0.14."""
-    return {**_SPELLING, "non_homogeneous_layers": found.has_numbered_layers}
 
 
 class _Check:

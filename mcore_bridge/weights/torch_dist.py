@@ -7,11 +7,12 @@ entries of one tensor, by a leading axis, and experts mostly are. Nothing here c
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.names import plain_key
@@ -24,6 +25,17 @@ if TYPE_CHECKING:
 CONFIG = "metadata.json"
 """megatron-core writes it last: where it is missing, a save did not come to its end."""
 TRACKER = "latest_checkpointed_iteration.txt"
+CONTENT: Mapping[str, Any] = {
+    "non_homogeneous_layers": True,
+    "singleton_local_shards": False,
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+}
+"""How we write, as megatron-core notes it: a key for each layer, an optimizer's state so that any mesh reads it."""
+DIST_FILES = ("*.distcp", ".metadata", CONFIG, "common.pt")
+"""``fnmatch`` patterns of the files of a folder."""
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_SINGLE_EXPERT = re.compile(r"\.experts\.experts\.\d+\.")
 _MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.")
 
 
@@ -58,9 +70,11 @@ class TorchDistFolder:
         return {key: each for key, each in found if isinstance(each, TensorStorageMetadata) and key.startswith(_MODEL)}
 
     @property
-    def has_numbered_layers(self) -> bool:
-        """Whether each layer has tensors of its own, and is no entry of a tensor for all layers."""
-        return not any(key.startswith("decoder.layers.") and not _layer(key).isdigit() for key in self.tensors)
+    def spelling(self) -> Mapping[str, Any]:
+        """How the folder was written, as far as its keys tell: with a key for each layer, and for each expert?"""
+        layers = [key.split(".")[2] for key in self.tensors if key.startswith("decoder.layers.")]
+        numbered, single = all(map(str.isdigit, layers)), any(map(_SINGLE_EXPERT.search, self.tensors))
+        return {**CONTENT, "non_homogeneous_layers": numbered, "singleton_local_shards": single}
 
     def spelled(self) -> Mapping[str, str]:
         """The keys of the model's tensors by ``plain_key``, by which they are found however they are spelled.
@@ -102,5 +116,7 @@ def _iteration(number: str) -> str:
     return f"iter_{int(number):07d}" if number.isdigit() else number  # else it is "release"
 
 
-def _layer(key: str) -> str:
-    return key.split(".")[2]
+def in_layer_stack(key: str) -> tuple[str, int | None]:
+    """The key of the tensor for all layers in place of that for one, and the number of that one; as it is without."""
+    match = _LAYER.match(key)
+    return (_LAYER.sub("decoder.layers.", key), int(match[1])) if match else (key, None)
