@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from mcore_bridge.factory.build import build_model as build_model
     from mcore_bridge.weights.buckets import plan_buckets as plan_buckets
     from mcore_bridge.weights.buffers import BufferRing as BufferRing
+    from mcore_bridge.weights.dist_checkpoint import CheckpointReport as CheckpointReport
+    from mcore_bridge.weights.dist_checkpoint import load_checkpoint as load_checkpoint
+    from mcore_bridge.weights.dist_checkpoint import save_checkpoint as save_checkpoint
     from mcore_bridge.weights.export import iter_hf_weights as iter_hf_weights
     from mcore_bridge.weights.export import to_hf_state_dict as to_hf_state_dict
     from mcore_bridge.weights.load import LoadReport as LoadReport
@@ -54,6 +57,9 @@ _HOMES = {
     "iter_hf_pieces": "weights.pieces",
     "save_hf_checkpoint": "weights.save",
     "manifest": "weights.manifest",
+    "save_checkpoint": "weights.dist_checkpoint",
+    "load_checkpoint": "weights.dist_checkpoint",
+    "CheckpointReport": "weights.dist_checkpoint",
     "engine_ranks": "weights.target",
     "EngineRank": "weights.target",
     "plan_buckets": "weights.buckets",

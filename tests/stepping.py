@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_bridge import ParallelDims, build_model, to_hf_state_dict
+from mcore_bridge.cpu import _TorchOnCpu
 
 _wrapped: list[Any] = []
 
@@ -71,17 +72,58 @@ def train(
     return {"loss": loss, "grads": grads, "weights": weights}
 
 
-def wrap(chunks: Sequence[Any]) -> list[Any]:
+def wrap(chunks: Sequence[Any], **options: Any) -> list[Any]:
     """mcore's DDP around each chunk, with fp32 gradients."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
-    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False, **options)
     chunks[0].config.finalize_model_grads_func = finalize_model_grads
     wrapped = [DistributedDataParallel(chunk.config, settings, chunk) for chunk in chunks]
     for ddp in wrapped:
         ddp.zero_grad_buffer()
     _wrapped.extend(wrapped)
     return wrapped
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Apex's, by its formula: the number of the step is in the group, so that mcore can read a state into a new one."""
+
+    def __init__(self, params: Any, adam_w_mode: bool = True, **settings: Any) -> None:
+        super().__init__(params, settings)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = step = group.get("step", 0) + 1
+            (first, second), lr = group["betas"], group["lr"]
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state.setdefault(name, torch.zeros_like(parameter))
+                mean = state["exp_avg"].lerp_(parameter.grad, 1 - first)
+                square = state["exp_avg_sq"].mul_(second).addcmul_(parameter.grad, parameter.grad, value=1 - second)
+                scale = (square / (1 - second**step)).sqrt_().add_(group["eps"])
+                parameter.addcdiv_(mean, scale, value=-lr / (1 - first**step))
+
+
+def distributed_optimizer(wrapped: Sequence[Any], *, lr: float) -> Any:
+    """mcore's Adam, whose state the DP ranks share out, as it is on a GPU: with an Adam of Apex, and types of CUDA."""
+    from megatron.core import optimizer as package
+    from megatron.core.optimizer import distrib_optimizer, optimizer
+
+    modules: list[Any] = [package, distrib_optimizer, optimizer]
+    modules[0].Adam = modules[1].Adam = FusedAdam
+    modules[0].USING_PYTORCH_OPTIMIZER = False
+    modules[1].HAVE_APEX_OR_TE = modules[1].USING_APEX_OPTIMIZER = True
+    modules[2].torch = _TorchOnCpu("torch")
+    tensor: Any = torch.Tensor
+    own = tensor.type
+    tensor.type = lambda self, *to: own(self, *to) if to else own(self).replace("torch.", "torch.cuda.")
+    try:
+        settings = package.OptimizerConfig(lr=lr, weight_decay=0.0, clip_grad=0.0, use_distributed_optimizer=True)
+        return package.get_megatron_optimizer(settings, list(wrapped))
+    finally:
+        tensor.type = own
 
 
 def forward_backward(

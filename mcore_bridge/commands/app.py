@@ -216,6 +216,44 @@ def plan_command(
             picture.write_text(draw_svg(found), encoding="utf-8")
 
 
+@app.command("convert")
+def convert_command(
+    source: Annotated[Path, typer.Argument(help="HF folder, or a checkpoint of megatron-core.", show_default=False)],
+    target: Annotated[Path, typer.Argument(help="Folder of the other kind, to be written.", show_default=False)],
+    hf: Annotated[
+        Path | None, typer.Option(help="Folder of the HF config and tokenizer, where SOURCE has none.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Cast to float32, bfloat16 or float16; by default every tensor keeps its own.")
+    ] = None,
+    mtp: Annotated[int, typer.Option(min=0, help="Layers of multi-token prediction to take from a HF folder.")] = 0,
+    processes: Annotated[int, typer.Option(min=1, help="How many write side by side.")] = 1,
+    debug: Debug = False,
+) -> None:
+    """Convert a HF folder to a checkpoint of megatron-core (torch_dist), or one of these to a HF folder.
+
+    What is written loads at any mesh. Of a training checkpoint the model is read, and its optimizer left alone. No GPU
+    is needed, and memory for one parameter in each process. Run again, an interrupted conversion goes on where it was;
+    the target is there when it is whole.
+    """
+    with _refusals(debug), _uncompiled():
+        from mcore_bridge.commands.convert import convert
+        from mcore_bridge.commands.report import progress, render_conversion
+
+        console = Console(highlight=False)
+        with progress(console, processes) as on_event:
+            converted = convert(
+                source,
+                target,
+                hf=hf,
+                dtype=_dtype(dtype),
+                num_mtp_layers=mtp,
+                num_processes=processes,
+                on_event=on_event,
+            )
+        console.print(render_conversion(converted, target))
+
+
 @app.command("doctor")
 def doctor_command() -> None:
     """Show what is installed and what works with it. The exit code is 1 when something must be changed."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -12,6 +14,9 @@ from rich.table import Table
 from mcore_bridge.commands import text
 from mcore_bridge.commands.processes import OnEvent
 from mcore_bridge.commands.verify import TOLERANCE, Verdict, held_specs
+
+if TYPE_CHECKING:
+    from mcore_bridge.commands.convert import Converted
 
 _SHOWN = 5  # names of tensors that differ
 
@@ -66,6 +71,18 @@ def render(verdict: Verdict) -> Table:
         table.add_row("saved", saved)
     table.add_row("logits", _logits(verdict))
     return table
+
+
+def render_conversion(converted: Converted, target: Path) -> str:
+    """The line that ``convert`` ends with."""
+    conversion = converted.conversion
+    kept = f", {converted.num_kept} of them by an earlier run" if converted.num_kept else ""
+    ignored = text.plural(len(conversion.ignored), "tensor")
+    unused = f" Not used are {ignored} of the source: {_names(conversion.ignored)}." if conversion.ignored else ""
+    return (
+        f"{target} is written as {conversion.kind}: {text.plural(len(conversion.model.entries), 'parameter')}, "
+        f"{text.num_bytes(sum(conversion.sizes))} in {text.plural(len(conversion.names), 'file')}{kept}.{unused}"
+    )
 
 
 def _mesh(verdict: Verdict) -> str:

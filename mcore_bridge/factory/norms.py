@@ -145,3 +145,13 @@ class NormAfterRope(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *masks: Any, **options: Any) -> Tensor:
         attended: Tensor = super().forward(self.q_layernorm(query), self.k_layernorm(key), value, *masks, **options)
         return attended
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """For a checkpoint of megatron-core, whose own attention has no norms in it and says nothing of them."""
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        own = self.state_dict(keep_vars=True)
+        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, {"softmax_offset": 0}, sharded_offsets)
+        return found

@@ -39,6 +39,16 @@ class ScoresCoreAttention(CoreAttention):
             if config.perform_initialization:
                 config.init_method(self.softmax_offset)
 
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """For a checkpoint of megatron-core: the sinks are cut over TP, and taken for replicas otherwise."""
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        own, cut = self.state_dict(keep_vars=True), {"softmax_offset": 0}
+        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, cut, sharded_offsets)
+        return found
+
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, *, causal: bool) -> Tensor:
         repeats = query.size(1) // key.size(1)
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)

@@ -69,6 +69,7 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
     """Our modules for layer ``number`` (from 0)."""
     from mcore_bridge.factory.delta import adapt_attention
     from mcore_bridge.factory.experts import adapt_experts
+    from mcore_bridge.factory.keys import adapt_keys
     from mcore_bridge.factory.layer_rope import adapt_layer_rope
     from mcore_bridge.factory.norms import adapt_norm_placement, adapt_query_key_norms
     from mcore_bridge.factory.scores import adapt_scores
@@ -88,6 +89,7 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
     adapt_query_key_norms(layer, config, backend)
     adapt_norm_placement(layer, config, backend)
     adapt_attention(layer, config, number, backend)
+    adapt_keys(layer, config)
 
 
 def norm_of(backend: Backend) -> type:

@@ -148,6 +148,16 @@ def canonical(name: str, numbering: Numbering) -> str:
     return name
 
 
+def plain_key(key: str) -> str:
+    """A key of a checkpoint with the norms in it under the names that they have alone, as canonical names have them.
+
+    Which norms TransformerEngine fuses into linear layers differs between backends, and between megatron-core's specs.
+    """
+    for pattern, plain in _FUSED_NORMS:
+        key = pattern.sub(plain, key)
+    return key
+
+
 def _mtp_prefix(match: re.Match[str], numbering: Numbering) -> str:
     """megatron-core 0.19 calls the layer inside ``mtp_model_layer``, earlier releases ``transformer_layer``."""
     inner = "transformer_layer" if match[0].endswith("mtp_model_layer") else ""

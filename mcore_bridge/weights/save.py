@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
-import shutil
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from fnmatch import fnmatchcase
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,23 +17,20 @@ from torch import Tensor
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.bound import Models, noted
 from mcore_bridge.weights.checkpoint import INDEX
-from mcore_bridge.weights.dtypes import Dtypes, dtype_name
+from mcore_bridge.weights.companions import config_in, copy_companions
+from mcore_bridge.weights.dtypes import Dtypes
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.manifest import Manifest, TensorSpec, manifest
 from mcore_bridge.weights.provenance import HF, Dialect, Provenance
 from mcore_bridge.weights.safetensors_file import SafetensorsWriter
 from mcore_bridge.weights.shards import MAX_SHARD_BYTES, Shard, deal_shards
 from mcore_bridge.weights.staging import SLOT_BYTES, Staging
-from mcore_bridge.weights.swap import beside, clear_stale, replace
+from mcore_bridge.weights.swap import all_or_none, beside, clear_stale, replace
 from mcore_bridge.weights.transport import Group
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_COMPANIONS = (
-    *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken"),
-    *("generation_config.json", "chat_template*", "*.jinja", "configuration_*.py", "modeling_*.py"),
-)
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
@@ -76,7 +70,7 @@ def save_hf_checkpoint(
     world = Group(None)
     staging = beside(target, world.exchange(uuid.uuid4().hex[:8])[0])
     bucket_bytes = BUCKET_SLOTS * slot_bytes
-    together = partial(_together, world, target, staging)
+    together = partial(all_or_none, world, target, staging)
     with ExitStack() as stack:
         with together():
             specs = manifest(models, hf=hf, head=head, dtype=dtype, dialect=dialect, bucket_bytes=bucket_bytes)
@@ -94,21 +88,6 @@ def save_hf_checkpoint(
         if world.rank == 0:
             replace(target, staging, _WEIGHTS)
     return specs
-
-
-@contextmanager
-def _together(world: Group, target: Path, staging: Path) -> Iterator[None]:
-    """What fails in here on any rank raises on all of them, when all have come to the end."""
-    error = ""
-    try:
-        yield
-    except Exception as problem:  # whatever it is, the others must hear of it
-        error = f"{type(problem).__name__}: {problem}"
-    failures = {rank: message for rank, message in enumerate(world.exchange(error)) if message}
-    if failures:
-        if world.rank == 0:
-            shutil.rmtree(staging, ignore_errors=True)
-        raise CheckpointError(f"{target} was not written, and is as it was: {failures} (by rank)")
 
 
 def _open(shards: Sequence[Shard], folder: Path, stack: ExitStack) -> Places:
@@ -159,18 +138,13 @@ def _write_rest(shards: Sequence[Shard], specs: Manifest, provenance: Provenance
         "weight_map": {spec.name: shard.name for shard in shards for spec in shard.tensors},
     }
     (staging / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    if provenance.folder is not None:
-        for path in Path(provenance.folder).iterdir():
-            if path.is_file() and any(fnmatchcase(path.name, pattern) for pattern in _COMPANIONS):
-                shutil.copy2(path, staging / path.name)
+    copy_companions(provenance, staging)
     _config_of(specs, provenance).save_pretrained(staging)
 
 
 def _config_of(specs: Manifest, provenance: Provenance) -> PretrainedConfig:
     """The HF config of what is written: its dtype, and with a head other than the LM's the class that has it."""
-    hf = copy.deepcopy(provenance.hf)
-    written = max(specs, key=lambda spec: spec.num_bytes).dtype
-    setattr(hf, "dtype" if hasattr(hf, "dtype") else "torch_dtype", dtype_name(written))
+    hf = config_in(provenance, max(specs, key=lambda spec: spec.num_bytes).dtype)
     score = next((spec for spec in specs if spec.name == "score.weight"), None)
     if score is not None:
         biased = any(spec.name == "score.bias" for spec in specs)

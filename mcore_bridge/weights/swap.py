@@ -9,14 +9,36 @@ import ctypes
 import glob
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mcore_bridge.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from mcore_bridge.weights.transport import Group
 
 
 def beside(target: Path, name: str) -> Path:
     """Where what is to become ``target`` is written first; ``name`` tells one writer from another."""
     return target.parent / f".{target.name}.{name}.partial"
+
+
+@contextmanager
+def all_or_none(world: Group, target: Path, staging: Path) -> Iterator[None]:
+    """What fails in here on any rank raises on all of them, when all have come to the end."""
+    error = ""
+    try:
+        yield
+    except Exception as problem:  # whatever it is, the others must hear of it
+        error = f"{type(problem).__name__}: {problem}"
+    failures = {rank: message for rank, message in enumerate(world.exchange(error)) if message}
+    if failures:
+        if world.rank == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise CheckpointError(f"{target} was not written, and is as it was: {failures} (by rank)")
 
 
 def clear_stale(target: Path, staging: Path) -> None:

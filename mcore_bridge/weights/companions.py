@@ -1,0 +1,38 @@
+"""What lies beside weights in a HF folder: the config, and the files of the tokenizer."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mcore_bridge.weights.dtypes import dtype_name
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig
+
+    from mcore_bridge.weights.provenance import Provenance
+
+_COMPANIONS = (
+    *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken"),
+    *("generation_config.json", "chat_template*", "*.jinja", "configuration_*.py", "modeling_*.py"),
+)
+
+
+def copy_companions(provenance: Provenance, folder: Path) -> None:
+    """Copy the files of the tokenizer and of the model's own code from the folder that the model came from, if any."""
+    if provenance.folder is None:
+        return
+    for path in Path(provenance.folder).iterdir():
+        if path.is_file() and any(fnmatchcase(path.name, pattern) for pattern in _COMPANIONS):
+            shutil.copy2(path, folder / path.name)
+
+
+def config_in(provenance: Provenance, dtype: torch.dtype) -> PretrainedConfig:
+    """A copy of the HF config that says that most weights are of ``dtype``."""
+    hf = copy.deepcopy(provenance.hf)
+    setattr(hf, "dtype" if hasattr(hf, "dtype") else "torch_dtype", dtype_name(dtype))
+    return hf

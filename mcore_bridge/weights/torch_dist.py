@@ -1,0 +1,122 @@
+"""Folders of megatron-core's checkpoints (``torch_dist``): where they are, and which tensors they hold.
+
+A tensor of such a folder is that of the whole model: as one rank without parallelism would hold it. Layers may be
+entries of one tensor, by a leading axis, and experts mostly are. Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.weights.names import plain_key
+
+if TYPE_CHECKING:
+    import os
+
+    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+CONFIG = "metadata.json"
+"""megatron-core writes it last: where it is missing, a save did not come to its end."""
+TRACKER = "latest_checkpointed_iteration.txt"
+CONTENT: Mapping[str, Any] = {
+    "non_homogeneous_layers": True,
+    "singleton_local_shards": False,
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+}
+"""How we write, as megatron-core notes it: a key for each layer, an optimizer's state so that any mesh reads it."""
+DIST_FILES = ("*.distcp", ".metadata", CONFIG, "common.pt")
+"""``fnmatch`` patterns of the files of a folder."""
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_SINGLE_EXPERT = re.compile(r"\.experts\.experts\.\d+\.")
+_MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.")
+
+
+@dataclass(frozen=True)
+class TorchDistFolder:
+    """One checkpoint of megatron-core, which may hold the state of an optimizer and more beside the model."""
+
+    path: Path
+    metadata: Metadata
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str]) -> TorchDistFolder:
+        """Find a checkpoint: ``folder`` itself, its ``dist_ckpt``, or the iteration that its tracker file names.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged.
+        """
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+        path = find_checkpoint(Path(folder))
+        try:
+            return cls(path, FileSystemReader(path).read_metadata())
+        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:
+            raise CheckpointError(f"{path} has no readable .metadata ({error!r}); copy the folder again") from None
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorStorageMetadata]:
+        """The tensors of the model, by their keys in the folder."""
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+        found = self.metadata.state_dict_metadata.items()
+        return {key: each for key, each in found if isinstance(each, TensorStorageMetadata) and key.startswith(_MODEL)}
+
+    @property
+    def spelling(self) -> Mapping[str, Any]:
+        """How the folder was written, as far as its keys tell: with a key for each layer, and for each expert?"""
+        layers = [key.split(".")[2] for key in self.tensors if key.startswith("decoder.layers.")]
+        numbered, single = all(map(str.isdigit, layers)), any(map(_SINGLE_EXPERT.search, self.tensors))
+        return {**CONTENT, "non_homogeneous_layers": numbered, "singleton_local_shards": single}
+
+    def spelled(self) -> Mapping[str, str]:
+        """The keys of the model's tensors by ``plain_key``, by which they are found however they are spelled.
+
+        Raises:
+            CheckpointError: two are spellings of one.
+        """
+        return by_plain_key(self.tensors)
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """The folder with ``metadata.json``: this one, its ``dist_ckpt`` (verl), or its latest iteration (Megatron-LM).
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    tracker = folder / TRACKER
+    latest = [folder / _iteration(tracker.read_text().strip())] if tracker.is_file() else []
+    for path in (folder, folder / "dist_ckpt", *latest):
+        if (path / CONFIG).is_file():
+            return path
+    raise CheckpointError(
+        f"{folder} is no checkpoint of megatron-core's dist_checkpointing: expected {CONFIG} in it, in its dist_ckpt, "
+        f"or in the iteration that {TRACKER} names ({latest[0].name if latest else 'no such file'}). A save that did "
+        "not come to its end lacks it too: use an earlier iteration"
+    )
+
+
+def by_plain_key(keys: Iterable[str]) -> Mapping[str, str]:
+    """``keys`` by how ``plain_key`` spells them."""
+    found: dict[str, str] = {}
+    for key in keys:
+        if (other := found.setdefault(plain_key(key), key)) != key:
+            raise CheckpointError(f"{other} and {key} are the same parameter; the checkpoint must have one of them")
+    return found
+
+
+def _iteration(number: str) -> str:
+    return f"iter_{int(number):07d}" if number.isdigit() else number  # else it is "release"
+
+
+def in_layer_stack(key: str) -> tuple[str, int | None]:
+    """The key of the tensor for all layers in place of that for one, and the number of that one; as it is without."""
+    match = _LAYER.match(key)
+    return (_LAYER.sub("decoder.layers.", key), int(match[1])) if match else (key, None)

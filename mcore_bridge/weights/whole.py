@@ -1,0 +1,121 @@
+"""Parameters as one rank without parallelism holds them, made of HF tensors and taken apart again, one at a time.
+
+What lies between HF and any format that keeps whole parameters is here; the formats themselves are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.weights.checkpoint import Checkpoint
+from mcore_bridge.weights.dtypes import dtype_name, is_exact
+from mcore_bridge.weights.entries import Entry
+from mcore_bridge.weights.manifest import TensorSpec
+from mcore_bridge.weights.mapping import WeightMapping, unstacked
+from mcore_bridge.weights.trace import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One HF tensor that a parameter has something of: all of it, or the entry ``index`` of one for all experts."""
+
+    name: str
+    shape: Shape
+    index: int | None
+
+
+def parts_of(entry: Entry) -> tuple[Part, ...]:
+    """The HF tensors of a parameter, in the order of its layout."""
+    return tuple(
+        Part(name, shape, index)
+        for (name, index), shape in zip(map(unstacked, entry.hf), entry.trace.part_shapes, strict=True)
+    )
+
+
+def names_of(entry: Entry) -> Iterator[str]:
+    """The HF tensors that a parameter is written to, further names of the first one among them."""
+    yield from (part.name for part in parts_of(entry))
+    yield from entry.copies
+
+
+def specs_of(entries: Iterable[Entry]) -> Iterator[TensorSpec]:
+    """The HF tensors of a model, each once, in the dtypes of its parameters."""
+    seen: set[str] = set()
+    for entry in entries:
+        for part in parts_of(entry):
+            shape = part.shape if part.index is None else (entry.stack, *part.shape)
+            if part.name not in seen:
+                yield TensorSpec(part.name, shape, entry.held.dtype)
+            seen.add(part.name)
+        first = parts_of(entry)[0]
+        yield from (TensorSpec(name, first.shape, entry.held.dtype) for name in entry.copies)
+
+
+def assemble(entry: Entry, source: Checkpoint) -> Tensor:
+    """The parameter of an entry, from a HF folder; what no HF tensor has a value for is zero."""
+    whole = torch.zeros(entry.held.shape, dtype=entry.held.dtype)
+    parts = parts_of(entry)
+    for copy in entry.trace.to_mcore:
+        part = parts[copy.part]
+        tensor = source[part.name] if part.index is None else source[part.name][part.index]
+        copy.of_shard(whole).copy_(copy.of_part(tensor))
+    for part in parts:
+        source.file_of(part.name).release(part.name)
+    return whole
+
+
+def take_apart(entry: Entry, whole: Tensor) -> Iterator[tuple[Part, Tensor]]:
+    """What the HF tensors of an entry have of its parameter."""
+    for number, part in enumerate(parts_of(entry)):
+        tensor = torch.empty(part.shape, dtype=whole.dtype)
+        for copy in entry.trace.to_hf:
+            if copy.part == number:
+                copy.of_part(tensor).copy_(copy.of_shard(whole))
+        yield part, tensor
+
+
+def check_source(
+    entries: Iterable[Entry],
+    source: Checkpoint,
+    mapping: WeightMapping,
+    *,
+    num_mtp_layers: int,
+    dtype: torch.dtype | None,
+) -> tuple[str, ...]:
+    """Hold a HF folder against the parameters that are to be made of it; the names that none of them takes.
+
+    Args:
+        num_mtp_layers: that are among the parameters; the folder may hold more.
+        dtype: what tensors are cast to where a parameter cannot hold all their values.
+
+    Raises:
+        CheckpointError: naming what is missing, unexpected, of another shape, or would lose bits.
+    """
+    entries = tuple(entries)
+    wanted = {spec.name: spec for spec in specs_of(entries)}
+    copies = {name for entry in entries for name in entry.copies}
+    missing = [name for name in wanted if name not in source and name not in copies]
+    unused = [name for name in source if name not in wanted or name in copies]
+    unexpected = [name for name in unused if not mapping.is_unused(name, num_mtp_layers=num_mtp_layers)]
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{source.folder} does not fit its config: {len(missing)} tensors missing {missing[:8]}, "
+            f"{len(unexpected)} unexpected {unexpected[:8]}. Use the checkpoint of this config"
+        )
+    for name, spec in wanted.items():
+        if name not in copies:
+            _check(name, source[name], spec, dtype)
+    return tuple(unused)
+
+
+def _check(name: str, tensor: Tensor, spec: TensorSpec, dtype: torch.dtype | None) -> None:
+    if tuple(tensor.shape) != spec.shape:
+        raise CheckpointError(f"{name} has shape {tuple(tensor.shape)}, the config takes {spec.shape}")
+    if not is_exact(tensor.dtype, spec.dtype) and dtype is None:
+        held, found = dtype_name(spec.dtype), dtype_name(tensor.dtype)
+        raise CheckpointError(f"{name} is {found}, and {held} cannot hold all its values; ask for {held} to cast it")
