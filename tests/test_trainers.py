@@ -9,10 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from mcore_bridge import ParallelDims
+from mcore_bridge.architecture import read_hf
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
 from mcore_bridge.trainers import mbridge, megatron_bridge
-from tests import pool, stepping, tiny, zoo
-from tests.strategies import random_state, save
+from tests import mtp_checkpoints, pool, stepping, tiny
+from tests.strategies import save
 from tests.trainer_calls import attention_switches, build_role, violations
 
 FACES = ("mbridge", "megatron_bridge")
@@ -45,8 +46,10 @@ def tied(tmp_path_factory):
 def sparse(tmp_path_factory):
     """Experts whose router has a bias in fp32, a vocabulary that tp does not divide, and an MTP layer on disk."""
     folder = tmp_path_factory.mktemp("deepseek_v3")
-    hf = zoo.cases()["deepseek_v3"].hf
-    save(random_state(hf, dtype=torch.bfloat16), hf, folder)
+    hf = mtp_checkpoints.config("deepseek_v3")
+    state = mtp_checkpoints.published(hf)
+    halves = {name: tensor if name.endswith("correction_bias") else tensor.bfloat16() for name, tensor in state.items()}
+    save(halves, hf, folder)
     return str(folder)
 
 
@@ -114,7 +117,8 @@ def test_an_actor_and_its_critic(face, tied, tmp_path):
 
 def experts(dims: ParallelDims, face: str, folder: str) -> dict[str, Any]:
     """Runs in a worker: the stream, what it says of weights that have changed since, and what is frozen."""
-    truth = read(folder)
+    hf = read_hf(folder)
+    truth = {name: tensor for name, tensor in read(folder).items() if not mtp_checkpoints.is_mtp(hf, name)}
     role = build_role(face, folder, dims)
     role.load(folder)
     broken, order = violations(role.export(), truth)
