@@ -81,8 +81,13 @@ def wrap(chunks: Sequence[Any], **options: Any) -> list[Any]:
     wrapped = [DistributedDataParallel(chunk.config, settings, chunk) for chunk in chunks]
     for ddp in wrapped:
         ddp.zero_grad_buffer()
-    _wrapped.extend(wrapped)
+    note_wrapped(wrapped)
     return wrapped
+
+
+def note_wrapped(wrapped: Sequence[Any]) -> None:
+    """Have ``leave_mesh`` let go of these ``DistributedDataParallel``s."""
+    _wrapped.extend(wrapped)
 
 
 class FusedAdam(torch.optim.Optimizer):

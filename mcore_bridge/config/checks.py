@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
@@ -45,7 +45,7 @@ For mcore's attention: the attention factor of the rope (``yarn_...``)."""
 _BUILT = frozenset(
     ("config", "transformer_layer_spec", "mtp_block_spec", "pre_process", "post_process", "vp_stage", "pg_collection")
 )
-_DIM_OF = {
+DIM_OF = {
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
     "virtual_pipeline_model_parallel_size": "vp",
@@ -55,6 +55,7 @@ _DIM_OF = {
     "sequence_parallel": "sp",
     "pipeline_model_parallel_layout": "layout",
 }
+"""Fields of a ``TransformerConfig`` that ``ParallelDims`` has under another name."""
 
 
 def config_class(*, latent: bool) -> "type[TransformerConfig]":
@@ -78,11 +79,11 @@ def gpt_argument_names() -> frozenset[str]:
     return frozenset(inspect.signature(GPTModel.__init__).parameters) - {"self"} - _BUILT
 
 
-def require_overridable(overrides: Mapping[str, object], *, decided: Set[str], latent: bool) -> None:
+def require_overridable(overrides: Iterable[str], *, decided: Set[str], latent: bool) -> None:
     known = config_fields(latent=latent) | gpt_argument_names()
     for name in overrides:
-        if name in decided or name in _DIM_OF:
-            dim = f"ParallelDims({_DIM_OF.get(name, name)}=...)"
+        if name in decided or name in DIM_OF:
+            dim = f"ParallelDims({DIM_OF.get(name, name)}=...)"
             raise ConfigError(f"{name} must not be overridden: the mesh decides it. Set {dim} instead.")
         if name in _BUILT:
             raise ConfigError(f"{name} must not be overridden: build_model decides it on each rank.")

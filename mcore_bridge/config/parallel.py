@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from mcore_bridge.config import processes
 from mcore_bridge.config.balance import balanced
+from mcore_bridge.config.checks import DIM_OF
 from mcore_bridge.config.fit import check_model
 from mcore_bridge.config.pipeline import BALANCED, Stage, check_layout, describe_stages, parse_layout, stages_of
 from mcore_bridge.errors import MeshError
@@ -161,6 +162,18 @@ class ParallelDims:
             "account_for_embedding_in_pipeline_split": self.account_for_embedding_in_pipeline_split,
             "account_for_loss_in_pipeline_split": self.account_for_loss_in_pipeline_split,
         }
+
+    def with_config_fields(self, settings: Mapping[str, object]) -> ParallelDims:
+        """These dims with what ``settings`` have of ``to_config_fields``; None for a size means what mcore means by it.
+
+        Raises:
+            MeshError: for a combination that no model and no world size can make right.
+        """
+        found = {DIM_OF.get(name, name): settings[name] for name in self.to_config_fields() if name in settings}
+        for name in _SIZES:
+            if name in found and found[name] is None:
+                found[name] = found.get("tp", self.tp) if name == "etp" else 1
+        return replace(self, **found)  # type: ignore[arg-type]  # __post_init__ looks at them
 
     @classmethod
     def from_mcore(cls, *, sp: bool = False, layout: str | None = None) -> ParallelDims:

@@ -1,19 +1,21 @@
 """A blueprint is all that is decided about a model before any of it is built, and the views of it that users ask for.
 
-Pure: drawing one checks config, mesh, backend and head against each other and needs no process group.
+Pure: drawing one checks config, mesh, backend and head against each other and needs no process group. Whoever holds one
+may change its config in place until the model is built: ``settle`` takes each change for an override.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mcore_bridge.architecture import Architecture, architecture_of
 from mcore_bridge.config import transformer
+from mcore_bridge.config.checks import gpt_argument_names
 from mcore_bridge.config.parallel import ParallelDims, Stage
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory import specs
@@ -32,7 +34,10 @@ Overrides = Mapping[str, object]
 
 @dataclass(frozen=True, kw_only=True)
 class Blueprint:
-    """What ``build_model`` builds from; ``dims`` have an explicit layout where "balanced" was asked for."""
+    """What ``build_model`` builds from; ``dims`` have an explicit layout where "balanced" was asked for.
+
+    ``drawn`` is what stood on the config when it was drawn, and ``overrides`` are what was asked for.
+    """
 
     provenance: Provenance
     architecture: Architecture
@@ -42,6 +47,8 @@ class Blueprint:
     backend: specs.Backend
     config: TransformerConfig
     gpt_arguments: Mapping[str, object]
+    overrides: Overrides
+    drawn: Mapping[str, object]
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -103,10 +110,10 @@ def draw(
     assert isinstance(num_mtp_layers, int)
     _check_mtp(provenance, num_mtp_layers)
     dims = resolve_layout(dims, hf, dtype=dtype, head=head, num_mtp_layers=num_mtp_layers)
-    overrides = {**specs.kernels_of(chosen), **_interleaved(dims, overrides)}
+    chosen_fields = {**specs.kernels_of(chosen), **_interleaved(dims, overrides)}
     table = architecture.fields
-    config = transformer.to_transformer_config(hf, table, dims=dims, dtype=dtype, overrides=overrides)
-    gpt_arguments = transformer.to_gpt_arguments(hf, table, dims=dims, overrides=overrides)
+    config = transformer.to_transformer_config(hf, table, dims=dims, dtype=dtype, overrides=chosen_fields)
+    gpt_arguments = transformer.to_gpt_arguments(hf, table, dims=dims, overrides=chosen_fields)
     if head != "lm":
         gpt_arguments["share_embeddings_and_output_weights"] = False
     return Blueprint(
@@ -118,7 +125,61 @@ def draw(
         backend=chosen,
         config=config,
         gpt_arguments=gpt_arguments,
+        overrides=dict(overrides or {}),
+        drawn=dict(vars(config)),
     )
+
+
+def settle(
+    blueprint: Blueprint,
+    *,
+    dims: ParallelDims | None = None,
+    dtype: torch.dtype | None = None,
+    head: str | None = None,
+    overrides: Overrides | None = None,
+) -> Blueprint:
+    """What a blueprint has become since somebody changed its config in place, as trainers do before they build.
+
+    A change of a field is an override like any other: it passes the same checks, and what follows from it is set on the
+    same object. What is no name of megatron-core or ours stays on the object as it is.
+
+    Args:
+        dims, dtype, head: where they have changed too.
+        overrides: the changes; None is what ``changes_of`` finds.
+
+    Raises:
+        ConfigError, MeshError: as for ``draw``.
+    """
+    changes = changes_of(blueprint) if overrides is None else overrides
+    known = blueprint.provenance
+    wanted = (dims or blueprint.dims, dtype or blueprint.dtype, head or known.head)
+    if not changes and wanted == (blueprint.dims, blueprint.dtype, known.head):
+        return blueprint
+    settled = draw(
+        known.folder or known.hf,
+        dims=wanted[0],
+        dtype=wanted[1],
+        device=blueprint.device,
+        backend=blueprint.backend,
+        head=wanted[2],
+        overrides={**blueprint.overrides, **changes},
+    )
+    held = vars(blueprint.config)
+    held.update(vars(settled.config))
+    held.update({name: value for name, value in settled.gpt_arguments.items() if name in held})
+    return replace(settled, config=blueprint.config)
+
+
+def changes_of(blueprint: Blueprint) -> dict[str, object]:
+    """Fields, arguments of ``GPTModel`` and attributes of ours that were set on the config since it was drawn."""
+    before = {**blueprint.drawn, **blueprint.gpt_arguments}
+    names = before.keys() | gpt_argument_names()
+    now = {name: value for name, value in vars(blueprint.config).items() if name in names}
+    return {name: value for name, value in now.items() if name not in before or _differ(value, before[name])}
+
+
+def _differ(value: object, before: object) -> bool:
+    return value is not before and value != before
 
 
 def _check_mtp(provenance: Provenance, wanted: int) -> None:

@@ -18,6 +18,7 @@ from mcore_bridge.factory.blueprint import (
     Blueprint,
     Overrides,
     draw,
+    settle,
     to_gpt_arguments,
     to_layer_spec,
     to_transformer_config,
@@ -74,19 +75,32 @@ def build_model(
         MeshError: ``dims`` fit neither this model nor what ``parallel_state`` says.
         CheckpointError: the weights do not fit the model.
     """
-    mesh = _mesh()
-    blueprint = draw(hf, dims=dims or mesh, dtype=dtype, device=device, backend=backend, head=head, overrides=overrides)
-    _require_mesh(blueprint, mesh)
-    source = _source(hf, load_weights, blueprint.device)
+    blueprint = draw(
+        hf, dims=dims or _mesh(), dtype=dtype, device=device, backend=backend, head=head, overrides=overrides
+    )
+    chunks = build(blueprint, _source(hf, load_weights, blueprint.device), freeze=freeze, seed=seed)
+    for index, chunk in enumerate(chunks):
+        if on_chunk is not None:
+            on_chunk(chunk, index)
+    return chunks
+
+
+def build(blueprint: Blueprint, source: Source | None, *, freeze: Sequence[str] = (), seed: int = 0) -> list[GPTModel]:
+    """``build_model`` once all is decided: this rank's chunks, with the blueprint's own config as theirs.
+
+    Args:
+        blueprint: from ``draw``. What has been changed on its config since then is checked as overrides are.
+        source: of the weights; None leaves megatron-core's initial values.
+        freeze, seed: see ``build_model``, as for the errors.
+    """
+    blueprint = settle(blueprint)
+    _require_mesh(blueprint, _mesh())
     stages = _own_stages(blueprint)
     with building(blueprint, seed=seed, initialise=source is None):
         chunks = [build_chunk(blueprint, stage, seed=seed) for stage in stages]
     if source is not None:
-        load_hf_weights(chunks, source, dtype=dtype)
+        load_hf_weights(chunks, source, dtype=blueprint.dtype)
     freeze_parameters(chunks, freeze)
-    for index, chunk in enumerate(chunks):
-        if on_chunk is not None:
-            on_chunk(chunk, index)
     _log(blueprint, chunks)
     return chunks
 

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Head = Literal["lm", "value", "classification"]
+_NEVER = -1e30
+"""The logit of padding: finite, and so after a division by a temperature (verl's smallest is 1e-8), since trainers
+multiply logits by probabilities that are zero here."""
 
 
 class ReplicatedHead(nn.Module):
@@ -64,8 +67,8 @@ class HiddenPadding:
         logits = output[0]
         size = logits.size(-1)  # a TP rank's share, unless gathered
         first = 0 if size == self.padded_vocab_size else size * self.tp_group.rank()
-        if first + size > self.vocab_size:  # finite, as trainers multiply logits by probabilities that are zero here
-            logits[..., max(self.vocab_size - first, 0) :] = torch.finfo(logits.dtype).min
+        if first + size > self.vocab_size:
+            logits[..., max(self.vocab_size - first, 0) :] = max(_NEVER, torch.finfo(logits.dtype).min)
 
 
 def check_head(head: str) -> None:

@@ -1,0 +1,95 @@
+"""What trainers have done to chunks before they train them: frozen routers, half precision, data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from mcore_bridge.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+_ROUTER = (".mlp.router.weight", ".mlp.router.bias", ".mlp.shared_experts.gate_weight")
+
+
+def freeze_routers(chunks: Sequence[nn.Module]) -> None:
+    """Take the gradient away from routers and the gates of shared experts; a model without them stays as it is."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if name.endswith(_ROUTER):
+                parameter.requires_grad_(False)
+
+
+def require_value_head(chunks: Sequence[Any]) -> None:
+    """Raise ``ConfigError`` unless these chunks were built with a value head."""
+    for chunk in chunks:
+        if chunk.bridge.head != "value":
+            raise ConfigError(
+                f"the model must have been built for a value head, found head {chunk.bridge.head!r}: hand "
+                "make_value_model to the bridge before it builds, or use build_model(head='value')"
+            )
+
+
+def ddp_config_of(settings: Mapping[str, object]) -> DistributedDataParallelConfig:
+    """megatron-core's settings of data parallelism.
+
+    Raises:
+        ConfigError: megatron-core has no such setting, or it is one of Megatron-FSDP, which has no chunks to export.
+    """
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    if settings.get("use_megatron_fsdp") or settings.get("use_custom_fsdp"):
+        raise ConfigError("use_megatron_fsdp must be False: its parameters have no place on our mesh. Use DDP.")
+    try:
+        return DistributedDataParallelConfig(**settings)
+    except TypeError as error:
+        raise ConfigError(f"megatron-core refuses these settings of data parallelism: {error}") from error
+
+
+def wrap(chunks: Sequence[Any], ddp_config: DistributedDataParallelConfig | None) -> list[nn.Module]:
+    """Chunks as a trainer's schedules take them: in ``Float16Module`` where their config says so, and in mcore's DDP.
+
+    Args:
+        chunks: bare, by virtual stage, frozen where they are to be.
+        ddp_config: None leaves data parallelism out, for models that are not trained.
+    """
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    config = chunks[0].config
+    wrapped = [_half(chunk) for chunk in chunks] if config.fp16 or config.bf16 else list(chunks)
+    if ddp_config is None:
+        return wrapped
+    return [
+        DistributedDataParallel(config, ddp_config, module, disable_bucketing=number > 0)
+        for number, module in enumerate(wrapped)
+    ]
+
+
+def _half(chunk: Any) -> nn.Module:
+    """The chunk in mcore's wrapper, which casts all tensors: those that were of another dtype on purpose keep theirs.
+
+    So the biases of routers stay fp32: what is added up in them is too small for bf16.
+    """
+    from megatron.core.transformer.module import Float16Module
+
+    holders = [each for module in chunk.modules() for each in (module._parameters, module._buffers)]
+    kept = [
+        (holder, name, tensor, tensor.data)
+        for holder in holders
+        for name, tensor in holder.items()
+        if tensor is not None and tensor.is_floating_point() and tensor.dtype != chunk.config.params_dtype
+    ]
+    wrapped: nn.Module = Float16Module(chunk.config, chunk)
+    with torch.no_grad():
+        for holder, name, tensor, data in kept:
+            tensor.data = data
+            holder[name] = tensor
+    return wrapped

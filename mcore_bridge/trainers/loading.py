@@ -1,0 +1,60 @@
+"""Loading as trainers do it: from any HF folder, whoever wrote it, into chunks that may be wrapped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.weights.bound import chunks_of
+from mcore_bridge.weights.checkpoint import Checkpoint
+from mcore_bridge.weights.load import LoadReport, load_hf_weights
+from mcore_bridge.weights.provenance import provenance_of
+
+_HEAD = "score.weight"
+
+
+def load_folder(
+    models: Sequence[nn.Module], folder: str | os.PathLike[str], *, dtype: torch.dtype, may_draw_head: bool = True
+) -> LoadReport:
+    """Copy the weights of a folder into this rank's chunks, and note on chunks without a folder that they are from it.
+
+    The folder's own config says what its tensors are, since a trainer may have changed the model's: verl takes away the
+    number of MTP layers, and a checkpoint has them still.
+
+    Args:
+        models: this rank's chunks, wrapped or not.
+        folder: of a causal LM, or of what was saved with a head.
+        dtype: what weights are cast to.
+        may_draw_head: whether the folder may lack the model's head, which then stays as it is.
+
+    Raises:
+        CheckpointError: as ``load_hf_weights``; or the folder lacks the head, or has it under a name of others.
+    """
+    chunks = chunks_of(models)
+    found = provenance_of(folder, head=chunks[0].bridge.head)
+    report = load_hf_weights(models, folder, hf=folder, head=found.head, dtype=dtype)
+    if _HEAD in report.initialised:
+        _check_head(found.folder or folder, may_draw_head)
+    for chunk in chunks:
+        if chunk.bridge.folder is None:
+            chunk.bridge = replace(chunk.bridge, folder=found.folder, dialect=found.dialect)
+    return report
+
+
+def _check_head(folder: str | os.PathLike[str], may_draw_head: bool) -> None:
+    checkpoint = Checkpoint(folder)
+    if "lm_head.weight" in checkpoint and checkpoint["lm_head.weight"].shape[0] == 1:
+        raise CheckpointError(
+            f"{folder} has a value head under the name lm_head.weight, as other bridges save it: rename the tensor to "
+            f"{_HEAD} to load it"
+        )
+    if not may_draw_head:
+        raise CheckpointError(
+            f"{folder} lacks {_HEAD}, and its value head would be a new one: load the critic's own checkpoint, or "
+            "allow it with allowed_mismatched_params=['output_layer.weight']"
+        )

@@ -1,0 +1,224 @@
+"""The surface of Megatron-Bridge, as verl and RLinf call it, over ours.
+
+Adapters (LoRA) are refused: a base model that is saved without them would pass for the trained one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from mcore_bridge.architecture import read_hf
+from mcore_bridge.config.parallel import ParallelDims
+from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.blueprint import draw
+from mcore_bridge.factory.heads import ReplicatedHead
+from mcore_bridge.trainers.chunks import ddp_config_of, freeze_routers
+from mcore_bridge.trainers.loading import load_folder
+from mcore_bridge.weights.bound import chunks_of
+from mcore_bridge.weights.export import iter_hf_weights
+from mcore_bridge.weights.load import Source
+from mcore_bridge.weights.save import save_hf_checkpoint
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    from mcore_bridge.trainers.provider import Provider, ValueHead
+
+__all__ = ["AutoBridge", "LinearForLastLayer", "create_ddp_config", "freeze_moe_router", "make_value_model"]
+
+Models = Sequence[nn.Module]
+Folder = str | os.PathLike[str]
+
+LinearForLastLayer = ReplicatedHead
+"""What a value head is; ``make_value_model`` has it built."""
+_HEAD = frozenset({"output_layer.weight", "output_layer.bias"})
+
+
+def make_value_model(hidden_size: int, sequence_parallel: bool) -> ValueHead:
+    """A hook for ``Provider.register_pre_wrap_hook``, with which the model is built with a value head.
+
+    Args:
+        hidden_size, sequence_parallel: those of the model, which knows them.
+    """
+    from mcore_bridge.trainers.provider import ValueHead
+
+    return ValueHead()
+
+
+def freeze_moe_router(model: Models | nn.Module) -> Models | nn.Module:
+    """A hook for ``Provider.register_pre_wrap_hook``: freeze routers and the gates of shared experts."""
+    freeze_routers([model] if isinstance(model, nn.Module) else model)
+    return model
+
+
+def create_ddp_config(
+    *,
+    wrap_with_ddp: bool,
+    use_distributed_optimizer: bool,
+    use_megatron_fsdp: bool = False,
+    overrides: Mapping[str, object] | None = None,
+) -> DistributedDataParallelConfig | None:
+    """megatron-core's settings of data parallelism; None where there is to be none.
+
+    Args:
+        wrap_with_ddp: whether there is to be any.
+        use_distributed_optimizer: shard the optimizer's state over data parallel ranks.
+        use_megatron_fsdp: refused.
+        overrides: further settings, applied last.
+
+    Raises:
+        ConfigError: megatron-core has no such setting, or it is one of Megatron-FSDP.
+    """
+    settings = {"use_distributed_optimizer": use_distributed_optimizer, "use_megatron_fsdp": use_megatron_fsdp}
+    config = ddp_config_of({**settings, **(overrides or {})})
+    return config if wrap_with_ddp else None
+
+
+class ConversionTasks:
+    """What a caller may keep of an export, for ever: nothing. Plans are kept with the model, and made anew in time."""
+
+    def __iter__(self) -> NoReturn:
+        raise ConfigError(
+            "conversion tasks are Megatron-Bridge's own, and this bridge has none to look into: use another checkpoint "
+            "engine than delta_sharded, or iter_hf_pieces, which says where each element of a shard is in HF's tensors"
+        )
+
+
+class AutoBridge:
+    """A HF folder on its way to megatron-core and back."""
+
+    def __init__(self, folder: Folder) -> None:
+        self.folder = folder
+
+    @classmethod
+    def from_hf_pretrained(cls, path: Folder, *, trust_remote_code: bool = False) -> AutoBridge:
+        """A bridge for a folder, or for a repository in the local hub cache.
+
+        Args:
+            path: with a ``config.json``.
+            trust_remote_code: no code of a repository is run either way.
+
+        Raises:
+            ConfigError: it is of a family that is not supported; the message says why.
+        """
+        read_hf(path)
+        return cls(path)
+
+    def to_megatron_provider(self, load_weights: bool = True, hf_path: Folder | None = None) -> Provider:
+        """The model's config, to be changed and finalized, and then to make the model: in bf16, unless that is changed.
+
+        Args:
+            load_weights: whether the model is loaded as it is built.
+            hf_path: from where; None is the bridge's own folder.
+
+        Raises:
+            ConfigError: megatron-core's ``GPTModel`` cannot express the HF config.
+        """
+        from mcore_bridge.trainers.provider import Provider
+
+        blueprint = draw(self.folder, dims=ParallelDims(), dtype=torch.bfloat16)
+        source: Source | None = (hf_path or self.folder) if load_weights else None
+        return Provider.of(blueprint, source)
+
+    def load_hf_weights(
+        self,
+        model: Models,
+        hf_path: Folder | None = None,
+        allowed_mismatched_params: Sequence[str] | None = None,
+    ) -> Models:
+        """Copy the weights of a folder into the chunks, in place.
+
+        Args:
+            model: this rank's chunks, wrapped or not.
+            hf_path: None is the bridge's own folder.
+            allowed_mismatched_params: the folder may lack these: a value head only, which stays as it was drawn.
+
+        Raises:
+            ConfigError: other parameters may not be left out.
+            CheckpointError: the folder does not fit the model, or lacks its head and may not.
+        """
+        allowed = set(allowed_mismatched_params or ())
+        if not allowed <= _HEAD:
+            raise ConfigError(
+                f"allowed_mismatched_params may name {sorted(_HEAD)} only, found {sorted(allowed - _HEAD)}"
+            )
+        dtype = chunks_of(model)[0].config.params_dtype
+        load_folder(model, hf_path or self.folder, dtype=dtype, may_draw_head=bool(allowed))
+        return model
+
+    def get_conversion_tasks(self, megatron_model: Models, hf_path: Folder | None = None) -> ConversionTasks:
+        """Something to hand to ``export_hf_weights``. Whoever keeps it keeps no weight and no plan."""
+        return ConversionTasks()
+
+    def export_hf_weights(
+        self,
+        model: Models,
+        cpu: bool = False,
+        show_progress: bool = True,
+        conversion_tasks: ConversionTasks | None = None,
+        merge_adapter_weights: bool = True,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Every HF tensor, whole, on every rank: ``iter_hf_weights``. Nothing happens before the first is asked for.
+
+        Args:
+            model: this rank's chunks, wrapped or not.
+            cpu: yield tensors on the CPU.
+            show_progress, merge_adapter_weights: without effect: nothing is printed, and there are no adapters.
+            conversion_tasks: from ``get_conversion_tasks``, or None.
+
+        Raises:
+            ConfigError: these tasks are not ours.
+        """
+        if not isinstance(conversion_tasks, ConversionTasks | None):
+            raise ConfigError(f"conversion_tasks must be those of get_conversion_tasks, found {type(conversion_tasks)}")
+        return iter_hf_weights(model, device="cpu" if cpu else None)
+
+    def save_hf_weights(
+        self,
+        model: Models,
+        path: Folder,
+        show_progress: bool = True,
+        strict: bool = True,
+        merge_adapter_weights: bool = True,
+    ) -> None:
+        """Write an HF checkpoint: ``save_hf_checkpoint``. Called by all ranks; the folder is one that they share.
+
+        Args:
+            model: this rank's chunks, wrapped or not.
+            path: the folder. Other files in it stay.
+            show_progress, strict, merge_adapter_weights: without effect: all tensors are written, or it raises.
+        """
+        save_hf_checkpoint(model, path)
+
+    def save_hf_pretrained(
+        self,
+        model: Models,
+        path: Folder,
+        show_progress: bool = True,
+        source_path: Folder | None = None,
+        strict: bool = True,
+        merge_adapter_weights: bool = True,
+    ) -> None:
+        """``save_hf_weights``, which writes config, tokenizer and code too: those of the folder that the model is from.
+
+        Args:
+            source_path: without effect, like those of ``save_hf_weights``.
+        """
+        save_hf_checkpoint(model, path)
+
+    def export_adapter_weights(self, model: Models, **options: Any) -> NoReturn:
+        """Refused with ``ConfigError``."""
+        _refuse_adapters()
+
+    def save_hf_adapter(self, model: Models, path: Folder, peft_cls: Any, **options: Any) -> NoReturn:
+        """Refused with ``ConfigError``."""
+        _refuse_adapters()
+
+
+def _refuse_adapters() -> NoReturn:
+    raise ConfigError("adapters are not supported by this bridge: set lora.rank to 0, or keep Megatron-Bridge for LoRA")

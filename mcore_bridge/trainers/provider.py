@@ -1,0 +1,123 @@
+"""Megatron-Bridge's model provider: a ``TransformerConfig`` that can be changed until it makes its model.
+
+Fields that stay as they were drawn follow the HF config; each that is changed is a setting of the trainer: of the mesh,
+of the dtype, or an override.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from torch import nn
+
+from mcore_bridge.config.checks import require_overridable
+from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.blueprint import Blueprint, changes_of, settle
+from mcore_bridge.factory.build import build
+from mcore_bridge.trainers.chunks import ddp_config_of, require_value_head, wrap
+from mcore_bridge.trainers.settings import split
+from mcore_bridge.weights.load import Source
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+Hook = Callable[[list[nn.Module]], Sequence[nn.Module] | None]
+"""Called with the bare chunks of this rank before they are wrapped; what it returns takes their place."""
+
+
+class ValueHead:
+    """A hook that has the model built with a value head; a model that was built without one it refuses."""
+
+    def __call__(self, chunks: Sequence[nn.Module]) -> None:
+        require_value_head(chunks if isinstance(chunks, Sequence) else [chunks])
+
+
+class Provider(TransformerConfig):
+    """The config of a model to be, with the arguments of ``GPTModel`` as attributes beside its fields."""
+
+    _blueprint: Blueprint
+    _source: Source | None
+    _hooks: list[Hook]
+
+    @classmethod
+    def of(cls, blueprint: Blueprint, source: Source | None) -> Provider:
+        """A provider that stands for the config of ``blueprint``, and loads what it builds from ``source``."""
+        latent = isinstance(blueprint.config, MLATransformerConfig)
+        provider: Provider = object.__new__(LatentProvider if latent else Provider)
+        provider.__dict__.update({**vars(blueprint.config), **blueprint.gpt_arguments})
+        provider.expert_tensor_parallel_size = None  # follows the tensor parallel size, as in megatron-core
+        provider._blueprint = replace(blueprint, config=provider)
+        provider._source, provider._hooks = source, []
+        return provider
+
+    def register_pre_wrap_hook(self, hook: Hook) -> None:
+        """Have ``hook`` called with the bare chunks before they are wrapped, after those that are registered."""
+        self._hooks.append(hook)
+
+    def apply_overrides_and_finalize(
+        self, dtype: torch.dtype | None = None, overrides: Mapping[str, object] | None = None
+    ) -> Provider:
+        """Set fields, and check the whole.
+
+        Args:
+            dtype: of all parameters; None leaves it.
+            overrides: by name, applied after ``dtype``.
+
+        Raises:
+            ConfigError, MeshError: as ``build_model``, for a setting that it cannot honour.
+        """
+        if dtype is not None:
+            self.params_dtype, self.fp16, self.bf16 = dtype, dtype is torch.float16, dtype is torch.bfloat16
+        for name, value in (overrides or {}).items():
+            if not hasattr(self, name):
+                require_overridable([name], decided=frozenset(), latent=self.multi_latent_attention)
+            setattr(self, name, value)
+        self.finalize()
+        return self
+
+    def finalize(self) -> None:
+        """Check what was set, and derive from it what follows. Errors: see ``apply_overrides_and_finalize``."""
+        dims, overrides = split(changes_of(self._blueprint), self._blueprint.dims)
+        dtype = overrides.pop("params_dtype", None)
+        assert dtype is None or isinstance(dtype, torch.dtype)
+        head = "value" if any(isinstance(hook, ValueHead) for hook in self._hooks) else None
+        self._blueprint = settle(self._blueprint, dims=dims, dtype=dtype, head=head, overrides=overrides)
+
+    def provide_distributed_model(
+        self,
+        ddp_config: DistributedDataParallelConfig | None = None,
+        wrap_with_ddp: bool = True,
+        fp16: bool | None = None,
+        bf16: bool | None = None,
+        use_megatron_fsdp: bool = False,
+    ) -> list[nn.Module]:
+        """This rank's chunks, by virtual stage, after all hooks.
+
+        Args:
+            ddp_config: megatron-core's, or a subclass.
+            wrap_with_ddp: put the chunks into megatron-core's DDP.
+            fp16, bf16: set on the config; None leaves it as it is.
+            use_megatron_fsdp: refused.
+
+        Raises:
+            ConfigError, MeshError, CheckpointError: as ``build_model``.
+        """
+        ddp_config_of({"use_megatron_fsdp": use_megatron_fsdp})
+        if wrap_with_ddp and ddp_config is None:
+            raise ConfigError(
+                "wrap_with_ddp=True needs a ddp_config; pass create_ddp_config(...), or wrap_with_ddp=False"
+            )
+        self.fp16, self.bf16 = self.fp16 if fp16 is None else fp16, self.bf16 if bf16 is None else bf16
+        self.finalize()
+        chunks: list[Any] = list(build(self._blueprint, self._source))
+        for hook in self._hooks:
+            chunks = list(hook(chunks) or chunks)
+        return wrap(chunks, ddp_config if wrap_with_ddp else None)
+
+
+class LatentProvider(Provider, MLATransformerConfig):
+    """A provider of a model with multi-latent attention."""

@@ -1,0 +1,44 @@
+"""Taking the place of modules of a trainer: only before it has them, since it keeps what it has imported from them."""
+
+import importlib
+import logging
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from mcore_bridge.errors import ConfigError
+
+logger = logging.getLogger("mcore_bridge")
+
+
+class Seam(ModuleType):
+    """A module that has the names of one of ours, which is imported once the first of them is asked for.
+
+    So the driver of a trainer needs no megatron-core, and whoever has to be imported before it still is.
+    """
+
+    def __init__(self, name: str, home: str) -> None:
+        super().__init__(name, f"{home}, in the place of {name}.")
+        self.__home = home
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked for by tools that look through all modules
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(self.__home), name)
+
+
+def take(homes: Mapping[str, str]) -> None:
+    """Have an import of each of these names give what our module of the other name has.
+
+    Raises:
+        ConfigError: another module has one of the names already; then none is taken.
+    """
+    late = [name for name in homes if not isinstance(sys.modules.get(name), Seam | None)]
+    if late:
+        raise ConfigError(
+            f"{', '.join(late)} must not have been imported before mcore_bridge takes the place: name this module in "
+            "the trainer's config or environment, as docs/verl.md says, instead of importing it later"
+        )
+    sys.modules.update({name: Seam(name, home) for name, home in homes.items()})
+    logger.info("mcore_bridge takes the place of %s", ", ".join(homes))

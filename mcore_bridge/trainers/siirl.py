@@ -1,0 +1,8 @@
+"""Importing this makes siiRL's ``use_mbridge=True`` mean mcore_bridge, in this process.
+
+siiRL imports it where ``model.external_lib`` of its config names it, before it looks for a bridge.
+"""
+
+from mcore_bridge.trainers.seams import take
+
+take({"siirl.models.mcore.mbridge": "mcore_bridge.trainers.mbridge"})

@@ -1,0 +1,86 @@
+"""How trainers come to use us: what their users write, and nothing without it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+VERL = """
+import importlib, os
+from importlib.metadata import entry_points
+
+for name in filter(None, os.getenv("VERL_USE_EXTERNAL_MODULES", "").split(",")):
+    importlib.import_module(name)
+for each in entry_points(group="verl.plugins"):
+    try:
+        each.load()
+    except Exception:
+        pass
+"""
+"""What verl 0.9.1 does as it is imported."""
+ASK = """
+import sys
+import verl
+assert not {"torch", "transformers", "megatron.core"} & sys.modules.keys(), "taking a place is light"
+try:
+    from verl.models.mcore.mbridge import AutoBridge, freeze_moe_router, make_value_model
+    from verl.models.mcore.bridge import AutoBridge, LinearForLastLayer, freeze_moe_router, make_value_model
+    from megatron.bridge.training.utils.config_utils import create_ddp_config
+    print(AutoBridge.__module__)
+except ImportError as error:
+    print(repr(error))
+"""
+
+
+def python(script: str, site: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = {"PYTHONPATH": f"{site}:{ROOT}", "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], env={**path, **environment}, capture_output=True, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Packages with the files in which verl and siiRL import a bridge, and what they do before."""
+    folder = tmp_path_factory.mktemp("site")
+    for name in ("verl", "siirl"):
+        inner = folder / name / "models" / "mcore"
+        inner.mkdir(parents=True)
+        (folder / name / "__init__.py").write_text(VERL if name == "verl" else "")
+        (inner / "mbridge.py").write_text("from mbridge import AutoBridge\n")
+    return folder
+
+
+def test_verl_uses_us_where_it_is_told_to(site):
+    found = python(ASK, site, VERL_USE_EXTERNAL_MODULES="mcore_bridge.trainers.verl")
+    assert found.stdout == "mcore_bridge.trainers.megatron_bridge\n", found.stderr
+
+
+def test_verl_does_not_use_us_otherwise(site):
+    found = python(ASK, site)
+    assert "No module named 'mbridge'" in found.stdout, found.stderr
+
+
+def test_siirl_uses_us_where_it_is_told_to(site):
+    script = "import mcore_bridge.trainers.siirl\nfrom siirl.models.mcore.mbridge import AutoBridge\nprint(AutoBridge)"
+    assert "mcore_bridge.trainers.mbridge.AutoBridge" in python(script, site).stdout
+    assert "No module named 'mbridge'" in python(script.partition("\n")[2], site).stderr
+
+
+def test_it_says_so_when_it_comes_too_late(site):
+    script = (
+        "import sys, types\n"
+        "sys.modules['verl.models.mcore.bridge'] = theirs = types.ModuleType('theirs')\n"
+        "try:\n"
+        "    import mcore_bridge.trainers.verl\n"
+        "except Exception as error:\n"
+        "    assert sys.modules['verl.models.mcore.bridge'] is theirs\n"
+        "    assert 'verl.models.mcore.mbridge' not in sys.modules\n"
+        "    print(type(error).__name__, error)\n"
+    )
+    found = python(script, site)
+    assert found.stdout.startswith("ConfigError verl.models.mcore.bridge must not have been imported"), found.stderr

@@ -1,0 +1,263 @@
+"""What trainers rely on, asked of both surfaces through the calls that verl makes: build, train, sync, save, resume."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mcore_bridge import ParallelDims
+from mcore_bridge.architecture import read_hf
+from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
+from mcore_bridge.trainers import mbridge, megatron_bridge
+from tests import mtp_checkpoints, pool, stepping, tiny
+from tests.strategies import save
+from tests.trainer_calls import attention_switches, build_role, violations
+
+FACES = ("mbridge", "megatron_bridge")
+DENSE = ParallelDims(tp=2, pp=2, sp=True)
+SPARSE = ParallelDims(tp=2, ep=2, sp=True)
+
+
+def in_mesh(dims: ParallelDims, function: Any, *args: Any) -> Any:
+    """Runs in a worker."""
+    with attention_switches(), stepping.mesh(dims):
+        return function(dims, *args)
+
+
+def on(dims: ParallelDims, world_size: int, function: Any, *args: Any) -> list[Any]:
+    return pool.run(world_size, in_mesh, dims, function, *args)
+
+
+def read(folder: str | Path) -> dict[str, Any]:
+    return {name: tensor for path in Path(folder).glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    """A dense model whose head is its embedding, so that the critic beside it must be untied."""
+    hf = tiny.config("qwen2", num_hidden_layers=2)
+    return str(tiny.random_checkpoint(hf, tmp_path_factory.mktemp("qwen2"), dtype=torch.bfloat16))
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory):
+    """Experts whose router has a bias in fp32, a vocabulary that tp does not divide, and an MTP layer on disk."""
+    folder = tmp_path_factory.mktemp("deepseek_v3")
+    hf = mtp_checkpoints.config("deepseek_v3")
+    state = mtp_checkpoints.published(hf)
+    halves = {name: tensor if name.endswith("correction_bias") else tensor.bfloat16() for name, tensor in state.items()}
+    save(halves, hf, folder)
+    return str(folder)
+
+
+# -- a dense actor and its critic in one process -----------------------------------------------------------------------
+
+
+def life(dims: ParallelDims, face: str, folder: str, out: str) -> dict[str, Any]:
+    """Runs in a worker: an actor, then a critic that takes a step, is saved, and comes back."""
+    from megatron.core.distributed import finalize_model_grads
+
+    truth = read(folder)
+    actor = build_role(face, folder, dims)
+    actor.load(folder)
+    early, late = actor.export(), actor.export()  # verl makes a generator and uses it later, behind another one
+    broken, order = violations(late, truth)
+    again, order_again = violations(early, truth)
+    broken += again
+    critic = build_role(face, folder, dims, value=True)
+    critic.load(folder)
+    critic.config.finalize_model_grads_func = finalize_model_grads
+    loss = stepping.forward_backward(critic.models, dims, tiny.tokens(4), head=True)
+    with torch.no_grad():
+        for parameter in (each for ddp in critic.models for each in ddp.parameters()):
+            parameter -= (parameter.main_grad / parameter.main_grad.abs().max()).to(parameter.dtype)
+    before = dict(critic.export())
+    critic.save(out)
+    resumed = build_role(face, folder, dims, value=True)
+    resumed.load(out, resume=True)
+    after = dict(resumed.export())
+    broken += [f"{name} is lost" for name in before if not torch.equal(before[name], after[name])]
+    moved = [name for name in before if name in truth and not torch.equal(before[name], truth[name])]
+    return {
+        "broken": broken,
+        "order": [order, order_again],
+        "loss": loss,
+        "moved": moved,
+        "critic": before,
+        "restored": list(after),
+        "actor": {name: bool(torch.equal(tensor, truth[name])) for name, tensor in actor.export()},
+    }
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_an_actor_and_its_critic(face, tied, tmp_path):
+    out = tmp_path / "critic"
+    out.mkdir()
+    (out / "tokenizer.json").write_text("{}")  # verl writes these before the weights
+    ranks = on(DENSE, 4, life, face, tied, str(out))
+    truth, saved = read(tied), read(out)
+    for rank in ranks:
+        assert rank["broken"] == []
+        assert rank["order"] == [ranks[0]["order"][0]] * 2, "ranks or exports differ"
+        assert rank["critic"].keys() == {*truth, "score.weight"} == {*rank["restored"]} == saved.keys()
+        assert all(torch.equal(saved[name], tensor) for name, tensor in rank["critic"].items())
+        assert set(rank["moved"]) == truth.keys(), "a step trains everything"
+        assert all(rank["actor"].values()), "the critic's step is none of the actor's"
+    assert all(rank["loss"].isfinite() for rank in ranks[2:])
+    assert saved["score.weight"].shape == (1, tiny.DISTINCT["hidden_size"])
+    assert json.loads((out / "config.json").read_text())["architectures"] == ["Qwen2ForSequenceClassification"]
+    assert (out / "tokenizer.json").read_text() == "{}"
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+
+def experts(dims: ParallelDims, face: str, folder: str) -> dict[str, Any]:
+    """Runs in a worker: the stream, what it says of weights that have changed since, and what is frozen."""
+    hf = read_hf(folder)
+    truth = {name: tensor for name, tensor in read(folder).items() if not mtp_checkpoints.is_mtp(hf, name)}
+    role = build_role(face, folder, dims)
+    role.load(folder)
+    broken, order = violations(role.export(), truth)
+    offload(role.models)
+    broken += violations(role.export(), truth)[0]
+    with torch.no_grad():
+        for ddp in role.models:
+            for parameter in ddp.parameters():
+                parameter.mul_(2)
+    doubled = {name: 2 * tensor if "correction_bias" not in name else tensor for name, tensor in truth.items()}
+    broken += violations(role.export(), doubled)[0]
+    reference = build_role(face, folder, dims, ddp=False)
+    reference.load(folder)
+    broken += violations(reference.export(), truth)[0]
+    named = [each for ddp in role.models for each in ddp.named_parameters()]
+    inputs = tiny.tokens(1)[:, :-1]
+    logits = reference.models[0](inputs, torch.arange(inputs.size(1)).expand_as(inputs), None).detach()
+    biases = [tensor for chunk in reference.models for name, tensor in chunk.named_buffers() if "expert_bias" in name]
+    return {
+        "broken": broken,
+        "order": order,
+        "frozen": {name.rpartition("mlp.")[2] for name, parameter in named if not parameter.requires_grad},
+        "logits": logits,
+        "biases": {bias.dtype for bias in biases},
+        "config": type(role.config).__mro__,
+    }
+
+
+def offload(models: list[Any]) -> None:
+    """What verl does while its rollout has the GPU: all parameters leave their storage, and come to another one."""
+    for model in models:
+        for parameter in model.parameters():
+            left, parameter.data = parameter.data, parameter.data.clone()
+            left.fill_(float("nan"))
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_experts_and_latent_attention(face, sparse):
+    from megatron.core.transformer import MLATransformerConfig
+
+    ranks = on(SPARSE, 2, experts, face, sparse)
+    for rank in ranks:
+        assert rank["broken"] == []
+        assert rank["order"] == ranks[0]["order"]
+        assert rank["frozen"] == {"router.weight"}
+        assert rank["biases"] == {torch.float32}
+        assert MLATransformerConfig in rank["config"]
+    assert any(dtype == "torch.float32" for _, _, dtype in ranks[0]["order"])
+    logits = torch.cat([rank["logits"] for rank in ranks], -1)  # of a vocabulary that is padded by one
+    assert logits.shape[-1] == 98
+    entropy = torch.softmax(logits / 1e-8, -1) * (logits / 1e-8)  # verl divides padding's logits by 1e-8
+    assert entropy.isfinite().all()
+
+
+# -- settings and refusals ---------------------------------------------------------------------------------------------
+
+
+def say_no(dims: ParallelDims, folder: str, other: str) -> None:
+    """Runs in a worker: everything that is refused, on one rank."""
+    from transformers import AutoConfig
+
+    hf = AutoConfig.from_pretrained(folder)
+    bridge = mbridge.AutoBridge.from_config(hf)
+    with pytest.raises(ConfigError, match="use_fused_rmsnorm"):
+        bridge.set_extra_args(use_fused_rmsnorm=True)
+    bridge = mbridge.AutoBridge.from_config(hf)
+    with pytest.raises(ConfigError, match="attention_backend must be one of flash"):
+        bridge.set_extra_args(attention_backend="flush")
+    bridge = mbridge.AutoBridge.from_config(hf)
+    bridge.set_extra_args(context_parallel_size=2)
+    with pytest.raises(MeshError, match="cp=1; dims have cp=2"):
+        bridge.get_model()
+    bridge = mbridge.AutoBridge.from_config(hf)
+    bridge.config.sequence_parallel = True
+    with pytest.raises(ConfigError, match="the mesh decides it"):
+        bridge.get_model()
+    bridge = mbridge.AutoBridge.from_config(hf)
+    with pytest.raises(ConfigError, match="megatron-core refuses these settings"):
+        bridge.get_model(wrap_with_ddp=True, ddp_config={"overlap": True})
+    with attention_switches():
+        (model,) = mbridge.AutoBridge.from_config(hf, dtype=torch.float32).get_model()
+    with pytest.raises(ConfigError, match="must have been built for a value head"):
+        mbridge.make_value_model(model, pre_process=True, post_process=True, config=model.config, hf_config=hf)
+    theirs = megatron_bridge.AutoBridge.from_hf_pretrained(folder)
+    provider = theirs.to_megatron_provider()
+    with pytest.raises(ConfigError, match="nearest names: num_layers"):
+        provider.apply_overrides_and_finalize(overrides={"num_layer": 3})
+    with pytest.raises(ConfigError, match="needs a ddp_config"):
+        provider.provide_distributed_model()
+    with pytest.raises(ConfigError, match="use_megatron_fsdp must be False"):
+        provider.provide_distributed_model(wrap_with_ddp=False, use_megatron_fsdp=True)
+    with pytest.raises(ConfigError, match="allowed_mismatched_params may name"):
+        theirs.load_hf_weights([model], folder, allowed_mismatched_params=["*.bias"])
+    with pytest.raises(ConfigError, match="conversion_tasks must be those"):
+        theirs.export_hf_weights([model], conversion_tasks=[])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="delta_sharded"):
+        list(theirs.get_conversion_tasks([model]))
+    for refused in (theirs.export_adapter_weights, lambda models: theirs.save_hf_adapter(models, folder, None)):
+        with pytest.raises(ConfigError, match="adapters are not supported"):
+            refused([model])
+    critic = build_role("megatron_bridge", folder, dims, value=True)
+    with pytest.raises(CheckpointError, match=r"lacks score.weight"):
+        critic.load(folder, resume=True)
+    with pytest.raises(CheckpointError, match=r"rename the tensor to score.weight"):
+        critic.load(other)
+
+
+def test_refusals(tied, tmp_path):
+    state = read(tied)
+    state["lm_head.weight"] = torch.ones(1, tiny.DISTINCT["hidden_size"], dtype=torch.bfloat16)
+    save(state, tiny.config("qwen2", num_hidden_layers=2), tmp_path)
+    on(ParallelDims(), 1, say_no, tied, str(tmp_path))
+
+
+def as_rlinf(dims: ParallelDims, folder: str, out: str) -> tuple[Any, ...]:
+    """Runs in a worker: a provider that is a dataclass, with fields set one by one, loaded as it is built."""
+    import dataclasses
+
+    bridge = megatron_bridge.AutoBridge.from_hf_pretrained(folder, trust_remote_code=True)
+    provider = bridge.to_megatron_provider(load_weights=True)
+    names = {field.name for field in dataclasses.fields(type(provider))}
+    settings = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "params_dtype": torch.float32}
+    settings |= {"bf16": False, "fp16": False, "hidden_dropout": 0.25, "gradient_accumulation_fusion": False}
+    assert settings.keys() <= names
+    for name, value in settings.items():
+        setattr(provider, name, value)
+    provider.mrope_section = getattr(provider, "mrope_section", None)
+    provider.freeze_language_model = False
+    provider.finalize()
+    ddp_config = megatron_bridge.create_ddp_config(wrap_with_ddp=True, use_distributed_optimizer=False)
+    models = provider.provide_distributed_model(ddp_config=ddp_config)
+    stepping.note_wrapped(models)
+    bridge.save_hf_pretrained(models, out, source_path=folder, show_progress=False, strict=True)
+    return provider.hidden_dropout, {parameter.dtype for parameter in models[0].parameters()}, type(models[0]).__name__
+
+
+def test_a_provider_whose_fields_are_set_one_by_one(tied, tmp_path):
+    found = on(ParallelDims(tp=2, etp=2, sp=True), 2, as_rlinf, tied, str(tmp_path / "out"))
+    assert found == [(0.25, {torch.float32}, "DistributedDataParallel")] * 2
+    truth, saved = read(tied), read(tmp_path / "out")
+    assert saved.keys() == truth.keys()
+    assert all(torch.equal(saved[name], truth[name].float()) for name in truth)

@@ -1,0 +1,124 @@
+"""verl's own Megatron engine in workers of the pool: the CPU as a platform, as verl takes them, and its calls."""
+
+import contextlib
+import gc
+import multiprocessing
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+TAKE = "mcore_bridge.trainers.verl"
+"""What a user writes into ``actor_rollout_ref.model.external_lib``."""
+
+
+def use_cpu() -> None:
+    """Register a platform that is the CPU, once per process: verl knows CUDA, NPU and ROCm, and takes others."""
+    from verl.plugin.platform import PlatformBase, get_platform, set_platform
+
+    names = {name for name in dir(PlatformBase) if getattr(getattr(PlatformBase, name), "__isabstractmethod__", False)}
+    values = {"device_name": "cpu", "vendor_name": "none", "device_module": torch.cpu}
+    answers = {"current_device": "cpu", "device_count": 0, "is_available": False, "is_ipc_supported": False}
+    answers |= {"communication_backend_name": "gloo", "ray_noset_envvars": [], "ray_resource_name": "CPU"}
+    body: dict[str, Any] = {name: (lambda self, *_, name=name: answers.get(name)) for name in names - values.keys()}
+    body |= {name: property(lambda self, value=value: value) for name, value in values.items()}
+    body["nvtx_range"] = lambda self, msg: contextlib.nullcontext()
+    cpu: Any = torch.cpu
+    cpu.empty_cache = lambda: None  # all that verl asks of a device's module that torch.cpu lacks
+    if get_platform().device_name != "cpu":
+        set_platform(type("CpuPlatform", (PlatformBase,), body)())
+
+
+@contextlib.contextmanager
+def own_processes() -> Iterator[None]:
+    """megatron-core starts a process to save a checkpoint, which workers of the pool may not, and leaves it running."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    config: Any = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    daemon, config["daemon"] = config.get("daemon"), False
+    try:
+        yield
+    finally:
+        config["daemon"] = daemon
+        filesystem_async._results_queue = None  # it ends with the queue
+        gc.collect()
+
+
+class CpuForCuda(TorchFunctionMode):
+    """For megatron-core's optimizers, which make tensors on "cuda" and ask each parameter whether it is there."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        found = function(*args, **kwargs)
+        if function is torch.Tensor.type and isinstance(found, str):
+            return found.replace("torch.", "torch.cuda.", 1)
+        return found
+
+
+def engine_of(folder: str, *, vanilla: bool, value: bool = False, forward_only: bool = False, **sizes: int) -> Any:
+    """An engine as a worker of verl makes it from its config, initialised.
+
+    Args:
+        folder: of an HF checkpoint with a tokenizer.
+        vanilla: the surface of mbridge, or that of Megatron-Bridge.
+        value: a critic.
+        forward_only: a reference.
+        sizes: of the mesh, as fields of ``McoreEngineConfig``.
+    """
+    from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
+    from verl.workers.config.checkpoint import McoreCheckpointConfig
+    from verl.workers.engine import EngineRegistry
+
+    kind = "value_model" if value else "language_model"
+    engine = EngineRegistry.new(
+        model_type=kind,
+        backend="megatron",
+        model_config=HFModelConfig(
+            path=folder, model_type=kind, external_lib=TAKE, override_config={"attn_implementation": "eager"}
+        ),
+        engine_config=McoreEngineConfig(
+            vanilla_mbridge=vanilla,
+            forward_only=forward_only,
+            use_dynamic_bsz=False,
+            override_mcore_model_config={"moe_config": {"freeze_moe_router": True}},
+            override_transformer_config={"attention_backend": "flash", "recompute_modules": ["core_attn"]},
+            **sizes,
+        ),
+        optimizer_config=McoreOptimizerConfig(lr=1e-2, total_training_steps=10, lr_warmup_steps=0, clip_grad=1.0),
+        checkpoint_config=McoreCheckpointConfig(mbridge_config={"memory_efficient": True, "bogus": 1}),
+    )
+    engine.initialize()
+    return engine
+
+
+def batch_of(rows: list[list[int]]) -> Any:
+    """Sequences without padding, as verl's workers hand them to an engine, one to a micro-batch."""
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils as tu
+
+    ids = torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+    mask = torch.nested.as_nested_tensor([torch.ones(len(row), dtype=torch.long) for row in rows], layout=torch.jagged)
+    data = TensorDict({"input_ids": ids, "loss_mask": mask}, batch_size=[len(rows)])
+    tu.assign_non_tensor(data, temperature=0.5, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
+    tu.assign_non_tensor(data, calculate_entropy=True)
+    return data
+
+
+def mean_of(name: str) -> Any:
+    """A loss: the mean of one of a model's outputs, by the sign that a step makes it larger."""
+
+    def loss(model_output: dict[str, Tensor], data: Any, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
+        return -model_output[name].values().float().mean(), {}
+
+    return loss
+
+
+def exported(engine: Any) -> Iterator[tuple[str, Tensor]]:
+    """What a rollout would get."""
+    stream, peft_config = engine.get_per_tensor_param()
+    assert peft_config is None
+    return stream
