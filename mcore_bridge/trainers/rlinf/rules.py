@@ -8,16 +8,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.trainers.rlinf.spelling import fused_norm
 from mcore_bridge.weights.layout import COLUMN, GATED_UP, QKV, REPLICATED, ROW, VOCAB
 from mcore_bridge.weights.mapping import Rule, Rules
 from mcore_bridge.weights.provenance import HF, LM_HEAD, provenance_of
 
-_NORMS = {  # as TransformerEngine fuses them, where the linear behind them is there
-    "input_layernorm.weight": "self_attention.linear_qkv",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1",
-    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj",
-    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj",
-}
 _LAYER = "decoder.layers.*."
 
 
@@ -69,10 +64,10 @@ def _spellings(rule: Rule, rules: Rules) -> Iterator[str]:
     """The names that the parameter of a rule may have in a model with TransformerEngine's modules."""
     modules = {each.mcore.removeprefix(_LAYER).rpartition(".")[0] for each in rules}
     name = rule.mcore.removeprefix(_LAYER)
-    behind = _NORMS.get(name)
-    if behind in modules:
-        yield f"{_LAYER}{behind}.layer_norm_weight"
-    if behind not in modules or (behind == "mlp.linear_fc1" and "mlp.experts.*.linear_fc1" in modules):
+    fused = fused_norm(name, modules)
+    if fused is not None:
+        yield f"{_LAYER}{fused}"
+    if fused is None or (name.startswith("pre_mlp_layernorm.") and "mlp.experts.*.linear_fc1" in modules):
         yield rule.mcore
 
 
