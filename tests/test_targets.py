@@ -351,6 +351,7 @@ def test_a_slice_of_nothing_is_given_out_too():
     [
         (lambda: EngineRank(tp=2, tp_rank=2), "tp_rank below it, found 2 and 2"),
         (lambda: EngineRank(etp=0), "at least 1, found {'etp': 0}"),
+        (lambda: EngineRank(cuts=(("lm_head.*", 2, 2),)), r"lm_head\.\*_rank below it, found 2 and 2"),
         (lambda: engine_ranks(ep=0), "at least 1, found {'ep': 0}"),
         (lambda: EngineRank(pp=2, layers=(4,)), "for each of pp=2 stages"),
         (lambda: engine_ranks(tp=2, ep=4), "expected ep to divide tp=2"),

@@ -138,18 +138,19 @@ def bind(models: Models, provenance: Provenance | None = None, *, dialect: Diale
     mtp = bool(first.config.mtp_num_layers)
     mapping = provenance.mapping(tied=first.share_embeddings_and_output_weights, mtp=mtp, dialect=dialect)
     ranks = {"pp": groups.pp.rank(), "tp": groups.tp.rank(), "etp": groups.expt_tp.rank()}
-    return BoundModel(chunks, held_tensors(chunks), mapping, _axes(first, provenance), ranks)
+    axes = axes_of_config(first.config, vocab=provenance.hf.vocab_size, padded_vocab=first.vocab_size)
+    return BoundModel(chunks, held_tensors(chunks), mapping, axes, ranks)
 
 
-def _axes(chunk: GPTModel, provenance: Provenance) -> Axes:
-    config = chunk.config
+def axes_of_config(config: TransformerConfig, *, vocab: int, padded_vocab: int) -> Axes:
+    """The sizes that layouts take, of a model with this config and so many rows of vocabulary, in HF and in mcore."""
     return {
         "tp": config.tensor_model_parallel_size,
         "etp": config.expert_tensor_parallel_size,
         "groups": config.num_query_groups,
         "heads_per_group": config.num_attention_heads // config.num_query_groups,
-        "vocab": provenance.hf.vocab_size,
-        "padded_vocab": chunk.vocab_size,
+        "vocab": vocab,
+        "padded_vocab": padded_vocab,
         "experts": config.num_moe_experts or 0,
         "gate_up": 2,
         "mtp": config.mtp_num_layers or 0,

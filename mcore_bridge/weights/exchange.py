@@ -7,7 +7,8 @@ rank says travels with its windows, so the others learn of it three messages lat
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 
 import torch
 from torch import Tensor
@@ -16,14 +17,28 @@ from mcore_bridge.errors import ExportError
 from mcore_bridge.weights.footprint import AHEAD
 from mcore_bridge.weights.moves import Buffers
 from mcore_bridge.weights.outputs import Outputs, Sources
+from mcore_bridge.weights.plan import Message
 from mcore_bridge.weights.program import OUTPUTS, Program
 from mcore_bridge.weights.transport import Group, Memory, State, Windows
 
-Pairs = Generator[tuple[str, Tensor], None, None]
+Pairs = Iterator[tuple[str, Tensor]]
 
 
-def run_program(program: Program, group: Group, tensors: Mapping[str, Tensor], *, lend: bool = False) -> Pairs:
-    """Yield every HF tensor of ``program``, whole and ready on the current stream.
+def run_program(
+    program: Program, group: Group, tensors: Mapping[str, Tensor], *, lend: bool = False
+) -> Generator[tuple[str, Tensor], None, None]:
+    """Yield every HF tensor of ``program``, ready on the current stream: ``run_messages``, one tensor at a time."""
+    with closing(run_messages(program, group, tensors, lend=lend)) as messages:
+        for pairs in messages:
+            yield from pairs
+
+
+def run_messages(
+    program: Program, group: Group, tensors: Mapping[str, Tensor], *, lend: bool = False
+) -> Generator[Pairs, None, None]:
+    """Yield for each message the HF tensors that are complete with it, to be taken before the next is asked for.
+
+    Every rank gets as many of these as all others, so that who counts them knows how far all are.
 
     Args:
         tensors: what this rank holds, by canonical name.
@@ -44,7 +59,7 @@ def run_program(program: Program, group: Group, tensors: Mapping[str, Tensor], *
     if not group.agrees(None if exchange is None else 0):
         raise ExportError(f"rank {group.rank} cannot begin: {problem}" if problem else "another rank cannot begin")
     assert exchange is not None
-    yield from exchange.pairs()
+    yield from exchange.messages()
 
 
 def check_storage(tensors: Mapping[str, Tensor]) -> None:
@@ -61,14 +76,14 @@ def raise_failures(messages: Sequence[str]) -> None:
         raise ExportError("; ".join(failures))
 
 
-def _alone(program: Program, tensors: Mapping[str, Tensor]) -> Pairs:
+def _alone(program: Program, tensors: Mapping[str, Tensor]) -> Iterator[Pairs]:
     device = next(iter(tensors.values())).device
     held, outputs = Sources(program, tensors), Outputs(program.plan, device)
     nothing = [torch.empty(0, device=device)] * OUTPUTS
     for number, message in enumerate(program.plan.messages):
         step = program.step(number, None)
         step.moves.make(held.read_by(step), Buffers([*nothing, *outputs.opened_by(step)]), device)
-        yield from outputs.closed(message)
+        yield outputs.closed(message)
 
 
 class _Exchange:
@@ -89,8 +104,8 @@ class _Exchange:
         """For as many messages as are on their way at once."""
         return [Memory(self._group, *self._program.room) for _ in self._messages[:AHEAD]]
 
-    def pairs(self) -> Pairs:
-        """See ``run_program``."""
+    def messages(self) -> Generator[Pairs, None, None]:
+        """See ``run_messages``."""
         for number in range(len(self._memory)):
             self._advance(None, number)
         try:
@@ -102,11 +117,9 @@ class _Exchange:
                 ends = any(failures) or all(state is State.CLOSED for state in states)
                 try:
                     if not (ends or self._closed or self._failure):
-                        yield from self._outputs.closed(message)
+                        yield self._given_out(message)
                 except GeneratorExit:
                     self._closed = True
-                except Exception as problem:
-                    self._fail(problem, number)
                 if self._lends:  # what lies in these windows has been looked at
                     self._advance(None, number + AHEAD)
                 raise_failures(failures)
@@ -117,6 +130,13 @@ class _Exchange:
                 windows.wait()
         if self._failure:
             raise self._failure
+
+    def _given_out(self, message: Message) -> Pairs:
+        """What is complete with a message. Who fails while these are looked at, fails for all."""
+        try:
+            yield from self._outputs.closed(message)
+        except Exception as problem:
+            self._fail(problem, message.number)
 
     def _advance(self, arrived: Windows | None, number: int | None) -> None:
         """Unpack the windows that have ``arrived``, and send message ``number``, where there is one."""

@@ -6,7 +6,7 @@ Nothing communicates until the first ``next``. A plan is kept until anything tha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -47,11 +47,11 @@ _NUM_PLANS = 4  # that are kept for a model: a sync, a save, ...
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """A model ready to be exported: the same plan on every rank of ``group``, and this rank's tensors."""
+    """A model ready to be exported: the same plan on every rank of ``group``, and what this rank holds."""
 
     program: Program
     group: Group
-    tensors: Mapping[str, Tensor]
+    bound: BoundModel
 
 
 def iter_hf_weights(
@@ -96,7 +96,7 @@ def iter_hf_weights(
     """
     export = open_export(models, hf, head, dialect=dialect, bucket_bytes=bucket_bytes, target=target)
     gather_pending(models, export.group)
-    with closing(run_program(export.program, export.group, export.tensors, lend=not copy)) as pairs:
+    with closing(run_program(export.program, export.group, export.bound.tensors, lend=not copy)) as pairs:
         if dtype is None and device is None:
             yield from pairs
         for name, tensor in pairs:
@@ -129,8 +129,14 @@ def open_export(
     dialect: Dialect | None = None,
     bucket_bytes: int | None = None,
     target: Target = "everything",
+    num_messages: int = 1,
+    problem: str = "",
 ) -> Export:
     """Agree with the group on a plan: one small collective when nothing has changed, one exchange when something has.
+
+    Args:
+        num_messages: at least so many, for ``rounds.run_rounds``.
+        problem: why this rank cannot export, if its caller knows it: what every rank is to raise.
 
     Raises:
         ExportError: on every rank, when any rank cannot export.
@@ -138,17 +144,18 @@ def open_export(
     """
     first = chunks_of(models)[0]
     group = Group.of_replica(first.pg_collection)
-    bound, error = None, ""
+    bound, error = None, problem
     try:
         bound = bind(models, noted(models, hf, head), dialect=dialect)
         check_storage(bound.tensors)
-    except BridgeError as problem:
-        error = str(problem)
-    fingerprint = (bucket_bytes, target, group.rank, group.size, bound and bound.fingerprint())
+    except BridgeError as failure:
+        error = str(failure)
+    sizes = (bucket_bytes, num_messages)
+    fingerprint = (sizes, target, group.rank, group.size, bound and bound.fingerprint())
     plans = _plans.get(first, ())
     kept = next((each for each in plans if each.fingerprint == fingerprint), None)
     if not group.agrees(kept.number if kept and not error else None):
-        answer = _Answer(error, bucket_bytes, target, *((bound.mapping.rules, bound.inventory()) if bound else ()))
+        answer = _Answer(error, sizes, target, *((bound.mapping.rules, bound.inventory()) if bound else ()))
         answers = group.exchange((answer, plans[0].number if plans else 0))
         made = _planned(bound, first, [each for each, _ in answers], group.rank)
         program = Program(made, group.rank, group.size)
@@ -156,14 +163,15 @@ def open_export(
         _plans[first] = (kept, *plans)[:_NUM_PLANS]
     assert bound is not None
     assert kept is not None
-    return Export(kept.program, group, bound.tensors)
+    return Export(kept.program, group, bound)
 
 
 class _Answer(NamedTuple):
     """What a rank tells the others before they plan."""
 
     error: str
-    bucket_bytes: int | None
+    sizes: tuple[int | None, int]
+    """``bucket_bytes`` and ``num_messages``."""
     target: Target
     rules: Rules | None = None
     inventory: Inventory | None = None
@@ -172,13 +180,14 @@ class _Answer(NamedTuple):
 def _planned(bound: BoundModel | None, chunk: GPTModel, answers: Sequence[_Answer], rank: int) -> Sequence[ExportPlan]:
     raise_failures([answer.error for answer in answers])
     assert bound is not None
-    sizes, targets = [answer.bucket_bytes for answer in answers], [answer.target for answer in answers]
+    sizes, targets = [answer.sizes for answer in answers], [answer.target for answer in answers]
     if len(set(sizes)) > 1:
-        raise ExportError(f"bucket_bytes differs between ranks: {sizes}; pass one value")
+        raise ExportError(f"bucket_bytes differs between ranks, or num_messages: {sizes}; pass the same on each")
     if any(answer.rules != bound.mapping.rules for answer in answers):
         raise ExportError("the ranks name weights by different rules; pass the same hf, head and dialect on each")
     inventories = [answer.inventory for answer in answers if answer.inventory]
     arguments = bound.mapping, bound.axes, chunk.config.num_layers, inventories
+    bucket_bytes, num_messages = sizes[0]
     if set(targets) == {"everything"}:
-        return [plan_export(*arguments, bucket_bytes=sizes[0])]
-    return plan_targets(*arguments, targets, rank, bucket_bytes=sizes[0])
+        return [plan_export(*arguments, bucket_bytes=bucket_bytes, num_messages=num_messages)]
+    return plan_targets(*arguments, targets, rank, bucket_bytes=bucket_bytes, num_messages=num_messages)

@@ -30,13 +30,20 @@ SHARED = 1 << 20
 
 
 def plan_export(
-    mapping: WeightMapping, axes: Axes, num_layers: int, inventories: Sequence[Inventory], *, bucket_bytes: int | None
+    mapping: WeightMapping,
+    axes: Axes,
+    num_layers: int,
+    inventories: Sequence[Inventory],
+    *,
+    bucket_bytes: int | None,
+    num_messages: int = 1,
 ) -> ExportPlan:
     """Plan the export to every rank of a model whose ``inventories`` are given by rank of the group that exports it.
 
     Args:
         bucket_bytes: of the messages that are on their way to a rank; more where one row takes more. None is as many as
             leave the whole export within ``MEMORY``.
+        num_messages: at least so many, as long as a rank sends ``MIN_WINDOW`` with each.
 
     Raises:
         MappingError: what ``entries_of`` raises.
@@ -44,6 +51,9 @@ def plan_export(
     goods = Goods.of(entries_of(mapping, axes, num_layers, inventories))
     stages = [inventory.ranks["pp"] for inventory in inventories]
     keys = goods.together(bucket_bytes or MEMORY // 8)
+    if num_messages > 1:
+        share = sum(output.num_bytes for output in goods.outputs) // num_messages
+        bucket_bytes = min(bucket_bytes or AHEAD * OTHERWISE, AHEAD * max(share, 1))
     if bucket_bytes:
         return _gathered(goods, keys, stages, bucket_bytes // AHEAD)
     otherwise = _gathered(goods, keys, stages, OTHERWISE)
@@ -137,6 +147,7 @@ def plan_targets(
     rank: int,
     *,
     bucket_bytes: int | None,
+    num_messages: int = 1,
 ) -> tuple[ExportPlan, ...]:
     """Plan the export of what each rank asks for, as one rank has to know it. Only what is needed travels.
 
@@ -145,6 +156,7 @@ def plan_targets(
         rank: whose plans these are.
         bucket_bytes: of the messages that are on their way to and from a rank. None leaves room for the largest tensor
             within ``MEMORY``, and for what else is in the making.
+        num_messages: at least so many.
 
     Returns:
         For each rank what travels to it: to ``rank`` itself from everybody, to others from ``rank``.
@@ -162,7 +174,7 @@ def plan_targets(
     most = max(lane.received + sum(each.bytes_of(rank) for each in lanes) for rank, lane in enumerate(lanes))
     largest = max((output.num_bytes for goods in found.values() for output in goods.outputs), default=0)
     bucket_bytes = bucket_bytes or min(max((MEMORY - largest * 3 // 2) // 2, TO_TARGETS[0]), TO_TARGETS[1])
-    count = max(-(-most // max(bucket_bytes // AHEAD, MIN_WINDOW * len(targets))), 1)
+    count = max(-(-most // max(bucket_bytes // AHEAD, MIN_WINDOW * len(targets))), num_messages)
     return tuple(
         lane.arriving(count, bucket_bytes) if receiver == rank else lane.sent_by(rank, count)
         for receiver, lane in enumerate(lanes)

@@ -37,13 +37,13 @@ def wanted_by(
         TargetError: when the model cannot be cut so, or it is no target.
     """
     if isinstance(target, EngineRank):
-        return tuple(_Slicer(target, mapping, axes, num_layers).slices(entries))
+        return tuple(Slicer(target, mapping, axes, num_layers).slices(entries))
     if target not in ("everything", "nothing"):
         raise TargetError(f'expected target="everything", "nothing" or an EngineRank, found {target!r}')
     return entries if target == "everything" else ()
 
 
-class _Slicer:
+class Slicer:
     """The slices for one target; layers and experts that are alike are worked out once."""
 
     def __init__(self, target: EngineRank, mapping: WeightMapping, axes: Axes, num_layers: int) -> None:
@@ -55,13 +55,13 @@ class _Slicer:
 
     def slices(self, entries: Sequence[Entry]) -> Iterator[Entry]:
         """See ``wanted_by``."""
-        for entry in filter(None, map(self._named, entries)):
+        for entry in filter(None, map(self.named, entries)):
             found = self._sliced(entry)
             for shard, (traced, starts) in found.items():
                 holders = {shard: entry.holders[shard]} if traced.to_hf else {}
                 yield replace(entry, trace=traced, holders=holders, starts=starts)
 
-    def _named(self, entry: Entry) -> Entry | None:
+    def named(self, entry: Entry) -> Entry | None:
         """``entry`` under the names that the target has for it; None where it does not have it."""
         mcore, target = entry.held.mcore, self._target
         layer, expert = layer_of(mcore), expert_of(mcore)
@@ -94,18 +94,25 @@ class _Slicer:
 
     def _sliced(self, entry: Entry) -> dict[int, tuple[Trace, tuple[int, ...]]]:
         """By shard what the target takes of it: as a trace, and where each of its copies begins in what travels."""
-        binding = self._mapping.bind(entry.held.mcore)
-        whole = tuple(self._target.is_whole(unstacked(name)[0]) for name in entry.hf)
-        key = (id(entry.trace), binding.layout, binding.axis, whole)
+        key = (id(entry.trace), self._mapping.bind(entry.held.mcore).layout, self._cuts(entry))
         if key not in self._known:
-            cut = self._target.experts_cut if binding.axis == "etp" else (self._target.tp, self._target.tp_rank)
-            sizes = {**axes_of(binding, self._axes), "padded_vocab": self._target.padded(self._axes["vocab"])}
-            taken = _taken(binding.layout, entry.trace.part_shapes, tuple(sorted(sizes.items())), *cut)
-            dims = _dims(entry.trace)
-            lengths = [shape[dim] for shape, dim in zip(entry.trace.part_shapes, dims, strict=True)]
-            taken = tuple(np.arange(n) if all_ else t for n, all_, t in zip(lengths, whole, taken, strict=True))
-            self._known[key] = _of_shards(entry.trace, taken)
+            self._known[key] = _of_shards(entry.trace, self.taken(entry))
         return self._known[key]
+
+    def _cuts(self, entry: Entry) -> tuple[tuple[int, int], ...]:
+        """For each part, among how many ranks it is cut, and which of them the target is."""
+        routed = self._mapping.bind(entry.held.mcore).axis == "etp"
+        return tuple(self._target.cut(unstacked(name)[0], routed=routed) for name in entry.hf)
+
+    def taken(self, entry: Entry) -> tuple[Indices, ...]:
+        """What the target takes of each part."""
+        binding, shapes = self._mapping.bind(entry.held.mcore), entry.trace.part_shapes
+        axes = axes_of(binding, self._axes)
+        found = []
+        for part, (tp, rank) in enumerate(self._cuts(entry)):
+            sizes = {**axes, "padded_vocab": self._target.padded(axes["vocab"], tp)}
+            found.append(_taken(binding.layout, shapes, tuple(sorted(sizes.items())), tp, rank)[part])
+        return tuple(found)
 
 
 def _check(target: EngineRank, axes: Axes) -> None:
@@ -123,7 +130,7 @@ def _check(target: EngineRank, axes: Axes) -> None:
         raise TargetError(f"the model cannot be cut for this engine: {'; '.join(wrong)}; change the sizes")
 
 
-def _dims(traced: Trace) -> list[int]:
+def dims_of(traced: Trace) -> list[int]:
     """For each part, the dim along which its elements move."""
     dims = {copy.part: copy.part_dim for copy in traced.to_mcore}
     return [dims[part] for part in range(len(traced.part_shapes))]
@@ -132,7 +139,7 @@ def _dims(traced: Trace) -> list[int]:
 def _of_shards(traced: Trace, taken: Sequence[Indices]) -> dict[int, tuple[Trace, tuple[int, ...]]]:
     positions = []
     shapes = []
-    for shape, dim, indices in zip(traced.part_shapes, _dims(traced), taken, strict=True):
+    for shape, dim, indices in zip(traced.part_shapes, dims_of(traced), taken, strict=True):
         position = np.full(shape[dim], -1)
         position[indices] = np.arange(len(indices))
         positions.append(position)

@@ -33,6 +33,8 @@ class EngineRank:
             from the first that this rank has.
         whole: ``fnmatch`` patterns of the names of HF tensors that the engine does not cut.
         vocab_multiple: to what the engine pads vocabularies before it cuts them.
+        cuts: ``(pattern, size, rank)`` for HF tensors that the engine cuts otherwise, named as in ``whole``; the first
+            that matches counts. Engines with data parallel attention do so.
 
     Raises:
         TargetError: when these do not fit each other.
@@ -50,6 +52,7 @@ class EngineRank:
     local_names: bool = False
     whole: tuple[str, ...] = ()
     vocab_multiple: int = VOCAB_MULTIPLE
+    cuts: tuple[tuple[str, int, int], ...] = ()
 
     def __post_init__(self) -> None:
         _check_sizes(tp=self.tp, pp=self.pp, ep=self.ep, **({} if self.etp is None else {"etp": self.etp}))
@@ -58,6 +61,7 @@ class EngineRank:
             ("pp", self.pp, self.pp_rank),
             ("ep", self.ep, self.ep_rank),
             ("etp", *self.experts_cut),
+            *self.cuts,
         ):
             if not 0 <= rank < size:
                 raise TargetError(f"expected {axis} of at least 1 and {axis}_rank below it, found {size} and {rank}")
@@ -99,10 +103,17 @@ class EngineRank:
         first = self.ep_rank * each + min(self.ep_rank, more)
         return range(first, first + each + (self.ep_rank < more))
 
-    def padded(self, vocab_size: int) -> int:
-        """Rows of the vocabulary as the engine cuts it."""
-        multiple = math.lcm(self.vocab_multiple, self.tp)
+    def padded(self, vocab_size: int, tp: int) -> int:
+        """Rows of the vocabulary as the engine cuts it among ``tp`` ranks."""
+        multiple = math.lcm(self.vocab_multiple, tp)
         return -(-vocab_size // multiple) * multiple
+
+    def cut(self, hf: str, *, routed: bool) -> tuple[int, int]:
+        """Among how many ranks the engine cuts this HF tensor, and this rank's place; ``routed`` is of an expert."""
+        if self.is_whole(hf):
+            return 1, 0
+        found = (each[1:] for each in self.cuts if matches(hf, each[:1]))
+        return next(found, self.experts_cut if routed else (self.tp, self.tp_rank))
 
     def is_whole(self, hf: str) -> bool:
         """Whether the engine does not cut this HF tensor."""

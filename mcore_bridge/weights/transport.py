@@ -154,6 +154,24 @@ class Group:
         absent, largest, negated = answer.tolist()
         return not absent and largest == -negated
 
+    def largest(self, number: int) -> int:
+        """The largest of the numbers that the ranks have."""
+        if self.size == 1:
+            return number
+        found = torch.tensor([number], device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return int(found.item())
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensor of every rank; all are of one shape and dtype, and new ones."""
+        found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in self.members]
+        dist.all_gather(found, tensor.contiguous(), group=self.group)
+        return found
+
+    def spread(self, tensor: Tensor, rank: int) -> None:
+        """Overwrite the tensor of every rank with that of one of them."""
+        dist.broadcast(tensor, self.members[rank], group=self.group)
+
     def exchange(self, value: T) -> list[T]:
         """The ``value`` of every rank, pickled on the way."""
         if self.size == 1:

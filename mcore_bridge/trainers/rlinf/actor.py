@@ -1,0 +1,168 @@
+"""RLinf's ``actor`` block as what ``build_model`` takes: every key is translated, and compared with the HF config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mcore_bridge.architecture import architecture_of, read_hf
+from mcore_bridge.config.fields import Preset
+from mcore_bridge.config.parallel import ParallelDims
+from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.blueprint import Blueprint, draw
+from mcore_bridge.factory.specs import choose_backend
+from mcore_bridge.trainers.rlinf.keys import FROM_HF, IGNORED, INITIAL, KERNELS, MESH, MODEL_TYPES, dtype_of, to_mcore
+from mcore_bridge.weights.provenance import HF
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+BACKENDS = {"decoder_gpt": "auto", "te_gpt": "te", "local_gpt": "torch"}
+"""RLinf's ``spec_name``, and the backend that builds its layers."""
+_OWN = ("precision", "model_type", "is_lora", "padded_vocab_size", "override_vocab_size", "mcore_customization_config")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Actor:
+    """What an ``actor`` block says of the model.
+
+    Attributes:
+        hf: the folder or config.
+        dims, dtype, backend, overrides: as ``build_model`` takes them.
+    """
+
+    hf: HF
+    dims: ParallelDims
+    dtype: torch.dtype
+    backend: str = "auto"
+    overrides: Mapping[str, object] = field(default_factory=dict)
+
+    def drawn(self, *, head: str = "lm", device: torch.device | str | None = None) -> Blueprint:
+        """All that is decided about the model."""
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        backend = choose_backend(self.backend, device=device)
+        kernels: Set[str] = KERNELS if backend == "torch" else set()
+        return draw(
+            self.hf,
+            dims=self.dims,
+            dtype=self.dtype,
+            device=device,
+            backend=backend,
+            head=head,
+            overrides={name: value for name, value in self.overrides.items() if name not in kernels},
+        )
+
+
+def read_actor(
+    actor: Mapping[str, Any], *, hf: HF | None = None, overrides: Mapping[str, object] | None = None
+) -> Actor:
+    """Read an ``actor`` block (of dicts, or OmegaConf's), before or after RLinf has filled it in from the HF config.
+
+    Args:
+        actor: with ``model``, and with ``megatron``, ``mcore_gpt`` and ``spec_name`` where it has them.
+        hf: the folder or config; None is ``model.model_path``, or ``hf_model_path`` of the convertor's block.
+        overrides: what the model is to have whatever the HF config says, by megatron-core's names. What is in
+            ``model.mcore_customization_config`` is one as well.
+
+    Raises:
+        ConfigError: naming every key that is unknown, or that says otherwise than the HF config and is no override.
+        MeshError: the sizes fit neither each other nor the model.
+    """
+    if not actor.get("mcore_gpt", True):
+        raise ConfigError(
+            "mcore_gpt must be True, found False: the GPTModel of megatron.legacy is another class, whose parameters "
+            "have other names and layouts; remove the key"
+        )
+    spec_name = actor.get("spec_name") or "decoder_gpt"
+    if spec_name not in BACKENDS:
+        raise ConfigError(f"spec_name must be one of {sorted(BACKENDS)}, found {spec_name!r}")
+    model = dict(actor["model"])
+    _require_resolved(model)
+    chosen: dict[str, object] = {**(model.get("mcore_customization_config") or {}), **(overrides or {})}
+    config = read_hf(hf if hf is not None else _folder(actor))
+    says = to_mcore({key: value for key, value in model.items() if key not in _OWN and value is not None})
+    read = Actor(
+        hf=hf if hf is not None else _folder(actor),
+        dims=_dims(model),
+        dtype=dtype_of(model.get("precision")),
+        backend=BACKENDS[spec_name],
+        overrides={**_free(config, model, says), **chosen},
+    )
+    _require_same(read.drawn(), config, model, says, chosen)
+    return read
+
+
+def convertor_block(actor: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The block of the offline convertor: ``ckpt_convertor``, or ``ckpt`` as it was called first."""
+    megatron = actor.get("megatron") or {}
+    block: Mapping[str, Any] = megatron.get("ckpt_convertor") or megatron.get("ckpt") or {}
+    return block
+
+
+def _folder(actor: Mapping[str, Any]) -> str:
+    found = actor["model"].get("model_path") or convertor_block(actor).get("hf_model_path")
+    if found is None:
+        raise ConfigError(
+            "expected model.model_path, or hf_model_path in the convertor's block, found neither; pass hf="
+        )
+    _require_resolved({"hf_model_path": found})
+    return str(found)
+
+
+def _require_resolved(block: Mapping[str, Any]) -> None:
+    for key, value in block.items():
+        if isinstance(value, str) and "${" in value and key not in IGNORED:
+            raise ConfigError(f"{key} must be a value, found {value!r}: resolve the config first, as OmegaConf does")
+
+
+def _dims(model: Mapping[str, Any]) -> ParallelDims:
+    sizes = {MESH[key]: value for key, value in model.items() if key in MESH and value is not None}
+    return ParallelDims(**{"etp": sizes.get("tp", 1), **sizes})
+
+
+def _decided(config: PretrainedConfig) -> frozenset[str]:
+    """The names that the HF config decides."""
+    table = architecture_of(config).fields
+    hf = config.to_dict()
+    names = (name for each in table if not isinstance(each, Preset) for name in each.to_mcore(hf))
+    return frozenset(names) - INITIAL
+
+
+def _free(config: PretrainedConfig, model: Mapping[str, Any], says: Mapping[str, Any]) -> dict[str, object]:
+    """What the HF config does not decide, and the block does."""
+    decided = _decided(config)
+    free = {name: value for name, value in says.items() if name not in decided and name not in FROM_HF}
+    for key in ("padded_vocab_size", "override_vocab_size"):
+        if model.get(key) not in (None, config.vocab_size):
+            free["vocab_size"] = model[key]
+    return free
+
+
+def _require_same(
+    blueprint: Blueprint,
+    config: PretrainedConfig,
+    model: Mapping[str, Any],
+    says: Mapping[str, Any],
+    chosen: Mapping[str, object],
+) -> None:
+    """Raise ``ConfigError`` for all that the block says otherwise than the HF config."""
+    decided, wrong = _decided(config), []
+    if blueprint.config.multi_latent_attention:
+        decided -= {"qk_layernorm"}  # its latents have norms, whatever this is called
+    for name, value in says.items():
+        found = blueprint.gpt_arguments.get(name, getattr(blueprint.config, name, None))
+        if name in decided and name not in chosen and value != found:
+            wrong.append(f"{name}={value!r}, where it is {found!r}")
+    known = MODEL_TYPES.get(model.get("model_type") or "", (config.model_type,))
+    if config.model_type not in known:
+        wrong.append(f"model_type={model['model_type']!r}, where it is {config.model_type!r}")
+    if model.get("is_lora"):
+        wrong.append("is_lora=True, where no adapter is built")
+    if wrong:
+        raise ConfigError(
+            f"the actor's model block says otherwise than the HF config: {'; '.join(wrong)}. Remove these keys, or "
+            "pass what you want as overrides"
+        )

@@ -1,0 +1,105 @@
+"""What RLinf's offline convertor is asked for: its block, or its ``ConvertorConfig``, as one value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mcore_bridge.config.parallel import ParallelDims
+from mcore_bridge.errors import ConfigError
+
+ExtraState = Literal["none", "tensor_pickle_none", "tensor_0_dim"] | None
+_EXTRA_STATES = (None, "none", "tensor_pickle_none", "tensor_0_dim")
+_ASKED = {
+    "tensor_model_parallel_size": "tp_size",
+    "pipeline_model_parallel_size": "pp_size",
+    "expert_model_parallel_size": "ep_size",
+    "expert_tensor_parallel_size": "tpe_size",
+    "save_path": "save_path",
+    "grouped_gemm": "grouped_gemm",
+    "pp_stages": "pp_stages",
+    "te_ln_linear_qkv": "te_ln_linear_qkv",
+    "te_ln_linear_mlp_fc1": "te_ln_linear_mlp_fc1",
+    "te_ln_add_extra_state": "te_ln_add_extra_state",
+}
+_UNUSED = ("model", "model_type", "hf_model_path", "use_gpu_num", "use_gpu_index", "process_num", "num_hidden_layers")
+"""The HF config says what the model is, and one thread of the CPU is as fast as the disk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """One conversion. The attributes are those of RLinf's ``ConvertorConfig`` that decide what is written.
+
+    Attributes:
+        load_path: the folder that is read: of HF for the first stage and for both, of middle files for the second.
+        save_path: the folder that is written.
+        tp_size, pp_size, ep_size, tpe_size: the mesh; ``tpe_size`` is the tensor parallelism of experts.
+        pp_stages: layers of each pipeline stage; None is evenly.
+        grouped_gemm: "te" for experts of one grouped module, None for experts one by one.
+        te_ln_linear_qkv, te_ln_linear_mlp_fc1: whether norms are fused with the linears behind them.
+        te_ln_add_extra_state: what stands for the extra state of TransformerEngine's modules; None leaves it out.
+    """
+
+    load_path: str
+    save_path: str
+    tp_size: int = 1
+    pp_size: int = 1
+    ep_size: int = 1
+    tpe_size: int = 1
+    pp_stages: tuple[int, ...] | None = None
+    grouped_gemm: str | None = None
+    te_ln_linear_qkv: bool = True
+    te_ln_linear_mlp_fc1: bool = True
+    te_ln_add_extra_state: ExtraState = "tensor_pickle_none"
+
+    def __post_init__(self) -> None:
+        if self.grouped_gemm not in (None, "te"):
+            raise ConfigError(f"grouped_gemm must be None or 'te', found {self.grouped_gemm!r}")
+        if self.te_ln_add_extra_state not in _EXTRA_STATES:
+            raise ConfigError(
+                f"te_ln_add_extra_state must be one of {_EXTRA_STATES}, found {self.te_ln_add_extra_state!r}"
+            )
+        if self.te_ln_linear_qkv != self.te_ln_linear_mlp_fc1:
+            raise ConfigError("te_ln_linear_qkv and te_ln_linear_mlp_fc1 must be the same: one module fuses both norms")
+
+    @property
+    def dims(self) -> ParallelDims:
+        """The mesh."""
+        layout = None
+        if self.pp_stages is not None and self.pp_size > 1:
+            first, *others = ("t" * count for count in self.pp_stages)
+            layout = "|".join((f"E{first}", *others)) + "L"
+        return ParallelDims(tp=self.tp_size, pp=self.pp_size, ep=self.ep_size, etp=self.tpe_size, layout=layout)
+
+
+def read_conversion(hf_ckpt_path: str, ckpt_cfg: Mapping[str, Any]) -> Conversion:
+    """Read the block ``ckpt_convertor`` (first called ``ckpt``).
+
+    Raises:
+        ConfigError: a key is unknown, or has a value that is not possible.
+    """
+    unknown = sorted(set(ckpt_cfg) - set(_ASKED) - set(_UNUSED))
+    if unknown:
+        raise ConfigError(f"the convertor's block must have known keys, found {unknown}; remove them")
+    if not ckpt_cfg.get("save_path"):
+        raise ConfigError("the convertor's block must have a save_path, found none")
+    found = {_ASKED[key]: value for key, value in ckpt_cfg.items() if key in _ASKED}
+    sizes = {name: value for name, value in found.items() if name not in ("te_ln_add_extra_state", "grouped_gemm")}
+    found |= {name: value for name, value in sizes.items() if value is not None}
+    kept = {name: value for name, value in found.items() if value is not None or name not in sizes}
+    if kept.get("pp_stages") is not None:
+        kept["pp_stages"] = tuple(kept["pp_stages"])
+    return Conversion(load_path=str(hf_ckpt_path), **kept)
+
+
+def as_conversion(config: Any) -> Conversion:
+    """A ``Conversion``, or RLinf's ``ConvertorConfig``, as one."""
+    if isinstance(config, Conversion):
+        return config
+    if getattr(config, "schedular", "1f1b") != "1f1b":
+        raise ConfigError(f"schedular must be '1f1b', found {config.schedular!r}: its stages are no pipeline of ours")
+    names = Conversion.__dataclass_fields__
+    found = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    stages = found.get("pp_stages")
+    return Conversion(**{**found, "pp_stages": None if stages is None else tuple(stages)})

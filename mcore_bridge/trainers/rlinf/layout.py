@@ -1,0 +1,202 @@
+"""Which file of a checkpoint holds which shard of which parameter, and under what name: from a config and a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.config.parallel import ParallelDims, Stage
+from mcore_bridge.errors import CheckpointError, MeshError
+from mcore_bridge.factory.blueprint import to_gpt_arguments, to_transformer_config
+from mcore_bridge.trainers.rlinf.spelling import fused_norm, local_expert
+from mcore_bridge.weights.bound import axes_of_config
+from mcore_bridge.weights.layout import Axes
+from mcore_bridge.weights.mapping import Binding, WeightMapping, axes_of, unstacked
+from mcore_bridge.weights.names import expert_of, layer_of, shift_expert
+from mcore_bridge.weights.provenance import HF, Provenance, provenance_of
+from mcore_bridge.weights.trace import Trace, trace
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """One file of a checkpoint, and the place of the ranks that load it."""
+
+    name: str
+    tp_rank: int
+    pp_rank: int
+    ep_rank: int
+    etp_rank: int
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """A checkpoint of Megatron's ``torch`` format: parameters, without an optimizer.
+
+    Args:
+        hf: the HF config or folder.
+        dims: the mesh.
+        shapes: of all HF tensors of the source, by name.
+        fused_norms, grouped: whether norms and experts are named as TransformerEngine's modules have them.
+    """
+
+    hf: HF
+    dims: ParallelDims
+    shapes: Shapes
+    fused_norms: bool = True
+    grouped: bool = False
+
+    @cached_property
+    def provenance(self) -> Provenance:
+        """Of the model."""
+        return provenance_of(self.hf)
+
+    @cached_property
+    def mapping(self) -> WeightMapping:
+        """The rules of the model."""
+        return self.provenance.mapping(tied=bool(self.provenance.hf.tie_word_embeddings))
+
+    @cached_property
+    def axes(self) -> Axes:
+        """Sizes that layouts take."""
+        config = to_transformer_config(self.hf, dims=self.dims)
+        padded = to_gpt_arguments(self.hf, dims=self.dims)["vocab_size"]
+        assert isinstance(padded, int)
+        return axes_of_config(config, vocab=self.provenance.hf.vocab_size, padded_vocab=padded)
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """Of the pipeline."""
+        return self.dims.stages(self.provenance.hf.num_hidden_layers)
+
+    @cached_property
+    def bindings(self) -> Mapping[str, Binding]:
+        """All parameters that the source has tensors for, by canonical name.
+
+        Raises:
+            CheckpointError: the source holds what the model does not, or lacks what it needs.
+        """
+        found: dict[str, Binding] = {}
+        unexpected = []
+        for name in self.shapes:
+            consumers = [] if self.mapping.is_unused(name, num_mtp_layers=0) else self.mapping.consumers(name)
+            if not consumers and not self.mapping.is_unused(name, num_mtp_layers=0):
+                unexpected.append(name)
+            for mcore in consumers:
+                stacked = unstacked(self.mapping.bind(mcore).hf[0])[1] is not None
+                for shift in range(self.axes["experts"] if stacked else 1):
+                    each = shift_expert(mcore, shift)
+                    found[each] = self.mapping.bind(each)
+        missing = {hf for binding in found.values() for hf in map(_whole, binding.hf) if hf not in self.shapes}
+        layers = {layer_of(name) for name in found} - {None}
+        absent = sorted(set(range(self.provenance.hf.num_hidden_layers)) - layers)
+        if unexpected or missing or absent:
+            raise CheckpointError(
+                f"the source does not fit the model: unexpected tensors {unexpected[:8]}, missing tensors "
+                f"{sorted(missing)[:8]}, layers without any {absent[:8]}; use the checkpoint of this config"
+            )
+        return found
+
+    def files(self) -> Iterator[RankFile]:
+        """All files, as Megatron names them: ranks that hold the same share one.
+
+        Raises:
+            MeshError: experts are cut more often than all else, which Megatron's names have no place for.
+        """
+        tp, pp, ep, etp = self.dims.tp, self.dims.pp, self.dims.ep, self.dims.etp
+        if etp > tp:
+            raise MeshError(f"expert_tensor_parallel_size must be at most tp={tp}, found {etp}")
+        for pp_rank in range(pp):
+            for rank in range(max(etp * ep, tp)):
+                stage = f"_{pp_rank:03d}" if pp > 1 else ""
+                experts = f"_{rank // etp % ep:03d}" if ep > 1 else ""
+                name = f"mp_rank_{rank % tp:02d}{stage}{experts}"
+                yield RankFile(name, rank % tp, pp_rank, rank // etp % ep, rank % etp)
+
+    def held(self, file: RankFile) -> Iterator[tuple[str, str, str, int]]:
+        """``(model, name, canonical name, shard)`` of each parameter in a file; ``model`` is the key of its chunk."""
+        for stage in self.stages:
+            if stage.pp_rank != file.pp_rank:
+                continue
+            model = "model" if self.dims.vp == 1 else f"model{stage.vp_stage}"
+            for mcore, binding in self.bindings.items():
+                if self._is_in(mcore, stage, file):
+                    shard = file.etp_rank if binding.axis == "etp" else file.tp_rank
+                    yield model, self._local(mcore, stage, file), mcore, shard
+
+    def _experts(self, file: RankFile) -> range:
+        each = self.axes["experts"] // self.dims.ep
+        return range(file.ep_rank * each, (file.ep_rank + 1) * each)
+
+    def _is_in(self, mcore: str, stage: Stage, file: RankFile) -> bool:
+        layer, expert = layer_of(mcore), expert_of(mcore)
+        if expert is not None and expert not in self._experts(file):
+            return False
+        if layer is not None:
+            return layer in stage.layers
+        if mcore.startswith("embedding."):
+            return stage.embedding
+        if not self.bindings[mcore].exported and stage.embedding:  # a head that is the embedding of the same chunk
+            return False
+        return stage.loss
+
+    def _local(self, mcore: str, stage: Stage, file: RankFile) -> str:
+        layer, expert = layer_of(mcore), expert_of(mcore)
+        if layer is None:
+            return mcore
+        prefix = f"decoder.layers.{layer}."
+        name = mcore.removeprefix(prefix)
+        if self.fused_norms:
+            name = fused_norm(name, self._modules[layer]) or name
+        if expert is not None:
+            name = local_expert(name, expert, expert - self._experts(file).start, grouped=self.grouped)
+        return f"decoder.layers.{layer - stage.layers.start}.{name}"
+
+    @cached_property
+    def _modules(self) -> Mapping[int, set[str]]:
+        """The modules of each layer."""
+        found: dict[int, set[str]] = {}
+        for mcore in self.bindings:
+            if (layer := layer_of(mcore)) is not None:
+                found.setdefault(layer, set()).add(mcore.removeprefix(f"decoder.layers.{layer}.").rpartition(".")[0])
+        return found
+
+    def trace(self, mcore: str) -> Trace:
+        """What the layout of a parameter does, at the sizes of the mesh."""
+        binding = self.bindings[mcore]
+        axes = axes_of(binding, self.axes)
+        shapes = (self.shapes[_whole(hf)][unstacked(hf)[1] is not None :] for hf in binding.hf)
+        (shards,) = binding.layout(tuple(torch.empty(shape, device="meta") for shape in shapes), axes)
+        return trace(binding.layout, tuple(shards.shape[1:]), axes)
+
+    def shard(self, mcore: str, number: int, source: Mapping[str, Tensor]) -> Tensor:
+        """One shard of a parameter, new, of HF tensors."""
+        traced, parts = self.trace(mcore), [_part(source, hf) for hf in self.bindings[mcore].hf]
+        shard = torch.zeros(traced.shard_shape, dtype=parts[0].dtype)
+        for copy in traced.to_mcore:
+            if copy.shard == number:
+                copy.of_shard(shard).copy_(copy.of_part(parts[copy.part]))
+        return shard
+
+
+def part_of(traced: Trace, number: int, shards: Mapping[int, Tensor]) -> Tensor:
+    """One HF tensor, new, of the shards of a parameter by their number."""
+    part = torch.empty(traced.part_shapes[number], dtype=shards[0].dtype)
+    for copy in traced.to_hf:
+        if copy.part == number:
+            copy.of_part(part).copy_(copy.of_shard(shards[copy.shard]))
+    return part
+
+
+def _whole(hf: str) -> str:
+    return unstacked(hf)[0]
+
+
+def _part(source: Mapping[str, Tensor], hf: str) -> Tensor:
+    whole, number = unstacked(hf)
+    return source[whole] if number is None else source[whole][number]

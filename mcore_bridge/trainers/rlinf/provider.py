@@ -1,0 +1,87 @@
+"""``model_provider_func`` as RLinf gives it to Megatron's ``setup_model_and_optimizer``: one chunk at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from mcore_bridge.config.parallel import Stage
+from mcore_bridge.errors import MeshError
+from mcore_bridge.factory.blueprint import Blueprint
+from mcore_bridge.factory.chunk import build_chunk, building
+from mcore_bridge.trainers.rlinf.actor import read_actor
+from mcore_bridge.weights.load import Source, load_hf_weights
+from mcore_bridge.weights.provenance import HF
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+
+def model_provider(
+    actor: Mapping[str, Any],
+    *,
+    hf: HF | None = None,
+    overrides: Mapping[str, object] | None = None,
+    load_weights: bool | Source = True,
+    device: Any = None,
+    seed: int = 0,
+) -> Callable[..., GPTModel]:
+    """The function that builds a chunk of the model of an ``actor`` block (or of a ``critic``'s).
+
+    Args:
+        actor, hf, overrides: as for ``read_actor``. With ``use_critic_model`` the head gives a value.
+        load_weights: True loads from the HF folder, and a source from there; False leaves initial values, for a
+            checkpoint that Megatron loads itself.
+        device, seed: as for ``build_model``.
+
+    Returns:
+        ``model_provider_func(pre_process, post_process, config=None, vp_stage=None, pg_collection=None, **_)``. What
+        Megatron passes besides the first two is not what decides: the config is that of the block, the groups are those
+        of ``parallel_state``, and without ``vp_stage`` it is the stage that ``parallel_state`` is at.
+
+    Raises:
+        ConfigError: as ``read_actor``.
+        MeshError: from the function, when ``parallel_state`` or the stage asked for is another than the block's.
+    """
+    read = read_actor(actor, hf=hf, overrides=overrides)
+    head = "value" if actor.get("use_critic_model") else "lm"
+    source: Source | None = None
+    if load_weights is not False:
+        source = read.hf if load_weights is True else load_weights
+
+    def model_provider_func(
+        pre_process: bool = True,
+        post_process: bool = True,
+        config: object = None,
+        vp_stage: int | None = None,
+        pg_collection: object = None,
+        **_: object,
+    ) -> GPTModel:
+        read.dims.initialize()  # nothing, where parallel_state has these sizes; raises where it has others
+        blueprint = read.drawn(head=head, device=device)
+        stage = _stage(blueprint, vp_stage)
+        if (stage.embedding, stage.loss) != (pre_process, post_process):
+            raise MeshError(
+                f"{stage} has embedding={stage.embedding} and loss={stage.loss}, found pre_process={pre_process} and "
+                f"post_process={post_process}: split the pipeline alike in both"
+            )
+        with building(blueprint, seed=seed, initialise=source is None):
+            chunk = build_chunk(blueprint, stage, seed=seed)
+        if source is not None:
+            load_hf_weights([chunk], source, dtype=read.dtype)
+        return chunk
+
+    return model_provider_func
+
+
+def _stage(blueprint: Blueprint, vp_stage: int | None) -> Stage:
+    """This rank's stage."""
+    from megatron.core import parallel_state
+
+    if vp_stage is None:
+        vp_stage = parallel_state.get_virtual_pipeline_model_parallel_rank() or 0
+    place = parallel_state.get_pipeline_model_parallel_rank(), vp_stage
+    found = [stage for stage in blueprint.stages if (stage.pp_rank, stage.vp_stage) == place]
+    if not found:
+        raise MeshError(f"expected vp_stage below {blueprint.dims.vp}, found {vp_stage}")
+    return found[0]

@@ -1,0 +1,100 @@
+"""Our mapping rules as the rule list of RLinf's convertors: patterns of Megatron's names, what is split, HF's names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from mcore_bridge.errors import ConfigError
+from mcore_bridge.trainers.rlinf.spelling import fused_norm
+from mcore_bridge.weights.layout import COLUMN, GATED_UP, QKV, REPLICATED, ROW, VOCAB
+from mcore_bridge.weights.mapping import Rule, Rules
+from mcore_bridge.weights.provenance import HF, LM_HEAD, provenance_of
+
+_LAYER = "decoder.layers.*."
+
+
+class TransformType(Enum):
+    """What RLinf's convertors do to a tensor, by the values of its own ``TransformType``."""
+
+    SPLIT_QKV = "split_qkv"
+    SPLIT_FC1 = "split_fc1"
+    SPLIT_EXPERT_FC1 = "split_expert_fc1"
+    SPLIT_NONE = "split_none"
+
+
+@dataclass(frozen=True)
+class ConvertorRule:
+    """One rule, with the fields of RLinf's class of this name.
+
+    Attributes:
+        pattern: of whole Megatron names, with the groups ``i`` (layer), ``ei`` (expert) and ``wb`` (weight or bias).
+        transform: what becomes of the tensor.
+        targets: HF names, as templates of ``re.Match.expand``.
+        post: always None.
+    """
+
+    pattern: re.Pattern[str]
+    transform: TransformType
+    targets: list[str]
+    post: None = None
+
+
+def convertor_rules(hf: HF) -> list[ConvertorRule]:
+    """The rules of a family, for a ``build_rules`` of RLinf's ``BaseConvertor``. Patterns exclude each other.
+
+    >>> [ConvertorRule(r.pattern, TransformType(r.transform.value), r.targets) for r in convertor_rules(folder)]
+
+    Raises:
+        ConfigError: ``hf`` is of no registered architecture, or has a layout that RLinf's transforms do not have.
+    """
+    rules = (*provenance_of(hf).rules, *LM_HEAD)
+    found: dict[str, ConvertorRule] = {}
+    for rule in rules:
+        if not rule.copy and not rule.mcore.startswith("mtp."):
+            for mcore in _spellings(rule, rules):
+                made = _convertor_rule(rule, mcore)
+                found.setdefault(made.pattern.pattern, made)
+    return list(found.values())
+
+
+def _spellings(rule: Rule, rules: Rules) -> Iterator[str]:
+    """The names that the parameter of a rule may have in a model with TransformerEngine's modules."""
+    modules = {each.mcore.removeprefix(_LAYER).rpartition(".")[0] for each in rules}
+    name = rule.mcore.removeprefix(_LAYER)
+    fused = fused_norm(name, modules)
+    if fused is not None:
+        yield f"{_LAYER}{fused}"
+    if fused is None or (name.startswith("pre_mlp_layernorm.") and "mlp.experts.*.linear_fc1" in modules):
+        yield rule.mcore
+
+
+def _convertor_rule(rule: Rule, mcore: str) -> ConvertorRule:
+    module, _, kind = mcore.rpartition(".")
+    is_linear = ".linear_" in mcore and kind in ("weight", "bias")
+    names = [_template(name, is_linear) for name in rule.hf]
+    pattern = re.escape(mcore if not is_linear else f"{module}.")
+    pattern = pattern.replace(r"\.experts\.\*\.", r"\.experts\.local_experts\.(?P<ei>\d+)\.")
+    pattern = pattern.replace(r"\.\*\.", r"\.(?P<i>\d+)\.")
+    ending = "(?P<wb>weight|bias)" if is_linear else ""
+    return ConvertorRule(re.compile(f"{pattern}{ending}$"), _transform(rule), names)
+
+
+def _template(hf: str, is_linear: bool) -> str:
+    hf = hf.replace(".*.", r".\g<i>.", 1).replace(".*.", r".\g<ei>.", 1)
+    return hf.rpartition(".")[0] + r".\g<wb>" if is_linear else hf
+
+
+def _transform(rule: Rule) -> TransformType:
+    if rule.layout == QKV:
+        return TransformType.SPLIT_QKV
+    if rule.layout == GATED_UP:
+        return TransformType.SPLIT_EXPERT_FC1 if rule.axis == "etp" else TransformType.SPLIT_FC1
+    if rule.layout in (COLUMN, ROW, VOCAB, REPLICATED):
+        return TransformType.SPLIT_NONE
+    raise ConfigError(
+        f"expected layouts that RLinf's transforms have, found {rule.layout} of {rule.mcore}: use our resharder, which "
+        "takes any"
+    )

@@ -1,0 +1,104 @@
+"""One pass over the weights of a model, in the buckets that RLinf asks for one by one.
+
+A bucket is a round of one export: which messages belong to it is the same on every rank, and follows from the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from mcore_bridge.errors import ExportError, TargetError
+from mcore_bridge.trainers.rlinf.engine import Destination
+from mcore_bridge.weights.bound import Models
+from mcore_bridge.weights.export import Export, open_export
+from mcore_bridge.weights.pending import gather_pending
+from mcore_bridge.weights.provenance import HF
+from mcore_bridge.weights.rounds import run_rounds
+from mcore_bridge.weights.target import EngineRank, Target
+
+
+@dataclass(eq=False)
+class Sync:
+    """One pass over ``models`` in ``num_buckets`` rounds. It begins with the first of them."""
+
+    models: Models
+    num_buckets: int
+    hf: HF | None
+    head: str
+    num_done: int = 0
+    destination: Destination | None = None
+    export: Export | None = None
+    rounds: Generator[dict[str, Tensor], None, None] | None = None
+
+    def gather(
+        self,
+        number: int,
+        destination: Destination | None,
+        rank_at: Callable[[Models, Destination], EngineRank],
+    ) -> dict[str, Tensor]:
+        """The next bucket.
+
+        Args:
+            number: of the bucket.
+            destination: of this rank's weights; None is whole tensors.
+            rank_at: what the engine's rank at a destination holds.
+
+        Raises:
+            ExportError: it is not the next one, or has another destination than the first one; or any rank failed.
+        """
+        if number != self.num_done:
+            raise ExportError(f"expected bucket {self.num_done}, found {number}; gather each once, in order")
+        if self.rounds is None:
+            self.rounds = self._begun(destination, rank_at)
+        if destination != self.destination:
+            raise ExportError(
+                f"expected the destination of the first bucket, {self.destination}, found {destination}; for several "
+                "use gather_full_model, and narrow_to_target for each"
+            )
+        self.num_done += 1
+        return next(self.rounds)
+
+    def close(self) -> None:
+        """Gather no more, but send what other ranks still need."""
+        if self.rounds is not None:
+            self.rounds.close()
+
+    def _begun(
+        self, destination: Destination | None, rank_at: Callable[[Models, Destination], EngineRank]
+    ) -> Generator[dict[str, Tensor], None, None]:
+        target: Target = "everything"
+        problem = ""
+        try:
+            if destination is not None:
+                target = rank_at(self.models, destination)
+        except TargetError as error:  # the others are about to wait for this rank
+            problem = str(error)
+        self.destination = destination
+        self.export = open_export(
+            *(self.models, self.hf, self.head),
+            dialect="split",
+            target=target,
+            num_messages=self.num_buckets,
+            problem=problem,
+        )
+        gather_pending(self.models, self.export.group)
+        return run_rounds(self.export, self.num_buckets)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A round of a sync, by its number. What is in it is known when it is gathered."""
+
+    sync: Sync = field(repr=False)
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class FullBucket:
+    """Whole HF tensors, to be narrowed to any number of destinations."""
+
+    export: Export = field(repr=False)
+    tensors: Mapping[str, Tensor]

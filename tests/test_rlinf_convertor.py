@@ -1,0 +1,275 @@
+"""The offline convertor: its files against the state of real models, its stages, and who may write what when."""
+
+import json
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import mcore_bridge as mb
+from mcore_bridge.commands.fake import rank_of
+from mcore_bridge.commands.options import smallest_world
+from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
+from mcore_bridge.trainers.rlinf import convertor
+from mcore_bridge.trainers.rlinf.conversion import Conversion, read_conversion
+from mcore_bridge.trainers.rlinf.convertor import convert_hf_to_mg, hf_to_middle_file, middle_file_to_mg
+from mcore_bridge.trainers.rlinf.folder import FINGERPRINT
+from mcore_bridge.trainers.rlinf.megatron_files import iter_mg_weights
+from mcore_bridge.weights.names import Numbering, canonical
+from tests.strategies import random_state
+from tests.test_rlinf_reshard import LATENT, SPARSE, TIED
+from tests.test_targets import FAMILIES, assert_gets
+
+PLAIN = {"te_ln_linear_qkv": False, "te_ln_linear_mlp_fc1": False, "te_ln_add_extra_state": None}
+
+
+def source(hf, folder, dtype=torch.float32):
+    """A folder of HF, in two files."""
+    folder.mkdir()
+    state = {name: tensor.to(dtype) for name, tensor in random_state(hf).items()}
+    names = list(state)
+    for part, held in (("a", names[::2]), ("b", names[1::2])):
+        save_file({name: state[name] for name in held}, folder / f"model-{part}.safetensors")
+    hf.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return str(folder), state
+
+
+def asked(folder, *, tp=1, pp=1, ep=1, etp=1, **more):
+    return {
+        "model": "any",
+        "model_type": None,
+        "save_path": str(folder),
+        "use_gpu_num": 0,
+        "use_gpu_index": None,
+        "process_num": 16,
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": etp,
+        **more,
+    }
+
+
+def saved(folder, name):
+    return torch.load(folder / "release" / name / "model_optim_rng.pt", weights_only=True)
+
+
+def name_of_this_rank(dims):
+    """As megatron's ``get_checkpoint_name`` says it."""
+    from megatron.core import parallel_state
+
+    name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
+    if dims.pp > 1:
+        name += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}"
+    return name + (f"_{parallel_state.get_expert_model_parallel_rank():03d}" if dims.ep > 1 else "")
+
+
+CASES = {
+    "tied": (TIED, {"tp": 2, "pp": 2, "pp_stages": [3, 2]}, {"mp_rank_00_000", "mp_rank_01_001"}),
+    "one rank": (TIED, {}, {"mp_rank_00"}),
+    "experts": (SPARSE, {"tp": 2, "pp": 2, "ep": 2}, {"mp_rank_00_000_000", "mp_rank_01_001_001"}),
+    "experts wider than all else": (SPARSE, {"tp": 2, "ep": 4}, {"mp_rank_00_000", "mp_rank_01_003"}),
+    "experts that are cut": (SPARSE, {"tp": 4, "ep": 2, "etp": 2}, {"mp_rank_00_000", "mp_rank_03_001"}),
+    "latent": (LATENT, {"tp": 4, "pp": 3}, {"mp_rank_00_000", "mp_rank_03_002"}),
+    "experts in one tensor": (FAMILIES["stacked"], {"tp": 2, "ep": 2}, {"mp_rank_00_000", "mp_rank_01_001"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_file_is_the_state_of_its_rank_and_all_are_the_source(case, tmp_path):
+    hf, sizes, some = CASES[case]
+    folder, state = source(hf, tmp_path / "hf")
+    block = asked(tmp_path / "mg", **sizes, **PLAIN)
+    convert_hf_to_mg(folder, block)
+    found = {path.name for path in (tmp_path / "mg" / "release").iterdir()}
+    assert some <= found
+    dims = read_conversion(folder, block).dims
+    seen = set()
+    for rank in range(smallest_world(dims)):
+        with rank_of(dims, rank, smallest_world(dims)):
+            models = mb.build_model(hf, dims=dims, dtype=torch.float32, device="cpu", load_weights=folder)
+            own = {name: t for name, t in models[0].state_dict().items() if isinstance(t, torch.Tensor)}
+            seen.add(name_of_this_rank(dims))
+            held = saved(tmp_path / "mg", name_of_this_rank(dims))
+            assert (held.pop("iteration"), held.pop("checkpoint_version")) == (-1, 3.0)
+            assert held.keys() == {"model"}
+            assert_gets(dict(held["model"]), own)
+    assert seen == found
+    assert (tmp_path / "mg" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    assert (tmp_path / "mg" / "tokenizer.json").exists()
+    assert_gets(dict(iter_mg_weights(str(tmp_path / "mg"), folder, block)), state)
+
+
+@pytest.mark.parametrize("hf", [SPARSE, LATENT, TIED], ids=["gqa", "latent", "dense"])
+def test_names_are_those_of_transformer_engine(hf, tmp_path):
+    folder, state = source(hf, tmp_path / "hf", torch.bfloat16)
+    ep = 1 if hf is TIED else 2
+    block = asked(tmp_path / "mg", ep=ep, grouped_gemm="te")
+    convert_hf_to_mg(folder, block)
+    for rank in range(ep):
+        model = saved(tmp_path / "mg", "mp_rank_00" + (f"_{rank:03d}" if ep > 1 else ""))["model"]
+        names = [name for name in model if not name.endswith("._extra_state")]
+        experts = range(4 * rank, 4 * rank + 4)
+        numbering = Numbering(tuple(range(hf.num_hidden_layers)), tuple(experts))
+        found = {canonical(name, numbering) for name in names}
+        assert len(found) == len(names)
+        fused = "self_attention.linear_kv_up_proj" if hf is LATENT else "self_attention.linear_qkv"
+        assert f"decoder.layers.0.{fused}.layer_norm_weight" in model
+        assert f"decoder.layers.0.{fused}._extra_state" in model
+        assert "decoder.final_layernorm._extra_state" in model
+        assert not any(name.endswith("router._extra_state") for name in model)
+        if ep > 1:
+            assert "decoder.layers.1.mlp.experts.linear_fc1.weight3" in model
+            assert "decoder.layers.1.mlp.experts.linear_fc1._extra_state" in model
+            assert "decoder.layers.1.pre_mlp_layernorm.weight" in model
+        assert model["decoder.final_layernorm.weight"].dtype == torch.bfloat16
+        filler = model["decoder.final_layernorm._extra_state"]
+        assert filler.dtype == torch.uint8
+    assert_gets(dict(iter_mg_weights(str(tmp_path / "mg"), folder, block)), state)
+
+
+@pytest.mark.parametrize(("asks", "wanted"), [("none", None), ("tensor_0_dim", torch.tensor([]))])
+def test_what_stands_for_an_extra_state(asks, wanted, tmp_path):
+    folder, _ = source(TIED, tmp_path / "hf")
+    convert_hf_to_mg(folder, asked(tmp_path / "mg", te_ln_add_extra_state=asks))
+    found = saved(tmp_path / "mg", "mp_rank_00")["model"]["decoder.final_layernorm._extra_state"]
+    assert found is None if wanted is None else torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("case", ["experts", "tied", "experts in one tensor"])
+def test_the_two_stages_write_what_both_at_once_do(case, tmp_path):
+    hf, sizes, _ = CASES[case]
+    folder, _ = source(hf, tmp_path / "hf")
+    block = asked(tmp_path / "once", **sizes)
+    convert_hf_to_mg(folder, block)
+    second = replace(read_conversion(folder, block), load_path=str(tmp_path / "middle"), save_path=str(tmp_path / "mg"))
+    hf_to_middle_file(replace(second, load_path=folder, save_path=str(tmp_path / "middle")))
+    middle = {path.stem for path in (tmp_path / "middle").glob("*.safetensors")}
+    assert middle == {"pre", "post", *map(str, range(hf.num_hidden_layers))}
+    assert load_file(tmp_path / "middle" / "pre.safetensors").keys() == {"embedding.word_embeddings.weight"}
+    middle_file_to_mg(second)
+    for path in (tmp_path / "once" / "release").iterdir():
+        one, other = saved(tmp_path / "once", path.name)["model"], saved(tmp_path / "mg", path.name)["model"]
+        assert_gets(dict(one), dict(other))
+    with pytest.raises(CheckpointError, match="two folders"):
+        middle_file_to_mg(replace(second, save_path=second.load_path))
+
+
+def test_a_config_of_rlinf_serves_as_well(tmp_path):
+    folder, _ = source(TIED, tmp_path / "hf")
+    theirs = SimpleNamespace(load_path=folder, save_path=str(tmp_path / "middle"), schedular="1f1b", pp_stages=None)
+    hf_to_middle_file(theirs)
+    theirs = SimpleNamespace(
+        load_path=str(tmp_path / "middle"), save_path=str(tmp_path / "mg"), tp_size=2, pp_stages=[5]
+    )
+    middle_file_to_mg(theirs)
+    assert len(list((tmp_path / "mg" / "release").iterdir())) == 2
+    with pytest.raises(ConfigError, match="schedular must be '1f1b'"):
+        hf_to_middle_file(SimpleNamespace(schedular="dualpipev"))
+
+
+# who may write what when ----------------------------------------------------------------------------------------------
+
+
+def test_what_was_made_of_something_else_is_not_taken(tmp_path):
+    folder, state = source(TIED, tmp_path / "hf")
+    block = asked(tmp_path / "mg", tp=2)
+    convert_hf_to_mg(folder, block)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "mg").rglob("*")}
+    convert_hf_to_mg(folder, block)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "mg").rglob("*")} == before
+    with pytest.raises(CheckpointError, match=r"made of something else: asked was .*'tp_size': 2"):
+        convert_hf_to_mg(folder, asked(tmp_path / "mg"))
+    save_file(state, tmp_path / "hf" / "model-a.safetensors")
+    with pytest.raises(CheckpointError, match="made of something else: files was"):
+        convert_hf_to_mg(folder, block)
+    (tmp_path / "mg" / FINGERPRINT).unlink()
+    with pytest.raises(CheckpointError, match="must be empty or made by this convertor"):
+        convert_hf_to_mg(folder, block)
+
+
+def test_several_that_ask_at_once_get_one_folder(tmp_path, monkeypatch):
+    folder, _ = source(TIED, tmp_path / "hf")
+    writes, failures = [], []
+    save = torch.save
+    monkeypatch.setattr(torch, "save", lambda *arguments: (writes.append(arguments[1]), save(*arguments)))
+
+    def convert():
+        try:
+            convert_hf_to_mg(folder, asked(tmp_path / "mg", tp=2))
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=convert) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert len(writes) == 2
+
+
+def test_a_conversion_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    folder, _ = source(TIED, tmp_path / "hf")
+    files = []
+
+    def full(held, path):
+        files.append(path)
+        if len(files) == 2:
+            raise OSError("no space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", full)
+        with pytest.raises(OSError, match="no space left"):
+            convert_hf_to_mg(folder, asked(tmp_path / "mg", tp=2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".mg.lock", "hf"]
+    convert_hf_to_mg(folder, asked(tmp_path / "mg", tp=2))
+    assert json.loads((tmp_path / "mg" / FINGERPRINT).read_text())["asked"]["tp_size"] == 2
+
+
+def test_a_source_that_does_not_fit_is_refused_before_anything_is_written(tmp_path):
+    folder, state = source(TIED, tmp_path / "hf")
+    (tmp_path / "hf" / "model-b.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="missing tensors"):
+        convert_hf_to_mg(folder, asked(tmp_path / "mg"))
+    save_file({**state, "model.other.weight": torch.zeros(1)}, tmp_path / "hf" / "model-a.safetensors")
+    with pytest.raises(CheckpointError, match=r"unexpected tensors \['model.other.weight'\]"):
+        convert_hf_to_mg(folder, asked(tmp_path / "mg"))
+    assert not (tmp_path / "mg").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"unknown": 1}, ConfigError, r"found \['unknown'\]"),
+        ({"save_path": None}, ConfigError, "must have a save_path"),
+        ({"grouped_gemm": "legacy"}, ConfigError, "grouped_gemm must be None or 'te'"),
+        ({"te_ln_add_extra_state": "zeros"}, ConfigError, "te_ln_add_extra_state must be one of"),
+        ({"te_ln_linear_qkv": False}, ConfigError, "must be the same"),
+        ({"expert_tensor_parallel_size": 2}, MeshError, "at most tp=1, found 2"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(change, error, message, tmp_path):
+    folder, _ = source(SPARSE, tmp_path / "hf")
+    with pytest.raises(error, match=message):
+        convert_hf_to_mg(folder, {**asked(tmp_path / "mg"), **change})
+
+
+def test_a_checkpoint_that_lacks_a_file_is_named(tmp_path):
+    folder, _ = source(TIED, tmp_path / "hf")
+    block = asked(tmp_path / "mg", tp=2)
+    convert_hf_to_mg(folder, block)
+    path = tmp_path / "mg" / "release" / "mp_rank_01" / convertor.FILE
+    held = torch.load(path, weights_only=True)
+    del held["model"]["decoder.layers.2.mlp.linear_fc2.weight"]
+    torch.save(held, path)
+    with pytest.raises(CheckpointError, match=r"mp_rank_01 must hold decoder\.layers\.2\.mlp\.linear_fc2\.weight"):
+        list(iter_mg_weights(str(tmp_path / "mg"), folder, block))
+    path.unlink()
+    with pytest.raises(CheckpointError, match="must be a file of this checkpoint"):
+        list(iter_mg_weights(str(tmp_path / "mg"), folder, block))
+    assert Conversion(load_path="", save_path="").te_ln_add_extra_state == "tensor_pickle_none"
