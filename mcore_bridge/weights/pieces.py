@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mcore_bridge.errors import ExportError
-from mcore_bridge.weights.bound import Models, bind, noted
+from mcore_bridge.weights.bound import BoundModel, Models, bind, noted
 from mcore_bridge.weights.exchange import check_storage
 from mcore_bridge.weights.mapping import unstacked
 from mcore_bridge.weights.pending import is_pending
@@ -28,6 +28,25 @@ class HeldPiece:
     shape: Shape
     index: tuple[slice, ...]
     tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a part of the parameter ``mcore`` is in the HF tensor ``name`` of ``shape``: at ``index``."""
+
+    name: str
+    shape: Shape
+    index: tuple[slice, ...]
+    mcore: str
+    copy: Copy
+    is_stacked: bool
+    """Whether the HF tensor has a leading dim for experts, which the part has not."""
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """The part, as a view of the parameter in the orientation of HF."""
+        held = self.copy.of_shard(parameter.detach())
+        part = held if self.copy.view is None else (~self.copy.view)((held,), {})[0]
+        return part[None] if self.is_stacked else part
 
 
 def iter_hf_pieces(
@@ -55,24 +74,28 @@ def iter_hf_pieces(
         )
     bound = bind(models, noted(models, hf, head), dialect=dialect)
     check_storage(bound.tensors)
-    for mcore, tensor in bound.tensors.items():
+    for place in places_of(bound):
+        yield HeldPiece(place.name, place.shape, place.index, place.of(bound.tensors[place.mcore]))
+
+
+def places_of(bound: BoundModel) -> Iterator[Place]:
+    """Where all that a rank holds is, parameter by parameter."""
+    for mcore in bound.tensors:
         binding = bound.mapping.bind(mcore)
         if not binding.exported:  # another parameter is the same HF tensor
             continue
         traced = bound.trace(binding)
         for copy in traced.to_mcore:
             if copy.shard == bound.ranks[binding.axis]:
-                shape, held = traced.part_shapes[copy.part], copy.of_shard(tensor.detach())
                 for name in (binding.hf[copy.part], *(binding.copies if copy.part == 0 else ())):
-                    yield _piece(name, shape, copy, held, bound.axes["experts"])
+                    yield _place(name, traced.part_shapes[copy.part], copy, mcore, bound.axes["experts"])
 
 
-def _piece(name: str, shape: Shape, copy: Copy, held: Tensor, num_experts: int) -> HeldPiece:
+def _place(name: str, shape: Shape, copy: Copy, mcore: str, num_experts: int) -> Place:
     index = [slice(None)] * len(shape)
     stop = copy.part_start + (copy.size - 1) * copy.part_step + 1
     index[copy.part_dim] = slice(copy.part_start, stop, copy.part_step)
-    tensor = held if copy.view is None else (~copy.view)((held,), {})[0]
     whole, number = unstacked(name)
     if number is None:
-        return HeldPiece(name, shape, tuple(index), tensor)
-    return HeldPiece(whole, (num_experts, *shape), (slice(number, number + 1), *index), tensor[None])
+        return Place(name, shape, tuple(index), mcore, copy, is_stacked=False)
+    return Place(whole, (num_experts, *shape), (slice(number, number + 1), *index), mcore, copy, is_stacked=True)

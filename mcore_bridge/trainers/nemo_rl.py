@@ -1,0 +1,106 @@
+"""NeMo-RL's map of what a rank holds, for its refit without a gather (``nccl_reshard``)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.errors import ExportError, MappingError
+from mcore_bridge.weights.bound import BoundModel, Models, bind, noted
+from mcore_bridge.weights.exchange import check_storage
+from mcore_bridge.weights.pending import is_pending
+from mcore_bridge.weights.pieces import Place, places_of
+from mcore_bridge.weights.provenance import HF
+
+Spec = TypeVar("Spec")
+_OF_EXPERT = re.compile(r"(.+\.experts)\.\d+(\..+)")
+
+
+def local_params(
+    models: Models,
+    refit_info: Mapping[str, Any],
+    *,
+    spec: Callable[..., Spec],
+    context: Callable[..., Any],
+    hf: HF | None = None,
+) -> dict[str, Spec]:
+    """What ``build_hf_to_local_param_map`` has to find: by HF name, how this rank's part of it is got.
+
+    The map may be kept. It names parameters and no memory, so that parts are those of the moment they are asked for,
+    also after parameters were moved to the CPU and back.
+
+    Args:
+        models: this rank's chunks, wrapped or not.
+        refit_info: NeMo-RL's, with the names of what travels. Those of routed experts are named together, without a
+            number, and have a leading dim for them.
+        spec, context: its ``LocalParamSpec`` and ``RefitCtx``.
+        hf: for models that ``build_model`` did not make: their HF config or folder.
+
+    Returns:
+        ``spec(base=parameters, pre=...)`` for each name that this rank has a part of; ``pre(base)`` is
+        ``context(buf=part)``, with the part contiguous: along the dim that tensor parallelism cuts, or the experts of
+        this rank, in their order.
+
+    Raises:
+        MappingError: this rank's part of an HF tensor is not one block of it, as that of fused q, k and v is not.
+        ExportError: from ``pre``: parameters have no storage, or a step has left some for the next forward to gather.
+    """
+    bound = bind(models, noted(models, hf, "lm"), dialect="split")
+    places = _by_name(bound)
+    wanted = [info["name"] for layer in refit_info["layer_names"] for info in refit_info["per_layer_params"][layer]]
+    return {name: _spec_of(name, places[name], bound, models, spec, context) for name in wanted if name in places}
+
+
+def _by_name(bound: BoundModel) -> dict[str, list[Place]]:
+    """Where this rank's parts are, by the names that NeMo-RL has: that of single experts is that of all, too."""
+    found: dict[str, list[Place]] = {}
+    for place in places_of(bound):
+        for name in _names(place):
+            found.setdefault(name, []).append(place)
+    return found
+
+
+def _names(place: Place) -> Iterator[str]:
+    yield place.name
+    if match := _OF_EXPERT.fullmatch(place.name):
+        yield match[1] + match[2]
+
+
+def _spec_of(
+    name: str,
+    places: Sequence[Place],
+    bound: BoundModel,
+    models: Models,
+    spec: Callable[..., Spec],
+    context: Callable[..., Any],
+) -> Spec:
+    of_experts = places[0].name != name
+    if len({place.name for place in places}) != len(places) or any(each.copy.part_step != 1 for each in places):
+        raise MappingError(
+            f"this rank has {len(places)} blocks of {name}, expected one: send it whole, by iter_hf_weights"
+        )
+    pre = partial(_send, models=models, places=places, of_experts=of_experts, context=context)
+    return spec(base=[bound.tensors[place.mcore] for place in places], pre=pre)
+
+
+def _send(
+    parameters: Sequence[Tensor],
+    *,
+    models: Models,
+    places: Sequence[Place],
+    of_experts: bool,
+    context: Callable[..., Any],
+) -> Any:
+    if is_pending(models):
+        raise ExportError(
+            "replicas may have yet to gather what a step changed: call start_param_sync(force_sync=True) of each model "
+            "on all of them before a refit"
+        )
+    check_storage(dict(zip([place.mcore for place in places], parameters, strict=True)))
+    parts = [place.of(parameter) for place, parameter in zip(places, parameters, strict=True)]
+    return context(buf=torch.stack(parts) if of_experts else parts[0].contiguous())
