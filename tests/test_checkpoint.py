@@ -1,6 +1,5 @@
 """Checkpoints of megatron-core: written at one mesh and read at another, with the bits that they had."""
 
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -95,18 +94,13 @@ def folder(tmp_path_factory):
     return path
 
 
-def let_fork() -> None:
-    """megatron-core writes in forked processes, which the pool's may not have."""
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-
-
 def build(folder: Path, dims: ParallelDims, **arguments: Any) -> list[Any]:
     return mb.build_model(folder, dims=dims, device="cpu", **arguments)
 
 
 def write_and_read_everywhere(folder: Path, target: Path) -> None:
     """Written once on each mesh, with other weights each time, and read on the next one."""
-    let_fork()
+    stepping.let_megatron_save()
     expected = {name: tensor.clone() for name, tensor in Checkpoint(folder).items()}
     for turn, (here, there) in enumerate(zip(MESHES, [*MESHES[1:], MESHES[0]], strict=True)):
         with stepping.mesh(ParallelDims(**here)):
@@ -149,7 +143,7 @@ def trained(folder: Path, dims: ParallelDims, batch: Any) -> tuple[Any, Any, Any
 
 def train_and_go_on(folder: Path, target: Path, here: dict[str, Any], there: list[dict[str, Any]]) -> Any:
     """Losses of an unbroken run behind a save, and of those that go on from it on other meshes."""
-    let_fork()
+    stepping.let_megatron_save()
     batch = tiny_batch()
     with stepping.mesh(ParallelDims(**here)):
         models, optimizer, step = trained(folder, ParallelDims(**here), batch)

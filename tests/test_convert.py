@@ -1,7 +1,6 @@
 """HF folders to checkpoints of megatron-core and back: the same bits, whoever wrote them, and however often."""
 
 import json
-import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -85,7 +84,7 @@ def read_and_write(sources: list[Path], converted: list[Path], folders: list[Pat
     """megatron-core loads what was converted, with no help of ours, and writes it as its trainers do."""
     from megatron.core import dist_checkpointing
 
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it forks when it saves
+    stepping.let_megatron_save()
     for source, folder, target in zip(sources, converted, folders, strict=True):
         experts = {"ep": 2, "etp": 1} if "moe" in (source / "config.json").read_text() else {}
         dims = ParallelDims(tp=2, sp=True, **experts)
