@@ -5,6 +5,8 @@ All of it runs in workers of the pool; what comes back is by HF names, through t
 
 import contextlib
 import gc
+import multiprocessing
+import queue
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -88,6 +90,15 @@ def wrap(chunks: Sequence[Any], **options: Any) -> list[Any]:
 def note_wrapped(wrapped: Sequence[Any]) -> None:
     """Have ``leave_mesh`` let go of these ``DistributedDataParallel``s."""
     _wrapped.extend(wrapped)
+
+
+def let_megatron_save() -> None:
+    """It writes in forked processes, which the pool's may not have, and hears of them by a server that outlives it."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    module: Any = filesystem_async
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    module._results_queue = queue.SimpleQueue()  # it is read in this process, unless a save goes on behind training
 
 
 class FusedAdam(torch.optim.Optimizer):

@@ -1,6 +1,5 @@
 """Checkpoints of megatron-core: written at one mesh and read at another, with the bits that they had."""
 
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,14 @@ from hypothesis import given, settings
 
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
+from mcore_bridge.commands.convert import convert
 from mcore_bridge.commands.fake import rank_of
 from mcore_bridge.commands.options import smallest_world
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.dist_checkpoint import _leaves, sharded_states
+from mcore_bridge.weights.optimizer_chain import fit_chain
+from mcore_bridge.weights.torch_dist import TorchDistFolder
 from tests import pool, stepping, zoo
 from tests.strategies import problems, random_state, save, tiny
 
@@ -59,7 +63,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert torch.equal(tensor[:rows], expected[key][:rows]), key
 
 
-@pytest.mark.parametrize("name", zoo.cases())
+@pytest.mark.parametrize("name", [name for name in zoo.cases() if "-" not in name])
 def test_every_family_says_the_same_of_itself_on_any_mesh(name):
     hf = zoo.cases()[name].hf
     state = random_state(hf)
@@ -68,7 +72,7 @@ def test_every_family_says_the_same_of_itself_on_any_mesh(name):
     assert_same(whole(hf, dims, state), whole(hf, ParallelDims(), state), hf.vocab_size)
 
 
-@settings(max_examples=15)
+@settings(max_examples=4)
 @given(problems())
 def test_any_model_says_the_same_of_itself_on_any_mesh(problem):
     hf, dims = problem
@@ -78,7 +82,7 @@ def test_any_model_says_the_same_of_itself_on_any_mesh(problem):
 
 # real processes -------------------------------------------------------------------------------------------------------
 
-MESHES = [{"tp": 2, "sp": True}, {"pp": 2, "vp": 2}, {"tp": 2, "etp": 1, "ep": 2}]
+MESHES = [{"tp": 2, "sp": True, "etp": 1, "ep": 2}, {"pp": 2, "vp": 2}]
 
 
 @pytest.fixture(scope="module")
@@ -90,20 +94,13 @@ def folder(tmp_path_factory):
     return path
 
 
-def let_fork() -> None:
-    """megatron-core writes in forked processes, which the pool's may not have."""
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-
-
 def build(folder: Path, dims: ParallelDims, **arguments: Any) -> list[Any]:
     return mb.build_model(folder, dims=dims, device="cpu", **arguments)
 
 
 def write_and_read_everywhere(folder: Path, target: Path) -> None:
     """Written once on each mesh, with other weights each time, and read on the next one."""
-    from mcore_bridge.weights.checkpoint import Checkpoint
-
-    let_fork()
+    stepping.let_megatron_save()
     expected = {name: tensor.clone() for name, tensor in Checkpoint(folder).items()}
     for turn, (here, there) in enumerate(zip(MESHES, [*MESHES[1:], MESHES[0]], strict=True)):
         with stepping.mesh(ParallelDims(**here)):
@@ -146,13 +143,14 @@ def trained(folder: Path, dims: ParallelDims, batch: Any) -> tuple[Any, Any, Any
 
 def train_and_go_on(folder: Path, target: Path, here: dict[str, Any], there: list[dict[str, Any]]) -> Any:
     """Losses of an unbroken run behind a save, and of those that go on from it on other meshes."""
-    let_fork()
+    stepping.let_megatron_save()
     batch = tiny_batch()
     with stepping.mesh(ParallelDims(**here)):
         models, optimizer, step = trained(folder, ParallelDims(**here), batch)
         for _ in range(2):
             step()
         mb.save_checkpoint(models, target, optimizer=optimizer, common={"iteration": 2})
+        exported = {name: tensor.clone() for name, tensor in mb.to_hf_state_dict(models).items()}
         unbroken = [step() for _ in range(2)]
     found = []
     for sizes in there:
@@ -160,7 +158,7 @@ def train_and_go_on(folder: Path, target: Path, here: dict[str, Any], there: lis
             models, optimizer, step = trained(folder, ParallelDims(**sizes), batch)
             assert mb.load_checkpoint(models, target, optimizer=optimizer).common == {"iteration": 2}
             found.append([step() for _ in range(2)])
-    return unbroken, found
+    return unbroken, found, exported
 
 
 def tiny_batch() -> torch.Tensor:
@@ -175,3 +173,83 @@ def test_training_goes_on_at_another_mesh(folder, tmp_path):
     for index, sizes in enumerate(there):
         found = next(rank[1][index] for rank in reversed(ranks))  # the last rank is of the last stage
         assert found == pytest.approx(unbroken, rel=1e-5), sizes
+    keys = TorchDistFolder.open(tmp_path / "saved").metadata.state_dict_metadata
+    assert any(key.startswith("optimizer.state.exp_avg.decoder.") for key in keys)
+    convert(tmp_path / "saved", tmp_path / "back", on_event=lambda *event: None)
+    exported = Checkpoint(tmp_path / "back")
+    assert set(exported) == set(ranks[0][2])
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in ranks[0][2].items())
+
+
+# refusals -------------------------------------------------------------------------------------------------------------
+
+
+def refuse(folder: Path) -> None:
+    """What does not fit is named, before anything is written to the model."""
+    with stepping.mesh(ParallelDims()):
+        for change, match in (
+            ({"num_hidden_layers": 3}, r"0 tensors missing .*unexpected .*decoder\.layers\.3\."),
+            ({"num_hidden_layers": 5}, r"missing .*decoder\.layers\.4\..*, 0 unexpected"),
+            (
+                {"moe_intermediate_size": 48},
+                r"linear_fc1\.weight has shape \(4, 80, 48\), the model takes \(4, 96, 48\)",
+            ),
+            ({"vocab_size": 98}, r"word_embeddings\.weight has shape \(97, 48\), the model takes \(98, 48\)"),
+        ):
+            hf = tiny("qwen3_moe", **{"vocab_size": 97, **MOE, **change})
+            (model,) = mb.build_model(hf, device="cpu", load_weights=False)
+            before = {name: tensor.clone() for name, tensor in mb.to_hf_state_dict(model).items()}
+            with pytest.raises(CheckpointError, match=match):
+                mb.load_checkpoint(model, folder)
+            assert all(torch.equal(tensor, before[name]) for name, tensor in mb.to_hf_state_dict(model).items())
+        (model,) = mb.build_model(tiny("qwen3_moe", vocab_size=97, **MOE), device="cpu", load_weights=False)
+        del model.decoder.layers[3]
+        report = mb.load_checkpoint(model, folder, strict=False)
+        assert report.unexpected
+        assert all(key.startswith("decoder.layers.3.") for key in report.unexpected)
+        model.decoder.layers[0].self_attention.sharded_state_dict = lambda *given, **options: {}
+        with pytest.raises(CheckpointError, match=r"leaves out .*decoder\.layers\.0\.self_attention"):
+            mb.save_checkpoint(model, folder)
+
+
+def refuse_dtypes(folder: Path) -> None:
+    """Bits are lost only where that is asked for."""
+    with stepping.mesh(ParallelDims()):
+        (model,) = mb.build_model(folder, device="cpu", load_weights=False)
+        with pytest.raises(
+            CheckpointError, match=r"is float32 and the parameter bfloat16, .*pass dtype=torch\.bfloat16"
+        ):
+            mb.load_checkpoint(model, folder)
+        report = mb.load_checkpoint(model, folder, dtype=torch.bfloat16)
+        assert report.cast["decoder.final_layernorm.weight"] == "float32 -> bfloat16"
+        (model,) = mb.build_model(folder, device="cpu", load_weights=False, dtype=torch.float32)
+        assert not mb.load_checkpoint(model, folder).cast
+
+
+def test_what_does_not_fit_is_named(folder, tmp_path):
+    convert(folder, tmp_path / "dist", on_event=lambda *event: None)
+    pool.run(1, refuse, tmp_path / "dist")
+
+
+def test_bits_are_lost_only_where_that_is_asked_for(folder, tmp_path):
+    convert(folder, tmp_path / "dist", dtype=torch.float32, on_event=lambda *event: None)
+    pool.run(1, refuse_dtypes, tmp_path / "dist")
+
+
+def test_a_chain_of_optimizers_takes_what_one_of_another_length_has_saved():
+    def saved(lr: float, experts: bool) -> dict[str, Any]:
+        group = {"lr": lr, "is_expert_parallel": experts, "step": 3}
+        return {"optimizer": {"param_groups": [group]}, "param_state_sharding_type": "fully_reshardable"}
+
+    def groups(state: Any) -> dict[bool, float]:
+        return {group["is_expert_parallel"]: group["lr"] for group in state["optimizer"]["param_groups"]}
+
+    chain = {0: saved(0.1, False), 1: saved(0.2, True)}
+    assert fit_chain(chain, 2) is chain
+    alone = fit_chain({**chain, "param_state": "mine"}, 1)
+    assert groups(alone) == {False: 0.1, True: 0.2}
+    assert alone["param_state"] == "mine"
+    both = fit_chain({**saved(0.1, False), 0: {"param_state": "dense"}, 1: {"param_state": "experts"}}, 2)
+    assert [each["param_state"] for each in both.values()] == ["dense", "experts"]
+    assert groups(both[0]) == groups(both[1]) == {False: 0.1, True: 0.1}
+    assert both[1]["param_state_sharding_type"] == "fully_reshardable"

@@ -1,15 +1,30 @@
 """HF folders to checkpoints of megatron-core and back: the same bits, whoever wrote them, and however often."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+import mcore_bridge as mb
+from mcore_bridge import ParallelDims
+from mcore_bridge.commands.app import app
 from mcore_bridge.commands.convert import convert
+from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.checkpoint import Checkpoint
-from tests import zoo
-from tests.strategies import random_state, save
+from mcore_bridge.weights.torch_dist import TorchDistFolder
+from tests import mtp_checkpoints, pool, stepping, zoo
+from tests.strategies import random_state, save, tiny
+
+FAMILIES = [  # between them: every layout, and everything that megatron-core takes to pieces
+    *("llama", "gemma2", "gpt_oss", "olmo2", "phi3", "qwen2_moe", "hunyuan_v1_moe", "minimax_m2", "starcoder2"),
+    *("deepseek_v3", "deepseek_v32", "qwen3_next", "qwen3.5-moe", "bailing_moe_v2", "mixtral"),
+]
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "num_key_value_heads": 2}
 
 
 def quiet(rank: int, phase: str, done: int, total: int) -> None:
@@ -22,7 +37,7 @@ def written(state: dict[str, torch.Tensor], hf: Any, folder: Path) -> Path:
     return folder
 
 
-def assert_exact(folder: Path, state: dict[str, torch.Tensor]) -> None:
+def assert_exact(folder: Path, state: Any) -> None:
     found = Checkpoint(folder)
     assert set(found) == set(state)
     for name, tensor in state.items():
@@ -30,7 +45,13 @@ def assert_exact(folder: Path, state: dict[str, torch.Tensor]) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize("name", zoo.cases())
+def small(folder: Path, **fields: Any) -> Path:
+    """A checkpoint with experts and an odd vocabulary, in bf16."""
+    hf = tiny("qwen3_moe", vocab_size=97, **{**MOE, **fields})
+    return written(random_state(hf, dtype=torch.bfloat16), hf, folder)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name in zoo.cases()])
 def test_every_family_comes_back(name, tmp_path):
     hf = zoo.cases()[name].hf
     state = random_state(hf, dtype=torch.bfloat16)
@@ -39,3 +60,197 @@ def test_every_family_comes_back(name, tmp_path):
     convert(tmp_path / "dist", tmp_path / "back", file_bytes=30_000, on_event=quiet)
     assert_exact(tmp_path / "back", state)
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("name", mtp_checkpoints.CASES[:2])
+def test_layers_for_multi_token_prediction_come_back_when_they_are_asked_for(name, tmp_path):
+    hf = mtp_checkpoints.config(name)
+    state = mtp_checkpoints.published(hf)
+    source = written(state, hf, tmp_path / "hf")
+    for number in (0, 1):
+        dist, back = tmp_path / f"dist{number}", tmp_path / f"back{number}"
+        converted = convert(source, dist, num_mtp_layers=number, on_event=quiet)
+        convert(dist, back, hf=source, on_event=quiet)
+        kept = {name: tensor for name, tensor in state.items() if number or not mtp_checkpoints.is_mtp(hf, name)}
+        assert_exact(back, kept)
+        copies = {each for entry in converted.conversion.model.entries for each in entry.copies}
+        assert set(converted.conversion.ignored) == (state.keys() - kept.keys() or copies)
+
+
+# what megatron-core reads and writes ----------------------------------------------------------------------------------
+
+
+def read_and_write(sources: list[Path], converted: list[Path], folders: list[Path]) -> None:
+    """megatron-core loads what was converted, with no help of ours, and writes it as its trainers do."""
+    from megatron.core import dist_checkpointing
+
+    stepping.let_megatron_save()
+    for source, folder, target in zip(sources, converted, folders, strict=True):
+        experts = {"ep": 2, "etp": 1} if "moe" in (source / "config.json").read_text() else {}
+        dims = ParallelDims(tp=2, sp=True, **experts)
+        with stepping.mesh(dims):
+            (model,) = mb.build_model(source, dims=dims, device="cpu", load_weights=False)
+            metadata = dist_checkpointing.load_content_metadata(str(folder))
+            loaded = dist_checkpointing.load({"model": model.sharded_state_dict(metadata=metadata)}, str(folder))
+            model.load_state_dict(loaded["model"])
+            expected, found = Checkpoint(source), mb.to_hf_state_dict(model)
+            assert set(found) == set(expected)
+            assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+            save_as_trainers_do(model, target, singleton_local_shards=bool(experts))
+        with stepping.mesh(ParallelDims(pp=2)):
+            (model,) = mb.build_model(source, dims=ParallelDims(pp=2), device="cpu", load_weights=False)
+            assert mb.load_checkpoint(model, target).common["iteration"] == 7
+            assert all(torch.equal(each, expected[name]) for name, each in mb.to_hf_state_dict(model).items())
+
+
+def save_as_trainers_do(model: Any, folder: Path, **metadata: bool) -> None:
+    """In Megatron-LM's layout, with an iteration and the states of an optimizer and of a generator beside the model."""
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+
+    target = folder / "iter_0000007"
+    target.mkdir(parents=True, exist_ok=True)
+    (folder / "latest_checkpointed_iteration.txt").write_text("7")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    state = {
+        "model": model.sharded_state_dict(metadata=metadata),
+        "optimizer": ShardedTensor.from_rank_offsets("optimizer.state.exp_avg", torch.ones(3), (0, rank, size)),
+        "rng_state": ShardedObject("rng_state", [rank], (size,), (rank,)),
+        "iteration": 7,
+    }
+    dist.barrier()
+    dist_checkpointing.save(state, str(target))
+
+
+def test_megatron_core_reads_it_and_what_it_writes_is_read(tmp_path):
+    """As its trainers wrote it: one tensor of all layers without experts; a tensor for each of the experts."""
+    sources, converted, saved = ([tmp_path / f"{name}{i}" for i in range(2)] for name in ("hf", "dist", "saved"))
+    for i, (model_type, fields) in enumerate((("qwen3_moe", MOE), ("qwen3", {"tie_word_embeddings": True}))):
+        hf = tiny(model_type, vocab_size=97, **fields)
+        convert(written(random_state(hf, dtype=torch.bfloat16), hf, sources[i]), converted[i], on_event=quiet)
+    pool.run(2, read_and_write, sources, converted, saved)
+    keys = [set(TorchDistFolder.open(folder).tensors) for folder in saved]
+    assert "decoder.layers.0.mlp.experts.experts.3.linear_fc1.weight_w" in keys[0]
+    assert "decoder.layers.self_attention.linear_qkv.weight" in keys[1]
+    for i in range(2):
+        convert(saved[i], tmp_path / f"back{i}", hf=sources[i], on_event=quiet)
+        assert_exact(tmp_path / f"back{i}", Checkpoint(sources[i]))
+
+
+# the work -------------------------------------------------------------------------------------------------------------
+
+
+class StoppedError(Exception):
+    """Somebody stops the conversion."""
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["to torch_dist", "to HF"])
+def test_an_interrupted_conversion_goes_on_where_it_was(back, tmp_path):
+    source = small(tmp_path / "hf")
+    if back:
+        convert(source, tmp_path / "dist", on_event=quiet)
+    first, target = tmp_path / ("dist" if back else "hf"), tmp_path / "target"
+
+    def stop(rank: int, phase: str, done: int, total: int) -> None:
+        if done > total / 2:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        convert(first, target, file_bytes=20_000, on_event=stop)
+    assert not target.exists()
+    (partial,) = tmp_path.glob(".target.*")
+    kept = {
+        path.name: path.stat().st_mtime_ns for path in partial.iterdir() if path.suffix in (".distcp", ".safetensors")
+    }
+    converted = convert(first, target, file_bytes=20_000, on_event=quiet)
+    assert converted.num_kept == len(kept) > 1
+    assert all((target / name).stat().st_mtime_ns == when for name, when in kept.items())
+    if not back:
+        convert(target, tmp_path / "back", on_event=quiet)
+    assert_exact(target if back else tmp_path / "back", Checkpoint(source))
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_what_was_left_of_another_source_is_not_used(tmp_path):
+    source, target = small(tmp_path / "hf"), tmp_path / "target"
+
+    def stop(rank: int, phase: str, done: int, total: int) -> None:
+        raise StoppedError
+
+    with pytest.raises(StoppedError):
+        convert(source, target, file_bytes=20_000, on_event=stop)
+    save({name: -tensor for name, tensor in Checkpoint(source).items()}, mb_config(source), source)
+    assert convert(source, target, file_bytes=20_000, on_event=quiet).num_kept == 0
+
+
+def mb_config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(folder)
+
+
+def test_the_command_converts_with_several_processes(tmp_path):
+    source = small(tmp_path / "hf")
+    (source / "tokenizer.json").write_text("{}")
+    for first, second in (("hf", "dist"), ("dist", "back")):
+        result = CliRunner().invoke(app, ["convert", str(tmp_path / first), str(tmp_path / second), "--processes", "2"])
+        assert result.exit_code == 0, result.output
+    assert_exact(tmp_path / "back", Checkpoint(source))
+    assert (tmp_path / "back" / "tokenizer.json").is_file()
+    assert "parameters" in result.output
+
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+import torch
+from mcore_bridge.commands.convert import convert
+from mcore_bridge.commands.whole import whole_model
+folder, limit = Path(sys.argv[1]), int(sys.argv[2])
+whole_model(folder / "hf", dtype=torch.bfloat16)  # what megatron-core itself takes to say where all goes
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for source, target in (("hf", "dist"), ("dist", "back")):
+    convert(folder / source, folder / target, file_bytes=limit, on_event=lambda *event: None)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_memory_is_that_of_the_largest_parameters_and_not_of_the_model(tmp_path):
+    hf = tiny("llama", vocab_size=64, hidden_size=640, intermediate_size=2560, num_hidden_layers=12, head_dim=80)
+    source = written(random_state(hf, dtype=torch.bfloat16), hf, tmp_path / "hf")
+    total = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    largest = 2 * 2560 * 640 * 2
+    command = [sys.executable, "-W", "ignore", "-c", MEASURE, str(tmp_path), str(largest)]
+    finished = subprocess.run(command, capture_output=True, text=True, check=True)
+    taken = int(finished.stdout.split()[-1]) * 1024
+    assert taken < 6 * largest < total / 3, f"{taken} bytes for {total}, the largest parameter of {largest}"
+    assert_exact(tmp_path / "back", Checkpoint(source))
+
+
+# refusals -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_named(tmp_path):
+    source = small(tmp_path / "hf")
+    convert(source, tmp_path / "dist", on_event=quiet)
+    config = json.loads((source / "config.json").read_text())
+    for change, message in (
+        ({"num_hidden_layers": 3}, r"unexpected.*decoder\.layers\.3\."),
+        ({"num_hidden_layers": 5}, r"missing.*decoder\.layers\.4\."),
+        ({"hidden_size": 56}, r"has shape .*, the config takes"),
+        ({"vocab_size": 98}, r"has shape \(97, 48\), the config takes \(98, 48\)"),
+    ):
+        other = tmp_path / "other"
+        other.mkdir(exist_ok=True)
+        (other / "config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(CheckpointError, match=message):
+            convert(tmp_path / "dist", tmp_path / "back", hf=other, on_event=quiet)
+    state = dict(Checkpoint(source))
+    state["model.norm.weight"] = state["model.norm.weight"].float()
+    mixed = written(state, mb_config(source), tmp_path / "mixed")
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is float32, and bfloat16 cannot hold"):
+        convert(mixed, tmp_path / "back", on_event=quiet)
+    with pytest.raises(CheckpointError, match=r"no checkpoint of megatron-core.*no such file"):
+        convert(tmp_path, tmp_path / "back", on_event=quiet)
+    assert not (tmp_path / "back").exists()

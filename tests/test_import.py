@@ -30,6 +30,8 @@ LEVELS = {
 """A module imports only from lower levels, or from its own folder."""
 
 DISTRIBUTED = {"weights/transport.py", "config/processes.py", "batches/collectives.py"}
+FILES = {"weights/torch_dist.py", "weights/torch_dist_files.py"}
+"""They know of ``torch.distributed.checkpoint`` alone, by which torch calls the format of files."""
 
 WATCH = """
 import json, sys, types
@@ -162,13 +164,15 @@ def test_imports_run_one_way(path: Path) -> None:
 
 
 def test_only_few_modules_know_of_processes() -> None:
-    found = {
-        str(path.relative_to(PACKAGE))
-        for path in MODULES
-        if any(module == "torch.distributed" or module.startswith("torch.distributed.") for module in imports(path))
-    }
-    assert {name for name in found if not name.startswith("commands/")} <= DISTRIBUTED
-    assert "weights/transport.py" in found
+    found: dict[str, set[str]] = {}
+    for path in MODULES:
+        for module in imports(path):
+            if f"{module}.".startswith("torch.distributed."):
+                kind = "files" if module.startswith("torch.distributed.checkpoint.") else "processes"
+                found.setdefault(kind, set()).add(str(path.relative_to(PACKAGE)))
+    assert {name for name in found["processes"] if not name.startswith("commands/")} <= DISTRIBUTED
+    assert "weights/transport.py" in found["processes"]
+    assert found["files"] == FILES
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))

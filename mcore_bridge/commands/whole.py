@@ -21,6 +21,7 @@ from mcore_bridge.weights.dist_checkpoint import sharded_states
 from mcore_bridge.weights.entries import Entry, entries_of
 from mcore_bridge.weights.mapping import WeightMapping
 from mcore_bridge.weights.provenance import Provenance
+from mcore_bridge.weights.torch_dist import CONTENT
 from mcore_bridge.weights.torch_dist_files import Place, Placed
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class WholeModel:
 
 
 def whole_model(
-    hf: Path, *, dtype: torch.dtype, num_mtp_layers: int = 0, metadata: Mapping[str, Any] | None = None
+    hf: Path, *, dtype: torch.dtype, num_mtp_layers: int = 0, metadata: Mapping[str, Any] = CONTENT
 ) -> WholeModel:
     """Build a model without storage and ask it.
 
@@ -63,7 +64,7 @@ def whole_model(
         bound = bind(chunk)
         entries = entries_of(bound.mapping, bound.axes, chunk.config.num_layers, [bound.inventory()])
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        state = sharded_states([chunk], {**(metadata or {}), "dp_cp_group": group})["model"]
+        state = sharded_states([chunk], {**metadata, "dp_cp_group": group})["model"]
     objects = tuple(each.unique_key for each in state.values() if hasattr(each, "unique_key"))
     sharded = {id(each.data): each for each in state.values() if not hasattr(each, "unique_key")}
     placed = tuple(_placed(number, entry, bound.tensors, sharded) for number, entry in enumerate(entries))
