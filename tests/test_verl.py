@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,21 @@ from tests import pool, stepping, tiny, zoo
 from tests.strategies import random_state, save
 from tests.test_trainers import read
 from tests.trainer_calls import attention_switches, violations
+from tests.verl_engine import SWITCH
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
 
+PAGE = (Path(__file__).parent.parent / "docs" / "verl.md").read_text()
 ROWS = [[5, 9, 2, 40, 7], [11, 3, 8, 1, 30, 22, 6], [4, 4, 19], [50, 2, 33, 12]]
 FLAVOURS = (True, False)
 
 
 def in_verl(dims: ParallelDims, function: Any, *args: Any) -> Any:
     """Runs in a worker, with what verl sets on the process undone afterwards."""
-    from tests.verl_engine import CpuForCuda, own_processes, use_cpu
+    from tests.verl_engine import CpuForCuda, own_processes, use_us_on_cpu
 
     os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # under which verl registers its engine; others do not look at it
-    use_cpu()
+    use_us_on_cpu()
     with own_processes(), attention_switches(), stepping.mesh(dims), CpuForCuda():
         return function(*args)
 
@@ -94,6 +97,18 @@ def optimizer_state(engine: Any) -> list[torch.Tensor]:
         for parameter, state in each.optimizer.state.items()
         for tensor in (parameter.detach(), state["exp_avg"], state["exp_avg_sq"])
     ]
+
+
+def test_the_line_of_the_page_reaches_every_process():
+    """What docs/verl.md has users write, through the config and the environment that verl makes for its processes."""
+    from hydra import compose, initialize_config_module
+    from omegaconf import OmegaConf
+
+    (line,) = re.findall(r"^\+ray_kwargs.*$", PAGE, re.MULTILINE)
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_megatron_trainer", overrides=[line])
+    given = config.ray_kwargs.ray_init.runtime_env
+    assert OmegaConf.merge({"env_vars": {"OTHER": "1"}}, given).env_vars == {**SWITCH, "OTHER": "1"}
 
 
 MESHES = [

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import multiprocessing
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-TAKE = "mcore_bridge.trainers.verl"
-"""What a user writes into ``actor_rollout_ref.model.external_lib``."""
+SWITCH = {"VERL_USE_EXTERNAL_MODULES": "mcore_bridge.trainers.verl"}
+"""What a user sets."""
 
 
-def use_cpu() -> None:
-    """Register a platform that is the CPU, once per process: verl knows CUDA, NPU and ROCm, and takes others."""
+def use_us_on_cpu() -> None:
+    """Set what a user sets, and register a platform that is the CPU, as verl takes others than CUDA, NPU and ROCm."""
+    os.environ.update(SWITCH)
     from verl.plugin.platform import PlatformBase, get_platform, set_platform
 
     names = {name for name in dir(PlatformBase) if getattr(getattr(PlatformBase, name), "__isabstractmethod__", False)}
@@ -77,9 +79,7 @@ def engine_of(folder: str, *, vanilla: bool, value: bool = False, forward_only: 
     engine = EngineRegistry.new(
         model_type=kind,
         backend="megatron",
-        model_config=HFModelConfig(
-            path=folder, model_type=kind, external_lib=TAKE, override_config={"attn_implementation": "eager"}
-        ),
+        model_config=HFModelConfig(path=folder, model_type=kind, override_config={"attn_implementation": "eager"}),
         engine_config=McoreEngineConfig(
             vanilla_mbridge=vanilla,
             forward_only=forward_only,

@@ -1,8 +1,8 @@
 """Importing this makes verl build, load, export and save with mcore_bridge, in this process and both of its flavours.
 
-verl imports it itself where it is told to, before it looks for a bridge: ``model.external_lib`` of its config, or the
-environment variable ``VERL_USE_EXTERNAL_MODULES``. Whoever merely has both installed sees no change: there is no entry
-point, which verl would load without being asked, and whose failure it would not show.
+verl imports it itself, in every process and before it looks for a bridge, where the environment variable
+``VERL_USE_EXTERNAL_MODULES`` names it. Whoever merely has both installed sees no change: there is no entry point, which
+verl would load without being asked, and whose failure it would not show.
 """
 
 from mcore_bridge.trainers.seams import take
