@@ -20,7 +20,7 @@ PAGES = [
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
-    *(f"docs/{name}.md" for name in ("design", "families", "handing_on", "refused", "rlinf", "targets")),
+    *(f"docs/{name}.md" for name in ("design", "families", "handing_on", "refused", "rlinf", "slime", "targets")),
 ]
 
 
