@@ -19,7 +19,7 @@ from mcore_bridge.trainers.rlinf.convertor import convert_hf_to_mg, hf_to_middle
 from mcore_bridge.trainers.rlinf.folder import FINGERPRINT
 from mcore_bridge.trainers.rlinf.megatron_files import iter_mg_weights
 from mcore_bridge.weights.names import Numbering, canonical
-from tests.strategies import random_state
+from tests.strategies import random_state, tiny
 from tests.test_rlinf_reshard import LATENT, SPARSE, TIED
 from tests.test_targets import FAMILIES, assert_gets
 
@@ -170,6 +170,23 @@ def test_a_config_of_rlinf_serves_as_well(tmp_path):
     assert len(list((tmp_path / "mg" / "release").iterdir())) == 2
     with pytest.raises(ConfigError, match="schedular must be '1f1b'"):
         hf_to_middle_file(SimpleNamespace(schedular="dualpipev"))
+
+
+def test_the_files_are_those_of_the_installed_rlinf(tmp_path):
+    name = "rlinf.utils.ckpt_convertor.megatron_convertor.convert_hf_to_mg"
+    theirs = pytest.importorskip(name, reason="rlinf is not installed: it needs ray and more")
+    omegaconf = pytest.importorskip("omegaconf")
+    folder, _ = source(tiny("qwen2", vocab_size=96), tmp_path / "hf")
+    more = {"model": "Qwen2.5-7B", "num_hidden_layers": 4, "grouped_gemm": None, "te_ln_linear_qkv": True}
+    more |= {"te_ln_linear_mlp_fc1": True, "te_ln_add_extra_state": "tensor_pickle_none", "process_num": 2}
+    convert_hf_to_mg(folder, asked(tmp_path / "ours", tp=2, pp=2, **more))
+    theirs.convert_hf_to_mg(folder, omegaconf.OmegaConf.create(asked(tmp_path / "theirs", tp=2, pp=2, **more)))
+    names = {path.name for path in (tmp_path / "theirs" / "release").iterdir()}
+    assert {path.name for path in (tmp_path / "ours" / "release").iterdir()} == names
+    for name in names:
+        one, other = saved(tmp_path / "ours", name), saved(tmp_path / "theirs", name)
+        assert_gets(dict(one.pop("model")), dict(other.pop("model")))
+        assert one == other
 
 
 # who may write what when ----------------------------------------------------------------------------------------------

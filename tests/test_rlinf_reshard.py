@@ -41,17 +41,19 @@ def built(hf, dims, state):
 
 
 def synced(reshard, models, gather):
-    """One sync: all buckets joined, which must be as many on all ranks, and none much larger than asked for."""
+    """One sync: all buckets joined, which must be as many on all ranks, and none with most of the model."""
     buckets = reshard.divide_model_to_bucket(models)
     counts = [None] * dist.get_world_size()
     dist.all_gather_object(counts, len(buckets))
     assert len(set(counts)) == 1
     assert len(buckets) > 3
-    found = {}
+    found, sizes = {}, []
     for bucket in buckets:
         part = gather(bucket)
         assert not found.keys() & part.keys()
         found.update(part)
+        sizes.append(sum(tensor.nbytes for tensor in part.values()))
+    assert max(sizes) < sum(sizes) / 2
     own = {tensor.untyped_storage().data_ptr() for tensor in held_tensors(models).values()}
     assert not own & {tensor.untyped_storage().data_ptr() for tensor in found.values() if tensor.numel()}
     return found
@@ -118,6 +120,7 @@ OLD = [
     (SPARSE, ParallelDims(tp=4, ep=2, etp=2, sp=True), [(2, 1), (2, 2), (1, 1), (4, 4)]),  # 2 of 4: not rank % 2
     (SPARSE, ParallelDims(tp=2, pp=2, vp=2, ep=2, sp=True), [(2, 1), (1, 1)]),
     (TIED, ParallelDims(tp=2, pp=2, sp=True, **SPLIT), [(2, 1), (1, 1)]),
+    (TIED, ParallelDims(tp=4, sp=True), [(4, 1)]),  # nothing travels, and buckets are alike in size all the same
 ]
 NEW = [
     (SPARSE, ParallelDims(tp=2, pp=2, ep=2, sp=True), [(4, 1), (4, 4), (8, 2), (1, 1)]),

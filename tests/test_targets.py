@@ -12,7 +12,9 @@ import mcore_bridge as mb
 from mcore_bridge import EngineRank, ParallelDims, engine_ranks
 from mcore_bridge.errors import ExportError, TargetError
 from mcore_bridge.weights.cut import HEADER
+from mcore_bridge.weights.entries import entries_of
 from mcore_bridge.weights.manifest import digest
+from mcore_bridge.weights.shares import shares_of
 from tests import fake_mesh, pool
 from tests.strategies import problems, random_state, tiny
 
@@ -203,6 +205,21 @@ def test_each_family_is_cut_as_engines_cut_it(family, engine):
         targets = [ranks[rank % len(ranks)] for rank in range(len(held))]
         states, _ = fake_mesh.export_to(held, targets)
         for target, found in zip(targets, states, strict=True):
+            assert_gets(found, expected(hf, state, target))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_there_whole_is_cut_alike(family):
+    hf = FAMILIES[family]
+    state = random_state(hf)
+    ((bound, inventory),) = held_by(hf, ParallelDims(), state)
+    entries = entries_of(bound.mapping, bound.axes, hf.num_hidden_layers, [inventory])
+    for sizes in ENGINES.values():
+        if sizes.get("ep", 1) > 1 and family in ("tied", "fused"):
+            continue
+        for target in engine_ranks(**sizes):
+            shares = shares_of(target, bound.mapping, bound.axes, hf.num_hidden_layers, entries)
+            found = {share.name: share.of(state[name]) for name, share in shares.items()}
             assert_gets(found, expected(hf, state, target))
 
 

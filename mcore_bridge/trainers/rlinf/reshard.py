@@ -139,7 +139,7 @@ class MegatronCoreWeightReshard:
     def _begin(self, models: Models, num_buckets: int) -> list[Bucket]:
         if self._sync is not None:
             self._sync.close()
-        self._sync = Sync(models, num_buckets, self._hf, self._head)
+        self._sync = Sync(models, num_buckets, self._engine.bucket_bytes, self._hf, self._head)
         return [Bucket(self._sync, number) for number in range(num_buckets)]
 
     def _gathered(self, bucket: Bucket, destination: Destination | None) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from mcore_bridge.errors import ExportError, TargetError
 from mcore_bridge.trainers.rlinf.engine import Destination
 from mcore_bridge.weights.bound import Models
 from mcore_bridge.weights.export import Export, open_export
+from mcore_bridge.weights.footprint import AHEAD
 from mcore_bridge.weights.pending import gather_pending
 from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.rounds import run_rounds
@@ -22,10 +23,11 @@ from mcore_bridge.weights.target import EngineRank, Target
 
 @dataclass(eq=False)
 class Sync:
-    """One pass over ``models`` in ``num_buckets`` rounds. It begins with the first of them."""
+    """One pass over ``models`` in ``num_buckets`` rounds, with messages of ``bucket_bytes``. The first begins it."""
 
     models: Models
     num_buckets: int
+    bucket_bytes: int
     hf: HF | None
     head: str
     num_done: int = 0
@@ -80,6 +82,7 @@ class Sync:
         self.export = open_export(
             *(self.models, self.hf, self.head),
             dialect="split",
+            bucket_bytes=AHEAD * self.bucket_bytes,
             target=target,
             num_messages=self.num_buckets,
             problem=problem,
