@@ -60,6 +60,8 @@ def test_every_family_comes_back(name, tmp_path):
     convert(tmp_path / "dist", tmp_path / "back", file_bytes=30_000, on_event=quiet)
     assert_exact(tmp_path / "back", state)
     assert not list(tmp_path.glob(".*"))
+    kinds = {path.suffix for path in (tmp_path / "dist").iterdir()}
+    assert kinds == {".distcp", ".json", ".pt", ""}, "something is left of the work"
 
 
 @pytest.mark.parametrize("name", mtp_checkpoints.CASES[:2])
@@ -253,4 +255,6 @@ def test_what_does_not_fit_is_named(tmp_path):
         convert(mixed, tmp_path / "back", on_event=quiet)
     with pytest.raises(CheckpointError, match=r"no checkpoint of megatron-core.*no such file"):
         convert(tmp_path, tmp_path / "back", on_event=quiet)
+    with pytest.raises(CheckpointError, match="into itself"):
+        convert(source, source, on_event=quiet)
     assert not (tmp_path / "back").exists()
