@@ -166,7 +166,7 @@ def tiny_batch() -> torch.Tensor:
 
 
 def test_training_goes_on_at_another_mesh(folder, tmp_path):
-    here, there = {"tp": 2, "sp": True, "ep": 2, "etp": 1}, [{"ep": 2}, {"pp": 2}, {}]
+    here, there = {"ep": 2}, [{"tp": 2, "sp": True, "ep": 2, "etp": 1}, {"pp": 2}, {}]
     ranks = pool.run(2, train_and_go_on, folder, tmp_path / "saved", here, there)
     unbroken = ranks[0][0]
     assert unbroken[1] < unbroken[0]

@@ -14,6 +14,7 @@ import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.commands.app import app
 from mcore_bridge.commands.convert import convert
+from mcore_bridge.commands.whole import whole_model
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.torch_dist import TorchDistFolder
@@ -60,6 +61,8 @@ def test_every_family_comes_back(name, tmp_path):
     convert(tmp_path / "dist", tmp_path / "back", file_bytes=30_000, on_event=quiet)
     assert_exact(tmp_path / "back", state)
     assert not list(tmp_path.glob(".*"))
+    kinds = {path.suffix for path in (tmp_path / "dist").iterdir()}
+    assert kinds == {".distcp", ".json", ".pt", ""}, "something is left of the work"
 
 
 @pytest.mark.parametrize("name", mtp_checkpoints.CASES[:2])
@@ -96,6 +99,8 @@ def read_and_write(sources: list[Path], converted: list[Path], folders: list[Pat
             expected, found = Checkpoint(source), mb.to_hf_state_dict(model)
             assert set(found) == set(expected)
             assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+            for layer in model.decoder.layers:  # as a model whose specs have the norms apart says it
+                layer.submodules_config.sharded_state_dict_keys_map = {}
             save_as_trainers_do(model, target, singleton_local_shards=bool(experts))
         with stepping.mesh(ParallelDims(pp=2)):
             (model,) = mb.build_model(source, dims=ParallelDims(pp=2), device="cpu", load_weights=False)
@@ -132,10 +137,30 @@ def test_megatron_core_reads_it_and_what_it_writes_is_read(tmp_path):
     pool.run(2, read_and_write, sources, converted, saved)
     keys = [set(TorchDistFolder.open(folder).tensors) for folder in saved]
     assert "decoder.layers.0.mlp.experts.experts.3.linear_fc1.weight_w" in keys[0]
-    assert "decoder.layers.self_attention.linear_qkv.weight" in keys[1]
+    assert {"decoder.layers.self_attention.linear_qkv.weight", "decoder.layers.input_layernorm.weight"} <= keys[1]
     for i in range(2):
         convert(saved[i], tmp_path / f"back{i}", hf=sources[i], on_event=quiet)
         assert_exact(tmp_path / f"back{i}", Checkpoint(sources[i]))
+
+
+FUSED = {
+    "llama": ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"),
+    "qwen2_moe": ("self_attention.linear_qkv.layer_norm_weight", "pre_mlp_layernorm.weight"),
+    "qwen3_next": ("self_attention.in_proj.layer_norm_weight", "pre_mlp_layernorm.weight"),
+    "deepseek_v3": (
+        *("input_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+        *("self_attention.linear_q_up_proj.layer_norm_weight", "self_attention.linear_kv_up_proj.layer_norm_weight"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in FUSED if name in zoo.cases()])
+def test_norms_are_spelled_as_the_specs_of_transformer_engine_do(name, tmp_path):
+    """megatron-core 0.16.1 and 0.19.2, gpt_layer_specs.py and experimental_attention_variant_module_specs.py."""
+    zoo.cases()[name].hf.save_pretrained(tmp_path)
+    placed = whole_model(tmp_path, dtype=torch.bfloat16).placed
+    keys = {place.key for each in placed for place in each.places}
+    assert {f"decoder.layers.0.{key}" for key in FUSED[name]} <= keys
 
 
 # the work -------------------------------------------------------------------------------------------------------------
@@ -253,4 +278,6 @@ def test_what_does_not_fit_is_named(tmp_path):
         convert(mixed, tmp_path / "back", on_event=quiet)
     with pytest.raises(CheckpointError, match=r"no checkpoint of megatron-core.*no such file"):
         convert(tmp_path, tmp_path / "back", on_event=quiet)
+    with pytest.raises(CheckpointError, match="into itself"):
+        convert(source, source, on_event=quiet)
     assert not (tmp_path / "back").exists()

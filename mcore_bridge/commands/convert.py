@@ -22,6 +22,7 @@ from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.shards import MAX_SHARD_BYTES
 from mcore_bridge.weights.swap import beside, replace
 from mcore_bridge.weights.torch_dist import find_checkpoint
+from mcore_bridge.weights.torch_dist_files import NOTES
 
 DIST_FILE_BYTES = 512 << 20
 """torch keeps what it has written of a file until all of it is."""
@@ -81,6 +82,8 @@ def convert(
             the next run, and the target is as it was.
     """
     target = target.absolute()
+    if target.resolve() == source.resolve():
+        raise CheckpointError(f"{target} would be written into itself; name another folder")
     staging = beside(target, "convert")
     if any(source.glob("*.safetensors")):
         size = file_bytes or DIST_FILE_BYTES
@@ -98,7 +101,9 @@ def convert(
     else:
         run_ranks(_do_share, work, world_size=num_processes, device="cpu", on_event=on_event)
     conversion.finish()
-    (staging / _PLAN).unlink()
+    (staging / _PLAN).unlink()  # from here on, a new run would begin anew
+    for path in staging.glob(f"*{NOTES}"):
+        path.unlink()
     replace(target, staging, conversion.dropped)
     return Converted(conversion, len(kept))
 

@@ -77,6 +77,8 @@ def save_checkpoint(
         CheckpointError: on every rank, when any of them cannot write. The target is then as it was.
     """
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
     target = Path(os.path.abspath(folder))
     chunks, provenance, world = chunks_of(models), noted(models, hf, head), Group(None)
@@ -91,7 +93,8 @@ def save_checkpoint(
         if optimizer is not None:
             state["optimizer"] = optimizer.sharded_state_dict(_parts(state), metadata=metadata)
         state[_OURS] = dict(common or {})
-        dist_checkpointing.save(state, str(staging), content_metadata=dict(CONTENT))
+        strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), metadata["dp_cp_group"])
+        dist_checkpointing.save(state, str(staging), strategy, content_metadata=dict(CONTENT))
     with all_or_none(world, target, staging):
         if world.rank == 0:
             config_in(provenance, _dtype_of(chunks)).save_pretrained(staging)

@@ -41,6 +41,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from mcore_bridge.weights.torch_dist import CONTENT, TorchDistFolder
 
+NOTES = ".results"
+"""How files end that nobody needs once a folder is finished."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -96,6 +99,11 @@ def file_name(number: int) -> str:
     return f"__{number}_0.distcp"
 
 
+def _results(number: int) -> str:
+    """Of the file beside it, for ``finish``."""
+    return f"{number}{NOTES}"
+
+
 def write_file(
     folder: Path, number: int, plan: SavePlan, unit: Sequence[Placed], make: Callable[[int], Tensor]
 ) -> None:
@@ -109,7 +117,7 @@ def write_file(
     writer = FileSystemWriter(apart)
     writer.set_up_storage_writer(False, rank=number, use_collectives=False)  # by which it names the file
     results = writer.write_data(writer.prepare_local_plan(plan), _Maker(unit, make)).wait()
-    (folder / f"{number}.results").write_bytes(pickle.dumps(results))
+    (folder / _results(number)).write_bytes(pickle.dumps(results))
     os.replace(apart / file_name(number), folder / file_name(number))
     apart.rmdir()
 
@@ -141,13 +149,11 @@ def finish(folder: Path, num_files: int, metadata: Metadata) -> None:
     """Make a folder of ``num_files`` written files one that megatron-core reads."""
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
-    results = [pickle.loads((folder / f"{number}.results").read_bytes()) for number in range(num_files)]
+    results = [pickle.loads((folder / _results(number)).read_bytes()) for number in range(num_files)]
     writer = FileSystemWriter(folder)
     writer.set_up_storage_writer(is_coordinator=True)
     writer.finish(metadata, results)
     torch.save({"checkpoint_version": 3.0, "content_metadata": CONTENT}, folder / "common.pt")
-    for number in range(num_files):
-        (folder / f"{number}.results").unlink()
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
 

@@ -1,0 +1,87 @@
+"""Seconds and memory of ``mcore-bridge convert``: ``python benchmarks/convert.py FOLDER [--layers 2] [--experts 256]``.
+
+DeepSeek-V3 at full width with layers cut out, as sparse files of zeros, is converted to a checkpoint of megatron-core
+and back, in a process each, whose largest resident size is shown. The folder needs room for both results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from benchmarks.plan import DEEPSEEK
+from mcore_bridge.commands.whole import whole_model
+from mcore_bridge.weights.checkpoint import INDEX
+from mcore_bridge.weights.manifest import TensorSpec
+from mcore_bridge.weights.safetensors_file import SafetensorsWriter
+from mcore_bridge.weights.shards import MAX_SHARD_BYTES
+from mcore_bridge.weights.whole import specs_of
+
+
+def write_zeros(folder: Path, specs: Iterable[TensorSpec]) -> int:
+    """The tensors as files that take no room: their bytes."""
+    index, total = {}, 0
+    for number, part in enumerate(_parts(specs)):
+        name = f"model-{number:05}.safetensors"
+        with SafetensorsWriter(folder / name, [(spec.name, spec.shape, spec.dtype) for spec in part]) as writer:
+            largest = max(part, key=lambda spec: spec.num_bytes)
+            writer.write(largest.name, largest.num_bytes - 1, torch.zeros(1, dtype=torch.uint8))
+        size = sum(spec.num_bytes for spec in part)
+        with (folder / name).open("r+b") as file:
+            length = int.from_bytes(file.read(8), "little")
+            file.truncate(8 + length + size)
+        index.update({spec.name: name for spec in part})
+        total += size
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}))
+    return total
+
+
+def _parts(specs: Iterable[TensorSpec]) -> Iterator[list[TensorSpec]]:
+    part: list[TensorSpec] = []
+    for spec in specs:
+        if part and sum(each.num_bytes for each in part) + spec.num_bytes > MAX_SHARD_BYTES:
+            yield part
+            part = []
+        part.append(spec)
+    yield part
+
+
+def measure(source: Path, target: Path) -> str:
+    """One conversion in a process of its own."""
+    script = f"""
+import subprocess, resource, sys
+command = [sys.executable, "-W", "ignore", "-m", "mcore_bridge.cli", "convert", {str(source)!r}, {str(target)!r}]
+subprocess.run(command, check=True)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+    start = time.monotonic()
+    found = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
+    return f"{time.monotonic() - start:.0f} s, {int(found.split()[-1]) * 1024 / 1e9:.2f} GB resident at most"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--experts", type=int, default=256)
+    given = parser.parse_args()
+    source, dist, back = (given.folder / name for name in ("hf", "dist", "back"))
+    source.mkdir(parents=True)
+    cut = {"num_hidden_layers": given.layers, "n_routed_experts": given.experts, "first_k_dense_replace": 1}
+    (source / "config.json").write_text(json.dumps(DEEPSEEK | cut))
+    total = write_zeros(source, specs_of(whole_model(source, dtype=torch.bfloat16).entries))
+    print(f"{total / 1e9:.1f} GB; HF to torch_dist: {measure(source, dist)}", flush=True)
+    print(f"torch_dist to HF: {measure(dist, back)}")
+    shutil.rmtree(given.folder)
+
+
+if __name__ == "__main__":
+    main()
