@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mcore_bridge as mb
-from mcore_bridge.factory.blueprint import Blueprint, changes_of, draw, settle
+from mcore_bridge.factory.blueprint import Blueprint, draw
+from mcore_bridge.factory.settle import changes_of, settle
 from tests.strategies import tiny
 
 HF = tiny("llama")
@@ -89,6 +90,7 @@ def test_an_attribute_of_a_trainer_stays() -> None:
         (HF, "sequence_parallel", True, r"ParallelDims\(sp=...\)"),
         (HF, "hf_rope", None, "must be a TransformerConfig field"),
         (HF, "hf_vocab_size", 7, "must be a TransformerConfig field"),
+        (HF, "transformer_layer_spec", object(), "build_model decides it"),
         (HF, "vocab_size", 8, "vocab_size must be"),
         (HF, "num_attention_heads", 7, "tp=2 must divide num_attention_heads=7"),
         (YARN, "apply_rope_fusion", True, "apply_rope_fusion must be False"),

@@ -17,7 +17,7 @@ from tests.strategies import save
 from tests.trainer_calls import attention_switches, build_role, violations
 
 FACES = ("mbridge", "megatron_bridge")
-DENSE = ParallelDims(tp=2, pp=2, sp=True)
+DENSE = ParallelDims(tp=2, pp=2, vp=2, sp=True)
 SPARSE = ParallelDims(tp=2, ep=2, sp=True)
 
 
@@ -38,7 +38,7 @@ def read(folder: str | Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory):
     """A dense model whose head is its embedding, so that the critic beside it must be untied."""
-    hf = tiny.config("qwen2", num_hidden_layers=2)
+    hf = tiny.config("qwen2")
     return str(tiny.random_checkpoint(hf, tmp_path_factory.mktemp("qwen2"), dtype=torch.bfloat16))
 
 
@@ -229,12 +229,13 @@ def say_no(dims: ParallelDims, folder: str, other: str) -> None:
 def test_refusals(tied, tmp_path):
     state = read(tied)
     state["lm_head.weight"] = torch.ones(1, tiny.DISTINCT["hidden_size"], dtype=torch.bfloat16)
-    save(state, tiny.config("qwen2", num_hidden_layers=2), tmp_path)
+    save(state, tiny.config("qwen2"), tmp_path)
     on(ParallelDims(), 1, say_no, tied, str(tmp_path))
 
 
 def as_rlinf(dims: ParallelDims, folder: str, out: str) -> tuple[Any, ...]:
     """Runs in a worker: a provider that is a dataclass, with fields set one by one, loaded as it is built."""
+    import copy
     import dataclasses
 
     bridge = megatron_bridge.AutoBridge.from_hf_pretrained(folder, trust_remote_code=True)
@@ -252,6 +253,7 @@ def as_rlinf(dims: ParallelDims, folder: str, out: str) -> tuple[Any, ...]:
     models = provider.provide_distributed_model(ddp_config=ddp_config)
     stepping.note_wrapped(models)
     bridge.save_hf_pretrained(models, out, source_path=folder, show_progress=False, strict=True)
+    assert "_hooks" not in vars(copy.deepcopy(provider))
     return provider.hidden_dropout, {parameter.dtype for parameter in models[0].parameters()}, type(models[0]).__name__
 
 

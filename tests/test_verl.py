@@ -112,14 +112,22 @@ def test_the_line_of_the_page_reaches_every_process():
 
 
 MESHES = [
-    ("dense", ParallelDims(tp=2, pp=2, sp=True), {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+    (
+        "dense",
+        ParallelDims(tp=2, pp=2, vp=2, sp=True),
+        {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 2,
+        },
+    ),
     ("sparse", ParallelDims(tp=2, ep=2, sp=True), {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}),
 ]
 
 
 @pytest.mark.parametrize("vanilla", FLAVOURS, ids=["mbridge", "megatron_bridge"])
 @pytest.mark.parametrize("value", [False, True], ids=["actor", "critic"])
-@pytest.mark.parametrize(("kind", "dims", "sizes"), MESHES, ids=["tp2-pp2", "tp2-ep2"])
+@pytest.mark.parametrize(("kind", "dims", "sizes"), MESHES, ids=["tp2-pp2-vp2", "tp2-ep2"])
 def test_a_life(kind, dims, sizes, value, vanilla, request, tmp_path):
     folder = request.getfixturevalue(kind)
     sizes = {**sizes, "expert_tensor_parallel_size": 1}

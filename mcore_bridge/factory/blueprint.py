@@ -1,21 +1,20 @@
 """A blueprint is all that is decided about a model before any of it is built, and the views of it that users ask for.
 
 Pure: drawing one checks config, mesh, backend and head against each other and needs no process group. Whoever holds one
-may change its config in place until the model is built: ``settle`` takes each change for an override.
+may change its config in place until the model is built (``settle.py``).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mcore_bridge.architecture import Architecture, architecture_of
 from mcore_bridge.config import transformer
-from mcore_bridge.config.checks import gpt_argument_names
 from mcore_bridge.config.parallel import ParallelDims, Stage
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory import specs
@@ -128,58 +127,6 @@ def draw(
         overrides=dict(overrides or {}),
         drawn=dict(vars(config)),
     )
-
-
-def settle(
-    blueprint: Blueprint,
-    *,
-    dims: ParallelDims | None = None,
-    dtype: torch.dtype | None = None,
-    head: str | None = None,
-    overrides: Overrides | None = None,
-) -> Blueprint:
-    """What a blueprint has become since somebody changed its config in place, as trainers do before they build.
-
-    A change of a field is an override like any other: it passes the same checks, and what follows from it is set on the
-    same object. What is no name of megatron-core or ours stays on the object as it is.
-
-    Args:
-        dims, dtype, head: where they have changed too.
-        overrides: the changes; None is what ``changes_of`` finds.
-
-    Raises:
-        ConfigError, MeshError: as for ``draw``.
-    """
-    changes = changes_of(blueprint) if overrides is None else overrides
-    known = blueprint.provenance
-    wanted = (dims or blueprint.dims, dtype or blueprint.dtype, head or known.head)
-    if not changes and wanted == (blueprint.dims, blueprint.dtype, known.head):
-        return blueprint
-    settled = draw(
-        known.folder or known.hf,
-        dims=wanted[0],
-        dtype=wanted[1],
-        device=blueprint.device,
-        backend=blueprint.backend,
-        head=wanted[2],
-        overrides={**blueprint.overrides, **changes},
-    )
-    held = vars(blueprint.config)
-    held.update(vars(settled.config))
-    held.update({name: value for name, value in settled.gpt_arguments.items() if name in held})
-    return replace(settled, config=blueprint.config)
-
-
-def changes_of(blueprint: Blueprint) -> dict[str, object]:
-    """Fields, arguments of ``GPTModel`` and attributes of ours that were set on the config since it was drawn."""
-    before = {**blueprint.drawn, **blueprint.gpt_arguments}
-    names = before.keys() | gpt_argument_names()
-    now = {name: value for name, value in vars(blueprint.config).items() if name in names}
-    return {name: value for name, value in now.items() if name not in before or _differ(value, before[name])}
-
-
-def _differ(value: object, before: object) -> bool:
-    return value is not before and value != before
 
 
 def _check_mtp(provenance: Provenance, wanted: int) -> None:

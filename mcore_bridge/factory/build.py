@@ -18,7 +18,6 @@ from mcore_bridge.factory.blueprint import (
     Blueprint,
     Overrides,
     draw,
-    settle,
     to_gpt_arguments,
     to_layer_spec,
     to_transformer_config,
@@ -26,6 +25,7 @@ from mcore_bridge.factory.blueprint import (
 from mcore_bridge.factory.census import census
 from mcore_bridge.factory.chunk import build_chunk, building
 from mcore_bridge.factory.freeze import freeze_parameters
+from mcore_bridge.factory.settle import settle
 from mcore_bridge.weights.load import Source, load_hf_weights
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.config.parallel import ParallelDims
-from mcore_bridge.factory.blueprint import Blueprint, draw, settle
+from mcore_bridge.factory.blueprint import Blueprint, draw
 from mcore_bridge.factory.build import build
+from mcore_bridge.factory.settle import settle
 from mcore_bridge.trainers.chunks import ddp_config_of, freeze_routers, require_value_head, wrap
 from mcore_bridge.trainers.loading import load_folder
 from mcore_bridge.trainers.settings import split

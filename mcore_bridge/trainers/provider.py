@@ -6,6 +6,7 @@ of the dtype, or an override.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,11 @@ import torch
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import nn
 
-from mcore_bridge.config.checks import require_overridable
+from mcore_bridge.config.checks import config_class, require_overridable
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.blueprint import Blueprint, changes_of, settle
+from mcore_bridge.factory.blueprint import Blueprint
 from mcore_bridge.factory.build import build
+from mcore_bridge.factory.settle import changes_of, settle
 from mcore_bridge.trainers.chunks import ddp_config_of, require_value_head, wrap
 from mcore_bridge.trainers.settings import split
 from mcore_bridge.weights.load import Source
@@ -117,6 +119,13 @@ class Provider(TransformerConfig):
         for hook in self._hooks:
             chunks = list(hook(chunks) or chunks)
         return wrap(chunks, ddp_config if wrap_with_ddp else None)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> TransformerConfig:
+        """A plain config, without what makes it a provider: megatron-core copies configs for parts of a model."""
+        plain: TransformerConfig = object.__new__(config_class(latent=self.multi_latent_attention))
+        own = {name: value for name, value in vars(self).items() if name not in ("_blueprint", "_source", "_hooks")}
+        plain.__dict__.update(copy.deepcopy(own, memo))
+        return plain
 
 
 class LatentProvider(Provider, MLATransformerConfig):
