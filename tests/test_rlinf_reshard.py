@@ -120,7 +120,7 @@ OLD = [
     (SPARSE, ParallelDims(tp=4, ep=2, etp=2, sp=True), [(2, 1), (2, 2), (1, 1), (4, 4)]),  # 2 of 4: not rank % 2
     (SPARSE, ParallelDims(tp=2, pp=2, vp=2, ep=2, sp=True), [(2, 1), (1, 1)]),
     (TIED, ParallelDims(tp=2, pp=2, sp=True, **SPLIT), [(2, 1), (1, 1)]),
-    (TIED, ParallelDims(tp=4, sp=True), [(4, 1)]),  # nothing travels, and buckets are alike in size all the same
+    (TIED, ParallelDims(tp=2, sp=True), [(2, 1)]),  # nothing travels, and buckets are alike in size all the same
 ]
 NEW = [
     (SPARSE, ParallelDims(tp=2, pp=2, ep=2, sp=True), [(4, 1), (4, 4), (8, 2), (1, 1)]),

@@ -249,6 +249,15 @@ def test_only_what_is_needed_travels(dims, sizes, share):
     assert travelled <= share * wanted * 1.01 + overhead
 
 
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_what_a_rank_has_itself_is_not_made_all_at_once(tp):
+    hf = tiny("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=8, vocab_size=512)
+    held = held_by(hf, ParallelDims(tp=4, sp=True), random_state(hf))
+    targets = [EngineRank(tp=tp, tp_rank=rank * tp // 4) for rank in range(4)]
+    for program in fake_mesh.programs_for(held, targets, bucket_bytes=1 << 19):
+        assert program.plan.open_bytes < sum(output.num_bytes for output in program.plan.goods.outputs) / 2
+
+
 def grid(dims, hf_fields):
     """Every engine, from one mesh; the ranks of a world that is larger than a replica feed it as well."""
     hf = tiny("qwen3_moe", **hf_fields)

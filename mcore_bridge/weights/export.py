@@ -129,13 +129,11 @@ def open_export(
     dialect: Dialect | None = None,
     bucket_bytes: int | None = None,
     target: Target = "everything",
-    num_messages: int = 1,
     problem: str = "",
 ) -> Export:
     """Agree with the group on a plan: one small collective when nothing has changed, one exchange when something has.
 
     Args:
-        num_messages: at least so many, for ``rounds.run_rounds``.
         problem: why this rank cannot export, if its caller knows it: what every rank is to raise.
 
     Raises:
@@ -150,12 +148,11 @@ def open_export(
         check_storage(bound.tensors)
     except BridgeError as failure:
         error = str(failure)
-    sizes = (bucket_bytes, num_messages)
-    fingerprint = (sizes, target, group.rank, group.size, bound and bound.fingerprint())
+    fingerprint = (bucket_bytes, target, group.rank, group.size, bound and bound.fingerprint())
     plans = _plans.get(first, ())
     kept = next((each for each in plans if each.fingerprint == fingerprint), None)
     if not group.agrees(kept.number if kept and not error else None):
-        answer = _Answer(error, sizes, target, *((bound.mapping.rules, bound.inventory()) if bound else ()))
+        answer = _Answer(error, bucket_bytes, target, *((bound.mapping.rules, bound.inventory()) if bound else ()))
         answers = group.exchange((answer, plans[0].number if plans else 0))
         made = _planned(bound, first, [each for each, _ in answers], group.rank)
         program = Program(made, group.rank, group.size)
@@ -170,8 +167,7 @@ class _Answer(NamedTuple):
     """What a rank tells the others before they plan."""
 
     error: str
-    sizes: tuple[int | None, int]
-    """``bucket_bytes`` and ``num_messages``."""
+    bucket_bytes: int | None
     target: Target
     rules: Rules | None = None
     inventory: Inventory | None = None
@@ -180,14 +176,13 @@ class _Answer(NamedTuple):
 def _planned(bound: BoundModel | None, chunk: GPTModel, answers: Sequence[_Answer], rank: int) -> Sequence[ExportPlan]:
     raise_failures([answer.error for answer in answers])
     assert bound is not None
-    sizes, targets = [answer.sizes for answer in answers], [answer.target for answer in answers]
+    sizes, targets = [answer.bucket_bytes for answer in answers], [answer.target for answer in answers]
     if len(set(sizes)) > 1:
-        raise ExportError(f"bucket_bytes differs between ranks, or num_messages: {sizes}; pass the same on each")
+        raise ExportError(f"bucket_bytes differs between ranks: {sizes}; pass one value")
     if any(answer.rules != bound.mapping.rules for answer in answers):
         raise ExportError("the ranks name weights by different rules; pass the same hf, head and dialect on each")
     inventories = [answer.inventory for answer in answers if answer.inventory]
     arguments = bound.mapping, bound.axes, chunk.config.num_layers, inventories
-    bucket_bytes, num_messages = sizes[0]
     if set(targets) == {"everything"}:
-        return [plan_export(*arguments, bucket_bytes=bucket_bytes, num_messages=num_messages)]
-    return plan_targets(*arguments, targets, rank, bucket_bytes=bucket_bytes, num_messages=num_messages)
+        return [plan_export(*arguments, bucket_bytes=sizes[0])]
+    return plan_targets(*arguments, targets, rank, bucket_bytes=sizes[0])

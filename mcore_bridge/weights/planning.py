@@ -30,20 +30,13 @@ SHARED = 1 << 20
 
 
 def plan_export(
-    mapping: WeightMapping,
-    axes: Axes,
-    num_layers: int,
-    inventories: Sequence[Inventory],
-    *,
-    bucket_bytes: int | None,
-    num_messages: int = 1,
+    mapping: WeightMapping, axes: Axes, num_layers: int, inventories: Sequence[Inventory], *, bucket_bytes: int | None
 ) -> ExportPlan:
     """Plan the export to every rank of a model whose ``inventories`` are given by rank of the group that exports it.
 
     Args:
         bucket_bytes: of the messages that are on their way to a rank; more where one row takes more. None is as many as
             leave the whole export within ``MEMORY``.
-        num_messages: at least so many, as long as a rank sends ``MIN_WINDOW`` with each.
 
     Raises:
         MappingError: what ``entries_of`` raises.
@@ -51,9 +44,6 @@ def plan_export(
     goods = Goods.of(entries_of(mapping, axes, num_layers, inventories))
     stages = [inventory.ranks["pp"] for inventory in inventories]
     keys = goods.together(bucket_bytes or MEMORY // 8)
-    if num_messages > 1:
-        share = sum(output.num_bytes for output in goods.outputs) // num_messages
-        bucket_bytes = min(bucket_bytes or AHEAD * OTHERWISE, AHEAD * max(share, 1))
     if bucket_bytes:
         return _gathered(goods, keys, stages, bucket_bytes // AHEAD)
     otherwise = _gathered(goods, keys, stages, OTHERWISE)
@@ -147,16 +137,14 @@ def plan_targets(
     rank: int,
     *,
     bucket_bytes: int | None,
-    num_messages: int = 1,
 ) -> tuple[ExportPlan, ...]:
     """Plan the export of what each rank asks for, as one rank has to know it. Only what is needed travels.
 
     Args:
         targets: by rank of the group.
         rank: whose plans these are.
-        bucket_bytes: of the messages that are on their way to and from a rank. None leaves room for the largest tensor
-            within ``MEMORY``, and for what else is in the making.
-        num_messages: at least so many.
+        bucket_bytes: of the messages that are on their way to and from a rank, with what it takes of itself meanwhile.
+            None leaves room for the largest tensor within ``MEMORY``, and for what else is in the making.
 
     Returns:
         For each rank what travels to it: to ``rank`` itself from everybody, to others from ``rank``.
@@ -171,10 +159,10 @@ def plan_targets(
     }
     loads = [0] * len(targets)
     lanes = [_Lanes(found[target], loads, receiver) for receiver, target in enumerate(targets)]
-    most = max(lane.received + sum(each.bytes_of(rank) for each in lanes) for rank, lane in enumerate(lanes))
+    most = max(lane.taken + sum(each.bytes_of(rank) for each in lanes) for rank, lane in enumerate(lanes))
     largest = max((output.num_bytes for goods in found.values() for output in goods.outputs), default=0)
     bucket_bytes = bucket_bytes or min(max((MEMORY - largest * 3 // 2) // 2, TO_TARGETS[0]), TO_TARGETS[1])
-    count = max(-(-most // max(bucket_bytes // AHEAD, MIN_WINDOW * len(targets))), num_messages)
+    count = max(-(-most // max(bucket_bytes // AHEAD, MIN_WINDOW * len(targets))), 1)
     return tuple(
         lane.arriving(count, bucket_bytes) if receiver == rank else lane.sent_by(rank, count)
         for receiver, lane in enumerate(lanes)
@@ -189,7 +177,8 @@ class _Lanes:
         self._row_bytes = [entry.row_bytes for entry in goods.entries]
         self._parts = _dealt(goods, loads, SHARED, receiver)
         self._bytes = [sum(aligned(part.rows * self._row_bytes[part.entry]) for part in each) for each in self._parts]
-        self.received = sum(map(self.bytes_of, range(len(loads))))
+        self.taken = sum(self._bytes)
+        """Bytes that become outputs: those that travel here, and its own."""
 
     def bytes_of(self, sender: int) -> int:
         """Bytes that travel from a rank."""

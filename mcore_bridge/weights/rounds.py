@@ -19,8 +19,7 @@ def run_rounds(export: Export, num_rounds: int) -> Generator[dict[str, Tensor], 
     way; who closes the generator goes on sending what the others still need. Tensors are the caller's own.
 
     Args:
-        export: opened with ``num_messages=num_rounds`` at least, so that rounds are alike in size.
-        num_rounds: the same on every rank.
+        num_rounds: the same on every rank. With fewer messages than that, some rounds are empty.
 
     Raises:
         ExportError: on every rank of the group, when any of them fails.

@@ -84,7 +84,6 @@ class Sync:
             dialect="split",
             bucket_bytes=AHEAD * self.bucket_bytes,
             target=target,
-            num_messages=self.num_buckets,
             problem=problem,
         )
         gather_pending(self.models, self.export.group)
