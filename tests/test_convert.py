@@ -1,6 +1,7 @@
 """HF folders to checkpoints of megatron-core and back: the same bits, whoever wrote them, and however often."""
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -281,3 +282,25 @@ def test_what_does_not_fit_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="into itself"):
         convert(source, source, on_event=quiet)
     assert not (tmp_path / "back").exists()
+
+
+def test_a_folder_with_a_file_missing_or_cut_short_is_not_converted(tmp_path):
+    source, dist = small(tmp_path / "hf"), tmp_path / "dist"
+    convert(source, dist, on_event=quiet)
+    data = dist / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+    for message in ("missing or damaged", "missing or damaged.*No such file"):
+        with pytest.raises(CheckpointError, match=message):
+            convert(dist, tmp_path / "back", on_event=quiet)
+        assert not (tmp_path / "back").exists()
+        data.unlink(missing_ok=True)
+
+
+def test_a_folder_that_lacks_a_part_of_a_tensor_is_not_converted(tmp_path):
+    source, dist = small(tmp_path / "hf"), tmp_path / "dist"
+    convert(source, dist, on_event=quiet)
+    metadata = pickle.loads((dist / ".metadata").read_bytes())
+    metadata.state_dict_metadata["decoder.final_layernorm.weight"].chunks.clear()
+    (dist / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"has 0 of 48 elements of decoder\.final_layernorm\.weight"):
+        convert(dist, tmp_path / "back", on_event=quiet)

@@ -6,6 +6,7 @@ A parameter is one or more *places* in the tensors of such a folder: a box of a 
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
 import shutil
@@ -39,6 +40,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.torch_dist import CONTENT, TorchDistFolder
 
 NOTES = ".results"
@@ -164,21 +166,37 @@ class TorchDistReader:
     """Reads whole parameters of a folder, one at a time."""
 
     def __init__(self, folder: TorchDistFolder) -> None:
-        self._tensors = folder.tensors
+        self._path, self._tensors = folder.path, folder.tensors
         self._reader = FileSystemReader(folder.path)
         self._reader.set_up_storage_reader(folder.metadata, is_coordinator=False)
 
     def read(self, placed: Placed) -> Tensor:
-        """The parameter, in the dtype that the folder has it in."""
+        """The parameter, in the dtype that the folder has it in.
+
+        Raises:
+            CheckpointError: the folder has not all of it, or one of its files is missing or damaged.
+        """
         first: TensorStorageMetadata = self._tensors[placed.places[0].key]
         whole = torch.empty(placed.shape, dtype=first.properties.dtype)
         for place in placed.places:
-            chunk = place.chunk(placed.shape)
-            items = create_read_items_for_chunk_list(place.key, self._tensors[place.key], [chunk])
             rows = whole[slice(*place.rows)] if placed.shape else whole
-            planner = _Taker(rows.view(place.sizes(placed.shape)))
-            self._reader.read_data(LoadPlan(items), planner).wait()
+            self._read_box(place, place.chunk(placed.shape), rows.view(place.sizes(placed.shape)))
         return whole
+
+    def _read_box(self, place: Place, chunk: ChunkStorageMetadata, box: Tensor) -> None:
+        items = create_read_items_for_chunk_list(place.key, self._tensors[place.key], [chunk])
+        found = sum(math.prod(item.lengths) for item in items)
+        if found != box.numel():
+            raise CheckpointError(
+                f"{self._path} has {found} of {box.numel()} elements of {place.key}: it is not all of the checkpoint"
+            )
+        try:
+            self._reader.read_data(LoadPlan(items), _Taker(box)).wait()
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{place.key} cannot be read from {self._path}, of which a file is missing or damaged: copy it again, "
+                f"or use an earlier iteration ({error})"
+            ) from error
 
 
 class _Taker(DefaultLoadPlanner):
