@@ -15,7 +15,7 @@ from mcore_bridge.commands.fake import rank_of
 from mcore_bridge.commands.options import smallest_world
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.checkpoint import Checkpoint
-from mcore_bridge.weights.dist_checkpoint import _leaves, sharded_states
+from mcore_bridge.weights.dist_check import leaves_of, sharded_states
 from mcore_bridge.weights.optimizer_chain import fit_chain
 from mcore_bridge.weights.torch_dist import TorchDistFolder
 from tests import pool, stepping, zoo
@@ -43,7 +43,7 @@ def whole(hf: Any, dims: ParallelDims, state: dict[str, torch.Tensor], **metadat
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             parts = sharded_states(chunks, {**METADATA, **metadata, "dp_cp_group": group})
             sharded = [each for part in parts.values() for each in part.values() if not hasattr(each, "unique_key")]
-            for leaf in (leaf for each in sharded for leaf in _leaves(each)):
+            for leaf in (leaf for each in sharded for leaf in leaves_of(each)):
                 place = leaf.global_slice()
                 shape = leaf.global_shape
                 held = found.setdefault(leaf.key, torch.full(shape, float("nan"), dtype=leaf.dtype))
