@@ -1,41 +1,18 @@
-"""The two directions of ``convert``, planned: which parameters go to which file, and how one file is written."""
+"""What the two directions of ``convert`` have in common: which parameters go to which file."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from mcore_bridge.commands.whole import WholeModel, whole_model
-from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights.checkpoint import INDEX, Checkpoint
+from mcore_bridge.commands.whole import WholeModel
 from mcore_bridge.weights.companions import config_in, copy_companions
-from mcore_bridge.weights.dtypes import dtype_name, is_exact
 from mcore_bridge.weights.entries import Entry
-from mcore_bridge.weights.manifest import TensorSpec
-from mcore_bridge.weights.names import mtp_layer_of, plain_key
-from mcore_bridge.weights.safetensors_file import SafetensorsWriter
-from mcore_bridge.weights.torch_dist import DIST_FILES, TorchDistFolder, in_layer_stack
-from mcore_bridge.weights.torch_dist_files import (
-    Place,
-    Placed,
-    TorchDistReader,
-    file_name,
-    finish,
-    plan_files,
-    write_file,
-)
-from mcore_bridge.weights.whole import Part, assemble, check_source, parts_of, specs_of, take_apart
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.planner import SavePlan
+from mcore_bridge.weights.whole import parts_of
 
 Unit = tuple[int, ...]
 """The numbers of the parameters that are in one file."""
@@ -83,136 +60,7 @@ class Conversion:
         copy_companions(self.model.provenance, self.staging)
 
 
-@dataclass(frozen=True)
-class ToDist(Conversion):
-    """A HF folder to one of megatron-core."""
-
-    kind = "torch_dist"
-    dropped = DIST_FILES
-
-    @classmethod
-    def plan(
-        cls,
-        source: Path,
-        staging: Path,
-        hf: Path,
-        *,
-        dtype: torch.dtype | None,
-        num_mtp_layers: int,
-        file_bytes: int,
-    ) -> ToDist:
-        """Plan it, and hold the folder against its config."""
-        checkpoint = Checkpoint(source)
-        own = _most((tensor.dtype, tensor.nbytes) for tensor in checkpoint.values())
-        model = whole_model(hf, dtype=dtype or own, num_mtp_layers=num_mtp_layers)
-        ignored = check_source(model.entries, checkpoint, model.mapping, num_mtp_layers=num_mtp_layers, dtype=dtype)
-        return cls(model, source, staging, tuple(_units(model.entries, file_bytes)), ignored)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """One for each unit, and one for what is no tensor."""
-        return tuple(map(file_name, range(len(self.units) + 1)))
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Bytes of the tensors in each file."""
-        return (*super().sizes, 0)
-
-    def write(self, number: int) -> None:
-        """Write one file, each parameter when torch asks for it."""
-        plans, _ = self._plans
-        write_file(self.staging, number, plans[number], self._placed(number), self._make)
-
-    def finish(self) -> None:
-        """Write the metadata of the folder, the HF config and the tokenizer."""
-        super().finish()
-        _, metadata = self._plans
-        finish(self.staging, len(self.names), metadata)
-
-    @cached_property
-    def _checkpoint(self) -> Checkpoint:
-        return Checkpoint(self.source)
-
-    @cached_property
-    def _plans(self) -> tuple[list[SavePlan], Metadata]:
-        return plan_files(map(self._placed, range(len(self.units))), self.model.objects)
-
-    def _make(self, number: int) -> Tensor:
-        return assemble(self.model.entries[number], self._checkpoint)
-
-    def _placed(self, number: int) -> list[Placed]:
-        return [self.model.placed[each] for each in self.units[number]] if number < len(self.units) else []
-
-
-@dataclass(frozen=True)
-class ToHF(Conversion):
-    """A checkpoint of megatron-core to a HF folder."""
-
-    kind = "hf"
-    dropped = ("*.safetensors", "*.safetensors.index.json")
-
-    @classmethod
-    def plan(cls, source: Path, staging: Path, hf: Path, *, dtype: torch.dtype | None, file_bytes: int) -> ToHF:
-        """Plan it, and hold the checkpoint against the config."""
-        found = TorchDistFolder.open(source)
-        sizes = ((each.properties.dtype, each.size.numel()) for each in found.tensors.values())
-        mtp = {mtp_layer_of(key) for key in found.tensors} - {None}
-        metadata = {**found.spelling, "non_homogeneous_layers": True}
-        model = whole_model(hf, dtype=dtype or _most(sizes), num_mtp_layers=len(mtp), metadata=metadata)
-        placed = _found_places(model.placed, found)
-        entries = tuple(
-            _stored(entry, found.tensors[each.places[0].key].properties.dtype, dtype)
-            for entry, each in zip(model.entries, placed, strict=True)
-        )
-        model = replace(model, entries=entries, placed=placed)
-        return cls(model, found.path, staging, tuple(_units(entries, file_bytes)))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """As transformers numbers them."""
-        count = len(self.units)
-        return tuple(f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1))
-
-    def write(self, number: int) -> None:
-        """Write one file, one parameter after the other."""
-        path = self.staging / f"{number}.partial"
-        path.unlink(missing_ok=True)
-        described = [(spec.name, spec.shape, spec.dtype) for spec in self._specs(number)]
-        with SafetensorsWriter(path, described) as writer:
-            for each in self.units[number]:
-                entry = self.model.entries[each]
-                whole = self._reader.read(self.model.placed[each]).to(entry.held.dtype)
-                for part, tensor in take_apart(entry, whole):
-                    _write(writer, entry, part, tensor)
-        path.rename(self.staging / self.names[number])
-
-    def finish(self) -> None:
-        """Write the index, the HF config and the tokenizer."""
-        super().finish()
-        specs = {name: self._specs(number) for number, name in enumerate(self.names)}
-        index = {
-            "metadata": {"total_size": sum(spec.num_bytes for each in specs.values() for spec in each)},
-            "weight_map": {spec.name: name for name, each in specs.items() for spec in each},
-        }
-        (self.staging / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-    @cached_property
-    def _reader(self) -> TorchDistReader:
-        return TorchDistReader(TorchDistFolder.open(self.source))
-
-    def _specs(self, number: int) -> list[TensorSpec]:
-        return list(specs_of(self.model.entries[each] for each in self.units[number]))
-
-
-def _write(writer: SafetensorsWriter, entry: Entry, part: Part, tensor: Tensor) -> None:
-    flat = tensor.flatten().view(torch.uint8)
-    writer.write(part.name, (part.index or 0) * flat.nbytes, flat)
-    if part == parts_of(entry)[0]:
-        for name in entry.copies:
-            writer.write(name, 0, flat)
-
-
-def _most(sizes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
+def widespread(sizes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
     """The floating dtype of most bytes."""
     totals: dict[torch.dtype, int] = {}
     for dtype, size in sizes:
@@ -221,7 +69,7 @@ def _most(sizes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
     return max(totals, key=totals.__getitem__, default=torch.bfloat16)
 
 
-def _units(entries: Sequence[Entry], file_bytes: int) -> Iterator[Unit]:
+def units_of(entries: Sequence[Entry], file_bytes: int) -> Iterator[Unit]:
     """Runs of parameters for a file each, of at most ``file_bytes``; those of one HF tensor stay together."""
     unit: list[int] = []
     filled = 0
@@ -248,62 +96,3 @@ def _groups(entries: Sequence[Entry]) -> Iterator[list[int]]:
         last = name
     if group:
         yield group
-
-
-def _stored(entry: Entry, stored: torch.dtype, dtype: torch.dtype | None) -> Entry:
-    """An entry in the dtype that it is stored in, or in its own where a dtype was asked for."""
-    own = entry.held.dtype
-    if dtype is None:
-        return replace(entry, held=replace(entry.held, dtype=stored))
-    if not is_exact(stored, own) and own != dtype:
-        raise CheckpointError(f"{entry.held.mcore} is {dtype_name(stored)}, and {dtype_name(own)} in a model")
-    return entry
-
-
-def _found_places(placed: Sequence[Placed], found: TorchDistFolder) -> tuple[Placed, ...]:
-    """The places as a folder spells them.
-
-    Raises:
-        CheckpointError: naming what is missing, unexpected or of another shape.
-    """
-    spelled = found.spelled()
-    if not found.spelling["non_homogeneous_layers"]:
-        num_layers = 1 + max(int(key.split(".")[2]) for key in _keys(placed) if key.startswith("decoder.layers."))
-        placed = [_map(each, lambda place: _in_stack(place, num_layers)) for each in placed]
-    missing = sorted({key for key in _keys(placed) if plain_key(key) not in spelled})
-    unexpected = sorted(spelled.keys() - set(map(plain_key, _keys(placed))))
-    if missing or unexpected:
-        raise CheckpointError(
-            f"{found.path} does not fit its config: {len(missing)} tensors missing {missing[:8]}, {len(unexpected)} "
-            f"unexpected {[spelled[key] for key in unexpected[:8]]}. Pass the HF config of this model by --hf"
-        )
-    return tuple(
-        _map(each, lambda place: _checked(replace(place, key=spelled[plain_key(place.key)]), found.tensors))
-        for each in placed
-    )
-
-
-def _keys(placed: Iterable[Placed]) -> Iterator[str]:
-    return (place.key for each in placed for place in each.places)
-
-
-def _map(placed: Placed, change: Any) -> Placed:
-    return replace(placed, places=tuple(map(change, placed.places)))
-
-
-def _in_stack(place: Place, num_layers: int) -> Place:
-    """A place of a layer's own tensor, in that of all layers."""
-    key, layer = in_layer_stack(place.key)
-    if layer is None:
-        return place
-    return replace(place, key=key, shape=(num_layers, *place.shape), offset=(layer, *place.offset))
-
-
-def _checked(place: Place, tensors: Mapping[str, Any]) -> Place:
-    found = tuple(tensors[place.key].size)
-    padded = place.padded and found[0] >= place.shape[0]
-    if found[padded:] != place.shape[padded:]:
-        raise CheckpointError(
-            f"{place.key} has shape {found}, the config takes {place.shape}: is this the config of this model?"
-        )
-    return place

@@ -15,9 +15,11 @@ from pathlib import Path
 
 import torch
 
-from mcore_bridge.commands.conversion import Conversion, ToDist, ToHF
+from mcore_bridge.commands.conversion import Conversion
 from mcore_bridge.commands.processes import OnEvent, run_ranks
 from mcore_bridge.commands.serving import Report
+from mcore_bridge.commands.to_dist import ToDist
+from mcore_bridge.commands.to_hf import ToHF
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.shards import MAX_SHARD_BYTES
 from mcore_bridge.weights.swap import beside, replace

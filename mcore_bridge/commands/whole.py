@@ -17,7 +17,7 @@ from mcore_bridge.commands.fake import rank_of
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.bound import bind
-from mcore_bridge.weights.dist_checkpoint import sharded_states
+from mcore_bridge.weights.dist_check import sharded_states
 from mcore_bridge.weights.entries import Entry, entries_of
 from mcore_bridge.weights.mapping import WeightMapping
 from mcore_bridge.weights.provenance import Provenance

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.bound import Models, chunks_of, noted
 from mcore_bridge.weights.companions import config_in, copy_companions
-from mcore_bridge.weights.dtypes import dtype_name, is_exact
+from mcore_bridge.weights.dist_check import Check, chunk_names, sharded_states
 from mcore_bridge.weights.exchange import check_storage
-from mcore_bridge.weights.names import held_tensors, plain_key
+from mcore_bridge.weights.names import held_tensors
 from mcore_bridge.weights.optimizer_chain import fit_chain
 from mcore_bridge.weights.pending import gather_pending
 from mcore_bridge.weights.provenance import HF
@@ -135,39 +134,17 @@ def load_checkpoint(
     written = dist_checkpointing.load_content_metadata(str(found.path))
     metadata = {**found.spelling, **(written or {}), "dp_cp_group": chunks[0].pg_collection.dp_cp}
     state = sharded_states(chunks, metadata)
-    check = _Check(found, chunks, dtype)
+    check = Check(found, chunks, dtype)
     missing, unexpected = check.run(state, Group.of_replica(chunks[0].pg_collection), strict)
     if optimizer is not None:
         state["optimizer"] = optimizer.sharded_state_dict(_parts(state), is_loading=True, metadata=metadata)
     loaded = dist_checkpointing.load(state, str(found.path))
-    for name, chunk in zip(_names(chunks), chunks, strict=True):
+    for name, chunk in zip(chunk_names(chunks), chunks, strict=True):
         chunk.load_state_dict(loaded.pop(name), strict=False)
     if optimizer is not None:
         length = len(getattr(optimizer, "chained_optimizers", [optimizer]))
         optimizer.load_state_dict(fit_chain(loaded.pop("optimizer"), length))
     return CheckpointReport(found.path, loaded.get(_OURS, loaded), check.cast, missing, unexpected)
-
-
-def _names(chunks: Sequence[GPTModel]) -> list[str]:
-    """What megatron-core's trainer calls the state of each chunk."""
-    return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
-
-
-def sharded_states(chunks: Sequence[GPTModel], metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What megatron-core says that each chunk holds, and where it lies in the whole model.
-
-    Raises:
-        CheckpointError: a module leaves out what it holds.
-    """
-    states = [chunk.sharded_state_dict(metadata=dict(metadata)) for chunk in chunks]
-    for chunk, state in zip(chunks, states, strict=True):
-        said = {id(sharded.data) for sharded in state.values()}
-        left_out = [name for name, tensor in held_tensors([chunk]).items() if id(tensor) not in said]
-        if left_out:
-            raise CheckpointError(
-                f"sharded_state_dict of this model leaves out {left_out[:8]}: give the modules that hold them one"
-            )
-    return dict(zip(_names(chunks), states, strict=True))
 
 
 def _parts(state: dict[str, Any]) -> dict[str, Any]:
@@ -177,78 +154,3 @@ def _parts(state: dict[str, Any]) -> dict[str, Any]:
 
 def _dtype_of(chunks: Sequence[GPTModel]) -> torch.dtype:
     return max((parameter for chunk in chunks for parameter in chunk.parameters()), key=lambda each: each.nbytes).dtype
-
-
-class _Check:
-    """Holds what a model asks for against what a folder has, and takes over how the folder spells it."""
-
-    def __init__(self, found: TorchDistFolder, chunks: Sequence[GPTModel], dtype: torch.dtype | None) -> None:
-        self.found, self.dtype = found, dtype
-        self.vocab = next((chunk.bridge.hf.vocab_size for chunk in chunks if hasattr(chunk, "bridge")), 0)
-        self.spelled = found.spelled()
-        self.cast: dict[str, str] = {}
-
-    def run(self, state: dict[str, Any], group: Group, strict: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Check the whole model, on all ranks of ``group``; what is missing and what is unexpected on any of them.
-
-        Raises:
-            CheckpointError: on all of them.
-        """
-        from megatron.core.dist_checkpointing.mapping import ShardedObject
-
-        wanted: set[str] = set()
-        missing: list[str] = []
-        problems: list[str] = []
-        for part in state.values():
-            for name, sharded in list(part.items()):
-                if isinstance(sharded, ShardedObject):  # TransformerEngine's own state, empty but for fp8
-                    if sharded.unique_key not in self.found.metadata.state_dict_metadata:
-                        del part[name]
-                    continue
-                sharded.key = self.spelled.get(plain_key(sharded.key), sharded.key)
-                leaves = _leaves(sharded)
-                wanted |= {leaf.key for leaf in leaves}
-                absent = [leaf.key for leaf in leaves if leaf.key not in self.found.tensors]
-                missing += absent
-                if absent:
-                    del part[name]
-                else:
-                    problems += [problem for leaf in leaves for problem in self._problems(leaf)]
-        answers = group.exchange((wanted, missing, problems))
-        lacking = tuple(sorted({key for _, each, _ in answers for key in each}))
-        unexpected = tuple(sorted(self.found.tensors.keys() - set().union(*(each for each, _, _ in answers))))
-        problems = sorted({problem for _, _, each in answers for problem in each})
-        if problems:
-            raise CheckpointError(f"{self.found.path} does not fit the model: {'; '.join(problems[:8])}")
-        if strict and (lacking or unexpected):
-            raise CheckpointError(
-                f"{self.found.path} does not fit the model: {len(lacking)} tensors missing {list(lacking[:8])}, "
-                f"{len(unexpected)} unexpected {list(unexpected[:8])}. Use the checkpoint of this config, or "
-                "strict=False to have them reported"
-            )
-        return lacking, unexpected
-
-    def _problems(self, sharded: Any) -> Iterator[str]:
-        """Why a tensor that is there cannot be read."""
-        key, stored = sharded.key, self.found.tensors[sharded.key]
-        held = stored.properties.dtype if self.dtype is None else self.dtype
-        own, wanted = sharded.dtype, tuple(sharded.global_shape)
-        if not is_exact(held, own):
-            yield (
-                f"{key} is {dtype_name(held)} and the parameter {dtype_name(own)}, which cannot hold all its values: "
-                f"pass dtype=torch.{dtype_name(own)} to cast, or build the model in another dtype"
-            )
-        elif stored.properties.dtype != own:
-            self.cast[key] = f"{dtype_name(stored.properties.dtype)} -> {dtype_name(own)}"
-        found = tuple(stored.size)
-        padded = getattr(sharded, "allow_shape_mismatch", False) and found[0] >= self.vocab
-        if found[padded:] != wanted[padded:]:
-            yield f"{key} has shape {found}, the model takes {wanted}: is this the checkpoint of this config?"
-
-
-def _leaves(sharded: Any) -> list[Any]:
-    """The tensors of the folder that one of a rank is part of: one, or those that megatron-core makes of it."""
-    from megatron.core.dist_checkpointing import ShardedTensor
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-
-    return [sharded] if isinstance(sharded, ShardedTensor) else list(nested_values(sharded.build()))

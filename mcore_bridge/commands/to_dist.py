@@ -1,0 +1,83 @@
+"""A HF folder to a checkpoint of megatron-core."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.commands.conversion import Conversion, units_of, widespread
+from mcore_bridge.commands.whole import whole_model
+from mcore_bridge.weights.checkpoint import Checkpoint
+from mcore_bridge.weights.torch_dist import DIST_FILES
+from mcore_bridge.weights.torch_dist_files import Placed, file_name, finish, plan_files, write_file
+from mcore_bridge.weights.whole import assemble, check_source
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import SavePlan
+
+
+@dataclass(frozen=True)
+class ToDist(Conversion):
+    """A HF folder to one of megatron-core."""
+
+    kind = "torch_dist"
+    dropped = DIST_FILES
+
+    @classmethod
+    def plan(
+        cls,
+        source: Path,
+        staging: Path,
+        hf: Path,
+        *,
+        dtype: torch.dtype | None,
+        num_mtp_layers: int,
+        file_bytes: int,
+    ) -> ToDist:
+        """Plan it, and hold the folder against its config."""
+        checkpoint = Checkpoint(source)
+        own = widespread((tensor.dtype, tensor.nbytes) for tensor in checkpoint.values())
+        model = whole_model(hf, dtype=dtype or own, num_mtp_layers=num_mtp_layers)
+        ignored = check_source(model.entries, checkpoint, model.mapping, num_mtp_layers=num_mtp_layers, dtype=dtype)
+        return cls(model, source, staging, tuple(units_of(model.entries, file_bytes)), ignored)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """One for each unit, and one for what is no tensor."""
+        return tuple(map(file_name, range(len(self.units) + 1)))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of the tensors in each file."""
+        return (*super().sizes, 0)
+
+    def write(self, number: int) -> None:
+        """Write one file, each parameter when torch asks for it."""
+        plans, _ = self._plans
+        write_file(self.staging, number, plans[number], self._placed(number), self._make)
+
+    def finish(self) -> None:
+        """Write the metadata of the folder, the HF config and the tokenizer."""
+        super().finish()
+        _, metadata = self._plans
+        finish(self.staging, len(self.names), metadata)
+
+    @cached_property
+    def _checkpoint(self) -> Checkpoint:
+        return Checkpoint(self.source)
+
+    @cached_property
+    def _plans(self) -> tuple[list[SavePlan], Metadata]:
+        return plan_files(map(self._placed, range(len(self.units))), self.model.objects)
+
+    def _make(self, number: int) -> Tensor:
+        return assemble(self.model.entries[number], self._checkpoint)
+
+    def _placed(self, number: int) -> list[Placed]:
+        return [self.model.placed[each] for each in self.units[number]] if number < len(self.units) else []
