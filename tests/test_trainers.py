@@ -233,6 +233,29 @@ def test_refusals(tied, tmp_path):
     on(ParallelDims(), 1, say_no, tied, str(tmp_path))
 
 
+def as_siirl(dims: ParallelDims, folder: str, out: str) -> tuple[Any, ...]:
+    """Runs in a worker: a critic of a tied model that nobody has untied, with no argument that may be left out."""
+    from transformers import AutoConfig
+
+    bridge = mbridge.AutoBridge.from_config(AutoConfig.from_pretrained(folder))
+    bridge.set_extra_args(attention_backend="flash")
+    models = bridge.get_model(post_model_creation_callbacks=[mbridge.make_value_model], wrap_with_ddp=True)
+    stepping.note_wrapped(models)
+    bridge.load_weights(models, folder)
+    bridge.save_weights(models, out)
+    (ddp,) = models
+    settings = ddp.ddp_config.grad_reduce_in_fp32, ddp.ddp_config.use_distributed_optimizer
+    return settings, {parameter.dtype for parameter in ddp.parameters()}, list(dict(bridge.export_weights(models)))
+
+
+def test_a_critic_with_nothing_said_of_it(tied, tmp_path):
+    ((settings, dtypes, names),) = on(ParallelDims(), 1, as_siirl, tied, str(tmp_path / "out"))
+    assert (settings, dtypes) == ((True, True), {torch.bfloat16})
+    truth, saved = read(tied), read(tmp_path / "out")
+    assert set(names) == saved.keys() == {*truth, "score.weight"}
+    assert all(torch.equal(saved[name], tensor) for name, tensor in truth.items())
+
+
 def as_rlinf(dims: ParallelDims, folder: str, out: str) -> tuple[Any, ...]:
     """Runs in a worker: a provider that is a dataclass, with fields set one by one, loaded as it is built."""
     import copy

@@ -162,3 +162,31 @@ def reference(folder: str, row: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         logits = model(torch.tensor([row])).logits[0].float() / 0.5
     scores = logits.log_softmax(-1)
     return scores[:-1].gather(-1, torch.tensor(row[1:])[:, None])[:, 0], -(scores.exp() * scores).sum(-1)[:-1]
+
+
+def replay(folder: str, vanilla: bool) -> tuple[int, int, list[Any]]:
+    """Runs in a worker: the routers that verl knows, those that there are, and the routes that it records."""
+    from megatron.core.transformer.moe.router import TopKRouter
+    from verl.utils import tensordict_utils as tu
+    from verl.utils.megatron.router_replay_patch import RouterReplay
+
+    from tests.verl_engine import batch_of, engine_of
+
+    engine = engine_of(folder, vanilla=vanilla, replay="R2")
+    batch = batch_of(ROWS[:2])
+    tu.assign_non_tensor(batch, enable_routing_replay=True)
+    with engine.eval_mode():
+        routes = engine.infer_batch(batch)["model_output"]["routed_experts"]
+    routers = [module for module in engine.module[0].modules() if isinstance(module, TopKRouter)]
+    return len(RouterReplay.router_instances), len(routers), [tuple(row.shape) for row in routes.unbind()]
+
+
+@pytest.mark.parametrize("vanilla", FLAVOURS, ids=["mbridge", "megatron_bridge"])
+def test_router_replay(vanilla, sparse):
+    """verl counts routers as they are constructed, and finds them by their number: none may be built in vain."""
+    try:
+        ((known, built, routes),) = pool.run(1, in_verl, ParallelDims(), replay, sparse, vanilla)
+    finally:
+        pool._stop(dump=False)  # verl's patches last as long as the process
+    assert known == built == 3
+    assert routes == [(len(row), 3, 4) for row in ROWS[:2]]  # each token has four experts

@@ -61,18 +61,19 @@ class CpuForCuda(TorchFunctionMode):
         return found
 
 
-def engine_of(folder: str, *, vanilla: bool, value: bool = False, forward_only: bool = False, **sizes: int) -> Any:
+def engine_of(folder: str, *, vanilla: bool, value: bool = False, replay: str = "disabled", **sizes: int) -> Any:
     """An engine as a worker of verl makes it from its config, initialised.
 
     Args:
         folder: of an HF checkpoint with a tokenizer.
         vanilla: the surface of mbridge, or that of Megatron-Bridge.
         value: a critic.
-        forward_only: a reference.
+        replay: the mode of router replay.
         sizes: of the mesh, as fields of ``McoreEngineConfig``.
     """
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
     from verl.workers.config.checkpoint import McoreCheckpointConfig
+    from verl.workers.config.engine import EngineRouterReplayConfig
     from verl.workers.engine import EngineRegistry
 
     kind = "value_model" if value else "language_model"
@@ -82,7 +83,7 @@ def engine_of(folder: str, *, vanilla: bool, value: bool = False, forward_only: 
         model_config=HFModelConfig(path=folder, model_type=kind, override_config={"attn_implementation": "eager"}),
         engine_config=McoreEngineConfig(
             vanilla_mbridge=vanilla,
-            forward_only=forward_only,
+            router_replay=EngineRouterReplayConfig(mode=replay),
             use_dynamic_bsz=False,
             override_mcore_model_config={"moe_config": {"freeze_moe_router": True}},
             override_transformer_config={"attention_backend": "flash", "recompute_modules": ["core_attn"]},
