@@ -123,6 +123,11 @@ def filled_in(hf):
         "rotary_percentage": 1.0,
         "make_vocab_size_divisible_by": 1,
         "seq_len_interpolation_factor": None,
+        "add_position_embedding": False,
+        "masked_softmax_fusion": True,
+        "pipeline_model_parallel_split_rank": None,
+        "virtual_pipeline_model_parallel_size": None,
+        "trust_remote_code": True,
     }
 
 

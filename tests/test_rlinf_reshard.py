@@ -53,7 +53,7 @@ def synced(reshard, models, gather):
         assert not found.keys() & part.keys()
         found.update(part)
         sizes.append(sum(tensor.nbytes for tensor in part.values()))
-    assert max(sizes) < sum(sizes) / 2
+    assert max(sizes) <= sum(sizes) / 2
     own = {tensor.untyped_storage().data_ptr() for tensor in held_tensors(models).values()}
     assert not own & {tensor.untyped_storage().data_ptr() for tensor in found.values() if tensor.numel()}
     return found
@@ -105,6 +105,10 @@ def new_callers(hf, dims, rollouts):
         targets = [EngineRank(tp=tp, tp_rank=p, ep=ep, ep_rank=p % ep) for p in places]
         found = synced(reshard, models, lambda b, r=reshard, p=places[0], e=ep: r.gather_and_reshard_model(b, p, p % e))
         assert_gets(found, expected(hf, state, targets[0]))
+        found = synced(
+            reshard, models, lambda b, r=reshard: r.gather_and_reshard_model(b, *((0, 0) if rank == 1 else ()))
+        )
+        assert_gets(found, expected(hf, state, EngineRank(tp=tp, ep=ep)) if rank == 1 else {})
         narrowed = [{}, {}]
         for bucket in reshard.divide_model_to_bucket(models):
             full = reshard.gather_full_model(bucket)
@@ -193,8 +197,10 @@ def mistakes():
     with pytest.raises(ExportError, match="of an earlier sync"):
         reshard.gather_and_reshard_model(second, rank)
     bucket, *_ = reshard.divide_model_to_bucket(models)
-    with pytest.raises(ExportError, match="rank 1 of the group: dst_tp_rank must be given"):  # on both
-        reshard.gather_and_reshard_model(bucket, 0 if rank == 0 else None)
+    with pytest.raises(
+        ExportError, match=r"rank 1 of the group: expected tp of at least 1 .* found 2 and 5"
+    ):  # on both
+        reshard.gather_and_reshard_model(bucket, 0 if rank == 0 else 5)
     found = reshard.gather_and_reshard_model(models, rank)  # as RLinf had it before it had buckets
     assert_gets(found, expected(TIED, state, EngineRank(tp=2, tp_rank=rank)))
 

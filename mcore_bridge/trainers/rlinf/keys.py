@@ -69,6 +69,9 @@ IGNORED = {
     "moe_grouped_gemm": "the backend decides it: grouped with TransformerEngine, one by one without",
     "seq_len_interpolation_factor": "the rope is computed from the HF config as transformers does",
     "first_k_dense_replace": "the HF config says which layers have experts",
+    "add_position_embedding": "position_embedding_type says what there is",
+    "pipeline_model_parallel_split_rank": "there is no encoder",
+    "trust_remote_code": "configs are read without code of their own",
     "use_cpu_initialization": "parameters are made where the model is to be",
 }
 """Keys that change nothing here, and why."""

@@ -16,7 +16,7 @@ from mcore_bridge.weights.names import held_tensors
 from mcore_bridge.weights.plan import ExportPlan
 from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.shares import Share, shares_of
-from mcore_bridge.weights.target import EngineRank
+from mcore_bridge.weights.target import EngineRank, Target
 from mcore_bridge.weights.transport import Group
 
 
@@ -75,7 +75,7 @@ class MegatronCoreWeightReshard:
             bucket_weight: of ``divide_model_to_bucket``; or a model as a whole, as RLinf had it before it had buckets.
             dst_tp_rank: the destination's place in ``reshard_tp_size``. RLinf up to 0.4.0 passes another than where it
                 sends to, when the trainer's tp is above ``reshard_tp_size`` above 1: with configs that are so old it
-                follows from this rank's own place instead.
+                follows from this rank's own place instead. With others, None is that these weights are for nobody.
             dst_ep_rank, dst_lm_head_rank, dst_shared_rank: its places in expert parallelism, and, with data parallel
                 attention, in what cuts the head and shared experts.
 
@@ -120,6 +120,10 @@ class MegatronCoreWeightReshard:
         shares = self._shares_of(export, self._rank_at(export.bound.chunks, destination))
         return {shares[name].name: shares[name].of(t) for name, t in full_sd.tensors.items() if name in shares}
 
+    def _target_at(self, models: Models, destination: Destination) -> Target:
+        is_for_nobody = destination.dst_tp_rank is None and not self._engine.follows_trainer
+        return "nothing" if is_for_nobody else self._rank_at(models, destination)
+
     def _rank_at(self, models: Models, destination: Destination) -> EngineRank:
         groups = chunks_of(models)[0].pg_collection
         tp, pp = ((group.size(), group.rank()) for group in (groups.tp, groups.pp))
@@ -147,7 +151,7 @@ class MegatronCoreWeightReshard:
         try:
             if bucket.sync is not self._sync:
                 raise ExportError("expected a bucket of the last divide_model_to_bucket, found one of an earlier sync")
-            return bucket.sync.gather(bucket.number, destination, self._rank_at)
+            return bucket.sync.gather(bucket.number, destination, self._target_at)
         except BridgeError:
             bucket.sync.close()
             raise

@@ -18,7 +18,7 @@ from mcore_bridge.weights.footprint import AHEAD
 from mcore_bridge.weights.pending import gather_pending
 from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.rounds import run_rounds
-from mcore_bridge.weights.target import EngineRank, Target
+from mcore_bridge.weights.target import Target
 
 
 @dataclass(eq=False)
@@ -39,14 +39,14 @@ class Sync:
         self,
         number: int,
         destination: Destination | None,
-        rank_at: Callable[[Models, Destination], EngineRank],
+        target_at: Callable[[Models, Destination], Target],
     ) -> dict[str, Tensor]:
         """The next bucket.
 
         Args:
             number: of the bucket.
             destination: of this rank's weights; None is whole tensors.
-            rank_at: what the engine's rank at a destination holds.
+            target_at: what is taken at a destination.
 
         Raises:
             ExportError: it is not the next one, or has another destination than the first one; or any rank failed.
@@ -54,7 +54,7 @@ class Sync:
         if number != self.num_done:
             raise ExportError(f"expected bucket {self.num_done}, found {number}; gather each once, in order")
         if self.rounds is None:
-            self.rounds = self._begun(destination, rank_at)
+            self.rounds = self._begun(destination, target_at)
         if destination != self.destination:
             raise ExportError(
                 f"expected the destination of the first bucket, {self.destination}, found {destination}; for several "
@@ -69,13 +69,13 @@ class Sync:
             self.rounds.close()
 
     def _begun(
-        self, destination: Destination | None, rank_at: Callable[[Models, Destination], EngineRank]
+        self, destination: Destination | None, target_at: Callable[[Models, Destination], Target]
     ) -> Generator[dict[str, Tensor], None, None]:
         target: Target = "everything"
         problem = ""
         try:
             if destination is not None:
-                target = rank_at(self.models, destination)
+                target = target_at(self.models, destination)
         except TargetError as error:  # the others are about to wait for this rank
             problem = str(error)
         self.destination = destination
