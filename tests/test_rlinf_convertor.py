@@ -14,6 +14,7 @@ from mcore_bridge.commands.fake import rank_of
 from mcore_bridge.commands.options import smallest_world
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
 from mcore_bridge.trainers.rlinf import convertor
+from mcore_bridge.trainers.rlinf.__main__ import main as run_script
 from mcore_bridge.trainers.rlinf.conversion import Conversion, read_conversion
 from mcore_bridge.trainers.rlinf.convertor import convert_hf_to_mg, hf_to_middle_file, middle_file_to_mg
 from mcore_bridge.trainers.rlinf.folder import FINGERPRINT
@@ -290,3 +291,22 @@ def test_a_checkpoint_that_lacks_a_file_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="must be a file of this checkpoint"):
         list(iter_mg_weights(str(tmp_path / "mg"), folder, block))
     assert Conversion(load_path="", save_path="").te_ln_add_extra_state == "tensor_pickle_none"
+
+
+def test_its_scripts_write_the_same_files(tmp_path):
+    """Of the documented example: DeepSeek-R1-Distill-Qwen-1.5B at TP1 PP2, in two stages."""
+    folder, _ = source(TIED, tmp_path / "hf")
+    unused = ("--model", "DeepSeek-R1-Distill-Qwen-1.5B", "--use-gpu-num", "0", "--process-num", "16")
+    middle = ("--load-path", folder, "--save-path", str(tmp_path / "middle"), *unused)
+    run_script(("convert_hf_to_middle_file", *middle))
+    paths = ("--load-path", str(tmp_path / "middle"), "--save-path", str(tmp_path / "mg"))
+    sizes = ("--tp-size", "1", "--tpe-size", "1", "--ep-size", "1", "--pp-size", "2", "--pp-stages", "3", "2")
+    run_script(("convert_middle_file_to_mg", *paths, *sizes, *unused))
+    plain = {"te_ln_linear_qkv": False, "te_ln_linear_mlp_fc1": False, "te_ln_add_extra_state": None}
+    convert_hf_to_mg(folder, asked(tmp_path / "once", pp=2, pp_stages=[3, 2], **plain))
+    files = sorted(path.name for path in (tmp_path / "once" / "release").iterdir())
+    assert files == ["mp_rank_00_000", "mp_rank_00_001"]
+    for name in files:
+        assert_gets(dict(saved(tmp_path / "mg", name)["model"]), dict(saved(tmp_path / "once", name)["model"]))
+    with pytest.raises(SystemExit):
+        run_script(("convert_middle_file_to_mg", *paths, "--te-ln-linear-qkv", "perhaps"))

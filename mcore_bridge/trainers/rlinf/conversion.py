@@ -10,7 +10,7 @@ from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.errors import ConfigError
 
 ExtraState = Literal["none", "tensor_pickle_none", "tensor_0_dim"] | None
-_EXTRA_STATES = (None, "none", "tensor_pickle_none", "tensor_0_dim")
+EXTRA_STATES = (None, "none", "tensor_pickle_none", "tensor_0_dim")
 _ASKED = {
     "tensor_model_parallel_size": "tp_size",
     "pipeline_model_parallel_size": "pp_size",
@@ -56,9 +56,9 @@ class Conversion:
     def __post_init__(self) -> None:
         if self.grouped_gemm not in (None, "te"):
             raise ConfigError(f"grouped_gemm must be None or 'te', found {self.grouped_gemm!r}")
-        if self.te_ln_add_extra_state not in _EXTRA_STATES:
+        if self.te_ln_add_extra_state not in EXTRA_STATES:
             raise ConfigError(
-                f"te_ln_add_extra_state must be one of {_EXTRA_STATES}, found {self.te_ln_add_extra_state!r}"
+                f"te_ln_add_extra_state must be one of {EXTRA_STATES}, found {self.te_ln_add_extra_state!r}"
             )
         if self.te_ln_linear_qkv != self.te_ln_linear_mlp_fc1:
             raise ConfigError("te_ln_linear_qkv and te_ln_linear_mlp_fc1 must be the same: one module fuses both norms")

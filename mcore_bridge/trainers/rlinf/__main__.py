@@ -1,0 +1,58 @@
+"""RLinf's scripts for checkpoints, by their own arguments: ``python -m mcore_bridge.trainers.rlinf SCRIPT ...``.
+
+SCRIPT is ``convert_hf_to_middle_file`` or ``convert_middle_file_to_mg``. What a model is, its HF config says.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+
+from mcore_bridge.trainers.rlinf.conversion import EXTRA_STATES, Conversion
+from mcore_bridge.trainers.rlinf.convertor import hf_to_middle_file, middle_file_to_mg
+
+SCRIPTS = {"convert_hf_to_middle_file": hf_to_middle_file, "convert_middle_file_to_mg": middle_file_to_mg}
+_UNUSED = ("--model", "--model-type", "--use-gpu-num", "--process-num")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a script."""
+    parser = ArgumentParser(prog="python -m mcore_bridge.trainers.rlinf", description=__doc__)
+    scripts = parser.add_subparsers(dest="script", required=True)
+    for name, convert in SCRIPTS.items():
+        script = scripts.add_parser(name)
+        script.add_argument("--load-path", required=True, help="the folder that is read")
+        script.add_argument("--save-path", required=True, help="the folder that is written")
+        for unused in _UNUSED:
+            script.add_argument(unused, help="as RLinf's, without effect")
+        if convert is middle_file_to_mg:
+            _add_mesh(script)
+    asked = parser.parse_args(arguments)
+    SCRIPTS[asked.script](_conversion(asked))
+
+
+def _add_mesh(script: ArgumentParser) -> None:
+    for size in ("tp", "pp", "tpe", "ep"):
+        script.add_argument(f"--{size}-size", type=int, default=1)
+    script.add_argument("--pp-stages", type=int, nargs="*", help="layers of each pipeline stage")
+    script.add_argument("--grouped-gemm", choices=("te",), help="experts of one grouped module")
+    for fused in ("--te-ln-linear-qkv", "--te-ln-linear-mlp_fc1"):
+        script.add_argument(fused, type=_truth, default=False, help="norms fused with the linears behind them: both")
+    script.add_argument("--te-ln-add-extra-state", choices=[each for each in EXTRA_STATES if each])
+
+
+def _truth(text: str) -> bool:
+    if text.lower() not in ("true", "false", "1", "0"):
+        raise ValueError(text)
+    return text.lower() in ("true", "1")
+
+
+def _conversion(asked: Namespace) -> Conversion:
+    found = {name: value for name, value in vars(asked).items() if name in Conversion.__dataclass_fields__}
+    if found.get("pp_stages") is not None:
+        found["pp_stages"] = tuple(found["pp_stages"])
+    return Conversion(**found)
+
+
+if __name__ == "__main__":
+    main()
