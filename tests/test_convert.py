@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -267,3 +268,28 @@ def test_what_does_not_fit_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="into itself"):
         convert(source, source, on_event=quiet)
     assert not (tmp_path / "back").exists()
+
+
+def test_a_folder_that_is_not_whole_is_not_taken_for_one(tmp_path):
+    source, dist, back = small(tmp_path / "hf"), tmp_path / "dist", tmp_path / "back"
+    convert(source, dist, file_bytes=20_000, on_event=quiet)
+    kept = (dist / ".metadata").read_bytes()
+    metadata = pickle.loads(kept)
+    metadata.state_dict_metadata["decoder.layers.0.mlp.experts.experts.linear_fc1.weight"].chunks.pop()
+    (dist / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"has 0 of the 1920 elements of decoder.*save did not come to an end"):
+        convert(dist, back, on_event=quiet)
+    (dist / ".metadata").write_bytes(kept)
+    file = dist / "__0_0.distcp"
+    whole = file.read_bytes()
+    for damaged in (whole[: len(whole) // 2], None):
+        file.write_bytes(damaged) if damaged else file.unlink()
+        with pytest.raises(CheckpointError, match=r"cannot read .* copy the folder again"):
+            convert(dist, back, on_event=quiet)
+    file.write_bytes(whole)
+    (dist / ".metadata").write_bytes(kept[:100])
+    with pytest.raises(CheckpointError, match=r"no readable \.metadata"):
+        convert(dist, back, on_event=quiet)
+    (dist / ".metadata").write_bytes(kept)
+    convert(dist, back, on_event=quiet)
+    assert_exact(back, Checkpoint(source))

@@ -6,6 +6,7 @@ A parameter is one or more *places* in the tensors of such a folder: a box of a 
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
 import shutil
@@ -27,7 +28,6 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.torch_dist import CONTENT, TorchDistFolder
 
 NOTES = ".results"
@@ -164,21 +165,37 @@ class TorchDistReader:
     """Reads whole parameters of a folder, one at a time."""
 
     def __init__(self, folder: TorchDistFolder) -> None:
-        self._tensors = folder.tensors
+        self._folder = folder
         self._reader = FileSystemReader(folder.path)
         self._reader.set_up_storage_reader(folder.metadata, is_coordinator=False)
 
     def read(self, placed: Placed) -> Tensor:
-        """The parameter, in the dtype that the folder has it in."""
-        first: TensorStorageMetadata = self._tensors[placed.places[0].key]
+        """The parameter, in the dtype that the folder has it in.
+
+        Raises:
+            CheckpointError: the folder has not all of it, or cannot be read.
+        """
+        first = self._folder.tensors[placed.places[0].key]
         whole = torch.empty(placed.shape, dtype=first.properties.dtype)
         for place in placed.places:
-            chunk = place.chunk(placed.shape)
-            items = create_read_items_for_chunk_list(place.key, self._tensors[place.key], [chunk])
             rows = whole[slice(*place.rows)] if placed.shape else whole
-            planner = _Taker(rows.view(place.sizes(placed.shape)))
-            self._reader.read_data(LoadPlan(items), planner).wait()
+            self._read(place, place.chunk(placed.shape), rows.view(place.sizes(placed.shape)))
         return whole
+
+    def _read(self, place: Place, chunk: ChunkStorageMetadata, box: Tensor) -> None:
+        items = create_read_items_for_chunk_list(place.key, self._folder.tensors[place.key], [chunk])
+        found = sum(math.prod(item.lengths) for item in items)
+        if found != box.numel():
+            raise CheckpointError(
+                f"{self._folder.path} has {found} of the {box.numel()} elements of {place.key} at {place.offset}: its "
+                "save did not come to an end; use an earlier iteration"
+            )
+        try:
+            self._reader.read_data(LoadPlan(items), _Taker(box)).wait()
+        except (OSError, RuntimeError, KeyError) as error:  # torch.load's own for what is cut short
+            raise CheckpointError(
+                f"cannot read {place.key} in {self._folder.path}: {error}; copy the folder again"
+            ) from None
 
 
 class _Taker(DefaultLoadPlanner):
