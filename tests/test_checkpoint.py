@@ -13,7 +13,7 @@ from mcore_bridge import ParallelDims
 from mcore_bridge.commands.convert import convert
 from mcore_bridge.commands.fake import rank_of
 from mcore_bridge.commands.options import smallest_world
-from mcore_bridge.errors import CheckpointError
+from mcore_bridge.errors import CheckpointError, MappingError
 from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.dist_check import leaves_of, sharded_states
 from mcore_bridge.weights.optimizer_chain import fit_chain
@@ -203,14 +203,17 @@ def refuse(folder: Path) -> None:
             with pytest.raises(CheckpointError, match=match):
                 mb.load_checkpoint(model, folder)
             assert all(torch.equal(tensor, before[name]) for name, tensor in mb.to_hf_state_dict(model).items())
-        (model,) = mb.build_model(tiny("qwen3_moe", vocab_size=97, **MOE), device="cpu", load_weights=False)
-        del model.decoder.layers[3]
-        report = mb.load_checkpoint(model, folder, strict=False)
+        hf = tiny("qwen3_moe", vocab_size=97, **MOE)
+        (model,) = mb.build_model(hf, device="cpu", load_weights=False)
+        del model.bridge, model.decoder.layers[3]  # as somebody else would have built it
+        with pytest.raises(MappingError, match="pass hf="):
+            mb.load_checkpoint(model, folder)
+        report = mb.load_checkpoint(model, folder, hf=hf, strict=False)
         assert report.unexpected
         assert all(key.startswith("decoder.layers.3.") for key in report.unexpected)
         model.decoder.layers[0].self_attention.sharded_state_dict = lambda *given, **options: {}
         with pytest.raises(CheckpointError, match=r"leaves out .*decoder\.layers\.0\.self_attention"):
-            mb.save_checkpoint(model, folder)
+            mb.save_checkpoint(model, folder, hf=hf)
 
 
 def refuse_dtypes(folder: Path) -> None:

@@ -270,23 +270,26 @@ def test_what_does_not_fit_is_named(tmp_path):
     assert not (tmp_path / "back").exists()
 
 
-def test_a_folder_with_a_file_missing_or_cut_short_is_not_converted(tmp_path):
-    source, dist = small(tmp_path / "hf"), tmp_path / "dist"
-    convert(source, dist, on_event=quiet)
-    data = dist / "__0_0.distcp"
-    data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
-    for message in ("missing or damaged", "missing or damaged.*No such file"):
-        with pytest.raises(CheckpointError, match=message):
-            convert(dist, tmp_path / "back", on_event=quiet)
-        assert not (tmp_path / "back").exists()
-        data.unlink(missing_ok=True)
-
-
-def test_a_folder_that_lacks_a_part_of_a_tensor_is_not_converted(tmp_path):
-    source, dist = small(tmp_path / "hf"), tmp_path / "dist"
-    convert(source, dist, on_event=quiet)
-    metadata = pickle.loads((dist / ".metadata").read_bytes())
-    metadata.state_dict_metadata["decoder.final_layernorm.weight"].chunks.clear()
+def test_a_folder_that_is_not_whole_is_not_taken_for_one(tmp_path):
+    source, dist, back = small(tmp_path / "hf"), tmp_path / "dist", tmp_path / "back"
+    convert(source, dist, file_bytes=20_000, on_event=quiet)
+    kept = (dist / ".metadata").read_bytes()
+    metadata = pickle.loads(kept)
+    metadata.state_dict_metadata["decoder.layers.0.mlp.experts.experts.linear_fc1.weight"].chunks.pop()
     (dist / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=r"has 0 of 48 elements of decoder\.final_layernorm\.weight"):
-        convert(dist, tmp_path / "back", on_event=quiet)
+    with pytest.raises(CheckpointError, match=r"has 0 of the 1920 elements of decoder.*save did not come to an end"):
+        convert(dist, back, on_event=quiet)
+    (dist / ".metadata").write_bytes(kept)
+    file = dist / "__0_0.distcp"
+    whole = file.read_bytes()
+    for damaged in (whole[: len(whole) // 2], None):
+        file.write_bytes(damaged) if damaged else file.unlink()
+        with pytest.raises(CheckpointError, match=r"cannot read .* copy the folder again"):
+            convert(dist, back, on_event=quiet)
+    file.write_bytes(whole)
+    (dist / ".metadata").write_bytes(kept[:100])
+    with pytest.raises(CheckpointError, match=r"no readable \.metadata"):
+        convert(dist, back, on_event=quiet)
+    (dist / ".metadata").write_bytes(kept)
+    convert(dist, back, on_event=quiet)
+    assert_exact(back, Checkpoint(source))

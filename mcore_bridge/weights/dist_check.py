@@ -40,11 +40,15 @@ def sharded_states(chunks: Sequence[GPTModel], metadata: Mapping[str, Any]) -> d
 
 
 class Check:
-    """Holds what a model asks for against what a folder has, and takes over how the folder spells it."""
+    """Holds what a model asks for against what a folder has, and takes over how the folder spells it.
 
-    def __init__(self, found: TorchDistFolder, chunks: Sequence[GPTModel], dtype: torch.dtype | None) -> None:
-        self.found, self.dtype = found, dtype
-        self.vocab = next((chunk.bridge.hf.vocab_size for chunk in chunks if hasattr(chunk, "bridge")), 0)
+    Args:
+        vocab: rows of the vocabulary that are not padding.
+        dtype: what tensors are cast to; None is that of the folder.
+    """
+
+    def __init__(self, found: TorchDistFolder, vocab: int, dtype: torch.dtype | None) -> None:
+        self.found, self.vocab, self.dtype = found, vocab, dtype
         self.spelled = found.spelled()
         self.cast: dict[str, str] = {}
 

@@ -107,6 +107,8 @@ def load_checkpoint(
     folder: str | os.PathLike[str],
     *,
     optimizer: Any = None,
+    hf: HF | None = None,
+    head: str = "lm",
     dtype: torch.dtype | None = None,
     strict: bool = True,
 ) -> CheckpointReport:
@@ -118,6 +120,7 @@ def load_checkpoint(
         models: this rank's chunks, wrapped or not.
         folder: of the checkpoint; or one with ``latest_checkpointed_iteration.txt``, or with a ``dist_ckpt``.
         optimizer: megatron-core's, whose state is read too.
+        hf, head: for models that ``build_model`` did not make: their HF config or folder, and their head.
         dtype: what tensors are cast to on the way, where a parameter cannot hold every value of what the folder has. By
             default that raises.
         strict: whether missing and unexpected tensors of the model raise, or are reported.
@@ -134,7 +137,7 @@ def load_checkpoint(
     written = dist_checkpointing.load_content_metadata(str(found.path))
     metadata = {**found.spelling, **(written or {}), "dp_cp_group": chunks[0].pg_collection.dp_cp}
     state = sharded_states(chunks, metadata)
-    check = Check(found, chunks, dtype)
+    check = Check(found, noted(models, hf, head).hf.vocab_size, dtype)
     missing, unexpected = check.run(state, Group.of_replica(chunks[0].pg_collection), strict)
     if optimizer is not None:
         state["optimizer"] = optimizer.sharded_state_dict(_parts(state), is_loading=True, metadata=metadata)

@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
@@ -166,7 +165,7 @@ class TorchDistReader:
     """Reads whole parameters of a folder, one at a time."""
 
     def __init__(self, folder: TorchDistFolder) -> None:
-        self._path, self._tensors = folder.path, folder.tensors
+        self._folder = folder
         self._reader = FileSystemReader(folder.path)
         self._reader.set_up_storage_reader(folder.metadata, is_coordinator=False)
 
@@ -174,29 +173,29 @@ class TorchDistReader:
         """The parameter, in the dtype that the folder has it in.
 
         Raises:
-            CheckpointError: the folder has not all of it, or one of its files is missing or damaged.
+            CheckpointError: the folder has not all of it, or cannot be read.
         """
-        first: TensorStorageMetadata = self._tensors[placed.places[0].key]
+        first = self._folder.tensors[placed.places[0].key]
         whole = torch.empty(placed.shape, dtype=first.properties.dtype)
         for place in placed.places:
             rows = whole[slice(*place.rows)] if placed.shape else whole
-            self._read_box(place, place.chunk(placed.shape), rows.view(place.sizes(placed.shape)))
+            self._read(place, place.chunk(placed.shape), rows.view(place.sizes(placed.shape)))
         return whole
 
-    def _read_box(self, place: Place, chunk: ChunkStorageMetadata, box: Tensor) -> None:
-        items = create_read_items_for_chunk_list(place.key, self._tensors[place.key], [chunk])
+    def _read(self, place: Place, chunk: ChunkStorageMetadata, box: Tensor) -> None:
+        items = create_read_items_for_chunk_list(place.key, self._folder.tensors[place.key], [chunk])
         found = sum(math.prod(item.lengths) for item in items)
         if found != box.numel():
             raise CheckpointError(
-                f"{self._path} has {found} of {box.numel()} elements of {place.key}: it is not all of the checkpoint"
+                f"{self._folder.path} has {found} of the {box.numel()} elements of {place.key} at {place.offset}: its "
+                "save did not come to an end; use an earlier iteration"
             )
         try:
             self._reader.read_data(LoadPlan(items), _Taker(box)).wait()
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, KeyError) as error:  # torch.load's own for what is cut short
             raise CheckpointError(
-                f"{place.key} cannot be read from {self._path}, of which a file is missing or damaged: copy it again, "
-                f"or use an earlier iteration ({error})"
-            ) from error
+                f"cannot read {place.key} in {self._folder.path}: {error}; copy the folder again"
+            ) from None
 
 
 class _Taker(DefaultLoadPlanner):
