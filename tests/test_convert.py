@@ -240,6 +240,18 @@ def test_memory_is_that_of_the_largest_parameters_and_not_of_the_model(tmp_path)
     assert_exact(tmp_path / "back", Checkpoint(source))
 
 
+def test_a_checkpoint_of_verl_is_found_and_its_config_beside_it(tmp_path):
+    source, actor = small(tmp_path / "hf"), tmp_path / "global_step_5" / "actor"
+    convert(source, actor / "dist_ckpt", on_event=quiet)
+    (actor / "huggingface").mkdir()
+    (actor / "dist_ckpt" / "config.json").rename(actor / "huggingface" / "config.json")
+    convert(actor, tmp_path / "back", on_event=quiet)
+    assert_exact(tmp_path / "back", Checkpoint(source))
+    (actor / "huggingface" / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no config\.json in any of .*huggingface.*--hf"):
+        convert(actor, tmp_path / "again", on_event=quiet)
+
+
 # refusals -------------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -66,6 +67,8 @@ class ToHF(Conversion):
                 whole = self._reader.read(self.model.placed[each]).to(entry.held.dtype)
                 for part, tensor in take_apart(entry, whole):
                     _write(writer, entry, part, tensor)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())  # or the name might outlive what it stands for
         path.rename(self.staging / self.names[number])
 
     def finish(self) -> None:
@@ -100,7 +103,10 @@ def _stored(entry: Entry, stored: torch.dtype, dtype: torch.dtype | None) -> Ent
     if dtype is None:
         return replace(entry, held=replace(entry.held, dtype=stored))
     if not is_exact(stored, own) and own != dtype:
-        raise CheckpointError(f"{entry.held.mcore} is {dtype_name(stored)}, and {dtype_name(own)} in a model")
+        raise CheckpointError(
+            f"{entry.held.mcore} is {dtype_name(stored)}, and {dtype_name(own)} in a model, which cannot hold all its "
+            "values; leave out --dtype to keep every tensor in its own"
+        )
     return entry
 
 
