@@ -14,7 +14,7 @@ from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import Blueprint, draw
 from mcore_bridge.factory.specs import choose_backend
-from mcore_bridge.trainers.rlinf.keys import FROM_HF, IGNORED, INITIAL, KERNELS, MESH, MODEL_TYPES, dtype_of, to_mcore
+from mcore_bridge.trainers.rlinf.keys import FROM_HF, IGNORED, INITIAL, KERNELS, MODEL_TYPES, dtype_of, to_mcore
 from mcore_bridge.weights.provenance import HF
 
 if TYPE_CHECKING:
@@ -119,8 +119,9 @@ def _require_resolved(block: Mapping[str, Any]) -> None:
 
 
 def _dims(model: Mapping[str, Any]) -> ParallelDims:
-    sizes = {MESH[key]: value for key, value in model.items() if key in MESH and value is not None}
-    return ParallelDims(**{"etp": sizes.get("tp", 1), **sizes})
+    """None is what the mesh has without the key; experts are then cut like all else, as in ``parallel_state``."""
+    given = {key: value for key, value in model.items() if value is not None}
+    return ParallelDims().with_config_fields({"expert_tensor_parallel_size": None, **given})
 
 
 def _decided(config: PretrainedConfig) -> frozenset[str]:

@@ -8,24 +8,11 @@ from typing import Any
 import torch
 from torch.nn.functional import gelu, relu, silu
 
+from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.errors import ConfigError
 
-MESH = {
-    "tensor_model_parallel_size": "tp",
-    "pipeline_model_parallel_size": "pp",
-    "virtual_pipeline_model_parallel_size": "vp",
-    "context_parallel_size": "cp",
-    "expert_model_parallel_size": "ep",
-    "expert_tensor_parallel_size": "etp",
-    "sequence_parallel": "sp",
-    "num_layers_in_first_pipeline_stage": "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage": "num_layers_in_last_pipeline_stage",
-    "account_for_embedding_in_pipeline_split": "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split": "account_for_loss_in_pipeline_split",
-    "pipeline_model_parallel_layout": "layout",
-}
-"""Keys of the mesh, and what ``ParallelDims`` calls them. None is what it has without the key; experts are then cut
-like all else, as in ``parallel_state``."""
+MESH = frozenset(ParallelDims().to_config_fields())
+"""Keys of the mesh, as megatron-core has them."""
 
 KERNELS = frozenset(
     (
