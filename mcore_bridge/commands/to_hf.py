@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from torch import Tensor
 from mcore_bridge.commands.conversion import Conversion, units_of, widespread
 from mcore_bridge.commands.whole import whole_model
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights.checkpoint import INDEX
+from mcore_bridge.weights.checkpoint import write_index
 from mcore_bridge.weights.dtypes import dtype_name, is_exact
 from mcore_bridge.weights.entries import Entry
 from mcore_bridge.weights.manifest import TensorSpec
@@ -74,12 +73,7 @@ class ToHF(Conversion):
     def finish(self) -> None:
         """Write the index, the HF config and the tokenizer."""
         super().finish()
-        specs = {name: self._specs(number) for number, name in enumerate(self.names)}
-        index = {
-            "metadata": {"total_size": sum(spec.num_bytes for each in specs.values() for spec in each)},
-            "weight_map": {spec.name: name for name, each in specs.items() for spec in each},
-        }
-        (self.staging / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        write_index(self.staging, {name: self._specs(number) for number, name in enumerate(self.names)})
 
     @cached_property
     def _reader(self) -> TorchDistReader:

@@ -95,7 +95,7 @@ def build(blueprint: Blueprint, source: Source | None, *, freeze: Sequence[str] 
     """
     blueprint = settle(blueprint)
     _require_mesh(blueprint, _mesh())
-    stages = _own_stages(blueprint)
+    stages = own_stages(blueprint)
     with building(blueprint, seed=seed, initialise=source is None):
         chunks = [build_chunk(blueprint, stage, seed=seed) for stage in stages]
     if source is not None:
@@ -142,7 +142,7 @@ def _source(
     return hf
 
 
-def _own_stages(blueprint: Blueprint) -> list[Stage]:
+def own_stages(blueprint: Blueprint) -> list[Stage]:
     """This rank's stages by virtual stage."""
     from megatron.core import parallel_state
 

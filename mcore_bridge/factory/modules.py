@@ -198,6 +198,15 @@ class CoreAttention(nn.Module):
         return get_cuda_rng_tracker().fork()
 
 
+def sharded_tensors(attention: nn.Module, prefix: str, sharded_offsets: tuple[Any, ...]) -> dict[str, Any]:
+    """The ``sharded_state_dict`` of core attention with parameters, of which TP cuts the sinks, one for each head."""
+    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+    own, cut = attention.state_dict(keep_vars=True), {"softmax_offset": 0}
+    found: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, cut, sharded_offsets)
+    return found
+
+
 def packed_lengths(packed: Any, num_ranks: int) -> list[int]:
     """Of each packed sequence, with its padding, the tokens that a context-parallel rank has."""
     padded = getattr(packed, "cu_seqlens_q_padded", None)

@@ -17,7 +17,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules import Norm
+from mcore_bridge.factory.modules import Norm, sharded_tensors
 from mcore_bridge.factory.specs import Backend, norm_of, submodules_of
 
 if TYPE_CHECKING:
@@ -150,8 +150,4 @@ class NormAfterRope(nn.Module):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
         """For a checkpoint of megatron-core, whose own attention has no norms in it and says nothing of them."""
-        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-
-        own = self.state_dict(keep_vars=True)
-        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, {"softmax_offset": 0}, sharded_offsets)
-        return found
+        return sharded_tensors(self, prefix, sharded_offsets)

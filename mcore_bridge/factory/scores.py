@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mcore_bridge.factory.modules import CoreAttention, placement
+from mcore_bridge.factory.modules import CoreAttention, placement, sharded_tensors
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -43,11 +43,7 @@ class ScoresCoreAttention(CoreAttention):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
         """For a checkpoint of megatron-core: the sinks are cut over TP, and taken for replicas otherwise."""
-        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-
-        own, cut = self.state_dict(keep_vars=True), {"softmax_offset": 0}
-        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, cut, sharded_offsets)
-        return found
+        return sharded_tensors(self, prefix, sharded_offsets)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, *, causal: bool) -> Tensor:
         repeats = query.size(1) // key.size(1)

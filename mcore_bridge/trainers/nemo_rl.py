@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mcore_bridge.errors import ExportError, MappingError
+from mcore_bridge.errors import MappingError
 from mcore_bridge.weights.bound import BoundModel, Models, bind, noted
 from mcore_bridge.weights.exchange import check_storage
-from mcore_bridge.weights.pending import is_pending
+from mcore_bridge.weights.pending import require_gathered
 from mcore_bridge.weights.pieces import Place, places_of
 from mcore_bridge.weights.provenance import HF
 
@@ -96,11 +96,7 @@ def _send(
     of_experts: bool,
     context: Callable[..., Any],
 ) -> Any:
-    if is_pending(models):
-        raise ExportError(
-            "replicas may have yet to gather what a step changed: call start_param_sync(force_sync=True) of each model "
-            "on all of them before a refit"
-        )
+    require_gathered(models)
     check_storage(dict(zip([place.mcore for place in places], parameters, strict=True)))
     parts = [place.of(parameter) for place, parameter in zip(places, parameters, strict=True)]
     return context(buf=torch.stack(parts) if of_experts else parts[0].contiguous())

@@ -11,11 +11,15 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.safetensors_file import SafetensorsFile
+
+if TYPE_CHECKING:
+    from mcore_bridge.weights.manifest import TensorSpec
 
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
@@ -80,6 +84,16 @@ def names_in(folder: str | os.PathLike[str]) -> tuple[str, ...]:
     if index is not None or not any(Path(folder).glob("*.safetensors")):
         return tuple(index or ())
     return tuple(Checkpoint(folder))
+
+
+def write_index(folder: Path, files: Mapping[str, Iterable[TensorSpec]]) -> None:
+    """Write the index of a folder, as transformers does: which of its ``files`` holds which tensors."""
+    held = [(spec, name) for name, specs in files.items() for spec in specs]
+    index = {
+        "metadata": {"total_size": sum(spec.num_bytes for spec, _ in held)},
+        "weight_map": {spec.name: name for spec, name in held},
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:

@@ -143,9 +143,7 @@ def canonical(name: str, numbering: Numbering) -> str:
     name = _MTP.sub(lambda match: _mtp_prefix(match, numbering), name)
     for pattern in _EXPERTS:
         name = pattern.sub(lambda match: f".experts.{numbering.experts[int(match['number'])]}.{match['tensor']}", name)
-    for pattern, plain in _FUSED_NORMS:
-        name = pattern.sub(plain, name)
-    return name
+    return plain_key(name)
 
 
 def plain_key(key: str) -> str:

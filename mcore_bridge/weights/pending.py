@@ -24,6 +24,15 @@ def is_pending(models: Models) -> bool:
     return any(map(_awaits, _wrappers(models)))
 
 
+def require_gathered(models: Models) -> None:
+    """For what does not communicate: raise ``ExportError`` where a gather may be pending."""
+    if is_pending(models):
+        raise ExportError(
+            "replicas may have yet to gather what a step changed, and nothing communicates here: on all of them, call "
+            "start_param_sync(force_sync=True) of each model first"
+        )
+
+
 def gather_pending(models: Models, group: Group) -> None:
     """Gather them now. A collective of all replicas, on which ``is_pending`` is the same.
 

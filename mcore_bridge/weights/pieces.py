@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mcore_bridge.errors import ExportError
 from mcore_bridge.weights.bound import BoundModel, Models, bind, noted
 from mcore_bridge.weights.exchange import check_storage
 from mcore_bridge.weights.mapping import unstacked
-from mcore_bridge.weights.pending import is_pending
+from mcore_bridge.weights.pending import require_gathered
 from mcore_bridge.weights.provenance import HF, Dialect
 from mcore_bridge.weights.trace import Copy, Shape
 
@@ -67,11 +66,7 @@ def iter_hf_pieces(
         ExportError: when a parameter has no storage, or with ``overlap_param_gather`` a step of the optimizer may have
             left parameters for the next forward to gather (also before the first one).
     """
-    if is_pending(models):
-        raise ExportError(
-            "replicas may have yet to gather what a step changed, and nothing communicates here: on all of them, call "
-            "start_param_sync(force_sync=True) of each model first"
-        )
+    require_gathered(models)
     bound = bind(models, noted(models, hf, head), dialect=dialect)
     check_storage(bound.tensors)
     for place in places_of(bound):

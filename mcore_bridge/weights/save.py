@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.bound import Models, noted
-from mcore_bridge.weights.checkpoint import INDEX
+from mcore_bridge.weights.checkpoint import write_index
 from mcore_bridge.weights.companions import config_in, copy_companions
 from mcore_bridge.weights.dtypes import Dtypes
 from mcore_bridge.weights.export import iter_hf_weights
@@ -133,11 +132,7 @@ def _write_tensor(tensor: Tensor, write: Callable[[int, Tensor], None], staging:
 
 
 def _write_rest(shards: Sequence[Shard], specs: Manifest, provenance: Provenance, staging: Path) -> None:
-    index = {
-        "metadata": {"total_size": specs.num_bytes},
-        "weight_map": {spec.name: shard.name for shard in shards for spec in shard.tensors},
-    }
-    (staging / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    write_index(staging, {shard.name: shard.tensors for shard in shards})
     copy_companions(provenance, staging)
     _config_of(specs, provenance).save_pretrained(staging)
 

@@ -7,7 +7,7 @@ HF tensor with one copy of each byte.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -75,6 +75,22 @@ class Trace:
         ends = [0, *(copy.shard_start + copy.size for copy in copies)]
         starts = [*(copy.shard_start for copy in copies), self.shard_shape[dim]]
         return tuple((dim, end, start - end) for end, start in zip(ends, starts, strict=True) if start > end)
+
+    def shard(self, number: int, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """One shard, new and on the CPU, of whole parts; what comes from no part is zero."""
+        found = torch.zeros(self.shard_shape, dtype=dtype)
+        for copy in self.to_mcore:
+            if copy.shard == number:
+                copy.of_shard(found).copy_(copy.of_part(parts[copy.part]))
+        return found
+
+    def part(self, number: int, shards: Mapping[int, Tensor]) -> Tensor:
+        """One part, new and on the CPU, of the shards by their numbers."""
+        found = torch.empty(self.part_shapes[number], dtype=shards[0].dtype)
+        for copy in self.to_hf:
+            if copy.part == number:
+                copy.of_part(found).copy_(copy.of_shard(shards[copy.shard]))
+        return found
 
 
 def trace(layout: Layout, shard_shape: Shape, axes: Axes) -> Trace:

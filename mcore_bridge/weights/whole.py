@@ -5,7 +5,7 @@ What lies between HF and any format that keeps whole parameters is here; the for
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -58,25 +58,22 @@ def specs_of(entries: Iterable[Entry]) -> Iterator[TensorSpec]:
 
 def assemble(entry: Entry, source: Checkpoint) -> Tensor:
     """The parameter of an entry, from a HF folder; what no HF tensor has a value for is zero."""
-    whole = torch.zeros(entry.held.shape, dtype=entry.held.dtype)
-    parts = parts_of(entry)
-    for copy in entry.trace.to_mcore:
-        part = parts[copy.part]
-        tensor = source[part.name] if part.index is None else source[part.name][part.index]
-        copy.of_shard(whole).copy_(copy.of_part(tensor))
-    for part in parts:
+    whole = entry.trace.shard(0, [hf_tensor(source, hf) for hf in entry.hf], entry.held.dtype)
+    for part in parts_of(entry):
         source.file_of(part.name).release(part.name)
     return whole
+
+
+def hf_tensor(source: Mapping[str, Tensor], hf: str) -> Tensor:
+    """What ``source`` has of an HF name of a rule: a tensor, or the entry for one expert of that for all."""
+    name, index = unstacked(hf)
+    return source[name] if index is None else source[name][index]
 
 
 def take_apart(entry: Entry, whole: Tensor) -> Iterator[tuple[Part, Tensor]]:
     """What the HF tensors of an entry have of its parameter."""
     for number, part in enumerate(parts_of(entry)):
-        tensor = torch.empty(part.shape, dtype=whole.dtype)
-        for copy in entry.trace.to_hf:
-            if copy.part == number:
-                copy.of_part(tensor).copy_(copy.of_shard(whole))
-        yield part, tensor
+        yield part, entry.trace.part(number, {0: whole})
 
 
 def check_source(

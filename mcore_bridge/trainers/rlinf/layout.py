@@ -19,6 +19,7 @@ from mcore_bridge.weights.mapping import Binding, WeightMapping, axes_of, unstac
 from mcore_bridge.weights.names import expert_of, layer_of, shift_expert
 from mcore_bridge.weights.provenance import HF, Provenance, provenance_of
 from mcore_bridge.weights.trace import Trace, trace
+from mcore_bridge.weights.whole import hf_tensor
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -176,27 +177,9 @@ class FileLayout:
 
     def shard(self, mcore: str, number: int, source: Mapping[str, Tensor]) -> Tensor:
         """One shard of a parameter, new, of HF tensors."""
-        traced, parts = self.trace(mcore), [_part(source, hf) for hf in self.bindings[mcore].hf]
-        shard = torch.zeros(traced.shard_shape, dtype=parts[0].dtype)
-        for copy in traced.to_mcore:
-            if copy.shard == number:
-                copy.of_shard(shard).copy_(copy.of_part(parts[copy.part]))
-        return shard
-
-
-def part_of(traced: Trace, number: int, shards: Mapping[int, Tensor]) -> Tensor:
-    """One HF tensor, new, of the shards of a parameter by their number."""
-    part = torch.empty(traced.part_shapes[number], dtype=shards[0].dtype)
-    for copy in traced.to_hf:
-        if copy.part == number:
-            copy.of_part(part).copy_(copy.of_shard(shards[copy.shard]))
-    return part
+        parts = [hf_tensor(source, hf) for hf in self.bindings[mcore].hf]
+        return self.trace(mcore).shard(number, parts, parts[0].dtype)
 
 
 def _whole(hf: str) -> str:
     return unstacked(hf)[0]
-
-
-def _part(source: Mapping[str, Tensor], hf: str) -> Tensor:
-    whole, number = unstacked(hf)
-    return source[whole] if number is None else source[whole][number]

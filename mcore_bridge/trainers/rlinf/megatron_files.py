@@ -13,7 +13,7 @@ from mcore_bridge.config.hf import find_folder
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.trainers.rlinf.conversion import read_conversion
 from mcore_bridge.trainers.rlinf.convertor import FILE, RELEASE, layout_of, shapes_of
-from mcore_bridge.trainers.rlinf.layout import FileLayout, part_of
+from mcore_bridge.trainers.rlinf.layout import FileLayout
 from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.mapping import unstacked
 
@@ -51,7 +51,7 @@ def _to_hf(layout: FileLayout, shards: Mapping[str, Mapping[int, Tensor]]) -> It
             continue
         traced = layout.trace(mcore)
         for number, hf in enumerate(binding.hf):
-            part = part_of(traced, number, shards[mcore])
+            part = traced.part(number, shards[mcore])
             name, entry = unstacked(hf)
             if entry is None:
                 yield name, part

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mcore_bridge.config.parallel import ParallelDims
-from mcore_bridge.trainers.rlinf.layout import FileLayout, part_of
+from mcore_bridge.trainers.rlinf.layout import FileLayout
 from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.mapping import Binding, axes_of, unstacked
 from mcore_bridge.weights.names import layer_of
@@ -72,7 +72,7 @@ class MiddleFiles(Mapping[str, Tensor]):
 
     def _part(self, mcore: str, number: int) -> Tensor:
         shard = self._files[mcore]
-        return part_of(self._traced(mcore, shard)[1], number, {0: shard})
+        return self._traced(mcore, shard)[1].part(number, {0: shard})
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mcore_bridge.config.parallel import Stage
 from mcore_bridge.errors import MeshError
 from mcore_bridge.factory.blueprint import Blueprint
+from mcore_bridge.factory.build import own_stages
 from mcore_bridge.factory.chunk import build_chunk, building
 from mcore_bridge.trainers.rlinf.actor import read_actor
 from mcore_bridge.weights.load import Source, load_hf_weights
@@ -80,8 +81,7 @@ def _stage(blueprint: Blueprint, vp_stage: int | None) -> Stage:
 
     if vp_stage is None:
         vp_stage = parallel_state.get_virtual_pipeline_model_parallel_rank() or 0
-    place = parallel_state.get_pipeline_model_parallel_rank(), vp_stage
-    found = [stage for stage in blueprint.stages if (stage.pp_rank, stage.vp_stage) == place]
-    if not found:
+    stages = own_stages(blueprint)
+    if not 0 <= vp_stage < len(stages):
         raise MeshError(f"expected vp_stage below {blueprint.dims.vp}, found {vp_stage}")
-    return found[0]
+    return stages[vp_stage]
