@@ -233,8 +233,8 @@ def convert_command(
     """Convert a HF folder to a checkpoint of megatron-core (torch_dist), or one of these to a HF folder.
 
     What is written loads at any mesh. Of a training checkpoint the model is read, and its optimizer left alone. No GPU
-    is needed, and memory for one parameter in each process. Run again, an interrupted conversion goes on where it was;
-    the target is there when it is whole.
+    is needed, and memory for a few of the largest parameters in each process. Run again, an interrupted conversion
+    goes on where it was; the target is there when it is whole.
     """
     with _refusals(debug), _uncompiled():
         from mcore_bridge.commands.convert import convert
