@@ -35,7 +35,6 @@ CONFIG: dict[str, Any] = {
     "head_dim": 16,
     "tie_word_embeddings": False,
 }
-ENGINES = {"transformers": Engine, "vllm": VllmEngine}
 PROMPTS, GROUP, PROMPT, RESPONSE = 4, 8, 6, 10
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 """How far log-probabilities of one token may be apart in two implementations."""
@@ -56,9 +55,9 @@ def main() -> None:
     manifest = mb.manifest(chunks)  # of all ranks together, as an export is
     if leads:
         device = arguments.engine_device or default_device(arguments.device)
-        engine = RemoteEngine(ENGINES[arguments.engine], CONFIG, dtype, device)
+        engine = make_engine(arguments, dtype, device)
         ring = mb.BufferRing(mb.plan_buckets(manifest, num_slots=2, slot_bytes=1 << 20))
-        engine("connect", ring.plan, ring.handles())
+        engine("connect", ring.plan, *(ring.handles() for _ in range(arguments.engine_tp)))
     for step in range(arguments.steps):
         pairs = mb.iter_hf_weights(chunks, target="everything" if leads else "nothing")
         if leads:
@@ -138,6 +137,13 @@ def prepare(chunks: Sequence[Any], arguments: Namespace) -> tuple[list[Any], Cal
     return models, step
 
 
+def make_engine(arguments: Namespace, dtype: torch.dtype, device: str) -> RemoteEngine:
+    """In a process of its own."""
+    if arguments.engine == "vllm":
+        return RemoteEngine(VllmEngine, CONFIG, dtype, device, arguments.engine_tp)
+    return RemoteEngine(Engine, CONFIG, dtype, device)
+
+
 def default_device(device: str) -> str:
     """The engine is colocated with the rank that it belongs to."""
     return f"cuda:{torch.cuda.current_device()}" if device == "cuda" else "cpu"
@@ -150,12 +156,16 @@ def parse() -> Namespace:
         parser.add_argument(f"--{name}", type=int, default=1)
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_gpu else "cpu")
-    parser.add_argument("--engine", choices=ENGINES, default="transformers")
+    parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
+    parser.add_argument("--engine-tp", type=int, default=1, help="GPUs of vLLM, from --engine-device on")
     parser.add_argument("--engine-device", help="such as cuda:3; by default that of the first rank")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16" if on_gpu else "float32")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--lr", type=float, default=3e-3)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.engine != "vllm" and arguments.engine_tp != 1:
+        parser.error(f"expected --engine vllm with --engine-tp {arguments.engine_tp}, found {arguments.engine}")
+    return arguments
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ has an engine that is asked the same.
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -105,8 +106,9 @@ class RemoteEngine:
     def __init__(self, make_engine: Callable[..., Any], *arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, make_engine, arguments), daemon=True)
-        self._process.start()
+        self._process = context.Process(target=serve, args=(theirs, make_engine, arguments))
+        self._process.start()  # no daemon, which could have no workers
+        atexit.register(self.close)
         theirs.close()  # an engine that dies is then seen as the end of the pipe
 
     def __call__(self, method: str, *arguments: Any) -> Any:
@@ -131,3 +133,4 @@ class RemoteEngine:
         """End the process."""
         self.pipe.close()
         self._process.join(30)
+        self._process.terminate()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,11 @@ class WeightReceiver:
     model_runner: Any
     model_config: Any
     device: torch.device
+    rank: int
 
-    def connect_trainer(self, plan: Any, handles: Any) -> None:
-        """Open the buffers of the trainer."""
-        self._receiver = mb.Receiver(plan, handles)
+    def connect_trainer(self, plan: Any, handles: Sequence[Any]) -> None:
+        """Open the buffers of the trainer, by the handles of this worker."""
+        self._receiver = mb.Receiver(plan, handles[self.rank])
 
     @torch.no_grad()
     def forget_weights(self) -> None:
@@ -65,9 +66,9 @@ class WeightReceiver:
 
 
 class VllmEngine:
-    """``rollout_engine.Engine``, computed by vLLM on one GPU."""
+    """``rollout_engine.Engine``, computed by vLLM on ``tensor_parallel`` GPUs, the first of which is ``device``."""
 
-    def __init__(self, config: Mapping[str, Any], dtype: torch.dtype, device: str) -> None:
+    def __init__(self, config: Mapping[str, Any], dtype: torch.dtype, device: str, tensor_parallel: int = 1) -> None:
         _prepare_environment(device)
         from vllm import LLM
 
@@ -77,6 +78,7 @@ class VllmEngine:
         self._llm = LLM(
             model=folder,
             dtype=dtype,
+            tensor_parallel_size=tensor_parallel,
             load_format="dummy",
             skip_tokenizer_init=True,
             max_model_len=128,
@@ -97,8 +99,8 @@ class VllmEngine:
         self._llm.wake_up()
         self._llm.collective_rpc("forget_weights")
 
-    def connect(self, plan: Any, handles: Any) -> None:
-        """Open the buffers of the trainer beside this engine."""
+    def connect(self, plan: Any, *handles: Any) -> None:
+        """Open the buffers of the trainer; each worker has ``handles`` of its own."""
         self._llm.collective_rpc("connect_trainer", args=(plan, handles))
 
     def load(self, number: int) -> None:
@@ -135,11 +137,11 @@ class VllmEngine:
 
 
 def _prepare_environment(device: str) -> None:
-    """This process's own GPU first, others behind it, and no rank of the trainer. Before CUDA starts here."""
+    """This engine's GPUs first, the others behind them, and no rank of the trainer. Before CUDA starts here."""
     for name in [*TORCHRUN, *(name for name in os.environ if name.startswith("TORCHELASTIC_"))]:
         os.environ.pop(name, None)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     gpus = visible.split(",")
-    gpus.insert(0, gpus.pop(torch.device(device).index))
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a daemon has no children, and handles cross as they are
+    first = torch.device(device).index
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # handles reach the worker as they are

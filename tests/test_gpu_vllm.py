@@ -2,50 +2,48 @@
 
 Its engines start without weights, each in a process of its own, and are fed five times through buffers of two sizes.
 Half of its log-probs may be three times as far from transformers' fp32 as half of those of transformers' own bf16 are,
-as in ``test_gpu_forward``.
+as in ``test_gpu_forward``; and as far from those of the trainer's model.
 """
 
 import importlib.util
 import os
 import sys
 import traceback
+from collections import deque
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
 import mcore_bridge as mb
-from tests import records, zoo
+from tests import records
 from tests.parity import reference_model
-from tests.strategies import random_state, tiny
-from tests.test_gpu import LATENT, SIZES
-from tests.test_gpu_forward import FAMILIES
+from tests.rollout_families import ENGINE_FIELDS, configs
+from tests.strategies import random_state
 
 pytestmark = pytest.mark.multigpu
 
 EXAMPLES = str(Path(__file__).parent.parent / "examples")
 ROUNDS = 5
 AT_ONCE = (os.cpu_count() or 2) // 2
+"""Processes that start or run; a start takes most of a core for a minute."""
 PROMPTS, PROMPT, SAMPLED, GREEDY = 4, 8, 24, 64
-SMALL = ("starcoder2", "smollm3", "seed_oss", "arcee-no-bias", "glm4", "exaone4", "gemma3", "gemma")
-"""Of the zoo, what vLLM can read as transformers writes it, with positions for all that is generated."""
-KERNEL_DIMS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "head_dim": 64, "v_head_dim": 128}
-"""Of latent attention, for which alone vLLM has kernels."""
-CONFIGS = {
-    **FAMILIES["sized"],
-    **{case.model_type: case.hf for name, case in zoo.cases().items() if name in SMALL},
-    "deepseek_v3": tiny("deepseek_v3", **{**SIZES, **LATENT, **KERNEL_DIMS}),
-}
 
 
-def engine_of(hf):
+def engine_of(family, hf, tensor_parallel):
     """A process with vLLM in it; it never sleeps, since it measures the memory of a GPU that others use as well."""
     sys.path[:0] = [EXAMPLES] if EXAMPLES not in sys.path else []
     from rollout_engine import RemoteEngine
 
-    fields = {**hf.to_dict(), "architectures": [CLASSES[hf.model_type]], "dtype": "bfloat16"}
-    return RemoteEngine(make_engine, fields, torch.bfloat16, "cuda:0")
+    fields = {
+        **hf.to_dict(),
+        "architectures": [CLASSES[hf.model_type]],
+        "dtype": "bfloat16",
+        **ENGINE_FIELDS.get(family, {}),
+    }
+    return RemoteEngine(make_engine, fields, torch.bfloat16, "cuda:0", tensor_parallel)
 
 
 class Absent:
@@ -80,10 +78,10 @@ def make_engine(fields, *arguments):
         return Absent(RuntimeError(traceback.format_exc()))
 
 
-def feed(engine, models, slot_bytes):
+def feed(engine, models, slot_bytes, consumers):
     """One round through buffers of this size."""
     ring = mb.BufferRing(mb.plan_buckets(mb.manifest(models), slot_bytes=slot_bytes))
-    engine("connect", ring.plan, ring.handles())
+    engine("connect", ring.plan, *(ring.handles() for _ in range(consumers)))
     engine("wake")
     engine.sync(ring, mb.iter_hf_weights(models))
     return ring
@@ -95,16 +93,20 @@ def log_probs(model, tokens):
         return model(tokens.cuda()).logits[:, :-1].float().log_softmax(-1)
 
 
-def examine(hf, engine, folder):
-    """What vLLM says otherwise than transformers, relative to what is allowed: sampled, sampled later, greedy."""
+def examine(hf, engine, folder, tensor_parallel):
+    """What vLLM says otherwise than others, relative to what is allowed, after the first round and after the last.
+
+    Of what it samples: than transformers, and than the trainer's model; and of what it thinks likeliest.
+    """
     models = mb.build_model(hf, dims=mb.ParallelDims(), dtype=torch.bfloat16, load_weights=False)
+    models[0].eval()
     largest = max(spec.num_bytes for spec in mb.manifest(models).tensors)
     prompts = torch.randint(0, hf.vocab_size, (PROMPTS, PROMPT), generator=torch.Generator().manual_seed(7))
     found, rings = [], []
     for number in range(ROUNDS):
         state = random_state(hf, dtype=torch.bfloat16, seed=number)
         mb.load_hf_weights(models, state)
-        rings.append(feed(engine, models, None if number % 2 else largest + 4096))
+        rings.append(feed(engine, models, None if number % 2 else largest + 4096, tensor_parallel))
         if number not in (0, ROUNDS - 1):
             continue
         reference = reference_model(hf, str(folder), state).cuda()
@@ -114,39 +116,47 @@ def examine(hf, engine, folder):
         rounded = [log_probs(reference.bfloat16(), each) for each in (tokens, greedy)]
         answers = tokens[:, 1:, None].cuda()
         own, theirs = (each.gather(-1, answers)[:, PROMPT - 1 :, 0].cpu() for each in (exact[0], rounded[0]))
-        found.append(float((said - own).abs().median() / (own - theirs).abs().median()) / 3)
+        trained = mb.forward(models, tokens.cuda()).log_probs[:, PROMPT:].cpu()
+        found += [float((said - other).abs().median() / (own - theirs).abs().median()) / 3 for other in (own, trained)]
         passed_over = exact[1].max(-1).values - exact[1].gather(-1, greedy[:, 1:, None].cuda())[..., 0]
         allowed = 2 * (exact[1] - rounded[1]).abs().max()  # the likeliest of two that rounding may change the order of
         found.append(float(passed_over[:, PROMPT - 1 :].max() / allowed))
-    engine.close()
     return found
 
 
-def attempt(family, engine, folder):
+def attempt(hf, engine, folder, tensor_parallel):
     """The findings, or why there are none."""
     folder.mkdir()
     try:
-        return examine(CONFIGS[family], engine, folder)
+        return examine(hf, engine, folder, tensor_parallel)
     except NotImplementedError as error:
         return str(error)
     except Exception:
         return traceback.format_exc()
+    finally:
+        Thread(target=engine.close).start()  # vLLM takes its time
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
-def test_every_family_that_vllm_has(tmp_path, request):
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_every_family_that_vllm_has(tensor_parallel, tmp_path, request):
+    if torch.cuda.device_count() < tensor_parallel:
+        pytest.skip(f"needs {tensor_parallel} GPUs, found {torch.cuda.device_count()}")
     mb.ParallelDims().initialize(device="cuda")
-    names, findings = list(CONFIGS), {}
-    for start in range(0, len(names), AT_ONCE):
-        some = names[start : start + AT_ONCE]
-        engines = {family: engine_of(CONFIGS[family]) for family in some}
-        for family in some:
-            findings[family] = attempt(family, engines[family], tmp_path / family)
-            print(family, str(findings[family]).strip().splitlines()[-1], flush=True)
+    waiting, started, findings = deque(configs().items()), deque(), {}
+    at_once = AT_ONCE // tensor_parallel
+    while waiting or started:
+        while waiting and len(started) < at_once:
+            family, hf = waiting.popleft()
+            started.append((family, hf, engine_of(family, hf, tensor_parallel)))
+        family, hf, engine = started.popleft()
+        findings[family] = attempt(hf, engine, tmp_path / family, tensor_parallel)
+        print(f"TP{tensor_parallel}", family, str(findings[family]).strip().splitlines()[-1], flush=True)
     there = {family: found for family, found in findings.items() if "vLLM has no" not in str(found)}
     passed = {family: isinstance(found, list) and max(found) < 1 for family, found in there.items()}
+    mesh = f"TP{tensor_parallel}"
     records.append(
-        request.config.getoption("--record"), "vllm", 1, [(("TP1", family), passed[family]) for family in there]
+        request.config.getoption("--record"), "vllm", tensor_parallel, [((mesh, name), passed[name]) for name in there]
     )
-    assert len(there) >= 14
+    assert len(there) >= 30
     assert all(passed.values()), "\n".join(f"{family}: {there[family]}" for family in there if not passed[family])

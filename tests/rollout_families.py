@@ -1,0 +1,107 @@
+"""Families in sizes that a rollout engine's kernels take, and what vLLM reads of a config that transformers leaves out.
+
+Published files have those fields; transformers drops them, or moves them elsewhere.
+"""
+
+from typing import Any
+
+from tests import zoo
+from tests.strategies import tiny
+from tests.test_gpu import DENSE, EXPERTS, LATENT, SIZES, SPARSE
+
+SMALL = ("starcoder2", "smollm3", "seed_oss", "arcee-no-bias", "glm4", "exaone4", "gemma3", "gemma", "nemotron")
+"""Of the zoo, what vLLM can read as it is, with positions for all that is generated."""
+ABSORBED = {
+    **SIZES,
+    **LATENT,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "head_dim": 64,
+    "v_head_dim": 128,
+}
+"""Latent attention in the only dims for which vLLM has kernels."""
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+MINISTRAL_ROPE = {**YARN, "llama_4_scaling_beta": 0.4, "max_position_embeddings": 128}
+
+
+def configs() -> dict[str, Any]:
+    """HF configs by family; transformers must have all of them."""
+    return {
+        **DENSE,
+        **SPARSE,
+        **{case.model_type: case.hf for name, case in zoo.cases().items() if name in SMALL},
+        "ministral3": tiny("ministral3", **SIZES, rope_parameters=MINISTRAL_ROPE, sliding_window=None),
+        "ernie4_5": tiny("ernie4_5", **SIZES, use_bias=False),
+        "hunyuan_v1_dense": tiny("hunyuan_v1_dense", **SIZES),
+        "olmo3": tiny("olmo3", **{**SIZES, "head_dim": 32}, sliding_window=8),
+        "hunyuan_v1_moe": tiny("hunyuan_v1_moe", **SIZES, num_experts=8, moe_topk=2),
+        "minimax_m2": tiny("minimax_m2", **SIZES, num_local_experts=8, num_experts_per_tok=2),
+        "olmoe": tiny(
+            "olmoe", **{**SIZES, "hidden_size": 512, "intermediate_size": 128}, num_experts=8, num_experts_per_tok=2
+        ),
+        "hy_v3": tiny(
+            "hy_v3",
+            **{**SIZES, **EXPERTS},
+            num_experts=8,
+            num_shared_experts=1,
+            mlp_layer_types=["dense", *["sparse"] * 3],
+        ),
+        "ernie4_5_moe": tiny(
+            "ernie4_5_moe",
+            **SIZES,
+            moe_intermediate_size=128,
+            moe_num_experts=8,
+            moe_k=2,
+            moe_num_shared_experts=2,
+            moe_layer_start_index=1,
+            moe_layer_end_index=3,
+            moe_layer_interval=1,
+        ),
+        "deepseek_v3": tiny("deepseek_v3", **ABSORBED),
+        "deepseek_v2": tiny(
+            "deepseek_v2",
+            **{**ABSORBED, "n_group": None, "topk_group": None, "q_lora_rank": None},
+            topk_method="greedy",
+            norm_topk_prob=False,
+            rope_parameters={**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        ),
+        "glm4_moe_lite": tiny("glm4_moe_lite", **ABSORBED),
+    }
+
+
+ENGINE_FIELDS: dict[str, dict[str, Any]] = {
+    "ministral3": {
+        "llama_4_scaling": {"original_max_position_embeddings": 16, "beta": 0.4},
+        "rope_parameters": {**MINISTRAL_ROPE, "apply_yarn_scaling": False},
+    },
+    "hunyuan_v1_dense": {"use_qk_norm": True},
+    "hunyuan_v1_moe": {
+        "use_qk_norm": True,
+        "use_mixed_mlp_moe": True,
+        "num_shared_expert": 1,
+        "moe_intermediate_size": SIZES["intermediate_size"],
+    },
+    "minimax_m2": {
+        "rotary_dim": SIZES["head_dim"],
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "num_mtp_modules": 0,
+    },
+    "hy_v3": {
+        "expert_hidden_dim": EXPERTS["moe_intermediate_size"],
+        "first_k_dense_replace": 1,
+        "route_norm": True,
+        "qk_norm": True,
+        "num_nextn_predict_layers": 0,
+    },
+}
