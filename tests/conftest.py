@@ -18,6 +18,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 def pytest_addoption(parser):
     """Of the tests on GPUs."""
     parser.addoption("--record", metavar="FILE", help="append what passed on GPUs, for docs/support.md")
+    parser.addoption("--families", metavar="NAMES", help="only these, with commas, where a test is of all families")
 
 
 def pytest_collection_modifyitems(config, items):
