@@ -47,7 +47,8 @@ class WeightReceiver:
         """Take the weights of a bucket out of its slot, by the names of the checkpoint; vLLM fuses and cuts them.
 
         It keeps what it is given until a layer is complete and can be brought into the form that its kernels take: what
-        it is given are copies, therefore, since the next bucket has the same slot.
+        it is given are copies, therefore, since the next bucket has the same slot; and on its own GPU, since vLLM's
+        memory, which can sleep, takes nothing from another.
         """
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
@@ -55,7 +56,7 @@ class WeightReceiver:
         with self._receiver.open(number) as pairs, torch.device(self.device):
             if number == 0:
                 initialize_layerwise_reload(model)
-            model.load_weights([(name, tensor.clone()) for name, tensor in pairs])
+            model.load_weights([(name, tensor.to(self.device, copy=True)) for name, tensor in pairs])
 
     def finish_round(self) -> None:
         """Every weight has come, or this raises."""
@@ -71,9 +72,14 @@ class WeightReceiver:
 
 
 class VllmEngine:
-    """``rollout_engine.Engine``, computed by vLLM on ``tensor_parallel`` GPUs, the first of which is ``device``."""
+    """``rollout_engine.Engine``, computed by vLLM on ``tensor_parallel`` GPUs, the first of which is ``device``.
 
-    def __init__(self, config: Mapping[str, Any], dtype: torch.dtype, device: str, tensor_parallel: int = 1) -> None:
+    Further ``options`` are those of its ``LLM``.
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any], dtype: torch.dtype, device: str, tensor_parallel: int = 1, **options: Any
+    ) -> None:
         _prepare_environment(device)
         from vllm import LLM
 
@@ -84,6 +90,7 @@ class VllmEngine:
             model=folder,
             dtype=dtype,
             tensor_parallel_size=tensor_parallel,
+            **options,
             load_format="dummy",
             skip_tokenizer_init=True,
             max_model_len=128,
@@ -149,4 +156,5 @@ def _prepare_environment(device: str) -> None:
     gpus = visible.split(",")
     first = torch.device(device).index
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # handles reach the worker as they are

@@ -82,15 +82,14 @@ def configs() -> dict[str, Any]:
     }
 
 
-UNLOADABLE = {"gpt_oss": "KeyError: 'layers.0.mlp.experts.w13_weight'"}
-"""What the ``load_weights`` of vLLM 0.24 says of weights in bf16, from files as well."""
+UNLOADABLE = ("gpt_oss", "olmo3")
+"""vLLM 0.24 raises KeyError: 'layers.0.mlp.experts.w13_weight' of weights in bf16, 'rope_theta' since transformers 5."""
 ENGINE_FIELDS: dict[str, dict[str, Any]] = {
     "ministral3": {
         "llama_4_scaling": {"original_max_position_embeddings": 16, "beta": 0.4},
         "rope_parameters": {**MINISTRAL_ROPE, "apply_yarn_scaling": False},
     },
-    "olmo3": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
-    "deepseek_v3": {"topk_method": "noaux_tc"},
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "hunyuan_v1_dense": {"use_qk_norm": True},
     "hunyuan_v1_moe": {
         "use_qk_norm": True,
