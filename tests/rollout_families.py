@@ -83,7 +83,7 @@ def configs() -> dict[str, Any]:
 
 
 UNLOADABLE = ("gpt_oss", "olmo3")
-"""vLLM 0.24 raises KeyError: 'layers.0.mlp.experts.w13_weight' of weights in bf16, 'rope_theta' since transformers 5."""
+"""vLLM 0.24 raises KeyError 'layers.0.mlp.experts.w13_weight' of weights in bf16, 'rope_theta' since transformers 5."""
 ENGINE_FIELDS: dict[str, dict[str, Any]] = {
     "ministral3": {
         "llama_4_scaling": {"original_max_position_embeddings": 16, "beta": 0.4},
