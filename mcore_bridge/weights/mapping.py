@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 from mcore_bridge.errors import MappingError
 from mcore_bridge.weights.layout import Axes, Layout, Split
@@ -96,8 +97,9 @@ def _fuse(rule: Rule) -> Rule:
     return replace(rule, hf=(f"{before}.experts.{whole}[*]",), layout=layout)
 
 
+@lru_cache(maxsize=1 << 16)
 def pattern_of(name: str) -> str:
-    """A name with ``*`` for each of its numbers."""
+    """A name with ``*`` for each of its numbers. Asked several times of every name of a checkpoint, at every load."""
     return _NUMBER.sub("*", name)
 
 
