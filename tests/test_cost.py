@@ -16,7 +16,7 @@ from mcore_bridge.commands.options import smallest_world
 from mcore_bridge.factory.blueprint import draw
 from mcore_bridge.weights.alignment import aligned
 from mcore_bridge.weights.cut import HEADER, Part, cut, num_messages, pieces, widths
-from mcore_bridge.weights.footprint import AHEAD, SLAB
+from mcore_bridge.weights.footprint import AHEAD, MEMORY, SLAB, footprint
 from mcore_bridge.weights.moves import Move
 from mcore_bridge.weights.plan import ExportPlan
 from mcore_bridge.weights.planning import plan_export
@@ -78,6 +78,37 @@ def test_the_memory_of_an_export_is_that_of_its_program(dims: ParallelDims, buck
     assert cost.received == sum(sent) - min(sent)
     assert cost.seconds == cost.received / 2e9
     assert cost.weights <= cost.sent
+
+
+QWEN3_8B = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
+LLAMA_70B = {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+BUCKETS = tuple(megabytes << 20 for megabytes in (64, 128, 256, 512))
+
+
+@pytest.mark.parametrize(("tp", "pp", "vp"), [(1, 2, 1), (2, 2, 2), (1, 4, 1), (2, 16, 1)])
+@pytest.mark.parametrize("sizes", [QWEN3_8B, LLAMA_70B], ids=["8B", "70B"])
+def test_stages_take_turns_where_memory_asks_for_it(
+    sizes: dict[str, int], tp: int, pp: int, vp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three buckets and the largest tensor at most; by default 2 GB, or half as much again as the largest tensor."""
+    found = {}
+
+    def plan_all(*arguments: Any, bucket_bytes: None) -> ExportPlan:
+        found.update({size: plan_export(*arguments, bucket_bytes=size) for size in (*BUCKETS, bucket_bytes)})
+        return found[bucket_bytes]
+
+    monkeypatch.setattr(fake, "plan_export", plan_all)
+    if pp == 16:
+        sizes = {**sizes, "num_hidden_layers": 48}
+    hf = tiny("llama", **sizes, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+    dims = ParallelDims(tp=tp, pp=pp, vp=vp)
+    plan_mesh(draw(hf, dims=dims, dtype=torch.bfloat16, device="meta"), world_size=smallest_world(dims))
+    for bucket_bytes, plan in found.items():
+        largest = max(output.num_bytes for output in plan.goods.outputs)
+        allowed = 3 * bucket_bytes + largest if bucket_bytes else max(MEMORY, largest * 3 // 2)
+        assert footprint(plan) < 1.001 * allowed
+        sent = sum(map(sum, (message.widths for message in plan.messages)))
+        assert sent < 1.02 * sum(output.num_bytes for output in plan.goods.outputs)
 
 
 def test_one_rank_alone_sends_nothing() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -90,6 +90,17 @@ class Goods:
                 found.append((numbers[name], (number or 0) * math.prod(shape) * entry.held.dtype.itemsize))
             places.append(tuple(found))
         return cls(tuple(entries), tuple(outputs), tuple(places))
+
+    def size_of(self, places: Iterable[tuple[int, int]]) -> int:
+        """Bytes of the outputs at ``places``."""
+        return sum(self.outputs[output].num_bytes for output, _ in places)
+
+    def most_together(self, keys: Sequence[object]) -> int:
+        """Bytes of the outputs that are given out together, at most."""
+        found: dict[object, dict[int, int]] = {}
+        for key, places in zip(keys, self.places, strict=True):
+            found.setdefault(key, {}).update(places)
+        return max(self.size_of(places.items()) for places in found.values())
 
     def together(self, bucket_bytes: int) -> tuple[object, ...]:
         """For each entry a key: what becomes of those of one key is given out together.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from mcore_bridge.weights.alignment import ALIGNMENT, aligned
@@ -44,25 +45,61 @@ def plan_export(
     goods = Goods.of(entries_of(mapping, axes, num_layers, inventories))
     stages = [inventory.ranks["pp"] for inventory in inventories]
     keys = goods.together(bucket_bytes or MEMORY // 8)
-    if bucket_bytes:
-        return _gathered(goods, keys, stages, bucket_bytes // AHEAD)
-    otherwise = _gathered(goods, keys, stages, OTHERWISE)
-    if len(stages) > MANY:
-        return otherwise
+    size, fused = bucket_bytes // AHEAD if bucket_bytes else OTHERWISE, goods.most_together(keys)
+    allowed = 3 * bucket_bytes + fused if bucket_bytes else max(MEMORY, fused * 3 // 2)
+    ways = _turns(goods, sorted(set(stages)), max(fused // 2, 4 * size))
+    plan = (
+        _gathered(goods, keys, stages, size, next(ways)) if bucket_bytes else _filling(goods, keys, stages, next(ways))
+    )
+    for turns in ways:
+        if footprint(plan) <= allowed:
+            break
+        plan = _gathered(goods, keys, stages, size, turns)
+    return plan
+
+
+def _filling(goods: Goods, keys: Sequence[object], stages: Sequence[int], turns: Sequence[_Turn]) -> ExportPlan:
+    """With messages as large as leave the whole within ``MEMORY``; or of ``OTHERWISE``."""
+    otherwise = _gathered(goods, keys, stages, OTHERWISE, turns)
     rest = MEMORY - otherwise.open_bytes
-    for size in (size for size in MESSAGE_BYTES if AHEAD * size < rest):
-        plan = _gathered(goods, keys, stages, size) if size != OTHERWISE else otherwise
+    for size in (size for size in MESSAGE_BYTES if len(stages) <= MANY and AHEAD * size < rest):
+        plan = _gathered(goods, keys, stages, size, turns) if size != OTHERWISE else otherwise
         if footprint(plan) <= MEMORY:
             return plan
     return otherwise
 
 
-def _gathered(goods: Goods, keys: Sequence[object], stages: Sequence[int], message_bytes: int) -> ExportPlan:
+class _Turn(NamedTuple):
+    """Pipeline stages that send at the same time, and which of the entries."""
+
+    stages: Sequence[int]
+    entries: range
+
+
+def _turns(goods: Goods, stages: Sequence[int], large: int) -> Iterator[Sequence[_Turn]]:
+    """Ways to take turns, from the fastest to that which takes least memory.
+
+    Each stage that sends has tensors in the making: so fewer send at the same time. Where one tensor ends and the next
+    begins, both are: so what is made of ``large`` entries, by bytes, has messages of its own.
+    """
+    everything = range(len(goods.entries))
+    at_once = len(stages)
+    while at_once:
+        yield [_Turn(stages[first : first + at_once], everything) for first in range(0, len(stages), at_once)]
+        at_once //= 2
+    alone = [number for number, places in enumerate(goods.places) if goods.size_of(places) >= large]
+    borders = sorted({0, *alone, *(number + 1 for number in alone), len(goods.entries)})
+    yield [_Turn([stage], range(*each)) for stage in stages for each in pairwise(borders)]
+
+
+def _gathered(
+    goods: Goods, keys: Sequence[object], stages: Sequence[int], message_bytes: int, turns: Sequence[_Turn]
+) -> ExportPlan:
     row_bytes = [entry.row_bytes for entry in goods.entries]
     dealt = _dealt(goods, [0] * len(stages), _window(message_bytes, len(stages)) // 8)
     streams: list[list[Run]] = [[] for _ in stages]
     needed: list[tuple[int, ...]] = []
-    for phase in _phases(dealt, row_bytes, stages, message_bytes):
+    for phase in chain.from_iterable(_phases(turn, dealt, row_bytes, stages, message_bytes) for turn in turns):
         parts = [phase.parts[rank] for rank in phase.senders]
         found = cut(parts, row_bytes, [phase.window] * len(parts), first=len(needed))
         count = max(num_messages(found), len(needed) + 1)
@@ -89,22 +126,28 @@ class _Phase(NamedTuple):
 
 
 def _phases(
-    parts: list[list[Part]], row_bytes: Sequence[int], stages: Sequence[int], message_bytes: int
+    turn: _Turn, parts: Sequence[Sequence[Part]], row_bytes: Sequence[int], stages: Sequence[int], message_bytes: int
 ) -> Iterator[_Phase]:
-    """All ranks send at the same time; what a stage has more than others, it sends alone, before that or after it.
+    """The ranks of a turn send at the same time; what a stage has more, it sends alone, before that or after it.
 
     No window travels half empty then, and where the first and the last stage have a large tensor more, which is in the
     making for long, no other is at that time.
     """
-    rest: list[Sequence[Part]] = [*parts]
-    totals = [sum(part.rows * row_bytes[part.entry] for part in each) for each in parts]
-    least, ends = min(totals), []
-    for stage in sorted(set(stages)):
-        senders = frozenset(rank for rank, each in enumerate(stages) if each == stage)
+    everybody = frozenset(rank for rank, stage in enumerate(stages) if stage in turn.stages)
+    rest: list[Sequence[Part]] = [
+        tuple(part for part in each if part.entry in turn.entries) if rank in everybody else ()
+        for rank, each in enumerate(parts)
+    ]
+    totals = [sum(part.rows * row_bytes[part.entry] for part in each) for each in rest]
+    if not any(totals):
+        return
+    least, ends = min(totals[rank] for rank in everybody), []
+    for place, stage in enumerate(turn.stages if len(turn.stages) > 1 else ()):
+        senders = frozenset(rank for rank in everybody if stages[rank] == stage)
         window = _window(message_bytes, len(senders))
-        if len(senders) == len(stages) or max(totals[rank] for rank in senders) - least < window // 4:
+        if max(totals[rank] for rank in senders) - least < window // 4:
             continue
-        begins = 2 * stage < len(set(stages))
+        begins = 2 * place < len(turn.stages)
         alone: list[Sequence[Part]] = [()] * len(stages)
         for rank in senders:
             split = _split(rest[rank], row_bytes, totals[rank] - least if begins else least)
@@ -113,7 +156,7 @@ def _phases(
             yield _Phase(senders, window, alone)
         else:
             ends.append(_Phase(senders, window, alone))
-    yield _Phase(frozenset(range(len(stages))), _window(message_bytes, len(stages)), rest)
+    yield _Phase(everybody, _window(message_bytes, len(everybody)), rest)
     yield from ends
 
 
