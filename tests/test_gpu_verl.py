@@ -38,23 +38,26 @@ FAMILIES = {
         "qwen2", **{**SIZES, "hidden_size": 512}, tie_word_embeddings=True, architectures=["Qwen2ForCausalLM"]
     ),
     "qwen3": tiny("qwen3", **SIZES, architectures=["Qwen3ForCausalLM"]),
+    "qwen3 of nine tokens": tiny("qwen3", **{**SIZES, "vocab_size": 9}, architectures=["Qwen3ForCausalLM"]),
     "qwen3_moe": SPARSE,
 }
+"""Of nine tokens, so that one of padding in a softmax is more than what is allowed."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model in verl: its family, its mesh, the surface that it is built with, and whether it is a critic."""
+    """A model in verl: its family, its mesh, the surface that it is built with; a critic, or with verl's kernels."""
 
     family: str
     dims: ParallelDims
     vanilla: bool
     value: bool = False
+    fused: bool = False
 
     def describe(self, world_size: int) -> str:
         """For those who read along."""
         role, face = "critic" if self.value else "actor", "mbridge" if self.vanilla else "megatron_bridge"
-        return f"{self.family} {role}, {face}, {with_replicas(self.dims, world_size)}"
+        return f"{self.family}{' fused' * self.fused} {role}, {face}, {with_replicas(self.dims, world_size)}"
 
 
 CASES = {
@@ -68,6 +71,7 @@ CASES = {
         Case("qwen3", ParallelDims(pp=2), vanilla=False),
         Case("qwen3", ParallelDims(cp=2), vanilla=True),
         Case("qwen3", ParallelDims(tp=2, sp=True), vanilla=True, value=True),
+        Case("qwen3 of nine tokens", ParallelDims(tp=2, sp=True), vanilla=False, fused=True),
         Case("qwen3_moe", ParallelDims(ep=2), vanilla=True),
         Case("qwen3_moe", ParallelDims(tp=2, ep=2, sp=True), vanilla=False),
     ],
@@ -96,7 +100,7 @@ def rank_main(rank, world_size, folders, out):
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=datetime.timedelta(seconds=90))
     findings = []
     for number, case in enumerate(CASES[world_size]):
-        options = {"vanilla": case.vanilla, "value": case.value, "attention": "fused"}
+        options = {"vanilla": case.vanilla, "value": case.value, "attention": "fused", "use_fused_kernels": case.fused}
         options |= {"param_offload": True, "optimizer_offload": True}
         began = time.monotonic()
         try:
@@ -116,7 +120,7 @@ def rank_main(rank, world_size, folders, out):
 def folders(tmp_path_factory):
     found = {}
     for family, hf in FAMILIES.items():
-        folder = tmp_path_factory.mktemp(family)
+        folder = tmp_path_factory.mktemp(hf.model_type)
         save(random_state(hf, dtype=torch.bfloat16), hf, folder)
         found[family] = with_tokenizer(folder)
     return found

@@ -210,6 +210,10 @@ def say_no(dims: ParallelDims, folder: str, other: str) -> None:
         provider.provide_distributed_model()
     with pytest.raises(ConfigError, match="use_megatron_fsdp must be False"):
         provider.provide_distributed_model(wrap_with_ddp=False, use_megatron_fsdp=True)
+    quantized = theirs.to_megatron_provider()
+    quantized.transformer_layer_spec = None  # what verl sets for QAT
+    with pytest.raises(ConfigError, match="transformer_layer_spec must not be overridden"):
+        quantized.finalize()
     with pytest.raises(ConfigError, match="allowed_mismatched_params may name"):
         theirs.load_hf_weights([model], folder, allowed_mismatched_params=["*.bias"])
     with pytest.raises(ConfigError, match="conversion_tasks must be those"):

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from mcore_bridge import ParallelDims
+from mcore_bridge.errors import ConfigError
 from tests import pool, stepping, tiny, zoo
 from tests.strategies import random_state, save
+from tests.test_trainer_settings import ENGINE, SIIRL
 from tests.trainer_calls import attention_switches
-from tests.verl_engine import SWITCH, CpuForCuda, engine_of, own_processes, use_us_on_cpu
-from tests.verl_life import batch_of, life, padded, problems, with_tokenizer
+from tests.verl_engine import SWITCH, CpuForCuda, engine_of, kernels_on_cpu, own_processes, use_us_on_cpu
+from tests.verl_life import batch_of, inferred, life, padded, problems, with_tokenizer
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
 
@@ -69,6 +71,90 @@ def test_a_life(kind, value, vanilla, request, tmp_path):
     options = {"vanilla": vanilla, "value": value}
     ranks = pool.run(dims.tp * dims.pp, in_verl, dims, life, folder, str(tmp_path), options)
     assert problems(ranks, folder, tmp_path, vanilla=vanilla) == []
+
+
+def test_the_page_has_every_key_of_the_engine():
+    import yaml
+
+    (path,) = importlib.util.find_spec("verl").submodule_search_locations
+    theirs = yaml.safe_load((Path(path) / "trainer" / "config" / "engine" / "megatron.yaml").read_text())
+    assert SIIRL | theirs.keys() - {"_target_"} == ENGINE
+
+
+REFUSED = {
+    "use_mbridge must be True": {"use_mbridge": False},
+    "use_megatron_fsdp must be False": {"use_megatron_fsdp": True},
+    "Dynamic CP requires": {"dynamic_context_parallel": True, "max_seqlen_per_dp_cp_rank": 64},
+}
+
+
+def refusals(dims: ParallelDims, folder: str) -> list[str]:
+    """Runs in a worker: how an engine fails with each of these."""
+    said = []
+    for fields in REFUSED.values():
+        with pytest.raises((AssertionError, ConfigError, RuntimeError)) as caught:
+            engine_of(folder, dims, vanilla=False, **fields)
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_the_page_says_is_refused_is(dense):
+    (said,) = pool.run(1, in_verl, ParallelDims(), refusals, dense)
+    assert [found for words, found in zip(REFUSED, said, strict=True) if words not in found] == []
+
+
+def fused_life(dims: ParallelDims, folder: str, out: str, vanilla: bool) -> Any:
+    """Runs in a worker: a life whose log-probs go around the output layer."""
+    kernels_on_cpu()
+    return life(dims, folder, out, {"vanilla": vanilla, "use_fused_kernels": True})
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("vanilla", FLAVOURS, ids=["mbridge", "megatron_bridge"])
+def test_fused_kernels_see_no_padding(vanilla, tied, tmp_path):
+    """With nine tokens, one of padding in a softmax is more than what is allowed."""
+    folder, out = tmp_path / "hf", tmp_path / "out"
+    hf = tiny.config("qwen2", use_sliding_window=False, vocab_size=9, tie_word_embeddings=tied)
+    tiny.random_checkpoint(hf, folder, dtype=torch.bfloat16)
+    dims = ParallelDims(tp=2, sp=True)
+    ranks = pool.run(2, in_verl, dims, fused_life, with_tokenizer(folder), str(out), vanilla)
+    assert problems(ranks, str(folder), out, vanilla=vanilla) == []
+
+
+def capped(dims: ParallelDims, folder: str) -> str:
+    """Runs in a worker: how verl's fused kernels fail with a model that does more to logits."""
+    engine = engine_of(folder, dims, vanilla=True, use_fused_kernels=True)
+    with pytest.raises(ConfigError) as caught:
+        inferred(engine, engine.model_config.hf_config.vocab_size)
+    return str(caught.value)
+
+
+def test_fused_kernels_are_refused_where_logits_are_capped(tmp_path):
+    hf = zoo.cases()["gemma2"].hf
+    hf.architectures = ["Gemma2ForCausalLM"]
+    save(random_state(hf, dtype=torch.bfloat16), hf, tmp_path)
+    (said,) = pool.run(1, in_verl, ParallelDims(), capped, with_tokenizer(tmp_path))
+    assert "caps them at" in said
+    assert "use_fused_kernels=False" in said
+
+
+def superseded(dims: ParallelDims) -> tuple[list[str], str]:
+    """Runs in a worker: how verl's functions of the time before bridges fail, and where another one is from."""
+    import verl.models.mcore as theirs
+    from verl.models.mcore.registry import get_supported_model
+
+    said = []
+    for name in ("hf_to_mcore_config", "init_mcore_model", "get_mcore_weight_converter"):
+        with pytest.raises(ConfigError, match=f"{name} is not served") as caught:
+            getattr(theirs, name)(tiny.config("qwen3"), torch.bfloat16)
+        said.append(str(caught.value))
+    return said, get_supported_model("Qwen3ForCausalLM").name
+
+
+def test_what_verl_had_before_bridges_is_refused_by_name():
+    ((said, name),) = pool.run(1, in_verl, ParallelDims(), superseded)
+    assert all("up to 0.7.1" in each and "mcore-bridge convert" in each for each in said)
+    assert name == "QWEN3"
 
 
 def replay(dims: ParallelDims, folder: str, vanilla: bool) -> tuple[int, int, list[Any]]:

@@ -115,3 +115,23 @@ def exported(engine: Any) -> Iterator[tuple[str, Tensor]]:
     stream, peft_config = engine.get_per_tensor_param()
     assert peft_config is None
     return stream
+
+
+def kernels_on_cpu() -> None:
+    """Give verl's fused log-probs, whose kernels are for CUDA, the steps that verl takes without them.
+
+    These find labels as its kernels do: where they begin on a rank is counted in the rows that this rank was given.
+    """
+    from verl.utils.megatron.tensor_parallel import vocab_parallel_entropy, vocab_parallel_log_probs_from_logits
+
+    from mcore_bridge.trainers.seams import original
+
+    def steps(
+        hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, *others: object
+    ) -> tuple[Tensor, Tensor]:
+        logits = hidden.view(-1, 1, hidden.size(-1)) @ weight.T / temperature
+        entropy = vocab_parallel_entropy(logits).view(-1)
+        return vocab_parallel_log_probs_from_logits(logits, labels.view(-1, 1)).view(-1), entropy
+
+    module: Any = original("verl.utils.kernel.linear_cross_entropy")
+    module.linear_cross_entropy = steps
