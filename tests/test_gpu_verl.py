@@ -100,7 +100,7 @@ def rank_main(rank, world_size, folders, out):
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=datetime.timedelta(seconds=90))
     findings = []
     for number, case in enumerate(CASES[world_size]):
-        options = {"vanilla": case.vanilla, "value": case.value, "attention": "fused", "use_fused_kernels": case.fused}
+        options = {"vanilla": case.vanilla, "value": case.value, "attention": "auto", "use_fused_kernels": case.fused}
         options |= {"param_offload": True, "optimizer_offload": True}
         began = time.monotonic()
         try:

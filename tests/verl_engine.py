@@ -129,9 +129,9 @@ def kernels_on_cpu() -> None:
     def steps(
         hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, *others: object
     ) -> tuple[Tensor, Tensor]:
-        logits = hidden.view(-1, 1, hidden.size(-1)) @ weight.T / temperature
-        entropy = vocab_parallel_entropy(logits).view(-1)
-        return vocab_parallel_log_probs_from_logits(logits, labels.view(-1, 1)).view(-1), entropy
+        logits = (hidden.view(-1, 1, hidden.size(-1)) @ weight.T).float() / temperature
+        log_probs = vocab_parallel_log_probs_from_logits(logits.clone(), labels.view(-1, 1))  # which it overwrites
+        return log_probs.view(-1), vocab_parallel_entropy(logits).view(-1)
 
     module: Any = original("verl.utils.kernel.linear_cross_entropy")
     module.linear_cross_entropy = steps

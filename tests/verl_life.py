@@ -27,10 +27,11 @@ SEQUENCES, LENGTH, PROMPT = 8, 32, 16
 TEMPERATURE = 0.8
 BOUNDS = {"log_probs": (1e-3, 1e-2), "entropy": (1e-3, 1e-2), "values": (1e-2, 1e-2)}
 """Absolute and relative, of the mean over all responses: those of verl's tests, which ask for no entropies."""
-APART = 3.0
+APART = 5.0
 """How far half of the outputs may be from those of transformers in fp32, as a multiple of how far its own bf16 is.
 
-A mean may hide what is mixed up. The half, since a router that decides otherwise for one token moves a mean.
+A mean may hide what is mixed up. The half, since a router that decides otherwise for one token moves a mean. Sums of
+which tensor ranks round a part each are further off than one; a token of padding in a softmax of nine is so by 40.
 """
 
 

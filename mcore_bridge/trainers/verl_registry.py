@@ -3,11 +3,11 @@
 from typing import Any, NoReturn
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.trainers.seams import original
+from mcore_bridge.trainers.seams import attribute_of_original
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(original("verl.models.mcore.registry"), name)
+    return attribute_of_original("verl.models.mcore.registry", name)
 
 
 def hf_to_mcore_config(*arguments: object, **keywords: object) -> NoReturn:
