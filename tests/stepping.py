@@ -190,3 +190,31 @@ def positions(dims: ParallelDims, seq_len: int) -> Tensor:
     rank = parallel_state.get_context_parallel_rank()
     chunks = torch.arange(seq_len).chunk(2 * dims.cp)
     return torch.arange(seq_len) if dims.cp == 1 else torch.cat([chunks[rank], chunks[2 * dims.cp - 1 - rank]])
+
+
+def trained(models: Sequence[Any]) -> list[Any]:
+    """The parameters that have a gradient."""
+    return [parameter for model in models for parameter in model.parameters() if parameter.requires_grad]
+
+
+@torch.no_grad()
+def masters(models: Sequence[Any], optimizer: Any) -> dict[Any, Tensor]:
+    """For every parameter, what the distributed optimizer holds of it in fp32, from all replicas."""
+    from megatron.core import parallel_state
+
+    optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
+    found = {}
+    replicas = {
+        True: parallel_state.get_data_parallel_group(with_context_parallel=True),
+        False: parallel_state.get_expert_data_parallel_group(),
+    }
+    for parameter in trained(models):
+        whole = torch.zeros(parameter.numel(), device=parameter.device)
+        for each in optimizers:
+            if parameter in each.model_param_gbuf_map:
+                own = each._get_model_param_range_map(parameter)["param"]
+                held = getattr(parameter, "main_param", None)  # none of what is in fp32 itself
+                whole[own.start : own.end] = parameter.view(-1)[own.start : own.end] if held is None else held.view(-1)
+        dist.all_reduce(whole, group=replicas[getattr(parameter, "allreduce", True)])
+        found[parameter] = whole.view(parameter.shape)
+    return found

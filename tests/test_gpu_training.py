@@ -16,6 +16,7 @@ import torch.distributed as dist
 import mcore_bridge as mb
 from mcore_bridge.commands.options import smallest_world
 from tests import records
+from tests.stepping import masters, trained
 from tests.strategies import random_state
 from tests.test_gpu import DENSE, SPARSE, with_replicas
 from tests.test_gpu_export import spawn
@@ -141,33 +142,6 @@ def compare(found, expected):
         if not error < BOUND:
             problems.append(f"{name} {error:.1e}")
     return problems
-
-
-@torch.no_grad()
-def masters(models, optimizer):
-    """For every parameter, what the distributed optimizer holds of it in fp32, from all replicas."""
-    from megatron.core import parallel_state
-
-    optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
-    found = {}
-    replicas = {
-        True: parallel_state.get_data_parallel_group(with_context_parallel=True),
-        False: parallel_state.get_expert_data_parallel_group(),
-    }
-    for parameter in trained(models):
-        whole = torch.zeros(parameter.numel(), device="cuda")
-        for each in optimizers:
-            if parameter in each.model_param_gbuf_map:
-                own = each._get_model_param_range_map(parameter)["param"]
-                held = getattr(parameter, "main_param", None)  # none of what is in fp32 itself
-                whole[own.start : own.end] = parameter.view(-1)[own.start : own.end] if held is None else held.view(-1)
-        dist.all_reduce(whole, group=replicas[getattr(parameter, "allreduce", True)])
-        found[parameter] = whole.view(parameter.shape)
-    return found
-
-
-def trained(models):
-    return [parameter for model in models for parameter in model.parameters() if parameter.requires_grad]
 
 
 def differing(found, expected):

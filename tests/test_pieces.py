@@ -19,6 +19,11 @@ def check(hf, dims, **arguments):
         pieces.extend(mb.iter_hf_pieces(chunks, **arguments))
 
     fake_mesh.build_everywhere(hf, dims, load, dtype=torch.float32)
+    return state, merged(pieces)
+
+
+def merged(pieces):
+    """What the pieces of all ranks make up, by HF name, in fp32; NaN where none has anything."""
     found = {}
     for piece in pieces:
         assert piece.tensor.untyped_storage().nbytes() > 0
@@ -27,7 +32,7 @@ def check(hf, dims, **arguments):
         assert there.shape == piece.tensor.shape, piece.name
         assert (there.isnan() | (there == piece.tensor)).all(), f"ranks disagree on {piece.name}"
         whole[piece.index] = piece.tensor
-    return state, found
+    return found
 
 
 def assert_whole(state, found):

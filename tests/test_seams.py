@@ -52,6 +52,7 @@ def site(tmp_path_factory):
         inner.mkdir(parents=True)
         (folder / name / "__init__.py").write_text(VERL if name == "verl" else "")
         (inner / "mbridge.py").write_text("from mbridge import AutoBridge\n")
+        (inner / "registry.py").write_text("def hf_to_mcore_config(hf_config, dtype): ...\n\n\ntheirs = 'kept'\n")
     return folder
 
 
@@ -86,3 +87,17 @@ def test_it_says_so_when_it_comes_too_late(site):
     )
     found = python(script, site)
     assert found.stdout.startswith("ConfigError verl.models.mcore.bridge must not have been imported"), found.stderr
+
+
+def test_verl_without_a_bridge_is_refused_and_what_is_beside_it_stays(site):
+    script = (
+        "import verl\n"
+        "from verl.models.mcore.registry import hf_to_mcore_config, theirs\n"
+        "try:\n"
+        "    hf_to_mcore_config(None, None)\n"
+        "except Exception as error:\n"
+        "    print(theirs, type(error).__name__, error)\n"
+    )
+    found = python(script, site, VERL_USE_EXTERNAL_MODULES="mcore_bridge.trainers.verl")
+    assert found.stdout.startswith("kept ConfigError verl's hf_to_mcore_config is not served"), found.stderr
+    assert python(script, site).stdout == ""

@@ -16,6 +16,12 @@ from tests.strategies import tiny
 PAGE = (Path(__file__).parent.parent / "docs" / "verl.md").read_text()
 ROWS = dict(re.findall(r"^\| (`.+?) \| (\w+).*\|$", PAGE.partition("## Settings")[2], re.MULTILINE))
 BECOMES = {key: word for cell, word in ROWS.items() for key in re.findall(r"`(\w+)`", cell)}
+ENGINE = {
+    key
+    for cell in re.findall(r"^\| (`.+?) \|", PAGE.partition("## The engine")[2].partition("## ")[0], re.MULTILINE)
+    for key in re.findall(r"`(\w+)`", cell)
+}
+"""The keys of ``megatron:`` that the page has."""
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 VALUES: dict[str, Any] = {
     **FULL,
@@ -35,6 +41,10 @@ VALUES: dict[str, Any] = {
     "context_parallel_size": 2,
     "mtp_num_layers": None,
     "mtp_loss_scaling_factor": 0.25,
+    "moe_expert_capacity_factor": 1.5,
+    "dsa_indexer_loss_coeff": 0.5,
+    "normalization": "RMSNorm",
+    "tensor_model_parallel_size": 2,
     "fp8": "e4m3",
     "fp8_recipe": "tensorwise",
 }
@@ -42,16 +52,27 @@ VALUES: dict[str, Any] = {
 BESIDE: dict[str, dict[str, Any]] = {
     "moe_enable_deepep": {"moe_token_dispatcher_type": "flex"},
     **dict.fromkeys(FULL, FULL),
+    "sequence_parallel": {"tensor_model_parallel_size": 2},
     "account_for_embedding_in_pipeline_split": {"account_for_loss_in_pipeline_split": True},
     "account_for_loss_in_pipeline_split": {"account_for_embedding_in_pipeline_split": True},
 }
 NEEDS_TE = {"apply_rope_fusion", "moe_permute_fusion"}
+ITS_OWN = {"multi_latent_attention", "moe_router_enable_expert_bias"}
+"""What deepseek_v3 is, and qwen3_moe is not."""
+SIIRL = {
+    *ParallelDims().to_group_sizes(),
+    *("sequence_parallel", "use_distributed_optimizer", "param_dtype", "seed"),
+    *("param_offload", "grad_offload", "optimizer_offload", "extra", "override_transformer_config"),
+    *("use_dist_checkpointing", "dist_checkpointing_path", "override_ddp_config", "use_mbridge"),
+}
+"""What siiRL has in its ``megatron:``."""
 MESH = ParallelDims(pp=2)
 
 
 @pytest.mark.parametrize("key", sorted(BECOMES))
 def test_a_setting_becomes_what_the_page_says(key: str) -> None:
-    hf = tiny("llama") if key == "fp8" else zoo.cases()["qwen3_moe"].hf
+    family = "deepseek_v3" if key in ITS_OWN else "qwen3_moe"
+    hf = tiny("llama") if key == "fp8" else zoo.cases()[family].hf
     value = VALUES.get(key, True)
     settings = {**BESIDE.get(key, {}), key: value}
     dims, overrides = split(settings, MESH)
@@ -70,7 +91,14 @@ def test_a_setting_becomes_what_the_page_says(key: str) -> None:
         assert dims != MESH
 
 
+@pytest.mark.parametrize("key", sorted(ITS_OWN))
+def test_another_model_is_refused(key: str) -> None:
+    with pytest.raises(BridgeError, match=f"{key} must be False|Expert bias for aux-loss-free routing"):
+        draw(zoo.cases()["qwen3_moe"].hf, dims=MESH, dtype=torch.bfloat16, overrides={key: True})
+
+
 def test_the_page_has_what_was_seen_in_the_wild() -> None:
+    assert SIIRL <= ENGINE
     assert VALUES.keys() <= BECOMES.keys()
     assert {"use_flash_attn", "gradient_accumulation_fusion", "deallocate_pipeline_outputs"} <= BECOMES.keys()
     assert {*BECOMES.values()} == {"honoured", "has", "refused"}

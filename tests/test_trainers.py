@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from mcore_bridge import ParallelDims
 from mcore_bridge.architecture import read_hf
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
 from mcore_bridge.trainers import mbridge, megatron_bridge
+from mcore_bridge.trainers.verl_kernels import linear_cross_entropy
 from tests import mtp_checkpoints, pool, stepping, tiny
 from tests.strategies import save
 from tests.trainer_calls import attention_switches, build_role, violations
@@ -210,6 +212,10 @@ def say_no(dims: ParallelDims, folder: str, other: str) -> None:
         provider.provide_distributed_model()
     with pytest.raises(ConfigError, match="use_megatron_fsdp must be False"):
         provider.provide_distributed_model(wrap_with_ddp=False, use_megatron_fsdp=True)
+    quantized = theirs.to_megatron_provider()
+    quantized.transformer_layer_spec = None  # what verl sets for QAT
+    with pytest.raises(ConfigError, match="transformer_layer_spec must not be overridden"):
+        quantized.finalize()
     with pytest.raises(ConfigError, match="allowed_mismatched_params may name"):
         theirs.load_hf_weights([model], folder, allowed_mismatched_params=["*.bias"])
     with pytest.raises(ConfigError, match="conversion_tasks must be those"):
@@ -224,6 +230,25 @@ def say_no(dims: ParallelDims, folder: str, other: str) -> None:
         critic.load(folder, resume=True)
     with pytest.raises(CheckpointError, match=r"rename the tensor to score.weight"):
         critic.load(other)
+
+
+def uneven_shares() -> list[str]:
+    """Runs in a worker: how verl's kernels are kept from ranks that would not go together, and from capped logits."""
+    said = []
+    for rows, marks in ((1025, {"hf_vocab_size": 2049}), (3, {"hf_vocab_size": 3}), (4, {"logit_softcap": 30.0})):
+        weight = torch.empty(rows, 8)
+        vars(weight).update(marks)
+        with pytest.raises(ConfigError, match="set use_fused_kernels=False") as caught:
+            linear_cross_entropy(torch.empty(2, 8), weight, torch.zeros(2).long(), dist_process_group=dist.group.WORLD)
+        said.append(str(caught.value))
+    return said
+
+
+def test_verls_kernels_are_refused_where_ranks_would_not_go_together():
+    for said in pool.run(2, uneven_shares):
+        assert ["found 1024 and 1025" in said[0], "found 0 and 3" in said[1], "caps them at 30" in said[2]] == [
+            True
+        ] * 3
 
 
 def test_refusals(tied, tmp_path):

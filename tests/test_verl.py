@@ -10,39 +10,26 @@ import pytest
 import torch
 
 from mcore_bridge import ParallelDims
+from mcore_bridge.errors import ConfigError
 from tests import pool, stepping, tiny, zoo
 from tests.strategies import random_state, save
-from tests.test_trainers import read
-from tests.trainer_calls import attention_switches, violations
-from tests.verl_engine import SWITCH
+from tests.test_trainer_settings import ENGINE, SIIRL
+from tests.trainer_calls import attention_switches
+from tests.verl_engine import SWITCH, CpuForCuda, engine_of, kernels_on_cpu, own_processes, use_us_on_cpu
+from tests.verl_life import batch_of, inferred, life, padded, problems, with_tokenizer
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
 
 PAGE = (Path(__file__).parent.parent / "docs" / "verl.md").read_text()
-ROWS = [[5, 9, 2, 40, 7], [11, 3, 8, 1, 30, 22, 6], [4, 4, 19], [50, 2, 33, 12]]
 FLAVOURS = (True, False)
 
 
 def in_verl(dims: ParallelDims, function: Any, *args: Any) -> Any:
     """Runs in a worker, with what verl sets on the process undone afterwards."""
-    from tests.verl_engine import CpuForCuda, own_processes, use_us_on_cpu
-
     os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # under which verl registers its engine; others do not look at it
     use_us_on_cpu()
     with own_processes(), attention_switches(), stepping.mesh(dims), CpuForCuda():
-        return function(*args)
-
-
-def with_tokenizer(folder: Path) -> str:
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = {str(number): number for number in range(90)}
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="0")), pad_token="3", eos_token="1", bos_token="2"
-    )
-    fast.save_pretrained(folder)
-    return str(folder)
+        return function(dims, *args)
 
 
 @pytest.fixture(scope="module")
@@ -61,44 +48,6 @@ def sparse(tmp_path_factory):
     return with_tokenizer(folder)
 
 
-def life(folder: str, out: str, vanilla: bool, value: bool, sizes: dict[str, int]) -> dict[str, Any]:
-    """Runs in a worker: init, load, forward, export, a step, save; then a second engine that resumes."""
-    from tests.verl_engine import batch_of, engine_of, exported, mean_of
-
-    name = "values" if value else "log_probs"
-    engine = engine_of(folder, vanilla=vanilla, value=value, **sizes)
-    truth = read(folder)
-    broken, order = violations(exported(engine), None if value else truth)
-    with engine.eval_mode():
-        said = engine.infer_batch(batch_of(ROWS)).get("model_output")
-    with engine.train_mode():
-        engine.train_batch(batch_of(ROWS), mean_of(name))
-    trained = {key: tensor.clone() for key, tensor in exported(engine)}
-    engine.save_checkpoint(out, global_step=1)
-    other = engine_of(folder, vanilla=vanilla, value=value, **sizes)
-    with other.train_mode():  # without TransformerEngine mcore's optimizer resumes only what has taken a step
-        other.train_batch(batch_of(ROWS[::-1]), mean_of(name))
-    other.load_checkpoint(out, del_local_after_load=False)
-    resumed = dict(exported(other))
-    broken += [f"{key} is lost" for key in trained if not torch.equal(trained[key], resumed[key])]
-    states = zip(optimizer_state(engine), optimizer_state(other), strict=True)
-    broken += ["the optimizer's state is lost" for here, there in states if not torch.equal(here, there)]
-    outputs = {key: [row.float() for row in tensor.unbind()] for key, tensor in (said or {}).items()}
-    bridge = type(engine.bridge).__module__
-    return {"broken": broken, "order": order, "said": outputs, "trained": trained, "bridge": bridge}
-
-
-def optimizer_state(engine: Any) -> list[torch.Tensor]:
-    """Main parameters and their moments; not the steps, which mcore miscounts without TransformerEngine."""
-    wrapped = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
-    return [
-        tensor
-        for each in wrapped
-        for parameter, state in each.optimizer.state.items()
-        for tensor in (parameter.detach(), state["exp_avg"], state["exp_avg_sq"])
-    ]
-
-
 def test_the_line_of_the_page_reaches_every_process():
     """What docs/verl.md has users write, through the config and the environment that verl makes for its processes."""
     from hydra import compose, initialize_config_module
@@ -111,69 +60,111 @@ def test_the_line_of_the_page_reaches_every_process():
     assert OmegaConf.merge({"env_vars": {"OTHER": "1"}}, given).env_vars == {**SWITCH, "OTHER": "1"}
 
 
-MESHES = [
-    (
-        "dense",
-        ParallelDims(tp=2, pp=2, vp=2, sp=True),
-        {
-            "tensor_model_parallel_size": 2,
-            "pipeline_model_parallel_size": 2,
-            "virtual_pipeline_model_parallel_size": 2,
-        },
-    ),
-    ("sparse", ParallelDims(tp=2, ep=2, sp=True), {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}),
-]
+MESHES = {"dense": ParallelDims(tp=2, pp=2, vp=2, sp=True), "sparse": ParallelDims(tp=2, ep=2, sp=True)}
 
 
 @pytest.mark.parametrize("vanilla", FLAVOURS, ids=["mbridge", "megatron_bridge"])
 @pytest.mark.parametrize("value", [False, True], ids=["actor", "critic"])
-@pytest.mark.parametrize(("kind", "dims", "sizes"), MESHES, ids=["tp2-pp2-vp2", "tp2-ep2"])
-def test_a_life(kind, dims, sizes, value, vanilla, request, tmp_path):
-    folder = request.getfixturevalue(kind)
-    sizes = {**sizes, "expert_tensor_parallel_size": 1}
-    ranks = pool.run(dims.tp * dims.pp, in_verl, dims, life, folder, str(tmp_path), vanilla, value, sizes)
-    truth, saved = read(folder), read(tmp_path / "model" / "huggingface")
-    for rank in ranks:
-        assert rank["broken"] == []
-        assert rank["order"] == ranks[0]["order"]
-        assert rank["bridge"] == (
-            "mcore_bridge.trainers.mbridge" if vanilla else "mcore_bridge.trainers.megatron_bridge"
-        )
-        assert all(torch.equal(saved[name], tensor) for name, tensor in rank["trained"].items())
-    assert any(not torch.equal(saved[name], truth[name]) for name in truth if name in saved)
-    said = ranks[-1]["said"]
-    if value:
-        assert [len(row) for row in said["values"]] == [len(row) for row in ROWS]
-        assert saved["score.weight"].shape[0] == 1
-        return
-    assert saved.keys() == truth.keys()
-    for row, found, entropy in zip(ROWS, said["log_probs"], said["entropy"], strict=True):
-        expected, expected_entropy = reference(folder, row)
-        assert (found[:-1] - expected).abs().mean() < 0.1
-        assert (entropy[:-1] - expected_entropy).abs().mean() < 0.1
+@pytest.mark.parametrize("kind", MESHES)
+def test_a_life(kind, value, vanilla, request, tmp_path):
+    folder, dims = request.getfixturevalue(kind), MESHES[kind]
+    options = {"vanilla": vanilla, "value": value}
+    ranks = pool.run(dims.tp * dims.pp, in_verl, dims, life, folder, str(tmp_path), options)
+    assert problems(ranks, folder, tmp_path, vanilla=vanilla) == []
 
 
-def reference(folder: str, row: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """What transformers computes at the temperature of the batch, of the labels and of the whole vocabulary."""
-    from transformers import AutoModelForCausalLM
+def test_the_page_has_every_key_of_the_engine():
+    import yaml
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    with torch.no_grad():
-        logits = model(torch.tensor([row])).logits[0].float() / 0.5
-    scores = logits.log_softmax(-1)
-    return scores[:-1].gather(-1, torch.tensor(row[1:])[:, None])[:, 0], -(scores.exp() * scores).sum(-1)[:-1]
+    (path,) = importlib.util.find_spec("verl").submodule_search_locations
+    theirs = yaml.safe_load((Path(path) / "trainer" / "config" / "engine" / "megatron.yaml").read_text())
+    assert SIIRL | theirs.keys() - {"_target_"} == ENGINE
 
 
-def replay(folder: str, vanilla: bool) -> tuple[int, int, list[Any]]:
+REFUSED = {
+    "use_mbridge must be True": {"use_mbridge": False},
+    "use_megatron_fsdp must be False": {"use_megatron_fsdp": True},
+    "Dynamic CP requires": {"dynamic_context_parallel": True, "max_seqlen_per_dp_cp_rank": 64},
+}
+
+
+def refusals(dims: ParallelDims, folder: str) -> list[str]:
+    """Runs in a worker: how an engine fails with each of these."""
+    said = []
+    for fields in REFUSED.values():
+        with pytest.raises((AssertionError, ConfigError, RuntimeError)) as caught:
+            engine_of(folder, dims, vanilla=False, **fields)
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_the_page_says_is_refused_is(dense):
+    (said,) = pool.run(1, in_verl, ParallelDims(), refusals, dense)
+    assert [found for words, found in zip(REFUSED, said, strict=True) if words not in found] == []
+
+
+def fused_life(dims: ParallelDims, folder: str, out: str, vanilla: bool) -> Any:
+    """Runs in a worker: a life whose log-probs go around the output layer."""
+    kernels_on_cpu()
+    return life(dims, folder, out, {"vanilla": vanilla, "use_fused_kernels": True})
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("vanilla", FLAVOURS, ids=["mbridge", "megatron_bridge"])
+def test_fused_kernels_see_no_padding(vanilla, tied, tmp_path):
+    """With nine tokens, one of padding in a softmax is more than what is allowed."""
+    folder, out = tmp_path / "hf", tmp_path / "out"
+    hf = tiny.config("qwen2", use_sliding_window=False, vocab_size=9, tie_word_embeddings=tied)
+    tiny.random_checkpoint(hf, folder, dtype=torch.bfloat16)
+    dims = ParallelDims(tp=2, sp=True)
+    ranks = pool.run(2, in_verl, dims, fused_life, with_tokenizer(folder), str(out), vanilla)
+    assert problems(ranks, str(folder), out, vanilla=vanilla) == []
+
+
+def capped(dims: ParallelDims, folder: str) -> str:
+    """Runs in a worker: how verl's fused kernels fail with a model that does more to logits."""
+    engine = engine_of(folder, dims, vanilla=True, use_fused_kernels=True)
+    with pytest.raises(ConfigError) as caught:
+        inferred(engine, engine.model_config.hf_config.vocab_size)
+    return str(caught.value)
+
+
+def test_fused_kernels_are_refused_where_logits_are_capped(tmp_path):
+    hf = zoo.cases()["gemma2"].hf
+    hf.architectures = ["Gemma2ForCausalLM"]
+    save(random_state(hf, dtype=torch.bfloat16), hf, tmp_path)
+    (said,) = pool.run(1, in_verl, ParallelDims(), capped, with_tokenizer(tmp_path))
+    assert "caps them at" in said
+    assert "use_fused_kernels=False" in said
+
+
+def superseded(dims: ParallelDims) -> tuple[list[str], str]:
+    """Runs in a worker: how verl's functions of the time before bridges fail, and where another one is from."""
+    import verl.models.mcore as theirs
+    from verl.models.mcore.registry import get_supported_model
+
+    said = []
+    for name in ("hf_to_mcore_config", "init_mcore_model", "get_mcore_weight_converter"):
+        with pytest.raises(ConfigError, match=f"{name} is not served") as caught:
+            getattr(theirs, name)(tiny.config("qwen3"), torch.bfloat16)
+        said.append(str(caught.value))
+    return said, get_supported_model("Qwen3ForCausalLM").name
+
+
+def test_what_verl_had_before_bridges_is_refused_by_name():
+    ((said, name),) = pool.run(1, in_verl, ParallelDims(), superseded)
+    assert all("up to 0.7.1" in each and "mcore-bridge convert" in each for each in said)
+    assert name == "QWEN3"
+
+
+def replay(dims: ParallelDims, folder: str, vanilla: bool) -> tuple[int, int, list[Any]]:
     """Runs in a worker: the routers that verl knows, those that there are, and the routes that it records."""
     from megatron.core.transformer.moe.router import TopKRouter
     from verl.utils import tensordict_utils as tu
     from verl.utils.megatron.router_replay_patch import RouterReplay
 
-    from tests.verl_engine import batch_of, engine_of
-
-    engine = engine_of(folder, vanilla=vanilla, replay="R2")
-    batch = batch_of(ROWS[:2])
+    engine = engine_of(folder, dims, vanilla=vanilla, replay="R2")
+    batch = batch_of(engine.model_config.hf_config.vocab_size, slice(2))
     tu.assign_non_tensor(batch, enable_routing_replay=True)
     with engine.eval_mode():
         routes = engine.infer_batch(batch)["model_output"]["routed_experts"]
@@ -189,4 +180,4 @@ def test_router_replay(vanilla, sparse):
     finally:
         pool._stop(dump=False)  # verl's patches last as long as the process
     assert known == built == 3
-    assert routes == [(len(row), 3, 4) for row in ROWS[:2]]  # each token has four experts
+    assert routes == [(int(row.sum()), 3, 4) for row in padded(2)[1][:2]]  # each token has four experts

@@ -1,7 +1,6 @@
 """verl's own Megatron engine in workers of the pool: the CPU as a platform, as verl takes them, and its calls."""
 
 import contextlib
-import gc
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -10,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from mcore_bridge import ParallelDims
+from tests import stepping
 
 SWITCH = {"VERL_USE_EXTERNAL_MODULES": "mcore_bridge.trainers.verl"}
 """What a user sets."""
@@ -35,17 +37,17 @@ def use_us_on_cpu() -> None:
 
 @contextlib.contextmanager
 def own_processes() -> Iterator[None]:
-    """megatron-core starts a process to save a checkpoint, which workers of the pool may not, and leaves it running."""
+    """``stepping.let_megatron_save``, for as long as this lasts."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    module: Any = filesystem_async
     config: Any = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    daemon, config["daemon"] = config.get("daemon"), False
+    daemon, results = config.get("daemon"), module._results_queue
+    stepping.let_megatron_save()
     try:
         yield
     finally:
-        config["daemon"] = daemon
-        filesystem_async._results_queue = None  # it ends with the queue
-        gc.collect()
+        config["daemon"], module._results_queue = daemon, results
 
 
 class CpuForCuda(TorchFunctionMode):
@@ -61,15 +63,26 @@ class CpuForCuda(TorchFunctionMode):
         return found
 
 
-def engine_of(folder: str, *, vanilla: bool, value: bool = False, replay: str = "disabled", **sizes: int) -> Any:
+def engine_of(
+    folder: str,
+    dims: ParallelDims,
+    *,
+    vanilla: bool,
+    value: bool = False,
+    replay: str = "disabled",
+    attention: str = "flash",
+    **fields: Any,
+) -> Any:
     """An engine as a worker of verl makes it from its config, initialised.
 
     Args:
         folder: of an HF checkpoint with a tokenizer.
+        dims: the mesh.
         vanilla: the surface of mbridge, or that of Megatron-Bridge.
         value: a critic.
         replay: the mode of router replay.
-        sizes: of the mesh, as fields of ``McoreEngineConfig``.
+        attention: the backend, by its name.
+        fields: others of ``McoreEngineConfig``, such as those of offloading.
     """
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
     from verl.workers.config.checkpoint import McoreCheckpointConfig
@@ -86,8 +99,9 @@ def engine_of(folder: str, *, vanilla: bool, value: bool = False, replay: str = 
             router_replay=EngineRouterReplayConfig(mode=replay),
             use_dynamic_bsz=False,
             override_mcore_model_config={"moe_config": {"freeze_moe_router": True}},
-            override_transformer_config={"attention_backend": "flash", "recompute_modules": ["core_attn"]},
-            **sizes,
+            override_transformer_config={"attention_backend": attention, "recompute_modules": ["core_attn"]},
+            **dims.to_group_sizes(),
+            **fields,
         ),
         optimizer_config=McoreOptimizerConfig(lr=1e-2, total_training_steps=10, lr_warmup_steps=0, clip_grad=1.0),
         checkpoint_config=McoreCheckpointConfig(mbridge_config={"memory_efficient": True, "bogus": 1}),
@@ -96,30 +110,28 @@ def engine_of(folder: str, *, vanilla: bool, value: bool = False, replay: str = 
     return engine
 
 
-def batch_of(rows: list[list[int]]) -> Any:
-    """Sequences without padding, as verl's workers hand them to an engine, one to a micro-batch."""
-    from tensordict import TensorDict
-    from verl.utils import tensordict_utils as tu
-
-    ids = torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
-    mask = torch.nested.as_nested_tensor([torch.ones(len(row), dtype=torch.long) for row in rows], layout=torch.jagged)
-    data = TensorDict({"input_ids": ids, "loss_mask": mask}, batch_size=[len(rows)])
-    tu.assign_non_tensor(data, temperature=0.5, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
-    tu.assign_non_tensor(data, calculate_entropy=True)
-    return data
-
-
-def mean_of(name: str) -> Any:
-    """A loss: the mean of one of a model's outputs, by the sign that a step makes it larger."""
-
-    def loss(model_output: dict[str, Tensor], data: Any, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
-        return -model_output[name].values().float().mean(), {}
-
-    return loss
-
-
 def exported(engine: Any) -> Iterator[tuple[str, Tensor]]:
     """What a rollout would get."""
     stream, peft_config = engine.get_per_tensor_param()
     assert peft_config is None
     return stream
+
+
+def kernels_on_cpu() -> None:
+    """Give verl's fused log-probs, whose kernels are for CUDA, the steps that verl takes without them.
+
+    These find labels as its kernels do: where they begin on a rank is counted in the rows that this rank was given.
+    """
+    from verl.utils.megatron.tensor_parallel import vocab_parallel_entropy, vocab_parallel_log_probs_from_logits
+
+    from mcore_bridge.trainers.seams import original
+
+    def steps(
+        hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, *others: object
+    ) -> tuple[Tensor, Tensor]:
+        logits = (hidden.view(-1, 1, hidden.size(-1)) @ weight.T).float() / temperature
+        log_probs = vocab_parallel_log_probs_from_logits(logits.clone(), labels.view(-1, 1))  # which it overwrites
+        return log_probs.view(-1), vocab_parallel_entropy(logits).view(-1)
+
+    module: Any = original("verl.utils.kernel.linear_cross_entropy")
+    module.linear_cross_entropy = steps

@@ -111,6 +111,8 @@ def _settings(
         settings["vocab_size"] = -(-vocab_size // dims.tp) * dims.tp
         require_vocab(overrides.get("vocab_size", settings["vocab_size"]), at_least=vocab_size, tp=dims.tp)
     settings |= overrides
+    if _is_latent(settings) != latent:
+        raise ConfigError(f"multi_latent_attention must be {latent}, as in the HF model. Remove the override.")
     if settings.get("kv_channels", 1) is None:  # what mcore makes of None, so that the rope agrees
         hidden_size, heads = count(settings, "hidden_size"), count(settings, "num_attention_heads")
         overrides["kv_channels"] = settings["kv_channels"] = hidden_size // heads

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mcore_bridge.errors import MeshError
-from mcore_bridge.factory.heads import HiddenPadding, initialise_head, replace_output_layer
+from mcore_bridge.factory.heads import hide_padding, initialise_head, replace_output_layer
 from mcore_bridge.factory.mtp import initialise_mtp
 
 if TYPE_CHECKING:
@@ -92,8 +92,7 @@ def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     cap_logits(chunk)
     if chunk.pre_process and (dropped := getattr(blueprint.config, "embedding_dropout", None)) is not None:
         chunk.embedding.embedding_dropout.p = dropped
-    if chunk.post_process and blueprint.config.hf_vocab_size < chunk.vocab_size:
-        chunk.output_layer.register_forward_hook(HiddenPadding(blueprint.config.hf_vocab_size, chunk))
+    hide_padding(chunk, blueprint.config.hf_vocab_size)
     replace_output_layer(chunk, blueprint.hf, head=blueprint.provenance.head)
     initialise_head(chunk, seed)
     initialise_mtp(chunk, seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +69,19 @@ class HiddenPadding:
         first = 0 if size == self.padded_vocab_size else size * self.tp_group.rank()
         if first + size > self.vocab_size:
             logits[..., max(self.vocab_size - first, 0) :] = max(_NEVER, torch.finfo(logits.dtype).min)
+
+
+def hide_padding(chunk: GPTModel, vocab_size: int) -> None:
+    """Have a last stage's LM head hide the rows beyond ``vocab_size``, and its weight say how many are not hidden."""
+    if chunk.post_process and vocab_size < chunk.vocab_size:
+        chunk.output_layer.register_forward_hook(HiddenPadding(vocab_size, chunk))
+        output_weight(chunk).hf_vocab_size = vocab_size
+
+
+def output_weight(chunk: GPTModel) -> Any:
+    """What a last stage's LM head multiplies by: its own weight or, tied on a stage with both, the embedding's."""
+    own = chunk.output_layer.weight
+    return chunk.shared_embedding_or_output_weight() if own is None else own
 
 
 def check_head(head: str) -> None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from mcore_bridge.factory.heads import output_weight
+
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
@@ -19,10 +21,11 @@ def scale_embedding(chunk: GPTModel) -> None:
 
 
 def cap_logits(chunk: GPTModel) -> None:
-    """Logits between minus and plus ``config.logit_softcap``, softly, where that is set."""
+    """Logits between minus and plus ``config.logit_softcap``, softly, where that is set; the weight says so too."""
     cap = getattr(chunk.config, "logit_softcap", None)
     if cap is not None and chunk.post_process:
         chunk.output_layer.register_forward_hook(LogitSoftcap(cap))
+        output_weight(chunk).logit_softcap = cap
 
 
 class EmbeddingScale:

@@ -1,6 +1,9 @@
 """Taking the place of modules of a trainer: only before it has them, since it keeps what it has imported from them."""
 
+import functools
 import importlib
+import importlib.machinery
+import importlib.util
 import logging
 import sys
 from collections.abc import Mapping
@@ -42,3 +45,26 @@ def take(homes: Mapping[str, str]) -> None:
         )
     sys.modules.update({name: Seam(name, home) for name, home in homes.items()})
     logger.info("mcore_bridge takes the place of %s", ", ".join(homes))
+
+
+@functools.cache
+def original(name: str) -> ModuleType:
+    """The trainer's own module of a name that was taken: for what we leave as it is.
+
+    Raises:
+        ConfigError: the trainer has no such module.
+    """
+    package = importlib.import_module(name.rpartition(".")[0])
+    spec = importlib.machinery.PathFinder.find_spec(name, package.__path__)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"the trainer that is installed has no module {name}: use a release that docs/verl.md names")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def attribute_of_original(module: str, name: str) -> Any:
+    """What the trainer's own ``module`` has, for the ``__getattr__`` of ours: not what an import asks of a module."""
+    if name.startswith("__"):
+        raise AttributeError(f"the module in the place of {module!r} has no attribute {name!r}")
+    return getattr(original(module), name)

@@ -1,0 +1,70 @@
+"""verl's fused kernels (``use_fused_kernels``), which go around an output layer: they take its weight, and no logits.
+
+What such a layer does beside multiplying is done here, or refused. On each tensor-parallel rank the kernels take a row
+for a label, the first for the one that comes next if all lower ranks have as many rows.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from mcore_bridge.errors import ConfigError
+from mcore_bridge.trainers.seams import attribute_of_original, original
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_NAME = "verl.utils.kernel.linear_cross_entropy"
+_SPLIT = 1024
+"""Rows that the kernels take at a time: ranks exchange a maximum for each of these parts, and need as many of them."""
+
+
+def __getattr__(name: str) -> Any:
+    return attribute_of_original(_NAME, name)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    reduction: str = "none",
+    dist_process_group: "ProcessGroup | None" = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of labels and entropies, by verl's kernels; rows that pad the vocabulary take no part.
+
+    Args:
+        hidden: of all tokens.
+        weight: this rank's rows of an output layer.
+        labels: of all tokens, in the whole vocabulary.
+        temperature, reduction, dist_process_group: as verl gives them.
+
+    Raises:
+        ConfigError: the model caps its logits, or padding takes so many rows that verl's kernels cannot go together.
+    """
+    rank, size = (0, 1) if dist_process_group is None else (dist_process_group.rank(), dist_process_group.size())
+    rows = weight.size(0)
+    vocab_size = getattr(weight, "hf_vocab_size", rows * size)
+    _check(weight, vocab_size, size)
+    if (padding := rows * (rank + 1) - vocab_size) > 0:
+        weight, labels = weight[:-padding], labels - rank * padding
+    log_probs, entropy = original(_NAME).linear_cross_entropy(
+        hidden, weight, labels, temperature, reduction, dist_process_group
+    )
+    return log_probs, entropy
+
+
+def _check(weight: Tensor, vocab_size: int, size: int) -> None:
+    if (cap := getattr(weight, "logit_softcap", None)) is not None:
+        raise ConfigError(
+            "verl's fused kernels need logits as the weight of the output layer gives them, found a model that caps "
+            f"them at {cap}: set use_fused_kernels=False"
+        )
+    rows = weight.size(0)
+    last = vocab_size - rows * (size - 1)
+    if last <= 0 or (size > 1 and -(-last // _SPLIT) != -(-rows // _SPLIT)):
+        raise ConfigError(
+            f"verl's fused kernels need as many parts of {_SPLIT} tokens on the last of {size} tensor-parallel ranks "
+            f"as on the others, found {last} and {rows} of {vocab_size} tokens: set use_fused_kernels=False or another "
+            "tensor_model_parallel_size"
+        )
