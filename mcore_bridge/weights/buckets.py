@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SLOT_BYTES = 512 << 20
 _FUSED = re.compile(r"(.*)\.(?:q_a_proj|kv_a_proj_with_mqa)\.(?:weight|bias)")
-"""What SGLang fuses of an attention within one load call, and leaves out, without a word, where a part does not come."""
+"""What SGLang fuses of an attention within one load call, and leaves out, without a word, where one does not come."""
 
 
 @dataclass(frozen=True, slots=True)
