@@ -7,6 +7,7 @@ so that all they say to each other later is the number of a bucket. Needs torch 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from mcore_bridge.weights.manifest import TensorSpec
 
 SLOT_BYTES = 512 << 20
+_FUSED = re.compile(r"(.*)\.(?:q_a_proj|kv_a_proj_with_mqa)\.(?:weight|bias)")
+"""What SGLang fuses of an attention within one load call, and leaves out, without a word, where one does not come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +89,9 @@ def plan_buckets(
         num_slots: slots that are used in turn. With two, one is filled while the other is read.
         slot_bytes: bytes of a slot, all of which are allocated ``num_slots`` times. None is 512 MiB, less for a model
             that is smaller, and more for one with a larger tensor or group.
-        together: groups of names that must share a slot, such as what an engine fuses in one load call. What comes
-            between the first and the last of a group in the manifest travels with them.
+        together: groups of names that must share a slot, beside those that are known to be fused by an engine in one
+            load call: the latents of queries with those of keys and values. What comes between the first and the last
+            of a group in the manifest travels with them.
 
     Raises:
         TransferError: when a tensor or group is larger than ``slot_bytes``, when a group names what the manifest lacks,
@@ -95,7 +99,8 @@ def plan_buckets(
     """
     if num_slots < 1:
         raise TransferError(f"expected one slot or more, found num_slots={num_slots}")
-    runs = list(_runs(tuple(manifest), together))
+    specs = tuple(manifest)
+    runs = list(_runs(specs, (*_fused(specs), *together)))
     largest = max(runs, key=_size, default=())
     if slot_bytes is None:
         slot_bytes = max(_size(largest), min(SLOT_BYTES, sum(map(_size, runs))), ALIGNMENT)
@@ -107,6 +112,14 @@ def plan_buckets(
         )
     filled = enumerate(_fill(runs, slot_bytes))
     return BucketPlan(num_slots, slot_bytes, tuple(Bucket(i, i % num_slots, pieces) for i, pieces in filled))
+
+
+def _fused(specs: Iterable[TensorSpec]) -> Iterable[Collection[str]]:
+    groups: dict[str, list[str]] = {}
+    for spec in specs:
+        if found := _FUSED.fullmatch(spec.name):
+            groups.setdefault(found[1], []).append(spec.name)
+    return groups.values()
 
 
 def _runs(specs: Sequence[TensorSpec], together: Iterable[Collection[str]]) -> Iterator[Sequence[TensorSpec]]:
