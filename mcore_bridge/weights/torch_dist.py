@@ -91,8 +91,7 @@ def find_checkpoint(folder: Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    tracker = folder / TRACKER
-    latest = [folder / _iteration(tracker.read_text().strip())] if tracker.is_file() else []
+    latest = latest_in(folder)
     for path in (folder, folder / "dist_ckpt", *latest):
         if (path / CONFIG).is_file():
             return path
@@ -101,6 +100,12 @@ def find_checkpoint(folder: Path) -> Path:
         f"or in the iteration that {TRACKER} names ({latest[0].name if latest else 'no such file'}). A save that did "
         "not come to its end lacks it too: use an earlier iteration"
     )
+
+
+def latest_in(folder: Path) -> list[Path]:
+    """The folder of the iteration that a tracker file (Megatron-LM) names, if there is one."""
+    tracker = folder / TRACKER
+    return [folder / _iteration(tracker.read_text().strip())] if tracker.is_file() else []
 
 
 def by_plain_key(keys: Iterable[str]) -> Mapping[str, str]:
