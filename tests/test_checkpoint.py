@@ -142,7 +142,27 @@ def trained(folder: Path, dims: ParallelDims, batch: Any) -> tuple[Any, Any, Any
     return wrapped, optimizer, step
 
 
-def train_and_go_on(folder: Path, target: Path, here: dict[str, Any], there: list[dict[str, Any]]) -> Any:
+def save_in_stacks(models: Any, target: Path, *, optimizer: Any, common: dict[str, Any]) -> None:
+    """By megatron-core alone: the layers in one tensor, as its trainers wrote them where all layers are alike."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+    (ddp,) = models
+    model = ddp.module
+    model.config.moe_layer_freq = 1  # a list, whatever it says, makes it number them
+    metadata["dp_cp_group"] = model.pg_collection.dp_cp
+    state = model.sharded_state_dict(metadata=metadata)
+    whole = {"model": state, "optimizer": optimizer.sharded_state_dict(state, metadata=metadata), **common}
+    target.mkdir(exist_ok=True)
+    torch.distributed.barrier()
+    del metadata["dp_cp_group"]
+    dist_checkpointing.save(whole, str(target), get_default_save_sharded_strategy(), content_metadata=metadata)
+
+
+def train_and_go_on(
+    folder: Path, target: Path, here: dict[str, Any], there: list[dict[str, Any]], save: Any = mb.save_checkpoint
+) -> Any:
     """Losses of an unbroken run behind a save, and of those that go on from it on other meshes."""
     stepping.let_megatron_save()
     batch = tiny_batch()
@@ -150,14 +170,14 @@ def train_and_go_on(folder: Path, target: Path, here: dict[str, Any], there: lis
         models, optimizer, step = trained(folder, ParallelDims(**here), batch)
         for _ in range(2):
             step()
-        mb.save_checkpoint(models, target, optimizer=optimizer, common={"iteration": 2})
+        save(models, target, optimizer=optimizer, common={"iteration": 2})
         exported = {name: tensor.clone() for name, tensor in mb.to_hf_state_dict(models).items()}
         unbroken = [step() for _ in range(2)]
     found = []
     for sizes in there:
         with stepping.mesh(ParallelDims(**sizes)):
             models, optimizer, step = trained(folder, ParallelDims(**sizes), batch)
-            assert mb.load_checkpoint(models, target, optimizer=optimizer).common == {"iteration": 2}
+            assert mb.load_checkpoint(models, target, optimizer=optimizer).common["iteration"] == 2
             found.append([step() for _ in range(2)])
     return unbroken, found, exported
 
@@ -177,6 +197,30 @@ def test_training_goes_on_at_another_mesh(folder, tmp_path):
     keys = TorchDistFolder.open(tmp_path / "saved").metadata.state_dict_metadata
     assert any(key.startswith("optimizer.state.exp_avg.decoder.") for key in keys)
     convert(tmp_path / "saved", tmp_path / "back", on_event=lambda *event: None)
+    exported = Checkpoint(tmp_path / "back")
+    assert set(exported) == set(ranks[0][2])
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in ranks[0][2].items())
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "llama"])
+def test_training_goes_on_from_layers_that_lie_in_one_tensor(kind, tmp_path):
+    hf = tiny(kind, vocab_size=97, **(MOE if kind == "qwen3_moe" else {}))
+    folder, saved = tmp_path / "hf", tmp_path / "saved"
+    folder.mkdir()
+    save(random_state(hf, dtype=torch.bfloat16), hf, folder)
+    there = [{"tp": 2, "sp": True, **({"ep": 2, "etp": 1} if kind == "qwen3_moe" else {})}, {"pp": 2, "vp": 2}, {}]
+    ranks = pool.run(2, train_and_go_on, folder, saved, {"tp": 2, "sp": True}, there, save_in_stacks)
+    found = TorchDistFolder.open(saved)
+    assert found.is_stacked
+    assert not any(key.startswith("decoder.layers.0.") for key in found.metadata.state_dict_metadata)
+    if kind == "qwen3_moe":
+        assert tuple(found.tensors["decoder.layers.mlp.experts.experts.linear_fc1.weight"].size) == (4, 4, 80, 48)
+    unbroken = ranks[0][0]
+    assert unbroken[1] < unbroken[0]
+    for index, sizes in enumerate(there):
+        losses = next(rank[1][index] for rank in reversed(ranks) if rank[1][index][0] is not None)
+        assert losses == pytest.approx(unbroken, rel=1e-5), sizes
+    convert(saved, tmp_path / "back", hf=folder, on_event=lambda *event: None)
     exported = Checkpoint(tmp_path / "back")
     assert set(exported) == set(ranks[0][2])
     assert all(torch.equal(tensor, exported[name]) for name, tensor in ranks[0][2].items())

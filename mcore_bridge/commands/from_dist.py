@@ -31,8 +31,7 @@ class FromDist(ToHF):
         found = TorchDistFolder.open(source)
         sizes = ((each.properties.dtype, each.size.numel()) for each in found.tensors.values())
         mtp = {mtp_layer_of(key) for key in found.tensors} - {None}
-        metadata = {**found.spelling, "non_homogeneous_layers": True}
-        model = whole_model(hf, dtype=dtype or widespread(sizes), num_mtp_layers=len(mtp), metadata=metadata)
+        model = whole_model(hf, dtype=dtype or widespread(sizes), num_mtp_layers=len(mtp), metadata=found.spelling)
         placed = _found_places(model.placed, found)
         entries = tuple(
             stored_as(entry, found.tensors[each.places[0].key].properties.dtype, dtype)
@@ -59,7 +58,7 @@ def _found_places(placed: Sequence[Placed], found: TorchDistFolder) -> tuple[Pla
         CheckpointError: naming what is missing, unexpected or of another shape.
     """
     spelled = found.spelled()
-    if not found.spelling["non_homogeneous_layers"]:
+    if found.is_stacked:
         num_layers = 1 + max(layer for key in _keys(placed) if (layer := layer_of(key)) is not None)
         placed = [_map(each, lambda place: _in_stack(place, num_layers)) for each in placed]
     missing = sorted({key for key in _keys(placed) if plain_key(key) not in spelled})

@@ -19,6 +19,7 @@ from mcore_bridge.weights.bound import Models, chunks_of, noted
 from mcore_bridge.weights.companions import config_in, copy_companions
 from mcore_bridge.weights.dist_check import Check, chunk_names, sharded_states
 from mcore_bridge.weights.exchange import check_storage
+from mcore_bridge.weights.layer_stack import stack_layers
 from mcore_bridge.weights.names import held_tensors
 from mcore_bridge.weights.optimizer_chain import fit_chain
 from mcore_bridge.weights.pending import gather_pending
@@ -135,8 +136,12 @@ def load_checkpoint(
     check_storage(held_tensors(chunks))
     found = TorchDistFolder.open(folder)
     written = dist_checkpointing.load_content_metadata(str(found.path))
-    metadata = {**found.spelling, **(written or {}), "dp_cp_group": chunks[0].pg_collection.dp_cp}
+    numbered = {"non_homogeneous_layers": True, "dp_cp_group": chunks[0].pg_collection.dp_cp}
+    metadata = {**found.spelling, **(written or {}), **numbered}
     state = sharded_states(chunks, metadata)
+    if found.is_stacked:
+        for part in state.values():
+            stack_layers(part, chunks[0].config.num_layers)
     check = Check(found, noted(models, hf, head).hf.vocab_size, dtype)
     missing, unexpected = check.run(state, Group.of_replica(chunks[0].pg_collection), strict)
     if optimizer is not None:
