@@ -226,6 +226,45 @@ def test_training_goes_on_from_layers_that_lie_in_one_tensor(kind, tmp_path):
     assert all(torch.equal(tensor, exported[name]) for name, tensor in ranks[0][2].items())
 
 
+STATE = {
+    "get_extra_state": lambda norm: torch.empty(0, dtype=torch.uint8),
+    "set_extra_state": lambda norm, state: None,
+}
+
+
+def load_with_states(source: Path, folder: Path, saved: Path) -> int:
+    """megatron-core loads, with no help of ours, into modules that ask for a state as TransformerEngine's do."""
+    from megatron.core import dist_checkpointing
+
+    stepping.let_megatron_save()
+    expected = Checkpoint(source)
+    with stepping.mesh(ParallelDims(tp=2, sp=True)):
+        mb.save_checkpoint(build(source, ParallelDims(tp=2, sp=True)), saved)
+    count = 0
+    for dims in (ParallelDims(tp=2, sp=True), ParallelDims(pp=2)):
+        for path in (folder, saved):
+            with stepping.mesh(dims):
+                (model,) = build(source, dims, load_weights=False)
+                norms = {name: each for name, each in model.named_modules() if name.endswith("norm")}
+                for name, norm in norms.items():
+                    if hasattr(norm, "weight") and not name.endswith("input_layernorm"):  # it is in a linear there
+                        norm.__class__ = type("Norm", (type(norm),), STATE)
+                metadata = dist_checkpointing.load_content_metadata(str(path))
+                asked = {"model": model.sharded_state_dict(metadata=metadata)}
+                count += sum(name.endswith("norm._extra_state") for name in asked["model"])
+                model.load_state_dict(dist_checkpointing.load(asked, str(path))["model"])
+                found = mb.to_hf_state_dict(model)
+                assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    return count
+
+
+def test_megatron_core_loads_it_into_modules_that_ask_for_a_state(folder, tmp_path):
+    convert(folder, tmp_path / "dist", on_event=lambda *event: None)
+    keys = TorchDistFolder.open(tmp_path / "dist").metadata.state_dict_metadata
+    assert "decoder.layers.0.self_attention.core_attention._extra_state/shard_0_1" in keys
+    assert pool.run(2, load_with_states, folder, tmp_path / "dist", tmp_path / "saved")[0] > 8
+
+
 # refusals -------------------------------------------------------------------------------------------------------------
 
 
