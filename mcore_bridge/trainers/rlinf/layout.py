@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import torch
@@ -16,12 +16,12 @@ from mcore_bridge.errors import CheckpointError, MeshError
 from mcore_bridge.factory.blueprint import to_gpt_arguments, to_transformer_config
 from mcore_bridge.trainers.rlinf.spelling import fused_norm, local_expert
 from mcore_bridge.weights.bound import axes_of_config
-from mcore_bridge.weights.layout import Axes
+from mcore_bridge.weights.layout import Axes, Layout
 from mcore_bridge.weights.manifest import TensorSpec
 from mcore_bridge.weights.mapping import Binding, WeightMapping, axes_of, unstacked
 from mcore_bridge.weights.names import expert_of, layer_of, shift_expert
 from mcore_bridge.weights.provenance import HF, Provenance, provenance_of
-from mcore_bridge.weights.trace import Trace, trace
+from mcore_bridge.weights.trace import Shape, Trace, trace
 from mcore_bridge.weights.whole import Source, assemble_shard
 
 ExtraState = Literal["none", "tensor_pickle_none", "tensor_0_dim"] | None
@@ -138,23 +138,30 @@ class FileLayout:
 
     def held(self, file: RankFile) -> Iterator[tuple[str, str, str, int]]:
         """``(model, name, canonical name, shard)`` of each parameter in a file; ``model`` is the key of its chunk."""
-        for stage in self.stages:
+        experts = self._experts(file)
+        for stage, names in zip(self.stages, self._by_stage, strict=True):
             if stage.pp_rank != file.pp_rank:
                 continue
             model = "model" if self.dims.vp == 1 else f"model{stage.vp_stage}"
-            for mcore, binding in self.bindings.items():
-                if self._is_in(mcore, stage, file):
-                    shard = file.etp_rank if binding.axis == "etp" else file.tp_rank
+            for mcore, expert in names:
+                if expert is None or expert in experts:
+                    shard = file.etp_rank if self.bindings[mcore].axis == "etp" else file.tp_rank
                     yield model, self._local(mcore, stage, file), mcore, shard
+
+    @cached_property
+    def _by_stage(self) -> tuple[tuple[tuple[str, int | None], ...], ...]:
+        """The parameters of each stage, with the numbers of their experts: there may be many files of a stage."""
+        return tuple(
+            tuple((mcore, expert_of(mcore)) for mcore in self.bindings if self._is_in(mcore, stage))
+            for stage in self.stages
+        )
 
     def _experts(self, file: RankFile) -> range:
         each = self.axes["experts"] // self.dims.ep
         return range(file.ep_rank * each, (file.ep_rank + 1) * each)
 
-    def _is_in(self, mcore: str, stage: Stage, file: RankFile) -> bool:
-        layer, expert = layer_of(mcore), expert_of(mcore)
-        if expert is not None and expert not in self._experts(file):
-            return False
+    def _is_in(self, mcore: str, stage: Stage) -> bool:
+        layer = layer_of(mcore)
         if layer is not None:
             return layer in stage.layers
         if mcore.startswith("embedding."):
@@ -189,8 +196,7 @@ class FileLayout:
         binding = self.bindings[mcore]
         axes = axes_of(binding, self.axes)
         shapes = (self.specs[_whole(hf)].shape[unstacked(hf)[1] is not None :] for hf in binding.hf)
-        (shards,) = binding.layout(tuple(torch.empty(shape, device="meta") for shape in shapes), axes)
-        return trace(binding.layout, tuple(shards.shape[1:]), axes)
+        return trace(binding.layout, _shard_shape(binding.layout, tuple(shapes), tuple(axes.items())), axes)
 
     def num_bytes(self, file: RankFile) -> int:
         """Bytes of the parameters in a file."""
@@ -205,6 +211,13 @@ class FileLayout:
         """One shard of a parameter, new, of HF tensors."""
         hf = self.bindings[mcore].hf
         return assemble_shard(self.trace(mcore), number, hf, source, self.dtype(mcore), device)
+
+
+@lru_cache(maxsize=4096)
+def _shard_shape(layout: Layout, part_shapes: tuple[Shape, ...], axes: tuple[tuple[str, int], ...]) -> Shape:
+    """Of a parameter, whose HF tensors have these shapes; most have those of many others."""
+    (shards,) = layout(tuple(torch.empty(shape, device="meta") for shape in part_shapes), dict(axes))
+    return tuple(shards.shape[1:])
 
 
 def _whole(hf: str) -> str:
