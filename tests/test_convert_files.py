@@ -20,10 +20,11 @@ from mcore_bridge.errors import CheckpointError, MeshError
 from mcore_bridge.trainers.rlinf import convert_hf_to_mg
 from mcore_bridge.trainers.rlinf.rank_file import NAME, read_rank_file
 from mcore_bridge.weights.checkpoint import Checkpoint
-from tests import memory, zoo
+from tests import memory, mtp_checkpoints, zoo
 from tests.strategies import random_state, tiny
 from tests.test_convert import StoppedError, assert_exact, mb_config, quiet, small, written
-from tests.test_rlinf_convertor import asked, name_of_this_rank
+from tests.test_rlinf_convertor import asked as block_of
+from tests.test_rlinf_convertor import name_of_this_rank
 
 MESHES: dict[str, dict[str, Any]] = {
     "one rank": {},
@@ -92,7 +93,7 @@ def test_files_are_what_the_models_of_their_ranks_load(tmp_path):
 def test_what_rlinf_asks_for_is_read_as_well(tmp_path):
     """By its own block: experts one by one, though norms are fused; and the folder that RLinf loads, given alone."""
     source = small(tmp_path / "hf")
-    convert_hf_to_mg(str(source), asked(tmp_path / "mg", tp=2, ep=2, grouped_gemm=None))
+    convert_hf_to_mg(str(source), block_of(tmp_path / "mg", tp=2, ep=2, grouped_gemm=None))
     for number, folder in enumerate((tmp_path / "mg", tmp_path / "mg" / "release")):
         convert(folder, tmp_path / f"back{number}", hf=source, on_event=quiet)
         assert_exact(tmp_path / f"back{number}", Checkpoint(source))
@@ -110,6 +111,20 @@ def test_what_megatron_keeps_beside_the_model_is_left_alone(tmp_path):
         torch.save({**held, "args": Namespace(tensor_model_parallel_size=2), "optimizer": optimizer}, path)
     convert(tmp_path / "files", tmp_path / "back", on_event=quiet)
     assert_exact(tmp_path / "back", Checkpoint(source))
+
+
+def test_layers_for_multi_token_prediction_are_read(tmp_path):
+    """Of a file that holds what a real model says."""
+    hf = mtp_checkpoints.config(mtp_checkpoints.CASES[0])
+    state = mtp_checkpoints.published(hf)
+    source, path = written(state, hf, tmp_path / "hf"), tmp_path / "files" / "mp_rank_00" / NAME
+    path.parent.mkdir(parents=True)
+    with rank_of(ParallelDims(), 0, 1):
+        asked = {"dtype": torch.float32, "device": "cpu", "backend": "torch"}
+        (model,) = mb.build_model(source, overrides={"mtp_num_layers": 1}, **asked)
+        torch.save({"model": {name: each for name, each in model.state_dict().items() if each is not None}}, path)
+    convert(tmp_path / "files", tmp_path / "back", hf=source, on_event=quiet)
+    assert_exact(tmp_path / "back", state)
 
 
 def test_dtypes_are_cast_where_that_is_asked_for(tmp_path):
