@@ -142,7 +142,27 @@ def trained(folder: Path, dims: ParallelDims, batch: Any) -> tuple[Any, Any, Any
     return wrapped, optimizer, step
 
 
-def train_and_go_on(folder: Path, target: Path, here: dict[str, Any], there: list[dict[str, Any]]) -> Any:
+def save_in_stacks(models: Any, target: Path, *, optimizer: Any, common: dict[str, Any]) -> None:
+    """By megatron-core alone: the layers in one tensor, as its trainers wrote them where all layers are alike."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+    (ddp,) = models
+    model = ddp.module
+    model.config.moe_layer_freq = 1  # a list, whatever it says, makes it number them
+    metadata["dp_cp_group"] = model.pg_collection.dp_cp
+    state = model.sharded_state_dict(metadata=metadata)
+    whole = {"model": state, "optimizer": optimizer.sharded_state_dict(state, metadata=metadata), **common}
+    target.mkdir(exist_ok=True)
+    torch.distributed.barrier()
+    del metadata["dp_cp_group"]
+    dist_checkpointing.save(whole, str(target), get_default_save_sharded_strategy(), content_metadata=metadata)
+
+
+def train_and_go_on(
+    folder: Path, target: Path, here: dict[str, Any], there: list[dict[str, Any]], save: Any = mb.save_checkpoint
+) -> Any:
     """Losses of an unbroken run behind a save, and of those that go on from it on other meshes."""
     stepping.let_megatron_save()
     batch = tiny_batch()
@@ -150,14 +170,14 @@ def train_and_go_on(folder: Path, target: Path, here: dict[str, Any], there: lis
         models, optimizer, step = trained(folder, ParallelDims(**here), batch)
         for _ in range(2):
             step()
-        mb.save_checkpoint(models, target, optimizer=optimizer, common={"iteration": 2})
+        save(models, target, optimizer=optimizer, common={"iteration": 2})
         exported = {name: tensor.clone() for name, tensor in mb.to_hf_state_dict(models).items()}
         unbroken = [step() for _ in range(2)]
     found = []
     for sizes in there:
         with stepping.mesh(ParallelDims(**sizes)):
             models, optimizer, step = trained(folder, ParallelDims(**sizes), batch)
-            assert mb.load_checkpoint(models, target, optimizer=optimizer).common == {"iteration": 2}
+            assert mb.load_checkpoint(models, target, optimizer=optimizer).common["iteration"] == 2
             found.append([step() for _ in range(2)])
     return unbroken, found, exported
 
@@ -180,6 +200,69 @@ def test_training_goes_on_at_another_mesh(folder, tmp_path):
     exported = Checkpoint(tmp_path / "back")
     assert set(exported) == set(ranks[0][2])
     assert all(torch.equal(tensor, exported[name]) for name, tensor in ranks[0][2].items())
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "llama"])
+def test_training_goes_on_from_layers_that_lie_in_one_tensor(kind, tmp_path):
+    hf = tiny(kind, vocab_size=97, **(MOE if kind == "qwen3_moe" else {}))
+    folder, saved = tmp_path / "hf", tmp_path / "saved"
+    folder.mkdir()
+    save(random_state(hf, dtype=torch.bfloat16), hf, folder)
+    there = [{"tp": 2, "sp": True, **({"ep": 2, "etp": 1} if kind == "qwen3_moe" else {})}, {"pp": 2, "vp": 2}, {}]
+    ranks = pool.run(2, train_and_go_on, folder, saved, {"tp": 2, "sp": True}, there, save_in_stacks)
+    found = TorchDistFolder.open(saved)
+    assert found.is_stacked
+    assert not any(key.startswith("decoder.layers.0.") for key in found.metadata.state_dict_metadata)
+    if kind == "qwen3_moe":
+        assert tuple(found.tensors["decoder.layers.mlp.experts.experts.linear_fc1.weight"].size) == (4, 4, 80, 48)
+    unbroken = ranks[0][0]
+    assert unbroken[1] < unbroken[0]
+    for index, sizes in enumerate(there):
+        losses = next(rank[1][index] for rank in reversed(ranks) if rank[1][index][0] is not None)
+        assert losses == pytest.approx(unbroken, rel=1e-5), sizes
+    convert(saved, tmp_path / "back", hf=folder, on_event=lambda *event: None)
+    exported = Checkpoint(tmp_path / "back")
+    assert set(exported) == set(ranks[0][2])
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in ranks[0][2].items())
+
+
+STATE = {
+    "get_extra_state": lambda norm: torch.empty(0, dtype=torch.uint8),
+    "set_extra_state": lambda norm, state: None,
+}
+
+
+def load_with_states(source: Path, folder: Path, saved: Path) -> int:
+    """megatron-core loads, with no help of ours, into modules that ask for a state as TransformerEngine's do."""
+    from megatron.core import dist_checkpointing
+
+    stepping.let_megatron_save()
+    expected = Checkpoint(source)
+    with stepping.mesh(ParallelDims(tp=2, sp=True)):
+        mb.save_checkpoint(build(source, ParallelDims(tp=2, sp=True)), saved)
+    count = 0
+    for dims in (ParallelDims(tp=2, sp=True), ParallelDims(pp=2)):
+        for path in (folder, saved):
+            with stepping.mesh(dims):
+                (model,) = build(source, dims, load_weights=False)
+                norms = {name: each for name, each in model.named_modules() if name.endswith("norm")}
+                for name, norm in norms.items():
+                    if hasattr(norm, "weight") and not name.endswith("input_layernorm"):  # it is in a linear there
+                        norm.__class__ = type("Norm", (type(norm),), STATE)
+                metadata = dist_checkpointing.load_content_metadata(str(path))
+                asked = {"model": model.sharded_state_dict(metadata=metadata)}
+                count += sum(name.endswith("norm._extra_state") for name in asked["model"])
+                model.load_state_dict(dist_checkpointing.load(asked, str(path))["model"])
+                found = mb.to_hf_state_dict(model)
+                assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    return count
+
+
+def test_megatron_core_loads_it_into_modules_that_ask_for_a_state(folder, tmp_path):
+    convert(folder, tmp_path / "dist", on_event=lambda *event: None)
+    keys = TorchDistFolder.open(tmp_path / "dist").metadata.state_dict_metadata
+    assert "decoder.layers.0.self_attention.core_attention._extra_state/shard_0_1" in keys
+    assert pool.run(2, load_with_states, folder, tmp_path / "dist", tmp_path / "saved")[0] > 8
 
 
 # refusals -------------------------------------------------------------------------------------------------------------

@@ -240,6 +240,14 @@ def test_memory_is_that_of_the_largest_parameters_and_not_of_the_model(tmp_path)
     assert_exact(tmp_path / "back", Checkpoint(source))
 
 
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there are GPUs")
+def test_gpus_that_are_not_there_are_refused(tmp_path):
+    result = CliRunner().invoke(app, ["convert", str(small(tmp_path / "hf")), str(tmp_path / "dist"), "--gpus", "2"])
+    assert result.exit_code == 1
+    assert "--gpus 2 needs as many GPUs, found 0; --processes 2 writes the same bytes" in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
 def test_a_checkpoint_of_verl_is_found_and_its_config_beside_it(tmp_path):
     source, actor = small(tmp_path / "hf"), tmp_path / "global_step_5" / "actor"
     convert(source, actor / "dist_ckpt", on_event=quiet)

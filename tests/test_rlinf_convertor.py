@@ -13,12 +13,12 @@ import mcore_bridge as mb
 from mcore_bridge.commands.fake import rank_of
 from mcore_bridge.commands.options import smallest_world
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
-from mcore_bridge.trainers.rlinf import convertor
 from mcore_bridge.trainers.rlinf.__main__ import main as run_script
 from mcore_bridge.trainers.rlinf.conversion import Conversion, read_conversion
 from mcore_bridge.trainers.rlinf.convertor import convert_hf_to_mg, hf_to_middle_file, middle_file_to_mg
 from mcore_bridge.trainers.rlinf.folder import FINGERPRINT
-from mcore_bridge.trainers.rlinf.megatron_files import iter_mg_weights
+from mcore_bridge.trainers.rlinf.rank_file import NAME
+from mcore_bridge.trainers.rlinf.rank_folder import iter_mg_weights
 from mcore_bridge.weights.names import Numbering, canonical
 from tests.strategies import random_state, tiny
 from tests.test_rlinf_reshard import LATENT, SPARSE, TIED
@@ -102,7 +102,7 @@ def test_each_file_is_the_state_of_its_rank_and_all_are_the_source(case, tmp_pat
     assert seen == found
     assert (tmp_path / "mg" / "latest_checkpointed_iteration.txt").read_text() == "release"
     assert (tmp_path / "mg" / "tokenizer.json").exists()
-    assert_gets(dict(iter_mg_weights(str(tmp_path / "mg"), folder, block)), state)
+    assert_gets(dict(iter_mg_weights(tmp_path / "mg", folder)), state)
 
 
 @pytest.mark.parametrize("hf", [SPARSE, LATENT, TIED], ids=["gqa", "latent", "dense"])
@@ -130,7 +130,7 @@ def test_names_are_those_of_transformer_engine(hf, tmp_path):
         assert model["decoder.final_layernorm.weight"].dtype == torch.bfloat16
         filler = model["decoder.final_layernorm._extra_state"]
         assert filler.dtype == torch.uint8
-    assert_gets(dict(iter_mg_weights(str(tmp_path / "mg"), folder, block)), state)
+    assert_gets(dict(iter_mg_weights(tmp_path / "mg", folder)), state)
 
 
 @pytest.mark.parametrize(("asks", "wanted"), [("none", None), ("tensor_0_dim", torch.tensor([]))])
@@ -233,12 +233,13 @@ def test_several_that_ask_at_once_get_one_folder(tmp_path, monkeypatch):
 
 def test_a_conversion_that_fails_leaves_nothing(tmp_path, monkeypatch):
     folder, _ = source(TIED, tmp_path / "hf")
-    files = []
+    files, save = [], torch.save
 
     def full(held, path):
         files.append(path)
         if len(files) == 2:
             raise OSError("no space left on device")
+        save(held, path)
 
     with monkeypatch.context() as patched:
         patched.setattr(torch, "save", full)
@@ -281,15 +282,17 @@ def test_a_checkpoint_that_lacks_a_file_is_named(tmp_path):
     folder, _ = source(TIED, tmp_path / "hf")
     block = asked(tmp_path / "mg", tp=2)
     convert_hf_to_mg(folder, block)
-    path = tmp_path / "mg" / "release" / "mp_rank_01" / convertor.FILE
+    path = tmp_path / "mg" / "release" / "mp_rank_01" / NAME
     held = torch.load(path, weights_only=True)
     del held["model"]["decoder.layers.2.mlp.linear_fc2.weight"]
     torch.save(held, path)
-    with pytest.raises(CheckpointError, match=r"mp_rank_01 must hold decoder\.layers\.2\.mlp\.linear_fc2\.weight"):
-        list(iter_mg_weights(str(tmp_path / "mg"), folder, block))
+    with pytest.raises(
+        CheckpointError, match=r"not whole.*the shards \[1\] of decoder\.layers\.2\.mlp\.linear_fc2\.weight"
+    ):
+        list(iter_mg_weights(tmp_path / "mg", folder))
     path.unlink()
-    with pytest.raises(CheckpointError, match="must be a file of this checkpoint"):
-        list(iter_mg_weights(str(tmp_path / "mg"), folder, block))
+    with pytest.raises(CheckpointError, match=r"not whole.*its files hold 96 rows of a vocabulary of 192"):
+        list(iter_mg_weights(tmp_path / "mg", folder))
     assert Conversion(load_path="", save_path="").te_ln_add_extra_state == "tensor_pickle_none"
 
 

@@ -48,6 +48,7 @@ app = typer.Typer(
 )
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_BACKENDS = ("te", "torch")
 
 
 def _version(wanted: bool) -> None:
@@ -227,28 +228,52 @@ def convert_command(
         str | None, typer.Option(help="Cast to float32, bfloat16 or float16; by default every tensor keeps its own.")
     ] = None,
     mtp: Annotated[int, typer.Option(min=0, help="Layers of multi-token prediction to take from a HF folder.")] = 0,
+    to: Annotated[
+        str,
+        typer.Option(
+            help='What a HF folder becomes: "torch_dist"; or "torch", Megatron\'s older files, as RLinf loads them: '
+            "these are of one mesh, by the options below."
+        ),
+    ] = "torch_dist",
+    tp: Tp = 1,
+    pp: Pp = 1,
+    vp: Vp = 1,
+    ep: Ep = 1,
+    etp: Etp = 1,
+    layout: Layout = None,
+    backend: Annotated[
+        str, typer.Option(help='Whose modules load these files: "te", TransformerEngine\'s; or "torch".')
+    ] = "te",
     processes: Annotated[int, typer.Option(min=1, help="How many write side by side.")] = 1,
+    gpus: Annotated[
+        int, typer.Option(min=0, help="So many processes, each with a GPU to put parameters together; the same bytes.")
+    ] = 0,
     debug: Debug = False,
 ) -> None:
-    """Convert a HF folder to a checkpoint of megatron-core (torch_dist), or one of these to a HF folder.
+    """Convert a HF folder to a checkpoint of megatron-core, or one of these to a HF folder.
 
-    What is written loads at any mesh. Of a training checkpoint the model is read, and its optimizer left alone. No GPU
-    is needed, and memory for a few of the largest parameters in each process. Run again, an interrupted conversion
-    goes on where it was; the target is there when it is whole.
+    What is written as torch_dist loads at any mesh. Of a training checkpoint the model is read, and its optimizer left
+    alone. No GPU is needed, and memory for a few of the largest parameters in each process. Run again, an interrupted
+    conversion goes on where it was; the target is there when it is whole.
     """
     with _refusals(debug), _uncompiled():
         from mcore_bridge.commands.convert import convert
         from mcore_bridge.commands.report import progress, render_conversion
+        from mcore_bridge.commands.to_torch import rank_files
 
+        dims = ParallelDims(tp=tp, pp=pp, vp=vp, ep=ep, etp=etp, layout=layout)
+        wanted = rank_files(_one_of("to", to, ("torch_dist", "torch")), dims, _one_of("backend", backend, _BACKENDS))
         console = Console(highlight=False)
-        with progress(console, processes) as on_event:
+        with progress(console, gpus or processes) as on_event:
             converted = convert(
                 source,
                 target,
                 hf=hf,
                 dtype=_dtype(dtype),
                 num_mtp_layers=mtp,
+                rank_files=wanted,
                 num_processes=processes,
+                num_gpus=gpus,
                 on_event=on_event,
             )
         console.print(render_conversion(converted, target))

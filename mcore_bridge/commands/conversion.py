@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 
-from mcore_bridge.commands.whole import WholeModel
+from mcore_bridge.commands.whole import WholeModel, whole_model
+from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.companions import config_in, copy_companions
 from mcore_bridge.weights.entries import Entry
-from mcore_bridge.weights.whole import parts_of
+from mcore_bridge.weights.whole import check_source, parts_of
 
 Unit = tuple[int, ...]
 """The numbers of the parameters that are in one file."""
+Progress = Callable[[int], None]
+"""Told how many more bytes are written."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Conversion:
     """Files by number, each of which any process can write. It can be pickled.
 
@@ -27,6 +30,7 @@ class Conversion:
         staging: folder that is written.
         units: the parameters of each file.
         ignored: HF names that no parameter takes.
+        device: where parameters are put together and taken apart: "cpu", or "cuda" for that of the process.
     """
 
     kind: ClassVar[str]
@@ -38,6 +42,7 @@ class Conversion:
     staging: Path
     units: tuple[Unit, ...]
     ignored: tuple[str, ...] = ()
+    device: str = "cpu"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -49,8 +54,13 @@ class Conversion:
         """Bytes of the tensors in each file."""
         return tuple(sum(self.model.entries[number].held.num_bytes for number in unit) for unit in self.units)
 
-    def write(self, number: int) -> None:
-        """Write one file."""
+    @property
+    def asked(self) -> object:
+        """What the target depends on besides the source, the units and the parameters; can be JSON."""
+        return None
+
+    def write(self, number: int, progress: Progress) -> None:
+        """Write one file, and say of each parameter how many bytes it has."""
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -58,6 +68,20 @@ class Conversion:
         dtype = max(self.model.entries, key=lambda entry: entry.held.num_bytes).held.dtype
         config_in(self.model.provenance, dtype).save_pretrained(self.staging)
         copy_companions(self.model.provenance, self.staging)
+
+
+def read_source(
+    source: Path, hf: Path, *, dtype: torch.dtype | None, num_mtp_layers: int = 0
+) -> tuple[WholeModel, tuple[str, ...]]:
+    """The model of a HF folder that is converted, and the names in the folder that none of its parameters takes.
+
+    Raises:
+        CheckpointError: the folder does not fit its config.
+    """
+    checkpoint = Checkpoint(source)
+    own = widespread((tensor.dtype, tensor.nbytes) for tensor in checkpoint.values())
+    model = whole_model(hf, dtype=dtype or own, num_mtp_layers=num_mtp_layers)
+    return model, check_source(model.entries, checkpoint, model.mapping, num_mtp_layers=num_mtp_layers, dtype=dtype)
 
 
 def widespread(sizes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:

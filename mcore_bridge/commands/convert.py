@@ -7,6 +7,7 @@ the folder takes its name when all are there.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from dataclasses import dataclass
@@ -16,11 +17,15 @@ from pathlib import Path
 import torch
 
 from mcore_bridge.commands.conversion import Conversion
+from mcore_bridge.commands.from_dist import FromDist
+from mcore_bridge.commands.from_torch import FromTorch
 from mcore_bridge.commands.processes import OnEvent, run_ranks
 from mcore_bridge.commands.serving import Report
 from mcore_bridge.commands.to_dist import ToDist
-from mcore_bridge.commands.to_hf import ToHF
-from mcore_bridge.errors import CheckpointError
+from mcore_bridge.commands.to_torch import RankFiles, ToTorch
+from mcore_bridge.errors import CheckpointError, MeshError
+from mcore_bridge.trainers.rlinf.rank_file import NAME
+from mcore_bridge.trainers.rlinf.rank_folder import find_rank_files
 from mcore_bridge.weights.shards import MAX_SHARD_BYTES
 from mcore_bridge.weights.swap import beside, replace
 from mcore_bridge.weights.torch_dist import find_checkpoint
@@ -50,10 +55,14 @@ class _Work:
         """Write one rank's share of them."""
         mine, sizes = self.numbers[rank::num_ranks], self.conversion.sizes
         done, total = 0, sum(sizes[number] for number in mine)
-        for number in mine:
-            self.conversion.write(number)
-            done += sizes[number]
+
+        def progress(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
             report("files", done, total)
+
+        for number in mine:
+            self.conversion.write(number, progress)
 
 
 def convert(
@@ -63,7 +72,9 @@ def convert(
     hf: Path | None = None,
     dtype: torch.dtype | None = None,
     num_mtp_layers: int = 0,
+    rank_files: RankFiles | None = None,
     num_processes: int = 1,
+    num_gpus: int = 0,
     file_bytes: int | None = None,
     on_event: OnEvent,
 ) -> Converted:
@@ -75,8 +86,11 @@ def convert(
         hf: folder of the HF config and tokenizer, where ``source`` has none.
         dtype: what tensors are cast to; by default each keeps its own.
         num_mtp_layers: to take over from a HF folder; of a checkpoint of megatron-core, all are.
+        rank_files: of Megatron's ``torch`` format, to write in place of ``torch_dist``.
         num_processes: that write side by side.
-        file_bytes: of a file at most, unless one parameter is larger.
+        num_gpus: in place of ``num_processes``: one for each, which puts parameters together on its GPU.
+        file_bytes: of a file at most, unless one parameter is larger; files of Megatron's ``torch`` format are as large
+            as the mesh makes them.
         on_event: told how many bytes each process has written.
 
     Raises:
@@ -86,28 +100,61 @@ def convert(
     target = target.absolute()
     if target.resolve() == source.resolve():
         raise CheckpointError(f"{target} would be written into itself; name another folder")
+    _require_gpus(num_gpus)
     staging = beside(target, "convert")
     if any(source.glob("*.safetensors")):
-        size = file_bytes or DIST_FILE_BYTES
-        conversion: Conversion = ToDist.plan(
-            source, staging, hf or source, dtype=dtype, num_mtp_layers=num_mtp_layers, file_bytes=size
-        )
+        conversion = _from_hf(source, staging, hf or source, rank_files, dtype, num_mtp_layers, file_bytes)
+    elif rank_files is not None:
+        raise CheckpointError(f"{source} has no *.safetensors: a mesh can be chosen only for what a HF folder becomes")
     else:
-        found = find_checkpoint(source)
-        config = hf or _config_beside(source, found)
-        conversion = ToHF.plan(found, staging, config, dtype=dtype, file_bytes=file_bytes or MAX_SHARD_BYTES)
+        conversion = _to_hf(source, staging, hf, dtype, file_bytes)
+    device = "cuda" if num_gpus else "cpu"
+    conversion = dataclasses.replace(conversion, device=device)
     kept = _resume(conversion)
     work = _Work(conversion, tuple(number for number in range(len(conversion.names)) if number not in kept))
-    if num_processes == 1:
+    if max(num_processes, num_gpus) == 1 and device == "cpu":
         work.do(0, 1, partial(on_event, 0))
     else:
-        run_ranks(_do_share, work, world_size=num_processes, device="cpu", on_event=on_event)
+        run_ranks(_do_share, work, world_size=num_gpus or num_processes, device=device, on_event=on_event)
     conversion.finish()
     (staging / _PLAN).unlink()  # from here on, a new run would begin anew
     for path in staging.glob(f"*{NOTES}"):
         path.unlink()
     replace(target, staging, conversion.dropped)
     return Converted(conversion, len(kept))
+
+
+def _require_gpus(wanted: int) -> None:
+    if wanted > (found := torch.cuda.device_count() if wanted else 0):
+        raise MeshError(
+            f"--gpus {wanted} needs as many GPUs, found {found}; --processes {wanted} writes the same bytes"
+        )
+
+
+def _from_hf(
+    source: Path,
+    staging: Path,
+    hf: Path,
+    rank_files: RankFiles | None,
+    dtype: torch.dtype | None,
+    num_mtp_layers: int,
+    file_bytes: int | None,
+) -> Conversion:
+    if rank_files is None:
+        size = file_bytes or DIST_FILE_BYTES
+        return ToDist.plan(source, staging, hf, dtype=dtype, num_mtp_layers=num_mtp_layers, file_bytes=size)
+    if num_mtp_layers:
+        raise CheckpointError("layers of multi-token prediction are written to torch_dist only; leave out --mtp")
+    return ToTorch.plan(source, staging, hf, rank_files, dtype=dtype)
+
+
+def _to_hf(
+    source: Path, staging: Path, hf: Path | None, dtype: torch.dtype | None, file_bytes: int | None
+) -> Conversion:
+    rank_files, size = find_rank_files(source), file_bytes or MAX_SHARD_BYTES
+    found = rank_files or find_checkpoint(source)
+    conversion = FromTorch if rank_files else FromDist
+    return conversion.plan(found, staging, hf or _config_beside(source, found), dtype=dtype, file_bytes=size)
 
 
 def _do_share(work: _Work, report: Report) -> None:
@@ -134,16 +181,26 @@ def _resume(conversion: Conversion) -> frozenset[int]:
         shutil.rmtree(conversion.staging, ignore_errors=True)
         conversion.staging.mkdir(parents=True)
         plan.write_text(own)
-    there = {path.name for path in conversion.staging.iterdir()}
+    there = {str(path.relative_to(conversion.staging)) for path in conversion.staging.rglob("*")}
     return frozenset(number for number, name in enumerate(conversion.names) if name in there)
 
 
 def _identity(conversion: Conversion) -> object:
     """Equal for conversions that write the same files: the source as it is now, and the plan."""
-    files = sorted(path for path in conversion.source.iterdir() if path.is_file())
+    found = (*conversion.source.iterdir(), *conversion.source.glob(f"mp_rank_*/{NAME}"))
+    files = sorted(path for path in found if path.is_file())
     held = [
         [each.places[0].key if each.places else "", str(entry.held), list(entry.hf)]
         for entry, each in zip(conversion.model.entries, conversion.model.placed, strict=True)
     ]
-    sources = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
-    return [conversion.kind, str(conversion.source.absolute()), sources, list(map(list, conversion.units)), held]
+    sources = [
+        [str(path.relative_to(conversion.source)), path.stat().st_size, path.stat().st_mtime_ns] for path in files
+    ]
+    return [
+        conversion.kind,
+        str(conversion.source.absolute()),
+        sources,
+        list(map(list, conversion.units)),
+        held,
+        conversion.asked,
+    ]

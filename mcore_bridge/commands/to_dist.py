@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mcore_bridge.commands.conversion import Conversion, units_of, widespread
-from mcore_bridge.commands.whole import whole_model
+from mcore_bridge.commands.conversion import Conversion, Progress, read_source, units_of
 from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.torch_dist import DIST_FILES
 from mcore_bridge.weights.torch_dist_files import Placed, file_name, finish, plan_files, write_file
-from mcore_bridge.weights.whole import assemble, check_source
+from mcore_bridge.weights.whole import assemble
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ToDist(Conversion):
     """A HF folder to one of megatron-core."""
 
@@ -41,11 +40,9 @@ class ToDist(Conversion):
         file_bytes: int,
     ) -> ToDist:
         """Plan it, and hold the folder against its config."""
-        checkpoint = Checkpoint(source)
-        own = widespread((tensor.dtype, tensor.nbytes) for tensor in checkpoint.values())
-        model = whole_model(hf, dtype=dtype or own, num_mtp_layers=num_mtp_layers)
-        ignored = check_source(model.entries, checkpoint, model.mapping, num_mtp_layers=num_mtp_layers, dtype=dtype)
-        return cls(model, source, staging, tuple(units_of(model.entries, file_bytes)), ignored)
+        model, ignored = read_source(source, hf, dtype=dtype, num_mtp_layers=num_mtp_layers)
+        units = tuple(units_of(model.entries, file_bytes))
+        return cls(model=model, source=source, staging=staging, units=units, ignored=ignored)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -57,10 +54,16 @@ class ToDist(Conversion):
         """Bytes of the tensors in each file."""
         return (*super().sizes, 0)
 
-    def write(self, number: int) -> None:
+    def write(self, number: int, progress: Progress) -> None:
         """Write one file, each parameter when torch asks for it."""
         plans, _ = self._plans
-        write_file(self.staging, number, plans[number], self._placed(number), self._make)
+
+        def make(number: int) -> Tensor:
+            entry = self.model.entries[number]
+            progress(entry.held.num_bytes)
+            return assemble(entry, self._checkpoint, self.device)
+
+        write_file(self.staging, number, plans[number], self._placed(number), make)
 
     def finish(self) -> None:
         """Write the metadata of the folder, the HF config and the tokenizer."""
@@ -75,9 +78,6 @@ class ToDist(Conversion):
     @cached_property
     def _plans(self) -> tuple[list[SavePlan], Metadata]:
         return plan_files(map(self._placed, range(len(self.units))), self.model.objects)
-
-    def _make(self, number: int) -> Tensor:
-        return assemble(self.model.entries[number], self._checkpoint)
 
     def _placed(self, number: int) -> list[Placed]:
         return [self.model.placed[each] for each in self.units[number]] if number < len(self.units) else []

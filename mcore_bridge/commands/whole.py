@@ -19,6 +19,7 @@ from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.bound import bind
 from mcore_bridge.weights.dist_check import sharded_states
 from mcore_bridge.weights.entries import Entry, entries_of
+from mcore_bridge.weights.extra_state import with_extra_states
 from mcore_bridge.weights.mapping import WeightMapping
 from mcore_bridge.weights.provenance import Provenance
 from mcore_bridge.weights.torch_dist import CONTENT
@@ -64,7 +65,7 @@ def whole_model(
         bound = bind(chunk)
         entries = entries_of(bound.mapping, bound.axes, chunk.config.num_layers, [bound.inventory()])
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        state = sharded_states([chunk], {**metadata, "dp_cp_group": group})["model"]
+        state = with_extra_states(sharded_states([chunk], {**metadata, "dp_cp_group": group})["model"])
     objects = tuple(each.unique_key for each in state.values() if hasattr(each, "unique_key"))
     sharded = {id(each.data): each for each in state.values() if not hasattr(each, "unique_key")}
     placed = tuple(_placed(number, entry, bound.tensors, sharded) for number, entry in enumerate(entries))

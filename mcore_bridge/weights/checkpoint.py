@@ -71,11 +71,15 @@ class Checkpoint(Mapping[str, Tensor]):
         """The file that holds the tensor ``name``."""
         return self._where[name]
 
+    def release(self, name: str) -> None:
+        """Give back the memory of pages that were read for ``name``; they stay in the page cache."""
+        self._where[name].release(name)
+
     def pairs(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """``(name, tensor)`` for each of ``names``; a tensor's memory is given back when the next is asked for."""
         for name in names:
             yield name, self[name]
-            self._where[name].release(name)
+            self.release(name)
 
 
 def names_in(folder: str | os.PathLike[str]) -> tuple[str, ...]:

@@ -19,6 +19,8 @@ from mcore_bridge.weights.bound import Models, chunks_of, noted
 from mcore_bridge.weights.companions import config_in, copy_companions
 from mcore_bridge.weights.dist_check import Check, chunk_names, sharded_states
 from mcore_bridge.weights.exchange import check_storage
+from mcore_bridge.weights.extra_state import with_extra_states
+from mcore_bridge.weights.layer_stack import stack_layers
 from mcore_bridge.weights.names import held_tensors
 from mcore_bridge.weights.optimizer_chain import fit_chain
 from mcore_bridge.weights.pending import gather_pending
@@ -89,11 +91,12 @@ def save_checkpoint(
     with all_or_none(world, target, staging):
         metadata = {**CONTENT, "dp_cp_group": chunks[0].pg_collection.dp_cp}
         state = sharded_states(chunks, metadata)
+        said: dict[str, Any] = {name: with_extra_states(part) for name, part in state.items()}
         if optimizer is not None:
-            state["optimizer"] = optimizer.sharded_state_dict(_parts(state), metadata=metadata)
-        state[_OURS] = dict(common or {})
+            said["optimizer"] = optimizer.sharded_state_dict(_parts(state), metadata=metadata)
+        said[_OURS] = dict(common or {})
         strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), metadata["dp_cp_group"])
-        dist_checkpointing.save(state, str(staging), strategy, content_metadata=dict(CONTENT))
+        dist_checkpointing.save(said, str(staging), strategy, content_metadata=dict(CONTENT))
     with all_or_none(world, target, staging):
         if world.rank == 0:
             config_in(provenance, _dtype_of(chunks)).save_pretrained(staging)
@@ -135,8 +138,12 @@ def load_checkpoint(
     check_storage(held_tensors(chunks))
     found = TorchDistFolder.open(folder)
     written = dist_checkpointing.load_content_metadata(str(found.path))
-    metadata = {**found.spelling, **(written or {}), "dp_cp_group": chunks[0].pg_collection.dp_cp}
+    numbered = {"non_homogeneous_layers": True, "dp_cp_group": chunks[0].pg_collection.dp_cp}
+    metadata = {**found.spelling, **(written or {}), **numbered}
     state = sharded_states(chunks, metadata)
+    if found.is_stacked:
+        for part in state.values():
+            stack_layers(part, chunks[0].config.num_layers)
     check = Check(found, noted(models, hf, head).hf.vocab_size, dtype)
     missing, unexpected = check.run(state, Group.of_replica(chunks[0].pg_collection), strict)
     if optimizer is not None:

@@ -70,11 +70,15 @@ class TorchDistFolder:
         return {key: each for key, each in found if isinstance(each, TensorStorageMetadata) and key.startswith(_MODEL)}
 
     @property
+    def is_stacked(self) -> bool:
+        """Whether layers lie in one tensor."""
+        layers = (key.split(".")[2] for key in self.tensors if key.startswith("decoder.layers."))
+        return not all(map(str.isdigit, layers))
+
+    @property
     def spelling(self) -> Mapping[str, Any]:
-        """How the folder was written, as far as its keys tell: with a key for each layer, and for each expert?"""
-        layers = [key.split(".")[2] for key in self.tensors if key.startswith("decoder.layers.")]
-        numbered, single = all(map(str.isdigit, layers)), any(map(_SINGLE_EXPERT.search, self.tensors))
-        return {**CONTENT, "non_homogeneous_layers": numbered, "singleton_local_shards": single}
+        """How the folder was written, as far as its keys tell: with a key for each expert?"""
+        return {**CONTENT, "singleton_local_shards": any(map(_SINGLE_EXPERT.search, self.tensors))}
 
     def spelled(self) -> Mapping[str, str]:
         """The keys of the model's tensors by ``plain_key``, by which they are found however they are spelled.
@@ -91,8 +95,7 @@ def find_checkpoint(folder: Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    tracker = folder / TRACKER
-    latest = [folder / _iteration(tracker.read_text().strip())] if tracker.is_file() else []
+    latest = latest_in(folder)
     for path in (folder, folder / "dist_ckpt", *latest):
         if (path / CONFIG).is_file():
             return path
@@ -101,6 +104,12 @@ def find_checkpoint(folder: Path) -> Path:
         f"or in the iteration that {TRACKER} names ({latest[0].name if latest else 'no such file'}). A save that did "
         "not come to its end lacks it too: use an earlier iteration"
     )
+
+
+def latest_in(folder: Path) -> list[Path]:
+    """The folder of the iteration that a tracker file (Megatron-LM) names, if there is one."""
+    tracker = folder / TRACKER
+    return [folder / _iteration(tracker.read_text().strip())] if tracker.is_file() else []
 
 
 def by_plain_key(keys: Iterable[str]) -> Mapping[str, str]:

@@ -77,16 +77,16 @@ class Trace:
         return tuple((dim, end, start - end) for end, start in zip(ends, starts, strict=True) if start > end)
 
     def shard(self, number: int, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """One shard, new and on the CPU, of whole parts; what comes from no part is zero."""
-        found = torch.zeros(self.shard_shape, dtype=dtype)
+        """One shard, new and where the parts are, of whole parts; what comes from no part is zero."""
+        found = torch.zeros(self.shard_shape, dtype=dtype, device=parts[0].device)
         for copy in self.to_mcore:
             if copy.shard == number:
                 copy.of_shard(found).copy_(copy.of_part(parts[copy.part]))
         return found
 
     def part(self, number: int, shards: Mapping[int, Tensor]) -> Tensor:
-        """One part, new and on the CPU, of the shards by their numbers."""
-        found = torch.empty(self.part_shapes[number], dtype=shards[0].dtype)
+        """One part, new and where the shards are, of the shards by their numbers."""
+        found = torch.empty(self.part_shapes[number], dtype=shards[0].dtype, device=shards[0].device)
         for copy in self.to_hf:
             if copy.part == number:
                 copy.of_part(found).copy_(copy.of_shard(shards[copy.shard]))

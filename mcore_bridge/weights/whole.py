@@ -5,8 +5,9 @@ What lies between HF and any format that keeps whole parameters is here; the for
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from mcore_bridge.weights.dtypes import dtype_name, is_exact
 from mcore_bridge.weights.entries import Entry
 from mcore_bridge.weights.manifest import TensorSpec
 from mcore_bridge.weights.mapping import WeightMapping, unstacked
-from mcore_bridge.weights.trace import Shape
+from mcore_bridge.weights.trace import Shape, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +57,51 @@ def specs_of(entries: Iterable[Entry]) -> Iterator[TensorSpec]:
         yield from (TensorSpec(name, first.shape, entry.held.dtype) for name in entry.copies)
 
 
-def assemble(entry: Entry, source: Checkpoint) -> Tensor:
-    """The parameter of an entry, from a HF folder; what no HF tensor has a value for is zero."""
-    whole = entry.trace.shard(0, [hf_tensor(source, hf) for hf in entry.hf], entry.held.dtype)
-    for part in parts_of(entry):
-        source.file_of(part.name).release(part.name)
-    return whole
+class Source(Protocol):
+    """HF tensors by name, whose memory can be given back."""
+
+    def __getitem__(self, name: str, /) -> Tensor: ...
+
+    def release(self, name: str) -> None:
+        """Give back what was read for ``name``."""
 
 
-def hf_tensor(source: Mapping[str, Tensor], hf: str) -> Tensor:
+def assemble(entry: Entry, source: Source, device: str = "cpu") -> Tensor:
+    """The parameter of an entry, from HF tensors."""
+    return assemble_shard(entry.trace, 0, entry.hf, source, entry.held.dtype, device)
+
+
+def assemble_shard(
+    traced: Trace, number: int, hf: Sequence[str], source: Source, dtype: torch.dtype, device: str = "cpu"
+) -> Tensor:
+    """One shard of a parameter, on the CPU, from its HF tensors; what none of them has a value for is zero.
+
+    Args:
+        hf: the HF names of a rule.
+        device: where it is put together. Casts are made on the CPU, as devices differ in the bits of NaN.
+    """
+    made = traced.shard(number, [_hf_tensor(source, name).to(dtype).to(device) for name in hf], dtype).cpu()
+    for name in hf:
+        source.release(unstacked(name)[0])
+    return made
+
+
+def _hf_tensor(source: Source, hf: str) -> Tensor:
     """What ``source`` has of an HF name of a rule: a tensor, or the entry for one expert of that for all."""
     name, index = unstacked(hf)
     return source[name] if index is None else source[name][index]
 
 
-def take_apart(entry: Entry, whole: Tensor) -> Iterator[tuple[Part, Tensor]]:
-    """What the HF tensors of an entry have of its parameter."""
+def take_apart(entry: Entry, shards: Mapping[int, Tensor], device: str = "cpu") -> Iterator[tuple[Part, Tensor]]:
+    """What the HF tensors of an entry have of its parameter, on the CPU.
+
+    Args:
+        shards: by their numbers; the whole parameter is number 0 of one.
+        device: where they are taken apart.
+    """
+    there = {number: shard.to(device) for number, shard in shards.items()}
     for number, part in enumerate(parts_of(entry)):
-        yield part, entry.trace.part(number, {0: whole})
+        yield part, entry.trace.part(number, there).cpu()
 
 
 def check_source(

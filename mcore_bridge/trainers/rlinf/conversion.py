@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.trainers.rlinf.layout import ExtraState, Style
 
-ExtraState = Literal["none", "tensor_pickle_none", "tensor_0_dim"] | None
 EXTRA_STATES = (None, "none", "tensor_pickle_none", "tensor_0_dim")
 _ASKED = {
     "tensor_model_parallel_size": "tp_size",
@@ -71,6 +71,11 @@ class Conversion:
             first, *others = ("t" * count for count in self.pp_stages)
             layout = "|".join((f"E{first}", *others)) + "L"
         return ParallelDims(tp=self.tp_size, pp=self.pp_size, ep=self.ep_size, etp=self.tpe_size, layout=layout)
+
+    @property
+    def style(self) -> Style:
+        """How parameters are named."""
+        return Style(self.te_ln_linear_qkv, self.grouped_gemm == "te", self.te_ln_add_extra_state)
 
 
 def read_conversion(hf_ckpt_path: str, ckpt_cfg: Mapping[str, Any]) -> Conversion:

@@ -1,32 +1,27 @@
 """HF folders to checkpoints of Megatron's ``torch`` format, without a model or a process group.
 
 One writer at a time makes a folder, which appears whole; a folder that was made of another source, or for another mesh,
-is never taken for the one that was asked for. A file is made in memory, one after the other.
+is never taken for the one that was asked for. Files are written one parameter after the other.
 """
 
 from __future__ import annotations
 
-import pickle
 import shutil
-from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from mcore_bridge.config.hf import find_folder
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.trainers.rlinf.conversion import Conversion, ExtraState, as_conversion, read_conversion
+from mcore_bridge.trainers.rlinf.conversion import Conversion, as_conversion, read_conversion
 from mcore_bridge.trainers.rlinf.folder import fingerprint, made_once
-from mcore_bridge.trainers.rlinf.layout import FileLayout, RankFile
+from mcore_bridge.trainers.rlinf.layout import FileLayout
 from mcore_bridge.trainers.rlinf.middle import MiddleFiles, write_middle
+from mcore_bridge.trainers.rlinf.rank_file import NAME, RELEASE, write_rank_file
 from mcore_bridge.weights.checkpoint import Checkpoint
+from mcore_bridge.weights.manifest import TensorSpec
+from mcore_bridge.weights.torch_dist import TRACKER
 
-FILE = "model_optim_rng.pt"
-RELEASE = "release"
-LATEST = "latest_checkpointed_iteration.txt"
 _COMPANIONS = ("*.json", "*.py", "*.md", "LICENSE")
 
 
@@ -66,7 +61,7 @@ def hf_to_middle_file(convert_config: Any) -> None:
     with made_once(Path(conversion.save_path), fingerprint(folder)) as staging:
         if staging is not None:
             source = Checkpoint(folder)
-            layout = FileLayout(folder, Conversion(load_path="", save_path="").dims, shapes_of(source))
+            layout = FileLayout(folder, Conversion(load_path="", save_path="").dims, _specs_of(source))
             write_middle(layout, source, staging)
             _copy_companions(folder, staging)
 
@@ -89,56 +84,20 @@ def middle_file_to_mg(convert_config: Any) -> None:
             _write(MiddleFiles(folder), folder, conversion, staging)
 
 
-def layout_of(shapes: Mapping[str, tuple[int, ...]], folder: Path, conversion: Conversion) -> FileLayout:
-    fused, grouped = conversion.te_ln_linear_qkv, conversion.grouped_gemm == "te"
-    return FileLayout(folder, conversion.dims, shapes, fused_norms=fused, grouped=grouped)
-
-
-def shapes_of(source: Mapping[str, Tensor]) -> Mapping[str, tuple[int, ...]]:
-    if isinstance(source, MiddleFiles):
-        return source.shapes
-    return {name: tuple(tensor.shape) for name, tensor in source.items()}
-
-
-def _write(source: Mapping[str, Tensor], folder: Path, conversion: Conversion, staging: Path) -> None:
-    layout = layout_of(shapes_of(source), folder, conversion)
+def _write(source: Checkpoint | MiddleFiles, folder: Path, conversion: Conversion, staging: Path) -> None:
+    layout = FileLayout(folder, conversion.dims, _specs_of(source), conversion.style)
     for file in layout.files():
-        models = _models(layout, file, source, conversion.te_ln_add_extra_state)
-        path = staging / RELEASE / file.name / FILE
+        path = staging / RELEASE / file.name / NAME
         path.parent.mkdir(parents=True)
-        torch.save({**models, "iteration": -1, "checkpoint_version": 3.0}, path)
-    (staging / LATEST).write_text(RELEASE)
+        write_rank_file(path, layout, file, source)
+    (staging / TRACKER).write_text(RELEASE)
     _copy_companions(folder, staging)
 
 
-def _models(
-    layout: FileLayout, file: RankFile, source: Mapping[str, Tensor], extra_state: ExtraState
-) -> dict[str, OrderedDict[str, Tensor | None]]:
-    """What a file holds, by the key of each chunk."""
-    models: dict[str, OrderedDict[str, Tensor | None]] = {}
-    for model, name, mcore, shard in layout.held(file):
-        models.setdefault(model, OrderedDict())[name] = layout.shard(mcore, shard, source)
-    if extra_state is not None:
-        for state in models.values():
-            for name in _extra_states(state):
-                state[name] = _filler(extra_state)
-    return models
-
-
-def _extra_states(state: Mapping[str, object]) -> list[str]:
-    """The names of the extra states of all modules of the decoder but routers."""
-    ends = (".weight", ".bias", ".weight0")
-    modules = (name.rpartition(".")[0] for name in state if name.startswith("decoder.") and name.endswith(ends))
-    return [f"{module}._extra_state" for module in dict.fromkeys(modules) if not module.endswith(".router")]
-
-
-def _filler(extra_state: ExtraState) -> Tensor | None:
-    """What TransformerEngine finds where there is no state of FP8; which of them, depends on its release."""
-    if extra_state == "none":
-        return None
-    if extra_state == "tensor_0_dim":
-        return torch.tensor([])
-    return torch.frombuffer(bytearray(pickle.dumps(None)), dtype=torch.uint8)
+def _specs_of(source: Checkpoint | MiddleFiles) -> Mapping[str, TensorSpec]:
+    if isinstance(source, MiddleFiles):
+        return source.specs
+    return {name: TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in source.items()}
 
 
 def _copy_companions(folder: Path, staging: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,14 +16,30 @@ from mcore_bridge.errors import CheckpointError, MeshError
 from mcore_bridge.factory.blueprint import to_gpt_arguments, to_transformer_config
 from mcore_bridge.trainers.rlinf.spelling import fused_norm, local_expert
 from mcore_bridge.weights.bound import axes_of_config
-from mcore_bridge.weights.layout import Axes
+from mcore_bridge.weights.layout import Axes, Layout
+from mcore_bridge.weights.manifest import TensorSpec
 from mcore_bridge.weights.mapping import Binding, WeightMapping, axes_of, unstacked
 from mcore_bridge.weights.names import expert_of, layer_of, shift_expert
 from mcore_bridge.weights.provenance import HF, Provenance, provenance_of
-from mcore_bridge.weights.trace import Trace, trace
-from mcore_bridge.weights.whole import hf_tensor
+from mcore_bridge.weights.trace import Shape, Trace, trace
+from mcore_bridge.weights.whole import Source, assemble_shard
 
-Shapes = Mapping[str, tuple[int, ...]]
+ExtraState = Literal["none", "tensor_pickle_none", "tensor_0_dim"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How a ``GPTModel`` that loads the files has its parameters.
+
+    Attributes:
+        fused_norms: norms are in TransformerEngine's linears behind them.
+        grouped: the experts of a layer are one module, which numbers them.
+        extra_state: what stands for the extra state of TransformerEngine's modules; None leaves it out.
+    """
+
+    fused_norms: bool = True
+    grouped: bool = False
+    extra_state: ExtraState = "tensor_pickle_none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +60,14 @@ class FileLayout:
     Args:
         hf: the HF config or folder.
         dims: the mesh.
-        shapes: of all HF tensors of the source, by name.
-        fused_norms, grouped: whether norms and experts are named as TransformerEngine's modules have them.
+        specs: of all HF tensors of the source, by name.
+        style: how parameters are named.
     """
 
     hf: HF
     dims: ParallelDims
-    shapes: Shapes
-    fused_norms: bool = True
-    grouped: bool = False
+    specs: Mapping[str, TensorSpec]
+    style: Style = Style()
 
     @cached_property
     def provenance(self) -> Provenance:
@@ -84,7 +101,7 @@ class FileLayout:
         """
         found: dict[str, Binding] = {}
         unexpected = []
-        for name in self.shapes:
+        for name in self.specs:
             consumers = [] if self.mapping.is_unused(name, num_mtp_layers=0) else self.mapping.consumers(name)
             if not consumers and not self.mapping.is_unused(name, num_mtp_layers=0):
                 unexpected.append(name)
@@ -93,7 +110,7 @@ class FileLayout:
                 for shift in range(self.axes["experts"] if stacked else 1):
                     each = shift_expert(mcore, shift)
                     found[each] = self.mapping.bind(each)
-        missing = {hf for binding in found.values() for hf in map(_whole, binding.hf) if hf not in self.shapes}
+        missing = {hf for binding in found.values() for hf in map(_whole, binding.hf) if hf not in self.specs}
         layers = {layer_of(name) for name in found} - {None}
         absent = sorted(set(range(self.provenance.hf.num_hidden_layers)) - layers)
         if unexpected or missing or absent:
@@ -121,23 +138,30 @@ class FileLayout:
 
     def held(self, file: RankFile) -> Iterator[tuple[str, str, str, int]]:
         """``(model, name, canonical name, shard)`` of each parameter in a file; ``model`` is the key of its chunk."""
-        for stage in self.stages:
+        experts = self._experts(file)
+        for stage, names in zip(self.stages, self._by_stage, strict=True):
             if stage.pp_rank != file.pp_rank:
                 continue
             model = "model" if self.dims.vp == 1 else f"model{stage.vp_stage}"
-            for mcore, binding in self.bindings.items():
-                if self._is_in(mcore, stage, file):
-                    shard = file.etp_rank if binding.axis == "etp" else file.tp_rank
+            for mcore, expert in names:
+                if expert is None or expert in experts:
+                    shard = file.etp_rank if self.bindings[mcore].axis == "etp" else file.tp_rank
                     yield model, self._local(mcore, stage, file), mcore, shard
+
+    @cached_property
+    def _by_stage(self) -> tuple[tuple[tuple[str, int | None], ...], ...]:
+        """The parameters of each stage, with the numbers of their experts: there may be many files of a stage."""
+        return tuple(
+            tuple((mcore, expert_of(mcore)) for mcore in self.bindings if self._is_in(mcore, stage))
+            for stage in self.stages
+        )
 
     def _experts(self, file: RankFile) -> range:
         each = self.axes["experts"] // self.dims.ep
         return range(file.ep_rank * each, (file.ep_rank + 1) * each)
 
-    def _is_in(self, mcore: str, stage: Stage, file: RankFile) -> bool:
-        layer, expert = layer_of(mcore), expert_of(mcore)
-        if expert is not None and expert not in self._experts(file):
-            return False
+    def _is_in(self, mcore: str, stage: Stage) -> bool:
+        layer = layer_of(mcore)
         if layer is not None:
             return layer in stage.layers
         if mcore.startswith("embedding."):
@@ -152,10 +176,10 @@ class FileLayout:
             return mcore
         prefix = f"decoder.layers.{layer}."
         name = mcore.removeprefix(prefix)
-        if self.fused_norms:
+        if self.style.fused_norms:
             name = fused_norm(name, self._modules[layer]) or name
         if expert is not None:
-            name = local_expert(name, expert, expert - self._experts(file).start, grouped=self.grouped)
+            name = local_expert(name, expert, expert - self._experts(file).start, grouped=self.style.grouped)
         return f"decoder.layers.{layer - stage.layers.start}.{name}"
 
     @cached_property
@@ -171,14 +195,29 @@ class FileLayout:
         """What the layout of a parameter does, at the sizes of the mesh."""
         binding = self.bindings[mcore]
         axes = axes_of(binding, self.axes)
-        shapes = (self.shapes[_whole(hf)][unstacked(hf)[1] is not None :] for hf in binding.hf)
-        (shards,) = binding.layout(tuple(torch.empty(shape, device="meta") for shape in shapes), axes)
-        return trace(binding.layout, tuple(shards.shape[1:]), axes)
+        shapes = (self.specs[_whole(hf)].shape[unstacked(hf)[1] is not None :] for hf in binding.hf)
+        return trace(binding.layout, _shard_shape(binding.layout, tuple(shapes), tuple(axes.items())), axes)
 
-    def shard(self, mcore: str, number: int, source: Mapping[str, Tensor]) -> Tensor:
+    def num_bytes(self, file: RankFile) -> int:
+        """Bytes of the parameters in a file."""
+        held = (mcore for _, _, mcore, _ in self.held(file))
+        return sum(math.prod(self.trace(mcore).shard_shape) * self.dtype(mcore).itemsize for mcore in held)
+
+    def dtype(self, mcore: str) -> torch.dtype:
+        """Of a parameter: that of its HF tensors."""
+        return self.specs[_whole(self.bindings[mcore].hf[0])].dtype
+
+    def shard(self, mcore: str, number: int, source: Source, device: str = "cpu") -> Tensor:
         """One shard of a parameter, new, of HF tensors."""
-        parts = [hf_tensor(source, hf) for hf in self.bindings[mcore].hf]
-        return self.trace(mcore).shard(number, parts, parts[0].dtype)
+        hf = self.bindings[mcore].hf
+        return assemble_shard(self.trace(mcore), number, hf, source, self.dtype(mcore), device)
+
+
+@lru_cache(maxsize=4096)
+def _shard_shape(layout: Layout, part_shapes: tuple[Shape, ...], axes: tuple[tuple[str, int], ...]) -> Shape:
+    """Of a parameter, whose HF tensors have these shapes; most have those of many others."""
+    (shards,) = layout(tuple(torch.empty(shape, device="meta") for shape in part_shapes), dict(axes))
+    return tuple(shards.shape[1:])
 
 
 def _whole(hf: str) -> str:

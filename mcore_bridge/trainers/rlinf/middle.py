@@ -12,14 +12,16 @@ from torch import Tensor
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.trainers.rlinf.layout import FileLayout
 from mcore_bridge.weights.checkpoint import Checkpoint
+from mcore_bridge.weights.manifest import TensorSpec
 from mcore_bridge.weights.mapping import Binding, axes_of, unstacked
 from mcore_bridge.weights.names import layer_of
 from mcore_bridge.weights.trace import Trace, trace
+from mcore_bridge.weights.whole import Source
 
 PRE, POST = "pre", "post"
 
 
-def write_middle(layout: FileLayout, source: Mapping[str, Tensor], folder: Path) -> None:
+def write_middle(layout: FileLayout, source: Source, folder: Path) -> None:
     """Write ``0.safetensors`` to that of the last layer, ``pre`` and ``post``: one file in memory at a time.
 
     Args:
@@ -52,14 +54,15 @@ class MiddleFiles(Mapping[str, Tensor]):
         self._files = Checkpoint(folder)
         self._layout = FileLayout(folder, ParallelDims(), {})
         self._parts: dict[str, dict[int | None, tuple[str, int]]] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.specs: dict[str, TensorSpec] = {}
         """Of all tensors, by name."""
         for mcore, tensor in self._files.items():
             binding, traced = self._traced(mcore, tensor)
             for part, (hf, shape) in enumerate(zip(binding.hf, traced.part_shapes, strict=True)):
                 name, entry = unstacked(hf)
                 self._parts.setdefault(name, {})[entry] = mcore, part
-                self.shapes[name] = shape if entry is None else (self._layout.axes["experts"], *shape)
+                whole = shape if entry is None else (self._layout.axes["experts"], *shape)
+                self.specs[name] = TensorSpec(name, whole, tensor.dtype)
 
     def _traced(self, mcore: str, tensor: Tensor) -> tuple[Binding, Trace]:
         binding = self._layout.mapping.bind(mcore)
@@ -73,6 +76,11 @@ class MiddleFiles(Mapping[str, Tensor]):
     def _part(self, mcore: str, number: int) -> Tensor:
         shard = self._files[mcore]
         return self._traced(mcore, shard)[1].part(number, {0: shard})
+
+    def release(self, name: str) -> None:
+        """Give back the memory of pages that were read for ``name``."""
+        for mcore, _ in self._parts[name].values():
+            self._files.release(mcore)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)
