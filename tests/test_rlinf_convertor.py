@@ -1,6 +1,7 @@
 """The offline convertor: its files against the state of real models, its stages, and who may write what when."""
 
 import json
+import os
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -208,6 +209,18 @@ def test_what_was_made_of_something_else_is_not_taken(tmp_path):
     (tmp_path / "mg" / FINGERPRINT).unlink()
     with pytest.raises(CheckpointError, match="must be empty or made by this convertor"):
         convert_hf_to_mg(folder, block)
+
+
+def test_the_next_run_opens_no_file_of_weights(tmp_path):
+    folder, _ = source(TIED, tmp_path / "hf")
+    convert_hf_to_mg(folder, asked(tmp_path / "mg", tp=2))
+    for path in (tmp_path / "hf").glob("*.safetensors"):  # unreadable now, and the same by size and time
+        seen = path.stat()
+        path.write_bytes(bytes(seen.st_size))
+        os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
+    convert_hf_to_mg(folder, asked(tmp_path / "mg", tp=2))
+    with pytest.raises(CheckpointError):
+        convert_hf_to_mg(folder, asked(tmp_path / "other", tp=2))
 
 
 def test_several_that_ask_at_once_get_one_folder(tmp_path, monkeypatch):

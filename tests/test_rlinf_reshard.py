@@ -1,5 +1,6 @@
 """RLinf's resharder: what each rank hands on, against slices of the HF checkpoint, for each generation of callers."""
 
+import inspect
 import re
 from types import SimpleNamespace
 
@@ -177,6 +178,16 @@ def attention_in_parallel(hf, dims):
 
 def test_data_parallel_attention_cuts_head_and_shared_experts_otherwise():
     pool.run(4, attention_in_parallel, LATENT, ParallelDims(tp=2, pp=2, ep=2, sp=True, **SPLIT))
+
+
+# handles --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_handle_of_cuda_has_its_device_where_rlinf_replaces_it():
+    """RLinf's receivers set argument 6 to their own device; what a handle is, is torch's to say."""
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    assert list(inspect.signature(rebuild_cuda_tensor).parameters)[6] == "storage_device"
 
 
 # what goes wrong ------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from mcore_bridge.trainers.rlinf.rank_file import NAME
 from mcore_bridge.trainers.rlinf.rank_folder import find_rank_files
 from mcore_bridge.weights.shards import MAX_SHARD_BYTES
 from mcore_bridge.weights.swap import beside, replace
-from mcore_bridge.weights.torch_dist import find_checkpoint
+from mcore_bridge.weights.torch_dist import find_checkpoint, track
 from mcore_bridge.weights.torch_dist_files import NOTES
 
 DIST_FILE_BYTES = 512 << 20
@@ -121,6 +121,8 @@ def convert(
     for path in staging.glob(f"*{NOTES}"):
         path.unlink()
     replace(target, staging, conversion.dropped)
+    if isinstance(conversion, ToDist):
+        track(target)
     return Converted(conversion, len(kept))
 
 

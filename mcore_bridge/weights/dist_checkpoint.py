@@ -26,7 +26,7 @@ from mcore_bridge.weights.optimizer_chain import fit_chain
 from mcore_bridge.weights.pending import gather_pending
 from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.swap import all_or_none, beside, clear_stale, replace
-from mcore_bridge.weights.torch_dist import CONTENT, DIST_FILES, TorchDistFolder
+from mcore_bridge.weights.torch_dist import CONTENT, DIST_FILES, VERSION, TorchDistFolder, track
 from mcore_bridge.weights.transport import Group
 
 if TYPE_CHECKING:
@@ -66,12 +66,13 @@ def save_checkpoint(
     """Write a checkpoint of megatron-core (``torch_dist``), with the HF config and tokenizer files beside it.
 
     Called by all ranks of the job together; ``folder`` is on a file system that they share. It changes in one step, as
-    that of ``save_hf_checkpoint`` does.
+    that of ``save_hf_checkpoint`` does. One with Megatron-LM's name for an iteration is then its latest.
 
     Args:
         models: this rank's chunks, wrapped or not.
         optimizer: megatron-core's, whose state is written too, so that any mesh can go on from it.
-        common: what else a trainer needs to go on (iteration, scheduler): can be pickled, the same on every rank.
+        common: what else a trainer needs to go on (iteration, scheduler): can be pickled, the same on every rank. Its
+            ``iteration`` stands where Megatron-LM looks for it as well.
         hf, head: for models that ``build_model`` did not make: their HF config or folder, and their head.
 
     Raises:
@@ -94,7 +95,7 @@ def save_checkpoint(
         said: dict[str, Any] = {name: with_extra_states(part) for name, part in state.items()}
         if optimizer is not None:
             said["optimizer"] = optimizer.sharded_state_dict(_parts(state), metadata=metadata)
-        said[_OURS] = dict(common or {})
+        said |= {_OURS: dict(common or {}), **VERSION, **_iteration_of(common or {})}
         strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), metadata["dp_cp_group"])
         dist_checkpointing.save(said, str(staging), strategy, content_metadata=dict(CONTENT))
     with all_or_none(world, target, staging):
@@ -103,6 +104,7 @@ def save_checkpoint(
             copy_companions(provenance, staging)
             clear_stale(target, staging)
             replace(target, staging, DIST_FILES)
+            track(target)
 
 
 def load_checkpoint(
@@ -160,6 +162,10 @@ def load_checkpoint(
 def _parts(state: dict[str, Any]) -> dict[str, Any]:
     """The state of the model as optimizers take it: that of one chunk, or of all by their names."""
     return next(iter(state.values())) if len(state) == 1 else state
+
+
+def _iteration_of(common: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: common[key] for key in ("iteration",) if key in common}
 
 
 def _dtype_of(chunks: Sequence[GPTModel]) -> torch.dtype:

@@ -32,9 +32,12 @@ CONTENT: Mapping[str, Any] = {
     "chained_optim_avoid_prefix": True,
 }
 """How we write, as megatron-core notes it: a key for each layer, an optimizer's state so that any mesh reads it."""
+VERSION: Mapping[str, Any] = {"checkpoint_version": 3.0}
+"""What Megatron-LM asks for: without it, queries, keys and values are taken for those of its first releases."""
 DIST_FILES = ("*.distcp", ".metadata", CONFIG, "common.pt")
 """``fnmatch`` patterns of the files of a folder."""
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_ITERATION = re.compile(r"release|iter_(\d{7,})")
 _SINGLE_EXPERT = re.compile(r"\.experts\.experts\.\d+\.")
 _MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.")
 
@@ -110,6 +113,17 @@ def latest_in(folder: Path) -> list[Path]:
     """The folder of the iteration that a tracker file (Megatron-LM) names, if there is one."""
     tracker = folder / TRACKER
     return [folder / _iteration(tracker.read_text().strip())] if tracker.is_file() else []
+
+
+def track(folder: Path) -> None:
+    """Enter a folder that is called as Megatron-LM calls its iterations in the tracker file beside it, as the latest.
+
+    Megatron-LM finds no checkpoint without one, and trains from random weights.
+    """
+    if (match := _ITERATION.fullmatch(folder.name)) is not None:
+        new = folder.with_name(f".{TRACKER}.new")
+        new.write_text(str(int(match[1])) if match[1] else folder.name)
+        new.replace(folder.with_name(TRACKER))
 
 
 def by_plain_key(keys: Iterable[str]) -> Mapping[str, str]:

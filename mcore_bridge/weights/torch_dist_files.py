@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights.torch_dist import CONTENT, TorchDistFolder
+from mcore_bridge.weights.torch_dist import CONTENT, VERSION, TorchDistFolder
 
 NOTES = ".results"
 """How files end that nobody needs once a folder is finished."""
@@ -154,7 +154,7 @@ def finish(folder: Path, num_files: int, metadata: Metadata) -> None:
     writer = FileSystemWriter(folder)
     writer.set_up_storage_writer(is_coordinator=True)
     writer.finish(metadata, results)
-    torch.save({"checkpoint_version": 3.0, "content_metadata": CONTENT}, folder / "common.pt")
+    torch.save({**VERSION, "content_metadata": CONTENT}, folder / "common.pt")
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from mcore_bridge.config.parallel import Stage
@@ -27,7 +28,7 @@ def model_provider(
     device: Any = None,
     seed: int = 0,
 ) -> Callable[..., GPTModel]:
-    """The function that builds a chunk of the model of an ``actor`` block (or of a ``critic``'s).
+    """The function that builds the chunks of one model, of an ``actor`` block (or a ``critic``'s), with one config.
 
     Args:
         actor, hf, overrides: as for ``read_actor``. With ``use_critic_model`` the head gives a value.
@@ -50,6 +51,8 @@ def model_provider(
     if load_weights is not False:
         source = read.hf if load_weights is True else load_weights
 
+    drawn = cache(partial(read.drawn, head=head, device=device))
+
     def model_provider_func(
         pre_process: bool = True,
         post_process: bool = True,
@@ -59,7 +62,7 @@ def model_provider(
         **_: object,
     ) -> GPTModel:
         read.dims.initialize()  # nothing, where parallel_state has these sizes; raises where it has others
-        blueprint = read.drawn(head=head, device=device)
+        blueprint = drawn()
         stage = _stage(blueprint, vp_stage)
         if (stage.embedding, stage.loss) != (pre_process, post_process):
             raise MeshError(
