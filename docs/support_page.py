@@ -18,6 +18,7 @@ CHECKS = {
     "what it holds in fp32, cast down, also while all is offloaded",
     "vllm": "vLLM, started without weights and fed bucket by bucket: log-probs of what it samples, after the first and "
     "the fifth round, and 64 greedy tokens are those of transformers",
+    "verl": "verl's own engine with our plug-in, through load, log-probs, a step, export, offload, save and resume",
     "switches": "recompute, fusions and dispatchers that change no gradient",
 }
 """What is checked, and what that means."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from mcore_bridge import ParallelDims
 from mcore_bridge.commands.options import smallest_world
+from tests import records
 from tests.stepping import leave_mesh
 from tests.strategies import random_state, save, tiny
 from tests.test_gpu import SIZES, with_replicas
@@ -127,9 +128,9 @@ def folders(tmp_path_factory):
 
 
 @pytest.mark.parametrize("world_size", CASES)
-def test_a_life_in_verl(world_size, folders, tmp_path):
+def test_a_life_in_verl(world_size, folders, tmp_path, request):
     assert all(world_size % smallest_world(case.dims) == 0 for case in CASES[world_size])
-    wrong = {}
+    wrong, passed = {}, []
     with tempfile.TemporaryDirectory() as out:
         findings = spawn(rank_main, tmp_path, world_size, folders, out)
         assert all(isinstance(each, list) for each in findings), findings
@@ -139,6 +140,8 @@ def test_a_life_in_verl(world_size, folders, tmp_path):
             place = Path(out) / str(number)
             found = failed or problems(list(ranks), folders[case.family], place, vanilla=case.vanilla)
             print("   ", found or "right", flush=True)
+            passed.append(((with_replicas(case.dims, world_size), case.family.split()[0]), not found))
             if found:
                 wrong[case.describe(world_size)] = found
+    records.append(request.config.getoption("--record"), "verl", world_size, passed)
     assert not wrong, "\n".join(f"{case}: {found}" for case, found in wrong.items())
