@@ -36,7 +36,8 @@ def source(hf, folder, dtype=torch.float32):
     for part, held in (("a", names[::2]), ("b", names[1::2])):
         save_file({name: state[name] for name in held}, folder / f"model-{part}.safetensors")
     hf.save_pretrained(folder)
-    (folder / "tokenizer.json").write_text("{}")
+    for name in ("tokenizer.json", "tokenizer.model", "merges.txt"):
+        (folder / name).write_text("{}")
     return str(folder), state
 
 
@@ -102,7 +103,7 @@ def test_each_file_is_the_state_of_its_rank_and_all_are_the_source(case, tmp_pat
             assert_gets(dict(held["model"]), own)
     assert seen == found
     assert (tmp_path / "mg" / "latest_checkpointed_iteration.txt").read_text() == "release"
-    assert (tmp_path / "mg" / "tokenizer.json").exists()
+    assert all((tmp_path / "mg" / name).exists() for name in ("tokenizer.json", "tokenizer.model", "merges.txt"))
     assert_gets(dict(iter_mg_weights(tmp_path / "mg", folder)), state)
 
 

@@ -67,7 +67,7 @@ class Conversion:
         """Write what there must be beside the files."""
         dtype = max(self.model.entries, key=lambda entry: entry.held.num_bytes).held.dtype
         config_in(self.model.provenance, dtype).save_pretrained(self.staging)
-        copy_companions(self.model.provenance, self.staging)
+        copy_companions(self.model.provenance.folder, self.staging)
 
 
 def read_source(

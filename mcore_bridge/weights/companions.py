@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import shutil
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -22,13 +23,17 @@ _COMPANIONS = (
 )
 
 
-def copy_companions(provenance: Provenance, folder: Path) -> None:
-    """Copy the files of the tokenizer and of the model's own code from the folder that the model came from, if any."""
-    if provenance.folder is None:
-        return
-    for path in Path(provenance.folder).iterdir():
-        if path.is_file() and any(fnmatchcase(path.name, pattern) for pattern in _COMPANIONS):
-            shutil.copy2(path, folder / path.name)
+def copy_companions(source: str | os.PathLike[str] | None, target: Path, *others: str) -> None:
+    """Copy the files of the tokenizer and of the model's own code, and what ``others`` match.
+
+    Args:
+        source: the folder that the model came from; there is nothing to copy without one.
+        others: ``fnmatch`` patterns. Indexes of weights are left out.
+    """
+    for path in Path(source).iterdir() if source is not None else ():
+        wanted = any(fnmatchcase(path.name, pattern) for pattern in (*_COMPANIONS, *others))
+        if wanted and path.is_file() and not path.name.endswith(".index.json"):
+            shutil.copy2(path, target / path.name)
 
 
 def config_in(provenance: Provenance, dtype: torch.dtype) -> PretrainedConfig:

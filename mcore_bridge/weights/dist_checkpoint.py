@@ -101,7 +101,7 @@ def save_checkpoint(
     with all_or_none(world, target, staging):
         if world.rank == 0:
             config_in(provenance, _dtype_of(chunks)).save_pretrained(staging)
-            copy_companions(provenance, staging)
+            copy_companions(provenance.folder, staging)
             clear_stale(target, staging)
             replace(target, staging, DIST_FILES)
             track(target)

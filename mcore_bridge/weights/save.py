@@ -133,7 +133,7 @@ def _write_tensor(tensor: Tensor, write: Callable[[int, Tensor], None], staging:
 
 def _write_rest(shards: Sequence[Shard], specs: Manifest, provenance: Provenance, staging: Path) -> None:
     write_index(staging, {shard.name: shard.tensors for shard in shards})
-    copy_companions(provenance, staging)
+    copy_companions(provenance.folder, staging)
     _config_of(specs, provenance).save_pretrained(staging)
 
 

@@ -6,7 +6,6 @@ is never taken for the one that was asked for. Files are written one parameter a
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,12 @@ from mcore_bridge.trainers.rlinf.layout import FileLayout
 from mcore_bridge.trainers.rlinf.middle import MiddleFiles, write_middle
 from mcore_bridge.trainers.rlinf.rank_file import NAME, RELEASE, write_rank_file
 from mcore_bridge.weights.checkpoint import Checkpoint
+from mcore_bridge.weights.companions import copy_companions
 from mcore_bridge.weights.manifest import TensorSpec
 from mcore_bridge.weights.torch_dist import TRACKER
 
-_COMPANIONS = ("*.json", "*.py", "*.md", "LICENSE")
+_OTHERS = ("*.json", "*.py", "*.md", "LICENSE")
+"""What RLinf copies besides."""
 
 
 def convert_hf_to_mg(hf_ckpt_path: str, ckpt_cfg: Mapping[str, Any]) -> None:
@@ -63,7 +64,7 @@ def hf_to_middle_file(convert_config: Any) -> None:
             source = Checkpoint(folder)
             layout = FileLayout(folder, Conversion(load_path="", save_path="").dims, _specs_of(source))
             write_middle(layout, source, staging)
-            _copy_companions(folder, staging)
+            copy_companions(folder, staging, *_OTHERS)
 
 
 def middle_file_to_mg(convert_config: Any) -> None:
@@ -91,17 +92,10 @@ def _write(source: Checkpoint | MiddleFiles, folder: Path, conversion: Conversio
         path.parent.mkdir(parents=True)
         write_rank_file(path, layout, file, source)
     (staging / TRACKER).write_text(RELEASE)
-    _copy_companions(folder, staging)
+    copy_companions(folder, staging, *_OTHERS)
 
 
 def _specs_of(source: Checkpoint | MiddleFiles) -> Mapping[str, TensorSpec]:
     if isinstance(source, MiddleFiles):
         return source.specs
     return {name: TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in source.items()}
-
-
-def _copy_companions(folder: Path, staging: Path) -> None:
-    for pattern in _COMPANIONS:
-        for path in folder.glob(pattern):
-            if path.is_file() and not path.name.endswith(".index.json") and not (staging / path.name).exists():
-                shutil.copy2(path, staging / path.name)

@@ -45,9 +45,8 @@ class RankFolder:
             raise CheckpointError(
                 f"{folder} has no mp_rank_*/{NAME}, nor has the iteration that its tracker file names"
             )
-        config = to_transformer_config(
-            hf
-        )  # brings megatron-core, which says what is no danger to read of its trainer's
+        # This brings megatron-core, which says what of its trainer's is no danger to read.
+        config = to_transformer_config(hf)
         found = {file.parent.name: read_rank_file(file) for file in sorted(path.glob(f"mp_rank_*/{NAME}"))}
         try:
             files = files_of(found, config.moe_ffn_hidden_size)
