@@ -179,6 +179,7 @@ def test_no_slot_is_touched_before_it_was_read(sizes, num_slots, in_flight, data
         for bucket in ring.fill(tensors.items(), acknowledged=read_oldest, in_flight=in_flight):
             sent.append(bucket.number)
             assert len(sent) - len(read) <= min(num_slots, in_flight)
+            assert all(digest(piece.view(ring.slot(bucket))) == digest(tensors[piece.name]) for piece in bucket.pieces)
         receiver.finish()
         assert sent == read == list(range(len(ring.plan.buckets)))
         assert list(seen) == list(tensors)

@@ -155,7 +155,7 @@ def received(plan: Any, models: Any) -> Iterator[tuple[list[tuple[str, Tensor]],
     with closing(mb.BufferRing(plan, "cpu")) as ring, closing(mb.Receiver(plan, ring.handles())) as receiver:
         for bucket in ring.fill(mb.iter_hf_weights(models), acknowledged=lambda: None, in_flight=1):
             with receiver.open(bucket.number) as pairs:
-                yield pairs, receiver._slots[bucket.slot], bucket.columns()
+                yield pairs, ring.slot(bucket), bucket.columns()
         receiver.finish()
 
 

@@ -38,6 +38,10 @@ class BufferRing:
         """One handle for each slot, for one consumer. Every consumer needs handles of its own, and opens each once."""
         return tuple(map(share, self._slots))
 
+    def slot(self, bucket: Bucket) -> Tensor:
+        """The memory that ``bucket`` lies in, uint8 [slot_bytes]: for channels of other processes' own."""
+        return self._slots[bucket.slot]
+
     def fill(
         self, pairs: Iterable[Pair], *, acknowledged: Callable[[], object], in_flight: int | None = None
     ) -> Generator[Bucket, None, None]:
