@@ -24,6 +24,8 @@ OTHERWISE = 192 << 20
 """The same where none leaves the export within ``MEMORY``, since the largest tensors alone take most of it."""
 MANY = 128
 """Ranks from which on memory is not a matter of messages: each rank has a tensor of its own on its way."""
+MANY_OF_A_STAGE = 16
+"""The same for the ranks of one pipeline stage, and for stages that take turns."""
 TO_TARGETS = (256 << 20, 1 << 30)
 """Bounds of the same for all messages on their way, received and sent, where not all get everything."""
 SHARED = 1 << 20
@@ -51,7 +53,7 @@ def plan_export(
     plan = (
         _gathered(goods, keys, stages, size, next(ways)) if bucket_bytes else _filling(goods, keys, stages, next(ways))
     )
-    for turns in ways:
+    for turns in ways if len(stages) <= MANY_OF_A_STAGE * len(set(stages)) else ():
         if footprint(plan) <= allowed:
             break
         plan = _gathered(goods, keys, stages, size, turns)
