@@ -44,7 +44,9 @@ def test_the_trainer_of_the_page_trains_what_it_hands_on(tmp_path: Path) -> None
 
     hf = tiny("qwen3")
     save(random_state(hf), hf, tmp_path)
-    (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    block = next(
+        each for each in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "class Actor" in each
+    )
     steps = pool.run(4, train, tmp_path, block, ParallelDims(tp=2, pp=2, sp=True))[0]
     engine = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32).eval()
     seen = []
