@@ -12,7 +12,7 @@ from mcore_bridge.weights.alignment import ALIGNMENT
 from mcore_bridge.weights.cut import HEADER
 from mcore_bridge.weights.footprint import AHEAD
 from mcore_bridge.weights.load import load_hf_weights
-from mcore_bridge.weights.planning import MIN_WINDOW
+from mcore_bridge.weights.turns import MIN_WINDOW
 from tests import fake_mesh
 from tests.strategies import problems, random_state, tiny
 

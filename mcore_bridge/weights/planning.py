@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain, pairwise
-from typing import NamedTuple
+from collections.abc import Sequence
+from itertools import chain
 
 from mcore_bridge.weights.alignment import ALIGNMENT, aligned
 from mcore_bridge.weights.cut import HEADER, Part, Run, Streams, cut, num_messages, widths
@@ -15,9 +14,8 @@ from mcore_bridge.weights.mapping import WeightMapping
 from mcore_bridge.weights.plan import ExportPlan, Goods, Message
 from mcore_bridge.weights.slices import wanted_by
 from mcore_bridge.weights.target import Target
+from mcore_bridge.weights.turns import MIN_WINDOW, Turn, phases_of, turns_of, window_of
 
-MIN_WINDOW = 4096
-"""Bytes that a rank sends per message at least."""
 MESSAGE_BYTES = tuple(megabytes << 20 for megabytes in (512, 384, 256, 192, 128))
 """What to choose the bytes that a rank receives with a message from: fewer are slow, more no faster."""
 OTHERWISE = 192 << 20
@@ -49,7 +47,7 @@ def plan_export(
     keys = goods.together(bucket_bytes or MEMORY // 8)
     size, fused = bucket_bytes // AHEAD if bucket_bytes else OTHERWISE, goods.most_together(keys)
     allowed = 3 * bucket_bytes + fused if bucket_bytes else max(MEMORY, fused * 3 // 2)
-    ways = _turns(goods, sorted(set(stages)), max(fused // 2, 4 * size))
+    ways = turns_of(goods, sorted(set(stages)), max(fused // 2, 4 * size))
     plan = (
         _gathered(goods, keys, stages, size, next(ways)) if bucket_bytes else _filling(goods, keys, stages, next(ways))
     )
@@ -60,7 +58,7 @@ def plan_export(
     return plan
 
 
-def _filling(goods: Goods, keys: Sequence[object], stages: Sequence[int], turns: Sequence[_Turn]) -> ExportPlan:
+def _filling(goods: Goods, keys: Sequence[object], stages: Sequence[int], turns: Sequence[Turn]) -> ExportPlan:
     """With messages as large as leave the whole within ``MEMORY``; or of ``OTHERWISE``."""
     otherwise = _gathered(goods, keys, stages, OTHERWISE, turns)
     rest = MEMORY - otherwise.open_bytes
@@ -71,37 +69,14 @@ def _filling(goods: Goods, keys: Sequence[object], stages: Sequence[int], turns:
     return otherwise
 
 
-class _Turn(NamedTuple):
-    """Pipeline stages that send at the same time, and which of the entries."""
-
-    stages: Sequence[int]
-    entries: range
-
-
-def _turns(goods: Goods, stages: Sequence[int], large: int) -> Iterator[Sequence[_Turn]]:
-    """Ways to take turns, from the fastest to that which takes least memory.
-
-    Each stage that sends has tensors in the making: so fewer send at the same time. Where one tensor ends and the next
-    begins, both are: so what is made of ``large`` entries, by bytes, has messages of its own.
-    """
-    everything = range(len(goods.entries))
-    at_once = len(stages)
-    while at_once:
-        yield [_Turn(stages[first : first + at_once], everything) for first in range(0, len(stages), at_once)]
-        at_once //= 2
-    alone = [number for number, places in enumerate(goods.places) if goods.size_of(places) >= large]
-    borders = sorted({0, *alone, *(number + 1 for number in alone), len(goods.entries)})
-    yield [_Turn([stage], range(*each)) for stage in stages for each in pairwise(borders)]
-
-
 def _gathered(
-    goods: Goods, keys: Sequence[object], stages: Sequence[int], message_bytes: int, turns: Sequence[_Turn]
+    goods: Goods, keys: Sequence[object], stages: Sequence[int], message_bytes: int, turns: Sequence[Turn]
 ) -> ExportPlan:
     row_bytes = [entry.row_bytes for entry in goods.entries]
-    dealt = _dealt(goods, [0] * len(stages), _window(message_bytes, len(stages)) // 8)
+    dealt = _dealt(goods, [0] * len(stages), window_of(message_bytes, len(stages)) // 8)
     streams: list[list[Run]] = [[] for _ in stages]
     needed: list[tuple[int, ...]] = []
-    for phase in chain.from_iterable(_phases(turn, dealt, row_bytes, stages, message_bytes) for turn in turns):
+    for phase in chain.from_iterable(phases_of(turn, dealt, row_bytes, stages, message_bytes) for turn in turns):
         parts = [phase.parts[rank] for rank in phase.senders]
         found = cut(parts, row_bytes, [phase.window] * len(parts), first=len(needed))
         count = max(num_messages(found), len(needed) + 1)
@@ -113,64 +88,6 @@ def _gathered(
         for times, each in ((count - 1 - len(needed), width), (1, last_width)):
             needed += [tuple(each if rank in phase.senders else HEADER for rank in range(len(stages)))] * times
     return _planned(goods, keys, tuple(map(tuple, streams)), needed)
-
-
-def _window(message_bytes: int, num_senders: int) -> int:
-    return max(message_bytes // num_senders, MIN_WINDOW)
-
-
-class _Phase(NamedTuple):
-    """Messages with which some ranks send: who, the bytes of a window of theirs, and what each rank sends."""
-
-    senders: frozenset[int]
-    window: int
-    parts: Sequence[Sequence[Part]]
-
-
-def _phases(
-    turn: _Turn, parts: Sequence[Sequence[Part]], row_bytes: Sequence[int], stages: Sequence[int], message_bytes: int
-) -> Iterator[_Phase]:
-    """The ranks of a turn send at the same time; what a stage has more, it sends alone, before that or after it.
-
-    No window travels half empty then, and where the first and the last stage have a large tensor more, which is in the
-    making for long, no other is at that time.
-    """
-    everybody = frozenset(rank for rank, stage in enumerate(stages) if stage in turn.stages)
-    rest: list[Sequence[Part]] = [
-        tuple(part for part in each if part.entry in turn.entries) if rank in everybody else ()
-        for rank, each in enumerate(parts)
-    ]
-    totals = [sum(part.rows * row_bytes[part.entry] for part in each) for each in rest]
-    if not any(totals):
-        return
-    least, ends = min(totals[rank] for rank in everybody), []
-    for place, stage in enumerate(turn.stages if len(turn.stages) > 1 else ()):
-        senders = frozenset(rank for rank in everybody if stages[rank] == stage)
-        window = _window(message_bytes, len(senders))
-        if max(totals[rank] for rank in senders) - least < window // 4:
-            continue
-        begins = 2 * place < len(turn.stages)
-        alone: list[Sequence[Part]] = [()] * len(stages)
-        for rank in senders:
-            split = _split(rest[rank], row_bytes, totals[rank] - least if begins else least)
-            alone[rank], rest[rank] = split if begins else split[::-1]
-        if begins:
-            yield _Phase(senders, window, alone)
-        else:
-            ends.append(_Phase(senders, window, alone))
-    yield _Phase(everybody, _window(message_bytes, len(everybody)), rest)
-    yield from ends
-
-
-def _split(parts: Sequence[Part], row_bytes: Sequence[int], num_bytes: int) -> tuple[Sequence[Part], Sequence[Part]]:
-    """The rows that begin within the first ``num_bytes``, and all others."""
-    for number, (entry, shard, first, rows) in enumerate(parts):
-        count = max(-(-num_bytes // row_bytes[entry]), 0)
-        if count < rows:
-            head, tail = Part(entry, shard, first, count), Part(entry, shard, first + count, rows - count)
-            return (*parts[:number], *([head] if count else [])), (tail, *parts[number + 1 :])
-        num_bytes -= rows * row_bytes[entry]
-    return parts, ()
 
 
 def plan_targets(
