@@ -9,6 +9,7 @@ and the next ``run`` a new one.
 import contextlib
 import faulthandler
 import fcntl
+import functools
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -26,7 +27,6 @@ from typing import Any
 
 _GRACE = 10.0  # seconds in which the other ranks may report after the first one failed
 _context = multiprocessing.get_context("forkserver")
-_folder = tempfile.TemporaryDirectory(prefix="pool-")
 _jobs = itertools.count()
 _workers: list["_Worker"] = []
 
@@ -66,10 +66,16 @@ def _alone() -> Iterator[None]:
         yield
 
 
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """For the stores of jobs; workers, which import this module too, need none."""
+    return tempfile.TemporaryDirectory(prefix="pool-")
+
+
 def _run(world_size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
     _grow(world_size)
     workers = _workers[:world_size]
-    store = Path(_folder.name) / f"store-{next(_jobs)}"
+    store = Path(_folder().name) / f"store-{next(_jobs)}"
     for rank, worker in enumerate(workers):
         worker.pipe.send_bytes(pickle.dumps((list(sys.path), rank, world_size, str(store))))
         worker.pipe.send_bytes(pickle.dumps((function, args)))
