@@ -23,14 +23,13 @@ class Turn(NamedTuple):
 def turns_of(goods: Goods, stages: Sequence[int], large: int) -> Iterator[Sequence[Turn]]:
     """Ways to take turns, from the fastest to that which takes least memory.
 
-    Each stage that sends has tensors in the making: so fewer send at the same time. Where one tensor ends and the next
+    Each stage that sends has tensors in the making: so one sends after the other. Where one tensor ends and the next
     begins, both are: so what is made of ``large`` entries, by bytes, has messages of its own.
     """
     everything = range(len(goods.entries))
-    at_once = len(stages)
-    while at_once:
-        yield [Turn(stages[first : first + at_once], everything) for first in range(0, len(stages), at_once)]
-        at_once //= 2
+    yield [Turn(stages, everything)]
+    if len(stages) > 1:
+        yield [Turn([stage], everything) for stage in stages]
     alone = [number for number, places in enumerate(goods.places) if goods.size_of(places) >= large]
     borders = sorted({0, *alone, *(number + 1 for number in alone), len(goods.entries)})
     yield [Turn([stage], range(*each)) for stage in stages for each in pairwise(borders)]
