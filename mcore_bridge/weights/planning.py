@@ -21,9 +21,7 @@ MESSAGE_BYTES = tuple(megabytes << 20 for megabytes in (512, 384, 256, 192, 128)
 OTHERWISE = 192 << 20
 """The same where none leaves the export within ``MEMORY``, since the largest tensors alone take most of it."""
 MANY = 128
-"""Ranks from which on memory is not a matter of messages: each rank has a tensor of its own on its way."""
-MANY_OF_A_STAGE = 16
-"""The same for the ranks of one pipeline stage, and for stages that take turns."""
+"""Ranks from which on memory is not a matter of messages: each rank that sends has a tensor of its own on its way."""
 TO_TARGETS = (256 << 20, 1 << 30)
 """Bounds of the same for all messages on their way, received and sent, where not all get everything."""
 SHARED = 1 << 20
@@ -48,10 +46,12 @@ def plan_export(
     size, fused = bucket_bytes // AHEAD if bucket_bytes else OTHERWISE, goods.most_together(keys)
     allowed = 3 * bucket_bytes + fused if bucket_bytes else max(MEMORY, fused * 3 // 2)
     ways = turns_of(goods, sorted(set(stages)), max(fused // 2, 4 * size))
+    if len(stages) > MANY and len(set(stages)) > 1:
+        next(ways)
     plan = (
         _gathered(goods, keys, stages, size, next(ways)) if bucket_bytes else _filling(goods, keys, stages, next(ways))
     )
-    for turns in ways if len(stages) <= MANY_OF_A_STAGE * len(set(stages)) else ():
+    for turns in ways:
         if footprint(plan) <= allowed:
             break
         plan = _gathered(goods, keys, stages, size, turns)
