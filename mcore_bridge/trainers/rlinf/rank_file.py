@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.trainers.rlinf.layout import ExtraState, FileLayout, RankFile
+from mcore_bridge.weights.torch_dist import VERSION
 from mcore_bridge.weights.torch_file import read_torch_file, write_torch_file
 from mcore_bridge.weights.whole import Source
 
@@ -52,7 +53,7 @@ def write_rank_file(
                 elif tensor is not None:
                     yield tensor
 
-    write_torch_file(path, {**models, "iteration": -1, "checkpoint_version": 3.0}, tensors())
+    write_torch_file(path, {**models, "iteration": -1, **VERSION}, tensors())
 
 
 def read_rank_file(path: Path) -> dict[str, Mapping[str, Tensor]]:
