@@ -21,7 +21,7 @@ from mcore_bridge.config.pipeline import Stage
 from mcore_bridge.factory.census import census
 from mcore_bridge.weights.bound import BoundModel, bind
 from mcore_bridge.weights.entries import Held, Inventory
-from mcore_bridge.weights.names import expert_of, layer_of, mtp_layer_of, renumber_layer
+from mcore_bridge.weights.names import count_mtp_layers, expert_of, layer_of, mtp_layer_of, renumber_layer
 from mcore_bridge.weights.plan import ExportPlan
 from mcore_bridge.weights.planning import plan_export
 
@@ -81,7 +81,7 @@ class Chunk:
     @property
     def num_mtp_layers(self) -> int:
         """MTP layers that a rank holds."""
-        return len({mtp_layer_of(held.mcore) for held in self.held} - {None})
+        return count_mtp_layers(held.mcore for held in self.held)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from mcore_bridge.commands.conversion import units_of, widespread
 from mcore_bridge.commands.to_hf import ToHF, stored_as
 from mcore_bridge.commands.whole import whole_model
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights.names import layer_of, mtp_layer_of, plain_key
+from mcore_bridge.weights.names import count_mtp_layers, layer_of, plain_key
 from mcore_bridge.weights.torch_dist import TorchDistFolder, in_layer_stack
 from mcore_bridge.weights.torch_dist_files import Place, Placed, TorchDistReader
 from mcore_bridge.weights.whole import Part, take_apart
@@ -30,8 +30,8 @@ class FromDist(ToHF):
         """Plan it, and hold the checkpoint against the config."""
         found = TorchDistFolder.open(source)
         sizes = ((each.properties.dtype, each.size.numel()) for each in found.tensors.values())
-        mtp = {mtp_layer_of(key) for key in found.tensors} - {None}
-        model = whole_model(hf, dtype=dtype or widespread(sizes), num_mtp_layers=len(mtp), metadata=found.spelling)
+        mtp = count_mtp_layers(found.tensors)
+        model = whole_model(hf, dtype=dtype or widespread(sizes), num_mtp_layers=mtp, metadata=found.spelling)
         placed = _found_places(model.placed, found)
         entries = tuple(
             stored_as(entry, found.tensors[each.places[0].key].properties.dtype, dtype)

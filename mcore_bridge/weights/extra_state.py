@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-_SUFFIX = "._extra_state"
-_ATTENTION = (f".self_attention.linear_proj{_SUFFIX}", f".self_attention.core_attention{_SUFFIX}")
+SUFFIX = "._extra_state"
+_ATTENTION = (f".self_attention.linear_proj{SUFFIX}", f".self_attention.core_attention{SUFFIX}")
 _WITHOUT = ("embedding.", "output_layer")
 """What has none, whoever builds it."""
 
@@ -36,4 +36,4 @@ def _extra_states(sharded: Any) -> Iterator[Any]:
         yield replace(sharded, key=sharded.key.replace(*_ATTENTION), data=None)
     is_whole = isinstance(sharded, ShardedTensor) and sharded.local_shape == sharded.global_shape
     if is_whole and name == "weight" and not module.endswith(".router") and not module.startswith(_WITHOUT):
-        yield ShardedObject(module + _SUFFIX, None, (1,), (0,), sharded.replica_id)
+        yield ShardedObject(module + SUFFIX, None, (1,), (0,), sharded.replica_id)

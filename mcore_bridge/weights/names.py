@@ -8,7 +8,7 @@ next linear get the names that they have alone. An HF name has one mcore name.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import is_
@@ -172,6 +172,11 @@ def mtp_layer_of(name: str) -> int | None:
     """The number of the MTP layer in a canonical name, if it has one."""
     match = _MTP.match(name)
     return int(match[1]) if match else None
+
+
+def count_mtp_layers(names: Iterable[str]) -> int:
+    """How many MTP layers canonical names are of."""
+    return len({mtp_layer_of(name) for name in names} - {None})
 
 
 def expert_of(name: str) -> int | None:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.trainers.rlinf.layout import ExtraState, FileLayout, RankFile
+from mcore_bridge.weights.extra_state import SUFFIX
 from mcore_bridge.weights.torch_dist import VERSION
 from mcore_bridge.weights.torch_file import read_torch_file, write_torch_file
 from mcore_bridge.weights.whole import Source
 
 NAME = "model_optim_rng.pt"
 RELEASE = "release"
-EXTRA_STATE = "._extra_state"
 
 
 def write_rank_file(
@@ -64,7 +64,7 @@ def read_rank_file(path: Path) -> dict[str, Mapping[str, Tensor]]:
     """
     found = {key: value for key, value in read_torch_file(path).items() if key.startswith("model")}
     return {
-        key: {name: tensor for name, tensor in state.items() if not name.endswith(EXTRA_STATE)}
+        key: {name: tensor for name, tensor in state.items() if not name.endswith(SUFFIX)}
         for key, state in found.items()
     }
 
@@ -76,7 +76,7 @@ def _extra_states(state: Mapping[str, object], extra_state: ExtraState) -> dict[
     ends = (".weight", ".bias", ".weight0")
     modules = (name.rpartition(".")[0] for name in state if name.startswith("decoder.") and name.endswith(ends))
     found = [module for module in dict.fromkeys(modules) if not module.endswith(".router")]
-    return {f"{module}{EXTRA_STATE}": _filler(extra_state) for module in found}
+    return {f"{module}{SUFFIX}": _filler(extra_state) for module in found}
 
 
 def _filler(extra_state: ExtraState) -> Tensor | None:

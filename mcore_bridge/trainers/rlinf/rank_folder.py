@@ -18,7 +18,7 @@ from mcore_bridge.trainers.rlinf.places import EMBEDDING, Named, files_of, named
 from mcore_bridge.trainers.rlinf.rank_file import NAME, read_rank_file
 from mcore_bridge.weights.bound import axes_of_config
 from mcore_bridge.weights.entries import Entry, Held, Inventory, entries_of
-from mcore_bridge.weights.names import mtp_layer_of
+from mcore_bridge.weights.names import count_mtp_layers
 from mcore_bridge.weights.provenance import HF, provenance_of
 from mcore_bridge.weights.torch_dist import latest_in
 from mcore_bridge.weights.torch_file import release
@@ -59,7 +59,7 @@ class RankFolder:
     @property
     def num_mtp_layers(self) -> int:
         """Layers for multi-token prediction."""
-        return len({mtp_layer_of(entry.held.mcore) for entry in self.entries} - {None})
+        return count_mtp_layers(entry.held.mcore for entry in self.entries)
 
     def shards(self, entry: Entry) -> Mapping[int, Tensor]:
         """What the files hold of a parameter, by the numbers of its shards."""
@@ -113,7 +113,7 @@ def _entries(files: Sequence[RankFile], tensors: Sequence[Named], dims: Parallel
     vocab, rows = provenance.hf.vocab_size, dims.tp * max(len(held.get(EMBEDDING, ())) for held in tensors)
     if rows < vocab:
         raise CheckpointError(f"its files hold {rows} rows of a vocabulary of {vocab}")
-    num_mtp_layers = len({mtp_layer_of(name) for held in tensors for name in held} - {None})
+    num_mtp_layers = count_mtp_layers(name for held in tensors for name in held)
     mapping = provenance.mapping(tied=bool(provenance.hf.tie_word_embeddings), mtp=bool(num_mtp_layers))
     config = to_transformer_config(hf, dims=dims, overrides={"mtp_num_layers": num_mtp_layers or None})
     inventories = [
