@@ -1,6 +1,5 @@
 """HF folders to checkpoints of megatron-core and back: the same bits, whoever wrote them, and however often."""
 
-import ctypes
 import json
 import pickle
 from pathlib import Path
@@ -232,7 +231,6 @@ def test_memory_is_that_of_the_largest_parameters_and_not_of_the_model(tmp_path)
     total = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     whole_model(source, dtype=torch.bfloat16)  # what megatron-core itself takes to say where all goes
     for first, second in (("hf", "dist"), ("dist", "back")):
-        ctypes.CDLL(None).malloc_trim(0)  # or what was freed before would be taken again unseen
         before = memory.begin()
         convert(tmp_path / first, tmp_path / second, file_bytes=largest, on_event=quiet)
         taken = memory.peak() - before
