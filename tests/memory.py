@@ -4,17 +4,15 @@ import ctypes
 
 _M_MMAP_THRESHOLD = -3
 """From malloc.h."""
+_libc = ctypes.CDLL(None)
+# As soon as tests are collected: blocks of 64 KiB or more, freed, go back to the system. What a heap keeps for later
+# would count as used or hide what is, up to 60 MB, and differently in every run.
+_libc.mallopt(_M_MMAP_THRESHOLD, 64 << 10)
 
 
 def begin() -> int:
-    """Bytes resident now; the high-water mark starts anew.
-
-    From here on a block of 64 KiB or more goes back to the system when it is freed. What the heap keeps for later would
-    count as used, or hide what is: up to 60 MB, differently at every run.
-    """
-    libc = ctypes.CDLL(None)
-    libc.mallopt(_M_MMAP_THRESHOLD, 64 << 10)
-    libc.malloc_trim(0)
+    """Bytes resident now; the high-water mark starts anew."""
+    _libc.malloc_trim(0)
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     return resident()
