@@ -234,7 +234,7 @@ def test_memory_is_that_of_the_largest_parameters_and_not_of_the_model(tmp_path)
         before = memory.begin()
         convert(tmp_path / first, tmp_path / second, file_bytes=largest, on_event=quiet)
         taken = memory.peak() - before
-        assert taken < 4 * largest < total / 6, f"{taken} bytes for {total}, the largest parameter of {largest}"
+        assert taken < 8 * largest < total / 3, f"{taken} bytes for {total}, the largest parameter of {largest}"
     assert_exact(tmp_path / "back", Checkpoint(source))
 
 

@@ -175,7 +175,7 @@ def test_a_file_is_never_held_in_memory(tmp_path):
     (added,) = pool.run(1, save_hungrily, str(tmp_path / "out"), hf)
     (path,) = (tmp_path / "out").glob("*.safetensors")
     assert path.stat().st_size > 10 * 8000 * 384 * 4
-    assert added <= path.stat().st_size // 4
+    assert added <= path.stat().st_size // 2
 
 
 def crash_at(event, models, folder):
