@@ -21,6 +21,12 @@ def pytest_addoption(parser):
     parser.addoption("--families", metavar="NAMES", help="only these, with commas, where a test is of all families")
 
 
+def pytest_configure(config):
+    """On CPU megatron-core's fused functions run as Python: a C++ compiler would need 10 s for each of them."""
+    if "multigpu" not in config.getoption("-m"):
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+
+
 def pytest_collection_modifyitems(config, items):
     """Deselect the tiers that nobody asked for."""
     asked = config.getoption("-m")
