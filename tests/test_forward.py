@@ -253,6 +253,11 @@ def refused():
         ids = torch.zeros(2, 4, dtype=torch.long)
         with pytest.raises(BatchError, match=r"attention_mask \(3, 4\) must be as input_ids \(2, 4\)"):
             mb.forward(models, ids, torch.ones(3, 4))
+        models[0].config.context_parallel_size, models[0].config.cp_comm_type = 2, "all_gather"
+        models[0].decoder.cp_comm_type = "all_gather"  # where TransformerEngine's attention has it
+        with pytest.raises(BatchError, match="cp_comm_type='all_gather' sequences cannot be packed: packed=False"):
+            mb.forward(models, ids)
+        models[0].config.context_parallel_size = 1
         models[0].config.calculate_per_token_loss = True
         with pytest.raises(BatchError, match="calculate_per_token_loss"):
             mb.forward(models, ids, loss=lambda outputs, rows: outputs.log_probs.sum())

@@ -21,6 +21,12 @@ LAID_OUT = {
     "multi_latent_attention": False,
     "params_dtype": torch.bfloat16,
     "cp_comm_type": None,
+    "hierarchical_context_parallel_sizes": None,
+}
+LEVELS = {
+    "context_parallel_size": 4,
+    "cp_comm_type": "a2a+p2p",
+    "hierarchical_context_parallel_sizes": [2, 2],
 }
 LATENT = {"multi_latent_attention": True, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
 
@@ -39,10 +45,20 @@ LATENT = {"multi_latent_attention": True, "qk_head_dim": 128, "qk_pos_emb_head_d
         ({**LATENT, "qk_head_dim": 96}, False, "heads of [128, 160]"),
         ({**LATENT, "v_head_dim": 192}, False, ""),
         ({**LATENT, "v_head_dim": 64}, False, ""),
-        ({"num_query_groups": 2}, True, "1 key heads"),
+        ({"num_query_groups": 2}, True, "of 2 ranks that 1 key heads"),
+        ({**LEVELS, "cp_comm_type": None}, True, "of 4 ranks that 2 key heads"),
         ({"num_query_groups": 2}, False, ""),
         ({"num_query_groups": 1}, True, "1 key heads"),
         ({"attention_dropout": 0.1}, True, "dropped-out"),
+        ({"cp_comm_type": "all_gather"}, True, ""),
+        ({"cp_comm_type": "p2p", "num_query_groups": 1}, False, ""),
+        ({"cp_comm_type": "p2p"}, True, "with windows for cp_comm_type='p2p'"),
+        ({**LEVELS}, False, ""),
+        ({**LEVELS}, True, "with windows for cp_comm_type='a2a+p2p'"),
+        ({**LEVELS, **LATENT}, False, ""),
+        ({**LATENT, "cp_comm_type": "all_gather"}, False, "of different size for cp_comm_type='all_gather'"),
+        ({"cp_comm_type": "a2a", "context_parallel_size": 4}, False, "of 4 ranks that 2 key heads"),
+        ({**LEVELS, "num_query_groups": 2}, False, "of 2 ranks that 1 key heads"),
     ],
 )
 def test_what_is_lacking_has_a_reason(changes: dict[str, Any], windowed: bool, reason: str) -> None:
@@ -50,10 +66,15 @@ def test_what_is_lacking_has_a_reason(changes: dict[str, Any], windowed: bool, r
     assert reason in found if reason else not found
 
 
-@pytest.mark.parametrize("cp_comm_type", ["a2a+p2p", "allgather", ["p2p", "a2a"]])
+@pytest.mark.parametrize("cp_comm_type", ["allgather", ["p2p", "a2a"]])
 def test_what_would_attend_wrongly_is_refused(cp_comm_type: Any) -> None:
     with pytest.raises(ConfigError, match="cp_comm_type must be one of"):
         lacking(settings(**{**LAID_OUT, "cp_comm_type": cp_comm_type}), windowed=False)
+
+
+def test_two_levels_without_their_groups_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"needs groups of two levels: .*\(hierarchical_context_parallel_sizes="):
+        lacking(settings(**{**LAID_OUT, "cp_comm_type": "a2a+p2p"}), windowed=False)
 
 
 class Fused(torch.nn.Module):

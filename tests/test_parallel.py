@@ -31,6 +31,18 @@ def test_dims_read_well() -> None:
     assert experts.describe(world_size=4, num_layers=3) == "PP2 EP2, DP2 EDP1, 4 ranks; layers per stage: E3|0L"
 
 
+LEVELS = "hierarchical_context_parallel_sizes"
+
+
+def test_levels_of_context_parallelism_come_as_a_trainer_has_them() -> None:
+    dims = ParallelDims(cp=8, tp=2, sp=True, hierarchical_context_parallel_sizes=(2, 4))
+    assert str(dims) == "TP2 CP8 HCP2x4 SP"
+    assert dims.to_group_sizes()[LEVELS] == dims.to_config_fields()[LEVELS] == [2, 4]
+    assert ParallelDims(tp=2, sp=True).with_config_fields({"context_parallel_size": 8, LEVELS: [2, 4]}) == dims
+    assert LEVELS not in ParallelDims().to_group_sizes()
+    assert ParallelDims().to_config_fields()[LEVELS] is None
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -38,6 +50,9 @@ def test_dims_read_well() -> None:
         ({"pp": 1.0}, r"pp must be an integer of at least 1, found 1.0"),
         ({"cp": True}, r"cp must be an integer of at least 1, found True"),
         ({"sp": True}, r"sp=True needs tp > 1.*found tp=1"),
+        ({LEVELS: (2, 2)}, rf"{LEVELS} must be two whose product is cp=1: \(2, 2\)"),
+        ({"cp": 8, LEVELS: (2, 2, 2)}, r"two whose product is cp=8"),
+        ({"cp": 4, LEVELS: [2.0, 2]}, r"two whose product is cp=4"),
         ({"vp": 2}, r"vp=2 needs pp > 1.*found pp=1"),
         ({LAST: 3}, rf"{LAST}=3 needs pp > 1: megatron-core would build only these layers"),
         ({"pp": 2, FIRST: 0}, rf"{FIRST} must be an integer of at least 1, found 0"),

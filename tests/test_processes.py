@@ -86,7 +86,7 @@ def test_a_single_process_needs_no_environment() -> None:
     assert "needs a GPU" in found["device"]
     assert "found 'tpu'" in found["name"]
     assert (found["backend"], found["rank"], found["data"]) == ("gloo", [0, 0, 0], [1, 1])
-    assert "already initialized with (tp, pp, vp, cp, ep, etp) = (1, 1, 1, 1, 1, 1)" in found["other"]
+    assert "already initialized with other sizes; its own, and those here: {'cp': (1, 2)}" in found["other"]
 
 
 def test_two_processes_meet_as_torchrun_says() -> None:
@@ -171,6 +171,36 @@ def test_every_axis_is_initialized_in_megatrons_default_order() -> None:
     found = pool.run(2, _initialize_each, meshes)
     assert found[0] == [(True, [0] * 7)] * len(meshes)
     assert found[1] == [(True, [int(axis in ones) for axis in range(7)]) for ones in last]
+
+
+def _initialize_levels() -> tuple[bool, list[list[int]], str, bool]:
+    """Read back the same, ranks of both levels, what another mesh is told, and whether all is gone with the mesh."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state as state
+
+    dims = ParallelDims(cp=4, hierarchical_context_parallel_sizes=(2, 2))
+    dims.initialize(device="cpu")
+    same = ParallelDims.from_mcore() == dims
+    levels = [dist.get_process_group_ranks(group) for group in state.get_hierarchical_context_parallel_groups()]
+    with pytest.raises(MeshError) as refused:
+        ParallelDims(cp=4).initialize(device="cpu")
+    state.destroy_model_parallel()
+    ParallelDims(cp=2).initialize(device="cpu")
+    gone = ParallelDims.from_mcore() == ParallelDims(cp=2)
+    state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = None  # what destroy_model_parallel leaves
+    return same, levels, str(refused.value), gone
+
+
+def test_context_parallelism_of_two_levels_has_neighbours_and_rings() -> None:
+    found = pool.run(4, _initialize_levels)
+    assert [levels for _, levels, _, _ in found] == [
+        [[0, 1], [0, 2]],
+        [[0, 1], [1, 3]],
+        [[2, 3], [0, 2]],
+        [[2, 3], [1, 3]],
+    ]
+    assert all(same and gone for same, _, _, gone in found)
+    assert all("{'hierarchical_context_parallel_sizes': ((2, 2), None)}" in message for _, _, message, _ in found)
 
 
 def _read_what_a_trainer_made() -> list[ParallelDims]:

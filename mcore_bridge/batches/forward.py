@@ -16,6 +16,7 @@ from mcore_bridge.batches.logprobs import log_probs
 from mcore_bridge.batches.packing import PackedSequences, pack_sequences, rounded_up, unpack_sequences
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.errors import BatchError
+from mcore_bridge.factory.kernels import ROWS_ONLY
 from mcore_bridge.weights.bound import Models, chunks_of, noted
 from mcore_bridge.weights.provenance import HF, Provenance
 
@@ -83,6 +84,8 @@ def forward(
     if attention_mask.shape != input_ids.shape:
         raise BatchError(f"attention_mask {tuple(attention_mask.shape)} must be as input_ids {tuple(input_ids.shape)}")
     chunks, chunk = [models] if isinstance(models, nn.Module) else [*models], chunks_of(models)[0]
+    if packed and _takes_only_rows(chunk):
+        raise BatchError(f"with cp_comm_type={chunk.config.cp_comm_type!r} sequences cannot be packed: packed=False")
     if loss is not None and chunk.config.calculate_per_token_loss:
         raise BatchError("calculate_per_token_loss divides by tokens that forward does not count; build without it")
     size = micro_batch_size or (1 if chunk.pg_collection.pp.size() > 1 else len(input_ids))
@@ -91,6 +94,13 @@ def forward(
         chunk, input_ids, attention_mask, size, len(chunks), packed=packed, multiple_of=multiple_of
     )
     return _Run(chunk, noted(models, hf, head), micro_batches, rows, temperature, loss)(chunks)
+
+
+def _takes_only_rows(chunk: GPTModel) -> bool:
+    """Whether a layer has TransformerEngine's attention, with an exchange for rows; torch's takes what comes."""
+    if chunk.config.context_parallel_size == 1 or chunk.config.cp_comm_type not in ROWS_ONLY:
+        return False
+    return any(getattr(module, "cp_comm_type", None) in ROWS_ONLY for module in chunk.modules())
 
 
 def _micro_batches(

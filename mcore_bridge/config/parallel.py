@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 
 from mcore_bridge.config import processes
 from mcore_bridge.config.balance import balanced
@@ -33,6 +34,8 @@ class ParallelDims:
         ep: expert parallel size.
         etp: tensor parallel size of the experts. Not tied to ``tp``: 1 unless given.
         sp: sequence parallelism, which needs ``tp > 1``.
+        hierarchical_context_parallel_sizes: what ``cp_comm_type="a2a+p2p"`` needs: of so many neighbours (on one node,
+            say) each has some of the heads, and so many of these form a ring. Their product is ``cp``.
         layout: megatron-core's explicit pipeline layout, such as ``"Ett|t*3|(t|)*2L"``, or ``"balanced"``: the one
             that ``balanced()`` (and ``build_model``) chooses by bytes.
         num_layers_in_first_pipeline_stage: layers of pipeline rank 0, over all its chunks; the others share the rest.
@@ -51,6 +54,7 @@ class ParallelDims:
     ep: int = 1
     etp: int = 1
     sp: bool = False
+    hierarchical_context_parallel_sizes: tuple[int, int] | None = None
     layout: str | None = None
     num_layers_in_first_pipeline_stage: int | None = None
     num_layers_in_last_pipeline_stage: int | None = None
@@ -66,7 +70,16 @@ class ParallelDims:
             raise MeshError("sp=True needs tp > 1: sequence parallelism cuts activations over the tp axis, found tp=1")
         if self.vp > 1 and self.pp == 1:
             raise MeshError(f"vp={self.vp} needs pp > 1: virtual stages interleave pipeline ranks, found pp=1")
+        self._check_hierarchy()
         self._check_split()
+
+    def _check_hierarchy(self) -> None:
+        if self.hierarchical_context_parallel_sizes is None:
+            return
+        sizes = tuple(self.hierarchical_context_parallel_sizes)  # of a trainer's settings, which have lists
+        if len(sizes) != 2 or any(type(size) is not int or size < 1 for size in sizes) or prod(sizes) != self.cp:
+            raise MeshError(f"hierarchical_context_parallel_sizes must be two whose product is cp={self.cp}: {sizes}")
+        object.__setattr__(self, "hierarchical_context_parallel_sizes", sizes)
 
     def _check_split(self) -> None:
         sizes = {
@@ -98,6 +111,8 @@ class ParallelDims:
 
     def __str__(self) -> str:
         names = [f"{name.upper()}{getattr(self, name)}" for name in _SIZES if getattr(self, name) > 1]
+        if self.hierarchical_context_parallel_sizes:
+            names.append("HCP{}x{}".format(*self.hierarchical_context_parallel_sizes))
         return " ".join([*names, *(["SP"] if self.sp else [])]) or "TP1"
 
     @property
@@ -136,8 +151,9 @@ class ParallelDims:
         stages = describe_stages(self.stages(num_layers))
         return f"{self}, DP{self.dp(world_size)}{experts}, {world_size} ranks; layers per stage: {stages}"
 
-    def to_group_sizes(self) -> dict[str, int | None]:
+    def to_group_sizes(self) -> dict[str, int | list[int] | None]:
         """The mesh as ``parallel_state.initialize_model_parallel`` takes it, and ``TransformerConfig`` too."""
+        hierarchy = self.hierarchical_context_parallel_sizes
         return {
             "tensor_model_parallel_size": self.tp,
             "pipeline_model_parallel_size": self.pp,
@@ -145,6 +161,7 @@ class ParallelDims:
             "context_parallel_size": self.cp,
             "expert_model_parallel_size": self.ep,
             "expert_tensor_parallel_size": self.etp,  # None would mean tp
+            **({"hierarchical_context_parallel_sizes": [*hierarchy]} if hierarchy else {}),
         }
 
     def to_config_fields(self) -> dict[str, object]:
@@ -154,6 +171,7 @@ class ParallelDims:
                 'layout="balanced" must become an explicit layout first: call balanced() (build_model does)'
             )
         return {
+            "hierarchical_context_parallel_sizes": None,
             **self.to_group_sizes(),
             "sequence_parallel": self.sp,
             "pipeline_model_parallel_layout": self.layout,
@@ -186,8 +204,7 @@ class ParallelDims:
         Raises:
             MeshError: ``parallel_state`` is not initialized, or has an axis that we do not have.
         """
-        tp, pp, vp, cp, ep, etp = processes.read_sizes()
-        return cls(tp=tp, pp=pp, vp=vp, cp=cp, ep=ep, etp=etp, sp=sp, layout=layout)
+        return cls(**processes.read_sizes(), sp=sp, layout=layout)  # type: ignore[arg-type]  # by name
 
     def initialize(self, *, device: str | None = None, seed: int = 1234) -> None:
         """Join torch.distributed and make megatron-core's groups, in its default order (tp-cp-ep-dp-pp).

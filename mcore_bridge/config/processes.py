@@ -6,6 +6,7 @@ What exists already is kept: a process group that someone made, and a ``parallel
 from __future__ import annotations
 
 import os
+from math import prod
 from typing import TYPE_CHECKING
 
 from mcore_bridge.errors import MeshError
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def read_sizes() -> tuple[int, int, int, int, int, int]:
-    """Sizes of tp, pp, vp, cp, ep and etp in ``parallel_state`` as somebody initialised it.
+def read_sizes() -> dict[str, object]:
+    """The sizes of ``ParallelDims`` by name, in ``parallel_state`` as somebody initialised it.
 
     Raises:
         MeshError: nobody did, or with an axis that we do not have (generalized tensor parallelism of 0.19).
@@ -33,14 +34,18 @@ def read_sizes() -> tuple[int, int, int, int, int, int]:
         size = getattr(state, name)() if hasattr(state, name) else 1
         if size > 1:
             raise MeshError(f"parallel_state.{name}() is {size}, expected 1: weight rematerialization is not supported")
-    return (
-        state.get_tensor_model_parallel_world_size(),
-        state.get_pipeline_model_parallel_world_size(),
-        state.get_virtual_pipeline_model_parallel_world_size() or 1,
-        state.get_context_parallel_world_size(),
-        state.get_expert_model_parallel_world_size(),
-        state.get_expert_tensor_parallel_world_size(),
-    )
+    cp = state.get_context_parallel_world_size()
+    levels = tuple(group.size() for group in state.get_hierarchical_context_parallel_groups(False) or ())
+    return {
+        "tp": state.get_tensor_model_parallel_world_size(),
+        "pp": state.get_pipeline_model_parallel_world_size(),
+        "vp": state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        "cp": cp,
+        "ep": state.get_expert_model_parallel_world_size(),
+        "etp": state.get_expert_tensor_parallel_world_size(),
+        # destroy_model_parallel leaves those of the mesh before.
+        "hierarchical_context_parallel_sizes": levels if prod(levels) == cp > 1 else None,
+    }
 
 
 def initialize(dims: ParallelDims, *, device: str | None, seed: int) -> None:
@@ -78,11 +83,13 @@ def _choose(device: str | None) -> str:
 
 
 def _require_same(dims: ParallelDims) -> None:
-    found, wanted = read_sizes(), (dims.tp, dims.pp, dims.vp, dims.cp, dims.ep, dims.etp)
+    found = read_sizes()
+    wanted = {name: getattr(dims, name) for name in found}
     if found != wanted:
+        differ = {name: (found[name], wanted[name]) for name in found if found[name] != wanted[name]}
         raise MeshError(
-            f"megatron.core.parallel_state is already initialized with (tp, pp, vp, cp, ep, etp) = {found}, found "
-            f"{wanted} here: use ParallelDims.from_mcore(), or call parallel_state.destroy_model_parallel() first"
+            f"megatron.core.parallel_state is already initialized with other sizes; its own, and those here: {differ}. "
+            "Use ParallelDims.from_mcore(), or call parallel_state.destroy_model_parallel() first"
         )
 
 

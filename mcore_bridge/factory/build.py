@@ -117,7 +117,7 @@ def _mesh() -> ParallelDims:
 def _require_mesh(blueprint: Blueprint, mesh: ParallelDims) -> None:
     """What the groups of this process are, the model must be cut for. Experts count only where there are some."""
     experts = ("ep", "etp") if blueprint.config.num_moe_experts else ()
-    for name in ("tp", "pp", "vp", "cp", *experts):
+    for name in ("tp", "pp", "vp", "cp", "hierarchical_context_parallel_sizes", *experts):
         wanted, found = getattr(blueprint.dims, name), getattr(mesh, name)
         if wanted != found:
             raise MeshError(

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("mcore_bridge")
 
-CP_COMM_TYPES = (None, "p2p", "all_gather", "a2a")
-"""What ``cp_comm_type`` may be: None is what each layer can have. "a2a+p2p" needs groups that ``ParallelDims`` does not
-make, without which TransformerEngine attends to this rank's tokens only; megatron-core 0.16 takes the value of the next
-layer from a list."""
+CP_COMM_TYPES = (None, "p2p", "all_gather", "a2a", "a2a+p2p")
+"""What ``cp_comm_type`` may be: None is what each layer can have. No list: megatron-core 0.16 takes the value of the
+next layer from one."""
+ROWS_ONLY = ("all_gather", "a2a+p2p")
+"""Those with which TransformerEngine takes no packed sequences."""
+_RINGS = ("p2p", "a2a+p2p")
 
 
 def adapt_kernel(layer: Any, config: TransformerConfig, number: int) -> None:
@@ -55,8 +57,8 @@ def lacking(config: TransformerConfig, *, windowed: bool) -> str:
     cp, latent = config.context_parallel_size, config.multi_latent_attention
     if cp == 1:
         return ""
-    if config.cp_comm_type not in CP_COMM_TYPES:
-        raise ConfigError(f"cp_comm_type must be one of {CP_COMM_TYPES}, found {config.cp_comm_type!r}")
+    _require_known(config)
+    kind = config.cp_comm_type
     if config.params_dtype is torch.float32:
         return "in fp32 under context parallelism"
     if config.softmax_type != "vanilla":
@@ -65,9 +67,33 @@ def lacking(config: TransformerConfig, *, windowed: bool) -> str:
         return f"for heads of {sorted(dims)} under context parallelism"
     if windowed and (latent or config.attention_dropout):
         return "with windows of latent or dropped-out scores under context parallelism"
-    if windowed and _groups(config) % cp:
-        return f"with windows under context parallelism of {cp} ranks that {_groups(config)} key heads are dealt to"
+    if windowed and kind in _RINGS:
+        return f"with windows for cp_comm_type={kind!r}"
+    if latent and len(dims) > 1 and kind not in (None, *_RINGS):
+        return f"for queries and values of different size for cp_comm_type={kind!r}"
+    dealt = _dealt(config, windowed=windowed)
+    if _groups(config) % dealt:
+        return f"under context parallelism of {dealt} ranks that {_groups(config)} key heads are dealt to"
     return ""
+
+
+def _dealt(config: TransformerConfig, *, windowed: bool) -> int:
+    """Over how many ranks heads are dealt while a layer attends."""
+    if config.cp_comm_type == "a2a+p2p":
+        return int(config.hierarchical_context_parallel_sizes[0])
+    by_heads = config.cp_comm_type == "a2a" or (windowed and config.cp_comm_type is None)
+    return config.context_parallel_size if by_heads else 1
+
+
+def _require_known(config: TransformerConfig) -> None:
+    if config.cp_comm_type not in CP_COMM_TYPES:
+        raise ConfigError(f"cp_comm_type must be one of {CP_COMM_TYPES}, found {config.cp_comm_type!r}")
+    if config.cp_comm_type == "a2a+p2p" and not config.hierarchical_context_parallel_sizes:
+        # TransformerEngine would attend to this rank's tokens only.
+        raise ConfigError(
+            'cp_comm_type="a2a+p2p" needs groups of two levels: initialise them and the model with '
+            "ParallelDims(hierarchical_context_parallel_sizes=(neighbours, rings)), whose product is cp"
+        )
 
 
 def _head_dims(config: TransformerConfig) -> set[int]:

@@ -1,0 +1,92 @@
+"""Every way in which context-parallel ranks exchange keys (``cp_comm_type``), on real GPUs with TransformerEngine.
+
+In bf16 log-probs and gradients may be twice as far from fp32 (torch's attention, on the same mesh) as they are with the
+way that we choose ourselves: ways differ in the order of their sums alone.
+"""
+
+import importlib.util
+import traceback
+
+import pytest
+import torch
+
+import mcore_bridge as mb
+from mcore_bridge.factory.kernels import CP_COMM_TYPES, ROWS_ONLY
+from tests import records
+from tests.strategies import random_state
+from tests.test_forward import batch_of
+from tests.test_gpu import DENSE, SPARSE
+from tests.test_gpu_export import spawn
+
+pytestmark = [
+    pytest.mark.multigpu,
+    pytest.mark.skipif(not importlib.util.find_spec("transformer_engine"), reason="needs TransformerEngine"),
+]
+
+FAMILIES = {name: {**DENSE, **SPARSE}[name] for name in ("qwen3", "mistral", "deepseek_v3")}
+"""Heads of one size, windows, and latent heads, of which keys and values differ."""
+MESHES = {
+    2: [mb.ParallelDims(cp=2)],
+    4: [mb.ParallelDims(cp=4, hierarchical_context_parallel_sizes=(2, 2)), mb.ParallelDims(tp=2, cp=2, sp=True)],
+}
+
+
+def learn(hf, dims, state, *, packed, **how):
+    """Log-probs of a batch, and the gradients of their sum by all context-parallel ranks."""
+    from megatron.core import parallel_state
+
+    models = mb.build_model(hf, dims=dims, load_weights=state, **how)
+    ids, mask = (tensor.cuda() for tensor in batch_of(hf))
+    outputs = mb.forward(models, ids, mask, packed=packed, loss=lambda outputs, rows: outputs.log_probs.sum())
+    grads = [parameter.grad for model in models for parameter in model.parameters() if parameter.grad is not None]
+    joined = torch.cat([grad.float().flatten() for grad in grads])
+    torch.distributed.all_reduce(joined, group=parallel_state.get_context_parallel_group())
+    return outputs.log_probs.detach(), joined
+
+
+def distances(found, exact):
+    """Of log-probs and of gradients, relative to the latter's norm."""
+    return [float((each - known).norm() / known.norm()) for each, known in zip(found, exact, strict=True)]
+
+
+def examine(hf, dims, state):
+    """By way: how much further from fp32 than by the way that is chosen, log-probs and gradients."""
+    exact = learn(hf, dims, state, packed=False, dtype=torch.float32, backend="torch")
+    allowed = distances(learn(hf, dims, state, packed=False, backend="te"), exact)
+    found = {}
+    for kind in CP_COMM_TYPES[1:]:
+        if kind == "a2a+p2p" and dims.hierarchical_context_parallel_sizes is None:
+            continue
+        for packed in (True, False):
+            if packed and kind in ROWS_ONLY:
+                continue
+            there = learn(hf, dims, state, packed=packed, backend="te", overrides={"cp_comm_type": kind})
+            ratios = [own / most for own, most in zip(distances(there, exact), allowed, strict=True)]
+            found[kind, "packed" if packed else "rows"] = ratios
+    return found
+
+
+def rank_main(rank, world_size):
+    """Every family in every way on every mesh of this size."""
+    from megatron.core import parallel_state
+
+    findings = {}
+    for dims in MESHES[world_size]:
+        dims.initialize(device="cuda")
+        for family, hf in FAMILIES.items():
+            try:
+                findings[str(dims), family] = examine(hf, dims, random_state(hf, dtype=torch.bfloat16))
+            except Exception:
+                findings[str(dims), family] = traceback.format_exc()
+            if rank == 0:
+                print(dims, family, findings[str(dims), family], flush=True)
+        parallel_state.destroy_model_parallel()
+    return findings
+
+
+@pytest.mark.parametrize("world_size", MESHES)
+def test_every_exchange_attends_to_all_tokens(world_size, tmp_path, request):
+    found = [item for findings in spawn(rank_main, tmp_path, world_size) for item in findings.items()]
+    passed = [(key, isinstance(ways, dict) and all(max(way) < 2 for way in ways.values())) for key, ways in found]
+    records.append(request.config.getoption("--record"), "exchanges", world_size, passed)
+    assert all(is_right for _, is_right in passed), found
