@@ -254,10 +254,16 @@ def refused():
         with pytest.raises(BatchError, match=r"attention_mask \(3, 4\) must be as input_ids \(2, 4\)"):
             mb.forward(models, ids, torch.ones(3, 4))
         models[0].config.context_parallel_size, models[0].config.cp_comm_type = 2, "all_gather"
-        models[0].decoder.cp_comm_type = "all_gather"  # where TransformerEngine's attention has it
         with pytest.raises(BatchError, match="cp_comm_type='all_gather' sequences cannot be packed: packed=False"):
             mb.forward(models, ids)
-        models[0].config.context_parallel_size = 1
+        models[0].config.context_parallel_size, models[0].config.mtp_num_layers = 1, 1
+        with pytest.raises(BatchError, match="mtp_num_layers=1 has megatron-core add a loss of its own"):
+            mb.forward(models, ids)
+        models[0].config.mtp_num_layers, models[0].config.tensor_model_parallel_size = None, 2
+        models[0].parallel_output = False
+        with pytest.raises(BatchError, match="parallel_output=False gathers logits"):
+            mb.forward(models, ids)
+        models[0].config.tensor_model_parallel_size = 1
         models[0].config.calculate_per_token_loss = True
         with pytest.raises(BatchError, match="calculate_per_token_loss"):
             mb.forward(models, ids, loss=lambda outputs, rows: outputs.log_probs.sum())

@@ -54,6 +54,7 @@ REFUSED = {
     "head_dim must be 8": {"head_dim": 16},
     "attention_bias must be False": {"attention_bias": True},
     "rope_interleave must be True": {"rope_interleave": False},
+    "rope_interleave must be True, found None": {"rope_interleave": None},
     "norm_topk_prob must be True": {"norm_topk_prob": False},
     "norm_topk_prob must be False": {"num_experts_per_tok": 1},
     "must be twice topk_group=2": {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 2},
@@ -65,6 +66,15 @@ REFUSED = {
 def test_what_is_not_reproduced_is_refused(message):
     hf = latent("deepseek_v3", **{**DENSE, **REFUSED[message]}).hf
     with pytest.raises(ConfigError, match=message):
+        mb.to_transformer_config(hf)
+
+
+@pytest.mark.parametrize("family", ["minimax_m2", "hy_v3"])
+def test_weights_that_add_up_to_one_are_of_several_experts(family):
+    hf = zoo.cases()[family].hf
+    assert "norm_topk_prob" not in hf.to_dict()
+    hf.num_experts_per_tok = 1
+    with pytest.raises(ConfigError, match="norm_topk_prob must be False with num_experts_per_tok=1, found True"):
         mb.to_transformer_config(hf)
 
 

@@ -181,26 +181,25 @@ def _initialize_levels() -> tuple[bool, list[list[int]], str, bool]:
     dims = ParallelDims(cp=4, hierarchical_context_parallel_sizes=(2, 2))
     dims.initialize(device="cpu")
     same = ParallelDims.from_mcore() == dims
+    ParallelDims(cp=4).initialize(device="cpu")  # who wants no hierarchy may have one
     levels = [dist.get_process_group_ranks(group) for group in state.get_hierarchical_context_parallel_groups()]
     with pytest.raises(MeshError) as refused:
-        ParallelDims(cp=4).initialize(device="cpu")
+        ParallelDims(cp=4, hierarchical_context_parallel_sizes=(4, 1)).initialize(device="cpu")
+    state.destroy_model_parallel()  # which leaves these groups
+    other = ParallelDims(tp=2, cp=4, sp=True)
+    other.initialize(device="cpu")
+    gone = ParallelDims.from_mcore(sp=True) == other
     state.destroy_model_parallel()
-    ParallelDims(cp=2).initialize(device="cpu")
-    gone = ParallelDims.from_mcore() == ParallelDims(cp=2)
-    state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = None  # what destroy_model_parallel leaves
     return same, levels, str(refused.value), gone
 
 
 def test_context_parallelism_of_two_levels_has_neighbours_and_rings() -> None:
-    found = pool.run(4, _initialize_levels)
-    assert [levels for _, levels, _, _ in found] == [
-        [[0, 1], [0, 2]],
-        [[0, 1], [1, 3]],
-        [[2, 3], [0, 2]],
-        [[2, 3], [1, 3]],
-    ]
+    found = pool.run(8, _initialize_levels)
+    neighbours, rings = [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 2], [1, 3], [4, 6], [5, 7]]
+    for rank, (_, levels, _, _) in enumerate(found):
+        assert levels == [next(group for group in each if rank in group) for each in (neighbours, rings)]
     assert all(same and gone for same, _, _, gone in found)
-    assert all("{'hierarchical_context_parallel_sizes': ((2, 2), None)}" in message for _, _, message, _ in found)
+    assert all("{'hierarchical_context_parallel_sizes': ((2, 2), (4, 1))}" in message for _, _, message, _ in found)
 
 
 def _read_what_a_trainer_made() -> list[ParallelDims]:

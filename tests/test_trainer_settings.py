@@ -60,7 +60,7 @@ NEEDS_TE = {"apply_rope_fusion", "moe_permute_fusion"}
 ITS_OWN = {"multi_latent_attention", "moe_router_enable_expert_bias"}
 """What deepseek_v3 is, and qwen3_moe is not."""
 SIIRL = {
-    *ParallelDims().to_group_sizes(),
+    *(ParallelDims().to_group_sizes().keys() - {"hierarchical_context_parallel_sizes"}),
     *("sequence_parallel", "use_distributed_optimizer", "param_dtype", "seed"),
     *("param_offload", "grad_offload", "optimizer_offload", "extra", "override_transformer_config"),
     *("use_dist_checkpointing", "dist_checkpointing_path", "override_ddp_config", "use_mbridge"),

@@ -100,7 +100,7 @@ def engine_of(
             use_dynamic_bsz=False,
             override_mcore_model_config={"moe_config": {"freeze_moe_router": True}},
             override_transformer_config={"attention_backend": attention, "recompute_modules": ["core_attn"]},
-            **dims.to_group_sizes(),
+            **{name: size for name, size in dims.to_group_sizes().items() if size is not None},
             **fields,
         ),
         optimizer_config=McoreOptimizerConfig(lr=1e-2, total_training_steps=10, lr_warmup_steps=0, clip_grad=1.0),

@@ -84,10 +84,7 @@ def forward(
     if attention_mask.shape != input_ids.shape:
         raise BatchError(f"attention_mask {tuple(attention_mask.shape)} must be as input_ids {tuple(input_ids.shape)}")
     chunks, chunk = [models] if isinstance(models, nn.Module) else [*models], chunks_of(models)[0]
-    if packed and _takes_only_rows(chunk):
-        raise BatchError(f"with cp_comm_type={chunk.config.cp_comm_type!r} sequences cannot be packed: packed=False")
-    if loss is not None and chunk.config.calculate_per_token_loss:
-        raise BatchError("calculate_per_token_loss divides by tokens that forward does not count; build without it")
+    _check(chunk, packed=packed, learns=loss is not None)
     size = micro_batch_size or (1 if chunk.pg_collection.pp.size() > 1 else len(input_ids))
     rows = [slice(start, min(start + size, len(input_ids))) for start in range(0, len(input_ids), size)]
     micro_batches = _micro_batches(
@@ -96,11 +93,20 @@ def forward(
     return _Run(chunk, noted(models, hf, head), micro_batches, rows, temperature, loss)(chunks)
 
 
-def _takes_only_rows(chunk: GPTModel) -> bool:
-    """Whether a layer has TransformerEngine's attention, with an exchange for rows; torch's takes what comes."""
-    if chunk.config.context_parallel_size == 1 or chunk.config.cp_comm_type not in ROWS_ONLY:
-        return False
-    return any(getattr(module, "cp_comm_type", None) in ROWS_ONLY for module in chunk.modules())
+def _check(chunk: GPTModel, *, packed: bool, learns: bool) -> None:
+    """Refuse what would fail or go wrong inside. All stages must come to the same: by nothing that one has alone."""
+    config = chunk.config
+    if packed and config.context_parallel_size > 1 and config.cp_comm_type in ROWS_ONLY:
+        raise BatchError(f"with cp_comm_type={config.cp_comm_type!r} sequences cannot be packed: packed=False")
+    if config.mtp_num_layers:
+        raise BatchError(
+            f"mtp_num_layers={config.mtp_num_layers} has megatron-core add a loss of its own, for which forward has no "
+            "labels: build without MTP layers, or call the model with labels"
+        )
+    if not chunk.parallel_output and config.tensor_model_parallel_size > 1:
+        raise BatchError("parallel_output=False gathers logits that forward wants where they are: build without it")
+    if learns and config.calculate_per_token_loss:
+        raise BatchError("calculate_per_token_loss divides by tokens that forward does not count; build without it")
 
 
 def _micro_batches(

@@ -64,7 +64,7 @@ def pack_sequences(
 ) -> PackedSequences:
     """Pack the sequences of a batch, without its padding, and take what one context-parallel rank has of them.
 
-    Each sequence is padded to what context parallelism needs, and all of them together, by one more sequence, to what
+    Each sequence is padded to what context parallelism needs, and all of them together, by more sequences, to what
     sequence parallelism does.
 
     Args:
@@ -93,11 +93,18 @@ def pack_sequences(
     lengths = mask.sum(1).tolist()
     if packed:
         sizes = [rounded_up(length, each) for length in lengths]
-        sizes.append(max(rounded_up(sum(sizes), row), rounded_up(min_tokens, row), row) - sum(sizes))
+        whole = max(rounded_up(sum(sizes), row), rounded_up(min_tokens, row), row)
+        sizes += _stretches(whole - sum(sizes), max(sizes, default=0))
     else:
         sizes = [max(rounded_up(max(lengths, default=0), row), rounded_up(min_tokens, row), row)] * len(lengths)
     rows = 1 if packed else len(lengths)
     return _cut(input_ids, mask, lengths, sizes, rows, dims.cp, cp_rank)
+
+
+def _stretches(num_tokens: int, longest: int) -> list[int]:
+    """Padding as sequences that are no longer than the longest that is there, which a rope may go by; at least one."""
+    whole, rest = divmod(num_tokens, longest) if longest else (0, num_tokens)
+    return [*[longest] * whole, rest]
 
 
 def rounded_up(number: int, unit: int) -> int:
@@ -108,7 +115,7 @@ def rounded_up(number: int, unit: int) -> int:
 def _cut(
     input_ids: Tensor, mask: Tensor, lengths: list[int], sizes: list[int], rows: int, cp: int, cp_rank: int
 ) -> PackedSequences:
-    """Lay sequences of ``lengths`` out in stretches of ``sizes``, the last of which may be of padding alone."""
+    """Lay sequences of ``lengths`` out in stretches of ``sizes``; those behind are of padding alone."""
     device, flat = input_ids.device, input_ids.flatten()
     size = torch.tensor(sizes, device=device)
     starts = size.cumsum(0) - size

@@ -99,11 +99,13 @@ def groups_back(mcore: Mcore) -> dict[str, object]:
 
 
 def _several_normalised(hf: Hf) -> dict[str, object]:
-    several = count(hf, "num_experts_per_tok") > 1
-    if hf.get("norm_topk_prob", several) is not several:
+    experts = count(hf, "num_experts_per_tok")
+    normalised = hf.get("norm_topk_prob", True)  # families without the field always let weights add up to one
+    if normalised is not (experts > 1):
         raise ConfigError(
-            f"norm_topk_prob must be {several}, found {hf['norm_topk_prob']!r}: megatron-core lets the weights of the "
-            "sigmoid scores of several experts add up to one, and leaves that of a single one as it is."
+            f"norm_topk_prob must be {experts > 1} with num_experts_per_tok={experts}, found {normalised!r}: "
+            "megatron-core lets the weights of the sigmoid scores of several experts add up to one, and leaves that of "
+            "a single one as it is."
         )
     return {}
 

@@ -161,7 +161,7 @@ class ParallelDims:
             "context_parallel_size": self.cp,
             "expert_model_parallel_size": self.ep,
             "expert_tensor_parallel_size": self.etp,  # None would mean tp
-            **({"hierarchical_context_parallel_sizes": [*hierarchy]} if hierarchy else {}),
+            "hierarchical_context_parallel_sizes": [*hierarchy] if hierarchy else None,
         }
 
     def to_config_fields(self) -> dict[str, object]:
@@ -171,7 +171,6 @@ class ParallelDims:
                 'layout="balanced" must become an explicit layout first: call balanced() (build_model does)'
             )
         return {
-            "hierarchical_context_parallel_sizes": None,
             **self.to_group_sizes(),
             "sequence_parallel": self.sp,
             "pipeline_model_parallel_layout": self.layout,

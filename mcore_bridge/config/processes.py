@@ -5,8 +5,9 @@ What exists already is kept: a process group that someone made, and a ``parallel
 
 from __future__ import annotations
 
+import math
 import os
-from math import prod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from mcore_bridge.errors import MeshError
@@ -34,18 +35,37 @@ def read_sizes() -> dict[str, object]:
         size = getattr(state, name)() if hasattr(state, name) else 1
         if size > 1:
             raise MeshError(f"parallel_state.{name}() is {size}, expected 1: weight rematerialization is not supported")
-    cp = state.get_context_parallel_world_size()
-    levels = tuple(group.size() for group in state.get_hierarchical_context_parallel_groups(False) or ())
     return {
         "tp": state.get_tensor_model_parallel_world_size(),
         "pp": state.get_pipeline_model_parallel_world_size(),
         "vp": state.get_virtual_pipeline_model_parallel_world_size() or 1,
-        "cp": cp,
+        "cp": state.get_context_parallel_world_size(),
         "ep": state.get_expert_model_parallel_world_size(),
         "etp": state.get_expert_tensor_parallel_world_size(),
-        # destroy_model_parallel leaves those of the mesh before.
-        "hierarchical_context_parallel_sizes": levels if prod(levels) == cp > 1 else None,
+        "hierarchical_context_parallel_sizes": _levels(),
     }
+
+
+def differing(dims: ParallelDims, found: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+    """What was ``found`` and what ``dims`` want, where these are not the same. A hierarchy that nobody wants is none."""
+    wanted = {name: getattr(dims, name) for name in found}
+    wanted = {name: size for name, size in wanted.items() if size is not None}
+    return {name: (found[name], size) for name, size in wanted.items() if size != found[name]}
+
+
+def _levels() -> tuple[int, ...] | None:
+    """Of hierarchical context parallelism, unless its groups are of a mesh before: destroying one leaves them there."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state as state
+
+    groups = state.get_hierarchical_context_parallel_groups(check_initialized=False) or ()
+    own = set(dist.get_process_group_ranks(state.get_context_parallel_group()))
+    try:
+        levels = [dist.get_process_group_ranks(group) for group in groups]
+    except (KeyError, ValueError):  # of processes that have left
+        return None
+    is_own = math.prod(map(len, levels)) == len(own) and all(own.issuperset(ranks) for ranks in levels)
+    return tuple(map(len, levels)) if groups and is_own else None
 
 
 def initialize(dims: ParallelDims, *, device: str | None, seed: int) -> None:
@@ -83,10 +103,8 @@ def _choose(device: str | None) -> str:
 
 
 def _require_same(dims: ParallelDims) -> None:
-    found = read_sizes()
-    wanted = {name: getattr(dims, name) for name in found}
-    if found != wanted:
-        differ = {name: (found[name], wanted[name]) for name in found if found[name] != wanted[name]}
+    differ = differing(dims, read_sizes())
+    if differ:
         raise MeshError(
             f"megatron.core.parallel_state is already initialized with other sizes; its own, and those here: {differ}. "
             "Use ParallelDims.from_mcore(), or call parallel_state.destroy_model_parallel() first"

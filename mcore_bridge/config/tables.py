@@ -192,7 +192,7 @@ LATENT: tuple[Field, ...] = (
     *QK_PLAIN,  # the norms of latents are others; this field would sum their gradients over TP by their names
     Require("attention_bias", (False,), "megatron-core's down projections have no bias"),
     Require("mlp_bias", (False,), "megatron-core would give the attention output a bias too"),
-    Require("rope_interleave", (True, None), "megatron-core's latent attention rotates neighbours"),
+    Require("rope_interleave", (True,), "megatron-core's latent attention rotates neighbours"),
 )
 """A decoder with multi-latent attention: queries (some), keys and values of low rank, a part of each head rotated.
 transformers gives the norms of latents an epsilon of their own. Experts are the architecture's own."""

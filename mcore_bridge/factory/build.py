@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mcore_bridge.config.parallel import ParallelDims, Stage
+from mcore_bridge.config.processes import differing
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory.blueprint import (
     Blueprint,
@@ -117,12 +118,9 @@ def _mesh() -> ParallelDims:
 def _require_mesh(blueprint: Blueprint, mesh: ParallelDims) -> None:
     """What the groups of this process are, the model must be cut for. Experts count only where there are some."""
     experts = ("ep", "etp") if blueprint.config.num_moe_experts else ()
-    for name in ("tp", "pp", "vp", "cp", "hierarchical_context_parallel_sizes", *experts):
-        wanted, found = getattr(blueprint.dims, name), getattr(mesh, name)
-        if wanted != found:
-            raise MeshError(
-                f"dims must be the mesh of parallel_state, which has {name}={found}; dims have {name}={wanted}"
-            )
+    names = ("tp", "pp", "vp", "cp", "hierarchical_context_parallel_sizes", *experts)
+    if differ := differing(blueprint.dims, {name: getattr(mesh, name) for name in names}):
+        raise MeshError(f"dims must be the mesh of parallel_state; sizes of the latter, and those of dims: {differ}")
 
 
 def _source(
