@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import mcore_bridge as mb
-from mcore_bridge.factory.kernels import CP_COMM_TYPES, ROWS_ONLY
+from mcore_bridge.batches.forward import ROWS_ONLY
+from mcore_bridge.factory.kernels import CP_COMM_TYPES
 from tests import records
 from tests.strategies import random_state
 from tests.test_forward import batch_of

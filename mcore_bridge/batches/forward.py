@@ -16,7 +16,6 @@ from mcore_bridge.batches.logprobs import log_probs
 from mcore_bridge.batches.packing import PackedSequences, pack_sequences, rounded_up, unpack_sequences
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.errors import BatchError
-from mcore_bridge.factory.kernels import ROWS_ONLY
 from mcore_bridge.weights.bound import Models, chunks_of, noted
 from mcore_bridge.weights.provenance import HF, Provenance
 
@@ -39,6 +38,8 @@ class TokenOutputs:
     values: Tensor | None = None
 
 
+ROWS_ONLY = ("all_gather", "a2a+p2p")
+"""Values of ``cp_comm_type`` with which TransformerEngine takes no packed sequences."""
 Loss = Callable[[TokenOutputs, slice], Tensor]
 """The loss of a microbatch, a scalar, from what the model says and the rows of the batch that it is made of."""
 

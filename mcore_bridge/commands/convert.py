@@ -97,8 +97,8 @@ def convert(
         BridgeError: the source does not fit its config, or a process failed. Files that are whole by then are kept for
             the next run, and the target is as it was.
     """
-    target = target.absolute()
-    if target.resolve() == source.resolve():
+    target = target.resolve()  # of a link, what it leads to
+    if target == source.resolve():
         raise CheckpointError(f"{target} would be written into itself; name another folder")
     _require_gpus(num_gpus)
     staging = beside(target, "convert")

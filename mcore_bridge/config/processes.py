@@ -47,7 +47,7 @@ def read_sizes() -> dict[str, object]:
 
 
 def differing(dims: ParallelDims, found: Mapping[str, object]) -> dict[str, tuple[object, object]]:
-    """What was ``found`` and what ``dims`` want, where these are not the same. A hierarchy that nobody wants is none."""
+    """What was ``found`` and what ``dims`` want, where that is not the same. A hierarchy that nobody wants is none."""
     wanted = {name: getattr(dims, name) for name in found}
     wanted = {name: size for name, size in wanted.items() if size is not None}
     return {name: (found[name], size) for name, size in wanted.items() if size != found[name]}

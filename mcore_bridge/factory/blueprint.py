@@ -108,7 +108,9 @@ def draw(
     num_mtp_layers = (overrides or {}).get("mtp_num_layers") or 0
     assert isinstance(num_mtp_layers, int)
     if num_mtp_layers and head != "lm":
-        raise ConfigError(f"MTP layers predict tokens, and a model with head={head!r} has none to predict: build without")
+        raise ConfigError(
+            f"MTP layers predict tokens, and a model with head={head!r} has none to predict: build without"
+        )
     _check_mtp(provenance, num_mtp_layers)
     dims = resolve_layout(dims, hf, dtype=dtype, head=head, num_mtp_layers=num_mtp_layers)
     chosen_fields = {**specs.kernels_of(chosen), **_interleaved(dims, overrides)}

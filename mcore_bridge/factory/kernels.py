@@ -22,8 +22,6 @@ logger = logging.getLogger("mcore_bridge")
 CP_COMM_TYPES = (None, "p2p", "all_gather", "a2a", "a2a+p2p")
 """What ``cp_comm_type`` may be: None is what each layer can have. No list: megatron-core 0.16 takes the value of the
 next layer from one."""
-ROWS_ONLY = ("all_gather", "a2a+p2p")
-"""Those with which TransformerEngine takes no packed sequences."""
 _RINGS = ("p2p", "a2a+p2p")
 
 

@@ -6,9 +6,10 @@ of each bucket when it is filled, and an answer when it has been read.
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -62,14 +63,8 @@ class BufferRing:
             TransferError: when a tensor is not the one that the plan has next, or the last round broke off.
         """
         allowed = self.plan.num_slots if in_flight is None else in_flight
-        if allowed < 1:
-            raise TransferError(f"expected in_flight=1 or more, found {in_flight}")
-        if self._unread or not self._slots:
-            state = f"buckets {list(self._unread)} were never acknowledged" if self._slots else "its memory was freed"
-            raise TransferError(
-                f"the ring cannot be filled: {state}; call restart() when nobody reads, or make another"
-            )
         with _closing(pairs) as tensors:
+            self._check(allowed)
             for bucket in self.plan.buckets:
                 self._wait(acknowledged, self.plan.num_slots - 1)
                 self._write(bucket, tensors)
@@ -89,6 +84,15 @@ class BufferRing:
         self._slots.clear()
         if self.device.type == "cuda":
             torch.cuda.ipc_collect()
+
+    def _check(self, allowed: int) -> None:
+        if allowed < 1:
+            raise TransferError(f"expected in_flight=1 or more, found {allowed}")
+        if self._unread or not self._slots:
+            state = f"buckets {list(self._unread)} were never acknowledged" if self._slots else "its memory was freed"
+            raise TransferError(
+                f"the ring cannot be filled: {state}; call restart() when nobody reads, or make another"
+            )
 
     def _wait(self, acknowledged: Callable[[], object], allowed: int) -> None:
         while len(self._unread) > allowed:
@@ -118,6 +122,9 @@ def _closing(pairs: Iterable[Pair]) -> Iterator[Iterator[Pair]]:
         yield iterator
     finally:
         if isinstance(iterator, Generator):
+            if inspect.getgeneratorstate(iterator) == inspect.GEN_CREATED:  # to close it would do nothing
+                with suppress(Exception):  # what brought us here is raised
+                    next(iterator, None)
             iterator.close()
 
 

@@ -82,7 +82,7 @@ def save_checkpoint(
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
-    target = Path(os.path.abspath(folder))
+    target = Path(os.path.realpath(folder))  # of a link, what it leads to
     chunks, provenance, world = chunks_of(models), noted(models, hf, head), Group(None)
     staging = beside(target, world.exchange(uuid.uuid4().hex[:8])[0])
     gather_pending(models, Group.of_replica(chunks[0].pg_collection))

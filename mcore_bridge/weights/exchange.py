@@ -1,7 +1,8 @@
 """Runs a program: while the tensors of one message are given out, the next two are on their way.
 
 A rank that stops early keeps sending until all have stopped; one that fails makes every rank of its group raise. What a
-rank says travels with its windows, so the others learn of it three messages later at most.
+rank says travels with its windows, so the others learn of it three messages later at most, or at the end, where all say
+whether they have come there well.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ def run_messages(
         ExportError: on every rank of the group, when any of them fails; names rank and parameter.
     """
     if group.size == 1:
-        yield from _alone(program, tensors)
+        yield from _alone(program, tensors, group.device)
         return
     exchange, problem = None, None
     try:
         exchange = _Exchange(program, group, tensors, lend=lend)
     except Exception as error:  # such as no memory: the others must hear of it before they wait for a window
         problem = error
-    if not group.agrees(None if exchange is None else 0):
+    if not group.agrees(exchange is not None):
         raise ExportError(f"rank {group.rank} cannot begin: {problem}" if problem else "another rank cannot begin")
     assert exchange is not None
     yield from exchange.messages()
@@ -76,8 +77,7 @@ def raise_failures(messages: Sequence[str]) -> None:
         raise ExportError("; ".join(failures))
 
 
-def _alone(program: Program, tensors: Mapping[str, Tensor]) -> Iterator[Pairs]:
-    device = next(iter(tensors.values())).device
+def _alone(program: Program, tensors: Mapping[str, Tensor], device: torch.device) -> Iterator[Pairs]:
     held, outputs = Sources(program, tensors), Outputs(program.plan, device)
     nothing = [torch.empty(0, device=device)] * OUTPUTS
     for number, message in enumerate(program.plan.messages):
@@ -99,6 +99,8 @@ class _Exchange:
         self._sent: deque[Windows] = deque()
         self._closed = False
         self._failure: ExportError | None = None
+        self._first = self._following(0)
+        self._steps(None, self._first)  # now, while whoever cannot move bytes at all can still say so
 
     def _allocated(self) -> list[Memory]:
         """For as many messages as are on their way at once."""
@@ -106,7 +108,8 @@ class _Exchange:
 
     def messages(self) -> Generator[Pairs, None, None]:
         """See ``run_messages``."""
-        for number in range(len(self._memory)):
+        self._send(self._first)
+        for number in range(1, len(self._memory)):
             self._advance(None, number)
         try:
             for number, message in enumerate(self._messages):
@@ -128,8 +131,8 @@ class _Exchange:
         finally:
             for windows in self._sent:  # the same ones on every rank, as all read the same states
                 windows.wait()
-        if self._failure:
-            raise self._failure
+        if not self._group.agrees(not self._failure):  # no window was left to say so
+            raise_failures(self._group.exchange(str(self._failure or "")))
 
     def _given_out(self, message: Message) -> Pairs:
         """What is complete with a message. Who fails while these are looked at, fails for all."""
@@ -140,10 +143,7 @@ class _Exchange:
 
     def _advance(self, arrived: Windows | None, number: int | None) -> None:
         """Unpack the windows that have ``arrived``, and send message ``number``, where there is one."""
-        following = None
-        if number is not None and number < len(self._messages):
-            received, sent = self._program.received(number), self._program.sent(number)
-            following = Windows(self._group, self._memory[number % AHEAD], number, received, sent)
+        following = self._following(number) if number is not None and number < len(self._messages) else None
         try:
             self._steps(arrived, following)
         except Exception as problem:  # whatever it is, the others are waiting for this window
@@ -154,8 +154,15 @@ class _Exchange:
         if arrived:
             arrived.mark()
         if following:
-            following.send()
-            self._sent.append(following)
+            self._send(following)
+
+    def _following(self, number: int) -> Windows:
+        received, sent = self._program.received(number), self._program.sent(number)
+        return Windows(self._group, self._memory[number % AHEAD], number, received, sent)
+
+    def _send(self, windows: Windows) -> None:
+        windows.send()
+        self._sent.append(windows)
 
     def _steps(self, arrived: Windows | None, following: Windows | None) -> None:
         """Both in one step, where this rank's next window does not lie upon those that others have sent."""

@@ -72,7 +72,8 @@ def iter_hf_weights(
     replicas do so on their own. Only where megatron-core's DDP has ``overlap_param_gather`` do all of them begin
     together, from the first export on: what a step of the optimizer may have left for the next forward is gathered.
     Tensors are detached copies that the caller may keep, unless ``copy`` is False. A rank may stop early: close the
-    generator (or let go of it), and it goes on sending what the others still need before ``close`` returns.
+    generator (or let go of it), and it goes on sending what the others still need before ``close`` returns; but it
+    must have begun, with the first ``next``.
 
     Args:
         models: this rank's chunks, wrapped or not; parameters may be on CPU while the group is NCCL.
@@ -93,6 +94,7 @@ def iter_hf_weights(
 
     Raises:
         ExportError: on every rank of the group, when any of them fails; names rank and parameter.
+        MappingError: on every rank of the group, when what they hold together is no whole model.
         TargetError: on every rank of the group, when the model cannot be cut as the target of any of them says.
     """
     export = open_export(models, hf, head, dialect=dialect, bucket_bytes=bucket_bytes, target=target)
@@ -101,7 +103,11 @@ def iter_hf_weights(
         if dtype is None and device is None:
             yield from pairs
         for name, tensor in pairs:
-            yield name, tensor.to(device or tensor.device, wanted_dtype(name, tensor.dtype, dtype))
+            try:
+                found = tensor.to(device or tensor.device, wanted_dtype(name, tensor.dtype, dtype))
+            except Exception as problem:  # such as no memory: it fails the export, on every rank
+                pairs.throw(problem)
+            yield name, found
 
 
 def to_hf_state_dict(
@@ -147,12 +153,14 @@ def open_export(
     try:
         bound = bind(models, noted(models, hf, head), dialect=dialect)
         check_storage(bound.tensors)
-    except BridgeError as failure:
-        error = str(failure)
+    except Exception as failure:  # of files, too: the others must hear of it
+        error = str(failure) if isinstance(failure, BridgeError) else f"{type(failure).__name__}: {failure}"
     fingerprint = (bucket_bytes, target, group.rank, group.size, bound and bound.fingerprint())
     plans = _plans.get(first, ())
-    kept = next((each for each in plans if each.fingerprint == fingerprint), None)
-    if not group.agrees(kept.number if kept and not error else None):
+    fits = [not error and each.fingerprint == fingerprint for each in plans]
+    place = group.first_in_common(fits, _NUM_PLANS, plans[0].number if plans else 0)
+    kept = None if place is None else plans[place]
+    if kept is None:
         answer = _Answer(error, bucket_bytes, target, *((bound.mapping.rules, bound.inventory()) if bound else ()))
         answers = group.exchange((answer, plans[0].number if plans else 0))
         made = _planned(bound, first, [each for each, _ in answers], group.rank)
@@ -160,7 +168,6 @@ def open_export(
         kept = _Kept(fingerprint, 1 + max(number for _, number in answers), program)
         _plans[first] = (kept, *plans)[:_NUM_PLANS]
     assert bound is not None
-    assert kept is not None
     return Export(kept.program, group, bound)
 
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from mcore_bridge.weights.bound import Models
 from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.dtypes import Dtypes, dtype_name, wanted_dtype
+from mcore_bridge.weights.exchange import raise_failures
 from mcore_bridge.weights.export import iter_hf_weights, open_export
 from mcore_bridge.weights.provenance import HF, Dialect
 from mcore_bridge.weights.target import Target
@@ -117,10 +119,15 @@ def manifest(
     pairs = iter_hf_weights(
         models, hf=hf, head=head, dtype=dtype, dialect=dialect, bucket_bytes=bucket_bytes, target=target
     )
+    size, rank = (export.group.size, export.group.rank) if export.program.is_gather else (1, 0)
+    found, problem = {}, ""
+    try:
+        with closing(pairs):  # type: ignore[type-var]  # a generator, as it promises
+            found = {name: digest(tensor) for i, (name, tensor) in enumerate(pairs) if i % size == rank}
+    except Exception as failure:  # such as no memory: the others must hear of it
+        problem = f"{type(failure).__name__}: {failure}"
+    answers = export.group.exchange((found, problem))
+    raise_failures([problem for _, problem in answers])
     if export.program.is_gather:
-        size, rank = export.group.size, export.group.rank
-        mine = {name: digest(tensor) for i, (name, tensor) in enumerate(pairs) if i % size == rank}
-        found = {name: value for part in export.group.exchange(mine) for name, value in part.items()}
-    else:
-        found = {name: digest(tensor) for name, tensor in pairs}
+        found = {name: value for part, _ in answers for name, value in part.items()}
     return Manifest(tuple(replace(spec, sha256=found[spec.name]) for spec in specs))

@@ -55,10 +55,11 @@ class Outputs:
         return map(self._open.__getitem__, step.outputs)
 
     def _allocated(self, output: Output, count: int) -> Sequence[Tensor]:
-        """``count`` new tensors like ``output``. Small ones share memory, as the allocator takes longer than the wire;
-        they are cut out without the memory of being parts of one tensor."""
+        """``count`` new tensors like ``output``. On GPUs small ones share memory, as the allocator takes longer than
+        the wire; they are cut out without the memory of being parts of one tensor. To pickle one writes all of it."""
         like, num_bytes = self._like[output.dtype], output.num_bytes
-        each = SLAB // num_bytes if 0 < num_bytes <= SLAB and num_bytes % ALIGNMENT == 0 else 1
+        is_small = like.is_cuda and 0 < num_bytes <= SLAB and num_bytes % ALIGNMENT == 0
+        each = SLAB // num_bytes if is_small else 1
         found: list[Tensor] = []
         while (left := count - len(found)) > 0:
             rows, *others = output.shape
@@ -80,9 +81,9 @@ class Outputs:
             tensor = self._open.pop(number, None)
             if tensor is None:  # a slice of nothing
                 tensor = self._like[output.dtype].new_empty(output.shape)
-            yield output.name, tensor
-            if output.copies:
-                yield from ((name, tensor.clone()) for name in output.copies)
+            *others, last = output.name, *output.copies
+            yield from ((name, tensor.clone()) for name in others)  # before the caller has the tensor
+            yield last, tensor
 
     def clear(self) -> None:
         """Let go of all of them."""

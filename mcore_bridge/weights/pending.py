@@ -34,16 +34,17 @@ def require_gathered(models: Models) -> None:
 
 
 def gather_pending(models: Models, group: Group) -> None:
-    """Gather them now. A collective of all replicas, on which ``is_pending`` is the same.
+    """Gather them now. A collective of all replicas, and of all ranks of ``group``, of which some may have none.
 
     Raises:
         ExportError: on every rank of ``group``, where what is gathered would not reach the parameters of any.
     """
-    pending = list(filter(_awaits, _wrappers(models)))
-    if not pending:
+    wrappers = list(_wrappers(models))
+    if not wrappers:  # a setting of the trainer, and so the same on every rank
         return
+    pending = list(filter(_awaits, wrappers))  # not where a stage is frozen
     problem = next((message for message in map(_problem, pending) if message), "")
-    if not group.agrees(None if problem else 0):
+    if not group.agrees(not problem):
         raise ExportError(problem or "the parameters of another rank cannot be gathered; it says why")
     for ddp in pending:
         dispatched = [each.param_gather_dispatched for each in _groups(ddp)]

@@ -64,7 +64,7 @@ def save_hf_checkpoint(
     Raises:
         CheckpointError: on every rank, when any of them cannot write. The target is then as it was.
     """
-    target = Path(os.path.abspath(folder))
+    target = Path(os.path.realpath(folder))  # of a link, what it leads to
     provenance = noted(models, hf, head)
     world = Group(None)
     staging = beside(target, world.exchange(uuid.uuid4().hex[:8])[0])

@@ -43,7 +43,8 @@ def all_or_none(world: Group, target: Path, staging: Path) -> Iterator[None]:
 
 def clear_stale(target: Path, staging: Path) -> None:
     """Remove what saves that died left behind."""
-    for path in target.parent.glob(beside(Path(glob.escape(target.name)), "*").name):
+    writer = "[0-9a-f]" * 8  # and not the rest of another target's name
+    for path in target.parent.glob(beside(Path(glob.escape(target.name)), writer).name):
         if path != staging:
             shutil.rmtree(path)
 

@@ -144,23 +144,27 @@ class Group:
             return cls(groups.mp)
         return cls(groups.tp_ep_pp if experts % dense == 0 else None)
 
-    def agrees(self, number: int | None) -> bool:
-        """Whether all ranks have the same number, and not None: the small collective that exports start with, twice."""
+    def agrees(self, is_well: bool) -> bool:
+        """Whether it is so on every rank: the small collective with which an export begins and ends."""
+        return not self._most([not is_well])[0]
+
+    def first_in_common(self, fits: Sequence[bool], count: int, version: int) -> int | None:
+        """The first of ``count`` places that fits on every rank; None where none does, or versions differ."""
+        misfits = [*(int(not fit) for fit in fits), *[1] * (count - len(fits))]
+        *misfits, largest, negated = self._most([*misfits, version, -version])
+        return misfits.index(0) if 0 in misfits and largest == -negated else None
+
+    def _most(self, numbers: Sequence[int]) -> list[int]:
+        """The largest that any rank has of each number."""
         if self.size == 1:
-            return number is not None
-        found = [1, 0, 0] if number is None else [0, number, -number]
-        answer = torch.tensor(found, dtype=torch.int32, device=self.device)
-        dist.all_reduce(answer, dist.ReduceOp.MAX, group=self.group)
-        absent, largest, negated = answer.tolist()
-        return not absent and largest == -negated
+            return list(map(int, numbers))
+        found = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return [int(number) for number in found.tolist()]
 
     def largest(self, number: int) -> int:
         """The largest of the numbers that the ranks have."""
-        if self.size == 1:
-            return number
-        found = torch.tensor([number], device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
-        return int(found.item())
+        return self._most([number])[0]
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensor of every rank; all are of one shape and dtype, and new ones."""

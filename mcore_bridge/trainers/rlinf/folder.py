@@ -44,7 +44,7 @@ def made_once(target: Path, wanted: Fingerprint) -> Iterator[Path | None]:
     Raises:
         CheckpointError: ``target`` is there, and of something else.
     """
-    target = Path(os.path.abspath(target))
+    target = Path(os.path.realpath(target))  # of a link, what it leads to
     target.parent.mkdir(parents=True, exist_ok=True)
     with (target.parent / f".{target.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

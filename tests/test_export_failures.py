@@ -1,0 +1,141 @@
+"""What fails on one rank of an export fails on all of them, wherever it does; and what is given out is the caller's."""
+
+import os
+import pickle
+import pkgutil
+import re
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mcore_bridge as mb
+from mcore_bridge.errors import BridgeError
+from mcore_bridge.weights import export
+from tests import mtp_checkpoints, pool
+from tests.test_export import assert_exact, built
+
+HUNGRY = RuntimeError("out of memory")
+
+
+def only_on_1(name, after=0):
+    """What has this name in ``mcore_bridge.weights`` raises on rank 1, once, behind so many calls."""
+    path = f"mcore_bridge.weights.{name}"
+    calls, real = iter(range(1 << 30)), pkgutil.resolve_name(path)
+
+    def failing(*arguments, **named):
+        if dist.get_rank() == 1 and next(calls) == after:
+            raise HUNGRY
+        return real(*arguments, **named)
+
+    return mock.patch(path, failing)
+
+
+def export_while(name, after, dtype):
+    models, state = built()
+    with only_on_1(name, after), pytest.raises(BridgeError) as refused:
+        mb.to_hf_state_dict(models, dtype=dtype)
+    assert_exact(mb.to_hf_state_dict(models), state)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "after", "message"),
+    [
+        ("outputs.Outputs._allocated", 0, "RuntimeError in the message of .*: out of memory"),  # of the last message
+        ("moves.Moves.make", 0, "rank 1 cannot begin: out of memory|another rank cannot begin"),
+        ("moves.Moves.make", 1, "out of memory"),
+        ("export.noted", 0, "RuntimeError: out of memory"),
+        ("export.wanted_dtype", 3, "RuntimeError in the message of .*: out of memory"),
+    ],
+)
+def test_all_ranks_raise(name, after, message):
+    found = pool.run(4, export_while, name, after, torch.bfloat16 if "dtype" in name else None, timeout=60)
+    assert all(re.search(message, each) for each in found), found
+
+
+def digest_on_most_ranks():
+    models, _ = built()
+    with only_on_1("manifest.digest"), pytest.raises(BridgeError, match="rank 1 of the group: RuntimeError: out of"):
+        mb.manifest(models, digests=True)
+    mb.manifest(models)
+
+
+def test_a_digest_that_fails_on_one_rank_leaves_nobody_waiting():
+    pool.run(4, digest_on_most_ranks, timeout=60)
+
+
+def export_beside_a_frozen_stage():
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    models, state = built(mb.ParallelDims(pp=2))
+    if dist.get_rank() == 0:
+        models[0].requires_grad_(False)
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+    )
+    wrapped = [DistributedDataParallel(chunk.config, config, chunk) for chunk in models]
+    assert_exact(mb.to_hf_state_dict(wrapped), state)
+
+
+def test_a_stage_may_be_frozen_under_overlap_param_gather():
+    pool.run(2, export_beside_a_frozen_stage, timeout=60)
+
+
+def pickled():
+    models, state = built(mb.ParallelDims(tp=2))
+    exported = mb.to_hf_state_dict(models)
+    return len(pickle.dumps(exported)) / sum(tensor.nbytes for tensor in state.values())
+
+
+def test_tensors_are_pickled_without_their_neighbours():
+    assert max(pool.run(2, pickled)) < 2
+
+
+def zero_what_came():
+    hf = mtp_checkpoints.config("deepseek_v3")
+    state = mtp_checkpoints.published(hf)
+    models, _ = built(mb.ParallelDims(tp=2), hf, load_weights=state, overrides={"mtp_num_layers": 1})
+    for name, tensor in mb.iter_hf_weights(models):
+        assert torch.equal(tensor, state[name]), name
+        tensor.zero_()
+
+
+def test_who_writes_to_a_tensor_writes_to_no_other_name_of_it():
+    pool.run(2, zero_what_came)
+
+
+def exports_of_two_kinds():
+    """Rank 0 always asks for the same, and the other for one thing and another."""
+    models, _ = built(mb.ParallelDims(tp=2))
+    with mock.patch.object(export, "_planned", wraps=export._planned) as planned:
+        for number in range(6):
+            target = "nothing" if dist.get_rank() and number % 2 else "everything"
+            mb.to_hf_state_dict(models, target=target)
+    return planned.call_count
+
+
+def test_a_plan_is_found_again_by_ranks_that_ask_for_the_same_in_two_of_them():
+    assert pool.run(2, exports_of_two_kinds) == [2, 2]
+
+
+def save_through_a_link(folder):
+    models, state = built(mb.ParallelDims(tp=2))
+    mb.save_hf_checkpoint(models, os.path.join(folder, "latest"))
+    return state
+
+
+def test_a_link_leads_to_what_is_saved_and_other_targets_are_left_alone(tmp_path):
+    (tmp_path / "step_100").mkdir()
+    (tmp_path / "latest").symlink_to("step_100")
+    other = tmp_path / ".step_100.hf.0123abcd.partial"  # of a save to step_100.hf
+    stale = tmp_path / ".step_100.0123abcd.partial"
+    for folder in (other, stale):
+        folder.mkdir()
+    pool.run(2, save_through_a_link, str(tmp_path))
+    assert (tmp_path / "latest").is_symlink()
+    assert (
+        mb.Manifest.from_folder(tmp_path / "step_100").differences(mb.Manifest.from_folder(tmp_path / "latest")) == ()
+    )
+    assert sorted(os.listdir(tmp_path)) == [other.name, "latest", "step_100"]
