@@ -7,6 +7,7 @@ keys are there, how they are spelled, their shapes, and whether dtypes can hold 
 from __future__ import annotations
 
 import os
+import pickle
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from mcore_bridge.weights.names import held_tensors
 from mcore_bridge.weights.optimizer_chain import fit_chain
 from mcore_bridge.weights.pending import gather_pending
 from mcore_bridge.weights.provenance import HF
-from mcore_bridge.weights.swap import all_or_none, beside, clear_stale, replace
+from mcore_bridge.weights.swap import all_or_none, beside, clear_stale, on_all, replace
 from mcore_bridge.weights.torch_dist import CONTENT, DIST_FILES, VERSION, TorchDistFolder, track
 from mcore_bridge.weights.transport import Group
 
@@ -83,19 +84,22 @@ def save_checkpoint(
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
     target = Path(os.path.realpath(folder))  # of a link, what it leads to
-    chunks, provenance, world = chunks_of(models), noted(models, hf, head), Group(None)
+    world = Group(None)
     staging = beside(target, world.exchange(uuid.uuid4().hex[:8])[0])
-    gather_pending(models, Group.of_replica(chunks[0].pg_collection))
     with all_or_none(world, target, staging):
+        chunks, provenance = chunks_of(models), noted(models, hf, head)
         check_storage(held_tensors(chunks))
+        pickle.dumps(common)  # only one rank would fail to write it
         staging.mkdir(parents=True, exist_ok=True)
-    with all_or_none(world, target, staging):
+    gather_pending(models, Group.of_replica(chunks[0].pg_collection))
+    with all_or_none(world, target, staging):  # alone, as what follows communicates on its own
         metadata = {**CONTENT, "dp_cp_group": chunks[0].pg_collection.dp_cp}
         state = sharded_states(chunks, metadata)
         said: dict[str, Any] = {name: with_extra_states(part) for name, part in state.items()}
         if optimizer is not None:
             said["optimizer"] = optimizer.sharded_state_dict(_parts(state), metadata=metadata)
         said |= {_OURS: dict(common or {}), **VERSION, **_iteration_of(common or {})}
+    with all_or_none(world, target, staging):
         strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), metadata["dp_cp_group"])
         dist_checkpointing.save(said, str(staging), strategy, content_metadata=dict(CONTENT))
     with all_or_none(world, target, staging):
@@ -131,26 +135,29 @@ def load_checkpoint(
         strict: whether missing and unexpected tensors of the model raise, or are reported.
 
     Raises:
-        CheckpointError: naming what is missing, unexpected, of another shape, or would lose bits. Nothing was written
-            to the models then.
+        CheckpointError: on every rank. It names what is missing, unexpected, of another shape, or would lose bits, and
+            nothing was written to the models then; or a file that cannot be read.
     """
     from megatron.core import dist_checkpointing
 
-    chunks = chunks_of(models)
-    check_storage(held_tensors(chunks))
-    found = TorchDistFolder.open(folder)
-    written = dist_checkpointing.load_content_metadata(str(found.path))
-    numbered = {"non_homogeneous_layers": True, "dp_cp_group": chunks[0].pg_collection.dp_cp}
-    metadata = {**found.spelling, **(written or {}), **numbered}
-    state = sharded_states(chunks, metadata)
-    if found.is_stacked:
-        for part in state.values():
-            stack_layers(part, chunks[0].config.num_layers)
-    check = Check(found, noted(models, hf, head).hf.vocab_size, dtype)
+    world = Group(None)
+    with on_all(world, f"{folder} was not read, and the models are as they were"):
+        chunks = chunks_of(models)
+        check_storage(held_tensors(chunks))
+        found = TorchDistFolder.open(folder)
+        written = dist_checkpointing.load_content_metadata(str(found.path))
+        numbered = {"non_homogeneous_layers": True, "dp_cp_group": chunks[0].pg_collection.dp_cp}
+        metadata = {**found.spelling, **(written or {}), **numbered}
+        state = sharded_states(chunks, metadata)
+        if found.is_stacked:
+            for part in state.values():
+                stack_layers(part, chunks[0].config.num_layers)
+        check = Check(found, noted(models, hf, head).hf.vocab_size, dtype)
     missing, unexpected = check.run(state, Group.of_replica(chunks[0].pg_collection), strict)
     if optimizer is not None:
         state["optimizer"] = optimizer.sharded_state_dict(_parts(state), is_loading=True, metadata=metadata)
-    loaded = dist_checkpointing.load(state, str(found.path))
+    with on_all(world, f"{found.path} was not read, or in part"):
+        loaded = dist_checkpointing.load(state, str(found.path))
     for name, chunk in zip(chunk_names(chunks), chunks, strict=True):
         chunk.load_state_dict(loaded.pop(name), strict=False)
     if optimizer is not None:

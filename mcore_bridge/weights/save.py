@@ -65,12 +65,13 @@ def save_hf_checkpoint(
         CheckpointError: on every rank, when any of them cannot write. The target is then as it was.
     """
     target = Path(os.path.realpath(folder))  # of a link, what it leads to
-    provenance = noted(models, hf, head)
     world = Group(None)
     staging = beside(target, world.exchange(uuid.uuid4().hex[:8])[0])
     bucket_bytes = BUCKET_SLOTS * slot_bytes
     together = partial(all_or_none, world, target, staging)
     with ExitStack() as stack:
+        with together():
+            provenance = noted(models, hf, head)
         with together():
             specs = manifest(models, hf=hf, head=head, dtype=dtype, dialect=dialect, bucket_bytes=bucket_bytes)
             shards = deal_shards(specs, world.size, max_shard_bytes)

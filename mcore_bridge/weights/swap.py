@@ -1,6 +1,6 @@
 """A folder changes in one step: everything is in a folder beside it, which then takes its place.
 
-Whoever dies, whenever, the target is the old folder or the new one.
+Whichever process dies, whenever, the target is the old folder or the new one.
 """
 
 from __future__ import annotations
@@ -22,23 +22,41 @@ if TYPE_CHECKING:
 
 
 def beside(target: Path, name: str) -> Path:
-    """Where what is to become ``target`` is written first; ``name`` tells one writer from another."""
+    """Where what is to become ``target`` is written first; ``name`` tells one writer from another.
+
+    Raises:
+        CheckpointError: ``target`` is where a file system is mounted, and no other folder can take its place.
+    """
+    if os.path.ismount(target):
+        raise CheckpointError(f"{target} is a mount point, which cannot be replaced in one step: name a folder in it")
     return target.parent / f".{target.name}.{name}.partial"
 
 
 @contextmanager
-def all_or_none(world: Group, target: Path, staging: Path) -> Iterator[None]:
-    """What fails in here on any rank raises on all of them, when all have come to the end."""
+def on_all(world: Group, what: str) -> Iterator[None]:
+    """What fails in here on any rank raises ``what`` on all of them, when all have come to the end."""
     error = ""
     try:
         yield
-    except Exception as problem:  # whatever it is, the others must hear of it
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as problem:  # torch's CheckpointException is no Exception; the others must hear of it, too
         error = f"{type(problem).__name__}: {problem}"
     failures = {rank: message for rank, message in enumerate(world.exchange(error)) if message}
     if failures:
+        raise CheckpointError(f"{what}: {failures} (by rank)")
+
+
+@contextmanager
+def all_or_none(world: Group, target: Path, staging: Path) -> Iterator[None]:
+    """The same for what is written to ``staging``, which is removed then."""
+    try:
+        with on_all(world, f"{target} was not written, and is as it was"):
+            yield
+    except CheckpointError:
         if world.rank == 0:
             shutil.rmtree(staging, ignore_errors=True)
-        raise CheckpointError(f"{target} was not written, and is as it was: {failures} (by rank)")
+        raise
 
 
 def clear_stale(target: Path, staging: Path) -> None:
@@ -46,7 +64,7 @@ def clear_stale(target: Path, staging: Path) -> None:
     writer = "[0-9a-f]" * 8  # and not the rest of another target's name
     for path in target.parent.glob(beside(Path(glob.escape(target.name)), writer).name):
         if path != staging:
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def replace(target: Path, staging: Path, dropped: Iterable[str]) -> None:
@@ -66,13 +84,13 @@ def replace(target: Path, staging: Path, dropped: Iterable[str]) -> None:
         if not new.exists() and not any(fnmatchcase(path.name, pattern) for pattern in dropped):
             shutil.copytree(path, new, copy_function=_link, symlinks=True) if path.is_dir() else _link(path, new)
     if _exchange(staging, target):
-        shutil.rmtree(staging)
+        shutil.rmtree(staging, ignore_errors=True)  # the new one is in place, whatever becomes of the old
         return
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     target.rename(old)
     staging.rename(target)
-    shutil.rmtree(old)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _link(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:

@@ -1,0 +1,100 @@
+"""A checkpoint that one rank cannot write or read fails on all of them, with what is the matter, and leaves nothing."""
+
+import os
+import re
+import resource
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import mcore_bridge as mb
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.weights import swap
+from tests import pool, stepping
+from tests.test_export import built
+from tests.test_save import limited
+
+MESH = mb.ParallelDims(pp=2)
+
+
+def ready():
+    """This rank's chunks, in a process in which megatron-core can save."""
+    stepping.let_megatron_save()
+    return built(MESH)[0]
+
+
+def refused(call, *arguments, **named):
+    with pytest.raises(CheckpointError) as error:
+        call(*arguments, **named)
+    return str(error.value)
+
+
+def save_where_files_stay_small(folder, rank):
+    models = ready()
+    with limited(resource.RLIMIT_FSIZE, 4096, dist.get_rank() == rank):
+        return refused(mb.save_checkpoint, models, folder)
+
+
+def save_what_leaves_something_out(folder, rank):
+    models = ready()
+    if dist.get_rank() == rank:
+        models[0].decoder.layers[-1].sharded_state_dict = lambda *arguments, **named: {}
+    return refused(mb.save_checkpoint, models, folder)
+
+
+def save_what_cannot_be_pickled(folder, _):
+    models = ready()
+    return refused(mb.save_checkpoint, models, folder, common={"sampler": lambda: None})
+
+
+def save_from_a_config_that_one_rank_lacks(folder, rank):
+    models = ready()
+    config = os.path.join(os.path.dirname(folder), "nowhere") if dist.get_rank() == rank else models[0].bridge.hf
+    return refused(mb.save_hf_checkpoint, models, folder, hf=config)
+
+
+@pytest.mark.parametrize(
+    ("save", "message"),
+    [
+        (save_where_files_stay_small, "File too large|CheckpointException"),
+        (save_what_leaves_something_out, "{1: .*leaves out"),
+        (save_what_cannot_be_pickled, "0: .*1: .*pickle"),
+        (save_from_a_config_that_one_rank_lacks, "{1: .*nowhere"),
+    ],
+)
+def test_a_save_that_one_rank_fails_in_raises_on_all(tmp_path, save, message):
+    found = pool.run(2, save, str(tmp_path / "out"), 1, timeout=60)
+    assert found[0] == found[1]
+    assert "was not written, and is as it was" in found[0]
+    assert re.search(message, found[0]), found[0]
+    assert os.listdir(tmp_path) == []
+
+
+def saved(folder):
+    models = ready()
+    mb.save_checkpoint(models, folder)
+
+
+def load(folder, rank):
+    models, _ = built(MESH, load_weights=False)
+    mine = folder if dist.get_rank() != rank else f"{folder}-of-another-node"
+    return refused(mb.load_checkpoint, models, mine)
+
+
+@pytest.mark.parametrize(("rank", "message"), [(1, "of-another-node"), (None, "was not read, or in part")])
+def test_a_load_that_one_rank_fails_in_raises_on_all(tmp_path, rank, message):
+    """Who does not see the folder, or reads a file that was cut short."""
+    folder = tmp_path / "out"
+    pool.run(2, saved, str(folder))
+    if rank is None:
+        path = max(folder.glob("*.distcp"), key=lambda each: each.stat().st_size)
+        path.write_bytes(bytes(path.stat().st_size))
+    assert all(message in each for each in pool.run(2, load, str(folder), rank, timeout=60))
+
+
+def test_a_mount_point_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path)
+    with pytest.raises(CheckpointError, match="is a mount point, which cannot be replaced in one step"):
+        swap.beside(tmp_path, "name")
+    assert swap.beside(tmp_path / "out", "name") == Path(tmp_path, ".out.name.partial")
