@@ -99,6 +99,8 @@ def test_an_actor_and_its_critic(face, tied, tmp_path):
     out = tmp_path / "critic"
     out.mkdir()
     (out / "tokenizer.json").write_text("{}")  # verl writes these before the weights
+    config = json.loads(Path(tied, "config.json").read_text()) | {"max_position_embeddings": 777}
+    (out / "config.json").write_text(json.dumps(config))
     ranks = on(DENSE, 4, life, face, tied, str(out))
     truth, saved = read(tied), read(out)
     for rank in ranks:
@@ -110,7 +112,9 @@ def test_an_actor_and_its_critic(face, tied, tmp_path):
         assert all(rank["actor"].values()), "the critic's step is none of the actor's"
     assert all(rank["loss"].isfinite() for rank in ranks[2:])
     assert saved["score.weight"].shape == (1, tiny.DISTINCT["hidden_size"])
-    assert json.loads((out / "config.json").read_text())["architectures"] == ["Qwen2ForSequenceClassification"]
+    config = json.loads((out / "config.json").read_text())
+    assert config["architectures"] == ["Qwen2ForSequenceClassification"]
+    assert config["max_position_embeddings"] == 777
     assert (out / "tokenizer.json").read_text() == "{}"
 
 

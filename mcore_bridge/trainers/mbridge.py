@@ -158,11 +158,11 @@ class Bridge:
 
         Args:
             models: from ``get_model``.
-            weights_path: the folder. Other files in it stay.
+            weights_path: the folder. Other files in it stay, and a config and a tokenizer that it has.
             memory_efficient, distributed_filesystem, strict: all ranks write at the same time, no file is held in
                 memory, and all tensors are written, whatever these say.
         """
-        save_hf_checkpoint(models, weights_path)
+        save_hf_checkpoint(models, weights_path, keep=True)
 
     def _draw(self) -> Blueprint:
         mesh = ParallelDims.from_mcore()

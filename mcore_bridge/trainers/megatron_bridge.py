@@ -190,10 +190,10 @@ class AutoBridge:
 
         Args:
             model: this rank's chunks, wrapped or not.
-            path: the folder. Other files in it stay.
+            path: the folder. Other files in it stay, and a config and a tokenizer that it has.
             show_progress, strict, merge_adapter_weights: without effect: all tensors are written, or it raises.
         """
-        save_hf_checkpoint(model, path)
+        save_hf_checkpoint(model, path, keep=True)
 
     def save_hf_pretrained(
         self,
