@@ -213,12 +213,13 @@ class AutoBridge:
 
     def export_adapter_weights(self, model: Models, **options: Any) -> NoReturn:
         """Refused with ``ConfigError``."""
-        _refuse_adapters()
+        refuse_adapters()
 
     def save_hf_adapter(self, model: Models, path: Folder, peft_cls: Any, **options: Any) -> NoReturn:
         """Refused with ``ConfigError``."""
-        _refuse_adapters()
+        refuse_adapters()
 
 
-def _refuse_adapters() -> NoReturn:
+def refuse_adapters() -> NoReturn:
+    """Raise ``ConfigError``."""
     raise ConfigError("adapters are not supported by this bridge: set lora.rank to 0, or keep Megatron-Bridge for LoRA")
