@@ -28,7 +28,7 @@ import verl
 assert not {"torch", "transformers", "megatron.core"} & sys.modules.keys(), "taking a place is light"
 try:
     from verl.models.mcore.mbridge import AutoBridge, freeze_moe_router, make_value_model
-    from verl.models.mcore.bridge import AutoBridge, LinearForLastLayer, freeze_moe_router, make_value_model
+    from verl.models.mcore.bridge import AutoBridge, freeze_moe_router, make_value_model
     from megatron.bridge.training.utils.config_utils import create_ddp_config
     print(AutoBridge.__module__)
 except ImportError as error:

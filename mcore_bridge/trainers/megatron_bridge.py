@@ -16,7 +16,6 @@ from mcore_bridge.architecture import read_hf
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import draw
-from mcore_bridge.factory.heads import ReplicatedHead
 from mcore_bridge.trainers.chunks import ddp_config_of, freeze_routers
 from mcore_bridge.trainers.loading import load_folder
 from mcore_bridge.weights.bound import chunks_of
@@ -29,13 +28,11 @@ if TYPE_CHECKING:
 
     from mcore_bridge.trainers.provider import Provider, ValueHead
 
-__all__ = ["AutoBridge", "LinearForLastLayer", "create_ddp_config", "freeze_moe_router", "make_value_model"]
+__all__ = ["AutoBridge", "create_ddp_config", "freeze_moe_router", "make_value_model"]
 
 Models = Sequence[nn.Module]
 Folder = str | os.PathLike[str]
 
-LinearForLastLayer = ReplicatedHead
-"""What a value head is; ``make_value_model`` has it built."""
 _HEAD = frozenset({"output_layer.weight", "output_layer.bias"})
 
 
