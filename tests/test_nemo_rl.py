@@ -97,6 +97,18 @@ def test_what_is_not_one_block_is_named():
     fake_mesh.build_everywhere(HF, ParallelDims(), load, dtype=torch.float32)
 
 
+def test_what_no_rule_knows_is_named():
+    unknown = ["model.layers.0.mlp.experts.gate_up_proj", "no.such.tensor"]
+
+    def load(chunks):
+        with pytest.raises(
+            MappingError, match=r"found 2 others: \['model\.layers\.0\.mlp\.experts\.gate_up_proj', 'no"
+        ):
+            local_params(chunks, refit_info({**NAMES, "others": unknown}), spec=Spec, context=Context)
+
+    fake_mesh.build_everywhere(HF, ParallelDims(pp=2), load, dtype=torch.float32)
+
+
 def test_parameters_without_storage_are_no_shards():
     def load(chunks):
         found = local_params(chunks, refit_info(NAMES), spec=Spec, context=Context)

@@ -84,6 +84,31 @@ def test_tokenizer_files_come_along_and_other_files_stay(tmp_path, alone):
     )
 
 
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_a_config_and_a_tokenizer_that_are_there_stay_where_it_is_asked(tmp_path, alone, head):
+    source, target = tmp_path / "source", tmp_path / "target"
+    mb.save_hf_checkpoint(build_one(), source)
+    target.mkdir()
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "modeling_own.py"):
+        (source / name).write_text("of the source")
+    for name in ("tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        (target / name).write_text("of a trainer")
+    changed = json.loads((source / "config.json").read_text()) | {"max_position_embeddings": 777}
+    (target / "config.json").write_text(json.dumps(changed))
+    models = mb.build_model(source, dims=mb.ParallelDims(), dtype=torch.float32, device="cpu", head=head)
+    mb.save_hf_checkpoint(models, target, keep=True)
+    for name in ("tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        assert (target / name).read_text() == "of a trainer"
+    assert not (target / "special_tokens_map.json").exists(), "it is of another tokenizer"
+    assert (target / "modeling_own.py").exists()
+    config = json.loads((target / "config.json").read_text())
+    kind = {"lm": "Qwen3ForCausalLM", "value": "Qwen3ForSequenceClassification"}[head]
+    assert (config["max_position_embeddings"], config["architectures"]) == (777, [kind])
+    mb.save_hf_checkpoint(models, target)
+    assert json.loads((target / "config.json").read_text())["max_position_embeddings"] == HF.max_position_embeddings
+    assert (target / "tokenizer_config.json").read_text() == "of the source"
+
+
 def test_a_value_head_saves_as_a_classifier_that_transformers_loads(tmp_path, alone):
     mb.save_hf_checkpoint(build_one(head="value"), tmp_path / "critic")
     model, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic", output_loading_info=True)

@@ -28,7 +28,7 @@ import verl
 assert not {"torch", "transformers", "megatron.core"} & sys.modules.keys(), "taking a place is light"
 try:
     from verl.models.mcore.mbridge import AutoBridge, freeze_moe_router, make_value_model
-    from verl.models.mcore.bridge import AutoBridge, LinearForLastLayer, freeze_moe_router, make_value_model
+    from verl.models.mcore.bridge import AutoBridge, freeze_moe_router, make_value_model
     from megatron.bridge.training.utils.config_utils import create_ddp_config
     print(AutoBridge.__module__)
 except ImportError as error:
@@ -87,6 +87,44 @@ def test_it_says_so_when_it_comes_too_late(site):
     )
     found = python(script, site)
     assert found.stdout.startswith("ConfigError verl.models.mcore.bridge must not have been imported"), found.stderr
+
+
+def test_an_installed_megatron_bridge_keeps_what_is_beside_ours(site, tmp_path):
+    """Its own config.py imports from the module whose place is taken, as the package of that module is imported."""
+    training = tmp_path / "megatron" / "bridge" / "training"
+    (training / "utils").mkdir(parents=True)
+    for package in (training, training.parent, training / "utils"):
+        (package / "__init__.py").touch()
+    (training / "__init__.py").write_text("from megatron.bridge.training.config import Config\n")
+    (training / "config.py").write_text(
+        "from megatron.bridge.training.utils.config_utils import Base\n\n\nclass Config(Base): ...\n"
+    )
+    (training / "utils" / "config_utils.py").write_text("class Base: ...\n\n\ndef create_ddp_config(): ...\n")
+    script = (
+        f"import sys\nsys.path.append({str(tmp_path)!r})\n"
+        "import verl\n"
+        "from megatron.bridge.training.config import Config\n"
+        "from megatron.bridge.training.utils.config_utils import create_ddp_config\n"
+        "print(Config.__mro__[1].__module__, create_ddp_config.__module__)\n"
+    )
+    found = python(script, site, VERL_USE_EXTERNAL_MODULES="mcore_bridge.trainers.verl")
+    ours = "megatron.bridge.training.utils.config_utils mcore_bridge.trainers.megatron_bridge\n"
+    assert found.stdout == ours, found.stderr
+
+
+def test_lora_is_refused_before_megatron_bridge_is_asked_for_it(site):
+    script = (
+        "import types\n"
+        "import verl\n"
+        "from verl.workers.config.megatron_peft import get_peft_cls\n"
+        "for lora in ({}, {'rank': 0}, {'rank': 8}):\n"
+        "    try:\n"
+        "        print(get_peft_cls(types.SimpleNamespace(lora=lora), bridge=None, provider=None, dtype=None))\n"
+        "    except Exception as error:\n"
+        "        print(type(error).__name__, error)\n"
+    )
+    found = python(script, site, VERL_USE_EXTERNAL_MODULES="mcore_bridge.trainers.verl")
+    assert found.stdout.startswith("None\nNone\nConfigError adapters are not supported"), found.stderr
 
 
 def test_verl_without_a_bridge_is_refused_and_what_is_beside_it_stays(site):

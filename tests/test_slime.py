@@ -11,6 +11,7 @@ from mcore_bridge.commands.fake import rank_of
 from mcore_bridge.errors import ConfigError, MappingError
 from mcore_bridge.trainers.slime import convert_to_hf
 from mcore_bridge.weights.names import held_tensors
+from tests import zoo
 from tests.strategies import random_state, tiny
 from tests.test_rlinf_reshard import LATENT, SPARSE
 from tests.test_targets import assert_gets
@@ -52,10 +53,13 @@ def test_grouped_experts_by_their_numbers(tmp_path):
 def test_what_it_cannot_do_is_refused(tmp_path):
     SPARSE.save_pretrained(tmp_path / "sparse")
     LATENT.save_pretrained(tmp_path / "latent")
-    args, latent = (SimpleNamespace(hf_checkpoint=tmp_path / name) for name in ("sparse", "latent"))
+    zoo.cases()["gpt_oss"].hf.save_pretrained(tmp_path / "fused")
+    args, latent, fused = (SimpleNamespace(hf_checkpoint=tmp_path / name) for name in ("sparse", "latent", "fused"))
     with pytest.raises(ConfigError, match="quantization_config must be None"):
         convert_to_hf(args, "any", "module.decoder.final_layernorm.weight", torch.zeros(48), {"bits": 8})
     with pytest.raises(ConfigError, match="has latent queries"):
         convert_to_hf(latent, "any", "module.decoder.final_layernorm.weight", torch.zeros(48))
+    with pytest.raises(ConfigError, match="gpt_oss has one tensor for all experts"):
+        convert_to_hf(fused, "any", "module.decoder.final_layernorm.weight", torch.zeros(48))
     with pytest.raises(MappingError, match="no rule"):
         convert_to_hf(args, "any", "module.decoder.layers.0.nothing.weight", torch.zeros(48))

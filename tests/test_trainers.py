@@ -99,6 +99,8 @@ def test_an_actor_and_its_critic(face, tied, tmp_path):
     out = tmp_path / "critic"
     out.mkdir()
     (out / "tokenizer.json").write_text("{}")  # verl writes these before the weights
+    config = json.loads(Path(tied, "config.json").read_text()) | {"max_position_embeddings": 777}
+    (out / "config.json").write_text(json.dumps(config))
     ranks = on(DENSE, 4, life, face, tied, str(out))
     truth, saved = read(tied), read(out)
     for rank in ranks:
@@ -110,7 +112,9 @@ def test_an_actor_and_its_critic(face, tied, tmp_path):
         assert all(rank["actor"].values()), "the critic's step is none of the actor's"
     assert all(rank["loss"].isfinite() for rank in ranks[2:])
     assert saved["score.weight"].shape == (1, tiny.DISTINCT["hidden_size"])
-    assert json.loads((out / "config.json").read_text())["architectures"] == ["Qwen2ForSequenceClassification"]
+    config = json.loads((out / "config.json").read_text())
+    assert config["architectures"] == ["Qwen2ForSequenceClassification"]
+    assert config["max_position_embeddings"] == 777
     assert (out / "tokenizer.json").read_text() == "{}"
 
 
@@ -178,7 +182,7 @@ def test_experts_and_latent_attention(face, sparse):
 # -- settings and refusals ---------------------------------------------------------------------------------------------
 
 
-def say_no(dims: ParallelDims, folder: str, other: str) -> None:
+def say_no(dims: ParallelDims, folder: str) -> None:
     """Runs in a worker: everything that is refused, on one rank."""
     from transformers import AutoConfig
 
@@ -225,11 +229,6 @@ def say_no(dims: ParallelDims, folder: str, other: str) -> None:
     for refused in (theirs.export_adapter_weights, lambda models: theirs.save_hf_adapter(models, folder, None)):
         with pytest.raises(ConfigError, match="adapters are not supported"):
             refused([model])
-    critic = build_role("megatron_bridge", folder, dims, value=True)
-    with pytest.raises(CheckpointError, match=r"lacks score.weight"):
-        critic.load(folder, resume=True)
-    with pytest.raises(CheckpointError, match=r"rename the tensor to score.weight"):
-        critic.load(other)
 
 
 def uneven_shares() -> list[str]:
@@ -251,11 +250,31 @@ def test_verls_kernels_are_refused_where_ranks_would_not_go_together():
         ] * 3
 
 
-def test_refusals(tied, tmp_path):
+def test_refusals(tied):
+    on(ParallelDims(), 1, say_no, tied)
+
+
+def resume_without_head(dims: ParallelDims, face: str, folder: str, other: str) -> list[str]:
+    """Runs in a worker: what has changed after a critic was not resumed, from a causal LM and from another bridge's."""
+    critic = build_role(face, folder, dims, value=True)
+    critic.load(folder)
+    with torch.no_grad():
+        for parameter in (each for ddp in critic.models for each in ddp.parameters()):
+            parameter.add_(1)
+    before = dict(critic.export())
+    with pytest.raises(CheckpointError, match=r"lacks score.weight"):
+        critic.load(folder, resume=True)
+    with pytest.raises(CheckpointError, match=r"rename the tensor to score.weight"):
+        critic.load(other)
+    return [name for name, tensor in critic.export() if not torch.equal(tensor, before[name])]
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_critic_does_not_resume_without_its_head(face, tied, tmp_path):
     state = read(tied)
     state["lm_head.weight"] = torch.ones(1, tiny.DISTINCT["hidden_size"], dtype=torch.bfloat16)
     save(state, tiny.config("qwen2"), tmp_path)
-    on(ParallelDims(), 1, say_no, tied, str(tmp_path))
+    assert on(ParallelDims(pp=2), 2, resume_without_head, face, tied, str(tmp_path)) == [[], []]
 
 
 def as_siirl(dims: ParallelDims, folder: str, out: str) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.bound import chunks_of
-from mcore_bridge.weights.checkpoint import Checkpoint
+from mcore_bridge.weights.checkpoint import Checkpoint, names_in
 from mcore_bridge.weights.load import LoadReport, load_hf_weights
 from mcore_bridge.weights.provenance import provenance_of
 
@@ -33,13 +33,14 @@ def load_folder(
         may_draw_head: whether the folder may lack the model's head, which then stays as it is.
 
     Raises:
-        CheckpointError: as ``load_hf_weights``; or the folder lacks the head, or has it under a name of others.
+        CheckpointError: as ``load_hf_weights``; or the folder lacks the head, or has it under a name of others: then
+            on all ranks, whichever hold the head, and before a weight is written.
     """
     chunks = chunks_of(models)
     found = provenance_of(folder, head=chunks[0].bridge.head)
-    report = load_hf_weights(models, folder, hf=folder, head=found.head, dtype=dtype)
-    if _HEAD in report.initialised:
+    if found.head != "lm":
         _check_head(found.folder or folder, may_draw_head)
+    report = load_hf_weights(models, folder, hf=folder, head=found.head, dtype=dtype)
     for chunk in chunks:
         if chunk.bridge.folder is None:
             chunk.bridge = replace(chunk.bridge, folder=found.folder, dialect=found.dialect)
@@ -47,6 +48,8 @@ def load_folder(
 
 
 def _check_head(folder: str | os.PathLike[str], may_draw_head: bool) -> None:
+    if _HEAD in names_in(folder):
+        return
     checkpoint = Checkpoint(folder)
     if "lm_head.weight" in checkpoint and checkpoint["lm_head.weight"].shape[0] == 1:
         raise CheckpointError(
@@ -55,6 +58,7 @@ def _check_head(folder: str | os.PathLike[str], may_draw_head: bool) -> None:
         )
     if not may_draw_head:
         raise CheckpointError(
-            f"{folder} lacks {_HEAD}, and its value head would be a new one: load the critic's own checkpoint, or "
-            "allow it with allowed_mismatched_params=['output_layer.weight']"
+            f"{folder} lacks {_HEAD}, and the critic would keep the head that it has: load its own checkpoint. On "
+            "Megatron-Bridge's surface allowed_mismatched_params=['output_layer.weight'] allows it, on mbridge's a "
+            "first load of the models"
         )

@@ -20,6 +20,7 @@ from mcore_bridge.factory.settle import settle
 from mcore_bridge.trainers.chunks import ddp_config_of, freeze_routers, require_value_head, wrap
 from mcore_bridge.trainers.loading import load_folder
 from mcore_bridge.trainers.settings import split
+from mcore_bridge.weights.bound import chunks_of
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.save import save_hf_checkpoint
 
@@ -134,13 +135,15 @@ class Bridge:
 
         Args:
             models: from ``get_model``.
-            weights_path: of a causal LM (a value head then stays as it was drawn), or of what was saved with a head.
+            weights_path: of what was saved with a head where the models have one. The first time it may also be of a
+                causal LM: a value head then stays as it was drawn.
             memory_efficient: either way a rank reads its own slices only.
 
         Raises:
-            CheckpointError: the folder does not fit the model.
+            CheckpointError: the folder does not fit the model, or a later one lacks its head.
         """
-        load_folder(models, weights_path, dtype=self.dtype)
+        is_first = chunks_of(models)[0].bridge.folder is None
+        load_folder(models, weights_path, dtype=self.dtype, may_draw_head=is_first)
 
     def export_weights(self, models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
         """Every HF tensor, whole, on every rank: ``iter_hf_weights``. Nothing happens before the first is asked for."""
@@ -158,11 +161,11 @@ class Bridge:
 
         Args:
             models: from ``get_model``.
-            weights_path: the folder. Other files in it stay.
+            weights_path: the folder. Other files in it stay, and a config and a tokenizer that it has.
             memory_efficient, distributed_filesystem, strict: all ranks write at the same time, no file is held in
                 memory, and all tensors are written, whatever these say.
         """
-        save_hf_checkpoint(models, weights_path)
+        save_hf_checkpoint(models, weights_path, keep=True)
 
     def _draw(self) -> Blueprint:
         mesh = ParallelDims.from_mcore()

@@ -16,7 +16,6 @@ from mcore_bridge.architecture import read_hf
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import draw
-from mcore_bridge.factory.heads import ReplicatedHead
 from mcore_bridge.trainers.chunks import ddp_config_of, freeze_routers
 from mcore_bridge.trainers.loading import load_folder
 from mcore_bridge.weights.bound import chunks_of
@@ -29,13 +28,11 @@ if TYPE_CHECKING:
 
     from mcore_bridge.trainers.provider import Provider, ValueHead
 
-__all__ = ["AutoBridge", "LinearForLastLayer", "create_ddp_config", "freeze_moe_router", "make_value_model"]
+__all__ = ["AutoBridge", "create_ddp_config", "freeze_moe_router", "make_value_model"]
 
 Models = Sequence[nn.Module]
 Folder = str | os.PathLike[str]
 
-LinearForLastLayer = ReplicatedHead
-"""What a value head is; ``make_value_model`` has it built."""
 _HEAD = frozenset({"output_layer.weight", "output_layer.bias"})
 
 
@@ -190,10 +187,10 @@ class AutoBridge:
 
         Args:
             model: this rank's chunks, wrapped or not.
-            path: the folder. Other files in it stay.
+            path: the folder. Other files in it stay, and a config and a tokenizer that it has.
             show_progress, strict, merge_adapter_weights: without effect: all tensors are written, or it raises.
         """
-        save_hf_checkpoint(model, path)
+        save_hf_checkpoint(model, path, keep=True)
 
     def save_hf_pretrained(
         self,
@@ -213,12 +210,13 @@ class AutoBridge:
 
     def export_adapter_weights(self, model: Models, **options: Any) -> NoReturn:
         """Refused with ``ConfigError``."""
-        _refuse_adapters()
+        refuse_adapters()
 
     def save_hf_adapter(self, model: Models, path: Folder, peft_cls: Any, **options: Any) -> NoReturn:
         """Refused with ``ConfigError``."""
-        _refuse_adapters()
+        refuse_adapters()
 
 
-def _refuse_adapters() -> NoReturn:
+def refuse_adapters() -> NoReturn:
+    """Raise ``ConfigError``."""
     raise ConfigError("adapters are not supported by this bridge: set lora.rank to 0, or keep Megatron-Bridge for LoRA")

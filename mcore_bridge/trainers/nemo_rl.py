@@ -13,6 +13,7 @@ from torch import Tensor
 from mcore_bridge.errors import MappingError
 from mcore_bridge.weights.bound import BoundModel, Models, bind, noted
 from mcore_bridge.weights.exchange import check_storage
+from mcore_bridge.weights.mapping import WeightMapping
 from mcore_bridge.weights.pending import require_gathered
 from mcore_bridge.weights.pieces import Place, places_of
 from mcore_bridge.weights.provenance import HF
@@ -47,13 +48,24 @@ def local_params(
         this rank, in their order.
 
     Raises:
-        MappingError: this rank's part of an HF tensor is not one block of it, as that of fused q, k and v is not.
+        MappingError: no rule knows a name, or this rank's part of an HF tensor is not one block of it, as that of fused
+            q, k and v is not.
         ExportError: from ``pre``: parameters have no storage, or a step has left some for the next forward to gather.
     """
     bound = bind(models, noted(models, hf, "lm"), dialect="split")
     places = _by_name(bound)
     wanted = [info["name"] for layer in refit_info["layer_names"] for info in refit_info["per_layer_params"][layer]]
+    if unknown := [name for name in wanted if not _is_known(name, bound.mapping)]:
+        raise MappingError(
+            f"refit_info must have names of HF tensors that a rule gives, found {len(unknown)} others: {unknown[:8]}. "
+            "Name each expert's tensor, or all of one projection together: experts.gate_proj.weight"
+        )
     return {name: _spec_of(name, places[name], bound, models, spec, context) for name in wanted if name in places}
+
+
+def _is_known(name: str, mapping: WeightMapping) -> bool:
+    """Whether some rank has a part of this tensor, or of these of all experts."""
+    return any(map(mapping.consumers, (name, name.replace(".experts.", ".experts.0.")))) or mapping.is_copy(name)
 
 
 def _by_name(bound: BoundModel) -> dict[str, list[Place]]:

@@ -44,7 +44,8 @@ def convert_to_hf(
 
     Raises:
         ConfigError: tensors are to be quantized, or the family has latent queries, whose tensors SGLang wants in one
-            call together with those of keys and values, which parameters one by one do not give.
+            call together with those of keys and values, which parameters one by one do not give, or one tensor for all
+            experts of a layer.
         MappingError: no rule has this name, or the shape does not fit.
     """
     if quantization_config is not None:
@@ -71,6 +72,11 @@ def _known(folder: str, mtp: bool) -> tuple[WeightMapping, Axes, Numbering]:
             "one load_weights call: export it by iter_hf_weights, which gives them out together"
         )
     mapping = provenance.mapping(tied=bool(provenance.hf.tie_word_embeddings), mtp=mtp, dialect="split")
+    if any(name.endswith("[*]") for rule in mapping.rules for name in rule.hf):
+        raise ConfigError(
+            f"{provenance.hf.model_type} has one tensor for all experts of a layer, of which a parameter is a part: "
+            "export it by iter_hf_weights, which puts them together"
+        )
     config = to_transformer_config(folder)
     axes = axes_of_config(config, vocab=provenance.hf.vocab_size, padded_vocab=provenance.hf.vocab_size)
     layers, experts = tuple(range(config.num_layers)), tuple(range(config.num_moe_experts or 0))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-from fnmatch import fnmatchcase
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_bridge.weights.dtypes import dtype_name
+from mcore_bridge.weights.mapping import matches
 
 if TYPE_CHECKING:
     import torch
@@ -17,21 +18,27 @@ if TYPE_CHECKING:
 
     from mcore_bridge.weights.provenance import Provenance
 
-_COMPANIONS = (
+_TOKENIZER = (
     *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken"),
-    *("generation_config.json", "chat_template*", "*.jinja", "configuration_*.py", "modeling_*.py"),
+    *("chat_template*", "*.jinja"),
 )
+_COMPANIONS = ("generation_config.json", "configuration_*.py", "modeling_*.py")
 
 
-def copy_companions(source: str | os.PathLike[str] | None, target: Path, *others: str) -> None:
+def copy_companions(
+    source: str | os.PathLike[str] | None, target: Path, *others: str, kept: Collection[str] = ()
+) -> None:
     """Copy the files of the tokenizer and of the model's own code, and what ``others`` match.
 
     Args:
         source: the folder that the model came from; there is nothing to copy without one.
         others: ``fnmatch`` patterns. Indexes of weights are left out.
+        kept: names of files that are there already, and stay. Where they have a tokenizer, no file of another one
+            comes: an old ``special_tokens_map.json`` would undo what a new ``tokenizer_config.json`` says.
     """
+    tokenizer = () if any(matches(name, _TOKENIZER) for name in kept) else _TOKENIZER
     for path in Path(source).iterdir() if source is not None else ():
-        wanted = any(fnmatchcase(path.name, pattern) for pattern in (*_COMPANIONS, *others))
+        wanted = matches(path.name, (*tokenizer, *_COMPANIONS, *others)) and path.name not in kept
         if wanted and path.is_file() and not path.name.endswith(".index.json"):
             shutil.copy2(path, target / path.name)
 

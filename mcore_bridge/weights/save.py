@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mcore_bridge.architecture import read_hf
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.bound import Models, noted
 from mcore_bridge.weights.checkpoint import write_index
@@ -46,6 +48,7 @@ def save_hf_checkpoint(
     head: str = "lm",
     dtype: Dtypes = None,
     dialect: Dialect | None = None,
+    keep: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     slot_bytes: int = SLOT_BYTES,
 ) -> Manifest:
@@ -58,6 +61,8 @@ def save_hf_checkpoint(
     Args:
         dtype: cast tensors to this; by default each is written in its own.
         dialect: of the experts, as for ``iter_hf_weights``.
+        keep: whether a config and a tokenizer that are in ``folder`` stay, as those that a trainer has changed. Of such
+            a config, the dtype becomes that of the weights, and with a head other than the LM's the class that has it.
         max_shard_bytes: size of a file at most, unless one tensor is larger.
         slot_bytes: what is written at once. Tensors on a GPU cross host memory of some twelve times that.
 
@@ -82,7 +87,7 @@ def save_hf_checkpoint(
             _write(pairs, places, slot_bytes)
             stack.close()
             if world.rank == 0:
-                _write_rest(shards, specs, provenance, staging)
+                _write_rest(shards, specs, provenance, staging, target if keep else None)
                 clear_stale(target, staging)
     with together():
         if world.rank == 0:
@@ -132,9 +137,15 @@ def _write_tensor(tensor: Tensor, write: Callable[[int, Tensor], None], staging:
         staging.submit(slot, partial(write, start, piece))
 
 
-def _write_rest(shards: Sequence[Shard], specs: Manifest, provenance: Provenance, staging: Path) -> None:
+def _write_rest(
+    shards: Sequence[Shard], specs: Manifest, provenance: Provenance, staging: Path, kept: Path | None
+) -> None:
+    """Write all but the tensors; of ``kept``, the config and the tokenizer stay, where it has them."""
     write_index(staging, {shard.name: shard.tensors for shard in shards})
-    copy_companions(provenance.folder, staging)
+    names = os.listdir(kept) if kept is not None and kept.is_dir() else []
+    copy_companions(provenance.folder, staging, kept=names)
+    if kept is not None and "config.json" in names:
+        provenance = dataclasses.replace(provenance, hf=read_hf(kept))
     _config_of(specs, provenance).save_pretrained(staging)
 
 

@@ -1,0 +1,12 @@
+"""Where verl has Megatron-Bridge make settings of data parallelism; what else is there stays Megatron-Bridge's own."""
+
+from typing import Any
+
+from mcore_bridge.trainers.megatron_bridge import create_ddp_config
+from mcore_bridge.trainers.seams import attribute_of_original
+
+__all__ = ["create_ddp_config"]
+
+
+def __getattr__(name: str) -> Any:
+    return attribute_of_original("megatron.bridge.training.utils.config_utils", name)
