@@ -21,7 +21,7 @@ from mcore_bridge.factory.blueprint import Blueprint
 from mcore_bridge.factory.build import build
 from mcore_bridge.factory.settle import changes_of, settle
 from mcore_bridge.trainers.chunks import ddp_config_of, require_value_head, wrap
-from mcore_bridge.trainers.settings import split
+from mcore_bridge.trainers.settings import require_same_model, split
 from mcore_bridge.weights.load import Source
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ class Provider(TransformerConfig):
             overrides: by name, applied after ``dtype``.
 
         Raises:
-            ConfigError, MeshError: as ``build_model``, for a setting that it cannot honour.
+            ConfigError, MeshError: as ``build_model``, for a setting that it cannot honour, or with which the model
+                would be another one than the HF config says.
         """
         if dtype is not None:
             self.params_dtype, self.fp16, self.bf16 = dtype, dtype is torch.float16, dtype is torch.bfloat16
@@ -87,7 +88,8 @@ class Provider(TransformerConfig):
         dtype = overrides.pop("params_dtype", None)
         assert dtype is None or isinstance(dtype, torch.dtype)
         head = "value" if any(isinstance(hook, ValueHead) for hook in self._hooks) else None
-        self._blueprint = settle(self._blueprint, dims=dims, dtype=dtype, head=head, overrides=overrides)
+        settled = settle(self._blueprint, dims=dims, dtype=dtype, head=head, overrides=overrides)
+        self._blueprint = require_same_model(settled)
 
     def provide_distributed_model(
         self,
