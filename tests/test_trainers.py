@@ -16,7 +16,7 @@ from mcore_bridge.trainers import mbridge, megatron_bridge
 from mcore_bridge.trainers.verl_kernels import linear_cross_entropy
 from tests import mtp_checkpoints, pool, stepping, tiny, zoo
 from tests.strategies import save
-from tests.trainer_calls import attention_switches, become_rlinfs, build_role, rlinf_config, violations
+from tests.trainer_calls import attention_switches, become_rlinfs, build_role, rlinf_config, stepping_config, violations
 
 FACES = ("mbridge", "megatron_bridge")
 DENSE = ParallelDims(tp=2, pp=2, vp=2, sp=True)
@@ -374,3 +374,17 @@ def test_a_tied_head_may_be_untied_and_no_other_tied(tied, tmp_path):
     provider.share_embeddings_and_output_weights = True
     with pytest.raises(ConfigError, match="share_embeddings_and_output_weights=True, where it is False"):
         provider.finalize()
+
+
+def untouched(dims: ParallelDims, folder: str, fields: dict[str, Any]) -> tuple[int, int]:
+    """Runs in a worker: a provider on which nothing is set but ``fields``."""
+    provider = megatron_bridge.AutoBridge.from_hf_pretrained(folder).to_megatron_provider()
+    vars(provider).update(fields)
+    provider.finalize()
+    finalized = provider.expert_tensor_parallel_size
+    (model,) = provider.provide_distributed_model(wrap_with_ddp=False)
+    return finalized, stepping_config([model]).expert_tensor_parallel_size
+
+
+def test_a_provider_on_which_nothing_is_set(tied):
+    assert on(ParallelDims(), 1, untouched, tied, {}) == [(1, 1)]

@@ -85,6 +85,7 @@ class Provider(TransformerConfig):
     def finalize(self) -> None:
         """Check what was set, and derive from it what follows. Errors: see ``apply_overrides_and_finalize``."""
         dims, overrides = split(changes_of(self._blueprint), self._blueprint.dims)
+        self.__dict__.update(dims.to_config_fields())  # sizes that were None: build must not take them for changes
         dtype = overrides.pop("params_dtype", None)
         assert dtype is None or isinstance(dtype, torch.dtype)
         head = "value" if any(isinstance(hook, ValueHead) for hook in self._hooks) else None
