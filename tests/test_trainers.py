@@ -388,3 +388,12 @@ def untouched(dims: ParallelDims, folder: str, fields: dict[str, Any]) -> tuple[
 
 def test_a_provider_on_which_nothing_is_set(tied):
     assert on(ParallelDims(), 1, untouched, tied, {}) == [(1, 1)]
+
+
+@pytest.mark.parametrize("etp", [1, 2])
+def test_a_size_for_experts_that_nobody_sets_is_that_of_parallel_state(etp, sparse):
+    """RLinf sets all other sizes of DeepSeek-V3."""
+    dims = ParallelDims(tp=2, ep=2 // etp, etp=etp, sp=True)
+    fields = dims.to_config_fields()
+    del fields["expert_tensor_parallel_size"]
+    assert on(dims, 2, untouched, sparse, fields) == [(etp, etp)] * 2

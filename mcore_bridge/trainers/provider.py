@@ -12,10 +12,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import nn
 
 from mcore_bridge.config.checks import config_class, require_overridable
+from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import Blueprint
 from mcore_bridge.factory.build import build
@@ -51,7 +53,7 @@ class Provider(TransformerConfig):
         latent = isinstance(blueprint.config, MLATransformerConfig)
         provider: Provider = object.__new__(LatentProvider if latent else Provider)
         provider.__dict__.update({**vars(blueprint.config), **blueprint.gpt_arguments})
-        provider.expert_tensor_parallel_size = None  # follows the tensor parallel size, as in megatron-core
+        provider.expert_tensor_parallel_size = None  # that of parallel_state, or the tensor parallel size
         provider._blueprint = replace(blueprint, config=provider)
         provider._source, provider._hooks = source, []
         return provider
@@ -84,7 +86,10 @@ class Provider(TransformerConfig):
 
     def finalize(self) -> None:
         """Check what was set, and derive from it what follows. Errors: see ``apply_overrides_and_finalize``."""
-        dims, overrides = split(changes_of(self._blueprint), self._blueprint.dims)
+        changes = changes_of(self._blueprint)
+        if self.expert_tensor_parallel_size is None and parallel_state.model_parallel_is_initialized():
+            changes["expert_tensor_parallel_size"] = ParallelDims.from_mcore().etp
+        dims, overrides = split(changes, self._blueprint.dims)
         self.__dict__.update(dims.to_config_fields())  # sizes that were None: build must not take them for changes
         dtype = overrides.pop("params_dtype", None)
         assert dtype is None or isinstance(dtype, torch.dtype)
