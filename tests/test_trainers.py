@@ -13,6 +13,7 @@ from mcore_bridge import ParallelDims
 from mcore_bridge.architecture import read_hf
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
 from mcore_bridge.trainers import mbridge, megatron_bridge
+from mcore_bridge.trainers.settings import with_mtp_layers
 from mcore_bridge.trainers.verl_kernels import linear_cross_entropy
 from tests import mtp_checkpoints, pool, stepping, tiny, zoo
 from tests.strategies import save
@@ -397,3 +398,44 @@ def test_a_size_for_experts_that_nobody_sets_is_that_of_parallel_state(etp, spar
     fields = dims.to_config_fields()
     del fields["expert_tensor_parallel_size"]
     assert on(dims, 2, untouched, sparse, fields) == [(etp, etp)] * 2
+
+
+# -- MTP layers, as verl asks for them ---------------------------------------------------------------------------------
+
+
+def with_mtp(dims: ParallelDims, face: str, folder: str, settings: dict[str, Any]) -> tuple[Any, set[str]]:
+    """Runs in a worker: how many MTP layers there are, and what is exported."""
+    from transformers import AutoConfig
+
+    bridge: Any
+    if face == "mbridge":
+        bridge = mbridge.AutoBridge.from_config(AutoConfig.from_pretrained(folder))
+        bridge.set_extra_args(**settings)
+        models = bridge.get_model()
+        bridge.load_weights(models, folder)
+    else:
+        bridge = megatron_bridge.AutoBridge.from_hf_pretrained(folder)
+        provider = bridge.to_megatron_provider()
+        provider.apply_overrides_and_finalize(dtype=torch.bfloat16, overrides=settings)
+        models = provider.provide_distributed_model(wrap_with_ddp=False)
+    stream = bridge.export_weights(models) if face == "mbridge" else bridge.export_hf_weights(models)
+    return stepping_config(models).mtp_num_layers, set(dict(stream))
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_factor_for_the_loss_of_mtp_layers_asks_for_those_of_the_hf_config(face, sparse):
+    hf, names = read_hf(sparse), read(sparse).keys()
+    decoder = {name for name in names if not mtp_checkpoints.is_mtp(hf, name)}
+    factor = {"mtp_loss_scaling_factor": 0.1}
+    assert on(ParallelDims(), 1, with_mtp, face, sparse, factor) == [(1, names)]
+    assert on(ParallelDims(), 1, with_mtp, face, sparse, {**factor, "mtp_num_layers": None}) == [(None, decoder)]
+
+
+def test_a_model_without_mtp_layers_is_not_asked_for_some(tmp_path):
+    provider, hf = provider_of("qwen3", tmp_path)
+    with pytest.raises(ConfigError, match="mtp_loss_scaling_factor needs MTP layers: expected one of num_nextn"):
+        provider.apply_overrides_and_finalize(overrides={"mtp_loss_scaling_factor": 0.1})
+    hf.num_nextn_predict_layers = 1
+    assert with_mtp_layers({"mtp_loss_scaling_factor": 0.5}, hf)["mtp_num_layers"] == 1
+    with pytest.raises(ConfigError, match="mtp_num_layers=1 must be at most 0"):
+        provider.apply_overrides_and_finalize(overrides={"mtp_num_layers": 1})

@@ -19,7 +19,7 @@ from mcore_bridge.factory.build import build
 from mcore_bridge.factory.settle import settle
 from mcore_bridge.trainers.chunks import ddp_config_of, freeze_routers, require_value_head, wrap
 from mcore_bridge.trainers.loading import load_folder
-from mcore_bridge.trainers.settings import require_same_model, split
+from mcore_bridge.trainers.settings import require_same_model, split, with_mtp_layers
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.save import save_hf_checkpoint
 
@@ -84,6 +84,9 @@ class Bridge:
 
     def set_extra_args(self, **settings: object) -> None:
         """Override fields of ``TransformerConfig``, and make a new ``config``.
+
+        With ``mtp_loss_scaling_factor`` and without ``mtp_num_layers`` there are as many MTP layers as the HF config
+        says.
 
         Raises:
             ConfigError, MeshError: as ``build_model``, for a setting that it cannot honour, or with which the model
@@ -169,5 +172,6 @@ class Bridge:
         mesh = ParallelDims.from_mcore()
         mesh = replace(mesh, sp=mesh.tp > 1)
         schedule = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall", "batch_p2p_comm": False}
-        dims, overrides = split({**schedule, "overlap_p2p_comm": mesh.vp > 1, **self.extra_args}, mesh)
+        asked = with_mtp_layers(self.extra_args, self.hf_config)
+        dims, overrides = split({**schedule, "overlap_p2p_comm": mesh.vp > 1, **asked}, mesh)
         return require_same_model(draw(self.hf_config, dims=dims, dtype=self.dtype, overrides=overrides))

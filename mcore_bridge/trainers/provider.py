@@ -23,7 +23,7 @@ from mcore_bridge.factory.blueprint import Blueprint
 from mcore_bridge.factory.build import build
 from mcore_bridge.factory.settle import changes_of, settle
 from mcore_bridge.trainers.chunks import ddp_config_of, require_value_head, wrap
-from mcore_bridge.trainers.settings import require_same_model, split
+from mcore_bridge.trainers.settings import require_same_model, split, with_mtp_layers
 from mcore_bridge.weights.load import Source
 
 if TYPE_CHECKING:
@@ -69,7 +69,8 @@ class Provider(TransformerConfig):
 
         Args:
             dtype: of all parameters; None leaves it.
-            overrides: by name, applied after ``dtype``.
+            overrides: by name, applied after ``dtype``. With ``mtp_loss_scaling_factor`` and without
+                ``mtp_num_layers`` there are as many MTP layers as the HF config says.
 
         Raises:
             ConfigError, MeshError: as ``build_model``, for a setting that it cannot honour, or with which the model
@@ -77,7 +78,7 @@ class Provider(TransformerConfig):
         """
         if dtype is not None:
             self.params_dtype, self.fp16, self.bf16 = dtype, dtype is torch.float16, dtype is torch.bfloat16
-        for name, value in (overrides or {}).items():
+        for name, value in with_mtp_layers(overrides or {}, self._blueprint.hf).items():
             if not hasattr(self, name):
                 require_overridable([name], decided=frozenset(), latent=self.multi_latent_attention)
             setattr(self, name, value)

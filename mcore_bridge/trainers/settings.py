@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mcore_bridge.architecture import architecture_of
 from mcore_bridge.config.fields import Preset
-from mcore_bridge.config.moe import layers_of
+from mcore_bridge.config.moe import MTP_ON_REQUEST, layers_of
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import Blueprint, draw
@@ -46,6 +46,25 @@ def split(settings: Mapping[str, object], dims: ParallelDims) -> tuple[ParallelD
     if isinstance(backend := overrides.get("attention_backend"), str):
         overrides["attention_backend"] = _attention_backend(backend)
     return dims.with_config_fields(settings), overrides
+
+
+def with_mtp_layers(settings: Mapping[str, object], hf: PretrainedConfig) -> dict[str, object]:
+    """``settings`` with as many MTP layers as ``hf`` says, where they scale the loss of such layers and count none.
+
+    That is how verl asks for them; a count of None is none.
+
+    Raises:
+        ConfigError: ``hf`` says nothing of such layers.
+    """
+    if "mtp_loss_scaling_factor" not in settings or "mtp_num_layers" in settings:
+        return dict(settings)
+    count = max(getattr(hf, name, None) or 0 for name in MTP_ON_REQUEST.names)
+    if count == 0:
+        raise ConfigError(
+            f"mtp_loss_scaling_factor needs MTP layers: expected one of {', '.join(MTP_ON_REQUEST.names)} in the HF "
+            f"config of this {hf.model_type}, found none. Remove it, or set mtp_num_layers"
+        )
+    return {**settings, "mtp_num_layers": count}
 
 
 def decided(hf: PretrainedConfig) -> frozenset[str]:
