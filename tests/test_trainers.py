@@ -13,10 +13,11 @@ from mcore_bridge import ParallelDims
 from mcore_bridge.architecture import read_hf
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
 from mcore_bridge.trainers import mbridge, megatron_bridge
+from mcore_bridge.trainers.settings import with_mtp_layers
 from mcore_bridge.trainers.verl_kernels import linear_cross_entropy
-from tests import mtp_checkpoints, pool, stepping, tiny
+from tests import mtp_checkpoints, pool, stepping, tiny, zoo
 from tests.strategies import save
-from tests.trainer_calls import attention_switches, build_role, violations
+from tests.trainer_calls import attention_switches, become_rlinfs, build_role, rlinf_config, stepping_config, violations
 
 FACES = ("mbridge", "megatron_bridge")
 DENSE = ParallelDims(tp=2, pp=2, vp=2, sp=True)
@@ -202,6 +203,13 @@ def say_no(dims: ParallelDims, folder: str) -> None:
     with pytest.raises(ConfigError, match="the mesh decides it"):
         bridge.get_model()
     bridge = mbridge.AutoBridge.from_config(hf)
+    with pytest.raises(ConfigError, match="another model than the HF config says: layernorm_epsilon="):
+        bridge.set_extra_args(layernorm_epsilon=0.5)
+    bridge = mbridge.AutoBridge.from_config(hf)
+    bridge.config.softmax_scale = 1.0
+    with pytest.raises(ConfigError, match=r"softmax_scale=1\.0, where it is None"):
+        bridge.get_model()
+    bridge = mbridge.AutoBridge.from_config(hf)
     with pytest.raises(ConfigError, match="megatron-core refuses these settings"):
         bridge.get_model(wrap_with_ddp=True, ddp_config={"overlap": True})
     with attention_switches():
@@ -301,20 +309,12 @@ def test_a_critic_with_nothing_said_of_it(tied, tmp_path):
 
 
 def as_rlinf(dims: ParallelDims, folder: str, out: str) -> tuple[Any, ...]:
-    """Runs in a worker: a provider that is a dataclass, with fields set one by one, loaded as it is built."""
+    """Runs in a worker: a provider that is a dataclass, with all fields set one by one, loaded as it is built."""
     import copy
-    import dataclasses
 
     bridge = megatron_bridge.AutoBridge.from_hf_pretrained(folder, trust_remote_code=True)
     provider = bridge.to_megatron_provider(load_weights=True)
-    names = {field.name for field in dataclasses.fields(type(provider))}
-    settings = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "params_dtype": torch.float32}
-    settings |= {"bf16": False, "fp16": False, "hidden_dropout": 0.25, "gradient_accumulation_fusion": False}
-    assert settings.keys() <= names
-    for name, value in settings.items():
-        setattr(provider, name, value)
-    provider.mrope_section = getattr(provider, "mrope_section", None)
-    provider.freeze_language_model = False
+    become_rlinfs(provider, rlinf_config(read_hf(folder), dims, hidden_dropout=0.25))
     provider.finalize()
     ddp_config = megatron_bridge.create_ddp_config(wrap_with_ddp=True, use_distributed_optimizer=False)
     models = provider.provide_distributed_model(ddp_config=ddp_config)
@@ -324,9 +324,137 @@ def as_rlinf(dims: ParallelDims, folder: str, out: str) -> tuple[Any, ...]:
     return provider.hidden_dropout, {parameter.dtype for parameter in models[0].parameters()}, type(models[0]).__name__
 
 
-def test_a_provider_whose_fields_are_set_one_by_one(tied, tmp_path):
-    found = on(ParallelDims(tp=2, etp=2, sp=True), 2, as_rlinf, tied, str(tmp_path / "out"))
+def test_a_provider_whose_fields_are_set_one_by_one(tmp_path):
+    folder = tiny.random_checkpoint(tiny.config("qwen2", use_sliding_window=False), tmp_path, dtype=torch.bfloat16)
+    found = on(ParallelDims(tp=2, etp=2, sp=True), 2, as_rlinf, str(folder), str(tmp_path / "out"))
     assert found == [(0.25, {torch.float32}, "DistributedDataParallel")] * 2
-    truth, saved = read(tied), read(tmp_path / "out")
+    truth, saved = read(folder), read(tmp_path / "out")
     assert saved.keys() == truth.keys()
     assert all(torch.equal(saved[name], truth[name].float()) for name in truth)
+
+
+def provider_of(name: str, tmp_path: Path) -> tuple[Any, Any]:
+    hf = zoo.cases()[name].hf
+    hf.save_pretrained(tmp_path)
+    provider = megatron_bridge.AutoBridge.from_hf_pretrained(tmp_path).to_megatron_provider()
+    return provider, read_hf(tmp_path)
+
+
+OTHERWISE = {  # of what RLinf builds for every model, what these are not
+    "gpt_oss": ["activation_func", "glu_linear_offset", "softmax_type='vanilla'", "window_size=None"],
+    "olmo3": ["qk_layernorm=False", "window_attn_skip_freq=None, where it is [1, 0, 1, 0]"],
+    "qwen3_next": ["linear_attention_freq=None", "layernorm_zero_centered_gamma=False", "moe_shared_expert_gate"],
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_a_model_that_rlinfs_config_does_not_describe_is_refused(name, tmp_path):
+    provider, hf = provider_of(name, tmp_path)
+    become_rlinfs(provider, rlinf_config(hf, ParallelDims()))
+    with pytest.raises(ConfigError, match="another model than the HF config says") as caught:
+        provider.finalize()
+    assert [part for part in OTHERWISE[name] if part not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "mixtral"])
+def test_a_model_that_rlinfs_config_describes_is_itself(name, tmp_path):
+    provider, hf = provider_of(name, tmp_path)
+    before = dict(vars(provider))
+    theirs = rlinf_config(hf, ParallelDims(), attention_dropout=0.5)
+    become_rlinfs(provider, theirs)
+    provider.finalize()
+    assert provider.attention_dropout == 0.5
+    names = {"hidden_size", "activation_func", "kv_channels", "qk_layernorm", "moe_router_topk", "window_size"}
+    assert {each: getattr(provider, each) for each in names} == {each: before[each] for each in names}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("layernorm_epsilon", 0.1),
+        ("moe_router_score_function", "sigmoid"),
+        ("activation_func", torch.nn.functional.relu),
+        ("softmax_scale", 1.0),
+        ("num_layers", 2),
+        ("rotary_base", 5.0),
+    ],
+)
+def test_no_setting_makes_another_model(name, value, tmp_path):
+    provider, _ = provider_of("qwen3_moe", tmp_path)
+    setattr(provider, name, value)
+    with pytest.raises(ConfigError, match=f"{name}=.*, where it is"):
+        provider.finalize()
+
+
+def test_a_tied_head_may_be_untied_and_no_other_tied(tied, tmp_path):
+    provider = megatron_bridge.AutoBridge.from_hf_pretrained(tied).to_megatron_provider()
+    provider.share_embeddings_and_output_weights = False
+    provider.finalize()
+    provider, _ = provider_of("qwen3", tmp_path)
+    provider.share_embeddings_and_output_weights = True
+    with pytest.raises(ConfigError, match="share_embeddings_and_output_weights=True, where it is False"):
+        provider.finalize()
+
+
+def untouched(dims: ParallelDims, folder: str, fields: dict[str, Any]) -> tuple[int, int]:
+    """Runs in a worker: a provider on which nothing is set but ``fields``."""
+    provider = megatron_bridge.AutoBridge.from_hf_pretrained(folder).to_megatron_provider()
+    vars(provider).update(fields)
+    provider.finalize()
+    finalized = provider.expert_tensor_parallel_size
+    (model,) = provider.provide_distributed_model(wrap_with_ddp=False)
+    return finalized, stepping_config([model]).expert_tensor_parallel_size
+
+
+def test_a_provider_on_which_nothing_is_set(tied):
+    assert on(ParallelDims(), 1, untouched, tied, {}) == [(1, 1)]
+
+
+@pytest.mark.parametrize("etp", [1, 2])
+def test_a_size_for_experts_that_nobody_sets_is_that_of_parallel_state(etp, sparse):
+    """RLinf sets all other sizes of DeepSeek-V3."""
+    dims = ParallelDims(tp=2, ep=2 // etp, etp=etp, sp=True)
+    fields = dims.to_config_fields()
+    del fields["expert_tensor_parallel_size"]
+    assert on(dims, 2, untouched, sparse, fields) == [(etp, etp)] * 2
+
+
+# -- MTP layers, as verl asks for them ---------------------------------------------------------------------------------
+
+
+def with_mtp(dims: ParallelDims, face: str, folder: str, settings: dict[str, Any]) -> tuple[Any, set[str]]:
+    """Runs in a worker: how many MTP layers there are, and what is exported."""
+    from transformers import AutoConfig
+
+    bridge: Any
+    if face == "mbridge":
+        bridge = mbridge.AutoBridge.from_config(AutoConfig.from_pretrained(folder))
+        bridge.set_extra_args(**settings)
+        models = bridge.get_model()
+        bridge.load_weights(models, folder)
+    else:
+        bridge = megatron_bridge.AutoBridge.from_hf_pretrained(folder)
+        provider = bridge.to_megatron_provider()
+        provider.apply_overrides_and_finalize(dtype=torch.bfloat16, overrides=settings)
+        models = provider.provide_distributed_model(wrap_with_ddp=False)
+    stream = bridge.export_weights(models) if face == "mbridge" else bridge.export_hf_weights(models)
+    return stepping_config(models).mtp_num_layers, set(dict(stream))
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_factor_for_the_loss_of_mtp_layers_asks_for_those_of_the_hf_config(face, sparse):
+    hf, names = read_hf(sparse), read(sparse).keys()
+    decoder = {name for name in names if not mtp_checkpoints.is_mtp(hf, name)}
+    factor = {"mtp_loss_scaling_factor": 0.1}
+    assert on(ParallelDims(), 1, with_mtp, face, sparse, factor) == [(1, names)]
+    assert on(ParallelDims(), 1, with_mtp, face, sparse, {**factor, "mtp_num_layers": None}) == [(None, decoder)]
+
+
+def test_a_model_without_mtp_layers_is_not_asked_for_some(tmp_path):
+    provider, hf = provider_of("qwen3", tmp_path)
+    with pytest.raises(ConfigError, match="mtp_loss_scaling_factor needs MTP layers: expected one of num_nextn"):
+        provider.apply_overrides_and_finalize(overrides={"mtp_loss_scaling_factor": 0.1})
+    hf.num_nextn_predict_layers = 1
+    assert with_mtp_layers({"mtp_loss_scaling_factor": 0.5}, hf)["mtp_num_layers"] == 1
+    with pytest.raises(ConfigError, match="mtp_num_layers=1 must be at most 0"):
+        provider.apply_overrides_and_finalize(overrides={"mtp_num_layers": 1})

@@ -4,6 +4,7 @@ Both surfaces become one here, so that each test of what a trainer relies on ask
 """
 
 import contextlib
+import dataclasses
 import itertools
 import os
 from collections.abc import Iterator
@@ -156,6 +157,58 @@ def _of_megatron_bridge(folder: str, dims: ParallelDims, value: bool, ddp: bool)
     )
     assert stepping_config(models) is provider
     return Role(bridge, models, value)
+
+
+def rlinf_config(hf: Any, dims: ParallelDims, **customized: Any) -> Any:
+    """What RLinf 0.3.0 builds of an HF config and its example with ``mbridge: True``, in fp32."""
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.utils import init_method_normal, scaled_init_method_normal
+
+    num_experts, experts = getattr(hf, "num_experts", None), getattr(hf, "moe_intermediate_size", None)
+    if hf.model_type == "mixtral":  # whose names RLinf does not look for
+        num_experts, experts = hf.num_local_experts, hf.intermediate_size
+    config = TransformerConfig(
+        **{name: value for name, value in dims.to_config_fields().items() if "layout" not in name},
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        num_attention_heads=hf.num_attention_heads,
+        num_query_groups=hf.num_key_value_heads,
+        kv_channels=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        ffn_hidden_size=experts or hf.intermediate_size,
+        add_bias_linear=False,
+        add_qkv_bias=hf.model_type == "qwen2" or getattr(hf, "attention_bias", False),
+        qk_layernorm=hf.model_type in ("qwen3", "qwen3_moe"),
+        layernorm_epsilon=hf.rms_norm_eps,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        num_moe_experts=num_experts,
+        moe_ffn_hidden_size=experts,
+        moe_router_topk=getattr(hf, "num_experts_per_tok", 2),
+        moe_router_load_balancing_type="aux_loss",
+        moe_token_dispatcher_type="alltoall",
+        init_method=init_method_normal(0.02),
+        output_layer_init_method=scaled_init_method_normal(0.02, num_layers=hf.num_hidden_layers),
+        params_dtype=torch.float32,
+        pipeline_dtype=torch.float32,
+        batch_p2p_comm=False,
+        variable_seq_lengths=True,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+    )
+    for name, value in customized.items():
+        setattr(config, name, value)
+    return config
+
+
+def become_rlinfs(provider: Any, config: Any) -> None:
+    """What RLinf sets on a provider: every field of its own config, and then what is no field."""
+    kept = provider.position_embedding_type
+    for each in dataclasses.fields(type(provider)):
+        if hasattr(config, each.name):
+            setattr(provider, each.name, getattr(config, each.name))
+    provider.mrope_section, provider.position_embedding_type = [16, 24, 24], kept
+    provider.freeze_language_model = provider.freeze_vision_model = provider.freeze_vision_projection = False
 
 
 def violations(stream: Iterator[tuple[str, Tensor]], truth: dict[str, Tensor] | None) -> tuple[list[str], list[Any]]:

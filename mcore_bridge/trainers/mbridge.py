@@ -19,7 +19,7 @@ from mcore_bridge.factory.build import build
 from mcore_bridge.factory.settle import settle
 from mcore_bridge.trainers.chunks import ddp_config_of, freeze_routers, require_value_head, wrap
 from mcore_bridge.trainers.loading import load_folder
-from mcore_bridge.trainers.settings import split
+from mcore_bridge.trainers.settings import require_same_model, split, with_mtp_layers
 from mcore_bridge.weights.bound import chunks_of
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.save import save_hf_checkpoint
@@ -86,8 +86,12 @@ class Bridge:
     def set_extra_args(self, **settings: object) -> None:
         """Override fields of ``TransformerConfig``, and make a new ``config``.
 
+        With ``mtp_loss_scaling_factor`` and without ``mtp_num_layers`` there are as many MTP layers as the HF config
+        says.
+
         Raises:
-            ConfigError, MeshError: as ``build_model``, for a setting that it cannot honour.
+            ConfigError, MeshError: as ``build_model``, for a setting that it cannot honour, or with which the model
+                would be another one than the HF config says.
         """
         self.extra_args |= settings
         self._blueprint = self._draw()
@@ -115,7 +119,7 @@ class Bridge:
         halves = {"fp16": fp16, "bf16": bf16}
         vars(self.config).update({name: value for name, value in halves.items() if value is not None})
         head = "value" if make_value_model in post_model_creation_callbacks else "lm"
-        self._blueprint = settle(self._blueprint, head=head)
+        self._blueprint = require_same_model(settle(self._blueprint, head=head))
         chunks = build(self._blueprint, None)
         for chunk in chunks:
             for callback in post_model_creation_callbacks:
@@ -171,5 +175,6 @@ class Bridge:
         mesh = ParallelDims.from_mcore()
         mesh = replace(mesh, sp=mesh.tp > 1)
         schedule = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall", "batch_p2p_comm": False}
-        dims, overrides = split({**schedule, "overlap_p2p_comm": mesh.vp > 1, **self.extra_args}, mesh)
-        return draw(self.hf_config, dims=dims, dtype=self.dtype, overrides=overrides)
+        asked = with_mtp_layers(self.extra_args, self.hf_config)
+        dims, overrides = split({**schedule, "overlap_p2p_comm": mesh.vp > 1, **asked}, mesh)
+        return require_same_model(draw(self.hf_config, dims=dims, dtype=self.dtype, overrides=overrides))

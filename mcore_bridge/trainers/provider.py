@@ -12,16 +12,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import nn
 
 from mcore_bridge.config.checks import config_class, require_overridable
+from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import Blueprint
 from mcore_bridge.factory.build import build
 from mcore_bridge.factory.settle import changes_of, settle
 from mcore_bridge.trainers.chunks import ddp_config_of, require_value_head, wrap
-from mcore_bridge.trainers.settings import split
+from mcore_bridge.trainers.settings import require_same_model, split, with_mtp_layers
 from mcore_bridge.weights.load import Source
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ class Provider(TransformerConfig):
         latent = isinstance(blueprint.config, MLATransformerConfig)
         provider: Provider = object.__new__(LatentProvider if latent else Provider)
         provider.__dict__.update({**vars(blueprint.config), **blueprint.gpt_arguments})
-        provider.expert_tensor_parallel_size = None  # follows the tensor parallel size, as in megatron-core
+        provider.expert_tensor_parallel_size = None  # that of parallel_state, or the tensor parallel size
         provider._blueprint = replace(blueprint, config=provider)
         provider._source, provider._hooks = source, []
         return provider
@@ -67,14 +69,16 @@ class Provider(TransformerConfig):
 
         Args:
             dtype: of all parameters; None leaves it.
-            overrides: by name, applied after ``dtype``.
+            overrides: by name, applied after ``dtype``. With ``mtp_loss_scaling_factor`` and without
+                ``mtp_num_layers`` there are as many MTP layers as the HF config says.
 
         Raises:
-            ConfigError, MeshError: as ``build_model``, for a setting that it cannot honour.
+            ConfigError, MeshError: as ``build_model``, for a setting that it cannot honour, or with which the model
+                would be another one than the HF config says.
         """
         if dtype is not None:
             self.params_dtype, self.fp16, self.bf16 = dtype, dtype is torch.float16, dtype is torch.bfloat16
-        for name, value in (overrides or {}).items():
+        for name, value in with_mtp_layers(overrides or {}, self._blueprint.hf).items():
             if not hasattr(self, name):
                 require_overridable([name], decided=frozenset(), latent=self.multi_latent_attention)
             setattr(self, name, value)
@@ -83,11 +87,16 @@ class Provider(TransformerConfig):
 
     def finalize(self) -> None:
         """Check what was set, and derive from it what follows. Errors: see ``apply_overrides_and_finalize``."""
-        dims, overrides = split(changes_of(self._blueprint), self._blueprint.dims)
+        changes = changes_of(self._blueprint)
+        if self.expert_tensor_parallel_size is None and parallel_state.model_parallel_is_initialized():
+            changes["expert_tensor_parallel_size"] = ParallelDims.from_mcore().etp
+        dims, overrides = split(changes, self._blueprint.dims)
+        self.__dict__.update(dims.to_config_fields())  # sizes that were None: build must not take them for changes
         dtype = overrides.pop("params_dtype", None)
         assert dtype is None or isinstance(dtype, torch.dtype)
         head = "value" if any(isinstance(hook, ValueHead) for hook in self._hooks) else None
-        self._blueprint = settle(self._blueprint, dims=dims, dtype=dtype, head=head, overrides=overrides)
+        settled = settle(self._blueprint, dims=dims, dtype=dtype, head=head, overrides=overrides)
+        self._blueprint = require_same_model(settled)
 
     def provide_distributed_model(
         self,

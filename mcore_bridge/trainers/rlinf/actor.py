@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mcore_bridge.architecture import architecture_of, read_hf
-from mcore_bridge.config.fields import Preset
+from mcore_bridge.architecture import read_hf
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import Blueprint, draw
 from mcore_bridge.factory.specs import choose_backend
-from mcore_bridge.trainers.rlinf.keys import FROM_HF, IGNORED, INITIAL, KERNELS, MODEL_TYPES, dtype_of, to_mcore
+from mcore_bridge.trainers.rlinf.keys import FROM_HF, IGNORED, KERNELS, MODEL_TYPES, dtype_of, to_mcore
+from mcore_bridge.trainers.settings import decided
 from mcore_bridge.weights.provenance import HF
 
 if TYPE_CHECKING:
@@ -124,18 +124,10 @@ def _dims(model: Mapping[str, Any]) -> ParallelDims:
     return ParallelDims().with_config_fields({"expert_tensor_parallel_size": None, **given})
 
 
-def _decided(config: PretrainedConfig) -> frozenset[str]:
-    """The names that the HF config decides."""
-    table = architecture_of(config).fields
-    hf = config.to_dict()
-    names = (name for each in table if not isinstance(each, Preset) for name in each.to_mcore(hf))
-    return frozenset(names) - INITIAL
-
-
 def _free(config: PretrainedConfig, model: Mapping[str, Any], says: Mapping[str, Any]) -> dict[str, object]:
     """What the HF config does not decide, and the block does."""
-    decided = _decided(config)
-    free = {name: value for name, value in says.items() if name not in decided and name not in FROM_HF}
+    taken = decided(config)
+    free = {name: value for name, value in says.items() if name not in taken and name not in FROM_HF}
     for key in ("padded_vocab_size", "override_vocab_size"):
         if model.get(key) not in (None, config.vocab_size):
             free["vocab_size"] = model[key]
@@ -150,12 +142,10 @@ def _require_same(
     chosen: Mapping[str, object],
 ) -> None:
     """Raise ``ConfigError`` for all that the block says otherwise than the HF config."""
-    decided, wrong = _decided(config), []
-    if blueprint.config.multi_latent_attention:
-        decided -= {"qk_layernorm"}  # its latents have norms, whatever this is called
+    taken, wrong = decided(config), []
     for name, value in says.items():
         found = blueprint.gpt_arguments.get(name, getattr(blueprint.config, name, None))
-        if name in decided and name not in chosen and value != found:
+        if name in taken and name not in chosen and value != found:
             wrong.append(f"{name}={value!r}, where it is {found!r}")
     known = MODEL_TYPES.get(model.get("model_type") or "", (config.model_type,))
     if config.model_type not in known:

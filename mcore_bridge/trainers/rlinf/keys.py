@@ -44,9 +44,6 @@ FROM_HF = frozenset(
 )
 """What RLinf fills in from the HF config, for every model: of one that does not have it, it says nothing."""
 
-INITIAL = frozenset({"init_method_std"})
-"""What the HF config says of values that are drawn, and a trainer may draw otherwise."""
-
 IGNORED = {
     "megatron_checkpoint": "Megatron loads it after the model is built",
     "model_path": "it is where the HF config is read",
