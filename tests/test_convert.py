@@ -208,6 +208,31 @@ def test_what_was_left_of_another_source_is_not_used(tmp_path):
     assert convert(source, target, file_bytes=20_000, on_event=quiet).num_kept == 0
 
 
+@pytest.mark.parametrize("back", [False, True], ids=["to torch_dist", "to HF"])
+def test_what_was_left_of_another_config_or_release_is_not_used(back, tmp_path, monkeypatch):
+    """Not even where all shapes are those of the other config, as with heads half as many and twice as large."""
+    hf = tiny("llama", num_attention_heads=4, num_key_value_heads=2)
+    source = written(random_state(hf, dtype=torch.bfloat16), hf, tmp_path / "hf")
+    tiny("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=48).save_pretrained(tmp_path / "other")
+    if back:
+        convert(source, tmp_path / "dist", on_event=quiet)
+    first, target = tmp_path / ("dist" if back else "hf"), tmp_path / "target"
+
+    def stop(rank: int, phase: str, done: int, total: int) -> None:
+        if done > total / 2:
+            raise StoppedError
+
+    for config, release in ((tmp_path / "other", mb.__version__), (source, "another")):
+        monkeypatch.setattr("mcore_bridge.commands.convert.__version__", release)
+        with pytest.raises(StoppedError):
+            convert(first, target, hf=config, file_bytes=20_000, on_event=stop)
+        monkeypatch.undo()
+        assert convert(first, target, hf=source, file_bytes=20_000, on_event=quiet).num_kept == 0
+        if not back:
+            convert(target, tmp_path / "back", on_event=quiet)
+        assert_exact(target if back else tmp_path / "back", Checkpoint(source))
+
+
 def mb_config(folder: Path) -> Any:
     from transformers import AutoConfig
 
