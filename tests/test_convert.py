@@ -250,6 +250,17 @@ def test_the_command_converts_with_several_processes(tmp_path):
     assert "parameters" in result.output
 
 
+def test_code_of_the_model_and_of_its_tokenizer_comes_along_with_what_it_imports(tmp_path):
+    source = small(tmp_path / "hf")
+    code = {"modeling_x.py", "tokenization_x.py", "processing_x.py", "declarations.py", "preprocessor_config.json"}
+    for name in code:
+        (source / name).write_text(name)
+    convert(source, tmp_path / "dist", on_event=quiet)
+    convert(tmp_path / "dist", tmp_path / "back", on_event=quiet)
+    for folder in ("dist", "back"):
+        assert {path.name for path in (tmp_path / folder).iterdir() if path.name in code} == code
+
+
 def test_memory_is_that_of_the_largest_parameters_and_not_of_the_model(tmp_path):
     hf = tiny("llama", vocab_size=64, hidden_size=640, intermediate_size=2560, num_hidden_layers=16, head_dim=80)
     source, largest = written(random_state(hf, dtype=torch.bfloat16), hf, tmp_path / "hf"), 2 * 2560 * 640 * 2

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 _COMPANIONS = (
     *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken"),
-    *("generation_config.json", "chat_template*", "*.jinja", "configuration_*.py", "modeling_*.py"),
+    *("generation_config.json", "preprocessor_config.json", "chat_template*", "*.jinja"),
+    "*.py",  # of the model, the tokenizer and the processor; and what they import
 )
 
 
