@@ -19,6 +19,7 @@ from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.torch_dist import TorchDistFolder
 from tests import memory, mtp_checkpoints, pool, stepping, zoo
 from tests.strategies import random_state, save, tiny
+from tests.test_experts import fused
 
 FAMILIES = [  # between them: every layout, and everything that megatron-core takes to pieces
     *("llama", "gemma2", "gpt_oss", "olmo2", "phi3", "qwen2_moe", "hunyuan_v1_moe", "minimax_m2", "starcoder2"),
@@ -160,6 +161,18 @@ def test_norms_are_spelled_as_the_specs_of_transformer_engine_do(name, tmp_path)
     placed = whole_model(tmp_path, dtype=torch.bfloat16).placed
     keys = {place.key for each in placed for place in each.places}
     assert {f"decoder.layers.0.{key}" for key in FUSED[name]} <= keys
+
+
+def test_experts_are_read_as_their_own_folder_has_them_whatever_the_folder_of_the_config_has(tmp_path):
+    split = small(tmp_path / "split", num_experts=8)
+    hf, state = mb_config(split), dict(Checkpoint(split))
+    stacked = written(fused(state), hf, tmp_path / "stacked")
+    hf.save_pretrained(tmp_path / "config")
+    for source, config in ((stacked, tmp_path / "config"), (stacked, split), (split, stacked)):
+        dist, back = tmp_path / f"{source.name}_{config.name}", tmp_path / f"back_{source.name}_{config.name}"
+        convert(source, dist, hf=config, on_event=quiet)
+        convert(dist, back, on_event=quiet)
+        assert_exact(back, state)
 
 
 # the work -------------------------------------------------------------------------------------------------------------
