@@ -24,7 +24,8 @@ from mcore_bridge.commands.logits import Comparison
 from mcore_bridge.commands.plan import plan
 from mcore_bridge.commands.processes import RankError, run_ranks
 from mcore_bridge.commands.ranks import Finding
-from mcore_bridge.commands.verify import TOLERANCE, Verdict, differences, widest
+from mcore_bridge.commands.verify import TOLERANCE, Verdict, _crossing, differences, widest
+from mcore_bridge.weights.dtypes import wanted_dtype
 from tests import tiny
 
 INDEX = "model.safetensors.index.json"
@@ -103,6 +104,14 @@ def test_verify_keeps_each_dtype_of_a_mixed_checkpoint(copied: Path) -> None:
     result = run("verify", copied, "--tp", 2, "--no-logits")
     assert result.exit_code == 0, result.output
     assert "bfloat16 and float32" in " ".join(result.output.split())
+
+
+def test_patterns_of_dtypes_are_as_many_as_tensors_of_the_rarer_ones_and_give_each_its_own() -> None:
+    dtypes = {"norm": torch.float32, "ids": torch.int64, **{f"experts.{i}": torch.bfloat16 for i in range(9)}}
+    checkpoint: Any = {name: torch.empty(1, dtype=dtype) for name, dtype in dtypes.items()}
+    crossing = _crossing(checkpoint, tuple(dtypes), None, {torch.float32, torch.bfloat16})
+    assert crossing == {"norm": torch.float32, "*": torch.bfloat16}
+    assert all(wanted_dtype(name, dtype, crossing) == dtype for name, dtype in dtypes.items())
 
 
 def test_verify_names_what_differs_from_another_folder(checkpoint: Path, copied: Path) -> None:

@@ -19,6 +19,7 @@ from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.torch_dist import TorchDistFolder
 from tests import memory, mtp_checkpoints, pool, stepping, zoo
 from tests.strategies import random_state, save, tiny
+from tests.test_experts import fused
 
 FAMILIES = [  # between them: every layout, and everything that megatron-core takes to pieces
     *("llama", "gemma2", "gpt_oss", "olmo2", "phi3", "qwen2_moe", "hunyuan_v1_moe", "minimax_m2", "starcoder2"),
@@ -162,6 +163,18 @@ def test_norms_are_spelled_as_the_specs_of_transformer_engine_do(name, tmp_path)
     assert {f"decoder.layers.0.{key}" for key in FUSED[name]} <= keys
 
 
+def test_experts_are_read_as_their_own_folder_has_them_whatever_the_folder_of_the_config_has(tmp_path):
+    split = small(tmp_path / "split", num_experts=8)
+    hf, state = mb_config(split), dict(Checkpoint(split))
+    stacked = written(fused(state), hf, tmp_path / "stacked")
+    hf.save_pretrained(tmp_path / "config")
+    for source, config in ((stacked, tmp_path / "config"), (stacked, split), (split, stacked)):
+        dist, back = tmp_path / f"{source.name}_{config.name}", tmp_path / f"back_{source.name}_{config.name}"
+        convert(source, dist, hf=config, on_event=quiet)
+        convert(dist, back, on_event=quiet)
+        assert_exact(back, state)
+
+
 # the work -------------------------------------------------------------------------------------------------------------
 
 
@@ -208,6 +221,31 @@ def test_what_was_left_of_another_source_is_not_used(tmp_path):
     assert convert(source, target, file_bytes=20_000, on_event=quiet).num_kept == 0
 
 
+@pytest.mark.parametrize("back", [False, True], ids=["to torch_dist", "to HF"])
+def test_what_was_left_of_another_config_or_release_is_not_used(back, tmp_path, monkeypatch):
+    """Not even where all shapes are those of the other config, as with heads half as many and twice as large."""
+    hf = tiny("llama", num_attention_heads=4, num_key_value_heads=2)
+    source = written(random_state(hf, dtype=torch.bfloat16), hf, tmp_path / "hf")
+    tiny("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=48).save_pretrained(tmp_path / "other")
+    if back:
+        convert(source, tmp_path / "dist", on_event=quiet)
+    first, target = tmp_path / ("dist" if back else "hf"), tmp_path / "target"
+
+    def stop(rank: int, phase: str, done: int, total: int) -> None:
+        if done > total / 2:
+            raise StoppedError
+
+    for config, release in ((tmp_path / "other", mb.__version__), (source, "another")):
+        monkeypatch.setattr("mcore_bridge.commands.convert.__version__", release)
+        with pytest.raises(StoppedError):
+            convert(first, target, hf=config, file_bytes=20_000, on_event=stop)
+        monkeypatch.undo()
+        assert convert(first, target, hf=source, file_bytes=20_000, on_event=quiet).num_kept == 0
+        if not back:
+            convert(target, tmp_path / "back", on_event=quiet)
+        assert_exact(target if back else tmp_path / "back", Checkpoint(source))
+
+
 def mb_config(folder: Path) -> Any:
     from transformers import AutoConfig
 
@@ -223,6 +261,17 @@ def test_the_command_converts_with_several_processes(tmp_path):
     assert_exact(tmp_path / "back", Checkpoint(source))
     assert (tmp_path / "back" / "tokenizer.json").is_file()
     assert "parameters" in result.output
+
+
+def test_code_of_the_model_and_of_its_tokenizer_comes_along_with_what_it_imports(tmp_path):
+    source = small(tmp_path / "hf")
+    code = {"modeling_x.py", "tokenization_x.py", "processing_x.py", "declarations.py", "preprocessor_config.json"}
+    for name in code:
+        (source / name).write_text(name)
+    convert(source, tmp_path / "dist", on_event=quiet)
+    convert(tmp_path / "dist", tmp_path / "back", on_event=quiet)
+    for folder in ("dist", "back"):
+        assert {path.name for path in (tmp_path / folder).iterdir() if path.name in code} == code
 
 
 def test_memory_is_that_of_the_largest_parameters_and_not_of_the_model(tmp_path):
@@ -300,10 +349,11 @@ def test_a_folder_that_is_not_whole_is_not_taken_for_one(tmp_path):
     (dist / ".metadata").write_bytes(kept)
     file = dist / "__0_0.distcp"
     whole = file.read_bytes()
-    for damaged in (whole[: len(whole) // 2], None):
+    for damaged in (whole[: len(whole) // 2], bytes(len(whole)), b"\x80\x02U\xff" * (len(whole) // 4), None):
         file.write_bytes(damaged) if damaged else file.unlink()
-        with pytest.raises(CheckpointError, match=r"cannot read .* copy the folder again"):
+        with pytest.raises(CheckpointError, match=r"cannot read .* copy the folder again") as raised:
             convert(dist, back, on_event=quiet)
+        assert "weights_only" not in str(raised.value), "torch says how to run what is there"
     file.write_bytes(whole)
     (dist / ".metadata").write_bytes(kept[:100])
     with pytest.raises(CheckpointError, match=r"no readable \.metadata"):

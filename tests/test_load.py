@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import mcore_bridge as mb
 from mcore_bridge.errors import CheckpointError, ConfigError
@@ -197,6 +197,21 @@ def test_broken_folders_say_what_is_broken(folder, harm, message):
     harm(folder)
     with pytest.raises(CheckpointError, match=message):
         Checkpoint(folder)
+
+
+def test_of_a_tensor_in_two_files_the_index_decides_and_without_it_none_is_taken(folder, state):
+    """As where files of one save lie beside those of another, of the same names or not."""
+    name, path = "model.norm.weight", folder / "model.safetensors.index.json"
+    listed = json.loads(path.read_text())["weight_map"]
+    for other in set(listed.values()) - {listed[name]}:
+        save_file({**load_file(folder / other), name: -state[name]}, folder / other)
+        assert torch.equal(Checkpoint(folder)[name], state[name])
+    del listed[name]
+    path.write_text(json.dumps({"weight_map": listed}))
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"model\.norm\.weight is in .*-of-00003.*remove the files"):
+            Checkpoint(folder)
+        path.unlink(missing_ok=True)
 
 
 def test_a_checkpoint_is_what_was_saved(folder, state):

@@ -122,7 +122,7 @@ FULL = {"recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def test_an_older_release_is_refused_with_the_reason(monkeypatch):
-    monkeypatch.setattr(release, "_installed", lambda: "0.16.1")
+    monkeypatch.setattr(release, "installed", lambda: "0.16.1")
     hf = sparse("deepseek_v32", **GROUPED).hf
     with pytest.raises(
         ConfigError, match=r"deepseek_v32 needs megatron-core 0\.19\.2 or later, found 0\.16\.1: .*bf16"

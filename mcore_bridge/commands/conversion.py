@@ -80,7 +80,7 @@ def read_source(
     """
     checkpoint = Checkpoint(source)
     own = widespread((tensor.dtype, tensor.nbytes) for tensor in checkpoint.values())
-    model = whole_model(hf, dtype=dtype or own, num_mtp_layers=num_mtp_layers)
+    model = whole_model(hf, dtype=dtype or own, num_mtp_layers=num_mtp_layers, names=checkpoint)
     return model, check_source(model.entries, checkpoint, model.mapping, num_mtp_layers=num_mtp_layers, dtype=dtype)
 
 

@@ -8,6 +8,7 @@ the folder takes its name when all are there.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import shutil
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from mcore_bridge import __version__
 from mcore_bridge.commands.conversion import Conversion
 from mcore_bridge.commands.from_dist import FromDist
 from mcore_bridge.commands.from_torch import FromTorch
@@ -23,6 +25,7 @@ from mcore_bridge.commands.processes import OnEvent, run_ranks
 from mcore_bridge.commands.serving import Report
 from mcore_bridge.commands.to_dist import ToDist
 from mcore_bridge.commands.to_torch import RankFiles, ToTorch
+from mcore_bridge.config.release import installed
 from mcore_bridge.errors import CheckpointError, MeshError
 from mcore_bridge.trainers.rlinf.rank_file import NAME
 from mcore_bridge.trainers.rlinf.rank_folder import find_rank_files
@@ -188,13 +191,13 @@ def _resume(conversion: Conversion) -> frozenset[int]:
 
 
 def _identity(conversion: Conversion) -> object:
-    """Equal for conversions that write the same files: the source as it is now, and the plan."""
+    """Equal for conversions that write the same files: the source as it is now, the plan, the config, and releases."""
     found = (*conversion.source.iterdir(), *conversion.source.glob(f"mp_rank_*/{NAME}"))
     files = sorted(path for path in found if path.is_file())
-    held = [
-        [each.places[0].key if each.places else "", str(entry.held), list(entry.hf)]
-        for entry, each in zip(conversion.model.entries, conversion.model.placed, strict=True)
-    ]
+    model = conversion.model
+    plan = hashlib.sha256()
+    for each in zip(model.entries, model.placed, strict=True):  # shapes alone do not tell heads of other sizes
+        plan.update(repr(each).encode())
     sources = [
         [str(path.relative_to(conversion.source)), path.stat().st_size, path.stat().st_mtime_ns] for path in files
     ]
@@ -203,6 +206,8 @@ def _identity(conversion: Conversion) -> object:
         str(conversion.source.absolute()),
         sources,
         list(map(list, conversion.units)),
-        held,
+        plan.hexdigest(),
+        model.provenance.hf.to_json_string(use_diff=False),
         conversion.asked,
+        [__version__, installed()],
     ]

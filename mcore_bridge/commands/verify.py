@@ -16,7 +16,7 @@ from mcore_bridge.commands.ranks import Finding, Task, check_rank
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.checkpoint import Checkpoint
-from mcore_bridge.weights.dtypes import Dtypes, dtype_name, wanted_dtype
+from mcore_bridge.weights.dtypes import Dtypes, dtype_name
 from mcore_bridge.weights.manifest import Manifest, TensorSpec
 from mcore_bridge.weights.mapping import WeightMapping
 from mcore_bridge.weights.names import mtp_layer_of
@@ -179,7 +179,10 @@ def _crossing(
     """One dtype for all that cross, or that of each tensor where a checkpoint has several."""
     if dtype is not None or len(dtypes) == 1:
         return dtype
-    return {name: wanted_dtype(name, checkpoint[name].dtype, None) for name in names}
+    own = {name: checkpoint[name].dtype for name in names if checkpoint[name].is_floating_point()}
+    ((common, _),) = Counter(own.values()).most_common(1)
+    # One pattern for the many: every name is held against all patterns in turn.
+    return {**{name: each for name, each in own.items() if each != common}, "*": common}
 
 
 def held_specs(verdict: Verdict) -> tuple[str, str]:

@@ -6,7 +6,7 @@ installed release.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from mcore_bridge.weights.dist_check import sharded_states
 from mcore_bridge.weights.entries import Entry, entries_of
 from mcore_bridge.weights.extra_state import with_extra_states
 from mcore_bridge.weights.mapping import WeightMapping
-from mcore_bridge.weights.provenance import Provenance
+from mcore_bridge.weights.provenance import Provenance, dialect_of
 from mcore_bridge.weights.torch_dist import CONTENT
 from mcore_bridge.weights.torch_dist_files import Place, Placed
 
@@ -42,7 +42,12 @@ class WholeModel:
 
 
 def whole_model(
-    hf: Path, *, dtype: torch.dtype, num_mtp_layers: int = 0, metadata: Mapping[str, Any] = CONTENT
+    hf: Path,
+    *,
+    dtype: torch.dtype,
+    num_mtp_layers: int = 0,
+    metadata: Mapping[str, Any] = CONTENT,
+    names: Iterable[str] = (),
 ) -> WholeModel:
     """Build a model without storage and ask it.
 
@@ -51,6 +56,7 @@ def whole_model(
         dtype: of the parameters.
         num_mtp_layers: that are built too.
         metadata: how keys are spelled, as megatron-core's ``sharded_state_dict`` takes it.
+        names: of the HF tensors that it is made of, which tell their dialect; without any, ``hf`` does.
     """
     from megatron.core import parallel_state
 
@@ -62,7 +68,7 @@ def whole_model(
         (chunk,) = build_model(
             hf, dims=dims, dtype=dtype, device="meta", backend="torch", overrides=overrides, load_weights=False
         )
-        bound = bind(chunk)
+        bound = bind(chunk, dialect=dialect_of(names, chunk.bridge.rules))
         entries = entries_of(bound.mapping, bound.axes, chunk.config.num_layers, [bound.inventory()])
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         state = with_extra_states(sharded_states([chunk], {**metadata, "dp_cp_group": group})["model"])

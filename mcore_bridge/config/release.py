@@ -17,18 +17,19 @@ class Release:
     @property
     def is_installed(self) -> bool:
         """Whether the installed megatron-core is this one or a later one."""
-        return Version(_installed()) >= Version(self.version)
+        return Version(installed()) >= Version(self.version)
 
     def require(self, model_type: str) -> None:
         """Raises ``ConfigError`` unless ``is_installed``."""
         if not self.is_installed:
             raise ConfigError(
-                f"{model_type} needs megatron-core {self.version} or later, found {_installed()}: {self.reason}. "
+                f"{model_type} needs megatron-core {self.version} or later, found {installed()}: {self.reason}. "
                 f"Install megatron-core>={self.version}."
             )
 
 
-def _installed() -> str:
+def installed() -> str:
+    """The version of the installed megatron-core."""
     from megatron.core import __version__
 
     return str(__version__)

@@ -34,7 +34,7 @@ class Checkpoint(Mapping[str, Tensor]):
             raise CheckpointError(f"no folder {self.folder}: expected one with *.safetensors files")
         self._index = _read_index(self.folder)
         self._files = {name: SafetensorsFile(self.folder / name) for name in self._file_names()}
-        self._where = {name: file for file in self._files.values() for name in file.entries}
+        self._where = self._locate()
         self._check_index()
 
     def _file_names(self) -> list[str]:
@@ -50,6 +50,18 @@ class Checkpoint(Mapping[str, Tensor]):
         if not names:
             raise CheckpointError(f"no *.safetensors in {self.folder}; other formats are not read: convert it first")
         return names
+
+    def _locate(self) -> dict[str, SafetensorsFile]:
+        """The file of each tensor: the one that the index names, and the only one where it names none."""
+        listed, found = self._index or {}, dict[str, SafetensorsFile]()
+        for file_name, file in self._files.items():
+            for name in file.entries:
+                if listed.get(name, file_name) == file_name and (other := found.setdefault(name, file)) is not file:
+                    raise CheckpointError(
+                        f"{name} is in {other.path} and in {file_name}, and no {INDEX} says in which; remove the files "
+                        "that are left of another save"
+                    )
+        return found
 
     def _check_index(self) -> None:
         wrong = [name for name, file in (self._index or {}).items() if name not in self._files[file].entries]

@@ -22,7 +22,8 @@ _TOKENIZER = (
     *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken"),
     *("chat_template*", "*.jinja"),
 )
-_COMPANIONS = ("generation_config.json", "configuration_*.py", "modeling_*.py")
+_COMPANIONS = ("generation_config.json", "preprocessor_config.json", "*.py")
+"""And code: of the model, the tokenizer and the processor, and what they import."""
 
 
 def copy_companions(

@@ -192,9 +192,11 @@ class TorchDistReader:
             )
         try:
             self._reader.read_data(LoadPlan(items), _Taker(box)).wait()
-        except (OSError, RuntimeError, KeyError) as error:  # torch.load's own for what is cut short
+        except Exception as error:  # of bytes that are no tensor, torch.load runs into anything
+            known = isinstance(error, OSError | RuntimeError)
+            problem = error if known else f"what is there is no tensor ({type(error).__name__})"
             raise CheckpointError(
-                f"cannot read {place.key} in {self._folder.path}: {error}; copy the folder again"
+                f"cannot read {place.key} in {self._folder.path}: {problem}; copy the folder again"
             ) from None
 
 
