@@ -9,7 +9,7 @@ import torch
 
 from mcore_bridge import BridgeError, ParallelDims
 from mcore_bridge.factory.blueprint import draw
-from mcore_bridge.trainers.settings import split
+from mcore_bridge.trainers.settings import require_same_model, split
 from tests import zoo
 from tests.strategies import tiny
 
@@ -102,6 +102,15 @@ def test_the_page_has_what_was_seen_in_the_wild() -> None:
     assert VALUES.keys() <= BECOMES.keys()
     assert {"use_flash_attn", "gradient_accumulation_fusion", "deallocate_pipeline_outputs"} <= BECOMES.keys()
     assert {*BECOMES.values()} == {"honoured", "has", "refused"}
+
+
+def test_a_window_may_come_as_a_list() -> None:
+    hf = tiny("mistral", sliding_window=8)
+    asked = draw(hf, dims=MESH, dtype=torch.bfloat16, overrides={"window_size": [8, 0]})
+    with pytest.raises(BridgeError, match="window_size="):
+        require_same_model(asked)
+    asked = draw(hf, dims=MESH, dtype=torch.bfloat16, overrides={"window_size": [7, 0]})
+    assert require_same_model(asked) is asked
 
 
 def test_sizes_that_are_none_mean_what_megatron_core_means() -> None:

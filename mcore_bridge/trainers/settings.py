@@ -104,7 +104,8 @@ def require_same_model(asked: Blueprint) -> Blueprint:
 def _value(blueprint: Blueprint, name: str) -> object:
     if name == "moe_layer_freq" and blueprint.config.num_moe_experts:
         return layers_of(vars(blueprint.config))
-    return blueprint.gpt_arguments.get(name, getattr(blueprint.config, name, None))
+    value = blueprint.gpt_arguments.get(name, getattr(blueprint.config, name, None))
+    return tuple(value) if isinstance(value, list) else value  # files of settings have no tuples
 
 
 def _unread(asked: Blueprint) -> set[str]:
