@@ -178,6 +178,22 @@ def test_experts_are_read_as_their_own_folder_has_them_whatever_the_folder_of_th
 # the work -------------------------------------------------------------------------------------------------------------
 
 
+def test_two_runs_to_one_target_do_not_mix(tmp_path):
+    """The second begins while the first writes."""
+    source, target, refused = small(tmp_path / "hf"), tmp_path / "target", []
+
+    def begin_another(*event: object) -> None:
+        if not refused:
+            with pytest.raises(CheckpointError, match=r"another run writes to .*name another target") as error:
+                convert(source, target, on_event=quiet)
+            refused.append(error)
+
+    convert(source, target, on_event=begin_another)
+    assert len(refused) == 1
+    convert(target, tmp_path / "back", on_event=quiet)
+    assert_exact(tmp_path / "back", Checkpoint(source))
+
+
 class StoppedError(Exception):
     """Somebody stops the conversion."""
 

@@ -8,9 +8,13 @@ the folder takes its name when all are there.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import hashlib
 import json
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -97,8 +101,8 @@ def convert(
         on_event: told how many bytes each process has written.
 
     Raises:
-        BridgeError: the source does not fit its config, or a process failed. Files that are whole by then are kept for
-            the next run, and the target is as it was.
+        BridgeError: the source does not fit its config, a process failed, or another run writes the same target. Files
+            that are whole by then are kept for the next run, and the target is as it was.
     """
     target = target.resolve()  # of a link, what it leads to
     if target == source.resolve():
@@ -113,20 +117,39 @@ def convert(
         conversion = _to_hf(source, staging, hf, dtype, file_bytes)
     device = "cuda" if num_gpus else "cpu"
     conversion = dataclasses.replace(conversion, device=device)
-    kept = _resume(conversion)
-    work = _Work(conversion, tuple(number for number in range(len(conversion.names)) if number not in kept))
-    if max(num_processes, num_gpus) == 1 and device == "cpu":
-        work.do(0, 1, partial(on_event, 0))
-    else:
-        run_ranks(_do_share, work, world_size=num_gpus or num_processes, device=device, on_event=on_event)
-    conversion.finish()
-    (staging / _PLAN).unlink()  # from here on, a new run would begin anew
-    for path in staging.glob(f"*{NOTES}"):
-        path.unlink()
-    replace(target, staging, conversion.dropped)
-    if isinstance(conversion, ToDist):
-        track(target)
+    with _only_run(staging):
+        kept = _resume(conversion)
+        work = _Work(conversion, tuple(number for number in range(len(conversion.names)) if number not in kept))
+        if max(num_processes, num_gpus) == 1 and device == "cpu":
+            work.do(0, 1, partial(on_event, 0))
+        else:
+            run_ranks(_do_share, work, world_size=num_gpus or num_processes, device=device, on_event=on_event)
+        conversion.finish()
+        (staging / _PLAN).unlink()  # from here on, a new run would begin anew
+        for path in staging.glob(f"*{NOTES}"):
+            path.unlink()
+        replace(target, staging, conversion.dropped)
+        if isinstance(conversion, ToDist):
+            track(target)
     return Converted(conversion, len(kept))
+
+
+@contextmanager
+def _only_run(staging: Path) -> Iterator[None]:
+    """Two runs would write to the same files, and each take the other's for its own."""
+    staging.mkdir(parents=True, exist_ok=True)
+    folder = os.open(staging, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(folder)
+        raise CheckpointError(f"another run writes to {staging}: wait for its end, or name another target") from None
+    except OSError:  # a file system without locks
+        pass
+    try:
+        yield
+    finally:
+        os.close(folder)
 
 
 def _require_gpus(wanted: int) -> None:
@@ -183,8 +206,8 @@ def _resume(conversion: Conversion) -> frozenset[int]:
     plan = conversion.staging / _PLAN
     own = json.dumps(_identity(conversion))
     if not plan.is_file() or plan.read_text() != own:
-        shutil.rmtree(conversion.staging, ignore_errors=True)
-        conversion.staging.mkdir(parents=True)
+        for path in conversion.staging.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         plan.write_text(own)
     there = {str(path.relative_to(conversion.staging)) for path in conversion.staging.rglob("*")}
     return frozenset(number for number, name in enumerate(conversion.names) if name in there)
