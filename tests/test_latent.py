@@ -69,7 +69,7 @@ def test_what_is_not_reproduced_is_refused(message):
         mb.to_transformer_config(hf)
 
 
-@pytest.mark.parametrize("family", sorted(zoo.cases().keys() & {"minimax_m2", "hy_v3"}))  # transformers 4.57 has neither
+@pytest.mark.parametrize("family", sorted(zoo.cases().keys() & {"minimax_m2", "hy_v3"}))  # not in transformers 4.57
 def test_weights_that_add_up_to_one_are_of_several_experts(family):
     hf = zoo.cases()[family].hf
     assert "norm_topk_prob" not in hf.to_dict()
