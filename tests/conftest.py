@@ -22,7 +22,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """On CPU megatron-core's fused functions run as Python: a C++ compiler would need 10 s for each of them."""
+    """On CPU megatron-core's fused functions run as Python: to compile them with a C++ compiler takes long."""
     if "multigpu" not in config.getoption("-m"):
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 

@@ -6,7 +6,7 @@ _M_MMAP_THRESHOLD = -3
 """From malloc.h."""
 _libc = ctypes.CDLL(None)
 # As soon as tests are collected: blocks of 64 KiB or more, freed, go back to the system. What a heap keeps for later
-# would count as used or hide what is, up to 60 MB, and differently in every run.
+# would count as used or hide what is, tens of MB, and differently in every run.
 _libc.mallopt(_M_MMAP_THRESHOLD, 64 << 10)
 
 

@@ -198,6 +198,12 @@ class StoppedError(Exception):
     """Somebody stops the conversion."""
 
 
+def stop_half_way(rank: int, phase: str, done: int, total: int) -> None:
+    """What a conversion tells, until it is stopped."""
+    if done > total / 2:
+        raise StoppedError
+
+
 @pytest.mark.parametrize("back", [False, True], ids=["to torch_dist", "to HF"])
 def test_an_interrupted_conversion_goes_on_where_it_was(back, tmp_path):
     source = small(tmp_path / "hf")
@@ -205,12 +211,8 @@ def test_an_interrupted_conversion_goes_on_where_it_was(back, tmp_path):
         convert(source, tmp_path / "dist", on_event=quiet)
     first, target = tmp_path / ("dist" if back else "hf"), tmp_path / "target"
 
-    def stop(rank: int, phase: str, done: int, total: int) -> None:
-        if done > total / 2:
-            raise StoppedError
-
     with pytest.raises(StoppedError):
-        convert(first, target, file_bytes=20_000, on_event=stop)
+        convert(first, target, file_bytes=20_000, on_event=stop_half_way)
     assert not target.exists()
     (partial,) = tmp_path.glob(".target.*")
     kept = {
@@ -247,14 +249,10 @@ def test_what_was_left_of_another_config_or_release_is_not_used(back, tmp_path, 
         convert(source, tmp_path / "dist", on_event=quiet)
     first, target = tmp_path / ("dist" if back else "hf"), tmp_path / "target"
 
-    def stop(rank: int, phase: str, done: int, total: int) -> None:
-        if done > total / 2:
-            raise StoppedError
-
     for config, release in ((tmp_path / "other", mb.__version__), (source, "another")):
         monkeypatch.setattr("mcore_bridge.commands.convert.__version__", release)
         with pytest.raises(StoppedError):
-            convert(first, target, hf=config, file_bytes=20_000, on_event=stop)
+            convert(first, target, hf=config, file_bytes=20_000, on_event=stop_half_way)
         monkeypatch.undo()
         assert convert(first, target, hf=source, file_bytes=20_000, on_event=quiet).num_kept == 0
         if not back:

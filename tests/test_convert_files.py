@@ -21,7 +21,7 @@ from mcore_bridge.trainers.rlinf.rank_file import NAME, read_rank_file
 from mcore_bridge.weights.checkpoint import Checkpoint
 from tests import memory, mtp_checkpoints, zoo
 from tests.strategies import random_state, tiny
-from tests.test_convert import StoppedError, assert_exact, mb_config, quiet, small, written
+from tests.test_convert import StoppedError, assert_exact, mb_config, quiet, small, stop_half_way, written
 from tests.test_rlinf_convertor import asked as block_of
 from tests.test_rlinf_convertor import name_of_this_rank
 
@@ -149,8 +149,7 @@ def test_an_interrupted_conversion_goes_on_where_it_was(back, tmp_path):
 
     def stop(rank: int, phase: str, done: int, total: int) -> None:
         seen.append(done)
-        if done > total / 2:
-            raise StoppedError
+        stop_half_way(rank, phase, done, total)
 
     again = {} if back else {"rank_files": wanted}
     with pytest.raises(StoppedError):
@@ -170,12 +169,8 @@ def test_an_interrupted_conversion_goes_on_where_it_was(back, tmp_path):
 def test_what_was_left_of_another_mesh_is_not_used(tmp_path):
     source, target = small(tmp_path / "hf"), tmp_path / "target"
 
-    def stop(rank: int, phase: str, done: int, total: int) -> None:
-        if done > total / 2:
-            raise StoppedError
-
     with pytest.raises(StoppedError):
-        convert(source, target, rank_files=files(pp=4), on_event=stop)
+        convert(source, target, rank_files=files(pp=4), on_event=stop_half_way)
     assert convert(source, target, rank_files=files("torch", pp=4), on_event=quiet).num_kept == 0
     names = set(read_rank_file(target / "release" / "mp_rank_00_001" / NAME)["model"])
     assert "decoder.layers.0.input_layernorm.weight" in names
