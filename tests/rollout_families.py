@@ -21,6 +21,8 @@ ABSORBED = {
     "v_head_dim": 128,
 }
 """Latent attention in the only dims for which vLLM has kernels."""
+HEADS_OF_M2 = {"head_dim": 128, "num_attention_heads": 48, "num_key_value_heads": 8}
+"""As published: of others vLLM's kernel for norms over tensor-parallel heads leaves the keys unwritten."""
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -48,7 +50,7 @@ def configs() -> dict[str, Any]:
         "olmo3": tiny("olmo3", **{**SIZES, "head_dim": 32}, sliding_window=8),
         "qwen3_next": tiny("qwen3_next", **{**SIZES, **LINEAR, "linear_key_head_dim": 64}),
         "hunyuan_v1_moe": tiny("hunyuan_v1_moe", **SIZES, num_experts=8, moe_topk=2),
-        "minimax_m2": tiny("minimax_m2", **SIZES, num_local_experts=8, num_experts_per_tok=2),
+        "minimax_m2": tiny("minimax_m2", **{**SIZES, **HEADS_OF_M2}, num_local_experts=8, num_experts_per_tok=2),
         "olmoe": tiny(
             "olmoe", **{**SIZES, "hidden_size": 512, "intermediate_size": 128}, num_experts=8, num_experts_per_tok=2
         ),
@@ -98,7 +100,7 @@ ENGINE_FIELDS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": SIZES["intermediate_size"],
     },
     "minimax_m2": {
-        "rotary_dim": SIZES["head_dim"],
+        "rotary_dim": HEADS_OF_M2["head_dim"],
         "scoring_func": "sigmoid",
         "use_routing_bias": True,
         "num_mtp_modules": 0,
