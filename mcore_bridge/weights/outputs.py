@@ -81,9 +81,11 @@ class Outputs:
             tensor = self._open.pop(number, None)
             if tensor is None:  # a slice of nothing
                 tensor = self._like[output.dtype].new_empty(output.shape)
-            *others, last = output.name, *output.copies
-            yield from ((name, tensor.clone()) for name in others)  # before the caller has the tensor
-            yield last, tensor
+            name = output.name
+            if output.copies:  # made before the caller has the tensor
+                *others, name = name, *output.copies
+                yield from ((other, tensor.clone()) for other in others)
+            yield name, tensor
 
     def clear(self) -> None:
         """Let go of all of them."""
