@@ -1,6 +1,7 @@
 """Files of the format: slices read by position are what was written, and what is written others can read."""
 
 import contextlib
+import math
 import os
 
 import numpy as np
@@ -42,9 +43,42 @@ def test_pieces_of_any_slice_are_read_from_any_place(tmp_path_factory, drawn, dt
         for piece in SliceCopy(view, found, dtype).pieces(num_bytes):
             arrived = torch.zeros(piece.source.shape, dtype=dtype)
             assert arrived.nbytes <= num_bytes
-            file.read(piece.source, array_of(arrived))
+            file.read([piece.source], array_of(arrived))
             piece.target.add_(arrived)  # what came twice would be twice as much
     assert torch.equal(found, expected)
+
+
+@given(st.data())
+def test_views_of_one_file_are_read_together(tmp_path_factory, data):
+    """In any order, with gaps or without, some twice, some of nothing: each comes behind the one before."""
+    path = tmp_path_factory.mktemp("views") / "model.safetensors"
+    shapes = data.draw(st.lists(st.sampled_from([(), (0, 3), (1,), (4, 3), (2, 3, 2)]), min_size=1, max_size=6))
+    numbers = iter(range(1000))
+    tensors = {
+        str(number): torch.tensor([float(next(numbers)) for _ in range(math.prod(shape))]).view(shape)
+        for number, shape in enumerate(shapes)
+    }
+    save_file(tensors, path)
+    file = SafetensorsFile(path)
+    chosen = data.draw(st.lists(st.tuples(st.sampled_from(sorted(tensors)), st.booleans()), max_size=8))
+    expected, views = (
+        [of(name)[..., ::2] if cut and tensors[name].dim() else of(name) for name, cut in chosen]
+        for of in (tensors.__getitem__, file.tensor)
+    )
+    out = torch.full((sum(view.numel() for view in views),), -1.0)
+    file.read(views, array_of(out))
+    assert out.tolist() == [value for tensor in expected for value in tensor.flatten().tolist()]
+
+
+def test_what_lies_side_by_side_is_read_at_once(tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    save_file({name: torch.full((4, 3), float(index)) for index, name in enumerate("abcd")}, path)
+    file, reads = SafetensorsFile(path), []
+    monkeypatch.setattr(os, "preadv", lambda *arguments, read=os.preadv: reads.append(arguments) or read(*arguments))
+    out = torch.empty(30)
+    file.read([file.tensor("a")[2:], file.tensor("b"), file.tensor("c")[:2], file.tensor("d")[2:]], array_of(out))
+    assert len(reads) == 2
+    assert out.tolist() == [0.0] * 6 + [1.0] * 12 + [2.0] * 6 + [3.0] * 6
 
 
 @contextlib.contextmanager
@@ -62,7 +96,7 @@ def test_a_file_that_became_shorter_is_an_error_and_no_signal(tmp_path, index):
     os.truncate(path, path.stat().st_size - 100)
     view = file.tensor("whole")[index]
     with pytest.raises(CheckpointError, match=r"cannot read .*model\.safetensors: the file ends .* copy it again"):
-        file.read(view, array_of(torch.empty(view.shape)))
+        file.read([view], array_of(torch.empty(view.shape)))
 
 
 def test_what_is_put_into_place_at_once_is_of_one_dtype_on_either_side(tmp_path):
@@ -77,7 +111,7 @@ def test_what_is_put_into_place_at_once_is_of_one_dtype_on_either_side(tmp_path)
     ]  # with gaps, so that nothing is read straight there
     slices = [(SliceCopy(view, target, view.dtype), file) for view, target in zip(views, targets, strict=True)]
     found = list(_batches([*slices, *slices[3:]], num_bytes=1 << 10))
-    assert [len(batch) for batch in found] == [1, 1, 1, 2]
+    assert [len(pieces) for _, pieces in found] == [1, 1, 1, 2]
 
 
 def example():

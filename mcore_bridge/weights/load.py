@@ -19,7 +19,7 @@ from mcore_bridge.weights.bound import BoundModel, Models, bind, noted
 from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.dtypes import Dtypes, dtype_name, is_exact, wanted_dtype
 from mcore_bridge.weights.mapping import unstacked
-from mcore_bridge.weights.names import mtp_layer_of
+from mcore_bridge.weights.names import expert_of, kind_of, mtp_layer_of
 from mcore_bridge.weights.provenance import HF, Dialect, dialect_of
 from mcore_bridge.weights.reading import SliceCopy, read
 from mcore_bridge.weights.staging import SLOT_BYTES, Staging
@@ -164,15 +164,23 @@ class _Load:
         absent = [name for name in self.uses if name not in names]
         self.initialised = [name for name in absent if self._is_initialised(name, present)]
         missing = [name for name in absent if name not in self.initialised]
-        unused = {name: self._is_unused(name) for name in names if name not in self.uses}
-        self.ignored = [name for name in unused if unused[name]]
-        unexpected = [name for name in unused if not unused[name] and not self._is_elsewhere(name)]
+        others = self._not_elsewhere(name for name in names if name not in self.uses)
+        self.ignored = list(filter(self._is_unused, others))
+        unexpected = [name for name in others if not self._is_unused(name)]
         self.missing, self.unexpected = tuple(missing), tuple(unexpected)
         if strict and (missing or unexpected):
             raise CheckpointError(
                 f"the source does not fit the model: {len(missing)} tensors missing {missing[:8]}, {len(unexpected)} "
                 f"unexpected {unexpected[:8]}. Use the checkpoint of this config, or strict=False to have them reported"
             )
+
+    def _not_elsewhere(self, names: Iterable[str]) -> list[str]:
+        """Of ``names``, what no other rank takes; of the experts of a layer, the last is asked about for all."""
+        kinds: dict[str, list[str]] = {}
+        for name in names:
+            kinds.setdefault(kind_of(name), []).append(name)
+        found = (kind for kind in kinds.values() if not self._is_elsewhere(max(kind, key=lambda x: expert_of(x) or 0)))
+        return [name for kind in found for name in kind if not self._is_elsewhere(name)]
 
     def _is_elsewhere(self, name: str) -> bool:
         return any(map(self.bound.is_elsewhere, self.bound.mapping.consumers(name)))

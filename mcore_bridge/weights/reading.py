@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, islice
+from itertools import groupby, islice
 from typing import TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,8 +57,8 @@ class SliceCopy:
         return self.target.is_cpu and self.target.dtype == self.source.dtype and self.target.is_contiguous()
 
 
-_Batch: TypeAlias = list[tuple[SliceCopy, SafetensorsFile]]
-"""Pieces that fit into one slot: of one dtype, for one device, so that together they are one tensor on their way."""
+_Batch: TypeAlias = tuple[SafetensorsFile, list[SliceCopy]]
+"""Pieces of a file that fit into one slot: of one dtype, for one device, so that they are one tensor on their way."""
 AHEAD = 64
 """Batches that are worked out before threads begin to read them: these need Python's lock between two reads."""
 
@@ -73,40 +72,45 @@ def read(slices: Iterable[tuple[SliceCopy, SafetensorsFile]], staging: Staging) 
 
 
 def _submit(batch: _Batch, staging: Staging) -> None:
-    slot = staging.take()
-    first, sizes = batch[0][0], [piece.source.numel() for piece, _ in batch]
+    slot, (file, pieces) = staging.take(), batch
+    first, sources = pieces[0], [piece.source for piece in pieces]
     if first.is_direct:
-        staging.submit(slot, partial(_fill, batch, [array_of(piece.target) for piece, _ in batch]))
+        staging.submit(slot, partial(_fill, file, sources, [array_of(piece.target) for piece in pieces]))
         return
-    memory = slot.memory(sum(sizes) * first.source.itemsize, first.target.device).view(first.source.dtype)
-    places = np.split(array_of(memory), list(accumulate(sizes))[:-1])
-    staging.submit(slot, partial(_fill, batch, places), partial(_put, batch, memory, slot))
+    memory = slot.memory(sum(source.nbytes for source in sources), first.target.device).view(first.source.dtype)
+    staging.submit(slot, partial(file.read, sources, array_of(memory)), partial(_put, pieces, memory, slot))
 
 
 def _batches(slices: Iterable[tuple[SliceCopy, SafetensorsFile]], num_bytes: int) -> Iterator[_Batch]:
     """To hand small pieces to a thread costs more than to read them."""
-    batch: _Batch = []
+    pieces = ((file, piece) for slice_copy, file in slices for piece in slice_copy.pieces(num_bytes))
+    for (file, *_), alike in groupby(pieces, lambda pair: (pair[0], *pair[1].kind)):
+        for batch in _packed((piece for _, piece in alike), num_bytes):
+            yield file, batch
+
+
+def _packed(pieces: Iterable[SliceCopy], num_bytes: int) -> Iterator[list[SliceCopy]]:
+    batch: list[SliceCopy] = []
     filled = 0
-    for slice_copy, file in slices:
-        for piece in slice_copy.pieces(num_bytes):
-            if batch and (filled + piece.source.nbytes > num_bytes or piece.kind != batch[0][0].kind):
-                yield batch
-                batch, filled = [], 0
-            batch.append((piece, file))
-            filled += piece.source.nbytes
-    if batch:
-        yield batch
+    for piece in pieces:
+        size = piece.source.nbytes
+        if batch and filled + size > num_bytes:
+            yield batch
+            batch, filled = [], 0
+        batch.append(piece)
+        filled += size
+    yield batch
 
 
-def _fill(batch: _Batch, places: Sequence[Array]) -> None:
-    for (piece, file), place in zip(batch, places, strict=True):
-        file.read(piece.source, place)
+def _fill(file: SafetensorsFile, sources: Sequence[Tensor], places: Sequence[Array]) -> None:
+    for source, place in zip(sources, places, strict=True):
+        file.read([source], place)
 
 
-def _put(batch: _Batch, memory: Tensor, slot: Slot) -> None:
+def _put(pieces: Sequence[SliceCopy], memory: Tensor, slot: Slot) -> None:
     """Take what has arrived in a slot to the device at once, and from there into place, with casts and transposes."""
-    targets = [piece.target for piece, _ in batch]
-    arrived = memory.to(targets[0].device, non_blocking=True).to(batch[0][0].crossing)
+    targets = [piece.target for piece in pieces]
+    arrived = memory.to(targets[0].device, non_blocking=True).to(pieces[0].crossing)
     parts = arrived.split([target.numel() for target in targets])
     torch._foreach_copy_(targets, [part.view(target.shape) for part, target in zip(parts, targets, strict=True)])
     slot.mark(targets[0].device)

@@ -11,11 +11,10 @@ import mmap
 import os
 import struct
 import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,8 +40,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+class _Entry(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
@@ -88,15 +86,20 @@ class SafetensorsFile:
         count = math.prod(entry.shape)
         return torch.frombuffer(self._map, dtype=entry.dtype, count=count, offset=entry.start).view(entry.shape)
 
-    def read(self, view: Tensor, out: Array) -> None:
-        """Copy ``view``, a slice of one of the tensors, into ``out`` (of ``array_of``) without the use of the map.
+    def read(self, views: Sequence[Tensor], out: Array) -> None:
+        """Copy ``views``, slices of its tensors of one dtype, one behind the other into ``out`` (of ``array_of``).
+
+        Not through the map; and what lies side by side in the file at once.
 
         Raises:
             CheckpointError: the file cannot be read, or has become shorter since it was opened.
         """
-        strides = tuple(stride * view.itemsize for stride in view.stride())
+        left = out.reshape(-1)
         try:
-            read_array(self._fd, view.data_ptr() - self._address, out.reshape(view.shape), strides)
+            for address, shape, strides in _stretches(views):
+                size = math.prod(shape)
+                read_array(self._fd, address - self._address, left[:size].reshape(shape), strides)
+                left = left[size:]
         except (OSError, EOFError) as error:
             raise CheckpointError(f"cannot read {self.path}: {error}; copy it again") from None
 
@@ -105,6 +108,24 @@ class SafetensorsFile:
         entry = self.entries[name]
         start = entry.start // mmap.PAGESIZE * mmap.PAGESIZE
         self._map.madvise(mmap.MADV_DONTNEED, start, entry.stop - start)
+
+
+def _stretches(views: Iterable[Tensor]) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Address, shape and strides in bytes of each view; of dense ones that lie side by side, of all as one."""
+    start, num_bytes, itemsize = 0, 0, 1
+    for view in views:
+        address = view.data_ptr()
+        if view.is_contiguous() and address == start + num_bytes:
+            num_bytes += view.nbytes
+            continue
+        if num_bytes:
+            yield start, (num_bytes // itemsize,), (itemsize,)
+        start, num_bytes, itemsize = address, view.nbytes, view.itemsize
+        if not view.is_contiguous():
+            yield start, tuple(view.shape), tuple(stride * itemsize for stride in view.stride())
+            num_bytes = 0
+    if num_bytes:
+        yield start, (num_bytes // itemsize,), (itemsize,)
 
 
 def _entry(value: dict[str, Any], base: int) -> _Entry:
