@@ -111,6 +111,25 @@ def test_stages_take_turns_where_memory_asks_for_it(
         assert sent < 1.02 * sum(output.num_bytes for output in plan.goods.outputs)
 
 
+MEASURED = {  # benchmarks/results/2026-11-21_sync_4xH200.md: the median of ten exports
+    ("dense", ParallelDims(pp=4)): 0.0481,
+    ("dense", ParallelDims(tp=2, pp=2)): 0.0481,
+    ("dense", ParallelDims(tp=4)): 0.0481,
+    ("sparse", ParallelDims(tp=2, pp=2, ep=2, sp=True)): 0.1794,
+}
+
+
+@pytest.mark.parametrize(("model", "dims"), MEASURED, ids=str)
+def test_predicted_seconds_are_those_that_were_measured(model: str, dims: ParallelDims) -> None:
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, **experts}
+    model_type, sizes = ("qwen3", QWEN3_8B) if model == "dense" else ("qwen3_moe", {**QWEN3_8B, **sizes})
+    key_value_heads = 8 if model == "dense" else 4
+    hf = tiny(model_type, **sizes, num_attention_heads=32, num_key_value_heads=key_value_heads, head_dim=128)
+    found = plan_mesh(draw(hf, dims=dims, dtype=torch.bfloat16, device="meta"), world_size=4)
+    assert abs(cost_of(found.export).seconds / MEASURED[model, dims] - 1) < 0.15
+
+
 def test_one_rank_alone_sends_nothing() -> None:
     cost = cost_of(planned(2, ParallelDims()).export)
     assert (cost.num_messages, cost.sent, cost.weights, cost.received, cost.seconds) == (0, 0, 0, 0, 0)

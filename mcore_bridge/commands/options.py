@@ -10,8 +10,8 @@ import typer
 
 from mcore_bridge.config.parallel import ParallelDims
 
-BANDWIDTH = 449.0
-"""GB/s that a rank receives, measured: all_gather_into_tensor among 4 H200s by NVLink, at the size that suits best."""
+BANDWIDTH = 255.0
+"""GB/s of the windows of others that a rank receives: measured, of exports of 16 and 61 GB among 4 H200s by NVLink."""
 
 # fmt: off
 Folder = Annotated[Path, typer.Argument(help="Folder of the HF checkpoint, with its config.json.", show_default=False)]
