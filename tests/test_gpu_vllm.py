@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import mcore_bridge as mb
 from tests import records
+from tests.fusions import smallest_buckets
 from tests.parity import reference_model
 from tests.rollout_families import ENGINE_FIELDS, UNLOADABLE, configs
 from tests.strategies import random_state
@@ -100,13 +101,13 @@ def examine(hf, engine, folder, tensor_parallel):
     """
     models = mb.build_model(hf, dims=mb.ParallelDims(), dtype=torch.bfloat16, load_weights=False)
     models[0].eval()
-    largest = max(spec.num_bytes for spec in mb.manifest(models).tensors)
+    smallest = smallest_buckets(mb.manifest(models)).slot_bytes
     prompts = torch.randint(0, hf.vocab_size, (PROMPTS, PROMPT), generator=torch.Generator().manual_seed(7))
     found, rings = [], []
     for number in range(ROUNDS):
         state = random_state(hf, dtype=torch.bfloat16, seed=number)
         mb.load_hf_weights(models, state)
-        rings.append(feed(engine, models, None if number % 2 else largest + 4096, tensor_parallel))
+        rings.append(feed(engine, models, None if number % 2 else smallest, tensor_parallel))
         if number not in (0, ROUNDS - 1):
             continue
         reference = reference_model(hf, str(folder), state).cuda()

@@ -14,6 +14,7 @@ from mcore_bridge.weights.footprint import AHEAD
 from mcore_bridge.weights.load import load_hf_weights
 from mcore_bridge.weights.turns import MIN_WINDOW
 from tests import fake_mesh
+from tests.fusions import require_together
 from tests.strategies import problems, random_state, tiny
 
 
@@ -29,6 +30,7 @@ def check(hf, dims, *, dtype=torch.float32, bucket_bytes=1 << 14):
     for name, tensor in exported.items():
         assert tensor.dtype == dtype
         assert torch.equal(tensor, state[name]), name
+    require_together(fake_mesh.plan_of(held, bucket_bytes=bucket_bytes), bucket_bytes)
 
 
 @settings(max_examples=40)

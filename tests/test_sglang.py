@@ -23,9 +23,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import mcore_bridge as mb
 from mcore_bridge.architecture import architectures
-from mcore_bridge.errors import TransferError
 from mcore_bridge.weights.alignment import aligned
 from tests import pool, zoo
+from tests.fusions import smallest_buckets
 from tests.strategies import random_state, save
 from tests.zoo.latent import YARN
 
@@ -125,7 +125,7 @@ def at_once(updater: Any, models: Any) -> None:
 
 def in_buckets(updater: Any, models: Any) -> None:
     """A call for each bucket, of slots as small as the model allows."""
-    for pairs, _, _ in received(small_buckets(models), models):
+    for pairs, _, _ in received(smallest_buckets(mb.manifest(models)), models):
         updater.update_weights_from_tensor(pairs)
 
 
@@ -134,20 +134,13 @@ def flattened(updater: Any, models: Any) -> None:
     from tests.sglang_engine import bucket_of
 
     manifest = mb.manifest(models)
-    plan = mb.plan_buckets(manifest, slot_bytes=max(aligned(manifest.num_bytes) // 2, small_buckets(models).slot_bytes))
+    smallest = smallest_buckets(manifest).slot_bytes
+    plan = mb.plan_buckets(manifest, slot_bytes=max(aligned(manifest.num_bytes) // 2, smallest))
     for _, slot, columns in received(plan, models):
         updater.update_weights_from_tensor(bucket_of(slot, columns), "flattened_bucket")
 
 
 WAYS: Sequence[Callable[[Any, Any], None]] = (at_once, in_buckets, flattened)
-
-
-def small_buckets(models: Any) -> Any:
-    """Buckets of the size that the refusal of a smaller one asks for."""
-    manifest = mb.manifest(models)
-    with pytest.raises(TransferError, match=r"pass slot_bytes=\d+ or more") as refusal:
-        mb.plan_buckets(manifest, slot_bytes=1)
-    return mb.plan_buckets(manifest, slot_bytes=int(str(refusal.value).partition("slot_bytes=")[2].split()[0]))
 
 
 def received(plan: Any, models: Any) -> Iterator[tuple[list[tuple[str, Tensor]], Tensor, dict[str, Any]]]:
@@ -205,7 +198,7 @@ def feed(name: str, out: str) -> tuple[list[str], set[str]]:
             off = sglang_engine.differences(served, server.read(str(folder)))
             found += [f"{way.__name__}: {each}" for each in (*warnings, *off)]
         exported = mb.to_hf_state_dict(models)
-        groups = [[piece.name for piece in bucket.pieces] for bucket in small_buckets(models).buckets]
+        groups = [[piece.name for piece in bucket.pieces] for bucket in smallest_buckets(mb.manifest(models)).buckets]
         return found, sglang_engine.unused(updater, served, [[(n, exported[n]) for n in group] for group in groups])
 
 

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,8 +23,13 @@ if TYPE_CHECKING:
     from mcore_bridge.weights.manifest import TensorSpec
 
 SLOT_BYTES = 512 << 20
-_FUSED = re.compile(r"(.*)\.(?:q_a_proj|kv_a_proj_with_mqa)\.(?:weight|bias)")
-"""What SGLang fuses of an attention within one load call, and leaves out, without a word, where one does not come."""
+_FUSED = re.compile(
+    r"(.*)\.(?:[qkv]_proj|q_a_proj|kv_a_proj_with_mqa|in_proj_\w+|gate_proj|up_proj|w1|w3)\.(?:weight|bias)"
+)
+"""The projections of one input, which engines hold as one: of an attention, a delta net, an MLP or an expert.
+
+SGLang leaves latents out (``q_a_proj`` and ``kv_a_proj_with_mqa``), without a word, where they come in two load calls.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +95,9 @@ def plan_buckets(
         num_slots: slots that are used in turn. With two, one is filled while the other is read.
         slot_bytes: bytes of a slot, all of which are allocated ``num_slots`` times. None is 512 MiB, less for a model
             that is smaller, and more for one with a larger tensor or group.
-        together: groups of names that must share a slot, beside those that are known to be fused by an engine in one
-            load call: the latents of queries with those of keys and values. What comes between the first and the last
-            of a group in the manifest travels with them.
+        together: groups of names that must share a slot, beside what engines fuse: projections of one input (q, k and
+            v; gate and up), always, and the experts of a layer where a slot holds them all. What comes between the
+            first and the last of a group in the manifest travels with them.
 
     Raises:
         TransferError: when a tensor or group is larger than ``slot_bytes``, when a group names what the manifest lacks,
@@ -110,7 +116,7 @@ def plan_buckets(
             f"{names} takes {_size(largest)} bytes of one slot, and a slot has {slot_bytes}; pass "
             f"slot_bytes={_size(largest)} or more, or None"
         )
-    filled = enumerate(_fill(runs, slot_bytes))
+    filled = enumerate(_fill(_in_layers(runs, slot_bytes), slot_bytes))
     return BucketPlan(num_slots, slot_bytes, tuple(Bucket(i, i % num_slots, pieces) for i, pieces in filled))
 
 
@@ -143,6 +149,14 @@ def _runs(specs: Sequence[TensorSpec], together: Iterable[Collection[str]]) -> I
         last = max(last, last_with[place])
     if specs:
         yield specs[start:]
+
+
+def _in_layers(runs: Iterable[Sequence[TensorSpec]], slot_bytes: int) -> Iterator[Sequence[TensorSpec]]:
+    """The experts of a layer as one run, where they come one behind the other and a slot holds them all."""
+    for layer, alike in groupby(runs, lambda run: run[0].name.rpartition(".experts.")[0]):
+        found = list(alike)
+        joined = [spec for run in found for spec in run]
+        yield from [joined] if layer and _size(joined) <= slot_bytes else found
 
 
 def _fill(runs: Iterable[Sequence[TensorSpec]], slot_bytes: int) -> Iterator[tuple[Piece, ...]]:
