@@ -1,5 +1,6 @@
 """Which attention stands in where TransformerEngine has none; what it has itself is tried on GPUs."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.fallback import say
 from mcore_bridge.factory.kernels import lacking, with_sinks
-from mcore_bridge.factory.scores import ScoresCoreAttention
+from mcore_bridge.factory.norms import adapt_query_key_norms
+from mcore_bridge.factory.scores import ScoresCoreAttention, adapt_scores
 from tests.test_modules import ALONE, settings
 
 LAID_OUT = {
@@ -115,3 +118,22 @@ def test_sinks_of_packed_sequences_are_those_of_rows() -> None:
     torch.testing.assert_close(found, torch.cat(parts)[:, 0])
     found.sum().backward()
     assert either.softmax_offset.grad.abs().min() > 0
+
+
+@pytest.mark.parametrize(
+    ("adapt", "config", "message"),
+    [
+        (adapt_scores, {"attention_softcap": 30.0, "softmax_type": "vanilla"}, "no attention with soft caps"),
+        (adapt_query_key_norms, {"qk_norm_kind": "all_heads"}, "no norm over the heads of several ranks"),
+    ],
+    ids=["caps", "norms"],
+)
+def test_what_torch_stands_in_for_is_said_once(
+    adapt: Callable[[Any, Any, Any], None], config: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    say.cache_clear()
+    for backend in ("torch", "te", "te"):
+        layer = SimpleNamespace(self_attention=SimpleNamespace(submodules=SimpleNamespace()))
+        adapt(layer, SimpleNamespace(**config), backend)
+        assert len(caplog.records) == (backend == "te")
+    assert message in caplog.text

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (the name by which all of PyTorch knows it)
 
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.fallback import say
 from mcore_bridge.factory.modules import gather_text, own_text, packed_lengths, placement
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ def _delta_spec(config: TransformerConfig, backend: str) -> ModuleSpec:
 
         linears = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
     fused = backend == "te" and importlib.util.find_spec("fla") is not None
+    if backend == "te" and not fused:
+        say("flash-linear-attention is not installed: gated delta nets compute in torch")
     return ModuleSpec(
         module=GatedDeltaNet if fused else TorchGatedDeltaNet,
         submodules=GatedDeltaNetSubmodules(out_norm=HeadNorm, **linears),

@@ -6,18 +6,16 @@ What is lacking was read in TransformerEngine 2.11 and tried on GPUs; newer ones
 from __future__ import annotations
 
 import functools
-import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.fallback import say
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
-
-logger = logging.getLogger("mcore_bridge")
 
 CP_COMM_TYPES = (None, "p2p", "all_gather", "a2a", "a2a+p2p")
 """What ``cp_comm_type`` may be: None is what each layer can have. No list: megatron-core 0.16 takes the value of the
@@ -37,10 +35,10 @@ def adapt_kernel(layer: Any, config: TransformerConfig, number: int) -> None:
         from mcore_bridge.factory.modules import CoreAttention
         from mcore_bridge.factory.scores import ScoresCoreAttention
 
-        _say(f"TransformerEngine has no attention {reason}: those layers have torch's")
+        say(f"TransformerEngine has no attention {reason}: those layers have torch's")
         attention.core_attention = ScoresCoreAttention if sinks else CoreAttention
     elif sinks:
-        _say("TransformerEngine has no attention with sinks for packed sequences: they have torch's")
+        say("TransformerEngine has no attention with sinks for packed sequences: they have torch's")
         attention.core_attention = with_sinks(TEDotProductAttention)
     elif windowed and config.context_parallel_size > 1 and config.cp_comm_type is None:
         layer.self_attention.params = {**(layer.self_attention.params or {}), "cp_comm_type": "a2a"}
@@ -147,10 +145,3 @@ def with_sinks(fused: type) -> type:
             return output
 
     return SinkAttention
-
-
-@functools.cache
-def _say(message: str) -> None:
-    """Once, from rank 0."""
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        logger.warning(message)

@@ -17,6 +17,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.fallback import say
 from mcore_bridge.factory.modules import Norm, sharded_tensors
 from mcore_bridge.factory.specs import Backend, norm_of, submodules_of
 
@@ -59,6 +60,8 @@ def adapt_query_key_norms(layer: Any, config: TransformerConfig, backend: Backen
     """
     kind, attention = getattr(config, "qk_norm_kind", "head"), layer.self_attention.submodules
     if kind == "all_heads":
+        if backend == "te":
+            say("TransformerEngine has no norm over the heads of several ranks: those of queries and keys are torch's")
         attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
     elif kind == "after_rope":
         attention.q_layernorm = attention.k_layernorm = IdentityOp

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from mcore_bridge.factory.fallback import say
 from mcore_bridge.factory.modules import CoreAttention, placement, sharded_tensors
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 def adapt_scores(layer: Any, config: TransformerConfig, backend: str) -> None:
     """``ScoresCoreAttention`` for soft caps on either backend, as TE has none, and for sinks on the torch backend."""
     capped = getattr(config, "attention_softcap", None) is not None
+    if capped and backend == "te":
+        say("TransformerEngine has no attention with soft caps: those layers have torch's")
     if capped or (backend == "torch" and config.softmax_type == "learnable"):
         layer.self_attention.submodules.core_attention = ScoresCoreAttention
 

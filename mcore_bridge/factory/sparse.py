@@ -11,6 +11,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.fallback import say
 
 if TYPE_CHECKING:
     from mcore_bridge.factory.specs import Backend
@@ -21,6 +22,8 @@ def adapt_sparse(layer: Any, config: Any, backend: Backend) -> None:
     if config.experimental_attention_variant != "dsa":
         return
     _require_no_recompute(config)
+    if backend == "te":
+        say("TransformerEngine has no attention to tokens that an indexer selects: megatron-core computes it in torch")
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.experimental_attention_variant.absorbed_mla import (
         AbsorbedMLASelfAttentionSubmodules,
