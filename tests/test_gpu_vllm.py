@@ -70,6 +70,20 @@ def make_engine(fields, *arguments):
         def wake(self):
             self._llm.collective_rpc("forget_weights")
 
+        def prompt_log_probs(self, tokens):
+            """Of ``tokens`` ``[batch, seq]`` as a prompt: fp32 ``[batch, seq - 1]``."""
+            from vllm import SamplingParams
+
+            asked = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+            answers = self._llm.generate([{"prompt_token_ids": row} for row in tokens.tolist()], asked, use_tqdm=False)
+            rows = zip(tokens.tolist(), answers, strict=True)
+            return torch.tensor(
+                [
+                    [found[token].logprob for token, found in zip(row[1:], answer.prompt_logprobs[1:], strict=True)]
+                    for row, answer in rows
+                ]
+            )
+
     (name,) = fields["architectures"]
     if name not in ModelRegistry.get_supported_archs():
         return Absent(NotImplementedError(f"vLLM has no {name}"))
@@ -97,7 +111,8 @@ def log_probs(model, tokens):
 def examine(hf, engine, folder, tensor_parallel):
     """What vLLM says otherwise than others, relative to what is allowed, after the first round and after the last.
 
-    Of what it samples: than transformers, and than the trainer's model; and of what it thinks likeliest.
+    Of what it samples, and of the same as a prompt: than transformers, and than the trainer's model; and of what it
+    thinks likeliest.
     """
     models = mb.build_model(hf, dims=mb.ParallelDims(), dtype=torch.bfloat16, load_weights=False)
     models[0].eval()
@@ -116,9 +131,11 @@ def examine(hf, engine, folder, tensor_parallel):
         exact = [log_probs(reference, each) for each in (tokens, greedy)]
         rounded = [log_probs(reference.bfloat16(), each) for each in (tokens, greedy)]
         answers = tokens[:, 1:, None].cuda()
-        own, theirs = (each.gather(-1, answers)[:, PROMPT - 1 :, 0].cpu() for each in (exact[0], rounded[0]))
-        trained = mb.forward(models, tokens.cuda()).log_probs[:, PROMPT:].cpu()
-        found += [float((said - other).abs().median() / (own - theirs).abs().median()) / 3 for other in (own, trained)]
+        own, theirs = (each.gather(-1, answers)[..., 0].cpu() for each in (exact[0], rounded[0]))
+        trained = mb.forward(models, tokens.cuda()).log_probs[:, 1:].cpu()
+        for answer, since in ((said, PROMPT - 1), (engine("prompt_log_probs", tokens), 0)):
+            allowed = 3 * (own - theirs)[:, since:].abs().median()
+            found += [float((answer - other[:, since:]).abs().median() / allowed) for other in (own, trained)]
         passed_over = exact[1].max(-1).values - exact[1].gather(-1, greedy[:, 1:, None].cuda())[..., 0]
         allowed = 2 * (exact[1] - rounded[1]).abs().max()  # the likeliest of two that rounding may change the order of
         found.append(float(passed_over[:, PROMPT - 1 :].max() / allowed))

@@ -1,0 +1,10 @@
+"""Every family is fed to vLLM on GPUs, or it is said why not."""
+
+from mcore_bridge.architecture import architectures
+from tests.rollout_families import LEFT_OUT, configs
+
+
+def test_every_family_is_fed_to_an_engine_or_left_out_with_a_reason() -> None:
+    fed = {hf.model_type for hf in configs().values()}
+    assert fed.isdisjoint(LEFT_OUT)
+    assert fed | LEFT_OUT.keys() == set(architectures())
