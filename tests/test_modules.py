@@ -126,6 +126,19 @@ def test_windows_follow_the_layer_pattern_and_calls_may_change_the_mask_type():
     torch.testing.assert_close(open_to_all, by_hand(query, key, value, ahead > 9))
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_mask_of_tokens_is_that_of_transformers(causal):
+    """Rows of a batch that are padded on either side attend as they do by themselves."""
+    query, key, value = (torch.randn(6, 2, 2, 8) for _ in range(3))
+    counting = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
+    core = attention(AttnMaskType.causal if causal else AttnMaskType.no_mask)
+    found = core(query, key, value, counting)
+    assert found.isfinite().all()
+    for row, tokens in enumerate((slice(2, 6), slice(0, 3))):
+        alone = core(*(tensor[tokens, row : row + 1] for tensor in (query, key, value)))
+        torch.testing.assert_close(found[tokens, row : row + 1], alone)
+
+
 def test_a_padded_query_that_sees_nothing_harms_nobody():
     query, key, value = (torch.randn(4, 1, 2, 8, requires_grad=True) for _ in range(3))
     left_padding = torch.tensor([True, True, False, False])[None, None, None]

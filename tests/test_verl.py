@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,27 @@ import pytest
 import torch
 
 from mcore_bridge import ParallelDims
+from mcore_bridge.commands.convert import convert
 from mcore_bridge.errors import ConfigError
 from tests import pool, stepping, tiny, zoo
 from tests.strategies import random_state, save
+from tests.test_convert import quiet
 from tests.test_trainer_settings import ENGINE, SIIRL
+from tests.test_trainers import read
 from tests.trainer_calls import attention_switches
 from tests.verl_engine import SWITCH, CpuForCuda, engine_of, kernels_on_cpu, own_processes, use_us_on_cpu
-from tests.verl_life import batch_of, inferred, life, padded, problems, with_tokenizer
+from tests.verl_life import (
+    batch_of,
+    copied,
+    differing,
+    inferred,
+    life,
+    padded,
+    problems,
+    resumed,
+    step,
+    with_tokenizer,
+)
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
 
@@ -71,6 +86,48 @@ def test_a_life(kind, value, vanilla, request, tmp_path):
     options = {"vanilla": vanilla, "value": value}
     ranks = pool.run(dims.tp * dims.pp, in_verl, dims, life, folder, str(tmp_path), options)
     assert problems(ranks, folder, tmp_path, vanilla=vanilla) == []
+
+
+def test_a_life_of_padded_rows(dense, tmp_path):
+    """Without ``use_remove_padding``, as verl asks for where a model takes no packed sequences."""
+    dims, options = MESHES["dense"], {"vanilla": False, "use_remove_padding": False}
+    ranks = pool.run(dims.tp * dims.pp, in_verl, dims, life, dense, str(tmp_path), options)
+    assert problems(ranks, dense, tmp_path, vanilla=False) == []
+
+
+def from_files_of_megatron(dims: ParallelDims, folder: str, files: str, out: str) -> list[str]:
+    """Runs in a worker: what an engine that verl itself loads gives otherwise than the HF file, and after a resume."""
+    options = {"vanilla": False, "use_dist_checkpointing": True, "dist_checkpointing_path": files}
+    options["overrides"] = {"hetereogenous_dist_checkpoint": True}  # keys for each layer, of dense models too
+    engine = engine_of(folder, dims, **options)
+    broken = differing(copied(engine), read(folder))
+    vocab_size = engine.model_config.hf_config.vocab_size
+    said = inferred(engine, vocab_size)
+    step(engine, vocab_size, said)
+    trained = copied(engine)
+    engine.save_checkpoint(out, global_step=1)
+    other = resumed(engine_of(folder, dims, **options), out, vocab_size, said)
+    return broken + [f"{name} is lost" for name in differing(copied(other), trained)]
+
+
+@pytest.mark.parametrize("kind", MESHES)
+def test_verl_loads_what_convert_writes_and_resumes_from_its_own(kind, request, tmp_path):
+    """``use_dist_checkpointing``: verl loads and saves megatron-core's files, and we only build the model.
+
+    Without virtual stages: it loads chunk by chunk, of which megatron-core finds the first without tied embeddings.
+    """
+    folder, dims = request.getfixturevalue(kind), replace(MESHES[kind], vp=1)
+    convert(Path(folder), tmp_path / "files", on_event=quiet)
+    ranks = pool.run(
+        dims.tp * dims.pp,
+        in_verl,
+        dims,
+        from_files_of_megatron,
+        folder,
+        str(tmp_path / "files"),
+        str(tmp_path / "out"),
+    )
+    assert ranks == [[]] * (dims.tp * dims.pp)
 
 
 def test_the_page_has_every_key_of_the_engine():

@@ -71,6 +71,7 @@ def engine_of(
     value: bool = False,
     replay: str = "disabled",
     attention: str = "flash",
+    overrides: dict[str, Any] | None = None,
     **fields: Any,
 ) -> Any:
     """An engine as a worker of verl makes it from its config, initialised.
@@ -82,6 +83,7 @@ def engine_of(
         value: a critic.
         replay: the mode of router replay.
         attention: the backend, by its name.
+        overrides: of the ``TransformerConfig``, besides.
         fields: others of ``McoreEngineConfig``, such as those of offloading.
     """
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
@@ -99,7 +101,11 @@ def engine_of(
             router_replay=EngineRouterReplayConfig(mode=replay),
             use_dynamic_bsz=False,
             override_mcore_model_config={"moe_config": {"freeze_moe_router": True}},
-            override_transformer_config={"attention_backend": attention, "recompute_modules": ["core_attn"]},
+            override_transformer_config={
+                "attention_backend": attention,
+                "recompute_modules": ["core_attn"],
+                **(overrides or {}),
+            },
             **{name: size for name, size in dims.to_group_sizes().items() if size is not None},
             **fields,
         ),

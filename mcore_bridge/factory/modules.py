@@ -121,8 +121,9 @@ class CoreAttention(nn.Module):
             query: ``[s, b, heads, dim]``, the tokens of this CP rank; ``[s, heads, dim]`` of packed sequences.
             key: ``[t, b, groups, dim]``, likewise.
             value: ``[t, b, groups, dim]``, likewise.
-            attention_mask: True hides; broadcasts to ``[b, heads, s, t of all CP ranks in the order of the text]``. It
-                adds to what ``attn_mask_type`` and the window hide.
+            attention_mask: True hides; broadcasts to ``[b, heads, s, t of all CP ranks in the order of the text]``. Of
+                two dims, it says which tokens count, ``[b, s]`` as transformers has it. It adds to what
+                ``attn_mask_type`` and the window hide.
             attn_mask_type: how this call differs from the layer's own, if it does.
             attention_bias: refused.
             packed_seq_params: where sequences begin that are packed, one behind the other; each is dealt to the CP
@@ -153,6 +154,8 @@ class CoreAttention(nn.Module):
         if self.cp_group.size() > 1:
             key, value = self._gather(key, value)
         causal = (attn_mask_type or self.attn_mask_type) in _CAUSAL
+        if attention_mask is not None and attention_mask.dim() == 2:
+            attention_mask = _padding(attention_mask, query_positions, self.cp_group)
         hidden = self._hidden(query_positions, key.size(0), causal=causal, attention_mask=attention_mask)
         query, key, value = (rearrange(tensor, "s b n d -> b n s d") for tensor in (query, key, value))
         with self._rng():
@@ -196,6 +199,13 @@ class CoreAttention(nn.Module):
         if self.dropout == 0.0 or not self.training or self.sequence_parallel:
             return contextlib.nullcontext()
         return get_cuda_rng_tracker().fork()
+
+
+def _padding(counting: Tensor, query_positions: Tensor, cp_group: Any) -> Tensor:
+    """``[b, 1, s, t]``: hides what does not count, but from itself, so that no token is left without any to see."""
+    shown = gather_text(counting.bool().t(), cp_group).t()
+    places = torch.arange(shown.size(1), device=shown.device)
+    return ~shown[:, None, None, :] & (places != query_positions[:, None])
 
 
 def sharded_tensors(attention: nn.Module, prefix: str, sharded_offsets: tuple[Any, ...]) -> dict[str, Any]:
