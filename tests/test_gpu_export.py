@@ -14,7 +14,7 @@ from mcore_bridge.weights.export import open_export
 from mcore_bridge.weights.footprint import MEMORY, footprint
 from tests.strategies import random_state, tiny
 from tests.test_gpu import SPARSE
-from tests.test_targets import ENGINES, GRID, assert_gets, expected
+from tests.test_targets import GRID, assert_gets, assignments, expected
 
 pytestmark = pytest.mark.multigpu
 
@@ -54,8 +54,7 @@ def grid(rank, world_size):
             continue
         dims.initialize(device="cuda")
         models = mb.build_model(HF, dims=dims, load_weights=state)
-        for sizes in ENGINES.values():
-            ranks = mb.engine_ranks(**sizes)
+        for ranks in assignments():
             target = ranks[rank % len(ranks)]
             found = mb.to_hf_state_dict(models, target=target, bucket_bytes=BUCKET, device="cpu")
             assert_gets(found, expected(HF, state, target))
