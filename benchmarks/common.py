@@ -244,7 +244,10 @@ def most(value: int) -> int:
 
 
 def from_the_first(function: Callable[[], object], repeats: int) -> tuple[float, list[float], int]:
-    """Seconds of the first call, of ``repeats`` warm ones, and bytes of GPU memory that it takes at most."""
+    """Seconds of the first call, of ``repeats`` warm ones, and bytes of GPU memory that it takes at most.
+
+    The first counts only where nothing has made and kept a plan before, as ``mb.manifest`` does.
+    """
     memory = MemoryPeak()
     (first,) = timed(function, 1)
     timed(function, 2)

@@ -4,6 +4,9 @@
     torchrun --nproc-per-node 4 benchmarks/export.py --device cpu "tiny tp=2 pp=2" "tiny-moe ep=4"
 
 Weights are random. Each rank takes every HF tensor as a tensor of its own, and lets go of it at the next one.
+``first_s`` is the very first export of a case and size of buckets: all that it does once there is a communicator, such
+as exchanging inventories and planning, and in the first case of a process compiling the kernel. GB/s count what a rank
+has in the end, for raw all-gathers too; its own share of that does not travel.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from common import case_arguments, config_of, from_the_first, parsed, report, se
 
 import mcore_bridge as mb
 from mcore_bridge.weights.target import Target
+from mcore_bridge.weights.transport import Group
 
 
 def main() -> None:
@@ -36,7 +40,7 @@ def main() -> None:
 
 
 def build(case: str, arguments: Namespace) -> list[torch.nn.Module]:
-    """This rank's chunks with random weights, on the mesh of a case."""
+    """This rank's chunks with random weights, on the mesh of a case, whose exports find a communicator."""
     name, layers, sizes = parsed(case)
     mesh = set_up(Namespace(**sizes, device=arguments.device))
     models = mb.build_model(
@@ -51,13 +55,14 @@ def build(case: str, arguments: Namespace) -> list[torch.nn.Module]:
         for chunk in models:
             for parameter in chunk.parameters():
                 parameter.normal_(std=0.02)
+    Group.of_replica(models[0].pg_collection).agrees(is_well=True)  # NCCL makes communicators when they are first used
     return models
 
 
 def measure(case: str, models: list[torch.nn.Module], bucket_bytes: int | None, repeats: int, raw: float) -> None:
     """One report: the first export, warm ones, and the memory that they take."""
-    found = mb.manifest(models)
     first, seconds, peak = from_the_first(lambda: drain(models, bucket_bytes), repeats)
+    found = mb.manifest(models, bucket_bytes=bucket_bytes)
     median = statistics.median(seconds)
     speed = found.num_bytes / median / 1e9
     report(
@@ -83,7 +88,7 @@ def drain(models: list[torch.nn.Module], bucket_bytes: int | None = None, target
 
 
 def best_all_gather(device: str) -> float:
-    """GB/s, counted as received bytes, of a raw ``all_gather_into_tensor`` over all ranks at its best size."""
+    """GB/s of what a rank has in the end of a raw ``all_gather_into_tensor`` over all ranks, at its best size."""
     best = 0.0
     for megabytes in (64, 128, 256, 1024, 4096) if device == "cuda" else (4, 16, 64):
         own = torch.empty((megabytes << 20) // dist.get_world_size(), dtype=torch.uint8, device=device)

@@ -2,10 +2,17 @@
 
 torchrun --nproc-per-node 4 benchmarks/load.py --model qwen3-8b --tp 2 --pp 2 --folder FOLDER
 
-The raw read: all ranks together read the bytes of the files once from the page cache, each its share, a piece at a time
-into one buffer (pinned, and from there to the GPU, where there is one).
+The raw read is what memory of the host allows: all ranks together read the bytes of the files once from the page cache,
+in pieces that are dealt to the ranks. Eight threads of each take theirs one after the other, into pinned memory and on
+to the GPU where there is one, so that a thread reads a piece while its last one crosses. Nothing looks at what is read.
+A load reads more where ranks hold the same, and has names and headers to look at. ``ratio`` is the part of the raw
+read's speed that it reaches.
 """
 
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -14,25 +21,44 @@ from common import prepared, report, summary, timed
 
 import mcore_bridge as mb
 
-PIECE = 64 << 20
+PIECE, THREADS = 16 << 20, 8
 
 
-def raw_read(files: list[Path], device: str) -> None:
-    """This rank's share of all ``files``."""
-    staged = torch.empty(PIECE, dtype=torch.uint8, pin_memory=device == "cuda")
-    landed = torch.empty(PIECE, dtype=torch.uint8, device=device)
-    view = memoryview(staged.numpy())
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    for path in files:
-        size = path.stat().st_size
-        start, stop = size * rank // world_size, size * (rank + 1) // world_size
-        with path.open("rb", buffering=0) as file:
-            file.seek(start)
-            while start < stop:
-                read = file.readinto(view[: min(PIECE, stop - start)])
-                if device == "cuda":
-                    landed[:read].copy_(staged[:read])
-                start += read
+class Reader:
+    """What a thread reads into: two slots, of which one may be on its way to the GPU while the other is filled."""
+
+    def __init__(self, device: str) -> None:
+        self._stream = torch.cuda.Stream() if device == "cuda" else None
+        self._slots = [torch.empty(PIECE, dtype=torch.uint8, pin_memory=device == "cuda") for _ in range(2)]
+        self._crossed = [torch.cuda.Event() for _ in self._slots] if self._stream else []
+        self._landed = torch.empty(PIECE, dtype=torch.uint8, device=device)
+
+    def read(self, pieces: Iterator[tuple[int, int, int]]) -> None:
+        """Each piece: file descriptor, first byte, number of bytes. Other threads take from the same ``pieces``."""
+        for number, (fd, start, size) in enumerate(pieces):
+            slot = self._slots[number % 2][:size]
+            if self._stream:
+                self._crossed[number % 2].synchronize()
+            left = memoryview(slot.numpy())
+            while left:
+                left = left[os.preadv(fd, [left], start + size - len(left)) :]
+            if self._stream:
+                with torch.cuda.stream(self._stream):  # which is of this rank's GPU, as a new thread is not
+                    self._landed[:size].copy_(slot, non_blocking=True)
+                    self._crossed[number % 2].record()
+
+
+def raw_read(files: list[Path], readers: list[Reader], threads: ThreadPoolExecutor) -> None:
+    """This rank's pieces of all ``files``."""
+    with ExitStack() as stack:
+        opened = [stack.enter_context(path.open("rb", buffering=0)) for path in files]
+        pieces = [
+            (file.fileno(), start, min(PIECE, path.stat().st_size - start))
+            for file, path in zip(opened, files, strict=True)
+            for start in range(0, path.stat().st_size, PIECE)
+        ]
+        mine = iter(pieces[dist.get_rank() :: dist.get_world_size()])
+        list(threads.map(Reader.read, readers, [mine] * len(readers)))
 
 
 def main() -> None:
@@ -41,13 +67,15 @@ def main() -> None:
     files = sorted(folder.glob("*.safetensors"))
     num_bytes = sum(path.stat().st_size for path in files)
     models = mb.build_model(folder, dims=dims, device=arguments.device)  # which also warms the page cache
-    raw_read(files, arguments.device)
+    readers = [Reader(arguments.device) for _ in range(THREADS)]
     loads, raws = [], []
-    for _ in range(arguments.repeats):
-        raws += timed(lambda: raw_read(files, arguments.device), 1)
-        loads += timed(lambda: mb.load_hf_weights(models, folder), 1)
+    with ThreadPoolExecutor(THREADS) as threads:
+        raw_read(files, readers, threads)
+        for _ in range(arguments.repeats):
+            raws += timed(lambda: raw_read(files, readers, threads), 1)
+            loads += timed(lambda: mb.load_hf_weights(models, folder), 1)
     loaded, raw = summary(loads, num_bytes), summary(raws, num_bytes)
-    ratio = round(loaded["median_s"] / raw["median_s"], 2)
+    ratio = round(raw["median_s"] / loaded["median_s"], 3)
     report(benchmark="load", model=folder.name, mesh=str(dims), gb=num_bytes / 1e9, load=loaded, raw=raw, ratio=ratio)
     dist.destroy_process_group()
 

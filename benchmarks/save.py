@@ -2,49 +2,59 @@
 
 torchrun --nproc-per-node 4 benchmarks/save.py --model qwen3-8b --tp 2 --pp 2 --folder FOLDER
 
-The export is one without files. One plan is kept of a model, and a save has a plan of its own, so both make theirs each
-time. The raw write: all ranks at once write their share of the bytes to a file each on the same file system, from one
-buffer that begins on a page. Before each measurement all is flushed to the disk, and during none.
+The export is one without files. The raw write is what the file system allows: eight threads of each rank write its
+share of the bytes, to a file each, since a kernel lets one thread at a time write to a file; from memory that is there
+already, pinned where there is a GPU, and to the same file system. It neither exports nor crosses from a GPU, and its
+files have no headers. Before each measurement all is flushed to the disk, and during none. ``ratio`` is the part of the
+raw write's speed that a save reaches.
 """
 
-import mmap
 import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from common import prepared, report, summary, timed, timed_afresh
 
 import mcore_bridge as mb
 
-PIECE = 64 << 20
+PIECE, THREADS = 16 << 20, 8
 
 
-def raw_write(path: Path, num_bytes: int, buffer: mmap.mmap) -> None:
-    """``num_bytes`` of whatever ``buffer`` holds."""
+def write(path: Path, piece: torch.Tensor, num_bytes: int) -> None:
+    """``num_bytes`` of whatever ``piece`` holds, again and again."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-    with memoryview(buffer) as view:
-        while num_bytes:
-            num_bytes -= os.write(fd, view[: min(PIECE, num_bytes)])
+    view = memoryview(piece.numpy())
+    while num_bytes:
+        num_bytes -= os.write(fd, view[:num_bytes])
     os.close(fd)
 
 
+def raw_write(folder: Path, pieces: list[torch.Tensor], num_bytes: int, threads: ThreadPoolExecutor) -> None:
+    """This rank's share of all, in as many files as there are ``pieces``."""
+    paths = [folder / f"{dist.get_rank()}-{number}" for number in range(len(pieces))]
+    share = -(-num_bytes // dist.get_world_size() // len(pieces))
+    list(threads.map(partial(write, num_bytes=share), paths, pieces))
+
+
 def main() -> None:
-    """Both in turn, so that what else the machine does hits both."""
+    """All in turn, so that what else the machine does hits all."""
     arguments, dims, folder = prepared(__doc__)
     models = mb.build_model(folder, dims=dims, device=arguments.device)
     num_bytes = mb.manifest(models).num_bytes
-    buffer = mmap.mmap(-1, PIECE)
-    buffer.write(b"\1" * PIECE)
+    pieces = [torch.ones(PIECE, dtype=torch.uint8, pin_memory=arguments.device == "cuda") for _ in range(THREADS)]
     target, raw_folder = arguments.folder / "saved", arguments.folder / "raw"
-    share = -(-num_bytes // dist.get_world_size())
     saves, raws, exports = [], [], []
-    for _ in range(arguments.repeats):
-        raw_folder.mkdir(exist_ok=True)
-        raws += timed_afresh(lambda: raw_write(raw_folder / str(dist.get_rank()), share, buffer), raw_folder)
-        exports += timed(lambda: all(True for _ in mb.iter_hf_weights(models)), 1)
-        saves += timed_afresh(lambda: mb.save_hf_checkpoint(models, target), target)
+    with ThreadPoolExecutor(THREADS) as threads:
+        for _ in range(arguments.repeats):
+            raw_folder.mkdir(exist_ok=True)
+            raws += timed_afresh(lambda: raw_write(raw_folder, pieces, num_bytes, threads), raw_folder)
+            exports += timed(lambda: all(True for _ in mb.iter_hf_weights(models)), 1)
+            saves += timed_afresh(lambda: mb.save_hf_checkpoint(models, target), target)
     saved, raw, exported = (summary(seconds, num_bytes) for seconds in (saves, raws, exports))
-    ratio = round(saved["median_s"] / raw["median_s"], 2)
+    ratio = round(raw["median_s"] / saved["median_s"], 3)
     figures = {"save": saved, "export": exported, "raw": raw, "ratio": ratio}
     report(benchmark="save", model=folder.name, mesh=str(dims), gb=num_bytes / 1e9, **figures)
     dist.destroy_process_group()

@@ -65,6 +65,27 @@ def problems(draw: Any) -> tuple[Any, ParallelDims]:
 
 
 @st.composite
+def sparse_problems(draw: Any) -> tuple[Any, ParallelDims]:
+    """The same of a family with experts: any mix of its axes, with dense layers or none."""
+    tp, pp = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)]))
+    vp = draw(st.sampled_from([1, 2])) if pp > 1 else 1
+    ep, etp = draw(st.sampled_from([(2, 1), (4, 1), (2, 2), (1, 2)]))
+    num_layers, split = draw(pipelines(pp, vp))
+    hf = tiny(
+        "qwen3_moe",
+        num_hidden_layers=num_layers,
+        num_key_value_heads=draw(st.sampled_from([1, 2, 4])),
+        vocab_size=draw(st.sampled_from([64, 97])),
+        tie_word_embeddings=draw(st.booleans()),
+        num_experts=draw(st.sampled_from([4, 8])),
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        mlp_only_layers=draw(st.sampled_from([[], [0]])),
+    )
+    return hf, ParallelDims(tp=tp, pp=pp, vp=vp, ep=ep, etp=etp, sp=tp > 1, **split)
+
+
+@st.composite
 def pipelines(draw: Any, pp: int, vp: int) -> tuple[int, dict[str, Any]]:
     """A number of layers, and how the pipeline splits them."""
     kind = draw(st.sampled_from(["even", "first", "last", "explicit", "balanced"])) if pp > 1 else "even"

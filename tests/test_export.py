@@ -2,6 +2,7 @@
 
 import itertools
 from contextlib import closing
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -194,6 +195,15 @@ def test_a_failure_amid_the_export_reaches_every_rank_with_the_name():
     assert "mlp.linear_fc2.weight" in messages[0]
 
 
+class Call(NamedTuple):
+    """A collective: what it is, the ranks of its group, its tensors, and numbers such as sizes of splits and roots."""
+
+    name: str
+    group: tuple[int, ...]
+    tensors: list[tuple[tuple[int, ...], torch.dtype]]
+    numbers: list[int]
+
+
 class Trace(torch.utils._python_dispatch.TorchDispatchMode):
     """Notes every collective that passes the dispatcher."""
 
@@ -203,31 +213,71 @@ class Trace(torch.utils._python_dispatch.TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "c10d":
-            sizes = [tuple(x.shape) for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
-            self.calls.append((str(function), sizes))
+            names = [argument.name for argument in function._schema.arguments]
+            group = dist.ProcessGroup.unbox(args[names.index("process_group")])
+            leaves = torch.utils._pytree.tree_leaves(args)
+            tensors = [(tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            numbers = [leaf for leaf in leaves if isinstance(leaf, int)]
+            self.calls.append(Call(str(function), tuple(dist.get_process_group_ranks(group)), tensors, numbers))
         return function(*args, **(kwargs or {}))
 
 
-def traced(dims):
-    models, state = built(dims)
+MOE = tiny("qwen3_moe", vocab_size=97, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
+
+
+def traced(dims, sizes):
+    models, state = built(dims, MOE if dims.ep > 1 else None)
+    target = mb.engine_ranks(**sizes)[dist.get_rank()] if sizes else "everything"
     traces = []
     for _ in range(2):
         with Trace() as trace:
-            assert_exact(mb.to_hf_state_dict(models, bucket_bytes=BUCKET), state)
+            found = mb.to_hf_state_dict(models, bucket_bytes=BUCKET, target=target)
         traces.append(trace.calls)
+        if not sizes:
+            assert_exact(found, state)
     return traces
 
 
-@pytest.mark.parametrize("dims", [MESH, mb.ParallelDims(tp=2, pp=2, vp=2), mb.ParallelDims(pp=4, layout="Ett||tt|L")])
-def test_all_ranks_issue_the_same_collectives_and_a_second_export_exchanges_nothing(dims):
-    traces = pool.run(4, traced, dims)
+def assert_alike(calls):
+    """What ranks issue at the same time; with an all-to-all, each receives from the others what these send it."""
+    size = len(calls[0].group)
+    if "alltoall" in calls[0].name:
+        sent = [call.numbers[size : 2 * size] for call in calls]
+        assert [call.numbers[:size] for call in calls] == [[*column] for column in zip(*sent, strict=True)]
+        calls = [call._replace(tensors=[dtype for _, dtype in call.tensors], numbers=[]) for call in calls]
+    assert all(call == calls[0] for call in calls)
+
+
+@pytest.mark.parametrize(
+    ("dims", "sizes"),
+    [
+        (MESH, None),
+        (mb.ParallelDims(tp=2, pp=2, vp=2), None),
+        (mb.ParallelDims(pp=4, layout="Ett||tt|L"), None),
+        (mb.ParallelDims(ep=4), None),
+        (mb.ParallelDims(tp=2, ep=2, etp=2, sp=True), None),
+        (mb.ParallelDims(tp=2, pp=2, ep=2, sp=True), {"tp": 4, "ep": 2}),
+    ],
+    ids=str,
+)
+def test_all_ranks_issue_the_same_collectives_and_a_second_export_exchanges_nothing(dims, sizes):
+    traces = pool.run(4, traced, dims, sizes)
+    for calls in (calls for each in zip(*traces, strict=True) for calls in zip(*each, strict=True)):
+        assert_alike(calls)
     first, second = traces[0]
-    assert all(trace == [first, second] for trace in traces)
     assert len(second) < len(first)
-    kinds = [name for name, _ in second]
-    assert all(kind.startswith("c10d.allreduce_") for kind in kinds[:2])  # the plan is right; everybody has memory
-    assert all("allgather_base" in kind or "broadcast" in kind for kind in kinds[2:-1])  # unequal windows over gloo
-    assert kinds[-1].startswith("c10d.allreduce_")  # all have come to the end
+    assert {call.group for call in (*first, *second)} == {(0, 1, 2, 3)}
+    begin, windows, end = second[:2], second[2:-1], second[-1]
+    for call in (*begin, end):  # the plan is right; everybody has memory; all have come to the end
+        assert call.name.startswith("c10d.allreduce_")
+        (((size,), dtype),) = call.tensors
+        assert size <= 6
+        assert dtype == torch.int64
+    kinds = ("alltoall_base",) if sizes else ("allgather_base", "broadcast")  # unequal windows over gloo
+    assert len(windows) > 2
+    for call in windows:
+        assert any(kind in call.name for kind in kinds)
+        assert {dtype for _, dtype in call.tensors} == {torch.uint8}
 
 
 def begin_without_memory(rank):

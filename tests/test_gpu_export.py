@@ -1,5 +1,6 @@
 """Exports on real GPUs over NCCL: every trainer to every engine bit for bit, and all memory back whatever happens."""
 
+import gc
 import os
 import traceback
 from contextlib import suppress
@@ -14,12 +15,14 @@ from mcore_bridge.weights.export import open_export
 from mcore_bridge.weights.footprint import MEMORY, footprint
 from tests.strategies import random_state, tiny
 from tests.test_gpu import SPARSE
-from tests.test_targets import ENGINES, GRID, assert_gets, expected
+from tests.test_targets import GRID, assert_gets, assignments, expected
 
 pytestmark = pytest.mark.multigpu
 
 HF = SPARSE["qwen3_moe"]
 BUCKET = 1 << 19
+TABLES = 1 << 18
+"""Bytes on a GPU that plans may keep: less than a message. The tables of moves that these exports make take 182 KB."""
 ENDINGS = ("ended", "abandoned", "raised in the consumer", "failed on a rank")
 
 
@@ -54,8 +57,7 @@ def grid(rank, world_size):
             continue
         dims.initialize(device="cuda")
         models = mb.build_model(HF, dims=dims, load_weights=state)
-        for sizes in ENGINES.values():
-            ranks = mb.engine_ranks(**sizes)
+        for ranks in assignments():
             target = ranks[rank % len(ranks)]
             found = mb.to_hf_state_dict(models, target=target, bucket_bytes=BUCKET, device="cpu")
             assert_gets(found, expected(HF, state, target))
@@ -73,9 +75,9 @@ def test_the_grid_of_trainers_and_engines(world_size, tmp_path):
     assert all(isinstance(each, int) for each in found), "\n".join(map(str, found))
 
 
-def run(models, ending, target, rank):
+def run(models, ending, target, rank, *, copy):
     """One export, which comes to an end in this way."""
-    pairs = mb.iter_hf_weights(models, target=target, bucket_bytes=BUCKET)
+    pairs = mb.iter_hf_weights(models, target=target, bucket_bytes=BUCKET, copy=copy)
     if ending == "ended":
         for _ in pairs:
             pass
@@ -102,20 +104,28 @@ def run(models, ending, target, rank):
 
 
 def memory(rank, world_size):
-    """Bytes that are allocated after each of 20 exports for each way to end, beyond those before."""
-    dims = mb.ParallelDims(tp=2, sp=True)
-    dims.initialize(device="cuda")
-    models = mb.build_model(HF, dims=dims, load_weights=random_state(HF, dtype=torch.bfloat16))
+    """For meshes, targets and ways to end, the bytes that are allocated after one such export and after 20 more, beyond
+    those before any export of the model."""
+    from megatron.core import parallel_state
+
     left = {}
-    for target in ("everything", mb.engine_ranks(tp=2)[1 - rank]):
-        for ending in ENDINGS:
-            run(models, ending, target, rank)  # the first one makes tables
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            for _ in range(20):
-                run(models, ending, target, rank)
-            torch.cuda.synchronize()
-            left[str(target)[:10], ending] = torch.cuda.memory_allocated() - before
+    for dims in (mb.ParallelDims(tp=2, sp=True), mb.ParallelDims(ep=2)):
+        dims.initialize(device="cuda")
+        models = mb.build_model(HF, dims=dims, load_weights=random_state(HF, dtype=torch.bfloat16))
+        torch.cuda.synchronize()
+        gc.collect()  # of what was made to build it, and of the model before
+        before = torch.cuda.memory_allocated()
+        for target, copy in (("everything", True), ("everything", False), (mb.engine_ranks(tp=2)[1 - rank], True)):
+            for ending in ENDINGS:
+                found = []
+                for times in (1, 20):
+                    for _ in range(times):
+                        run(models, ending, target, rank, copy=copy)
+                    torch.cuda.synchronize()
+                    found.append(torch.cuda.memory_allocated() - before)
+                left[str(dims), str(target)[:10], copy, ending] = found
+        del models
+        parallel_state.destroy_model_parallel()
     return left
 
 
@@ -154,7 +164,9 @@ def test_an_export_takes_no_more_than_was_counted(tmp_path):
             assert 0.5 * counted <= peak <= 1.02 * counted + (1 << 20), found
 
 
-def test_all_memory_comes_back(tmp_path):
+def test_all_memory_comes_back_but_for_small_tables(tmp_path):
     for found in spawn(memory, tmp_path, 2):
         assert not isinstance(found, str), found
-        assert all(abs(left) <= 1 << 16 for left in found.values()), found
+        for first, last in found.values():
+            assert 0 <= last <= TABLES, found
+            assert abs(last - first) <= 1 << 16, found

@@ -16,7 +16,7 @@ from mcore_bridge.weights.entries import entries_of
 from mcore_bridge.weights.manifest import digest
 from mcore_bridge.weights.shares import shares_of
 from tests import fake_mesh, pool
-from tests.strategies import problems, random_state, tiny
+from tests.strategies import problems, random_state, sparse_problems, tiny
 
 BUCKET = 1 << 15
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -155,7 +155,7 @@ def held_by(hf, dims, state):
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.data(), problems(), st.sampled_from([1 << 12, 1 << 16, 1 << 22]))
+@given(st.data(), st.one_of(problems(), sparse_problems()), st.sampled_from([1 << 12, 1 << 16, 1 << 22]))
 def test_any_model_on_any_mesh_to_any_engine(data, problem, bucket_bytes):
     hf, dims = problem
     state = random_state(hf)
@@ -187,8 +187,16 @@ ENGINES = {
     "TP4 EP4": {"tp": 4, "ep": 4},
     "TP4 EP2": {"tp": 4, "ep": 2},
     "TP2 PP2": {"tp": 2, "pp": 2},
+    "TP2 PP2 EP2": {"tp": 2, "pp": 2, "ep": 2},
     "PP3": {"pp": 3},
 }
+
+
+def assignments():
+    """The ranks of each engine in the order in which ranks of a trainer feed them; those of one in another order."""
+    yield from (engine_ranks(**sizes) for sizes in ENGINES.values())
+    ranks = engine_ranks(tp=2, pp=2, ep=2)
+    yield [ranks[place] for place in (2, 0, 3, 1)]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -265,8 +273,7 @@ def grid(dims, hf_fields):
     state = random_state(hf)
     models = mb.build_model(hf, dims=dims, dtype=torch.float32, device="cpu", load_weights=state)
     rank = dist.get_rank()
-    for sizes in (*ENGINES.values(), {"tp": 2, "pp": 2, "layers": (1, 3)}):
-        ranks = engine_ranks(**sizes)
+    for ranks in (*assignments(), engine_ranks(tp=2, pp=2, layers=(1, 3))):
         target = ranks[rank % len(ranks)]
         found = dict(mb.iter_hf_weights(models, target=target, bucket_bytes=BUCKET))
         assert_gets(found, expected(hf, state, target))
@@ -278,11 +285,13 @@ def grid(dims, hf_fields):
 GRID = [
     ParallelDims(tp=2, pp=2, sp=True),
     ParallelDims(tp=2, pp=2, vp=2, sp=True),
+    ParallelDims(pp=2, vp=2, ep=2),
     ParallelDims(tp=4, sp=True),
     ParallelDims(pp=4),
     ParallelDims(ep=4),
     ParallelDims(tp=2, ep=4, sp=True),
     ParallelDims(tp=2, ep=2, etp=2, sp=True),
+    ParallelDims(tp=2, pp=2, etp=2, sp=True),
     ParallelDims(tp=2, pp=2, ep=2, sp=True),
     ParallelDims(tp=2, sp=True),
 ]
