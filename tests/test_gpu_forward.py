@@ -2,9 +2,9 @@
 
 Every family that is built is here: some in sizes that kernels like, the others as they are in the zoo.
 
-In fp32 they must agree. In bf16 half of ours may be three times as far from transformers' fp32 as half of transformers'
-own bf16 are: medians, as a router that decides otherwise for one token moves a mean. Tensor ranks round their parts of
-each sum besides, and a median of some seventy log-probs varies by a quarter.
+In fp32 they must agree. In bf16 (and in fp16, of one family) half of ours may be three times as far from transformers'
+fp32 as half of its own in that dtype: medians, as a router that decides otherwise for one token moves a mean. Tensor
+ranks round their parts of each sum besides, and a median of some seventy log-probs varies by a quarter.
 """
 
 import importlib.util
