@@ -8,14 +8,22 @@ from typing import Any
 HEAD = """# What has passed on GPUs
 
 Made from `benchmarks/results/*_gpu.jsonl` by `docs/make_families.py`: what `pytest -m multigpu --record FILE` wrote. A
-mesh stands here only if everything that was tried on it passed; `DP2` is two replicas. On CPU every family is held to
-transformers' logits on many more meshes, by every run of the suite ([families.md](families.md)).
+mesh stands here only if everything that its latest record tried passed; `DP2` is two replicas. Models are small and
+random, in sizes that kernels like or odd ones. On CPU every run of the suite holds every family that transformers has
+to its logits, on TP1, TP2 SP, TP4 SP and, where it is not refused, CP2 ([families.md](families.md)).
+
+What is recorded until 2026-11-22 was tried with one sequence in each pack of a pipeline and of training, with gradients
+compared to those of replicas alone and no losses, with states that did not come back from the CPU, and without fp16 in
+log-probs.
 """
 CHECKS = {
-    "log-probs": "those of transformers: `te` in bf16 packed and in rows and in fp32, `torch` in bf16",
-    "gradients": "in fp32, packed and in rows, and the norm that megatron-core makes of them: as without a mesh",
-    "optimizer": "three steps of the distributed optimizer, also overlapped, in bf16 (qwen3: fp16 too): an export is "
-    "what it holds in fp32, cast down, also while all is offloaded",
+    "log-probs": "those of transformers: `te` in bf16 packed and in rows and packed in fp32, `torch` in bf16 packed "
+    "(qwen3: `te` packed in fp16 too); and an export is what was loaded, bit for bit",
+    "gradients": "in fp32, packed, the norm that megatron-core makes of them, and the loss: as on one rank that has "
+    "all rows one by one (qwen3, gemma2, qwen3_moe, deepseek_v3 and gpt_oss: in rows too)",
+    "optimizer": "four steps of the distributed optimizer in bf16, overlapped (those five: also not; qwen3: in fp16 "
+    "too, also where gradients overflow at first): an export is what it holds in fp32, cast down, and the same bits "
+    "while parameters, gradients or the optimizer's state, each alone and all together, are on the CPU",
     "vllm": "vLLM, started without weights and fed bucket by bucket: log-probs of what it samples, after the first and "
     "the fifth round, and 64 greedy tokens are those of transformers",
     "verl": "verl's own engine with our plug-in, through load, log-probs, a step, export, offload, save and resume",

@@ -94,9 +94,9 @@ def predicted(model: Any, hf: Any) -> Tensor:
     """What the one MTP layer of a chunk that holds it predicts, on the rank's part of the vocabulary."""
     found: list[Tensor] = []
     hook = model.mtp.register_forward_hook(lambda module, inputs, output: found.append(output.chunk(2)[1]))
-    ids = tokens(hf)
+    ids = tokens(hf).to(next(model.parameters()).device)
     with torch.no_grad():
-        model(ids, torch.arange(SEQ).expand(BATCH, SEQ), None, labels=ids)
+        model(ids, torch.arange(SEQ, device=ids.device).expand(BATCH, SEQ), None, labels=ids)
         head = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
         logits: Tensor = model.output_layer(found[0], weight=head)[0]
     hook.remove()

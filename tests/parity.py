@@ -31,13 +31,18 @@ def reference_logits(hf: Any, seq: int = SEQ) -> Tensor:
         return model(tokens(hf, seq)).logits
 
 
-def reference_model(hf: Any, folder: str, state: dict[str, Tensor] | None = None) -> Any:
-    """transformers' model with ``state`` or ``random_state``, all of which it takes, and nothing else in it."""
+def reference_model(
+    hf: Any, folder: str, state: dict[str, Tensor] | None = None, dtype: torch.dtype = torch.float32
+) -> Any:
+    """transformers' model with ``state`` or ``random_state``, all of which it takes, and nothing else in it.
+
+    As it loads in ``dtype``, which leaves the frequencies of rope in fp32; ``model.to(dtype)`` would round them.
+    """
     from transformers import AutoModelForCausalLM
 
     save(state or random_state(hf), hf, folder)
     model, info = AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+        folder, attn_implementation="eager", dtype=dtype, output_loading_info=True
     )
     assert not info["unexpected_keys"], info["unexpected_keys"]
     assert set(info["missing_keys"]) <= ({"lm_head.weight"} if hf.tie_word_embeddings else set()), info["missing_keys"]

@@ -14,9 +14,9 @@ import mcore_bridge as mb
 from mcore_bridge.batches.forward import ROWS_ONLY
 from mcore_bridge.factory.kernels import CP_COMM_TYPES
 from tests import records
-from tests.strategies import random_state
+from tests.strategies import random_state, tiny
 from tests.test_forward import batch_of
-from tests.test_gpu import DENSE, SPARSE
+from tests.test_gpu import SIZES, SPARSE
 from tests.test_gpu_export import spawn
 
 pytestmark = [
@@ -24,11 +24,18 @@ pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("transformer_engine"), reason="needs TransformerEngine"),
 ]
 
-FAMILIES = {name: {**DENSE, **SPARSE}[name] for name in ("qwen3", "mistral", "deepseek_v3")}
-"""Heads of one size, windows, and latent heads, of which keys and values differ."""
+HEADS = {**SIZES, "num_attention_heads": 16, "num_key_value_heads": 8}
+FAMILIES = {
+    "qwen3": tiny("qwen3", **HEADS),
+    "mistral": tiny("mistral", **HEADS, sliding_window=8),
+    "deepseek_v3": SPARSE["deepseek_v3"],
+}
+"""Heads of one size, windows, and latent heads, of which keys and values differ: as many keys as TP2 and CP4 deal out,
+without which torch's attention would stand in."""
 MESHES = {
     2: [mb.ParallelDims(cp=2)],
     4: [mb.ParallelDims(cp=4, hierarchical_context_parallel_sizes=(2, 2)), mb.ParallelDims(tp=2, cp=2, sp=True)],
+    8: [mb.ParallelDims(tp=2, cp=4, sp=True, hierarchical_context_parallel_sizes=(2, 2))],
 }
 
 

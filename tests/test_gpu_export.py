@@ -4,6 +4,7 @@ import gc
 import os
 import traceback
 from contextlib import suppress
+from copy import deepcopy
 
 import pytest
 import torch
@@ -13,13 +14,15 @@ from mcore_bridge.commands.options import smallest_world
 from mcore_bridge.errors import ExportError
 from mcore_bridge.weights.export import open_export
 from mcore_bridge.weights.footprint import MEMORY, footprint
+from tests import mtp_checkpoints
 from tests.strategies import random_state, tiny
-from tests.test_gpu import SPARSE
+from tests.test_gpu import BACKENDS, SPARSE
 from tests.test_targets import GRID, assert_gets, assignments, expected
 
 pytestmark = pytest.mark.multigpu
 
 HF = SPARSE["qwen3_moe"]
+MTP = ("deepseek_v3", "glm4_moe")
 BUCKET = 1 << 19
 TABLES = 1 << 18
 """Bytes on a GPU that plans may keep: less than a message. The tables of moves that these exports make take 182 KB."""
@@ -44,6 +47,13 @@ def spawn(function, folder, world_size, *arguments):
         pytest.skip(f"needs {world_size} GPUs, found {torch.cuda.device_count()}")
     torch.multiprocessing.spawn(rank_main, (world_size, function, str(folder), *arguments), nprocs=world_size)
     return [torch.load(folder / str(rank)) for rank in range(world_size)]
+
+
+def chosen(config, names):
+    """Those of these families that ``--families`` names; all without it."""
+    asked = config.getoption("--families")
+    found = [name for name in names if not asked or name in asked.split(",")]
+    return found or pytest.skip(f"none of {asked} is here")
 
 
 def grid(rank, world_size):
@@ -73,6 +83,42 @@ def grid(rank, world_size):
 def test_the_grid_of_trainers_and_engines(world_size, tmp_path):
     found = spawn(grid, tmp_path, world_size)
     assert all(isinstance(each, int) for each in found), "\n".join(map(str, found))
+
+
+def predicted(rank, world_size):
+    """On either backend, of families with an MTP layer: what came back otherwise, and what the layer predicts in fp32.
+
+    Its weights are bf16 values, so that fp32 holds the same.
+    """
+    os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
+    dims = mb.ParallelDims()
+    dims.initialize(device="cuda")
+    wrong, logits = {}, {}
+    for family in MTP:
+        hf = deepcopy(SPARSE[family])
+        hf.num_nextn_predict_layers = 1
+        drawn = mtp_checkpoints.published(hf)
+        state = {name: tensor.bfloat16() for name, tensor in drawn.items()}
+        state |= {name: drawn[name] for name in drawn if name.endswith("e_score_correction_bias")}
+        for backend in BACKENDS:
+            for dtype in (torch.bfloat16, torch.float32):
+                options = {"backend": backend, "dtype": dtype, "overrides": {"mtp_num_layers": 1}}
+                (model,) = mb.build_model(hf, dims=dims, load_weights=state, **options)
+                found = mb.to_hf_state_dict(model, device="cpu")
+                pairs = {name: (found[name], state[name]) for name in state.keys() & found.keys()}
+                names = [name for name, (own, known) in pairs.items() if not torch.equal(own, known.to(own.dtype))]
+                wrong[family, backend, str(dtype)] = sorted(found.keys() ^ state.keys()) + names
+            logits[family, backend] = mtp_checkpoints.predicted(model.eval(), hf).cpu()
+    return wrong, logits
+
+
+def test_layers_that_predict_further_go_round_on_either_backend(tmp_path):
+    ((wrong, logits),) = spawn(predicted, tmp_path, 1)
+    assert not any(wrong.values()), wrong
+    for family in MTP:
+        known = logits[family, "torch"]
+        for backend in BACKENDS:
+            assert (logits[family, backend] - known).abs().max() < 1e-4 * known.std(), (family, backend)
 
 
 def run(models, ending, target, rank, *, copy):
