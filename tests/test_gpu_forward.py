@@ -2,9 +2,11 @@
 
 Every family that is built is here: some in sizes that kernels like, the others as they are in the zoo.
 
-In fp32 they must agree. In bf16 (and in fp16, of one family) half of ours may be three times as far from transformers'
-fp32 as half of its own in that dtype: medians, as a router that decides otherwise for one token moves a mean. Tensor
-ranks round their parts of each sum besides, and a median of some seventy log-probs varies by a quarter.
+In fp32 they must agree. In bf16 (and in fp16, of one family) each row of a dense model may be twice as far from
+transformers' fp32 as its own in that dtype is, by the norm of what its tokens are off: both round as often, but tensor
+ranks round their parts of each sum besides, which are three variances for one, and norms of forty errors vary. A router
+may decide otherwise for some tokens, which are then far off: with experts nine tokens in ten may be three times as far
+as nine in ten of transformers' own.
 """
 
 import importlib.util
@@ -70,7 +72,7 @@ MESHES = {
 
 
 def references(hf, state, dtypes):
-    """fp32 logits of transformers, and the median error of log-probs that its own half precision has, by dtype."""
+    """fp32 logits of transformers, and how far log-probs of its own half precision are off, by dtype."""
 
     def computed(dtype):
         with tempfile.TemporaryDirectory() as folder, torch.no_grad():
@@ -79,13 +81,20 @@ def references(hf, state, dtypes):
 
     exact = computed(torch.float32)
     known = test_forward.expected_of(exact, hf)[0]
-    rounded = {dtype: test_forward.expected_of(computed(dtype), hf)[0] for dtype in dtypes}
-    return exact, {dtype: float((each - known).abs()[known != 0].median()) for dtype, each in rounded.items()}
+    return exact, {dtype: test_forward.expected_of(computed(dtype), hf)[0] - known for dtype in dtypes}
+
+
+def excess(errors, own, *, routed):
+    """Errors relative to what is allowed where transformers' ``own`` are so; of all tokens ``[rows, seq]``."""
+    if routed:
+        most, allowed = (each[own != 0].abs().quantile(0.9) for each in (errors, own))
+        return float(most / allowed) / 3
+    return float((errors.norm(dim=1) / own.norm(dim=1)).max()) / 2
 
 
 def examine(hf, dims, backend, dtype, packed, state, reference):
     """The error of log-probs relative to what is allowed, of two microbatches, each of both rows."""
-    exact, allowed = reference
+    exact, rounded = reference
     models = mb.build_model(hf, dims=dims, backend=backend, dtype=dtype, load_weights=state)
     exported = mb.to_hf_state_dict(models, device="cpu")
     assert exported.keys() == state.keys()
@@ -96,10 +105,10 @@ def examine(hf, dims, backend, dtype, packed, state, reference):
     ids, mask, expected = (torch.cat([each, each.flip(0)]) for each in (*test_forward.batch_of(hf), known))
     found = mb.forward(models, ids.cuda(), mask.cuda(), packed=packed, micro_batch_size=BATCH).log_probs.cpu()
     assert found.shape == (2 * BATCH, LONG)
-    differences = (found - expected).abs()
     if dtype is torch.float32:
-        return float(differences.max() / exact.std()) / 1e-4
-    return float(differences[expected != 0].median()) / (3 * allowed[dtype])
+        return float((found - expected).abs().max() / exact.std()) / 1e-4
+    own = torch.cat([rounded[dtype], rounded[dtype].flip(0)])
+    return excess(found - expected, own, routed=has_experts(hf))
 
 
 def ways_of(family):

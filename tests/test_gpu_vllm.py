@@ -130,7 +130,8 @@ def examine(hf, engine, folder, tensor_parallel):
         tokens, said = engine("generate", prompts, SAMPLED, number)
         greedy, _ = engine("generate", prompts, GREEDY, 0, 0.0)
         exact = [log_probs(reference, each) for each in (tokens, greedy)]
-        rounded = [log_probs(reference.bfloat16(), each) for each in (tokens, greedy)]
+        reference = reference_model(hf, str(folder), state, torch.bfloat16).cuda()
+        rounded = [log_probs(reference, each) for each in (tokens, greedy)]
         answers = tokens[:, 1:, None].cuda()
         own, theirs = (each.gather(-1, answers)[..., 0].cpu() for each in (exact[0], rounded[0]))
         trained = mb.forward(models, tokens.cuda()).log_probs[:, 1:].cpu()
