@@ -1,5 +1,6 @@
 """RLinf's actor blocks: every key is translated, what disagrees with the HF config raises, the provider builds it."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,15 @@ import yaml
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.commands.fake import rank_of
-from mcore_bridge.errors import ConfigError, MeshError
+from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
 from mcore_bridge.trainers.rlinf import keys
-from mcore_bridge.trainers.rlinf.actor import BACKENDS, convertor_block, read_actor
+from mcore_bridge.trainers.rlinf.actor import BACKENDS, read_actor
+from mcore_bridge.trainers.rlinf.checkpoint import checkpoint_of, convertor_block
+from mcore_bridge.trainers.rlinf.convertor import convert_hf_to_mg
 from mcore_bridge.trainers.rlinf.provider import model_provider
 from mcore_bridge.weights.names import held_tensors
-from tests.strategies import random_state, tiny
+from mcore_bridge.weights.torch_dist import TRACKER
+from tests.strategies import random_state, save, tiny
 from tests.test_rlinf_reshard import LATENT, SPARSE
 
 BLOCKS = Path(__file__).parent / "rlinf"
@@ -240,6 +244,60 @@ def test_a_critic_has_a_head_that_gives_a_value():
     with rank_of(ParallelDims(tp=2, etp=2, sp=True), 0, 2):
         chunk = model_provider(actor, hf=FAMILIES["qwen2.5"], load_weights=False, device="cpu")(True, True)
     assert chunk.output_layer.weight.shape == (1, FAMILIES["qwen2.5"].hidden_size)
+
+
+# a checkpoint that Megatron loads after the model is built ------------------------------------------------------------
+
+
+def of_a_checkpoint(folder, hf, **block_of_convertor):
+    """A block whose checkpoint has been converted for TP2 from an HF folder that is gone."""
+    state, own = random_state(hf), {"te_ln_linear_qkv": False, "te_ln_linear_mlp_fc1": False}
+    (folder / "hf").mkdir()
+    save(state, hf, folder / "hf")
+    asked = {"save_path": str(folder / "mg"), "tensor_model_parallel_size": 2, **own, **block_of_convertor}
+    convert_hf_to_mg(str(folder / "hf"), asked)
+    shutil.rmtree(folder / "hf")
+    return block("distill_ckpt_convertor", model_type=None, precision=32, megatron_checkpoint=str(folder / "mg"))
+
+
+def test_with_a_checkpoint_the_config_is_its_own_and_no_weight_is_read(tmp_path):
+    hf = FAMILIES["qwen2.5"]
+    actor = of_a_checkpoint(tmp_path, hf)
+    convertor_block(actor)["hf_model_path"] = "not/there"
+    assert read_actor(actor).hf == str(tmp_path / "mg")
+    for critic in (False, True):
+        with rank_of(ParallelDims(tp=2, etp=2, sp=True), 1, 2):
+            chunk = model_provider({**actor, "use_critic_model": critic}, device="cpu")(True, True)
+        assert len(chunk.output_layer.weight) == (1 if critic else hf.vocab_size // 2)
+    (tmp_path / "mg" / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"config\.json in or beside what Megatron loads .*mg.*found none"):
+        read_actor({**actor, "megatron": {}})
+
+
+def test_what_megatron_would_not_load_raises(tmp_path):
+    hf = FAMILIES["qwen2.5"]
+    actor = of_a_checkpoint(tmp_path, hf, te_ln_linear_qkv=True, te_ln_linear_mlp_fc1=True)
+    dims = ParallelDims(tp=2, etp=2, sp=True)
+    with rank_of(dims, 0, 2):
+        provider = model_provider(actor, device="cpu")
+        with pytest.raises(CheckpointError, match=r"input_layernorm\.weight: expected \(\d+,\), found None"):
+            provider(True, True)
+        (tmp_path / "mg" / "release" / "mp_rank_00").rename(tmp_path / "mg" / "release" / "mp_rank_07")
+        with pytest.raises(CheckpointError, match=r"expected .*mp_rank_00.* for this rank"):
+            provider(True, True)
+        (tmp_path / "mg" / TRACKER).unlink()
+        with pytest.raises(CheckpointError, match=f"found no {TRACKER}"):
+            provider(True, True)
+
+
+def test_what_megatron_would_load_over_our_weights_raises(tmp_path):
+    actor = block("distill_ckpt_convertor")
+    actor["megatron"]["load"] = "converted"
+    with pytest.raises(ConfigError, match=r"megatron\.load must be None .*, found 'converted'"):
+        model_provider(actor, hf=FAMILIES["qwen2.5"], load_weights=True)
+    assert checkpoint_of(actor) == "converted"
+    actor["megatron"] |= {"use_hf_ckpt": False}
+    assert checkpoint_of(actor) is None
 
 
 def test_the_block_of_the_convertor_has_two_names():

@@ -23,7 +23,7 @@ from mcore_bridge.trainers.rlinf.rank_folder import iter_mg_weights
 from mcore_bridge.weights.names import Numbering, canonical
 from tests.strategies import random_state, tiny
 from tests.test_rlinf_reshard import LATENT, SPARSE, TIED
-from tests.test_targets import FAMILIES, assert_gets
+from tests.test_targets import EXPERTS, FAMILIES, assert_gets
 
 PLAIN = {"te_ln_linear_qkv": False, "te_ln_linear_mlp_fc1": False, "te_ln_add_extra_state": None}
 
@@ -175,15 +175,24 @@ def test_a_config_of_rlinf_serves_as_well(tmp_path):
         hf_to_middle_file(SimpleNamespace(schedular="dualpipev"))
 
 
-def test_the_files_are_those_of_the_installed_rlinf(tmp_path):
+OF_RLINF = {  # with the sizes that it knows a name of: layers are asked for, and experts are as many as the name has
+    "dense": (tiny("qwen2", vocab_size=96), "Qwen2.5-7B", {"pp": 2}),
+    "experts": (tiny("qwen3_moe", **EXPERTS | {"num_experts": 128}, vocab_size=96), "Qwen3-2.5B-A1B", {"ep": 2}),
+}
+
+
+@pytest.mark.parametrize("grouped_gemm", [None, "te"])
+@pytest.mark.parametrize("case", OF_RLINF)
+def test_the_files_are_those_of_the_installed_rlinf(case, grouped_gemm, tmp_path):
     name = "rlinf.utils.ckpt_convertor.megatron_convertor.convert_hf_to_mg"
     theirs = pytest.importorskip(name, reason="rlinf is not installed: it needs ray and more")
     omegaconf = pytest.importorskip("omegaconf")
-    folder, _ = source(tiny("qwen2", vocab_size=96), tmp_path / "hf")
-    more = {"model": "Qwen2.5-7B", "num_hidden_layers": 4, "grouped_gemm": None, "te_ln_linear_qkv": True}
+    hf, model, sizes = OF_RLINF[case]
+    folder, _ = source(hf, tmp_path / "hf")
+    more = {"model": model, "num_hidden_layers": 4, "grouped_gemm": grouped_gemm, "te_ln_linear_qkv": True, **sizes}
     more |= {"te_ln_linear_mlp_fc1": True, "te_ln_add_extra_state": "tensor_pickle_none", "process_num": 2}
-    convert_hf_to_mg(folder, asked(tmp_path / "ours", tp=2, pp=2, **more))
-    theirs.convert_hf_to_mg(folder, omegaconf.OmegaConf.create(asked(tmp_path / "theirs", tp=2, pp=2, **more)))
+    convert_hf_to_mg(folder, asked(tmp_path / "ours", tp=2, **more))
+    theirs.convert_hf_to_mg(folder, omegaconf.OmegaConf.create(asked(tmp_path / "theirs", tp=2, **more)))
     names = {path.name for path in (tmp_path / "theirs" / "release").iterdir()}
     assert {path.name for path in (tmp_path / "ours" / "release").iterdir()} == names
     for name in names:

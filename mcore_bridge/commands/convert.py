@@ -33,6 +33,7 @@ from mcore_bridge.config.release import installed
 from mcore_bridge.errors import CheckpointError, MeshError
 from mcore_bridge.trainers.rlinf.rank_file import NAME
 from mcore_bridge.trainers.rlinf.rank_folder import find_rank_files
+from mcore_bridge.weights.companions import config_places
 from mcore_bridge.weights.shards import MAX_SHARD_BYTES
 from mcore_bridge.weights.swap import beside, replace
 from mcore_bridge.weights.torch_dist import find_checkpoint, track
@@ -192,12 +193,12 @@ def _do_share(work: _Work, report: Report) -> None:
 
 
 def _config_beside(source: Path, found: Path) -> Path:
-    """Where the HF config of a checkpoint is: in it, or where verl writes it."""
-    places = [found, source, source / "huggingface", found.parent / "huggingface"]
+    """Where the HF config of a checkpoint is."""
+    places = config_places(source, found)
     for place in places:
         if (place / "config.json").is_file():
             return place
-    tried = ", ".join(map(str, dict.fromkeys(places)))
+    tried = ", ".join(map(str, places))
     raise CheckpointError(f"no config.json in any of {tried}: pass the folder of the HF config by --hf")
 
 

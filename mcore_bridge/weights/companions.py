@@ -44,6 +44,16 @@ def copy_companions(
             shutil.copy2(path, target / path.name)
 
 
+def config_places(source: Path, found: Path) -> tuple[Path, ...]:
+    """Where the HF config of a checkpoint may be: in it, or where verl writes it.
+
+    Args:
+        source: the folder as it was named.
+        found: that of the iteration in it; or ``source``.
+    """
+    return tuple(dict.fromkeys((found, source, source / "huggingface", found.parent / "huggingface")))
+
+
 def config_in(provenance: Provenance, dtype: torch.dtype) -> PretrainedConfig:
     """A copy of the HF config that says that most weights are of ``dtype``."""
     hf = copy.deepcopy(provenance.hf)

@@ -13,6 +13,7 @@ from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import Blueprint, draw
 from mcore_bridge.factory.specs import choose_backend
+from mcore_bridge.trainers.rlinf.checkpoint import checkpoint_of, config_of, hf_folder_of
 from mcore_bridge.trainers.rlinf.keys import FROM_HF, IGNORED, KERNELS, MODEL_TYPES, dtype_of, to_mcore
 from mcore_bridge.trainers.settings import decided
 from mcore_bridge.weights.provenance import HF
@@ -63,7 +64,8 @@ def read_actor(
 
     Args:
         actor: with ``model``, and with ``megatron``, ``mcore_gpt`` and ``spec_name`` where it has them.
-        hf: the folder or config; None is ``model.model_path``, or ``hf_model_path`` of the convertor's block.
+        hf: the folder or config; None is the config in or beside the checkpoint that Megatron loads, or else
+            ``model.model_path``, or ``hf_model_path`` of the convertor's block.
         overrides: what the model is to have whatever the HF config says, by megatron-core's names. What is in
             ``model.mcore_customization_config`` is one as well.
 
@@ -95,20 +97,16 @@ def read_actor(
     return read
 
 
-def convertor_block(actor: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The block of the offline convertor: ``ckpt_convertor``, or ``ckpt`` as it was called first."""
-    megatron = actor.get("megatron") or {}
-    block: Mapping[str, Any] = megatron.get("ckpt_convertor") or megatron.get("ckpt") or {}
-    return block
-
-
 def _folder(actor: Mapping[str, Any]) -> str:
-    found = actor["model"].get("model_path") or convertor_block(actor).get("hf_model_path")
+    """Where the HF config is: a checkpoint that Megatron loads has its own, so that the HF folder may be gone."""
+    checkpoint, hf = checkpoint_of(actor), hf_folder_of(actor)
+    _require_resolved({"the checkpoint of Megatron": checkpoint, "hf_model_path": hf})
+    found = (config_of(checkpoint) if checkpoint is not None else None) or hf
     if found is None:
         raise ConfigError(
-            "expected model.model_path, or hf_model_path in the convertor's block, found neither; pass hf="
+            "expected model.model_path, hf_model_path in the convertor's block, or a config.json in or beside what "
+            f"Megatron loads ({checkpoint}), found none of them; pass hf="
         )
-    _require_resolved({"hf_model_path": found})
     return str(found)
 
 

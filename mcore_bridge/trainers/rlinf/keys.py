@@ -45,7 +45,7 @@ FROM_HF = frozenset(
 """What RLinf fills in from the HF config, for every model: of one that does not have it, it says nothing."""
 
 IGNORED = {
-    "megatron_checkpoint": "Megatron loads it after the model is built",
+    "megatron_checkpoint": "it is where weights are, and the HF config: Megatron loads it after the model is built",
     "model_path": "it is where the HF config is read",
     "seq_length": "batches decide it",
     "encoder_seq_length": "batches decide it",

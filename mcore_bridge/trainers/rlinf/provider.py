@@ -7,11 +7,12 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from mcore_bridge.config.parallel import Stage
-from mcore_bridge.errors import MeshError
+from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory.blueprint import Blueprint
 from mcore_bridge.factory.build import own_stages
 from mcore_bridge.factory.chunk import build_chunk, building
 from mcore_bridge.trainers.rlinf.actor import read_actor
+from mcore_bridge.trainers.rlinf.checkpoint import checkpoint_of, hf_folder_of, require_loads
 from mcore_bridge.weights.load import Source, load_hf_weights
 from mcore_bridge.weights.provenance import HF
 
@@ -24,7 +25,7 @@ def model_provider(
     *,
     hf: HF | None = None,
     overrides: Mapping[str, object] | None = None,
-    load_weights: bool | Source = True,
+    load_weights: bool | Source | None = None,
     device: Any = None,
     seed: int = 0,
 ) -> Callable[..., GPTModel]:
@@ -32,8 +33,9 @@ def model_provider(
 
     Args:
         actor, hf, overrides: as for ``read_actor``. With ``use_critic_model`` the head gives a value.
-        load_weights: True loads from the HF folder, and a source from there; False leaves initial values, for a
-            checkpoint that Megatron loads itself.
+        load_weights: True loads from the HF folder, and a source from there; False leaves initial values. None is what
+            the block says: with ``megatron_checkpoint`` or ``use_hf_ckpt`` Megatron loads a checkpoint after the model
+            is built, which is then looked at for what Megatron does not say, and else the HF folder is loaded.
         device, seed: as for ``build_model``.
 
     Returns:
@@ -42,14 +44,19 @@ def model_provider(
         of ``parallel_state``, and without ``vp_stage`` it is the stage that ``parallel_state`` is at.
 
     Raises:
-        ConfigError: as ``read_actor``.
+        ConfigError: as ``read_actor``; or Megatron is to load a checkpoint over the weights that are asked for.
+        CheckpointError: from the function, when Megatron would not load all of the chunk from its checkpoint.
         MeshError: from the function, when ``parallel_state`` or the stage asked for is another than the block's.
     """
+    if hf is None and load_weights is True:  # what was converted of it has its config too, and no HF weights
+        hf = hf_folder_of(actor)
     read = read_actor(actor, hf=hf, overrides=overrides)
     head = "value" if actor.get("use_critic_model") else "lm"
+    checkpoint = checkpoint_of(actor) if load_weights is None else None
     source: Source | None = None
-    if load_weights is not False:
-        source = read.hf if load_weights is True else load_weights
+    if load_weights is not False and checkpoint is None:
+        source = read.hf if load_weights is None or load_weights is True else load_weights
+        _require_last(actor)
 
     drawn = cache(partial(read.drawn, head=head, device=device))
 
@@ -73,9 +80,21 @@ def model_provider(
             chunk = build_chunk(blueprint, stage, seed=seed)
         if source is not None:
             load_hf_weights([chunk], source, dtype=read.dtype)
+        if checkpoint is not None:
+            require_loads(chunk, checkpoint, read.dims, stage.vp_stage, head=head)
         return chunk
 
     return model_provider_func
+
+
+def _require_last(actor: Mapping[str, Any]) -> None:
+    """Raise where Megatron loads something over the weights that are loaded here."""
+    load = (actor.get("megatron") or {}).get("load")
+    if load is not None:
+        raise ConfigError(
+            f"megatron.load must be None where weights are loaded from elsewhere, found {load!r}, which Megatron would "
+            "load over them: set it to None, or leave out load_weights"
+        )
 
 
 def _stage(blueprint: Blueprint, vp_stage: int | None) -> Stage:

@@ -1,0 +1,112 @@
+"""The checkpoint that Megatron loads after the model is built: which one, and whether it will be loaded at all.
+
+Megatron's trainer ends without an error where there is none, and leaves initial values in what a file does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.trainers.rlinf.rank_file import NAME, read_rank_file
+from mcore_bridge.trainers.rlinf.rank_folder import find_rank_files
+from mcore_bridge.weights.companions import config_places
+from mcore_bridge.weights.extra_state import SUFFIX
+from mcore_bridge.weights.torch_dist import TRACKER, latest_in
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+    from mcore_bridge.config.parallel import ParallelDims
+
+_NUM_NAMED = 4
+"""Parameters that an error names; there may be thousands."""
+
+
+def convertor_block(actor: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The block of the offline convertor: ``ckpt_convertor``, or ``ckpt`` as it was called first."""
+    megatron = actor.get("megatron") or {}
+    block: Mapping[str, Any] = megatron.get("ckpt_convertor") or megatron.get("ckpt") or {}
+    return block
+
+
+def checkpoint_of(actor: Mapping[str, Any]) -> str | None:
+    """The folder that RLinf's model manager has Megatron load: its keys, read as it reads them."""
+    megatron = actor.get("megatron") or {}
+    folder = actor["model"].get("megatron_checkpoint")
+    if folder is None and megatron.get("use_hf_ckpt") and not megatron.get("mbridge"):
+        folder = convertor_block(actor).get("save_path")
+    return folder
+
+
+def hf_folder_of(actor: Mapping[str, Any]) -> str | None:
+    """The HF folder that the block names, if any."""
+    folder: str | None = actor["model"].get("model_path") or convertor_block(actor).get("hf_model_path")
+    return folder
+
+
+def config_of(folder: str) -> str | None:
+    """Where the HF config of a checkpoint is, in it or beside it; None where there is none."""
+    found = (*latest_in(Path(folder)), Path(folder))
+    places = (place for each in found for place in config_places(Path(folder), each))
+    return next((str(place) for place in places if (place / "config.json").is_file()), None)
+
+
+def require_loads(chunk: GPTModel, folder: str, dims: ParallelDims, vp_stage: int, *, head: str) -> None:
+    """Raise unless Megatron will load all of a chunk from ``folder``.
+
+    It is read here for names and shapes alone. Of ``torch_dist`` Megatron asks for every tensor itself.
+
+    Args:
+        dims: the mesh of the model.
+        vp_stage: of the chunk.
+        head: as of ``build_model``; only that of a language model is in a checkpoint.
+
+    Raises:
+        CheckpointError: there is none, it is of another mesh, or it has other parameters.
+    """
+    if not (Path(folder) / TRACKER).is_file():
+        raise CheckpointError(
+            f"expected a checkpoint of Megatron in {folder}, which it loads after the model is built, found no "
+            f"{TRACKER}: convert_hf_to_mg writes one; or pass load_weights=True and have megatron.load None"
+        )
+    files = find_rank_files(Path(folder))
+    if files is None:
+        return
+    path = files / _name_of_this_rank(dims) / NAME
+    if not path.is_file():
+        raise CheckpointError(f"expected {path} for this rank of {dims}, found none: convert it for this mesh")
+    key = "model" if dims.vp == 1 else f"model{vp_stage}"
+    found = _shapes(read_rank_file(path).get(key, {}), head)
+    wanted = _shapes(chunk.state_dict(), head)
+    names = {*wanted, *(name for name in found if not name.startswith("output_layer."))}  # which a tied one may have
+    differ = sorted(name for name in names if found.get(name) != wanted.get(name))
+    if differ:
+        said = "; ".join(
+            f"{name}: expected {wanted.get(name)}, found {found.get(name)}" for name in differ[:_NUM_NAMED]
+        )
+        raise CheckpointError(
+            f"{path} must hold the parameters of this model, and {len(differ)} differ, which Megatron would leave at "
+            f"initial values without an error: {said}. Convert it for this mesh, and with the names of this backend "
+            "(grouped_gemm and te_ln_* of the convertor's block)"
+        )
+
+
+def _shapes(state: Mapping[str, Tensor | None], head: str) -> dict[str, tuple[int, ...]]:
+    """What is compared: the parameters and buffers that both sides may have."""
+    tensors = {name: tensor for name, tensor in state.items() if tensor is not None and not name.endswith(SUFFIX)}
+    left_out = () if head == "lm" else ("output_layer.",)
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items() if not name.startswith(left_out)}
+
+
+def _name_of_this_rank(dims: ParallelDims) -> str:
+    """As Megatron's ``get_checkpoint_name`` has it."""
+    from megatron.core import parallel_state
+
+    name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
+    name += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}" if dims.pp > 1 else ""
+    return name + (f"_{parallel_state.get_expert_model_parallel_rank():03d}" if dims.ep > 1 else "")
