@@ -33,7 +33,7 @@ from mcore_bridge.config.release import installed
 from mcore_bridge.errors import CheckpointError, MeshError
 from mcore_bridge.trainers.rlinf.rank_file import NAME
 from mcore_bridge.trainers.rlinf.rank_folder import find_rank_files
-from mcore_bridge.weights.companions import config_places
+from mcore_bridge.weights.companions import config_places, first_with_config
 from mcore_bridge.weights.shards import MAX_SHARD_BYTES
 from mcore_bridge.weights.swap import beside, replace
 from mcore_bridge.weights.torch_dist import find_checkpoint, track
@@ -195,11 +195,11 @@ def _do_share(work: _Work, report: Report) -> None:
 def _config_beside(source: Path, found: Path) -> Path:
     """Where the HF config of a checkpoint is."""
     places = config_places(source, found)
-    for place in places:
-        if (place / "config.json").is_file():
-            return place
-    tried = ", ".join(map(str, places))
-    raise CheckpointError(f"no config.json in any of {tried}: pass the folder of the HF config by --hf")
+    place = first_with_config(places)
+    if place is None:
+        tried = ", ".join(map(str, places))
+        raise CheckpointError(f"no config.json in any of {tried}: pass the folder of the HF config by --hf")
+    return place
 
 
 def _resume(conversion: Conversion) -> frozenset[int]:

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -155,8 +155,8 @@ def _in_layers(runs: Iterable[Sequence[TensorSpec]], slot_bytes: int) -> Iterato
     """The experts of a layer as one run, where they come one behind the other and a slot holds them all."""
     for layer, alike in groupby(runs, lambda run: run[0].name.rpartition(".experts.")[0]):
         found = list(alike)
-        joined = [spec for run in found for spec in run]
-        yield from [joined] if layer and _size(joined) <= slot_bytes else found
+        fits = layer and sum(map(_size, found)) <= slot_bytes
+        yield from [list(chain.from_iterable(found))] if fits else found
 
 
 def _fill(runs: Iterable[Sequence[TensorSpec]], slot_bytes: int) -> Iterator[tuple[Piece, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,6 +52,11 @@ def config_places(source: Path, found: Path) -> tuple[Path, ...]:
         found: that of the iteration in it; or ``source``.
     """
     return tuple(dict.fromkeys((found, source, source / "huggingface", found.parent / "huggingface")))
+
+
+def first_with_config(places: Iterable[Path]) -> Path | None:
+    """The first of these folders that has an HF config."""
+    return next((place for place in places if (place / "config.json").is_file()), None)
 
 
 def config_in(provenance: Provenance, dtype: torch.dtype) -> PretrainedConfig:

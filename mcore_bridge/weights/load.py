@@ -165,8 +165,9 @@ class _Load:
         self.initialised = [name for name in absent if self._is_initialised(name, present)]
         missing = [name for name in absent if name not in self.initialised]
         others = self._not_elsewhere(name for name in names if name not in self.uses)
-        self.ignored = list(filter(self._is_unused, others))
-        unexpected = [name for name in others if not self._is_unused(name)]
+        unused = {name: self._is_unused(name) for name in others}
+        self.ignored = [name for name in others if unused[name]]
+        unexpected = [name for name in others if not unused[name]]
         self.missing, self.unexpected = tuple(missing), tuple(unexpected)
         if strict and (missing or unexpected):
             raise CheckpointError(

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.trainers.rlinf.layout import chunk_of, folder_of
 from mcore_bridge.trainers.rlinf.rank_file import NAME, read_rank_file
 from mcore_bridge.trainers.rlinf.rank_folder import find_rank_files
-from mcore_bridge.weights.companions import config_places
+from mcore_bridge.weights.companions import config_places, first_with_config
 from mcore_bridge.weights.extra_state import SUFFIX
 from mcore_bridge.weights.torch_dist import TRACKER, latest_in
 
@@ -52,8 +53,8 @@ def hf_folder_of(actor: Mapping[str, Any]) -> str | None:
 def config_of(folder: str) -> str | None:
     """Where the HF config of a checkpoint is, in it or beside it; None where there is none."""
     found = (*latest_in(Path(folder)), Path(folder))
-    places = (place for each in found for place in config_places(Path(folder), each))
-    return next((str(place) for place in places if (place / "config.json").is_file()), None)
+    place = first_with_config(place for each in found for place in config_places(Path(folder), each))
+    return None if place is None else str(place)
 
 
 def require_loads(chunk: GPTModel, folder: str, dims: ParallelDims, vp_stage: int, *, head: str) -> None:
@@ -77,11 +78,10 @@ def require_loads(chunk: GPTModel, folder: str, dims: ParallelDims, vp_stage: in
     files = find_rank_files(Path(folder))
     if files is None:
         return
-    path = files / _name_of_this_rank(dims) / NAME
+    path = files / _folder_of_this_rank(dims) / NAME
     if not path.is_file():
         raise CheckpointError(f"expected {path} for this rank of {dims}, found none: convert it for this mesh")
-    key = "model" if dims.vp == 1 else f"model{vp_stage}"
-    found = _shapes(read_rank_file(path).get(key, {}), head)
+    found = _shapes(read_rank_file(path).get(chunk_of(dims, vp_stage), {}), head)
     wanted = _shapes(chunk.state_dict(), head)
     names = {*wanted, *(name for name in found if not name.startswith("output_layer."))}  # which a tied one may have
     differ = sorted(name for name in names if found.get(name) != wanted.get(name))
@@ -103,10 +103,12 @@ def _shapes(state: Mapping[str, Tensor | None], head: str) -> dict[str, tuple[in
     return {name: tuple(tensor.shape) for name, tensor in tensors.items() if not name.startswith(left_out)}
 
 
-def _name_of_this_rank(dims: ParallelDims) -> str:
-    """As Megatron's ``get_checkpoint_name`` has it."""
+def _folder_of_this_rank(dims: ParallelDims) -> str:
     from megatron.core import parallel_state
 
-    name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
-    name += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}" if dims.pp > 1 else ""
-    return name + (f"_{parallel_state.get_expert_model_parallel_rank():03d}" if dims.ep > 1 else "")
+    return folder_of(
+        dims,
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_expert_model_parallel_rank(),
+    )

@@ -42,6 +42,18 @@ class Style:
     extra_state: ExtraState = "tensor_pickle_none"
 
 
+def folder_of(dims: ParallelDims, tp_rank: int, pp_rank: int, ep_rank: int) -> str:
+    """Where the file of these ranks lies, as Megatron's ``get_checkpoint_name`` has it."""
+    stage = f"_{pp_rank:03d}" if dims.pp > 1 else ""
+    experts = f"_{ep_rank:03d}" if dims.ep > 1 else ""
+    return f"mp_rank_{tp_rank:02d}{stage}{experts}"
+
+
+def chunk_of(dims: ParallelDims, vp_stage: int) -> str:
+    """The key of a chunk in a file."""
+    return "model" if dims.vp == 1 else f"model{vp_stage}"
+
+
 @dataclass(frozen=True, slots=True)
 class RankFile:
     """One file of a checkpoint, and the place of the ranks that load it."""
@@ -131,10 +143,8 @@ class FileLayout:
             raise MeshError(f"expert_tensor_parallel_size must be at most tp={tp}, found {etp}")
         for pp_rank in range(pp):
             for rank in range(max(etp * ep, tp)):
-                stage = f"_{pp_rank:03d}" if pp > 1 else ""
-                experts = f"_{rank // etp % ep:03d}" if ep > 1 else ""
-                name = f"mp_rank_{rank % tp:02d}{stage}{experts}"
-                yield RankFile(name, rank % tp, pp_rank, rank // etp % ep, rank % etp)
+                tp_rank, ep_rank = rank % tp, rank // etp % ep
+                yield RankFile(folder_of(self.dims, tp_rank, pp_rank, ep_rank), tp_rank, pp_rank, ep_rank, rank % etp)
 
     def held(self, file: RankFile) -> Iterator[tuple[str, str, str, int]]:
         """``(model, name, canonical name, shard)`` of each parameter in a file; ``model`` is the key of its chunk."""
@@ -142,7 +152,7 @@ class FileLayout:
         for stage, names in zip(self.stages, self._by_stage, strict=True):
             if stage.pp_rank != file.pp_rank:
                 continue
-            model = "model" if self.dims.vp == 1 else f"model{stage.vp_stage}"
+            model = chunk_of(self.dims, stage.vp_stage)
             for mcore, expert in names:
                 if expert is None or expert in experts:
                     shard = file.etp_rank if self.bindings[mcore].axis == "etp" else file.tp_rank
