@@ -12,9 +12,9 @@ mesh stands here only if everything that its latest record tried passed; `DP2` i
 random, in sizes that kernels like or odd ones. On CPU every run of the suite holds every family that transformers has
 to its logits, on TP1, TP2 SP, TP4 SP and, where it is not refused, CP2 ([families.md](families.md)).
 
-What is recorded until 2026-11-22 was tried with one sequence in each pack of a pipeline and of training, with gradients
-compared to those of replicas alone and no losses, with states that did not come back from the CPU, and without fp16 in
-log-probs.
+What 4 GPUs did until 2026-11-22, and log-probs on 2 GPUs of families in odd sizes, were tried with one sequence in each
+pack of a pipeline and of training, with gradients compared to those of replicas alone and no losses, with states that did
+not come back from the CPU, and without fp16 in log-probs.
 """
 CHECKS = {
     "log-probs": "those of transformers: `te` in bf16 packed and in rows and packed in fp32, `torch` in bf16 packed "
@@ -24,8 +24,8 @@ CHECKS = {
     "optimizer": "four steps of the distributed optimizer in bf16, overlapped (those five: also not; qwen3: in fp16 "
     "too, also where gradients overflow at first): an export is what it holds in fp32, cast down, and the same bits "
     "while parameters, gradients or the optimizer's state, each alone and all together, are on the CPU",
-    "vllm": "vLLM, started without weights and fed bucket by bucket: log-probs of what it samples, after the first and "
-    "the fifth round, and 64 greedy tokens are those of transformers",
+    "vllm": "vLLM, started without weights and fed bucket by bucket: log-probs of what it samples and of the same as "
+    "a prompt, after the first and the fifth round, and 64 greedy tokens are those of transformers",
     "verl": "verl's own engine with our plug-in, through load, log-probs, a step, export, offload, save and resume",
     "exchanges": "every `cp_comm_type` in bf16: log-probs and gradients are at most twice as far from fp32 as with the "
     "one that we choose ourselves",

@@ -9,6 +9,7 @@ import torch
 
 import mcore_bridge as mb
 from mcore_bridge.commands.options import smallest_world
+from tests.gpus import spawn
 from tests.parity import BATCH, SEQ, reference_logits, tokens
 from tests.strategies import random_state, tiny
 
@@ -81,17 +82,9 @@ DIMS = [
 ]
 
 
-def with_replicas(dims, world_size):
-    """The mesh, and how many replicas of it there are."""
-    dp = dims.dp(world_size)
-    return f"{dims} DP{dp}" if dp > 1 else str(dims)
-
-
-def rank_main(rank, dims, folder):
-    """One rank: every family and backend on this mesh; the findings go to a file."""
+def rank_main(rank, world_size, dims):
+    """Every family and backend on this mesh."""
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # TransformerEngine's fp32 would have a mantissa of 10 bits
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(smallest_world(dims)))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29517")
     dims.initialize(device="cuda")
     findings = {}
     for family, hf in (SPARSE if dims.ep > 1 else FAMILIES).items():
@@ -102,8 +95,7 @@ def rank_main(rank, dims, folder):
                 findings[family, backend] = examine(hf, dims, backend)
             except Exception:  # the others are examined all the same
                 findings[family, backend] = traceback.format_exc(), None
-    torch.save(findings, f"{folder}/{rank}")
-    torch.distributed.destroy_process_group()
+    return findings
 
 
 def examine(hf, dims, backend):
@@ -132,12 +124,9 @@ def references():
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_every_family_and_backend(dims, tmp_path, references):
-    if torch.cuda.device_count() < smallest_world(dims):
-        pytest.skip(f"needs {smallest_world(dims)} GPUs, found {torch.cuda.device_count()}")
-    torch.multiprocessing.spawn(rank_main, (dims, str(tmp_path)), nprocs=smallest_world(dims))
     failures = []
-    for rank in range(smallest_world(dims)):
-        for (family, backend), (wrong, logits) in torch.load(tmp_path / str(rank)).items():
+    for rank, findings in enumerate(spawn(rank_main, tmp_path, smallest_world(dims), dims)):
+        for (family, backend), (wrong, logits) in findings.items():
             if wrong:
                 failures.append(f"{family} {backend} on rank {rank}: {wrong}")
             elif logits is not None:

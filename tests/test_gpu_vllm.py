@@ -20,10 +20,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import mcore_bridge as mb
 from tests import records
 from tests.fusions import smallest_buckets
+from tests.gpus import chosen
 from tests.parity import reference_model
 from tests.rollout_families import ENGINE_FIELDS, UNLOADABLE, configs
 from tests.strategies import random_state
-from tests.test_gpu_export import chosen
 
 pytestmark = pytest.mark.multigpu
 
