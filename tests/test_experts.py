@@ -10,6 +10,8 @@ import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.errors import BridgeError, CheckpointError, ExportError
 from mcore_bridge.weights.checkpoint import Checkpoint
+from mcore_bridge.weights.cut import HEADER
+from mcore_bridge.weights.export import open_export
 from mcore_bridge.weights.load import load_hf_weights
 from tests import fake_mesh, pool, stepping
 from tests.strategies import random_state, save, tiny
@@ -46,6 +48,26 @@ def expected(state, expert, etp, etp_rank):
     """fc1 and fc2 of one expert on one rank, cut by hand."""
     gate, up, down = (state[f"model.layers.1.mlp.experts.{expert}.{kind}.weight"] for kind in KINDS)
     return torch.cat((gate.chunk(etp)[etp_rank], up.chunk(etp)[etp_rank])), down.chunk(etp, dim=1)[etp_rank]
+
+
+def export_in_shifts(dims):
+    """How many ranks send with each message of an export of more experts than may be in the making at once."""
+    hf = tiny("qwen3_moe", num_hidden_layers=2, num_experts=16, num_experts_per_tok=2, moe_intermediate_size=64)
+    state = random_state(hf)
+    dims.initialize(device="cpu")
+    models = mb.build_model(hf, dims=dims, dtype=torch.float32, device="cpu", load_weights=state)
+    plan = open_export(models, None, "lm", bucket_bytes=1 << 12).program.plan
+    exported = mb.to_hf_state_dict(models, bucket_bytes=1 << 12)
+    assert exported.keys() == state.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in state.items())
+    stepping.leave_mesh()
+    return [sum(width > HEADER for width in message.widths) for message in plan.messages]
+
+
+def test_experts_that_go_in_shifts_arrive_as_they_were():
+    (senders, *others) = pool.run(8, export_in_shifts, ParallelDims(ep=8))
+    assert all(each == senders for each in others)
+    assert 1 < min(set(senders) - {1}) < 8
 
 
 @pytest.mark.parametrize("dims", MESHES, ids=str)

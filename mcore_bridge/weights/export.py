@@ -83,10 +83,10 @@ def iter_hf_weights(
         dialect: "split" gives each routed expert a tensor of its own, "fused" those of a layer one for all; None is as
             the checkpoint has it that the model came from.
         bucket_bytes: of the messages that are on their way to a rank. An export takes at most three times this, beside
-            the model and the largest tensor (or what engines fuse of a layer): pipeline stages take turns where all at
-            once would take more. None is what takes 2 GB in all, or half as much again as the largest tensor. Stages of
-            very many ranks take more, as each has a tensor of its own on its way; and what the caller holds of tensors
-            before comes to it where buckets are smaller than 64 MB. ``mcore-bridge plan`` says how much.
+            the model and the largest tensor (or what engines fuse of a layer): pipeline stages take turns, and experts
+            go in shifts, where all at once would take more. None is what takes 2 GB in all, or half as much again as
+            the largest tensor. What the caller holds of tensors before comes to it where buckets are smaller than
+            64 MB, and a few KB for each rank. ``mcore-bridge plan`` says how much.
         target: what this rank gets, whatever others get: "everything"; "nothing", so that it only sends; or an
             ``EngineRank``, whose slices alone travel to it. ``mb.engine_ranks`` makes those of an engine.
         copy: False yields tensors that arrived whole, such as those of most experts, as views of what arrived: valid

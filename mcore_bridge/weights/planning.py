@@ -14,14 +14,14 @@ from mcore_bridge.weights.mapping import WeightMapping
 from mcore_bridge.weights.plan import ExportPlan, Goods, Message
 from mcore_bridge.weights.slices import wanted_by
 from mcore_bridge.weights.target import Target
-from mcore_bridge.weights.turns import MIN_WINDOW, Turn, phases_of, turns_of, window_of
+from mcore_bridge.weights.turns import MIN_WINDOW, Way, phases_of, turns_of, ways_of, window_of
 
 MESSAGE_BYTES = tuple(megabytes << 20 for megabytes in (512, 384, 256, 192, 128))
 """What to choose the bytes that a rank receives with a message from: fewer are slow, more no faster."""
 OTHERWISE = 192 << 20
 """The same where none leaves the export within ``MEMORY``, since the largest tensors alone take most of it."""
 MANY = 128
-"""Ranks from which on memory is not a matter of messages: each rank that sends has a tensor of its own on its way."""
+"""Ranks from which on only what takes least memory is planned: all of them at once would have too much on its way."""
 TO_TARGETS = (256 << 20, 1 << 30)
 """Bounds of the same for all messages on their way, received and sent, where not all get everything."""
 SHARED = 1 << 20
@@ -45,47 +45,48 @@ def plan_export(
     keys = goods.together(bucket_bytes or MEMORY // 8)
     size, fused = bucket_bytes // AHEAD if bucket_bytes else OTHERWISE, goods.most_together(keys)
     allowed = 3 * bucket_bytes + fused if bucket_bytes else max(MEMORY, fused * 3 // 2)
-    *others, leanest = turns_of(goods, sorted(set(stages)), max(fused // 2, 4 * size))
+    *others, leanest = ways_of(goods, keys, max(fused // 2, 4 * size), allowed - AHEAD * size)
     ways = iter([*others, leanest] if len(stages) <= MANY else [leanest])
     plan = (
         _gathered(goods, keys, stages, size, next(ways)) if bucket_bytes else _filling(goods, keys, stages, next(ways))
     )
-    for turns in ways:
+    for way in ways:
         if footprint(plan) <= allowed:
             break
-        plan = _gathered(goods, keys, stages, size, turns)
+        plan = _gathered(goods, keys, stages, size, way)
     return plan
 
 
-def _filling(goods: Goods, keys: Sequence[object], stages: Sequence[int], turns: Sequence[Turn]) -> ExportPlan:
+def _filling(goods: Goods, keys: Sequence[object], stages: Sequence[int], way: Way) -> ExportPlan:
     """With messages as large as leave the whole within ``MEMORY``; or of ``OTHERWISE``."""
-    otherwise = _gathered(goods, keys, stages, OTHERWISE, turns)
+    otherwise = _gathered(goods, keys, stages, OTHERWISE, way)
     rest = MEMORY - otherwise.open_bytes
     for size in (size for size in MESSAGE_BYTES if len(stages) <= MANY and AHEAD * size < rest):
-        plan = _gathered(goods, keys, stages, size, turns) if size != OTHERWISE else otherwise
+        plan = _gathered(goods, keys, stages, size, way) if size != OTHERWISE else otherwise
         if footprint(plan) <= MEMORY:
             return plan
     return otherwise
 
 
-def _gathered(
-    goods: Goods, keys: Sequence[object], stages: Sequence[int], message_bytes: int, turns: Sequence[Turn]
-) -> ExportPlan:
+def _gathered(goods: Goods, keys: Sequence[object], stages: Sequence[int], message_bytes: int, way: Way) -> ExportPlan:
     row_bytes = [entry.row_bytes for entry in goods.entries]
     dealt = _dealt(goods, [0] * len(stages), window_of(message_bytes, len(stages)) // 8)
     streams: list[list[Run]] = [[] for _ in stages]
     needed: list[tuple[int, ...]] = []
-    for phase in chain.from_iterable(phases_of(turn, dealt, row_bytes, stages, message_bytes) for turn in turns):
-        parts = [phase.parts[rank] for rank in phase.senders]
-        found = cut(parts, row_bytes, [phase.window] * len(parts), first=len(needed))
+    turns = turns_of(way, dealt, stages)
+    for phase in chain.from_iterable(phases_of(turn, row_bytes, stages, message_bytes) for turn in turns):
+        found = cut([*phase.parts.values()], row_bytes, [phase.window] * len(phase.parts), first=len(needed))
         count = max(num_messages(found), len(needed) + 1)
         width, last_width = (
             max(each) for each in zip(*(widths(each, row_bytes, count) for each in found), strict=True)
         )
-        for rank, runs in zip(phase.senders, found, strict=True):
+        for rank, runs in zip(phase.parts, found, strict=True):
             streams[rank] += runs
         for times, each in ((count - 1 - len(needed), width), (1, last_width)):
-            needed += [tuple(each if rank in phase.senders else HEADER for rank in range(len(stages)))] * times
+            windows = [HEADER] * len(stages)
+            for rank in phase.parts:
+                windows[rank] = each
+            needed += [tuple(windows)] * times
     return _planned(goods, keys, tuple(map(tuple, streams)), needed)
 
 

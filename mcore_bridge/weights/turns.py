@@ -1,38 +1,82 @@
-"""Who sends at the same time: pipeline stages take turns, and a stage sends alone what it has more than others."""
+"""Who sends at the same time: stages take turns, experts go in shifts, and a stage sends alone what it has more.
+
+What a rank sends, it sends in the order of the entries. So a turn is a range of entries, of one stage or of all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from mcore_bridge.weights.cut import Part
+from mcore_bridge.weights.names import expert_of
 from mcore_bridge.weights.plan import Goods
 
 MIN_WINDOW = 4096
 """Bytes that a rank sends per message at least."""
+Parts = Mapping[int, Sequence[Part]]
+"""What some ranks send, by rank."""
 
 
-class Turn(NamedTuple):
-    """Pipeline stages that send at the same time, and which of the entries."""
+class Way(NamedTuple):
+    """How turns are taken: all stages together; or one after the other, each between these entries."""
 
-    stages: Sequence[int]
-    entries: range
+    together: bool
+    borders: Sequence[int] = ()
 
 
-def turns_of(goods: Goods, stages: Sequence[int], large: int) -> Iterator[Sequence[Turn]]:
+def ways_of(goods: Goods, keys: Sequence[object], large: int, room: int) -> tuple[Way, ...]:
     """Ways to take turns, from the fastest to that which takes least memory.
 
-    Each stage that sends has tensors in the making: so one sends after the other. Where one tensor ends and the next
-    begins, both are: so what is made of ``large`` entries, by bytes, has messages of its own.
+    Each rank that sends has tensors in the making: so one stage sends after the other. Where one tensor ends and the
+    next begins, both are: so what is made of ``large`` entries, by bytes, has messages of its own, and of experts that
+    lie on so many ranks that those of all take more than ``room`` bytes, only as many go at once as take that.
+
+    Args:
+        keys: for each entry, what is given out together.
     """
-    everything = range(len(goods.entries))
-    yield [Turn(stages, everything)]
-    if len(stages) > 1:
-        yield [Turn([stage], everything) for stage in stages]
-    alone = [number for number, places in enumerate(goods.places) if goods.size_of(places) >= large]
-    borders = sorted({0, *alone, *(number + 1 for number in alone), len(goods.entries)})
-    yield [Turn([stage], range(*each)) for stage in stages for each in pairwise(borders)]
+    sizes = [goods.size_of(places) for places in goods.places]
+    alone = {border for number, size in enumerate(sizes) if size >= large for border in (number, number + 1)}
+    shifts = set(_shifts(goods, keys, sizes, room))
+    return Way(together=True), Way(together=False), Way(together=False, borders=sorted(alone | shifts))
+
+
+def _shifts(goods: Goods, keys: Sequence[object], sizes: Sequence[int], room: int) -> Iterator[int]:
+    """Borders between experts that are given out one by one. In a shift each holder sends as many as the others."""
+    times = Counter(keys)
+
+    def kind(number: int) -> tuple[str, int]:
+        name = goods.entries[number].held.mcore
+        is_alone = expert_of(name) is not None and times[keys[number]] == 1
+        return (name.partition(".experts.")[0], sizes[number]) if is_alone else ("", 0)
+
+    for (layer, size), run in groupby(range(len(goods.entries)), key=kind):
+        numbers = [*run]
+        many = len({min(map(min, goods.entries[number].holders.values())) for number in numbers})
+        count = max(room // max(size, 1), 1)
+        if layer and count < 2 * many:  # else each holder may have two in the making
+            count = -(-many // -(-many // count)) if count < many else many
+            yield from (*range(numbers[0], numbers[-1] + 1, count), numbers[-1] + 1)
+
+
+def turns_of(way: Way, parts: Sequence[Sequence[Part]], stages: Sequence[int]) -> list[Parts]:
+    """What ranks send in each turn.
+
+    Args:
+        parts: all that each rank sends.
+        stages: of each rank.
+    """
+    if way.together:
+        return [dict(enumerate(parts))]
+    found: dict[tuple[int, int], dict[int, list[Part]]] = {}
+    for rank, (stage, each) in enumerate(zip(stages, parts, strict=True)):
+        for part in each:
+            turn = stage, bisect_right(way.borders, part.entry)
+            found.setdefault(turn, {}).setdefault(rank, []).append(part)
+    return [found[turn] for turn in sorted(found)]
 
 
 def window_of(message_bytes: int, num_senders: int) -> int:
@@ -40,45 +84,37 @@ def window_of(message_bytes: int, num_senders: int) -> int:
 
 
 class Phase(NamedTuple):
-    """Messages with which some ranks send: who, the bytes of a window of theirs, and what each rank sends."""
+    """Messages with which some ranks send: the bytes of a window of theirs, and what each of them sends."""
 
-    senders: frozenset[int]
     window: int
-    parts: Sequence[Sequence[Part]]
+    parts: Parts
 
 
-def phases_of(
-    turn: Turn, parts: Sequence[Sequence[Part]], row_bytes: Sequence[int], stages: Sequence[int], message_bytes: int
-) -> Iterator[Phase]:
+def phases_of(turn: Parts, row_bytes: Sequence[int], stages: Sequence[int], message_bytes: int) -> Iterator[Phase]:
     """The ranks of a turn send at the same time; what a stage has more, it sends alone, before that or after it.
 
     No window travels half empty then, and where the first and the last stage have a large tensor more, which is in the
     making for long, no other is at that time.
     """
-    everybody = frozenset(rank for rank, stage in enumerate(stages) if stage in turn.stages)
-    rest: list[Sequence[Part]] = [
-        tuple(part for part in each if part.entry in turn.entries) if rank in everybody else ()
-        for rank, each in enumerate(parts)
-    ]
-    totals = [sum(part.rows * row_bytes[part.entry] for part in each) for each in rest]
-    if not any(totals):
-        return
-    least, ends = min(totals[rank] for rank in everybody), []
-    for place, stage in enumerate(turn.stages if len(turn.stages) > 1 else ()):
-        senders = frozenset(rank for rank in everybody if stages[rank] == stage)
+    rest = dict(turn)
+    totals = {rank: sum(part.rows * row_bytes[part.entry] for part in each) for rank, each in turn.items()}
+    least, ends = min(totals.values()), []
+    places = sorted({stages[rank] for rank in turn})
+    for place, stage in enumerate(places if len(places) > 1 else ()):
+        senders = [rank for rank in turn if stages[rank] == stage]
         window = window_of(message_bytes, len(senders))
         if max(totals[rank] for rank in senders) - least < window // 4:
             continue
-        begins = 2 * place < len(turn.stages)
-        alone: list[Sequence[Part]] = [()] * len(stages)
+        begins = 2 * place < len(places)
+        alone: dict[int, Sequence[Part]] = {}
         for rank in senders:
             split = _split(rest[rank], row_bytes, totals[rank] - least if begins else least)
             alone[rank], rest[rank] = split if begins else split[::-1]
         if begins:
-            yield Phase(senders, window, alone)
+            yield Phase(window, alone)
         else:
-            ends.append(Phase(senders, window, alone))
-    yield Phase(everybody, window_of(message_bytes, len(everybody)), rest)
+            ends.append(Phase(window, alone))
+    yield Phase(window_of(message_bytes, len(rest)), rest)
     yield from ends
 
 
