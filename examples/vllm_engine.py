@@ -90,7 +90,6 @@ class VllmEngine:
             model=folder,
             dtype=dtype,
             tensor_parallel_size=tensor_parallel,
-            **options,
             load_format="dummy",
             skip_tokenizer_init=True,
             max_model_len=128,
@@ -98,7 +97,7 @@ class VllmEngine:
             kv_cache_memory_bytes=1 << 28,
             enforce_eager=True,
             enable_sleep_mode=True,
-            worker_extension_cls="vllm_engine.WeightReceiver",
+            **{"worker_extension_cls": "vllm_engine.WeightReceiver", **options},
         )
         self.sleep()
 

@@ -2,7 +2,8 @@
 
 Its engines start without weights, each in a process of its own, and are fed five times through buffers of two sizes.
 Half of its log-probs may be three times as far from transformers' fp32 as half of those of transformers' own bf16 are,
-as in ``test_gpu_forward``; and as far from those of the trainer's model.
+as in ``test_gpu_forward``; and as far from those of the trainer's model. In the end its own weights are, bit for bit,
+what they are when it reads a checkpoint's files by itself.
 """
 
 import importlib.util
@@ -71,6 +72,14 @@ def make_engine(fields, *arguments):
         def wake(self):
             self._llm.collective_rpc("forget_weights")
 
+        def digests(self):
+            """Of the weights of each worker, by vLLM's names."""
+            return self._llm.collective_rpc("digests")
+
+        def load_folder(self, folder):
+            """Take all weights from a checkpoint's files."""
+            self._llm.collective_rpc("load_folder", args=(folder,))
+
         def prompt_log_probs(self, tokens):
             """Of ``tokens`` ``[batch, seq]`` as a prompt: fp32 ``[batch, seq - 1]``."""
             from vllm import SamplingParams
@@ -89,7 +98,8 @@ def make_engine(fields, *arguments):
     if name not in ModelRegistry.get_supported_archs():
         return Absent(NotImplementedError(f"vLLM has no {name}"))
     try:
-        return Awake(fields, *arguments, gdn_prefill_backend="triton")
+        worker = "tests.rollout_worker.Examined"
+        return Awake(fields, *arguments, gdn_prefill_backend="triton", worker_extension_cls=worker)
     except Exception:
         return Absent(RuntimeError(traceback.format_exc()))
 
@@ -141,6 +151,13 @@ def examine(hf, engine, folder, tensor_parallel):
         passed_over = exact[1].max(-1).values - exact[1].gather(-1, greedy[:, 1:, None].cuda())[..., 0]
         allowed = 2 * (exact[1] - rounded[1]).abs().max()  # the likeliest of two that rounding may change the order of
         found.append(float(passed_over[:, PROMPT - 1 :].max() / allowed))
+    fed = engine("digests")
+    engine("wake")
+    assert all(before != digests for before, digests in zip(fed, engine("digests"), strict=True))
+    engine("load_folder", str(folder))  # where the reference's weights are
+    read = engine("digests")
+    differing = [name for one, other in zip(fed, read, strict=True) for name in one if one[name] != other.get(name)]
+    assert not differing, f"vLLM holds otherwise than from files: {differing}"
     return found
 
 

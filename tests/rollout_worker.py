@@ -1,0 +1,30 @@
+"""What the tests ask of vLLM's workers beside what the example asks: their weights' digests, and a load from files."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm_engine import WeightReceiver
+
+from mcore_bridge.weights.manifest import digest
+
+
+class Examined(WeightReceiver):
+    """``worker_extension_cls`` adds this class to vLLM's worker."""
+
+    def digests(self):
+        """Of all that this worker's model holds, by vLLM's names: fused, cut and in the form that its kernels take."""
+        model = self.model_runner.model
+        held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        return {name: digest(tensor) for name, tensor in held.items()}
+
+    @torch.no_grad()
+    def load_folder(self, folder):
+        """Take all weights from the files of a checkpoint, and none from the trainer."""
+        model = self.model_runner.model
+        with torch.device(self.device):
+            initialize_layerwise_reload(model)
+            for path in sorted(Path(folder).glob("*.safetensors")):
+                model.load_weights([(name, tensor.to(self.device)) for name, tensor in load_file(path).items()])
+            finalize_layerwise_reload(model, self.model_config)
