@@ -1,7 +1,10 @@
 """Seconds and memory of ``mcore-bridge convert``: ``python benchmarks/convert.py FOLDER [--layers 2] [--experts 256]``.
 
 DeepSeek-V3 at full width with layers cut out, as sparse files of zeros, is converted to a checkpoint of megatron-core
-and back, in a process each, whose largest resident size is shown. The folder needs room for both results.
+and back, in a process each, whose largest resident size is shown. The folder needs room for one result: zeros that were
+written are made holes of files again. To see it fit, run it where Linux allows no more, as in
+
+    systemd-run --scope -p MemoryMax=8G -p MemorySwapMax=0 python benchmarks/convert.py FOLDER
 """
 
 from __future__ import annotations
@@ -79,6 +82,8 @@ def main() -> None:
     (source / "config.json").write_text(json.dumps(DEEPSEEK | cut))
     total = write_zeros(source, specs_of(whole_model(source, dtype=torch.bfloat16).entries))
     print(f"{total / 1e9:.1f} GB; HF to torch_dist: {measure(source, dist)}", flush=True)
+    for path in dist.iterdir():
+        subprocess.run(["fallocate", "--dig-holes", path], check=True)
     print(f"torch_dist to HF: {measure(dist, back)}")
     shutil.rmtree(given.folder)
 
