@@ -153,7 +153,7 @@ def arguments_of(folder: str, dims: ParallelDims) -> Any:
         "sequence_parallel": dims.sp,
         "use_distributed_optimizer": True,
         "param_dtype": "bfloat16",
-        "param_offload": False,  # it empties the memory of parameters, which a CPU's loader has shown to numpy
+        "param_offload": True,
         "grad_offload": True,
         "optimizer_offload": True,
     }

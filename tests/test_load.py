@@ -267,6 +267,20 @@ def test_memory_and_disk_are_used_once(tmp_path):
         assert 0.9 * total <= read <= 1.1 * total
 
 
+def storages_stay_resizable(folder):
+    """A trainer that moves its parameters away gives their memory back by making it smaller."""
+    ONE.initialize(device="cpu")
+    (model,) = mb.build_model(folder, dims=ONE, dtype=torch.float32, device="cpu", load_weights=True)
+    mb.manifest(model, digests=True)
+    mb.save_hf_checkpoint(model, folder / "saved")
+    for parameter in model.parameters():
+        parameter.untyped_storage().resize_(0)
+
+
+def test_no_parameter_loses_that_its_memory_can_be_given_back(folder):
+    pool.run(1, storages_stay_resizable, folder)
+
+
 @pytest.mark.parametrize("dims", [ONE, mb.ParallelDims(tp=2, pp=2)], ids=str)
 @pytest.mark.parametrize("slot_bytes", [60, 5000])
 def test_tensors_larger_than_a_slot_come_in_pieces(folder, state, dims, slot_bytes):

@@ -101,25 +101,34 @@ def test_an_actor_and_its_reference(case, folders, tmp_path):
     assert far(ranks[-1]["said"], folder, None) == []
 
 
+def exported(worker: Any) -> dict[str, Tensor]:
+    """Of a critic, whose parameters are brought back for it, and away again."""
+    memory = siirl_module("utils.megatron.megatron_utils")
+    memory.load_megatron_model_to_gpu(worker.critic_module)
+    found = copied(worker.bridge.export_weights(worker.critic_module))
+    memory.offload_megatron_model_to_cpu(worker.critic_module)
+    return found
+
+
 def critic(folder: str, dims: ParallelDims, out: str) -> tuple[list[str], Tensor, Tensor]:
     """Runs in a worker: a critic that is trained, saved and resumed; what it lost, its values, and its head."""
     with in_siirl():
         arguments = arguments_of(folder, dims)
         siirl_module("engine.megatron_workers").global_initialize_model_parallel(arguments.actor_rollout_ref)
         worker = worker_of("CriticWorker", arguments.critic)
-        before = copied(worker.bridge.export_weights(worker.critic_module))
+        before = exported(worker)
         truth = {name: tensor for name, tensor in read(folder).items() if name != "lm_head.weight"}
         lost = differing({**before, **truth}, before)
         batch = batch_of(worker.hf_config.vocab_size)
         values = worker.compute_values(batch)["values"].clone()
         wanted = {"values": values, "returns": values + 1}
         worker.update_critic(batch_of(worker.hf_config.vocab_size, **wanted))
-        trained = copied(worker.bridge.export_weights(worker.critic_module))
+        trained = exported(worker)
         lost += [] if differing(trained, before) else ["nothing was trained"]
         worker.save_checkpoint(out, global_step=1)
         worker.update_critic(batch_of(worker.hf_config.vocab_size, **wanted))
         worker.load_checkpoint(out, del_local_after_load=False)
-        lost += differing(copied(worker.bridge.export_weights(worker.critic_module)), trained)
+        lost += differing(exported(worker), trained)
         return lost, values, before["score.weight"]
 
 

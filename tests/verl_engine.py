@@ -51,12 +51,17 @@ def own_processes() -> Iterator[None]:
 
 
 class CpuForCuda(TorchFunctionMode):
-    """For megatron-core's optimizers, which make tensors on "cuda" and ask each parameter whether it is there."""
+    """For megatron-core's optimizers, which make tensors on "cuda" and ask each parameter whether it is there.
+
+    And for trainers that bring parameters to pinned memory before they give the GPU's back: that is a copy here too.
+    """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
+        if function is torch.Tensor.pin_memory:
+            return args[0].clone()
         found = function(*args, **kwargs)
         if function is torch.Tensor.type and isinstance(found, str):
             return found.replace("torch.", "torch.cuda.", 1)

@@ -10,6 +10,7 @@ import os
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+from torch import Tensor
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -68,3 +69,22 @@ def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -
             return False
         expected *= size
     return True
+
+
+class _Memory:
+    """A tensor's memory as numpy reads it. ``Tensor.numpy`` would forbid that a trainer resizes it later on."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor  # lives as long as the array
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": f"<i{tensor.itemsize}",
+            "shape": tuple(tensor.shape),
+            "data": (tensor.data_ptr(), False),
+        }
+
+
+def array_of(tensor: Tensor) -> Array:
+    """A contiguous CPU tensor as an array: of integers, since numpy lacks some dtypes and nothing here computes."""
+    assert tensor.is_contiguous()
+    return np.asarray(_Memory(tensor)) if tensor.numel() else np.empty(tensor.shape, f"<i{tensor.itemsize}")

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mcore_bridge.weights.bound import Models
 from mcore_bridge.weights.checkpoint import Checkpoint
+from mcore_bridge.weights.disk import array_of
 from mcore_bridge.weights.dtypes import Dtypes, dtype_name, wanted_dtype
 from mcore_bridge.weights.exchange import raise_failures
 from mcore_bridge.weights.export import iter_hf_weights, open_export
@@ -92,8 +93,7 @@ class Manifest:
 
 def digest(tensor: Tensor) -> str:
     """The SHA-256 of a tensor's bytes, as hexadecimal digits."""
-    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.sha256(flat.numpy().data).hexdigest()
+    return hashlib.sha256(array_of(tensor.detach().cpu().contiguous()).data).hexdigest()
 
 
 def manifest(

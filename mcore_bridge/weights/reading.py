@@ -11,8 +11,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from mcore_bridge.weights.disk import Array
-from mcore_bridge.weights.safetensors_file import SafetensorsFile, array_of
+from mcore_bridge.weights.disk import Array, array_of
+from mcore_bridge.weights.safetensors_file import SafetensorsFile
 from mcore_bridge.weights.staging import Slot, Staging
 
 

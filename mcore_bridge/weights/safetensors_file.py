@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights.disk import Array, read_array, write_bytes
+from mcore_bridge.weights.disk import Array, array_of, read_array, write_bytes
 
 DTYPES = {
     "F64": torch.float64,
@@ -37,7 +37,6 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Entry(NamedTuple):
@@ -170,8 +169,3 @@ def _lay_out(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> tup
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text, {name: 8 + len(text) + offset for name, offset in offsets.items()}
-
-
-def array_of(tensor: Tensor) -> Array:
-    """A contiguous CPU tensor as an array: of integers, since numpy lacks some dtypes and nothing here computes."""
-    return tensor.detach().view(_INTEGERS[tensor.itemsize]).numpy()

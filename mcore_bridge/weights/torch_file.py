@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights.disk import write_bytes
-from mcore_bridge.weights.safetensors_file import array_of
+from mcore_bridge.weights.disk import array_of, write_bytes
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
 """Of a record of a zip file: the lengths of the name and of the extra field between it and the data."""
