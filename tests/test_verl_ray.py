@@ -1,0 +1,80 @@
+"""verl's own test of its actor's engine, with our plug-in, in processes that Ray starts: on CPUs, or on GPUs.
+
+docs/verl.md says how to install Ray and verl and where verl's tests have to be. Their file is run as it is, on random
+models in the folders where it looks for published ones; of megatron it asks one rank, or eight as TP2 PP2 CP2.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.strategies import random_state, save, tiny
+from tests.test_gpu import SIZES
+
+FILE = Path(__file__).parent.parent.parent / "verl" / "tests" / "models" / "test_engine.py"
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed"),
+    pytest.mark.skipif(not FILE.exists(), reason=f"needs verl's tests, {FILE}"),
+]
+HEADS = {**SIZES, "vocab_size": 90, "num_key_value_heads": 4, "tie_word_embeddings": True}
+MODELS = {
+    1: ("HuggingFaceTB/SmolLM2-135M-Instruct", tiny("llama", **HEADS, architectures=["LlamaForCausalLM"])),
+    8: ("Qwen/Qwen2.5-0.5B", tiny("qwen2", **HEADS, architectures=["Qwen2ForCausalLM"], use_sliding_window=False)),
+}
+"""Which one verl's test takes of so many ranks, below its home's ``models``, and ours in its place."""
+
+
+def run(home, num_ranks, vanilla, **settings):
+    """What the test says at its end."""
+    from verl.workers.config import McoreEngineConfig
+
+    from tests.verl_life import with_tokenizer
+
+    name, hf = MODELS[num_ranks]
+    model = home / "models" / name
+    model.mkdir(parents=True)
+    save(random_state(hf, dtype=torch.bfloat16), hf, model)
+    with_tokenizer(model)
+    text = FILE.read_text()
+    if "grad_offload" not in {field.name for field in fields(McoreEngineConfig)}:  # which verl 0.9.1 has no more
+        text = text.replace("grad_offload=True,", "")
+    (home / FILE.name).write_text(text)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "test_actor_engine and megatron"]
+    environment = {
+        **os.environ,
+        "HOME": str(home),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "VANILLA_MBRIDGE": str(vanilla),
+        **settings,
+    }
+    done = subprocess.run([*command, FILE.name], cwd=home, env=environment, capture_output=True, text=True, timeout=500)
+    return done.stdout
+
+
+@pytest.mark.parametrize("num_ranks", MODELS)
+@pytest.mark.parametrize("vanilla", [True, False], ids=["mbridge", "megatron-bridge"])
+def test_an_actor_on_cpus(vanilla, num_ranks, tmp_path):
+    resources = json.dumps({"rank": num_ranks, "CPU": 16 * num_ranks})
+    settings = {"VERL_USE_EXTERNAL_MODULES": "tests.verl_on_cpu", "RANKS": str(num_ranks)}
+    said = run(tmp_path, num_ranks, vanilla, **settings, RAY_OVERRIDE_RESOURCES=resources, OMP_NUM_THREADS="1")
+    assert "1 passed" in said, said[-5000:]
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("num_ranks", MODELS)
+@pytest.mark.parametrize("vanilla", [True, False], ids=["mbridge", "megatron-bridge"])
+def test_an_actor_on_gpus(vanilla, num_ranks, tmp_path):
+    if torch.cuda.device_count() < num_ranks:
+        pytest.skip(f"needs {num_ranks} GPUs, found {torch.cuda.device_count()}")
+    seen = ",".join(map(str, range(num_ranks)))
+    settings = {"VERL_USE_EXTERNAL_MODULES": "mcore_bridge.trainers.verl", "CUDA_VISIBLE_DEVICES": seen}
+    said = run(tmp_path, num_ranks, vanilla, **settings)
+    assert "1 passed" in said, said[-5000:]
