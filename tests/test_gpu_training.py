@@ -368,6 +368,7 @@ def rank_main(rank, world_size, families, names):
     return findings
 
 
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("families", FAMILIES)
 @pytest.mark.parametrize("world_size", MESHES)
 def test_training_is_that_of_one_rank_and_exports_are_what_the_optimizer_holds(world_size, families, tmp_path, request):

@@ -45,7 +45,7 @@ def plan_export(
     keys = goods.together(bucket_bytes or MEMORY // 8)
     size, fused = bucket_bytes // AHEAD if bucket_bytes else OTHERWISE, goods.most_together(keys)
     allowed = 3 * bucket_bytes + fused if bucket_bytes else max(MEMORY, fused * 3 // 2)
-    *others, leanest = ways_of(goods, keys, max(fused // 2, 4 * size), allowed - AHEAD * size)
+    *others, leanest = ways_of(goods, keys, len(set(stages)), max(fused // 2, 4 * size), allowed - AHEAD * size)
     ways = iter([*others, leanest] if len(stages) <= MANY else [leanest])
     plan = (
         _gathered(goods, keys, stages, size, next(ways)) if bucket_bytes else _filling(goods, keys, stages, next(ways))

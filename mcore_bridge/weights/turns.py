@@ -28,7 +28,7 @@ class Way(NamedTuple):
     borders: Sequence[int] = ()
 
 
-def ways_of(goods: Goods, keys: Sequence[object], large: int, room: int) -> tuple[Way, ...]:
+def ways_of(goods: Goods, keys: Sequence[object], num_stages: int, large: int, room: int) -> list[Way]:
     """Ways to take turns, from the fastest to that which takes least memory.
 
     Each rank that sends has tensors in the making: so one stage sends after the other. Where one tensor ends and the
@@ -41,7 +41,8 @@ def ways_of(goods: Goods, keys: Sequence[object], large: int, room: int) -> tupl
     sizes = [goods.size_of(places) for places in goods.places]
     alone = {border for number, size in enumerate(sizes) if size >= large for border in (number, number + 1)}
     shifts = set(_shifts(goods, keys, sizes, room))
-    return Way(together=True), Way(together=False), Way(together=False, borders=sorted(alone | shifts))
+    in_turns = [Way(together=False)] if num_stages > 1 else []
+    return [Way(together=True), *in_turns, Way(together=False, borders=sorted(alone | shifts))]
 
 
 def _shifts(goods: Goods, keys: Sequence[object], sizes: Sequence[int], room: int) -> Iterator[int]:
