@@ -266,6 +266,29 @@ def test_what_a_rank_has_itself_is_not_made_all_at_once(tp):
         assert program.plan.open_bytes < sum(output.num_bytes for output in program.plan.goods.outputs) / 2
 
 
+@pytest.mark.parametrize("bucket_bytes", [1 << 14, 1 << 22])
+def test_stages_take_turns_to_send_to_each_rank_where_memory_asks_for_it(bucket_bytes):
+    """All send all the time. Less is in the making then, and what arrives is the same."""
+    hf = tiny("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=8, vocab_size=64)
+    state, dims = random_state(hf), ParallelDims(tp=2, pp=4, sp=True)
+    held = held_by(hf, dims, state)
+    stages = [inventory.ranks["pp"] for _, inventory in held]
+    targets = [engine_ranks(tp=2)[rank % 2] for rank in range(8)]
+    for target, found in zip(targets, fake_mesh.export_to(held, targets, bucket_bytes=bucket_bytes)[0], strict=True):
+        assert_gets(found, expected(hf, state, target))
+    programs = fake_mesh.programs_for(held, targets, bucket_bytes=bucket_bytes)
+    for number in range(len(programs[0].plan.messages)):
+        busy = [[width > HEADER for width in program.plan.messages[number].widths] for program in programs]
+        for receiver, senders in enumerate(busy):
+            at_once = {stages[sender] for sender, sends in enumerate(senders) if sends} - {stages[receiver]}
+            assert len(at_once) <= (1 if bucket_bytes == 1 << 14 else 3)
+        num_busy = sum(any(senders[rank] for senders in busy) for rank in range(8))
+        assert num_busy >= 6 or not num_busy  # others have what is a receiver's own; the last of a turn is empty
+    making = max(program.plan.open_bytes for program in programs)
+    largest = max(output.num_bytes for output in programs[0].plan.goods.outputs)
+    assert making <= 4 * largest if bucket_bytes == 1 << 14 else making > 4 * largest
+
+
 def grid(dims, hf_fields):
     """Every engine, from one mesh; the ranks of a world that is larger than a replica feed it as well."""
     hf = tiny("qwen3_moe", **hf_fields)

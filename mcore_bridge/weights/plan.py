@@ -95,12 +95,12 @@ class Goods:
         """Bytes of the outputs at ``places``."""
         return sum(self.outputs[output].num_bytes for output, _ in places)
 
-    def most_together(self, keys: Sequence[object]) -> int:
-        """Bytes of the outputs that are given out together, at most."""
+    def sizes_together(self, keys: Sequence[object]) -> dict[object, int]:
+        """By key, the bytes of the outputs that are given out together."""
         found: dict[object, dict[int, int]] = {}
         for key, places in zip(keys, self.places, strict=True):
             found.setdefault(key, {}).update(places)
-        return max(self.size_of(places.items()) for places in found.values())
+        return {key: self.size_of(places.items()) for key, places in found.items()}
 
     def together(self, bucket_bytes: int) -> tuple[object, ...]:
         """For each entry a key: what becomes of those of one key is given out together.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 
@@ -43,7 +44,7 @@ def plan_export(
     goods = Goods.of(entries_of(mapping, axes, num_layers, inventories))
     stages = [inventory.ranks["pp"] for inventory in inventories]
     keys = goods.together(bucket_bytes or MEMORY // 8)
-    size, fused = bucket_bytes // AHEAD if bucket_bytes else OTHERWISE, goods.most_together(keys)
+    size, fused = bucket_bytes // AHEAD if bucket_bytes else OTHERWISE, max(goods.sizes_together(keys).values())
     allowed = 3 * bucket_bytes + fused if bucket_bytes else max(MEMORY, fused * 3 // 2)
     *others, leanest = ways_of(goods, keys, len(set(stages)), max(fused // 2, 4 * size), allowed - AHEAD * size)
     ways = iter([*others, leanest] if len(stages) <= MANY else [leanest])
@@ -123,12 +124,58 @@ def plan_targets(
     lanes = [_Lanes(found[target], loads, receiver) for receiver, target in enumerate(targets)]
     most = max(lane.taken + sum(each.bytes_of(rank) for each in lanes) for rank, lane in enumerate(lanes))
     largest = max((output.num_bytes for goods in found.values() for output in goods.outputs), default=0)
+    room = 2 * bucket_bytes + largest if bucket_bytes else MEMORY // 2
     bucket_bytes = bucket_bytes or min(max((MEMORY - largest * 3 // 2) // 2, TO_TARGETS[0]), TO_TARGETS[1])
     count = max(-(-most // max(bucket_bytes // AHEAD, MIN_WINDOW * len(targets))), 1)
+    stages = [inventory.ranks["pp"] for inventory in inventories]
+    of_each = dict(zip(reversed(targets), reversed(lanes), strict=True))  # the first of those who ask for the same
+    together = all(lane.in_the_making(bucket_bytes) <= room for lane in of_each.values())
+    pace = _Pace(count, [0] * len(stages) if together else stages, targets)
     return tuple(
-        lane.arriving(count, bucket_bytes) if receiver == rank else lane.sent_by(rank, count)
+        lane.arriving(pace, bucket_bytes) if receiver == rank else lane.sent_by(rank, pace)
         for receiver, lane in enumerate(lanes)
     )
+
+
+class _Pace:
+    """When each rank sends to each receiver: always; or stage by stage, so that less is in the making there.
+
+    Receivers begin with different stages, those who ask for the same among them too. So all stages send all the time.
+    """
+
+    def __init__(self, count: int, stages: Sequence[int], targets: Sequence[Target]) -> None:
+        places = {stage: place for place, stage in enumerate(sorted(set(stages)))}
+        self._places = [places[stage] for stage in stages]
+        self.num_turns = len(places)
+        numbers = {target: number for number, target in enumerate(dict.fromkeys(targets))}
+        alike = sorted(range(len(targets)), key=lambda receiver: numbers[targets[receiver]])
+        self._begins = {receiver: number for number, receiver in enumerate(alike)}
+        self.times = -(-count // self.num_turns)
+        """Messages of a turn."""
+
+    def first(self, sender: int, receiver: int) -> int:
+        """The number of the first message with which a rank sends to a receiver."""
+        return (self._places[sender] + self._begins[receiver]) % self.num_turns * self.times
+
+    def widths(
+        self, own: Sequence[tuple[int, int]], firsts: Sequence[int], idle: Sequence[int]
+    ) -> list[tuple[int, ...]]:
+        """Bytes of the windows of all ranks with each message.
+
+        Args:
+            own: of each rank, with any message of its turn but the last, and with the last.
+            firsts: the first message of its turn.
+            idle: of each rank, with all other messages.
+        """
+        needed = []
+        for turn in range(self.num_turns):
+            sends = [first == turn * self.times for first in firsts]
+            middle, last = (
+                tuple(each[at] if now else none for each, now, none in zip(own, sends, idle, strict=True))
+                for at in (0, 1)
+            )
+            needed += [*[middle] * (self.times - 1), last]
+        return needed
 
 
 class _Lanes:
@@ -146,32 +193,49 @@ class _Lanes:
         """Bytes that travel from a rank."""
         return 0 if sender == self._receiver else self._bytes[sender]
 
-    def arriving(self, count: int, bucket_bytes: int) -> ExportPlan:
-        """All lanes, in ``count`` messages."""
-        streams = tuple(self._cut(sender, count) for sender in range(len(self._parts)))
-        found = [self._widths(sender, stream, count) for sender, stream in enumerate(streams)]
-        width, last_width = zip(*found, strict=True)
-        return _planned(self._goods, self._goods.together(bucket_bytes), streams, [*[width] * (count - 1), last_width])
+    def in_the_making(self, bucket_bytes: int) -> int:
+        """Bytes of outputs that are there at once where all lanes are busy.
 
-    def sent_by(self, sender: int, count: int) -> ExportPlan:
-        """One lane, in ``count`` messages, with which nothing is given out."""
-        streams = tuple(self._cut(sender, count) if rank == sender else () for rank in range(len(self._parts)))
-        found = self._widths(sender, streams[sender], count)
-        needed = [tuple(width if rank == sender else 0 for rank in range(len(streams))) for width in found]
-        messages = (Message(number, needed[number == count - 1], (), streams) for number in range(count))
-        return ExportPlan(self._goods, streams, tuple(messages))
+        Of each lane the most that is given out together, of what comes by it alone and of what comes by others too.
+        """
+        keys = self._goods.together(bucket_bytes)
+        sizes = self._goods.sizes_together(keys)
+        lanes = [{keys[part.entry] for part in each} for each in self._parts]
+        times = Counter(chain.from_iterable(lanes))
+        own = [max((sizes[key] for key in lane if times[key] == 1), default=0) for lane in lanes]
+        shared = {max((key for key in lane if times[key] > 1), key=sizes.__getitem__, default=None) for lane in lanes}
+        return sum(own) + sum(sizes[key] for key in shared if key is not None)
 
-    def _cut(self, sender: int, count: int) -> tuple[Run, ...]:
+    def arriving(self, pace: _Pace, bucket_bytes: int) -> ExportPlan:
+        """All lanes."""
+        ranks = range(len(self._parts))
+        streams = tuple(self._cut(sender, pace) for sender in ranks)
+        return _planned(self._goods, self._goods.together(bucket_bytes), streams, self._needed(ranks, streams, pace))
+
+    def sent_by(self, sender: int, pace: _Pace) -> ExportPlan:
+        """One lane, with whose messages nothing is given out."""
+        streams = tuple(self._cut(sender, pace) if rank == sender else () for rank in range(len(self._parts)))
+        needed = self._needed([sender], streams, pace)
+        return ExportPlan(self._goods, streams, tuple(Message(*each, (), streams) for each in enumerate(needed)))
+
+    def _cut(self, sender: int, pace: _Pace) -> tuple[Run, ...]:
         """A window has room for its share, for a row that does not fit any more, and for what alignment takes."""
-        parts = self._parts[sender]
+        parts, first = self._parts[sender], pace.first(sender, self._receiver)
         longest = max((self._row_bytes[part.entry] for part in parts), default=0)
-        window = HEADER + aligned(-(-self._bytes[sender] // count)) + longest + ALIGNMENT
-        (stream,) = cut([parts], self._row_bytes, [window])
-        assert num_messages((stream,)) <= count
+        window = HEADER + aligned(-(-self._bytes[sender] // pace.times)) + longest + ALIGNMENT
+        (stream,) = cut([parts], self._row_bytes, [window], first=first)
+        assert num_messages((stream,)) <= first + pace.times
         return stream
 
-    def _widths(self, sender: int, stream: Sequence[Run], count: int) -> tuple[int, int]:
-        return (0, 0) if sender == self._receiver else widths(stream, self._row_bytes, count)
+    def _needed(self, senders: Sequence[int], streams: Streams, pace: _Pace) -> list[tuple[int, ...]]:
+        """Bytes of all windows with each message: of ranks that send, but for the receiver, a header at least."""
+        travelling = [sender for sender in senders if sender != self._receiver]
+        firsts = [pace.first(sender, self._receiver) for sender in range(len(streams))]
+        own, idle = [(0, 0)] * len(streams), [0] * len(streams)
+        for sender in travelling:
+            own[sender] = widths(streams[sender], self._row_bytes, firsts[sender] + pace.times)
+            idle[sender] = HEADER
+        return pace.widths(own, firsts, idle)
 
 
 def _dealt(goods: Goods, loads: list[int], shared: int, receiver: int | None = None) -> list[list[Part]]:
