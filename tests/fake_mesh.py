@@ -15,10 +15,11 @@ from mcore_bridge.commands.fake import rank_of
 from mcore_bridge.commands.options import smallest_world
 from mcore_bridge.weights.bound import BoundModel, bind
 from mcore_bridge.weights.cut import HEADER
+from mcore_bridge.weights.lanes import plan_targets
 from mcore_bridge.weights.moves import Buffers
 from mcore_bridge.weights.names import held_tensors
 from mcore_bridge.weights.plan import ExportPlan
-from mcore_bridge.weights.planning import plan_export, plan_targets
+from mcore_bridge.weights.planning import plan_export
 from mcore_bridge.weights.program import Program
 from mcore_bridge.weights.target import Target
 from mcore_bridge.weights.transport import Group

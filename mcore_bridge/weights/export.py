@@ -19,10 +19,11 @@ from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, note
 from mcore_bridge.weights.dtypes import Dtypes, wanted_dtype
 from mcore_bridge.weights.entries import Inventory
 from mcore_bridge.weights.exchange import check_storage, raise_failures, run_program
+from mcore_bridge.weights.lanes import plan_targets
 from mcore_bridge.weights.mapping import Rules
 from mcore_bridge.weights.pending import gather_pending
 from mcore_bridge.weights.plan import ExportPlan
-from mcore_bridge.weights.planning import plan_export, plan_targets
+from mcore_bridge.weights.planning import plan_export
 from mcore_bridge.weights.program import Program
 from mcore_bridge.weights.provenance import HF, Dialect
 from mcore_bridge.weights.target import Target

@@ -1,0 +1,171 @@
+"""Plans of what travels where not all get everything: a lane from each rank to each, and when it is busy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
+
+from mcore_bridge.weights.alignment import ALIGNMENT, aligned
+from mcore_bridge.weights.cut import HEADER, Run, Streams, cut, num_messages, widths
+from mcore_bridge.weights.entries import Inventory, entries_of
+from mcore_bridge.weights.footprint import AHEAD, MEMORY
+from mcore_bridge.weights.layout import Axes
+from mcore_bridge.weights.mapping import WeightMapping
+from mcore_bridge.weights.plan import ExportPlan, Goods, Message
+from mcore_bridge.weights.planning import dealt, planned
+from mcore_bridge.weights.slices import wanted_by
+from mcore_bridge.weights.target import Target
+from mcore_bridge.weights.turns import MIN_WINDOW
+
+TO_TARGETS = (256 << 20, 1 << 30)
+"""Bounds of the same for all messages on their way, received and sent, where not all get everything."""
+SHARED = 1 << 20
+"""Bytes from which on those that hold a shard share the sending of it to a target."""
+
+
+def plan_targets(
+    mapping: WeightMapping,
+    axes: Axes,
+    num_layers: int,
+    inventories: Sequence[Inventory],
+    targets: Sequence[Target],
+    rank: int,
+    *,
+    bucket_bytes: int | None,
+) -> tuple[ExportPlan, ...]:
+    """Plan the export of what each rank asks for, as one rank has to know it. Only what is needed travels.
+
+    Args:
+        targets: by rank of the group.
+        rank: whose plans these are.
+        bucket_bytes: of the messages that are on their way to and from a rank, with what it takes of itself meanwhile.
+            None leaves room for the largest tensor within ``MEMORY``, and for what else is in the making.
+
+    Returns:
+        For each rank what travels to it: to ``rank`` itself from everybody, to others from ``rank``.
+
+    Raises:
+        MappingError: what ``entries_of`` raises.
+        TargetError: when the model cannot be cut as a target says.
+    """
+    entries = entries_of(mapping, axes, num_layers, inventories)
+    found = {
+        target: Goods.of(wanted_by(target, mapping, axes, num_layers, entries)) for target in dict.fromkeys(targets)
+    }
+    loads = [0] * len(targets)
+    lanes = [Lanes(found[target], loads, receiver) for receiver, target in enumerate(targets)]
+    most = max(lane.taken + sum(each.bytes_of(rank) for each in lanes) for rank, lane in enumerate(lanes))
+    largest = max((output.num_bytes for goods in found.values() for output in goods.outputs), default=0)
+    room = 2 * bucket_bytes + largest if bucket_bytes else MEMORY // 2
+    bucket_bytes = bucket_bytes or min(max((MEMORY - largest * 3 // 2) // 2, TO_TARGETS[0]), TO_TARGETS[1])
+    count = max(-(-most // max(bucket_bytes // AHEAD, MIN_WINDOW * len(targets))), 1)
+    stages = [inventory.ranks["pp"] for inventory in inventories]
+    of_each = dict(zip(reversed(targets), reversed(lanes), strict=True))  # the first of those who ask for the same
+    together = all(lane.in_the_making(bucket_bytes) <= room for lane in of_each.values())
+    pace = Pace(count, [0] * len(stages) if together else stages, targets)
+    return tuple(
+        lane.arriving(pace, bucket_bytes) if receiver == rank else lane.sent_by(rank, pace)
+        for receiver, lane in enumerate(lanes)
+    )
+
+
+class Pace:
+    """When each rank sends to each receiver: always; or stage by stage, so that less is in the making there.
+
+    Receivers begin with different stages, those who ask for the same among them too. So all stages send all the time.
+    """
+
+    def __init__(self, count: int, stages: Sequence[int], targets: Sequence[Target]) -> None:
+        places = {stage: place for place, stage in enumerate(sorted(set(stages)))}
+        self._places = [places[stage] for stage in stages]
+        self.num_turns = len(places)
+        numbers = {target: number for number, target in enumerate(dict.fromkeys(targets))}
+        alike = sorted(range(len(targets)), key=lambda receiver: numbers[targets[receiver]])
+        self._begins = {receiver: number for number, receiver in enumerate(alike)}
+        self.times = -(-count // self.num_turns)
+        """Messages of a turn."""
+
+    def first(self, sender: int, receiver: int) -> int:
+        """The number of the first message with which a rank sends to a receiver."""
+        return (self._places[sender] + self._begins[receiver]) % self.num_turns * self.times
+
+    def widths(
+        self, own: Sequence[tuple[int, int]], firsts: Sequence[int], idle: Sequence[int]
+    ) -> list[tuple[int, ...]]:
+        """Bytes of the windows of all ranks with each message.
+
+        Args:
+            own: of each rank, with any message of its turn but the last, and with the last.
+            firsts: the first message of its turn.
+            idle: of each rank, with all other messages.
+        """
+        needed = []
+        for turn in range(self.num_turns):
+            sends = [first == turn * self.times for first in firsts]
+            middle, last = (
+                tuple(each[at] if now else none for each, now, none in zip(own, sends, idle, strict=True))
+                for at in (0, 1)
+            )
+            needed += [*[middle] * (self.times - 1), last]
+        return needed
+
+
+class Lanes:
+    """What travels to one receiver: a lane from each rank. What it has itself, it takes at the same pace."""
+
+    def __init__(self, goods: Goods, loads: list[int], receiver: int) -> None:
+        self._goods, self._receiver = goods, receiver
+        self._row_bytes = [entry.row_bytes for entry in goods.entries]
+        self._parts = dealt(goods, loads, SHARED, receiver)
+        self._bytes = [sum(aligned(part.rows * self._row_bytes[part.entry]) for part in each) for each in self._parts]
+        self.taken = sum(self._bytes)
+        """Bytes that become outputs: those that travel here, and its own."""
+
+    def bytes_of(self, sender: int) -> int:
+        """Bytes that travel from a rank."""
+        return 0 if sender == self._receiver else self._bytes[sender]
+
+    def in_the_making(self, bucket_bytes: int) -> int:
+        """Bytes of outputs that are there at once where all lanes are busy.
+
+        Of each lane the most that is given out together, of what comes by it alone and of what comes by others too.
+        """
+        keys = self._goods.together(bucket_bytes)
+        sizes = self._goods.sizes_together(keys)
+        lanes = [{keys[part.entry] for part in each} for each in self._parts]
+        times = Counter(chain.from_iterable(lanes))
+        own = [max((sizes[key] for key in lane if times[key] == 1), default=0) for lane in lanes]
+        shared = {max((key for key in lane if times[key] > 1), key=sizes.__getitem__, default=None) for lane in lanes}
+        return sum(own) + sum(sizes[key] for key in shared if key is not None)
+
+    def arriving(self, pace: Pace, bucket_bytes: int) -> ExportPlan:
+        """All lanes."""
+        ranks = range(len(self._parts))
+        streams = tuple(self._cut(sender, pace) for sender in ranks)
+        return planned(self._goods, self._goods.together(bucket_bytes), streams, self._needed(ranks, streams, pace))
+
+    def sent_by(self, sender: int, pace: Pace) -> ExportPlan:
+        """One lane, with whose messages nothing is given out."""
+        streams = tuple(self._cut(sender, pace) if rank == sender else () for rank in range(len(self._parts)))
+        needed = self._needed([sender], streams, pace)
+        return ExportPlan(self._goods, streams, tuple(Message(*each, (), streams) for each in enumerate(needed)))
+
+    def _cut(self, sender: int, pace: Pace) -> tuple[Run, ...]:
+        """A window has room for its share, for a row that does not fit any more, and for what alignment takes."""
+        parts, first = self._parts[sender], pace.first(sender, self._receiver)
+        longest = max((self._row_bytes[part.entry] for part in parts), default=0)
+        window = HEADER + aligned(-(-self._bytes[sender] // pace.times)) + longest + ALIGNMENT
+        (stream,) = cut([parts], self._row_bytes, [window], first=first)
+        assert num_messages((stream,)) <= first + pace.times
+        return stream
+
+    def _needed(self, senders: Sequence[int], streams: Streams, pace: Pace) -> list[tuple[int, ...]]:
+        """Bytes of all windows with each message: of ranks that send, but for the receiver, a header at least."""
+        travelling = [sender for sender in senders if sender != self._receiver]
+        firsts = [pace.first(sender, self._receiver) for sender in range(len(streams))]
+        own, idle = [(0, 0)] * len(streams), [0] * len(streams)
+        for sender in travelling:
+            own[sender] = widths(streams[sender], self._row_bytes, firsts[sender] + pace.times)
+            idle[sender] = HEADER
+        return pace.widths(own, firsts, idle)
