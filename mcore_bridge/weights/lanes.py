@@ -19,7 +19,7 @@ from mcore_bridge.weights.target import Target
 from mcore_bridge.weights.turns import MIN_WINDOW
 
 TO_TARGETS = (256 << 20, 1 << 30)
-"""Bounds of the same for all messages on their way, received and sent, where not all get everything."""
+"""Bounds of the bytes of all messages that are on their way, received and sent, where nothing else is asked for."""
 SHARED = 1 << 20
 """Bytes from which on those that hold a shard share the sending of it to a target."""
 
@@ -57,7 +57,7 @@ def plan_targets(
     lanes = [Lanes(found[target], loads, receiver) for receiver, target in enumerate(targets)]
     most = max(lane.taken + sum(each.bytes_of(rank) for each in lanes) for rank, lane in enumerate(lanes))
     largest = max((output.num_bytes for goods in found.values() for output in goods.outputs), default=0)
-    room = 2 * bucket_bytes + largest if bucket_bytes else MEMORY // 2
+    room = 2 * bucket_bytes + largest if bucket_bytes else MEMORY // 2  # for outputs, beside messages
     bucket_bytes = bucket_bytes or min(max((MEMORY - largest * 3 // 2) // 2, TO_TARGETS[0]), TO_TARGETS[1])
     count = max(-(-most // max(bucket_bytes // AHEAD, MIN_WINDOW * len(targets))), 1)
     stages = [inventory.ranks["pp"] for inventory in inventories]
