@@ -14,7 +14,7 @@ def spawn(function, folder, world_size, *arguments):
     """
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs, found {torch.cuda.device_count()}")
-    where = world_size, _free_port(), str(folder)
+    where = world_size, free_port(), str(folder)
     torch.multiprocessing.spawn(_rank, (*where, function, *arguments), nprocs=world_size)
     return [torch.load(folder / str(rank)) for rank in range(world_size)]
 
@@ -26,7 +26,8 @@ def _rank(rank, world_size, port, folder, function, *arguments):
     torch.distributed.destroy_process_group()
 
 
-def _free_port():
+def free_port():
+    """One that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])

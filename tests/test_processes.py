@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.errors import MeshError
 from tests import pool
+from tests.gpus import free_port
 
 SCRIPT = """
 import json, os, sys
@@ -64,12 +64,6 @@ def _start(script: str, fields: dict[str, Any], wrong: dict[str, Any], **environ
     )
 
 
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def _finish(process: "subprocess.Popen[str]") -> dict[str, Any]:
     out, error = process.communicate(timeout=120)
     assert process.returncode == 0, error[-3000:]
@@ -90,7 +84,7 @@ def test_a_single_process_needs_no_environment() -> None:
 
 
 def test_two_processes_meet_as_torchrun_says() -> None:
-    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     fields = {"pp": 2, "vp": 3}
     processes = [_start(SCRIPT, fields, {"tp": 3}, RANK=str(rank), **environment) for rank in range(2)]
     found = [_finish(process) for process in processes]
@@ -126,7 +120,7 @@ dist.destroy_process_group()
 
 @pytest.mark.multigpu
 def test_two_gpus_meet_over_nccl() -> None:
-    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
     fields = {"tp": 2, "sp": True}
     processes = [_start(GPU_SCRIPT, fields, {}, **environment, **rank) for rank in ranks]

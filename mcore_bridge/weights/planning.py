@@ -15,14 +15,12 @@ from mcore_bridge.weights.footprint import AHEAD, MEMORY, footprint
 from mcore_bridge.weights.layout import Axes
 from mcore_bridge.weights.mapping import WeightMapping
 from mcore_bridge.weights.plan import ExportPlan, Goods, Message
-from mcore_bridge.weights.turns import Way, phases_of, turns_of, ways_of, window_of
+from mcore_bridge.weights.turns import MANY, Way, phases_of, turns_of, ways_of, window_of
 
 MESSAGE_BYTES = tuple(megabytes << 20 for megabytes in (512, 384, 256, 192, 128))
 """What to choose the bytes that a rank receives with a message from: fewer are slow, more no faster."""
 OTHERWISE = 192 << 20
 """The same where none leaves the export within ``MEMORY``, since the largest tensors alone take most of it."""
-MANY = 128
-"""Ranks from which on only what takes least memory is planned: all of them at once would have too much on its way."""
 
 
 def plan_export(
@@ -42,8 +40,7 @@ def plan_export(
     keys = goods.together(bucket_bytes or MEMORY // 8)
     size, fused = bucket_bytes // AHEAD if bucket_bytes else OTHERWISE, max(goods.sizes_together(keys).values())
     allowed = 3 * bucket_bytes + fused if bucket_bytes else max(MEMORY, fused * 3 // 2)
-    *others, leanest = ways_of(goods, keys, len(set(stages)), max(fused // 2, 4 * size), allowed - AHEAD * size)
-    ways = iter([*others, leanest] if len(stages) <= MANY else [leanest])
+    ways = ways_of(goods, keys, stages, max(fused // 2, 4 * size), allowed - AHEAD * size)
     plan = (
         _gathered(goods, keys, stages, size, next(ways)) if bucket_bytes else _filling(goods, keys, stages, next(ways))
     )

@@ -15,6 +15,8 @@ from mcore_bridge.weights.cut import Part
 from mcore_bridge.weights.names import expert_of
 from mcore_bridge.weights.plan import Goods
 
+MANY = 128
+"""Ranks from which on only what takes least memory is planned: all of them at once would have too much on its way."""
 MIN_WINDOW = 4096
 """Bytes that a rank sends per message at least."""
 Parts = Mapping[int, Sequence[Part]]
@@ -28,7 +30,7 @@ class Way(NamedTuple):
     borders: Sequence[int] = ()
 
 
-def ways_of(goods: Goods, keys: Sequence[object], num_stages: int, large: int, room: int) -> list[Way]:
+def ways_of(goods: Goods, keys: Sequence[object], stages: Sequence[int], large: int, room: int) -> Iterator[Way]:
     """Ways to take turns, from the fastest to that which takes least memory.
 
     Each rank that sends has tensors in the making: so one stage sends after the other. Where one tensor ends and the
@@ -37,12 +39,15 @@ def ways_of(goods: Goods, keys: Sequence[object], num_stages: int, large: int, r
 
     Args:
         keys: for each entry, what is given out together.
+        stages: of each rank.
     """
+    if len(stages) <= MANY:
+        yield Way(together=True)
+        if len(set(stages)) > 1:
+            yield Way(together=False)
     sizes = [goods.size_of(places) for places in goods.places]
     alone = {border for number, size in enumerate(sizes) if size >= large for border in (number, number + 1)}
-    shifts = set(_shifts(goods, keys, sizes, room))
-    in_turns = [Way(together=False)] if num_stages > 1 else []
-    return [Way(together=True), *in_turns, Way(together=False, borders=sorted(alone | shifts))]
+    yield Way(together=False, borders=sorted(alone.union(_shifts(goods, keys, sizes, room))))
 
 
 def _shifts(goods: Goods, keys: Sequence[object], sizes: Sequence[int], room: int) -> Iterator[int]:
