@@ -152,9 +152,15 @@ def peaks(rank, world_size):
     from megatron.core import parallel_state
 
     found = {}
-    sizes = {"vocab_size": 32000, "num_hidden_layers": 8, "hidden_size": 1024, "intermediate_size": 6144}
-    for dims, tied in ((mb.ParallelDims(tp=2), False), (mb.ParallelDims(pp=2), False), (mb.ParallelDims(pp=2), True)):
-        hf = tiny("qwen3", tie_word_embeddings=tied, **sizes)  # tied, the first stage sends its embedding alone
+    sizes = {"num_hidden_layers": 12, "hidden_size": 1024, "intermediate_size": 6144}
+    tensor, pipeline, many = mb.ParallelDims(tp=2), mb.ParallelDims(pp=2), 600_000  # rows: 1.2 GB, so messages differ
+    for dims, tied, vocab in (
+        (tensor, False, 32000),
+        (pipeline, False, 32000),
+        (pipeline, True, 32000),
+        (tensor, True, many),
+    ):
+        hf = tiny("qwen3", tie_word_embeddings=tied, vocab_size=vocab, **sizes)  # tied, the first stage sends it alone
         dims.initialize(device="cuda")
         models = mb.build_model(hf, dims=dims, dtype=torch.bfloat16, load_weights=False)
         largest = max(spec.num_bytes for spec in mb.manifest(models))
@@ -168,7 +174,7 @@ def peaks(rank, world_size):
                 torch.cuda.synchronize()
                 peak = torch.cuda.max_memory_allocated() - before
             bound = 3 * bucket_bytes + largest if bucket_bytes else MEMORY
-            found[str(dims), tied, bucket_bytes] = peak, footprint(plan), bound
+            found[str(dims), tied, vocab, bucket_bytes] = peak, footprint(plan), bound
         del models
         parallel_state.destroy_model_parallel()
     return found

@@ -57,8 +57,7 @@ def run_messages(
         exchange = _Exchange(program, group, tensors, lend=lend)
     except Exception as error:  # such as no memory: the others must hear of it before they wait for a window
         problem = error
-    if not group.agrees(exchange is not None):
-        raise ExportError(f"rank {group.rank} cannot begin: {problem}" if problem else "another rank cannot begin")
+    _require_all(group, "begin", problem)
     assert exchange is not None
     yield from exchange.messages()
 
@@ -75,6 +74,13 @@ def raise_failures(messages: Sequence[str]) -> None:
     failures = [f"rank {rank} of the group: {message}" for rank, message in enumerate(messages) if message]
     if failures:
         raise ExportError("; ".join(failures))
+
+
+def _require_all(group: Group, doing: str, problem: Exception | None) -> None:
+    """Raise ``ExportError`` on every rank where any has a problem: the others would wait for it."""
+    if not group.agrees(problem is None):
+        whose = "another rank" if problem is None else f"rank {group.rank}"
+        raise ExportError(f"{whose} cannot {doing}" + (f": {problem}" if problem else ""))
 
 
 def _alone(program: Program, tensors: Mapping[str, Tensor], device: torch.device) -> Iterator[Pairs]:
@@ -95,16 +101,14 @@ class _Exchange:
         self._held = Sources(program, tensors)
         self._outputs = Outputs(program.plan, group.device)
         self._nothing = torch.empty(0, device=group.device)
-        self._memory = self._allocated()
+        self._memory = [Memory(group, *program.room(number)) for number in range(min(AHEAD, len(self._messages)))]
+        self._spare: list[Memory] = []
         self._sent: deque[Windows] = deque()
+        self._arrived: Windows | None = None
         self._closed = False
         self._failure: ExportError | None = None
         self._first = self._following(0)
         self._steps(None, self._first)  # now, while whoever cannot move bytes at all can still say so
-
-    def _allocated(self) -> list[Memory]:
-        """For as many messages as are on their way at once."""
-        return [Memory(self._group, *self._program.room) for _ in self._messages[:AHEAD]]
 
     def messages(self) -> Generator[Pairs, None, None]:
         """See ``run_messages``."""
@@ -113,7 +117,7 @@ class _Exchange:
             self._advance(None, number)
         try:
             for number, message in enumerate(self._messages):
-                windows = self._sent.popleft()
+                windows = self._arrived = self._sent.popleft()
                 windows.wait()
                 self._advance(windows, None if self._lends else number + AHEAD)
                 states, failures = windows.states()
@@ -143,7 +147,13 @@ class _Exchange:
 
     def _advance(self, arrived: Windows | None, number: int | None) -> None:
         """Unpack the windows that have ``arrived``, and send message ``number``, where there is one."""
-        following = self._following(number) if number is not None and number < len(self._messages) else None
+        number = number if number is not None and number < len(self._messages) else None
+        if number is not None and self._memory[number % AHEAD].room != self._program.room(number):
+            if arrived:
+                self._advance(arrived, None)
+                arrived = None
+            self._take_other_memory(number)
+        following = self._following(number) if number is not None else None
         try:
             self._steps(arrived, following)
         except Exception as problem:  # whatever it is, the others are waiting for this window
@@ -155,6 +165,19 @@ class _Exchange:
             arrived.mark()
         if following:
             self._send(following)
+
+    def _take_other_memory(self, number: int) -> None:
+        """For a message of another size than the one that has arrived: on all ranks at once, and none fails alone."""
+        assert self._arrived is not None
+        self._arrived.leave()
+        room, problem = self._program.room(number), None
+        if not (self._spare and self._spare[-1].room == room):
+            try:
+                self._spare = [Memory(self._group, *room) for _ in range(AHEAD)]
+            except Exception as error:
+                problem = error
+            _require_all(self._group, "go on", problem)
+        self._memory[number % AHEAD] = self._spare.pop()
 
     def _following(self, number: int) -> Windows:
         received, sent = self._program.received(number), self._program.sent(number)

@@ -17,10 +17,25 @@ SLAB = 32 << 20
 
 
 def footprint(plan: ExportPlan) -> int:
-    """Bytes on the receiver: windows on their way, and outputs."""
-    windows = max(map(sum, plan.widths))
-    in_flight = min(AHEAD, len(plan.messages)) * windows if len(plan.streams) > 1 else 0
-    return in_flight + plan.open_bytes
+    """Bytes on the receiver: memory for messages, and outputs."""
+    if len(plan.streams) == 1:
+        return plan.open_bytes
+    rooms = [message.room for message in plan.messages]
+    return max(held + _for_messages(rooms, number) for number, held in enumerate(plan.opened))
+
+
+def _for_messages(rooms: Sequence[int], number: int) -> int:
+    """Bytes of memory for messages while one is unpacked: of itself, of the next, and what is made for further ones.
+
+    Where their size changes, there is as much as for all that will be on their way, beside what has not arrived yet.
+    """
+    if number + 1 == len(rooms):
+        return sum(rooms[-AHEAD:])
+    now, following, *_ = rooms[number : number + AHEAD]
+    if now != following:
+        return now + AHEAD * following
+    further = rooms[min(number + AHEAD, len(rooms) - 1)]
+    return following + max(now, AHEAD * further if further != following else 0)
 
 
 def _still_there(done: Sequence[Output]) -> int:
@@ -31,21 +46,20 @@ def _still_there(done: Sequence[Output]) -> int:
     return min(sum(output.num_bytes for output in done if 2 * output.num_bytes <= SLAB), 2 * SLAB)
 
 
-def open_bytes(plan: ExportPlan) -> int:
-    """Bytes of the outputs that are there at once at most: from the message that first writes to one to its last, and
-    those that a consumer holds a little longer."""
+def opened(plan: ExportPlan) -> Iterator[int]:
+    """With each message, the bytes of the outputs that are there at once: from the message that first writes to one to
+    its last, and those that a consumer holds a little longer."""
     outputs = plan.goods.outputs
-    opened = [0] * len(plan.messages)
+    new = [0] * len(plan.messages)
     for output, number in _first_messages(plan).items():
-        opened[number] += outputs[output].num_bytes
-    most = held = kept = 0
+        new[number] += outputs[output].num_bytes
+    held = kept = 0
     for message in plan.messages:
-        held += opened[message.number]
+        held += new[message.number]
         done = [outputs[output] for output in message.done]
-        most = max(most, held + max(kept, *(output.num_bytes for output in done if output.copies), 0))
+        yield held + max(kept, *(output.num_bytes for output in done if output.copies), 0)
         held -= sum(output.num_bytes for output in done)
         kept = _still_there(done) if done else kept
-    return most
 
 
 class _Stretch(NamedTuple):

@@ -143,13 +143,15 @@ class Lanes:
         """All lanes."""
         ranks = range(len(self._parts))
         streams = tuple(self._cut(sender, pace) for sender in ranks)
-        return planned(self._goods, self._goods.together(bucket_bytes), streams, self._needed(ranks, streams, pace))
+        needed = self._needed(ranks, streams, pace)
+        return planned(self._goods, self._goods.together(bucket_bytes), streams, needed, _rooms(needed))
 
     def sent_by(self, sender: int, pace: Pace) -> ExportPlan:
         """One lane, with whose messages nothing is given out."""
         streams = tuple(self._cut(sender, pace) if rank == sender else () for rank in range(len(self._parts)))
         needed = self._needed([sender], streams, pace)
-        return ExportPlan(self._goods, streams, tuple(Message(*each, (), streams) for each in enumerate(needed)))
+        messages = zip(range(len(needed)), needed, _rooms(needed), strict=True)
+        return ExportPlan(self._goods, streams, tuple(Message(*each, (), streams) for each in messages))
 
     def _cut(self, sender: int, pace: Pace) -> tuple[Run, ...]:
         """A window has room for its share, for a row that does not fit any more, and for what alignment takes."""
@@ -169,3 +171,8 @@ class Lanes:
             own[sender] = widths(streams[sender], self._row_bytes, firsts[sender] + pace.times)
             idle[sender] = HEADER
         return pace.widths(own, firsts, idle)
+
+
+def _rooms(needed: Sequence[tuple[int, ...]]) -> list[int]:
+    """All messages are of one size."""
+    return [max(map(sum, set(needed)))] * len(needed)

@@ -23,18 +23,15 @@ class Sources:
         found = [tensors[name] for name in self._names]
         found = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in found]
         self._storages = [tensor.untyped_storage() for tensor in found]  # they stay if tensors get others
-        self._places = [(storage.data_ptr(), storage.nbytes()) for storage in self._storages]
+        self._places = [storage.data_ptr() for storage in self._storages]
         self._buffers = Buffers(found)
         self._buffers.addresses  # noqa: B018  # of now
 
     def read_by(self, step: Step) -> Buffers:
         """All of them; what a step reads must still be there."""
-        for number in step.held:
-            storage = self._storages[number]
-            if (storage.data_ptr(), storage.nbytes()) != self._places[number]:
-                raise ExportError(
-                    f"{self._names[number]} has no storage any more: it was freed or moved amid an export"
-                )
+        if [self._storages[number].data_ptr() for number in step.held] != [*map(self._places.__getitem__, step.held)]:
+            moved = next(number for number in step.held if self._storages[number].data_ptr() != self._places[number])
+            raise ExportError(f"{self._names[moved]} has no storage any more: it was freed or moved amid an export")
         return self._buffers
 
 
@@ -43,14 +40,14 @@ class Outputs:
 
     def __init__(self, plan: ExportPlan, device: torch.device) -> None:
         self._outputs = plan.goods.outputs
-        dtypes = {output.dtype for output in self._outputs}
-        self._like = {dtype: torch.empty(0, dtype=dtype, device=device) for dtype in dtypes}
+        self._like = {dtype: torch.empty(0, dtype=dtype, device=device) for dtype in plan.dtypes}
         self._open: dict[int, Tensor] = {}
 
     def opened_by(self, step: Step) -> Iterator[Tensor]:
         """The tensors that a step writes to, new ones where it is the first that does."""
         for output, numbers in step.alike:
-            new = [number for number in numbers if number not in self._open]
+            is_new = self._open.keys().isdisjoint(numbers)
+            new = numbers if is_new else [number for number in numbers if number not in self._open]
             self._open.update(zip(new, self._allocated(output, len(new)), strict=True))
         return map(self._open.__getitem__, step.outputs)
 

@@ -1,9 +1,9 @@
 """Which bytes travel together and what they become: data, the same on every rank. ``planning.py`` makes it.
 
-What a rank sends is one stream of bytes: its shards in order, cut into messages of equal size wherever a row ends. All
-ranks send one window per message at the same time, so that all pipeline stages send at once, and the number of messages
-depends on bytes alone. An HF tensor is given out with the message that completes it and all that an engine fuses with
-it in one load call.
+What a rank sends is one stream of bytes: its shards in order, cut into messages of one or two sizes, wherever a row
+ends. All ranks send one window per message at the same time, so that all pipeline stages send at once, and the number
+of messages depends on bytes alone. An HF tensor is given out with the message that completes it and all that an engine
+fuses with it in one load call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from mcore_bridge.weights.cut import Piece, Streams, pieces
 from mcore_bridge.weights.entries import Entry
-from mcore_bridge.weights.footprint import open_bytes
+from mcore_bridge.weights.footprint import opened
 from mcore_bridge.weights.mapping import unstacked
 from mcore_bridge.weights.names import expert_of
 from mcore_bridge.weights.trace import Shape
@@ -46,10 +46,12 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What travels at once: the bytes of each rank's window, and the outputs that are complete with it."""
+    """What travels at once: the bytes of each rank's window, those of memory for all windows, which messages of one
+    size have alike, and the outputs that are complete with it."""
 
     number: int
     widths: tuple[int, ...]
+    room: int
     done: tuple[int, ...]
     streams: Streams = field(repr=False, compare=False)
     """Those of the plan."""
@@ -141,9 +143,19 @@ class ExportPlan:
         return found
 
     @cached_property
+    def opened(self) -> tuple[int, ...]:
+        """See ``footprint.opened``."""
+        return tuple(opened(self))
+
+    @property
     def open_bytes(self) -> int:
-        """See ``footprint.open_bytes``."""
-        return open_bytes(self)
+        """Bytes of the outputs that are there at once at most."""
+        return max(self.opened)
+
+    @cached_property
+    def dtypes(self) -> frozenset[torch.dtype]:
+        """Those of the outputs."""
+        return frozenset(output.dtype for output in self.goods.outputs)
 
     def tensors(self) -> Iterator[tuple[str, Shape, torch.dtype]]:
         """Name, shape and dtype of every HF tensor, in the order in which they are given out."""

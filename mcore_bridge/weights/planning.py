@@ -15,9 +15,10 @@ from mcore_bridge.weights.footprint import AHEAD, MEMORY, footprint
 from mcore_bridge.weights.layout import Axes
 from mcore_bridge.weights.mapping import WeightMapping
 from mcore_bridge.weights.plan import ExportPlan, Goods, Message
+from mcore_bridge.weights.sizes import Sizes, large_entries, stretches
 from mcore_bridge.weights.turns import MANY, Way, phases_of, turns_of, ways_of, window_of
 
-MESSAGE_BYTES = tuple(megabytes << 20 for megabytes in (512, 384, 256, 192, 128))
+MESSAGE_BYTES = tuple(megabytes << 20 for megabytes in (512, 384, 320, 256, 192, 128))
 """What to choose the bytes that a rank receives with a message from: fewer are slow, more no faster."""
 OTHERWISE = 192 << 20
 """The same where none leaves the export within ``MEMORY``, since the largest tensors alone take most of it."""
@@ -41,47 +42,62 @@ def plan_export(
     size, fused = bucket_bytes // AHEAD if bucket_bytes else OTHERWISE, max(goods.sizes_together(keys).values())
     allowed = 3 * bucket_bytes + fused if bucket_bytes else max(MEMORY, fused * 3 // 2)
     ways = ways_of(goods, keys, stages, max(fused // 2, 4 * size), allowed - AHEAD * size)
-    plan = (
-        _gathered(goods, keys, stages, size, next(ways)) if bucket_bytes else _filling(goods, keys, stages, next(ways))
-    )
+    first = next(ways)
+    plan = _gathered(goods, keys, stages, Sizes(size), first) if bucket_bytes else _filling(goods, keys, stages, first)
     for way in ways:
         if footprint(plan) <= allowed:
             break
-        plan = _gathered(goods, keys, stages, size, way)
+        plan = _gathered(goods, keys, stages, Sizes(size), way)
     return plan
 
 
 def _filling(goods: Goods, keys: Sequence[object], stages: Sequence[int], way: Way) -> ExportPlan:
     """With messages as large as leave the whole within ``MEMORY``; or of ``OTHERWISE``."""
-    otherwise = _gathered(goods, keys, stages, OTHERWISE, way)
+    otherwise = _gathered(goods, keys, stages, Sizes(OTHERWISE), way)
+    if len(stages) > MANY:
+        return otherwise
     rest = MEMORY - otherwise.open_bytes
-    for size in (size for size in MESSAGE_BYTES if len(stages) <= MANY and AHEAD * size < rest):
-        plan = _gathered(goods, keys, stages, size, way) if size != OTHERWISE else otherwise
+    for alike in (size for size in MESSAGE_BYTES if AHEAD * size < rest):
+        plan = _gathered(goods, keys, stages, Sizes(alike), way) if alike != OTHERWISE else otherwise
         if footprint(plan) <= MEMORY:
-            return plan
-    return otherwise
+            break
+    else:
+        return otherwise
+    large = large_entries(goods, keys)
+    for size in (size for size in MESSAGE_BYTES if size > alike and large):
+        larger = _gathered(goods, keys, stages, Sizes(size, alike, large), way)
+        if footprint(larger) <= MEMORY and len(larger.messages) < len(plan.messages):
+            return larger
+    return plan
 
 
-def _gathered(goods: Goods, keys: Sequence[object], stages: Sequence[int], message_bytes: int, way: Way) -> ExportPlan:
+def _gathered(goods: Goods, keys: Sequence[object], stages: Sequence[int], sizes: Sizes, way: Way) -> ExportPlan:
     row_bytes = [entry.row_bytes for entry in goods.entries]
-    parts = dealt(goods, [0] * len(stages), window_of(message_bytes, len(stages)) // 8)
+    parts = dealt(goods, [0] * len(stages), window_of(sizes.usual, len(stages)) // 8)
     streams: list[list[Run]] = [[] for _ in stages]
     needed: list[tuple[int, ...]] = []
+    size_of: list[int] = []
     turns = turns_of(way, parts, stages)
-    for phase in chain.from_iterable(phases_of(turn, row_bytes, stages, message_bytes) for turn in turns):
-        found = cut([*phase.parts.values()], row_bytes, [phase.window] * len(phase.parts), first=len(needed))
+    phases = chain.from_iterable(phases_of(turn, row_bytes, stages, sizes.usual) for turn in turns)
+    for message_bytes, sent in stretches(phases, row_bytes, sizes):
+        window = window_of(message_bytes, len(sent))
+        found = cut([*sent.values()], row_bytes, [window] * len(sent), first=len(needed))
         count = max(num_messages(found), len(needed) + 1)
         width, last_width = (
             max(each) for each in zip(*(widths(each, row_bytes, count) for each in found), strict=True)
         )
-        for rank, runs in zip(phase.parts, found, strict=True):
+        size_of += [message_bytes] * (count - len(needed))
+        for rank, runs in zip(sent, found, strict=True):
             streams[rank] += runs
         for times, each in ((count - 1 - len(needed), width), (1, last_width)):
             windows = [HEADER] * len(stages)
-            for rank in phase.parts:
+            for rank in sent:
                 windows[rank] = each
             needed += [tuple(windows)] * times
-    return planned(goods, keys, tuple(map(tuple, streams)), needed)
+    rooms: dict[int, int] = {}
+    for size, each in zip(size_of, map(sum, needed), strict=True):
+        rooms[size] = max(rooms.get(size, 0), each)
+    return planned(goods, keys, tuple(map(tuple, streams)), needed, [rooms[size] for size in size_of])
 
 
 def dealt(goods: Goods, loads: list[int], shared: int, receiver: int | None = None) -> list[list[Part]]:
@@ -108,7 +124,9 @@ def dealt(goods: Goods, loads: list[int], shared: int, receiver: int | None = No
     return streams
 
 
-def planned(goods: Goods, keys: Sequence[object], streams: Streams, needed: Sequence[tuple[int, ...]]) -> ExportPlan:
+def planned(
+    goods: Goods, keys: Sequence[object], streams: Streams, needed: Sequence[tuple[int, ...]], rooms: Sequence[int]
+) -> ExportPlan:
     """A message for each of the widths that are ``needed``, with what is complete by then."""
     last = dict.fromkeys(keys, 0)
     for stream in streams:
@@ -120,5 +138,6 @@ def planned(goods: Goods, keys: Sequence[object], streams: Streams, needed: Sequ
     done: list[list[int]] = [[] for _ in needed]
     for key, outputs in groups.items():
         done[last[key]] += outputs
-    messages = (Message(number, each, tuple(done[number]), streams) for number, each in enumerate(needed))
-    return ExportPlan(goods, streams, tuple(messages))
+    numbers = range(len(needed))
+    messages = tuple(map(Message, numbers, needed, rooms, map(tuple, done), [streams] * len(needed)))
+    return ExportPlan(goods, streams, messages)

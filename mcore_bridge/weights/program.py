@@ -63,12 +63,14 @@ class Program:
         """Bytes of this rank's window for each receiver, or of the one window that all of them get."""
         return tuple(plan.messages[number].widths[self._rank] for plan in self._plans)
 
+    def room(self, number: int) -> tuple[int, int]:
+        """Bytes of memory that a message lies in: the windows received, and those sent if not from among them."""
+        return self.plan.messages[number].room, self._most_sent
+
     @cached_property
-    def room(self) -> tuple[int, int]:
-        """Bytes that the largest message takes: the windows received, and those sent if not from among them."""
+    def _most_sent(self) -> int:
         numbers = range(len(self.plan.messages))
-        received = max(sum(self.received(number)) for number in numbers)
-        return received, 0 if self.is_gather else max(sum(self.sent(number)) for number in numbers)
+        return 0 if self.is_gather else max(sum(self.sent(number)) for number in numbers)
 
     def step(
         self, arrived: int | None, following: int | None, *, unpack: bool = True, pack: bool = True, lend: bool = False

@@ -50,9 +50,10 @@ class Windows:
         self.number = number
         self.headers = memory.headers
         """Where the headers of all windows are to be copied, for ``states``: uint8 [ranks, HEADER], on the host."""
+        start = sum(received[: group.rank])
         self.all = memory.all[: sum(received)]
         """The windows of all ranks, one behind the other."""
-        self.own = memory.own[: sum(sent)] if len(sent) > 1 else self.all.split([*received])[group.rank]
+        self.own = memory.own[: sum(sent)] if len(sent) > 1 else self.all[start : start + sent[0]]
         """This rank's windows: among those of all ranks, where one is for all of them."""
         self._own_state = State.CONSUMING, ""
         self._works: list[Any] = []
@@ -78,6 +79,10 @@ class Windows:
         """Make the current stream wait for all windows."""
         for work in self._works:
             work.wait()
+
+    def leave(self) -> None:
+        """Let go of the memory, when all that was in the windows is unpacked."""
+        self.all = self.own = self._memory.all = self._memory.own = self.all.new_empty(0)
 
     def mark(self) -> None:
         """What is enqueued by now is what ``states`` waits for."""
@@ -109,6 +114,7 @@ class Memory:
 
     def __init__(self, group: Group, received: int, sent: int) -> None:
         on_gpu = group.device.type == "cuda"
+        self.room = received, sent
         self.all = torch.empty(received, dtype=torch.uint8, device=group.device)
         self.own = torch.empty(sent, dtype=torch.uint8, device=group.device)
         self.headers = torch.empty((group.size, HEADER), dtype=torch.uint8, pin_memory=on_gpu)

@@ -89,14 +89,7 @@ def window_of(message_bytes: int, num_senders: int) -> int:
     return max(message_bytes // num_senders, MIN_WINDOW)
 
 
-class Phase(NamedTuple):
-    """Messages with which some ranks send: the bytes of a window of theirs, and what each of them sends."""
-
-    window: int
-    parts: Parts
-
-
-def phases_of(turn: Parts, row_bytes: Sequence[int], stages: Sequence[int], message_bytes: int) -> Iterator[Phase]:
+def phases_of(turn: Parts, row_bytes: Sequence[int], stages: Sequence[int], message_bytes: int) -> Iterator[Parts]:
     """The ranks of a turn send at the same time; what a stage has more, it sends alone, before that or after it.
 
     No window travels half empty then, and where the first and the last stage have a large tensor more, which is in the
@@ -104,7 +97,7 @@ def phases_of(turn: Parts, row_bytes: Sequence[int], stages: Sequence[int], mess
     """
     rest = dict(turn)
     totals = {rank: sum(part.rows * row_bytes[part.entry] for part in each) for rank, each in turn.items()}
-    least, ends = min(totals.values()), []
+    least, ends = min(totals.values()), list[Parts]()
     places = sorted({stages[rank] for rank in turn})
     for place, stage in enumerate(places if len(places) > 1 else ()):
         senders = [rank for rank in turn if stages[rank] == stage]
@@ -114,17 +107,17 @@ def phases_of(turn: Parts, row_bytes: Sequence[int], stages: Sequence[int], mess
         begins = 2 * place < len(places)
         alone: dict[int, Sequence[Part]] = {}
         for rank in senders:
-            split = _split(rest[rank], row_bytes, totals[rank] - least if begins else least)
-            alone[rank], rest[rank] = split if begins else split[::-1]
+            halves = split(rest[rank], row_bytes, totals[rank] - least if begins else least)
+            alone[rank], rest[rank] = halves if begins else halves[::-1]
         if begins:
-            yield Phase(window, alone)
+            yield alone
         else:
-            ends.append(Phase(window, alone))
-    yield Phase(window_of(message_bytes, len(rest)), rest)
+            ends.append(alone)
+    yield rest
     yield from ends
 
 
-def _split(parts: Sequence[Part], row_bytes: Sequence[int], num_bytes: int) -> tuple[Sequence[Part], Sequence[Part]]:
+def split(parts: Sequence[Part], row_bytes: Sequence[int], num_bytes: int) -> tuple[Sequence[Part], Sequence[Part]]:
     """The rows that begin within the first ``num_bytes``, and all others."""
     for number, (entry, shard, first, rows) in enumerate(parts):
         count = max(-(-num_bytes // row_bytes[entry]), 0)

@@ -1,0 +1,92 @@
+"""How large messages are: as large as memory allows, so smaller while a tensor of a GB is in the making."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from mcore_bridge.weights.footprint import AHEAD
+from mcore_bridge.weights.plan import Goods
+from mcore_bridge.weights.turns import Parts, split, window_of
+
+FEW = 4
+"""Large tensors of a model, at most: an embedding, an output layer. Where there are more, all messages are alike."""
+
+
+class Sizes(NamedTuple):
+    """Bytes that a rank receives with a message: as usual, and beside the large ones among the entries."""
+
+    usual: int
+    beside: int = 0
+    large: frozenset[int] = frozenset()
+
+
+def large_entries(goods: Goods, keys: Sequence[object]) -> frozenset[int]:
+    """The few entries of which more than half as much is made together as of any.
+
+    Args:
+        keys: for each entry, what is given out together.
+    """
+    sizes = goods.sizes_together(keys)
+    most = max(sizes.values())
+    found = {key for key, size in sizes.items() if 2 * size > most}
+    return frozenset(number for number, key in enumerate(keys) if key in found) if len(found) <= FEW else frozenset()
+
+
+def stretches(phases: Iterable[Parts], row_bytes: Sequence[int], sizes: Sizes) -> Iterator[tuple[int, Parts]]:
+    """What ranks send at the same time, phase by phase, cut where the size of messages changes; and that size.
+
+    What is on its way when the last of a large entry arrives is as small still, and so is what follows while a consumer
+    holds the tensor.
+    """
+    behind = 0  # messages that are to be small still
+    for phase in phases:
+        small, usual = (window_of(size, len(phase)) for size in (sizes.beside, sizes.usual))
+        rest, sent = dict(phase), Counter[int]()
+        for start, end in _spans(phase, row_bytes, sizes.large, behind * small, (AHEAD + 1) * small, usual):
+            for size, until in ((sizes.usual, start), (sizes.beside, end)):
+                halves = {rank: split(each, row_bytes, until - sent[rank]) for rank, each in rest.items()}
+                head, rest = ({rank: both[half] for rank, both in halves.items()} for half in (0, 1))
+                for rank, each in head.items():
+                    sent[rank] += sum(part.rows * row_bytes[part.entry] for part in each)
+                if sending := _some(head):
+                    yield size, sending
+            behind = AHEAD + 1
+        if sending := _some(rest):
+            behind = 0
+            yield sizes.usual, sending
+
+
+def _some(parts: Parts) -> Parts:
+    return {rank: each for rank, each in parts.items() if each}
+
+
+def _spans(
+    parts: Parts, row_bytes: Sequence[int], large: frozenset[int], first: int, behind: int, least: int
+) -> list[tuple[int, int]]:
+    """From which byte to which of what each rank sends messages are to be small.
+
+    Args:
+        first: bytes at the beginning.
+        behind: bytes after what is large.
+        least: bytes between two, or they are one.
+    """
+    found = [(0, first)] if first else []
+    for start, end in sorted(_of_each(parts, row_bytes, large)):
+        if found and start < found[-1][1] + least:
+            start, last = found.pop()
+            found.append((start, max(end + behind, last)))
+        else:
+            found.append((start, end + behind))
+    return found
+
+
+def _of_each(parts: Parts, row_bytes: Sequence[int], large: frozenset[int]) -> Iterator[tuple[int, int]]:
+    sent: Counter[int] = Counter()
+    for rank, each in parts.items():
+        for part in each if large else ():
+            start = sent[rank]
+            sent[rank] += part.rows * row_bytes[part.entry]
+            if part.entry in large:
+                yield start, sent[rank]

@@ -1,0 +1,121 @@
+"""Messages of two sizes: large ones, but small ones beside a tensor that takes most of the memory."""
+
+import contextlib
+import weakref
+from typing import Any, ClassVar
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+import mcore_bridge as mb
+from mcore_bridge import ParallelDims
+from mcore_bridge.errors import ExportError
+from mcore_bridge.weights import footprint, transport
+from mcore_bridge.weights.export import open_export
+from tests import pool
+from tests.strategies import tiny
+from tests.test_export import assert_exact, built
+
+MEMORY = 2_000_000
+SMALLER = {  # a thousandth of each, for models of MB
+    "planning.MEMORY": MEMORY,
+    "planning.OTHERWISE": 192 << 10,
+    "planning.MESSAGE_BYTES": tuple(size << 10 for size in (512, 384, 320, 256, 192, 128)),
+    "footprint.SLAB": 32 << 10,
+}
+SIZES = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
+HF = {
+    "dense": tiny("qwen3", **SIZES, vocab_size=2400, intermediate_size=128, num_hidden_layers=40),
+    "experts": tiny(
+        "qwen3_moe",
+        **SIZES,
+        vocab_size=1600,
+        num_hidden_layers=6,
+        num_experts=64,
+        moe_intermediate_size=16,
+        mlp_only_layers=[],
+    ),
+}
+CASES = [
+    ("dense", ParallelDims(tp=4, sp=True)),
+    ("dense", ParallelDims(tp=2, pp=2, sp=True)),
+    ("dense", ParallelDims(tp=2, pp=2, vp=2, sp=True)),
+    ("dense", ParallelDims(pp=4)),
+    ("experts", ParallelDims(ep=4)),
+]
+
+
+class Counted(transport.Memory):
+    """Memory for messages, and the most that there was at once."""
+
+    alive: ClassVar[Any] = weakref.WeakSet()
+    most = 0
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.alive.add(self)
+        Counted.most = max(Counted.most, sum(each.all.numel() for each in self.alive))
+
+
+@contextlib.contextmanager
+def scaled_down(memory=Counted):
+    with contextlib.ExitStack() as stack:
+        for name, value in {**SMALLER, "exchange.Memory": memory}.items():
+            stack.enter_context(mock.patch(f"mcore_bridge.weights.{name}", value))
+        yield
+
+
+def export_in_two_sizes(model, dims):
+    models, state = built(dims, HF[model])
+    Counted.most = 0
+    with scaled_down():
+        plan = open_export(models, None, "lm").program.plan
+        assert_exact(mb.to_hf_state_dict(models), state)
+        assert_exact({name: tensor.clone() for name, tensor in mb.iter_hf_weights(models, copy=False)}, state)
+        with contextlib.closing(mb.iter_hf_weights(models)) as pairs:
+            for number, _ in enumerate(pairs):
+                if number == 5 * (1 + dist.get_rank()):
+                    break
+        assert_exact(mb.to_hf_state_dict(models), state)
+        counted = footprint.footprint(plan)
+    rooms = [message.room for message in plan.messages]
+    return rooms, counted, Counted.most, max(footprint._for_messages(rooms, number) for number in range(len(rooms)))
+
+
+@pytest.mark.parametrize(("model", "dims"), CASES, ids=str)
+def test_most_messages_are_large(model, dims):
+    """What arrives is the same, also lent, and to those who do not stop at the same time; and memory is as counted."""
+    for rooms, counted, most, expected in pool.run(4, export_in_two_sizes, model, dims):
+        small, large = sorted(set(rooms))
+        assert 1.3 * small < large
+        assert rooms.count(large) > len(rooms) / 4
+        assert rooms[0] == rooms[-1] == small  # beside the embedding and the output layer
+        assert counted <= 1.001 * MEMORY
+        assert most <= expected
+
+
+def export_without_memory_on_1(after):
+    models, state = built(ParallelDims(tp=4, sp=True), HF["dense"])
+    calls = iter(range(1 << 30))
+
+    def failing(*arguments):
+        if next(calls) == after and dist.get_rank() == 1:
+            raise RuntimeError("out of memory")
+        return Counted(*arguments)
+
+    with scaled_down(failing), pytest.raises(ExportError) as refused:
+        mb.to_hf_state_dict(models)
+    with scaled_down():
+        assert_exact(mb.to_hf_state_dict(models), state)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "after", [2, 3, 4, 5]
+)  # behind those of the first two messages; larger ones, and small ones again
+def test_a_rank_without_memory_for_other_messages_leaves_nobody_waiting(after):
+    messages = pool.run(4, export_without_memory_on_1, after, timeout=60)
+    assert messages == [
+        "another rank cannot go on" if rank != 1 else "rank 1 cannot go on: out of memory" for rank in range(4)
+    ]
