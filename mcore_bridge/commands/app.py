@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import traceback
@@ -35,6 +34,7 @@ from mcore_bridge.commands.options import (
 )
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.errors import BridgeError, ConfigError
+from mcore_bridge.weights.uncollected import uncollected
 
 if TYPE_CHECKING:
     import torch
@@ -81,18 +81,6 @@ def _refusals(debug: bool) -> Iterator[None]:
         elif not isinstance(error, BridgeError) or hasattr(error, "details"):
             typer.echo("(--debug shows more)", err=True)
         raise typer.Exit(1) from None
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without the garbage collector, which takes a third of the time where millions of objects are made and kept."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextlib.contextmanager
@@ -206,7 +194,7 @@ def plan_command(
 
     The numbers are those of the GPTModel that megatron-core builds of each kind of layer, on the meta device.
     """
-    with _refusals(debug), _uncollected(), _uncompiled():
+    with _refusals(debug), uncollected(), _uncompiled():
         from mcore_bridge.commands.picture import draw_svg
         from mcore_bridge.commands.plan import plan, render
 

@@ -28,6 +28,7 @@ from mcore_bridge.weights.program import Program
 from mcore_bridge.weights.provenance import HF, Dialect
 from mcore_bridge.weights.target import Target
 from mcore_bridge.weights.transport import Group
+from mcore_bridge.weights.uncollected import uncollected
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -164,8 +165,9 @@ def open_export(
     if kept is None:
         answer = _Answer(error, bucket_bytes, target, *((bound.mapping.rules, bound.inventory()) if bound else ()))
         answers = group.exchange((answer, plans[0].number if plans else 0))
-        made = _planned(bound, first, [each for each, _ in answers], group.rank)
-        program = Program(made, group.rank, group.size)
+        with uncollected():
+            made = _planned(bound, first, [each for each, _ in answers], group.rank)
+            program = Program(made, group.rank, group.size)
         kept = _Kept(fingerprint, 1 + max(number for _, number in answers), program)
         _plans[first] = (kept, *plans)[:_NUM_PLANS]
     assert bound is not None

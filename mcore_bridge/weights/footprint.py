@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mcore_bridge.weights.plan import ExportPlan, Goods, Output
+    from mcore_bridge.weights.plan import ExportPlan, Output
 
 AHEAD = 2
 """Messages that are on their way at once, each in memory of its own."""
@@ -50,48 +50,27 @@ def opened(plan: ExportPlan) -> Iterator[int]:
     """With each message, the bytes of the outputs that are there at once: from the message that first writes to one to
     its last, and those that a consumer holds a little longer."""
     outputs = plan.goods.outputs
+    sizes = [output.num_bytes for output in outputs]
     new = [0] * len(plan.messages)
     for output, number in _first_messages(plan).items():
-        new[number] += outputs[output].num_bytes
+        new[number] += sizes[output]
     held = kept = 0
     for message in plan.messages:
         held += new[message.number]
         done = [outputs[output] for output in message.done]
         yield held + max(kept, *(output.num_bytes for output in done if output.copies), 0)
-        held -= sum(output.num_bytes for output in done)
+        held -= sum(map(sizes.__getitem__, message.done))
         kept = _still_there(done) if done else kept
-
-
-class _Stretch(NamedTuple):
-    """Rows of what travels of a shard that become a part of one output."""
-
-    output: int
-    first: int
-    end: int
 
 
 def _first_messages(plan: ExportPlan) -> dict[int, int]:
     """For each output, the first message that writes to it."""
     found: dict[int, int] = {}
-    stretches: dict[tuple[int, int], tuple[_Stretch, ...]] = {}  # most shards are sent by many ranks, each a part
     for stream in plan.streams:
         for entry, shard, first, rows, _, message, times in stream:
-            if (entry, shard) not in stretches:
-                stretches[entry, shard] = tuple(_stretches(plan.goods, entry, shard))
-            for output, start, end in stretches[entry, shard]:
+            for output, start, end in plan.goods.stretches(entry, shard):
                 begin = max(start, first)
                 if begin < min(end, first + rows * times):
                     number = message + (begin - first) // rows
                     found[output] = min(number, found.get(output, number))
     return found
-
-
-def _stretches(goods: Goods, number: int, shard: int) -> Iterator[_Stretch]:
-    entry = goods.entries[number]
-    outputs = [output for output, _ in goods.places[number]]
-    if len(outputs) == 1:
-        yield _Stretch(outputs[0], 0, entry.sent[0])
-        return
-    for copy, start in entry.copies_of(shard):
-        first, size = (start, copy.size) if copy.dim == 0 else (0, entry.sent[0])
-        yield _Stretch(outputs[copy.part], first, first + size)

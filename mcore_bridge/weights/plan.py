@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 
@@ -66,6 +67,14 @@ class Message:
         return pieces(self.streams[sender], sender, self.number)
 
 
+class Stretch(NamedTuple):
+    """Rows of what travels of a shard that become a part of one output."""
+
+    output: int
+    first: int
+    end: int
+
+
 @dataclass(frozen=True, slots=True)
 class Goods:
     """What a receiver gets, in order; entries and outputs go by their places."""
@@ -74,6 +83,7 @@ class Goods:
     outputs: tuple[Output, ...]
     places: tuple[tuple[tuple[int, int], ...], ...]
     """For each part of each entry, its output and the byte at which it begins there."""
+    _stretches: dict[tuple[int, int], tuple[Stretch, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, entries: Sequence[Entry]) -> Goods:
@@ -92,6 +102,20 @@ class Goods:
                 found.append((numbers[name], (number or 0) * math.prod(shape) * entry.held.dtype.itemsize))
             places.append(tuple(found))
         return cls(tuple(entries), tuple(outputs), tuple(places))
+
+    def stretches(self, number: int, shard: int) -> tuple[Stretch, ...]:
+        """What becomes of a shard of an entry; found once, as many ranks send a part each, and plans are tried."""
+        if (number, shard) not in self._stretches:
+            entry = self.entries[number]
+            outputs = [output for output, _ in self.places[number]]
+            if len(outputs) == 1:
+                found = [Stretch(outputs[0], 0, entry.sent[0])]
+            else:
+                copies = entry.copies_of(shard)
+                rows = [(c.part, *((at, c.size) if c.dim == 0 else (0, entry.sent[0]))) for c, at in copies]
+                found = [Stretch(outputs[part], first, first + size) for part, first, size in rows]
+            self._stretches[number, shard] = tuple(found)
+        return self._stretches[number, shard]
 
     def size_of(self, places: Iterable[tuple[int, int]]) -> int:
         """Bytes of the outputs at ``places``."""

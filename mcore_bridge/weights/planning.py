@@ -5,7 +5,8 @@ Those of exports to engine ranks are in ``lanes.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 
 from mcore_bridge.weights.alignment import aligned
@@ -42,38 +43,44 @@ def plan_export(
     size, fused = bucket_bytes // AHEAD if bucket_bytes else OTHERWISE, max(goods.sizes_together(keys).values())
     allowed = 3 * bucket_bytes + fused if bucket_bytes else max(MEMORY, fused * 3 // 2)
     ways = ways_of(goods, keys, stages, max(fused // 2, 4 * size), allowed - AHEAD * size)
+    parts = dealt(goods, [0] * len(stages), window_of(size, len(stages)) // 8)
+    gathered = partial(_gathered, goods, keys, stages, parts)
     first = next(ways)
-    plan = _gathered(goods, keys, stages, Sizes(size), first) if bucket_bytes else _filling(goods, keys, stages, first)
+    plan = gathered(first, Sizes(size))
+    if not bucket_bytes and len(stages) <= MANY:
+        plan = _filling(partial(gathered, first), plan, large_entries(goods, keys))
     for way in ways:
         if footprint(plan) <= allowed:
             break
-        plan = _gathered(goods, keys, stages, Sizes(size), way)
+        plan = gathered(way, Sizes(size))
     return plan
 
 
-def _filling(goods: Goods, keys: Sequence[object], stages: Sequence[int], way: Way) -> ExportPlan:
-    """With messages as large as leave the whole within ``MEMORY``; or of ``OTHERWISE``."""
-    otherwise = _gathered(goods, keys, stages, Sizes(OTHERWISE), way)
-    if len(stages) > MANY:
-        return otherwise
+def _filling(gathered: Callable[[Sizes], ExportPlan], otherwise: ExportPlan, large: frozenset[int]) -> ExportPlan:
+    """With messages as large as leave the whole within ``MEMORY``; or ``otherwise``."""
     rest = MEMORY - otherwise.open_bytes
     for alike in (size for size in MESSAGE_BYTES if AHEAD * size < rest):
-        plan = _gathered(goods, keys, stages, Sizes(alike), way) if alike != OTHERWISE else otherwise
+        plan = gathered(Sizes(alike)) if alike != OTHERWISE else otherwise
         if footprint(plan) <= MEMORY:
             break
     else:
         return otherwise
-    large = large_entries(goods, keys)
     for size in (size for size in MESSAGE_BYTES if size > alike and large):
-        larger = _gathered(goods, keys, stages, Sizes(size, alike, large), way)
+        larger = gathered(Sizes(size, alike, large))
         if footprint(larger) <= MEMORY and len(larger.messages) < len(plan.messages):
             return larger
     return plan
 
 
-def _gathered(goods: Goods, keys: Sequence[object], stages: Sequence[int], sizes: Sizes, way: Way) -> ExportPlan:
+def _gathered(
+    goods: Goods,
+    keys: Sequence[object],
+    stages: Sequence[int],
+    parts: Sequence[Sequence[Part]],
+    way: Way,
+    sizes: Sizes,
+) -> ExportPlan:
     row_bytes = [entry.row_bytes for entry in goods.entries]
-    parts = dealt(goods, [0] * len(stages), window_of(sizes.usual, len(stages)) // 8)
     streams: list[list[Run]] = [[] for _ in stages]
     needed: list[tuple[int, ...]] = []
     size_of: list[int] = []
