@@ -148,11 +148,11 @@ def memory(rank, world_size):
 
 
 def peaks(rank, world_size):
-    """For meshes and buckets, the bytes that an export took at most, what was expected, and the bound."""
+    """For meshes and buckets, the bytes that an export took at most, what was expected, and the bound; the same arrives."""
     from megatron.core import parallel_state
 
     found = {}
-    sizes = {"num_hidden_layers": 12, "hidden_size": 1024, "intermediate_size": 6144}
+    sizes = {"num_hidden_layers": 24, "hidden_size": 1024, "intermediate_size": 6144}
     tensor, pipeline, many = mb.ParallelDims(tp=2), mb.ParallelDims(pp=2), 600_000  # rows: 1.2 GB, so messages differ
     for dims, tied, vocab in (
         (tensor, False, 32000),
@@ -163,7 +163,8 @@ def peaks(rank, world_size):
         hf = tiny("qwen3", tie_word_embeddings=tied, vocab_size=vocab, **sizes)  # tied, the first stage sends it alone
         dims.initialize(device="cuda")
         models = mb.build_model(hf, dims=dims, dtype=torch.bfloat16, load_weights=False)
-        largest = max(spec.num_bytes for spec in mb.manifest(models))
+        known = mb.manifest(models, bucket_bytes=32 << 20, digests=True)
+        largest = max(spec.num_bytes for spec in known)
         for bucket_bytes in (64 << 20, 128 << 20, 256 << 20, None):
             plan = open_export(models, None, "lm", bucket_bytes=bucket_bytes).program.plan
             for _ in range(2):  # the first makes tables, which stay
@@ -173,6 +174,8 @@ def peaks(rank, world_size):
                     pass
                 torch.cuda.synchronize()
                 peak = torch.cuda.max_memory_allocated() - before
+            assert not mb.manifest(models, bucket_bytes=bucket_bytes, digests=True).differences(known)
+            assert len({message.room for message in plan.messages}) == 1 + (vocab == many and not bucket_bytes)
             bound = 3 * bucket_bytes + largest if bucket_bytes else MEMORY
             found[str(dims), tied, vocab, bucket_bytes] = peak, footprint(plan), bound
         del models

@@ -107,12 +107,13 @@ class _Exchange:
         self._arrived: Windows | None = None
         self._closed = False
         self._failure: ExportError | None = None
-        self._first = self._following(0)
-        self._steps(None, self._first)  # now, while whoever cannot move bytes at all can still say so
+        first = self._following(0)
+        self._steps(None, first)  # now, while whoever cannot move bytes at all can still say so
+        self._sent.append(first)
 
     def messages(self) -> Generator[Pairs, None, None]:
         """See ``run_messages``."""
-        self._send(self._first)
+        self._sent[0].send()
         for number in range(1, len(self._memory)):
             self._advance(None, number)
         try:
@@ -164,7 +165,8 @@ class _Exchange:
         if arrived:
             arrived.mark()
         if following:
-            self._send(following)
+            following.send()
+            self._sent.append(following)
 
     def _take_other_memory(self, number: int) -> None:
         """For a message of another size than the one that has arrived: on all ranks at once, and none fails alone."""
@@ -182,10 +184,6 @@ class _Exchange:
     def _following(self, number: int) -> Windows:
         received, sent = self._program.received(number), self._program.sent(number)
         return Windows(self._group, self._memory[number % AHEAD], number, received, sent)
-
-    def _send(self, windows: Windows) -> None:
-        windows.send()
-        self._sent.append(windows)
 
     def _steps(self, arrived: Windows | None, following: Windows | None) -> None:
         """Both in one step, where this rank's next window does not lie upon those that others have sent."""

@@ -77,8 +77,8 @@ class Windows:
 
     def wait(self) -> None:
         """Make the current stream wait for all windows."""
-        for work in self._works:
-            work.wait()
+        while self._works:  # which hold on to the memory
+            self._works.pop().wait()
 
     def leave(self) -> None:
         """Let go of the memory, when all that was in the windows is unpacked."""
