@@ -148,19 +148,23 @@ def memory(rank, world_size):
 
 
 def peaks(rank, world_size):
-    """For meshes and buckets, the bytes that an export took at most, what was expected, and the bound; the same arrives."""
+    """For models, meshes and buckets, the bytes that an export took at most, what was expected, and the bound.
+
+    The same arrives in all of them.
+    """
     from megatron.core import parallel_state
 
     found = {}
-    sizes = {"num_hidden_layers": 24, "hidden_size": 1024, "intermediate_size": 6144}
-    tensor, pipeline, many = mb.ParallelDims(tp=2), mb.ParallelDims(pp=2), 600_000  # rows: 1.2 GB, so messages differ
-    for dims, tied, vocab in (
-        (tensor, False, 32000),
-        (pipeline, False, 32000),
-        (pipeline, True, 32000),
-        (tensor, True, many),
+    tensor, pipeline = mb.ParallelDims(tp=2), mb.ParallelDims(pp=2)
+    small, large = (32_000, 24), (600_000, 64)  # rows of the vocabulary, of which the second have 1.2 GB; and layers
+    for dims, tied, sizes in (
+        (tensor, False, small),
+        (pipeline, False, small),
+        (pipeline, True, small),
+        (tensor, True, large),
     ):
-        hf = tiny("qwen3", tie_word_embeddings=tied, vocab_size=vocab, **sizes)  # tied, the first stage sends it alone
+        fields = {"vocab_size": sizes[0], "num_hidden_layers": sizes[1], "hidden_size": 1024, "intermediate_size": 6144}
+        hf = tiny("qwen3", tie_word_embeddings=tied, **fields)  # tied, the first stage sends its embedding alone
         dims.initialize(device="cuda")
         models = mb.build_model(hf, dims=dims, dtype=torch.bfloat16, load_weights=False)
         known = mb.manifest(models, bucket_bytes=32 << 20, digests=True)
@@ -175,9 +179,9 @@ def peaks(rank, world_size):
                 torch.cuda.synchronize()
                 peak = torch.cuda.max_memory_allocated() - before
             assert not mb.manifest(models, bucket_bytes=bucket_bytes, digests=True).differences(known)
-            assert len({message.room for message in plan.messages}) == 1 + (vocab == many and not bucket_bytes)
+            assert len({message.room for message in plan.messages}) == 1 + (sizes == large and not bucket_bytes)
             bound = 3 * bucket_bytes + largest if bucket_bytes else MEMORY
-            found[str(dims), tied, vocab, bucket_bytes] = peak, footprint(plan), bound
+            found[str(dims), tied, sizes, bucket_bytes] = peak, footprint(plan), bound
         del models
         parallel_state.destroy_model_parallel()
     return found
