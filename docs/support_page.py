@@ -12,8 +12,8 @@ mesh stands here only if everything that its latest record tried passed; `DP2` i
 random, in sizes that kernels like or odd ones. On CPU every run of the suite holds every family that transformers has
 to its logits, on TP1, TP2 SP, TP4 SP and, where it is not refused, CP2 ([families.md](families.md)).
 
-Log-probs on 4 GPUs were tried with one sequence in each pack of a pipeline; those of families in sizes that kernels like
-are not here, as their run was cut off, as far as it came all right.
+Log-probs on 4 GPUs were tried with one sequence in each pack of a pipeline; those of families in sizes that kernels
+like are not here, as their run was cut off, as far as it came all right.
 """
 CHECKS = {
     "log-probs": "those of transformers: `te` in bf16 packed and in rows and packed in fp32, `torch` in bf16 packed "
