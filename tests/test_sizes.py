@@ -121,9 +121,7 @@ def export_without_memory_on_1(after):
     return str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "after", [2, 3, 4, 5]
-)  # behind those of the first two messages; larger ones, and small ones again
+@pytest.mark.parametrize("after", [2, 3, 4, 5])  # behind the first two: larger ones, then small ones again
 def test_a_rank_without_memory_for_other_messages_leaves_nobody_waiting(after):
     messages = pool.run(4, export_without_memory_on_1, after, timeout=60)
     assert messages == [

@@ -16,7 +16,7 @@ from mcore_bridge.weights.footprint import AHEAD, MEMORY, footprint
 from mcore_bridge.weights.layout import Axes
 from mcore_bridge.weights.mapping import WeightMapping
 from mcore_bridge.weights.plan import ExportPlan, Goods, Message
-from mcore_bridge.weights.sizes import Sizes, large_entries, stretches
+from mcore_bridge.weights.sizes import Sizes, large_entries, sized
 from mcore_bridge.weights.turns import MANY, Way, phases_of, turns_of, ways_of, window_of
 
 MESSAGE_BYTES = tuple(megabytes << 20 for megabytes in (512, 384, 320, 256, 192, 128))
@@ -40,7 +40,8 @@ def plan_export(
     goods = Goods.of(entries_of(mapping, axes, num_layers, inventories))
     stages = [inventory.ranks["pp"] for inventory in inventories]
     keys = goods.together(bucket_bytes or MEMORY // 8)
-    size, fused = bucket_bytes // AHEAD if bucket_bytes else OTHERWISE, max(goods.sizes_together(keys).values())
+    together = goods.sizes_together(keys)
+    size, fused = bucket_bytes // AHEAD if bucket_bytes else OTHERWISE, max(together.values())
     allowed = 3 * bucket_bytes + fused if bucket_bytes else max(MEMORY, fused * 3 // 2)
     ways = ways_of(goods, keys, stages, max(fused // 2, 4 * size), allowed - AHEAD * size)
     parts = dealt(goods, [0] * len(stages), window_of(size, len(stages)) // 8)
@@ -48,7 +49,7 @@ def plan_export(
     first = next(ways)
     plan = gathered(first, Sizes(size))
     if not bucket_bytes and len(stages) <= MANY:
-        plan = _filling(partial(gathered, first), plan, large_entries(goods, keys))
+        plan = _filling(partial(gathered, first), plan, large_entries(keys, together))
     for way in ways:
         if footprint(plan) <= allowed:
             break
@@ -86,7 +87,7 @@ def _gathered(
     size_of: list[int] = []
     turns = turns_of(way, parts, stages)
     phases = chain.from_iterable(phases_of(turn, row_bytes, stages, sizes.usual) for turn in turns)
-    for message_bytes, sent in stretches(phases, row_bytes, sizes):
+    for message_bytes, sent in sized(phases, row_bytes, sizes):
         window = window_of(message_bytes, len(sent))
         found = cut([*sent.values()], row_bytes, [window] * len(sent), first=len(needed))
         count = max(num_messages(found), len(needed) + 1)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from mcore_bridge.weights.footprint import AHEAD
-from mcore_bridge.weights.plan import Goods
-from mcore_bridge.weights.turns import Parts, split, window_of
+from mcore_bridge.weights.turns import Parts, bytes_of, split, window_of
 
 FEW = 4
 """Large tensors of a model, at most: an embedding, an output layer. Where there are more, all messages are alike."""
@@ -22,19 +21,19 @@ class Sizes(NamedTuple):
     large: frozenset[int] = frozenset()
 
 
-def large_entries(goods: Goods, keys: Sequence[object]) -> frozenset[int]:
+def large_entries(keys: Sequence[object], sizes: Mapping[object, int]) -> frozenset[int]:
     """The few entries of which more than half as much is made together as of any.
 
     Args:
         keys: for each entry, what is given out together.
+        sizes: by key, the bytes of that.
     """
-    sizes = goods.sizes_together(keys)
     most = max(sizes.values())
     found = {key for key, size in sizes.items() if 2 * size > most}
     return frozenset(number for number, key in enumerate(keys) if key in found) if len(found) <= FEW else frozenset()
 
 
-def stretches(phases: Iterable[Parts], row_bytes: Sequence[int], sizes: Sizes) -> Iterator[tuple[int, Parts]]:
+def sized(phases: Iterable[Parts], row_bytes: Sequence[int], sizes: Sizes) -> Iterator[tuple[int, Parts]]:
     """What ranks send at the same time, phase by phase, cut where the size of messages changes; and that size.
 
     What is on its way when the last of a large entry arrives is as small still, and so is what follows while a consumer
@@ -49,7 +48,7 @@ def stretches(phases: Iterable[Parts], row_bytes: Sequence[int], sizes: Sizes) -
                 halves = {rank: split(each, row_bytes, until - sent[rank]) for rank, each in rest.items()}
                 head, rest = ({rank: both[half] for rank, both in halves.items()} for half in (0, 1))
                 for rank, each in head.items():
-                    sent[rank] += sum(part.rows * row_bytes[part.entry] for part in each)
+                    sent[rank] += bytes_of(each, row_bytes)
                 if sending := _some(head):
                     yield size, sending
             behind = AHEAD + 1

@@ -89,6 +89,10 @@ def window_of(message_bytes: int, num_senders: int) -> int:
     return max(message_bytes // num_senders, MIN_WINDOW)
 
 
+def bytes_of(parts: Sequence[Part], row_bytes: Sequence[int]) -> int:
+    return sum(part.rows * row_bytes[part.entry] for part in parts)
+
+
 def phases_of(turn: Parts, row_bytes: Sequence[int], stages: Sequence[int], message_bytes: int) -> Iterator[Parts]:
     """The ranks of a turn send at the same time; what a stage has more, it sends alone, before that or after it.
 
@@ -96,7 +100,7 @@ def phases_of(turn: Parts, row_bytes: Sequence[int], stages: Sequence[int], mess
     making for long, no other is at that time.
     """
     rest = dict(turn)
-    totals = {rank: sum(part.rows * row_bytes[part.entry] for part in each) for rank, each in turn.items()}
+    totals = {rank: bytes_of(each, row_bytes) for rank, each in turn.items()}
     least, ends = min(totals.values()), list[Parts]()
     places = sorted({stages[rank] for rank in turn})
     for place, stage in enumerate(places if len(places) > 1 else ()):
