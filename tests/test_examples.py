@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.gpus import free_port
+
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 STALE = f"""
@@ -68,7 +70,7 @@ def torchrun(script, num_ranks, *arguments):
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     run = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
-    command = [*run, "--master-port", "29571", str(script), "--device", "cpu", *arguments]
+    command = [*run, "--master-port", free_port(), str(script), "--device", "cpu", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
 
