@@ -111,6 +111,19 @@ def test_stages_take_turns_where_memory_asks_for_it(
         assert sent < 1.02 * sum(output.num_bytes for output in plan.goods.outputs)
 
 
+QWEN3_32B = {"vocab_size": 151936, "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64}
+
+
+@pytest.mark.parametrize("dims", [ParallelDims(tp=4, sp=True), ParallelDims(tp=2, pp=2, sp=True), ParallelDims(pp=4)])
+def test_messages_are_large_but_beside_an_embedding_that_takes_most_of_the_memory(dims: ParallelDims) -> None:
+    """An embedding of 1.6 GB once made all of them small, of which there were 328, and yet took 2.4 GB."""
+    hf = tiny("llama", **QWEN3_32B, num_attention_heads=64, num_key_value_heads=8, head_dim=128)
+    plan = plan_mesh(draw(hf, dims=dims, dtype=torch.bfloat16, device="meta"), world_size=smallest_world(dims)).export
+    assert footprint(plan) < 1.001 * MEMORY
+    sent = sum(map(sum, (message.widths for message in plan.messages)))
+    assert len(plan.messages) < sent / (320 << 20)
+
+
 WIDE = {"num_experts": 96, "moe_intermediate_size": 1536, "hidden_size": 7168, "head_dim": 128, "vocab_size": 32000}
 
 

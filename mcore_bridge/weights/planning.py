@@ -21,8 +21,10 @@ from mcore_bridge.weights.turns import MANY, Way, phases_of, turns_of, ways_of, 
 
 MESSAGE_BYTES = tuple(megabytes << 20 for megabytes in (512, 384, 320, 256, 192, 128))
 """What to choose the bytes that a rank receives with a message from: fewer are slow, more no faster."""
+BESIDE = (*MESSAGE_BYTES, *(megabytes << 20 for megabytes in (96, 64, 48, 32)))
+"""The same beside the few largest tensors, which may take most of ``MEMORY``."""
 OTHERWISE = 192 << 20
-"""The same where none leaves the export within ``MEMORY``, since the largest tensors alone take most of it."""
+"""The same where none leaves the export within ``MEMORY``, since the largest tensors alone take more or less of it."""
 
 
 def plan_export(
@@ -45,30 +47,36 @@ def plan_export(
     allowed = 3 * bucket_bytes + fused if bucket_bytes else max(MEMORY, fused * 3 // 2)
     ways = ways_of(goods, keys, stages, max(fused // 2, 4 * size), allowed - AHEAD * size)
     parts = dealt(goods, [0] * len(stages), window_of(size, len(stages)) // 8)
-    gathered = partial(_gathered, goods, keys, stages, parts)
-    first = next(ways)
-    plan = gathered(first, Sizes(size))
-    if not bucket_bytes and len(stages) <= MANY:
-        plan = _filling(partial(gathered, first), plan, large_entries(keys, together))
+    large = large_entries(keys, together)
     for way in ways:
+        gathered = partial(_gathered, goods, keys, stages, parts, way)
+        plan = gathered(Sizes(size))
+        if not bucket_bytes and len(stages) <= MANY:
+            plan = _filling(gathered, plan, large, allowed)
         if footprint(plan) <= allowed:
             break
-        plan = gathered(way, Sizes(size))
     return plan
 
 
-def _filling(gathered: Callable[[Sizes], ExportPlan], otherwise: ExportPlan, large: frozenset[int]) -> ExportPlan:
-    """With messages as large as leave the whole within ``MEMORY``; or ``otherwise``."""
-    rest = MEMORY - otherwise.open_bytes
-    for alike in (size for size in MESSAGE_BYTES if AHEAD * size < rest):
-        plan = gathered(Sizes(alike)) if alike != OTHERWISE else otherwise
+def _filling(
+    gathered: Callable[[Sizes], ExportPlan], otherwise: ExportPlan, large: frozenset[int], allowed: int
+) -> ExportPlan:
+    """With messages as large as leave the whole within ``MEMORY``, or else within what is ``allowed``."""
+    rest = MEMORY - max(output.num_bytes for output in otherwise.goods.outputs)
+    for size in (size for size in (BESIDE if large else MESSAGE_BYTES) if AHEAD * size < rest):
+        plan = gathered(Sizes(max(size, MESSAGE_BYTES[-1]), size, large))
         if footprint(plan) <= MEMORY:
-            break
-    else:
-        return otherwise
-    for size in (size for size in MESSAGE_BYTES if size > alike and large):
-        larger = gathered(Sizes(size, alike, large))
-        if footprint(larger) <= MEMORY and len(larger.messages) < len(plan.messages):
+            return _larger(gathered, plan, size, large, MEMORY)
+    return _larger(gathered, otherwise, OTHERWISE, large, allowed) if footprint(otherwise) <= allowed else otherwise
+
+
+def _larger(
+    gathered: Callable[[Sizes], ExportPlan], plan: ExportPlan, beside: int, large: frozenset[int], allowed: int
+) -> ExportPlan:
+    """With messages as large as is ``allowed`` but ``beside`` large entries; or ``plan``, where that has fewer."""
+    for size in (size for size in MESSAGE_BYTES if size > beside and large):
+        larger = gathered(Sizes(size, beside, large))
+        if footprint(larger) <= allowed and len(larger.messages) < len(plan.messages):
             return larger
     return plan
 
