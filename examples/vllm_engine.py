@@ -65,6 +65,7 @@ class WeightReceiver:
         self._receiver.finish()
         with torch.device(self.device):
             finalize_layerwise_reload(self.model_runner.model, self.model_config)
+        torch.cuda.synchronize(self.device)  # whichever stream vLLM computes on next
 
     def disconnect_trainer(self) -> None:
         """Let go of the buffers."""
