@@ -35,3 +35,8 @@ class TransferError(BridgeError, RuntimeError):
 
 class BatchError(BridgeError, ValueError):
     """A batch does not fit the model, or its microbatches the mesh."""
+
+
+def told(error: BaseException) -> str:
+    """What others are told of an error: a message of ours says enough, any other has its type before it."""
+    return str(error) if isinstance(error, BridgeError) else f"{type(error).__name__}: {error}"

@@ -44,7 +44,7 @@ def export_while(name, after, dtype):
     ("name", "after", "message"),
     [
         ("outputs.Outputs._allocated", 0, "RuntimeError in the message of .*: out of memory"),  # of the last message
-        ("moves.Moves.make", 0, "rank 1 cannot begin: out of memory|another rank cannot begin"),
+        ("moves.Moves.make", 0, "rank 1 of the group: RuntimeError: out of memory"),
         ("moves.Moves.make", 1, "out of memory"),
         ("export.noted", 0, "RuntimeError: out of memory"),
         ("export.wanted_dtype", 3, "RuntimeError in the message of .*: out of memory"),

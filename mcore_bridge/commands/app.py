@@ -33,7 +33,7 @@ from mcore_bridge.commands.options import (
     smallest_world,
 )
 from mcore_bridge.config.parallel import ParallelDims
-from mcore_bridge.errors import BridgeError, ConfigError
+from mcore_bridge.errors import BridgeError, ConfigError, told
 from mcore_bridge.weights.uncollected import uncollected
 
 if TYPE_CHECKING:
@@ -74,8 +74,7 @@ def _refusals(debug: bool) -> Iterator[None]:
     except typer.Exit:
         raise
     except Exception as error:
-        message = str(error) if isinstance(error, BridgeError) else f"{type(error).__name__}: {error}"
-        typer.secho(f"error: {message}", fg="red", err=True)
+        typer.secho(f"error: {told(error)}", fg="red", err=True)
         if debug:
             typer.echo(getattr(error, "details", "") or traceback.format_exc(), err=True)
         elif not isinstance(error, BridgeError) or hasattr(error, "details"):

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mcore_bridge.errors import MappingError
 from mcore_bridge.weights.bound import BoundModel, Models, bind, noted
-from mcore_bridge.weights.exchange import check_storage
 from mcore_bridge.weights.mapping import WeightMapping
+from mcore_bridge.weights.outputs import check_storage
 from mcore_bridge.weights.pending import require_gathered
 from mcore_bridge.weights.pieces import Place, places_of
 from mcore_bridge.weights.provenance import HF

@@ -19,11 +19,11 @@ import torch
 from mcore_bridge.weights.bound import Models, chunks_of, noted
 from mcore_bridge.weights.companions import config_in, copy_companions
 from mcore_bridge.weights.dist_check import Check, chunk_names, sharded_states
-from mcore_bridge.weights.exchange import check_storage
 from mcore_bridge.weights.extra_state import with_extra_states
 from mcore_bridge.weights.layer_stack import stack_layers
 from mcore_bridge.weights.names import held_tensors
 from mcore_bridge.weights.optimizer_chain import fit_chain
+from mcore_bridge.weights.outputs import check_storage
 from mcore_bridge.weights.pending import gather_pending
 from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.swap import all_or_none, beside, clear_stale, on_all, replace

@@ -14,7 +14,7 @@ from contextlib import closing
 import torch
 from torch import Tensor
 
-from mcore_bridge.errors import ExportError
+from mcore_bridge.errors import ExportError, told
 from mcore_bridge.weights.footprint import AHEAD
 from mcore_bridge.weights.moves import Buffers
 from mcore_bridge.weights.outputs import Outputs, Sources
@@ -57,16 +57,9 @@ def run_messages(
         exchange = _Exchange(program, group, tensors, lend=lend)
     except Exception as error:  # such as no memory: the others must hear of it before they wait for a window
         problem = error
-    _require_all(group, "begin", problem)
+    _require_all(group, problem)
     assert exchange is not None
     yield from exchange.messages()
-
-
-def check_storage(tensors: Mapping[str, Tensor]) -> None:
-    """Raise ``ExportError`` where a tensor has no values to be exported."""
-    for name, tensor in tensors.items():
-        if tensor.untyped_storage().nbytes() < tensor.nbytes or tensor.is_meta:
-            raise ExportError(f"{name} has no storage: it is on the meta device or its memory was freed; bring it back")
 
 
 def raise_failures(messages: Sequence[str]) -> None:
@@ -76,11 +69,10 @@ def raise_failures(messages: Sequence[str]) -> None:
         raise ExportError("; ".join(failures))
 
 
-def _require_all(group: Group, doing: str, problem: Exception | None) -> None:
+def _require_all(group: Group, problem: Exception | None) -> None:
     """Raise ``ExportError`` on every rank where any has a problem: the others would wait for it."""
     if not group.agrees(problem is None):
-        whose = "another rank" if problem is None else f"rank {group.rank}"
-        raise ExportError(f"{whose} cannot {doing}" + (f": {problem}" if problem else ""))
+        raise_failures(group.exchange(told(problem) if problem else ""))
 
 
 def _alone(program: Program, tensors: Mapping[str, Tensor], device: torch.device) -> Iterator[Pairs]:
@@ -136,8 +128,7 @@ class _Exchange:
         finally:
             for windows in self._sent:  # the same ones on every rank, as all read the same states
                 windows.wait()
-        if not self._group.agrees(not self._failure):  # no window was left to say so
-            raise_failures(self._group.exchange(str(self._failure or "")))
+        _require_all(self._group, self._failure)  # no window was left to say so
 
     def _given_out(self, message: Message) -> Pairs:
         """What is complete with a message. Who fails while these are looked at, fails for all."""
@@ -178,7 +169,7 @@ class _Exchange:
                 self._spare = [Memory(self._group, *room) for _ in range(AHEAD)]
             except Exception as error:
                 problem = error
-            _require_all(self._group, "go on", problem)
+            _require_all(self._group, problem)
         self._memory[number % AHEAD] = self._spare.pop()
 
     def _following(self, number: int) -> Windows:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mcore_bridge.errors import BridgeError, ExportError
+from mcore_bridge.errors import ExportError, told
 from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, noted
 from mcore_bridge.weights.dtypes import Dtypes, wanted_dtype
 from mcore_bridge.weights.entries import Inventory
-from mcore_bridge.weights.exchange import check_storage, raise_failures, run_program
+from mcore_bridge.weights.exchange import raise_failures, run_program
 from mcore_bridge.weights.lanes import plan_targets
 from mcore_bridge.weights.mapping import Rules
 from mcore_bridge.weights.pending import gather_pending
@@ -154,9 +154,8 @@ def open_export(
     bound, error = None, problem
     try:
         bound = bind(models, noted(models, hf, head), dialect=dialect)
-        check_storage(bound.tensors)
     except Exception as failure:  # of files, too: the others must hear of it
-        error = str(failure) if isinstance(failure, BridgeError) else f"{type(failure).__name__}: {failure}"
+        error = told(failure)
     fingerprint = (bucket_bytes, target, group.rank, group.size, bound and bound.fingerprint())
     plans = _plans.get(first, ())
     fits = [not error and each.fingerprint == fingerprint for each in plans]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from mcore_bridge.errors import told
 from mcore_bridge.weights.bound import Models
 from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.disk import array_of
@@ -125,7 +126,7 @@ def manifest(
         with closing(pairs):  # type: ignore[type-var]  # a generator, as it promises
             found = {name: digest(tensor) for i, (name, tensor) in enumerate(pairs) if i % size == rank}
     except Exception as failure:  # such as no memory: the others must hear of it
-        problem = f"{type(failure).__name__}: {failure}"
+        problem = told(failure)
     answers = export.group.exchange((found, problem))
     raise_failures([problem for _, problem in answers])
     if export.program.is_gather:

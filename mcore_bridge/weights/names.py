@@ -96,7 +96,7 @@ class _Roll:
     holders: tuple[dict[str, Tensor | None], ...]
     """The ``_parameters`` and ``_buffers`` of each module."""
     seen: tuple[list[object], ...]
-    """What the modules had when they were looked at."""
+    """What the modules had when the chunk was looked at."""
 
     @classmethod
     def of(cls, chunk: GPTModel) -> _Roll:
@@ -114,9 +114,11 @@ class _Roll:
 
     @staticmethod
     def _look(children: Sequence[dict[str, Any]], holders: Sequence[dict[str, Any]]) -> tuple[list[object], ...]:
-        """Children and names of each module, and which tensors are None."""
-        absent = map(is_, chain.from_iterable(map(dict.values, holders)), repeat(None))
-        return [*map(tuple, map(dict.values, children))], [*map(tuple, map(dict.keys, holders))], [*absent]
+        """Children and names of all modules, how many each has of them, and which tensors are None."""
+        each = chain.from_iterable
+        absent = map(is_, each(map(dict.values, holders)), repeat(None))
+        found = each(map(dict.values, children)), map(len, children), each(holders), map(len, holders), absent
+        return tuple([*every] for every in found)
 
     def is_right(self) -> bool:
         """Whether the chunk has the modules that were found, and these the same names."""

@@ -15,16 +15,32 @@ from mcore_bridge.weights.plan import ExportPlan, Message, Output
 from mcore_bridge.weights.program import Program, Step
 
 
+def check_storage(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ``ExportError`` where a tensor has no values to be exported."""
+    for name, tensor in tensors.items():
+        _storage_of(name, tensor)
+
+
+def _storage_of(name: str, tensor: Tensor) -> torch.UntypedStorage:
+    storage = tensor.untyped_storage()
+    if storage.nbytes() < tensor.nbytes or tensor.is_meta:
+        raise ExportError(f"{name} has no storage: it is on the meta device or its memory was freed; bring it back")
+    return storage
+
+
 class Sources:
-    """This rank's tensors, in the memory that they have when an export begins."""
+    """This rank's tensors, in the memory that they have when an export begins.
+
+    Raises:
+        ExportError: when any has none.
+    """
 
     def __init__(self, program: Program, tensors: Mapping[str, Tensor]) -> None:
         self._names = program.names
         found = [tensors[name] for name in self._names]
-        found = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in found]
-        self._storages = [tensor.untyped_storage() for tensor in found]  # they stay if tensors get others
+        self._storages = [*map(_storage_of, self._names, found)]  # they stay if tensors get others
         self._places = [storage.data_ptr() for storage in self._storages]
-        self._buffers = Buffers(found)
+        self._buffers = Buffers([tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in found])
         self._buffers.addresses  # noqa: B018  # of now
 
     def read_by(self, step: Step) -> Buffers:

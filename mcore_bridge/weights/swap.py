@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcore_bridge.errors import CheckpointError
+from mcore_bridge.errors import CheckpointError, told
 
 if TYPE_CHECKING:
     from mcore_bridge.weights.transport import Group
@@ -41,7 +41,7 @@ def on_all(world: Group, what: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as problem:  # torch's CheckpointException is no Exception; the others must hear of it, too
-        error = f"{type(problem).__name__}: {problem}"
+        error = told(problem)
     failures = {rank: message for rank, message in enumerate(world.exchange(error)) if message}
     if failures:
         raise CheckpointError(f"{what}: {failures} (by rank)")
