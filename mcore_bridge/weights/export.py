@@ -21,7 +21,6 @@ from mcore_bridge.weights.entries import Inventory
 from mcore_bridge.weights.exchange import raise_failures, run_program
 from mcore_bridge.weights.lanes import plan_targets
 from mcore_bridge.weights.mapping import Rules
-from mcore_bridge.weights.moves import compiling
 from mcore_bridge.weights.pending import gather_pending
 from mcore_bridge.weights.plan import ExportPlan
 from mcore_bridge.weights.planning import plan_export
@@ -164,8 +163,8 @@ def open_export(
     kept = None if place is None else plans[place]
     if kept is None:
         answer = _Answer(error, bucket_bytes, target, *((bound.mapping.rules, bound.inventory()) if bound else ()))
-        with compiling(group.device), uncollected():
-            answers = group.exchange((answer, plans[0].number if plans else 0))
+        answers = group.exchange((answer, plans[0].number if plans else 0))
+        with uncollected():
             made = _planned(bound, first, [each for each, _ in answers], group.rank)
             program = Program(made, group.rank, group.size)
         kept = _Kept(fingerprint, 1 + max(number for _, number in answers), program)

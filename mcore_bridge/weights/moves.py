@@ -6,11 +6,9 @@ columns lie so many bytes apart. Every copy that a layout needs is one move or a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
 from functools import cache, cached_property
 from importlib.util import find_spec
-from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -123,30 +121,6 @@ def _words(buffer: Tensor, move: Move, place: tuple[int, int, int]) -> Tensor:
     start, row, col = (num_bytes // move.item for num_bytes in place)
     flat = buffer.detach().view(-1).view(_WORDS[move.item])
     return flat.as_strided((move.rows, move.cols), (row, col), flat.storage_offset() + start)
-
-
-@contextmanager
-def compiling(device: torch.device) -> Iterator[None]:
-    """Compile the kernel while the block runs, where moves on ``device`` are made by one: a second, once."""
-    if device.type != "cuda" or not _has_triton():
-        yield
-        return
-    thread = Thread(target=_compile, args=(device,))
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
-
-
-@cache
-def _compile(device: torch.device) -> None:
-    """By moves of the kinds that most exports have, for which it has tiles of two shapes."""
-    long, many = Move(0, 0, 1, 0, 1, WIDEST, 1, WIDEST, 1, WIDEST, 1), Move(0, 0, 1, 0, 128, WIDEST, 1, 16, 1, 16, 1)
-    with suppress(Exception), torch.cuda.device(device):  # whoever needs it next is told
-        for move in (long, many):
-            source, target = (torch.zeros(move.num_bytes(), dtype=torch.uint8, device=device) for _ in range(2))
-            Moves([move]).make(Buffers([source]), Buffers([target]), device)
 
 
 @cache
