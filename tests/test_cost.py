@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_bridge import ParallelDims
+from mcore_bridge import EngineRank, ParallelDims, engine_ranks
 from mcore_bridge.commands import fake
 from mcore_bridge.commands.cost import cost_of
 from mcore_bridge.commands.fake import MeshPlan, plan_mesh
@@ -17,6 +17,7 @@ from mcore_bridge.factory.blueprint import draw
 from mcore_bridge.weights.alignment import aligned
 from mcore_bridge.weights.cut import HEADER, Part, cut, num_messages, pieces, widths
 from mcore_bridge.weights.footprint import AHEAD, MEMORY, SLAB, footprint
+from mcore_bridge.weights.lanes import plan_targets
 from mcore_bridge.weights.moves import Move
 from mcore_bridge.weights.plan import ExportPlan
 from mcore_bridge.weights.planning import plan_export
@@ -145,6 +146,35 @@ def test_experts_go_in_shifts_where_memory_asks_for_it(dims: ParallelDims, world
     assert footprint(plan) < 1.001 * MEMORY
     sent = sum(map(sum, (message.widths for message in plan.messages)))
     assert sent < 1.03 * sum(output.num_bytes for output in plan.goods.outputs)
+
+
+@pytest.mark.parametrize(
+    ("hf", "dims", "engine"),
+    [
+        (tiny("llama", **QWEN3_8B, num_attention_heads=32, num_key_value_heads=8), ParallelDims(pp=4), engine_ranks()),
+        (tiny("llama", **QWEN3_8B, num_attention_heads=32, num_key_value_heads=8), ParallelDims(tp=4), engine_ranks()),
+        (sparse(4, **WIDE, mlp_only_layers=[]), ParallelDims(ep=96), engine_ranks(tp=8)),
+        (sparse(4, **WIDE, mlp_only_layers=[]), ParallelDims(pp=2, ep=48), engine_ranks(tp=8)),
+        (sparse(4, **WIDE, mlp_only_layers=[]), ParallelDims(ep=96), engine_ranks(tp=8, ep=8)),
+    ],
+    ids=["8B PP4 to TP1", "8B TP4 to TP1", "EP96 to TP8", "PP2 EP48 to TP8", "EP96 to EP8"],
+)
+def test_engines_are_fed_within_the_memory(
+    hf: Any, dims: ParallelDims, engine: Sequence[EngineRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Embedding and output layer of 1.2 GB were there at once, and all experts of a layer that many ranks hold."""
+    asked: list[Any] = []
+
+    def plan_nothing(*arguments: Any, bucket_bytes: None) -> None:
+        asked.extend(arguments)
+
+    monkeypatch.setattr(fake, "plan_export", plan_nothing)
+    plan_mesh(draw(hf, dims=dims, dtype=torch.bfloat16, device="meta"), world_size=smallest_world(dims))
+    num_ranks = len(asked[-1])
+    targets = [engine[rank % len(engine)] for rank in range(num_ranks)]
+    for rank in {0, num_ranks // 2, num_ranks - 1}:
+        program = Program(plan_targets(*asked, targets, rank, bucket_bytes=None), rank, num_ranks)
+        assert max(program.plan.opened) + AHEAD * sum(program.room(0)) < MEMORY
 
 
 MEASURED = {  # benchmarks/results/2026-11-21_sync_4xH200.md: the median of ten exports

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 from mcore_bridge.weights.alignment import ALIGNMENT, aligned
-from mcore_bridge.weights.cut import HEADER, Run, Streams, cut, num_messages, widths
-from mcore_bridge.weights.entries import Inventory, entries_of
+from mcore_bridge.weights.cut import HEADER, Part, Run, Streams, cut, num_messages, widths
+from mcore_bridge.weights.entries import Entry, Inventory, entries_of
 from mcore_bridge.weights.footprint import AHEAD, MEMORY
 from mcore_bridge.weights.layout import Axes
 from mcore_bridge.weights.mapping import WeightMapping
 from mcore_bridge.weights.plan import ExportPlan, Goods, Message
 from mcore_bridge.weights.planning import dealt, planned
+from mcore_bridge.weights.sizes import large_entries
 from mcore_bridge.weights.slices import wanted_by
 from mcore_bridge.weights.target import Target
 from mcore_bridge.weights.turns import MIN_WINDOW
@@ -51,22 +53,22 @@ def plan_targets(
     """
     entries = entries_of(mapping, axes, num_layers, inventories)
     found = {
-        target: Goods.of(wanted_by(target, mapping, axes, num_layers, entries)) for target in dict.fromkeys(targets)
+        target: Wanted.of(wanted_by(target, mapping, axes, num_layers, entries), bucket_bytes or MEMORY // 8)
+        for target in dict.fromkeys(targets)
     }
     loads = [0] * len(targets)
     lanes = [Lanes(found[target], loads, receiver) for receiver, target in enumerate(targets)]
     most = max(lane.taken + sum(each.bytes_of(rank) for each in lanes) for rank, lane in enumerate(lanes))
-    largest = max((output.num_bytes for goods in found.values() for output in goods.outputs), default=0)
+    largest = max((output.num_bytes for wanted in found.values() for output in wanted.goods.outputs), default=0)
     room = 2 * bucket_bytes + largest if bucket_bytes else MEMORY // 2  # for outputs, beside messages
     bucket_bytes = bucket_bytes or min(max((MEMORY - largest * 3 // 2) // 2, TO_TARGETS[0]), TO_TARGETS[1])
     count = max(-(-most // max(bucket_bytes // AHEAD, MIN_WINDOW * len(targets))), 1)
     stages = [inventory.ranks["pp"] for inventory in inventories]
     of_each = dict(zip(reversed(targets), reversed(lanes), strict=True))  # the first of those who ask for the same
-    together = all(lane.in_the_making(bucket_bytes) <= room for lane in of_each.values())
+    together = all(lane.in_the_making() <= room for lane in of_each.values())
     pace = Pace(count, [0] * len(stages) if together else stages, targets)
     return tuple(
-        lane.arriving(pace, bucket_bytes) if receiver == rank else lane.sent_by(rank, pace)
-        for receiver, lane in enumerate(lanes)
+        lane.arriving(pace) if receiver == rank else lane.sent_by(rank, pace) for receiver, lane in enumerate(lanes)
     )
 
 
@@ -111,13 +113,37 @@ class Pace:
         return needed
 
 
-class Lanes:
-    """What travels to one receiver: a lane from each rank. What it has itself, it takes at the same pace."""
+class Wanted(NamedTuple):
+    """What one target asks for."""
 
-    def __init__(self, goods: Goods, loads: list[int], receiver: int) -> None:
-        self._goods, self._receiver = goods, receiver
-        self._row_bytes = [entry.row_bytes for entry in goods.entries]
-        self._parts = dealt(goods, loads, SHARED, receiver)
+    goods: Goods
+    keys: Sequence[object]
+    """For each entry, what is given out together."""
+    sizes: Mapping[object, int]
+    """By key, the bytes of that."""
+    large: Collection[int]
+    """The few entries that take most."""
+
+    @classmethod
+    def of(cls, entries: Sequence[Entry], together_bytes: int) -> Wanted:
+        """Whose experts of a layer are given out together up to so many bytes."""
+        goods = Goods.of(entries)
+        keys = goods.together(together_bytes)
+        sizes = goods.sizes_together(keys)
+        return cls(goods, keys, sizes, large_entries(keys, sizes))
+
+
+class Lanes:
+    """What travels to one receiver: a lane from each rank. What it has itself, it takes at the same pace.
+
+    Args:
+        loads: bytes that each rank has to send; counted on.
+    """
+
+    def __init__(self, wanted: Wanted, loads: list[int], receiver: int) -> None:
+        self._wanted, self._goods, self._receiver = wanted, wanted.goods, receiver
+        self._row_bytes = [entry.row_bytes for entry in wanted.goods.entries]
+        self._parts = dealt(wanted.goods, loads, SHARED, receiver)
         self._bytes = [sum(aligned(part.rows * self._row_bytes[part.entry]) for part in each) for each in self._parts]
         self.taken = sum(self._bytes)
         """Bytes that become outputs: those that travel here, and its own."""
@@ -126,25 +152,24 @@ class Lanes:
         """Bytes that travel from a rank."""
         return 0 if sender == self._receiver else self._bytes[sender]
 
-    def in_the_making(self, bucket_bytes: int) -> int:
+    def in_the_making(self) -> int:
         """Bytes of outputs that are there at once where all lanes are busy.
 
         Of each lane the most that is given out together, of what comes by it alone and of what comes by others too.
         """
-        keys = self._goods.together(bucket_bytes)
-        sizes = self._goods.sizes_together(keys)
+        keys, sizes = self._wanted.keys, self._wanted.sizes
         lanes = [{keys[part.entry] for part in each} for each in self._parts]
         times = Counter(chain.from_iterable(lanes))
         own = [max((sizes[key] for key in lane if times[key] == 1), default=0) for lane in lanes]
         shared = {max((key for key in lane if times[key] > 1), key=sizes.__getitem__, default=None) for lane in lanes}
         return sum(own) + sum(sizes[key] for key in shared if key is not None)
 
-    def arriving(self, pace: Pace, bucket_bytes: int) -> ExportPlan:
+    def arriving(self, pace: Pace) -> ExportPlan:
         """All lanes."""
         ranks = range(len(self._parts))
         streams = tuple(self._cut(sender, pace) for sender in ranks)
         needed = self._needed(ranks, streams, pace)
-        return planned(self._goods, self._goods.together(bucket_bytes), streams, needed, _rooms(needed))
+        return planned(self._goods, self._wanted.keys, streams, needed, _rooms(needed))
 
     def sent_by(self, sender: int, pace: Pace) -> ExportPlan:
         """One lane, with whose messages nothing is given out."""
@@ -155,7 +180,8 @@ class Lanes:
 
     def _cut(self, sender: int, pace: Pace) -> tuple[Run, ...]:
         """A window has room for its share, for a row that does not fit any more, and for what alignment takes."""
-        parts, first = self._parts[sender], pace.first(sender, self._receiver)
+        first = pace.first(sender, self._receiver)
+        parts = _large_last(self._parts[sender], self._wanted.large if pace.num_turns > 1 else ())
         longest = max((self._row_bytes[part.entry] for part in parts), default=0)
         window = HEADER + aligned(-(-self._bytes[sender] // pace.times)) + longest + ALIGNMENT
         (stream,) = cut([parts], self._row_bytes, [window], first=first)
@@ -171,6 +197,12 @@ class Lanes:
             own[sender] = widths(streams[sender], self._row_bytes, firsts[sender] + pace.times)
             idle[sender] = HEADER
         return pace.widths(own, firsts, idle)
+
+
+def _large_last(parts: Sequence[Part], large: Collection[int]) -> Sequence[Part]:
+    """An embedding behind the layers: a consumer may hold the output layer of another stage while this one begins."""
+    ends_large = bool(parts) and parts[-1].entry in large
+    return parts if ends_large else sorted(parts, key=lambda part: part.entry in large)
 
 
 def _rooms(needed: Sequence[tuple[int, ...]]) -> list[int]:

@@ -37,7 +37,7 @@ def large_entries(keys: Sequence[object], sizes: Mapping[object, int]) -> frozen
         keys: for each entry, what is given out together.
         sizes: by key, the bytes of that.
     """
-    most = max(sizes.values())
+    most = max(sizes.values(), default=0)
     found = {key for key, size in sizes.items() if 2 * size > most}
     return frozenset(number for number, key in enumerate(keys) if key in found) if len(found) <= FEW else frozenset()
 
