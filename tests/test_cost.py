@@ -21,7 +21,7 @@ from mcore_bridge.weights.lanes import plan_targets
 from mcore_bridge.weights.moves import Move
 from mcore_bridge.weights.plan import ExportPlan
 from mcore_bridge.weights.planning import plan_export
-from mcore_bridge.weights.program import Program
+from mcore_bridge.weights.program import HEADERS, Program
 from tests import fake_mesh
 from tests.strategies import tiny
 from tests.zoo import cases
@@ -146,6 +146,20 @@ def test_experts_go_in_shifts_where_memory_asks_for_it(dims: ParallelDims, world
     assert footprint(plan) < 1.001 * MEMORY
     sent = sum(map(sum, (message.widths for message in plan.messages)))
     assert sent < 1.03 * sum(output.num_bytes for output in plan.goods.outputs)
+
+
+def test_headers_of_many_ranks_are_few_moves() -> None:
+    """One for each rank took 90 KB of a GPU for every message among 1024, and as long to work out."""
+    hf = sparse(2, num_experts=256, mlp_only_layers=[])
+    plan = plan_mesh(draw(hf, dims=ParallelDims(ep=256), dtype=torch.bfloat16, device="meta"), world_size=256).export
+    program = Program([plan], 100, 256)
+    headers = len(program.names) + HEADERS
+    for message in plan.messages:
+        moves = [Move(*row) for row in program.step(message.number, None).moves.table.tolist()]
+        found = [move for move in moves if move.target == headers]
+        ranks = [move.target_start // HEADER + row for move in found for row in range(move.rows)]
+        assert ranks == [*range(100), *range(101, 256)]
+        assert len(found) <= 1 + len(set(message.widths))
 
 
 @pytest.mark.parametrize(

@@ -113,8 +113,8 @@ class _Exchange:
                 windows = self._arrived = self._sent.popleft()
                 windows.wait()
                 self._advance(windows, None if self._lends else number + AHEAD)
-                states, failures = windows.states()
-                ends = any(failures) or all(state is State.CLOSED for state in states)
+                nobody_takes, failures = windows.said()
+                ends = nobody_takes or any(failures)
                 try:
                     if not (ends or self._closed or self._failure):
                         yield self._given_out(message)

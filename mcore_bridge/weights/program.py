@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 from mcore_bridge.weights.cut import HEADER, Piece
 from mcore_bridge.weights.entries import Entry
@@ -91,7 +91,7 @@ class Program:
         lent: dict[int, int] = {}
         if arrived is not None:
             starts = tuple(accumulate(self.received(arrived), initial=0))
-            moves += self._headers_arrived(starts)
+            moves += self._headers_arrived(self.received(arrived), starts)
             for piece in self.plan.messages[arrived].pieces if unpack else ():
                 self._unpack(piece, starts[piece.sender], outputs)
                 if piece.sender == self._rank:
@@ -127,11 +127,13 @@ class Program:
         places = behind + source, source_start, behind + target, target_start
         return Move(*places, 1, HEADER, 1, HEADER, 1, HEADER, 1)
 
-    def _headers_arrived(self, starts: Sequence[int]) -> Iterator[Move]:
-        """All but this rank's own, which may be written to by now."""
-        for sender in range(self._num_ranks):
-            if sender != self._rank:
-                yield self._header(WINDOWS, starts[sender], HEADERS, sender * HEADER)
+    def _headers_arrived(self, widths: Sequence[int], starts: Sequence[int]) -> Iterator[Move]:
+        """All but this rank's own, which may be written to by now; those of neighbours with windows as wide at once."""
+        others = (rank for rank in range(self._num_ranks) if rank != self._rank)
+        for (width, _), found in groupby(others, lambda rank: (widths[rank], rank < self._rank)):
+            first, *more = found
+            header = self._header(WINDOWS, starts[first], HEADERS, first * HEADER)
+            yield header._replace(rows=1 + len(more), source_row=width)
 
     def _packed(self, entry: Entry, piece: Piece, window: int) -> Iterator[Move]:
         target, start = len(self.names) + OWN_WINDOWS, window + piece.start

@@ -94,19 +94,22 @@ class Windows:
         self._own_state = state, message
         return self._group.header(state, message)
 
-    def states(self) -> tuple[tuple[State, ...], tuple[str, ...]]:
-        """State and message of each rank, as they stand in ``headers``; its own as it was stamped."""
+    def said(self) -> tuple[bool, list[str]]:
+        """Whether all ranks only send, and what each rank that failed says of it, as it stands in ``headers``."""
         if self._memory.arrived is not None:
             self._memory.arrived.synchronize()
-        found = [
-            self._own_state if rank == self._group.rank else _read(row.tobytes())  # its row may be written by now
-            for rank, row in enumerate(self.headers.numpy())
-        ]
-        return tuple(state for state, _ in found), tuple(message for _, message in found)
+        headers, own = self.headers.numpy(), self._group.rank
+        states = bytearray(headers[:, 0].tobytes())  # of thousands of ranks, with each message
+        states[own], message = self._own_state  # as it was stamped: its row may be written by now
+        failures = [""] * len(states)
+        if State(max(states)) is State.FAILED:
+            for rank in (rank for rank, state in enumerate(states) if state == State.FAILED):
+                failures[rank] = message if rank == own else _message(headers[rank].tobytes())
+        return set(states) == {State.CLOSED}, failures
 
 
-def _read(header: bytes) -> tuple[State, str]:
-    return State(header[0]), header[1:].rstrip(b"\0").decode(errors="replace")
+def _message(header: bytes) -> str:
+    return header[1:].rstrip(b"\0").decode(errors="replace")
 
 
 class Memory:
