@@ -24,7 +24,7 @@ MESSAGE_BYTES = tuple(megabytes << 20 for megabytes in (512, 384, 320, 256, 192,
 BESIDE = (*MESSAGE_BYTES, *(megabytes << 20 for megabytes in (96, 64, 48, 32)))
 """The same beside the few largest tensors, which may take most of ``MEMORY``."""
 OTHERWISE = 192 << 20
-"""The same where none leaves the export within ``MEMORY``, since the largest tensors alone take more or less of it."""
+"""The same where none leaves the export within ``MEMORY``, since the largest tensors alone take it, or nearly."""
 
 
 def plan_export(

@@ -53,11 +53,8 @@ def sized(phases: Iterable[Parts], row_bytes: Sequence[int], sizes: Sizes) -> It
         small, usual = (window_of(size, len(phase)) for size in (sizes.beside, sizes.usual))
         rest, sent = dict(phase), Counter[int]()
         for span in _spans(phase, row_bytes, sizes.large, behind * small, (AHEAD + 1) * small, usual, small):
-            ends = dict.fromkeys(phase, span.end)
-            for size, until in (
-                (sizes.usual, {**dict.fromkeys(phase, span.start), **span.starts}),
-                (sizes.beside, ends),
-            ):
+            starts, ends = dict.fromkeys(phase, span.start) | span.starts, dict.fromkeys(phase, span.end)
+            for size, until in ((sizes.usual, starts), (sizes.beside, ends)):
                 halves = {rank: split(each, row_bytes, until[rank] - sent[rank]) for rank, each in rest.items()}
                 head, rest = ({rank: both[half] for rank, both in halves.items()} for half in (0, 1))
                 for rank, each in head.items():
