@@ -5,8 +5,9 @@ Those of exports to engine ranks are in ``lanes.py``.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 
 from mcore_bridge.weights.alignment import aligned
@@ -62,11 +63,13 @@ def _filling(
     gathered: Callable[[Sizes], ExportPlan], otherwise: ExportPlan, large: frozenset[int], allowed: int
 ) -> ExportPlan:
     """With messages as large as leave the whole within ``MEMORY``, or else within what is ``allowed``."""
-    rest = MEMORY - max(output.num_bytes for output in otherwise.goods.outputs)
-    for size in (size for size in (BESIDE if large else MESSAGE_BYTES) if AHEAD * size < rest):
-        plan = gathered(Sizes(max(size, MESSAGE_BYTES[-1]), size, large))
-        if footprint(plan) <= MEMORY:
-            return _larger(gathered, plan, size, large, MEMORY)
+    largest = max(output.num_bytes for output in otherwise.goods.outputs)
+    rest = MEMORY - max(largest, otherwise.open_bytes - largest)  # no size helps where many are in the making
+    sizes = [size for size in (BESIDE if large else MESSAGE_BYTES) if AHEAD * size < rest]
+    plan_of = cache(lambda size: gathered(Sizes(max(size, MESSAGE_BYTES[-1]), size, large)))
+    place = bisect_left(sizes, True, key=lambda size: footprint(plan_of(size)) <= MEMORY)
+    if place < len(sizes):
+        return _larger(gathered, plan_of(sizes[place]), sizes[place], large, MEMORY)
     return _larger(gathered, otherwise, OTHERWISE, large, allowed) if footprint(otherwise) <= allowed else otherwise
 
 
