@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
-from typing import NamedTuple
 
 from mcore_bridge.weights.alignment import ALIGNMENT, aligned
 from mcore_bridge.weights.cut import HEADER, Part, Run, Streams, cut, num_messages, widths
-from mcore_bridge.weights.entries import Entry, Inventory, entries_of
+from mcore_bridge.weights.entries import Inventory, entries_of
 from mcore_bridge.weights.footprint import AHEAD, MEMORY
 from mcore_bridge.weights.layout import Axes
 from mcore_bridge.weights.mapping import WeightMapping
-from mcore_bridge.weights.plan import ExportPlan, Goods, Message
-from mcore_bridge.weights.planning import dealt, planned
-from mcore_bridge.weights.sizes import large_entries
+from mcore_bridge.weights.plan import ExportPlan, Message
+from mcore_bridge.weights.planning import Wanted, dealt, planned
 from mcore_bridge.weights.slices import wanted_by
 from mcore_bridge.weights.target import Target
 from mcore_bridge.weights.turns import MIN_WINDOW
@@ -53,7 +51,7 @@ def plan_targets(
     """
     entries = entries_of(mapping, axes, num_layers, inventories)
     found = {
-        target: Wanted.of(wanted_by(target, mapping, axes, num_layers, entries), bucket_bytes or MEMORY // 8)
+        target: Wanted.of(wanted_by(target, mapping, axes, num_layers, entries), bucket_bytes)
         for target in dict.fromkeys(targets)
     }
     loads = [0] * len(targets)
@@ -113,26 +111,6 @@ class Pace:
         return needed
 
 
-class Wanted(NamedTuple):
-    """What one target asks for."""
-
-    goods: Goods
-    keys: Sequence[object]
-    """For each entry, what is given out together."""
-    sizes: Mapping[object, int]
-    """By key, the bytes of that."""
-    large: Collection[int]
-    """The few entries that take most."""
-
-    @classmethod
-    def of(cls, entries: Sequence[Entry], together_bytes: int) -> Wanted:
-        """Whose experts of a layer are given out together up to so many bytes."""
-        goods = Goods.of(entries)
-        keys = goods.together(together_bytes)
-        sizes = goods.sizes_together(keys)
-        return cls(goods, keys, sizes, large_entries(keys, sizes))
-
-
 class Lanes:
     """What travels to one receiver: a lane from each rank. What it has itself, it takes at the same pace.
 
@@ -141,8 +119,7 @@ class Lanes:
     """
 
     def __init__(self, wanted: Wanted, loads: list[int], receiver: int) -> None:
-        self._wanted, self._goods, self._receiver = wanted, wanted.goods, receiver
-        self._row_bytes = [entry.row_bytes for entry in wanted.goods.entries]
+        self._wanted, self._row_bytes, self._receiver = wanted, wanted.row_bytes, receiver
         self._parts = dealt(wanted.goods, loads, SHARED, receiver)
         self._bytes = [sum(aligned(part.rows * self._row_bytes[part.entry]) for part in each) for each in self._parts]
         self.taken = sum(self._bytes)
@@ -169,19 +146,21 @@ class Lanes:
         ranks = range(len(self._parts))
         streams = tuple(self._cut(sender, pace) for sender in ranks)
         needed = self._needed(ranks, streams, pace)
-        return planned(self._goods, self._wanted.keys, streams, needed, _rooms(needed))
+        return planned(self._wanted, streams, needed, _rooms(needed))
 
     def sent_by(self, sender: int, pace: Pace) -> ExportPlan:
         """One lane, with whose messages nothing is given out."""
         streams = tuple(self._cut(sender, pace) if rank == sender else () for rank in range(len(self._parts)))
         needed = self._needed([sender], streams, pace)
         messages = zip(range(len(needed)), needed, _rooms(needed), strict=True)
-        return ExportPlan(self._goods, streams, tuple(Message(*each, (), streams) for each in messages))
+        return ExportPlan(self._wanted.goods, streams, tuple(Message(*each, (), streams) for each in messages))
 
     def _cut(self, sender: int, pace: Pace) -> tuple[Run, ...]:
         """A window has room for its share, for a row that does not fit any more, and for what alignment takes."""
         first = pace.first(sender, self._receiver)
-        parts = _large_last(self._parts[sender], self._wanted.large if pace.num_turns > 1 else ())
+        parts: Sequence[Part] = self._parts[sender]
+        if pace.num_turns > 1:
+            parts = _large_last(parts, self._wanted.large)
         longest = max((self._row_bytes[part.entry] for part in parts), default=0)
         window = HEADER + aligned(-(-self._bytes[sender] // pace.times)) + longest + ALIGNMENT
         (stream,) = cut([parts], self._row_bytes, [window], first=first)

@@ -6,13 +6,14 @@ Those of exports to engine ranks are in ``lanes.py``.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from itertools import chain
+from typing import NamedTuple
 
 from mcore_bridge.weights.alignment import aligned
 from mcore_bridge.weights.cut import HEADER, Part, Run, Streams, cut, num_messages, widths
-from mcore_bridge.weights.entries import Inventory, entries_of
+from mcore_bridge.weights.entries import Entry, Inventory, entries_of
 from mcore_bridge.weights.footprint import AHEAD, MEMORY, footprint
 from mcore_bridge.weights.layout import Axes
 from mcore_bridge.weights.mapping import WeightMapping
@@ -28,6 +29,28 @@ OTHERWISE = 192 << 20
 """The same where none leaves the export within ``MEMORY``, since the largest tensors alone take it, or nearly."""
 
 
+class Wanted(NamedTuple):
+    """What is asked for."""
+
+    goods: Goods
+    keys: Sequence[object]
+    """For each entry, what is given out together."""
+    sizes: Mapping[object, int]
+    """By key, the bytes of that."""
+    large: frozenset[int]
+    """The few entries that take most."""
+    row_bytes: Sequence[int]
+    """Of each entry."""
+
+    @classmethod
+    def of(cls, entries: Sequence[Entry], bucket_bytes: int | None) -> Wanted:
+        """Whose experts of a layer are given out together where they take no more than a bucket."""
+        goods = Goods.of(entries)
+        keys = goods.together(bucket_bytes or MEMORY // 8)
+        sizes = goods.sizes_together(keys)
+        return cls(goods, keys, sizes, large_entries(keys, sizes), [entry.row_bytes for entry in entries])
+
+
 def plan_export(
     mapping: WeightMapping, axes: Axes, num_layers: int, inventories: Sequence[Inventory], *, bucket_bytes: int | None
 ) -> ExportPlan:
@@ -40,20 +63,17 @@ def plan_export(
     Raises:
         MappingError: what ``entries_of`` raises.
     """
-    goods = Goods.of(entries_of(mapping, axes, num_layers, inventories))
+    wanted = Wanted.of(entries_of(mapping, axes, num_layers, inventories), bucket_bytes)
     stages = [inventory.ranks["pp"] for inventory in inventories]
-    keys = goods.together(bucket_bytes or MEMORY // 8)
-    together = goods.sizes_together(keys)
-    size, fused = bucket_bytes // AHEAD if bucket_bytes else OTHERWISE, max(together.values())
+    size, fused = bucket_bytes // AHEAD if bucket_bytes else OTHERWISE, max(wanted.sizes.values())
     allowed = 3 * bucket_bytes + fused if bucket_bytes else max(MEMORY, fused * 3 // 2)
-    ways = ways_of(goods, keys, stages, max(fused // 2, 4 * size), allowed - AHEAD * size)
-    parts = dealt(goods, [0] * len(stages), window_of(size, len(stages)) // 8)
-    large = large_entries(keys, together)
+    ways = ways_of(wanted.goods, wanted.keys, stages, max(fused // 2, 4 * size), allowed - AHEAD * size)
+    parts = dealt(wanted.goods, [0] * len(stages), window_of(size, len(stages)) // 8)
     for way in ways:
-        gathered = partial(_gathered, goods, keys, stages, parts, way)
-        plan = gathered(Sizes(size))
+        gathered = cache(partial(_gathered, wanted, stages, parts, way))
+        plan = gathered(Sizes(size, size))
         if not bucket_bytes and len(stages) <= MANY:
-            plan = _filling(gathered, plan, large, allowed)
+            plan = _filling(gathered, plan, wanted.large, allowed)
         if footprint(plan) <= allowed:
             break
     return plan
@@ -66,10 +86,10 @@ def _filling(
     largest = max(output.num_bytes for output in otherwise.goods.outputs)
     rest = MEMORY - max(largest, otherwise.open_bytes - largest)  # no size helps where many are in the making
     sizes = [size for size in (BESIDE if large else MESSAGE_BYTES) if AHEAD * size < rest]
-    plan_of = cache(lambda size: gathered(Sizes(max(size, MESSAGE_BYTES[-1]), size, large)))
-    place = bisect_left(sizes, True, key=lambda size: footprint(plan_of(size)) <= MEMORY)
-    if place < len(sizes):
-        return _larger(gathered, plan_of(sizes[place]), sizes[place], large, MEMORY)
+    choices = [Sizes(max(size, MESSAGE_BYTES[-1]), size, large) for size in sizes]
+    place = bisect_left(choices, True, key=lambda each: footprint(gathered(each)) <= MEMORY)
+    if place < len(choices):
+        return _larger(gathered, gathered(choices[place]), sizes[place], large, MEMORY)
     return _larger(gathered, otherwise, OTHERWISE, large, allowed) if footprint(otherwise) <= allowed else otherwise
 
 
@@ -85,14 +105,9 @@ def _larger(
 
 
 def _gathered(
-    goods: Goods,
-    keys: Sequence[object],
-    stages: Sequence[int],
-    parts: Sequence[Sequence[Part]],
-    way: Way,
-    sizes: Sizes,
+    wanted: Wanted, stages: Sequence[int], parts: Sequence[Sequence[Part]], way: Way, sizes: Sizes
 ) -> ExportPlan:
-    row_bytes = [entry.row_bytes for entry in goods.entries]
+    row_bytes = wanted.row_bytes
     streams: list[list[Run]] = [[] for _ in stages]
     needed: list[tuple[int, ...]] = []
     size_of: list[int] = []
@@ -116,7 +131,7 @@ def _gathered(
     rooms: dict[int, int] = {}
     for size, each in zip(size_of, map(sum, needed), strict=True):
         rooms[size] = max(rooms.get(size, 0), each)
-    return planned(goods, keys, tuple(map(tuple, streams)), needed, [rooms[size] for size in size_of])
+    return planned(wanted, tuple(map(tuple, streams)), needed, [rooms[size] for size in size_of])
 
 
 def dealt(goods: Goods, loads: list[int], shared: int, receiver: int | None = None) -> list[list[Part]]:
@@ -143,10 +158,9 @@ def dealt(goods: Goods, loads: list[int], shared: int, receiver: int | None = No
     return streams
 
 
-def planned(
-    goods: Goods, keys: Sequence[object], streams: Streams, needed: Sequence[tuple[int, ...]], rooms: Sequence[int]
-) -> ExportPlan:
+def planned(wanted: Wanted, streams: Streams, needed: Sequence[tuple[int, ...]], rooms: Sequence[int]) -> ExportPlan:
     """A message for each of the widths that are ``needed``, with what is complete by then."""
+    goods, keys = wanted.goods, wanted.keys
     last = dict.fromkeys(keys, 0)
     for stream in streams:
         for run in stream:

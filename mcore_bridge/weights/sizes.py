@@ -26,7 +26,7 @@ class Sizes(NamedTuple):
     """Bytes that a rank receives with a message: as usual, and beside the large ones among the entries."""
 
     usual: int
-    beside: int = 0
+    beside: int
     large: frozenset[int] = frozenset()
 
 
