@@ -28,7 +28,9 @@ CHECKS = {
     "verl": "verl's own engine with our plug-in, through load, log-probs, a step, export, offload, save and resume",
     "exchanges": "every `cp_comm_type` in bf16: log-probs and gradients are at most twice as far from fp32 as with the "
     "one that we choose ourselves",
-    "switches": "recompute, fusions and dispatchers that change no gradient",
+    "switches": "recompute, fusions, dispatchers and overlaps that change no gradient",
+    "fp8": "computed in FP8 with parameters in bf16, in three recipes: log-probs at most 16 times and gradients at "
+    "most 32 times as far from fp32 as in bf16, by their bits; and an export is what was loaded, bit for bit",
 }
 """What is checked, and what that means."""
 

@@ -99,6 +99,12 @@ _SAME = (
     *_SIZES.keys() - {"rope_theta", "max_position_embeddings"},
     *("attention_dropout", "hidden_act", "initializer_range", "norm_topk_prob", "use_qk_norm"),
 )
+_UNNAMED = (
+    (r"^model\.word_embeddings\.", "model.embed_tokens."),
+    (r"\.attention\.dense\.", ".self_attn.o_proj."),
+    (r"\.attention\.(query|key)_layernorm\.", lambda match: f".self_attn.{match[1][0]}_norm."),
+    (r"\.gate\.expert_bias$", ".gate.e_score_correction_bias"),
+)
 _NAMES = (
     (r"^model\.embed_tokens\.", "model.word_embeddings."),
     (r"\.self_attn\.o_proj\.", ".attention.dense."),
@@ -133,6 +139,21 @@ def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
             found[f"{match[1]}.attention.query_key_value.{match[3]}"] = torch.cat(parts)
             continue
         for pattern, replacement in _NAMES:
+            name = re.sub(pattern, replacement, name)
+        found[name] = tensor
+    return found
+
+
+def unnamed(state: dict[str, Tensor], hf: Any) -> dict[str, Tensor]:
+    """What a model of this config holds as the twin names it."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if match := re.fullmatch(r"(.*)\.attention\.query_key_value\.(weight|bias)", name):
+            rows = [heads * hf.head_dim for heads in (hf.num_attention_heads, *[hf.num_key_value_heads] * 2)]
+            for each, part in zip("qkv", tensor.split(rows), strict=True):
+                found[f"{match[1]}.self_attn.{each}_proj.{match[2]}"] = part.clone()
+            continue
+        for pattern, replacement in _UNNAMED:
             name = re.sub(pattern, replacement, name)
         found[name] = tensor
     return found

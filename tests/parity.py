@@ -12,6 +12,7 @@ import mcore_bridge as mb
 from tests import zoo
 from tests.stepping import leave_mesh
 from tests.strategies import random_state, save
+from tests.twins import TWINS
 
 SEQ, BATCH = 24, 2
 LONG = 40
@@ -36,11 +37,15 @@ def reference_model(
 ) -> Any:
     """transformers' model with ``state`` or ``random_state``, all of which it takes, and nothing else in it.
 
-    As it loads in ``dtype``, which leaves the frequencies of rope in fp32; ``model.to(dtype)`` would round them.
+    That of a twin where it has none. As it loads in ``dtype``, which leaves the frequencies of rope in fp32;
+    ``model.to(dtype)`` would round them.
     """
     from transformers import AutoModelForCausalLM
 
-    save(state or random_state(hf), hf, folder)
+    state = state or random_state(hf)
+    if twin := TWINS.get(hf.model_type):
+        state, hf = twin.unnamed(state, hf), twin.config(hf)
+    save(state, hf, folder)
     model, info = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype=dtype, output_loading_info=True
     )

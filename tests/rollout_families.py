@@ -5,7 +5,7 @@ Published files have those fields; transformers drops them, or moves them elsewh
 
 from typing import Any
 
-from tests import zoo
+from tests import twins, zoo
 from tests.strategies import tiny
 from tests.test_gpu import DENSE, EXPERTS, LATENT, LINEAR, SIZES, SPARSE
 
@@ -89,30 +89,32 @@ def configs() -> dict[str, Any]:
             rope_parameters={**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
         ),
         "glm4_moe_lite": tiny("glm4_moe_lite", **ABSORBED),
+        "kimi_k2": twins.read("kimi_k2", tiny("deepseek_v3", **ABSORBED).to_dict()),
     }
 
 
 UNLOADABLE = ("gpt_oss", "olmo3")
 """vLLM 0.24 raises KeyError 'layers.0.mlp.experts.w13_weight' of weights in bf16, 'rope_theta' since transformers 5."""
 LEFT_OUT = {
-    "bailing_moe": "transformers has no class to compare with",
-    "bailing_moe_v2": "transformers has no class to compare with",
+    "bailing_moe": "it is bailing_moe_v2, as the first files spell it",
     "deepseek_v32": "megatron-core has it from 0.19 on, and GPUs had 0.16.1",
     "dots1": "vLLM dropped it in 0.23",
     "glm_moe_dsa": "megatron-core has it from 0.19 on, and GPUs had 0.16.1",
     "helium": "vLLM has none",
-    "kimi_k2": "transformers has no class to compare with",
-    "mimo": "transformers has no class to compare with",
     "qwen3_5_moe_text": "vLLM has it with images alone",
     "qwen3_5_text": "vLLM has it with images alone",
 }
 """Families that no engine is fed with, and why."""
+NO_AUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 ENGINE_FIELDS: dict[str, dict[str, Any]] = {
     "ministral3": {
         "llama_4_scaling": {"original_max_position_embeddings": 16, "beta": 0.4},
         "rope_parameters": {**MINISTRAL_ROPE, "apply_yarn_scaling": False},
     },
-    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "deepseek_v3": NO_AUX,
+    "kimi_k2": {**NO_AUX, "architectures": ["DeepseekV3ForCausalLM"]},
+    "mimo": {"architectures": ["MiMoForCausalLM"]},
+    "bailing_moe_v2": {"architectures": ["BailingMoeV2ForCausalLM"]},
     "hunyuan_v1_dense": {"use_qk_norm": True},
     "hunyuan_v1_moe": {
         "use_qk_norm": True,

@@ -4,10 +4,29 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, LlamaConfig, Qwen2Config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm_engine import WeightReceiver
 
 from mcore_bridge.weights.manifest import digest
+
+
+class MimoConfig(Qwen2Config):
+    """What vLLM asks transformers for, which lacks it."""
+
+    model_type = "mimo"
+
+
+class BailingConfig(LlamaConfig):
+    """The same of Ling."""
+
+    model_type = "bailing_moe_v2"
+
+
+def register_configs():
+    """In an engine's process, before it reads a config."""
+    for each in (MimoConfig, BailingConfig):
+        AutoConfig.register(each.model_type, each)
 
 
 class Examined(WeightReceiver):

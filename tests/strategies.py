@@ -107,6 +107,10 @@ def random_state(hf: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0) 
     Norms spread around what transformers begins with and biases are as large as what they are added to, so that none
     can be swapped unseen. What selects experts stays in fp32, as in published checkpoints.
     """
+    from tests.twins import TWINS  # which is made with this module
+
+    if twin := TWINS.get(hf.model_type):
+        return twin.named(random_state(twin.config(hf), dtype=dtype, seed=seed))
     generator = torch.Generator().manual_seed(seed)
     state = {name: _random(name, shape, generator) for name, shape in _shapes(hf.to_json_string())}
     if hf.model_type.startswith(("qwen3_next", "qwen3_5")):

@@ -149,6 +149,37 @@ def test_freed_storage_on_one_rank_raises_on_all_with_the_name(rank):
         assert "no storage" in message
 
 
+class Quantized(torch.Tensor):
+    """It only stands for others, as a parameter in FP8 does."""
+
+    @staticmethod
+    def __new__(cls, like):
+        return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, requires_grad=True)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), named=None):
+        assert function is torch.ops.aten.detach.default
+        return cls(arguments[0])
+
+
+def refuse_quantized():
+    """What every way to the values of a model says of a parameter that has none of its own."""
+    models, state = built(mb.ParallelDims())
+    linear = models[0].decoder.layers[0].mlp.linear_fc1
+    kept, linear.weight = linear.weight, torch.nn.Parameter(Quantized(linear.weight))
+    for run in (mb.to_hf_state_dict, mb.manifest, lambda models: mb.load_hf_weights(models, state)):
+        with pytest.raises(
+            mb.BridgeError, match=r"linear_fc1\.weight is a Quantized, whose values are in other tensors"
+        ):
+            run(models)
+    linear.weight = kept
+    assert mb.to_hf_state_dict(models).keys() == state.keys()
+
+
+def test_a_parameter_that_stands_for_other_tensors_is_refused():
+    pool.run(1, refuse_quantized)
+
+
 def fail_amid(rank):
     """A parameter loses its storage while the export runs."""
     models, _ = built()

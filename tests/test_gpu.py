@@ -9,6 +9,7 @@ import torch
 
 import mcore_bridge as mb
 from mcore_bridge.commands.options import smallest_world
+from tests import bailing, twins
 from tests.gpus import spawn
 from tests.parity import BATCH, SEQ, reference_logits, tokens
 from tests.strategies import random_state, tiny
@@ -39,6 +40,14 @@ LINEAR = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 64,
 }
+LING = {
+    **EXPERTS,
+    "max_position_embeddings": 128,
+    "moe_shared_expert_intermediate_size": 128,
+    "n_group": 1,
+    "num_shared_experts": 1,
+    "topk_group": 1,
+}
 DENSE = {
     "llama": tiny("llama", **SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
     "qwen2": tiny("qwen2", **{**SIZES, "hidden_size": 512}),
@@ -47,6 +56,7 @@ DENSE = {
     "gemma2": tiny("gemma2", **SIZES, query_pre_attn_scalar=100, sliding_window=8),
     "olmo2": tiny("olmo2", **{**SIZES, "head_dim": 32}),
     "phi3": tiny("phi3", **{**SIZES, "hidden_size": 512, "pad_token_id": 0}),
+    "mimo": twins.read("mimo", {**tiny("qwen2", **{**SIZES, "hidden_size": 512}).to_dict(), "attention_bias": True}),
 }
 SPARSE = {
     "qwen2_moe": tiny(
@@ -68,6 +78,8 @@ SPARSE = {
         num_key_value_heads=2,
     ),
     "qwen3_next": tiny("qwen3_next", **{**SIZES, **LINEAR}),
+    "kimi_k2": twins.read("kimi_k2", tiny("deepseek_v3", **{**SIZES, **LATENT}).to_dict()),
+    "bailing_moe_v2": twins.read("bailing_moe_v2", {**bailing.TINY["grouped"], **SIZES, **LING}),
 }
 FAMILIES = {**DENSE, **SPARSE}
 DIMS = [

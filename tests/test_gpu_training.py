@@ -79,6 +79,8 @@ SWITCHES = {
     "fp32 router": {"moe_router_dtype": "fp32", "deallocate_pipeline_outputs": True},
 }
 """What configs of trainers set, and none of which changes what is computed."""
+SHARED = {"overlapped shared experts": {"moe_shared_expert_overlap": True, "moe_token_dispatcher_type": "alltoall"}}
+"""The same of models with shared experts."""
 if importlib.util.find_spec("fused_weight_gradient_mlp_cuda"):  # of Apex, without which megatron-core refuses it
     SWITCHES["fused gradients"] = {"gradient_accumulation_fusion": True}
 CHECKS = {
@@ -320,9 +322,9 @@ def tasks(families, family, dims, world_size):
     if family == "qwen3":
         half = functools.partial(train, hf, dims, state, torch.float16, overlap=True)
         found |= {"float16": half, "float16 from overflow": functools.partial(half, overflow=True)}
-    if world_size == 1 and family in ("qwen3", "qwen3_moe"):
-        for switch, overrides in SWITCHES.items():
-            found[f"gradients, {switch}"] = functools.partial(gradients, hf, dims, state, **overrides)
+    switches = SWITCHES if world_size == 1 and family in ("qwen3", "qwen3_moe") else {}
+    for switch, overrides in (SHARED if family == "deepseek_v3" else switches).items():
+        found[f"gradients, {switch}"] = functools.partial(gradients, hf, dims, state, **overrides)
     return found
 
 

@@ -16,6 +16,7 @@ from threading import Thread
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
 import mcore_bridge as mb
@@ -42,7 +43,7 @@ def engine_of(family, hf, tensor_parallel):
 
     fields = {
         **hf.to_dict(),
-        "architectures": [CLASSES[hf.model_type]],
+        "architectures": [CLASSES.get(hf.model_type)],
         "dtype": "bfloat16",
         **ENGINE_FIELDS.get(family, {}),
     }
@@ -64,6 +65,10 @@ def make_engine(fields, *arguments):
     os.environ.update(VLLM_ALLOW_LONG_MAX_MODEL_LEN="1", VLLM_USE_DEEP_GEMM="0")
     from vllm import ModelRegistry
     from vllm_engine import VllmEngine
+
+    from tests.rollout_worker import register_configs
+
+    register_configs()
 
     class Awake(VllmEngine):
         def sleep(self):
@@ -128,6 +133,7 @@ def examine(hf, engine, folder, tensor_parallel):
     models = mb.build_model(hf, dims=mb.ParallelDims(), dtype=torch.bfloat16, load_weights=False)
     models[0].eval()
     smallest = smallest_buckets(mb.manifest(models)).slot_bytes
+    (files := folder / "files").mkdir()
     prompts = torch.randint(0, hf.vocab_size, (PROMPTS, PROMPT), generator=torch.Generator().manual_seed(7))
     found, rings = [], []
     for number in range(ROUNDS):
@@ -154,7 +160,8 @@ def examine(hf, engine, folder, tensor_parallel):
     fed = engine("digests")
     engine("wake")
     assert all(before != digests for before, digests in zip(fed, engine("digests"), strict=True))
-    engine("load_folder", str(folder))  # where the reference's weights are
+    save_file(state, files / "model.safetensors")
+    engine("load_folder", str(files))
     read = engine("digests")
     differing = [name for one, other in zip(fed, read, strict=True) for name in one if one[name] != other.get(name)]
     assert not differing, f"vLLM holds otherwise than from files: {differing}"

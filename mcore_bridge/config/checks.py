@@ -129,6 +129,16 @@ def require_activation(settings: Mapping[str, object]) -> None:
         )
 
 
+def require_plain_parameters(settings: Mapping[str, object]) -> None:
+    """Raises ``ConfigError`` where parameters would hold other values than the tensors of a checkpoint."""
+    for name in ("fp8_param", "fp4_param"):
+        if settings.get(name):
+            raise ConfigError(
+                f"{name} must be False: quantized parameters hold other values than the checkpoint they are loaded "
+                f"from, and no export could give it back. Remove the override; {name[:3]} computes without it."
+            )
+
+
 def require_layers(settings: Mapping[str, object]) -> None:
     """Raises ``ConfigError`` where a list that says something of each layer is too short for ``num_layers``."""
     num_layers = settings.get("num_layers")

@@ -19,6 +19,7 @@ from mcore_bridge.config.checks import (
     require_known,
     require_layers,
     require_overridable,
+    require_plain_parameters,
     require_vocab,
 )
 from mcore_bridge.config.fields import Field, count, to_hf, to_mcore
@@ -122,6 +123,7 @@ def _settings(
         settings["hf_sliding_rope"] = sliding.overridden(_only(overrides, frozenset({"kv_channels"})))
     require_activation(settings)
     require_layers(settings)
+    require_plain_parameters(settings)
     require_known(settings, latent=latent)
     return settings
 

@@ -57,7 +57,7 @@ def run_messages(
         exchange = _Exchange(program, group, tensors, lend=lend)
     except Exception as error:  # such as no memory: the others must hear of it before they wait for a window
         problem = error
-    _require_all(group, problem)
+    require_all(group, problem)
     assert exchange is not None
     yield from exchange.messages()
 
@@ -69,7 +69,7 @@ def raise_failures(messages: Sequence[str]) -> None:
         raise ExportError("; ".join(failures))
 
 
-def _require_all(group: Group, problem: Exception | None) -> None:
+def require_all(group: Group, problem: Exception | None) -> None:
     """Raise ``ExportError`` on every rank where any has a problem: the others would wait for it."""
     if not group.agrees(problem is None):
         raise_failures(group.exchange(told(problem) if problem else ""))
@@ -128,7 +128,7 @@ class _Exchange:
         finally:
             for windows in self._sent:  # the same ones on every rank, as all read the same states
                 windows.wait()
-        _require_all(self._group, self._failure)  # no window was left to say so
+        require_all(self._group, self._failure)  # no window was left to say so
 
     def _given_out(self, message: Message) -> Pairs:
         """What is complete with a message. Who fails while these are looked at, fails for all."""
@@ -169,7 +169,7 @@ class _Exchange:
                 self._spare = [Memory(self._group, *room) for _ in range(AHEAD)]
             except Exception as error:
                 problem = error
-            _require_all(self._group, problem)
+            require_all(self._group, problem)
         self._memory[number % AHEAD] = self._spare.pop()
 
     def _following(self, number: int) -> Windows:

@@ -8,7 +8,7 @@ next linear get the names that they have alone. An HF name has one mcore name.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import is_
@@ -38,6 +38,7 @@ _EXPERTS = (  # megatron-core's SequentialMLP, and TEGroupedMLP, which numbers t
 )
 _MTP = re.compile(r"^mtp\.layers\.(\d+)\.(?:mtp_model_layer(?=\.))?")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ def held_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Parameters and persistent buffers of this rank's chunks by canonical name, in the order of the modules.
 
     Raises:
-        MappingError: when two chunks hold the same canonical name.
+        MappingError: when two chunks hold the same canonical name, or a tensor's values are not in its own memory.
     """
     held: dict[str, Tensor] = {}
     for chunk in map(unwrap, models):
@@ -78,7 +79,19 @@ def held_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
         if twice := held.keys() & found.keys():
             raise MappingError(f"{min(twice)} is in two of the {len(models)} chunks given; pass each chunk once")
         held |= found
+    if not _PLAIN.issuperset(map(type, held.values())):
+        _require_own_memory(held)
     return held
+
+
+def _require_own_memory(held: Mapping[str, Tensor]) -> None:
+    """Raise ``MappingError`` for a tensor that only stands for others: quantized ones do, and those that FSDP cuts."""
+    for name, tensor in held.items():
+        if type(tensor) not in _PLAIN and tensor.untyped_storage().nbytes() and not tensor.data_ptr():
+            raise MappingError(
+                f"{name} is a {type(tensor).__name__}, whose values are in other tensors: expected a parameter with "
+                "memory of its own. Build without fp8_param, and wrap without FSDP"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from torch import nn
 
 from mcore_bridge.errors import ExportError
 from mcore_bridge.weights.bound import Models
+from mcore_bridge.weights.exchange import require_all
 from mcore_bridge.weights.names import unwrap
 from mcore_bridge.weights.transport import Group
 
@@ -44,8 +45,7 @@ def gather_pending(models: Models, group: Group) -> None:
         return
     pending = list(filter(_awaits, wrappers))  # not where a stage is frozen
     problem = next((message for message in map(_problem, pending) if message), "")
-    if not group.agrees(not problem):
-        raise ExportError(problem or "the parameters of another rank cannot be gathered; it says why")
+    require_all(group, ExportError(problem) if problem else None)
     for ddp in pending:
         dispatched = [each.param_gather_dispatched for each in _groups(ddp)]
         ddp.start_param_sync(force_sync=True)
