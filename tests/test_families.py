@@ -1,6 +1,7 @@
 """What every family of the zoo is held to besides parity: exact round trips on drawn meshes, a total config table."""
 
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from mcore_bridge.architecture import architecture_of
 from mcore_bridge.config.fields import require_total
 from mcore_bridge.config.hf import read_config
 from mcore_bridge.errors import BridgeError, MeshError
+from mcore_bridge.factory.marks import mark_cut
 from tests import fake_mesh, zoo
 from tests.families import built, ignored_by
 from tests.test_roundtrip import check
@@ -131,10 +133,14 @@ def _another(field: str, value: object) -> object:
             raise AssertionError(f"no other value for {field}={other!r}")
 
 
-def parameters(hf: Any, dims: ParallelDims) -> dict[str, torch.nn.Parameter]:
+def whole_model(hf: Any, dims: ParallelDims) -> Any:
     with fake_mesh.rank_of(dims, 0, dims.tp):
         (model,) = build_model(hf, dims=dims, load_weights=False, device="meta", dtype=torch.float32)
-        return dict(model.named_parameters())
+        return model
+
+
+def parameters(hf: Any, dims: ParallelDims) -> dict[str, torch.nn.Parameter]:
+    return dict(whole_model(hf, dims).named_parameters())
 
 
 @pytest.mark.parametrize("name", {case.model_type: name for name, case in zoo.cases().items()}.values())
@@ -143,3 +149,14 @@ def test_what_tensor_parallel_ranks_hold_a_part_of_counts_for_the_norm_of_gradie
     for parameter, part in parts.items():
         is_part = part.shape != whole[parameter].shape or ".experts." in parameter
         assert getattr(part, "tensor_model_parallel", False) == is_part, parameter
+
+
+def test_shared_experts_that_are_overlapped_count_for_the_norm_of_gradients() -> None:
+    """megatron-core then takes the mode of parallelism from them, which it does to communicate elsewhere."""
+    model = whole_model(zoo.cases()["deepseek_v3"].hf, ParallelDims(tp=2, sp=True))
+    linears = [module for name, module in model.named_modules() if re.search(r"\.shared_experts\.linear_fc[12]$", name)]
+    for linear in linears:
+        linear.parallel_mode = None
+    mark_cut(model)
+    assert linears
+    assert all(linear.weight.tensor_model_parallel for linear in linears)

@@ -69,6 +69,14 @@ def test_a_published_config_is_read_and_written_back(model_type, tmp_path):
 
 
 @built
+def test_layers_are_spelled_as_any_transformers_does():
+    hf = zoo.cases()["deepseek_v32"].hf
+    for spelling in ("indexed_attention", "deepseek_sparse_attention"):
+        hf.layer_types = [spelling] * hf.num_hidden_layers
+        assert to_transformer_config(hf, architecture_of(hf).fields).experimental_attention_variant == "dsa"
+
+
+@built
 def test_a_published_pipeline_starts_each_stage_with_an_indexer():
     """GLM-5.2 in four stages: 78 layers, of which 2, 6, 10 and so on select for the three behind them."""
     hf = CONFIG_MAPPING["glm_moe_dsa"](**{**LATENT, **PUBLISHED["glm_moe_dsa"]})

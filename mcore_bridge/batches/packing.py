@@ -75,7 +75,7 @@ def pack_sequences(
         cp_rank: whose tokens to take.
         packed: False gives each sequence a row of its own, padded on the right to the longest: for models that take no
             packed sequences.
-        multiple_of: what the tokens on one rank must be a multiple of, such as 16 for FP8.
+        multiple_of: what the tokens on one rank must be a multiple of: 16 for FP8, 128 for its blockwise recipe.
         min_tokens: of a row at least, on all context-parallel ranks together, so that microbatches are alike.
 
     Raises:

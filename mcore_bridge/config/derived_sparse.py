@@ -65,9 +65,13 @@ def _sharing_back(mcore: Mcore) -> dict[str, object]:
     return {"indexer_types": _kinds(num_layers, freq, offset)}
 
 
+_SPELLINGS = {"indexed_attention", "deepseek_sparse_attention"}
+"""Of the one kind of layer, in transformers 5.23 and before."""
+
+
 def _indexed(hf: Hf) -> dict[str, object]:
     kinds = hf.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or set(kinds) - {"indexed_attention"}):
+    if kinds is not None and (not isinstance(kinds, list) or set(kinds) - _SPELLINGS):
         raise ConfigError(f"layer_types must be 'indexed_attention' for every layer, found {kinds!r}. Delete it.")
     return {}
 

@@ -18,8 +18,9 @@ def mark_cut(chunk: GPTModel) -> None:
     """
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
-    for module in chunk.modules():
-        if getattr(module, "parallel_mode", "") is None:  # TransformerEngine marks what each rank holds whole as well
+    for name, module in chunk.named_modules():
+        # TransformerEngine marks what each rank holds whole as well; overlapped shared experts only say that they do.
+        if getattr(module, "parallel_mode", "") is None and ".shared_experts." not in name:
             for parameter in module.parameters(recurse=False):
                 parameter.tensor_model_parallel, parameter.partition_dim = False, -1
         elif isinstance(module, VocabParallelEmbedding | ColumnParallelLinear):
