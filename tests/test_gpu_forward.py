@@ -117,9 +117,10 @@ def ways_of(family):
 
 
 def is_refused(error, dims):
-    """Whether it says by name that a family has no context parallelism, or none on so many ranks."""
-    words = ("context parallel", f"times cp={dims.cp} must divide")
-    return dims.cp > 1 and isinstance(error, mb.BridgeError) and any(each in str(error) for each in words)
+    """Whether it says by name that a family has no context parallelism, or none on so many ranks, or no TP without SP."""
+    words = ("context parallel", f"times cp={dims.cp} must divide") if dims.cp > 1 else ()
+    words += (f"tp={dims.tp} needs sp=True",) if not dims.sp else ()
+    return isinstance(error, mb.BridgeError) and any(each in str(error) for each in words)
 
 
 def has_experts(hf):

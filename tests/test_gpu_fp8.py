@@ -14,9 +14,9 @@ import mcore_bridge as mb
 from tests import records
 from tests.gpus import spawn
 from tests.stepping import gradients_in_order
-from tests.strategies import random_state
+from tests.strategies import random_state, tiny
 from tests.test_forward import batch_of
-from tests.test_gpu import DENSE, SPARSE
+from tests.test_gpu import DENSE, LATENT, SIZES, SPARSE
 from tests.test_gpu_context import ROUNDING, distances
 
 pytestmark = [
@@ -24,7 +24,12 @@ pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("transformer_engine"), reason="needs TransformerEngine"),
 ]
 
-FAMILIES = {"qwen3": DENSE["qwen3"], "qwen3_moe": SPARSE["qwen3_moe"], "deepseek_v3": SPARSE["deepseek_v3"]}
+FAMILIES = {
+    "qwen3": DENSE["qwen3"],
+    "qwen3_moe": SPARSE["qwen3_moe"],
+    "deepseek_v3": tiny("deepseek_v3", **{**SIZES, **LATENT, "q_lora_rank": 128, "kv_lora_rank": 128}),
+}
+"""Blockwise TransformerEngine gathers rows of multiples of 128 alone."""
 RECIPES = {"delayed": 16, "tensorwise": 16, "blockwise": 128}
 """And what the tokens of a rank must be a multiple of."""
 MESHES = {1: [mb.ParallelDims()], 2: [mb.ParallelDims(tp=2, sp=True), mb.ParallelDims(ep=2)]}

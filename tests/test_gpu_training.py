@@ -150,9 +150,9 @@ def optimizer_of(models, **settings):
 
 
 def by_name(chunks, gradient_of):
-    """Gradients, which have the places of their parameters, by HF name."""
-    for parameter in trained(chunks):
-        parameter.data.copy_(gradient_of(parameter))
+    """Gradients, which have the places of their parameters, by HF name; zeros where a parameter is not trained."""
+    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+        parameter.data.copy_(gradient_of(parameter)) if parameter.requires_grad else parameter.data.zero_()
     return {
         name: tensor
         for name, tensor in mb.to_hf_state_dict(chunks).items()
