@@ -117,7 +117,7 @@ def ways_of(family):
 
 
 def is_refused(error, dims):
-    """Whether it says by name that a family has no context parallelism, or none on so many ranks, or TP with SP alone."""
+    """Whether it says by name that a family has no context parallelism, none on so many ranks, or no TP without SP."""
     words = ("context parallel", f"times cp={dims.cp} must divide") if dims.cp > 1 else ()
     words += (f"tp={dims.tp} needs sp=True",) if not dims.sp else ()
     return isinstance(error, mb.BridgeError) and any(each in str(error) for each in words)
