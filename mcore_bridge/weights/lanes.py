@@ -18,8 +18,8 @@ from mcore_bridge.weights.slices import wanted_by
 from mcore_bridge.weights.target import Target
 from mcore_bridge.weights.turns import MIN_WINDOW
 
-TO_TARGETS = (256 << 20, 1 << 30)
-"""Bounds of the bytes of all messages that are on their way, received and sent, where nothing else is asked for."""
+TO_TARGETS = 1 << 30
+"""Bytes of all messages that are on their way, received and sent, at most, where nothing else is asked for."""
 SHARED = 1 << 20
 """Bytes from which on those that hold a shard share the sending of it to a target."""
 
@@ -59,7 +59,8 @@ def plan_targets(
     most = max(lane.taken + sum(each.bytes_of(rank) for each in lanes) for rank, lane in enumerate(lanes))
     largest = max((output.num_bytes for wanted in found.values() for output in wanted.goods.outputs), default=0)
     room = 2 * bucket_bytes + largest if bucket_bytes else MEMORY // 2  # for outputs, beside messages
-    bucket_bytes = bucket_bytes or min(max((MEMORY - largest * 3 // 2) // 2, TO_TARGETS[0]), TO_TARGETS[1])
+    beside = max(MEMORY, largest * 5 // 4) - largest  # for messages, and for what is in the making with the largest
+    bucket_bytes = bucket_bytes or min(max((MEMORY - largest * 3 // 2) // 2, beside // 3), TO_TARGETS)
     count = max(-(-most // max(bucket_bytes // AHEAD, MIN_WINDOW * len(targets))), 1)
     stages = [inventory.ranks["pp"] for inventory in inventories]
     of_each = dict(zip(reversed(targets), reversed(lanes), strict=True))  # the first of those who ask for the same
