@@ -16,7 +16,6 @@ from torch import Tensor
 
 from mcore_bridge import ParallelDims, build_model, to_hf_state_dict
 from mcore_bridge.cpu import _TorchOnCpu
-from mcore_bridge.weights.names import held_tensors
 
 _wrapped: list[Any] = []
 
@@ -196,21 +195,6 @@ def positions(dims: ParallelDims, seq_len: int) -> Tensor:
 def trained(models: Sequence[Any]) -> list[Any]:
     """The parameters that have a gradient."""
     return [parameter for model in models for parameter in model.parameters() if parameter.requires_grad]
-
-
-def gradients_in_order(models: Sequence[Any]) -> Tensor:
-    """All gradients of a rank in one tensor, fp32, in the order of canonical names: that of modules is the backend's.
-
-    Zeros where there is none, as for an expert without tokens.
-    """
-    held = sorted(held_tensors(models).items())
-    return torch.cat(
-        [
-            (torch.zeros_like(each) if each.grad is None else each.grad).float().flatten()
-            for _, each in held
-            if each.requires_grad
-        ]
-    )
 
 
 @torch.no_grad()

@@ -81,6 +81,7 @@ MESHES = [
     mb.ParallelDims(tp=2, sp=True),
     mb.ParallelDims(cp=2),
     mb.ParallelDims(tp=2, cp=2, sp=True),
+    mb.ParallelDims(tp=2, cp=2),
     mb.ParallelDims(pp=2),
     mb.ParallelDims(pp=2, vp=2),
     mb.ParallelDims(tp=2, pp=2, sp=True),

@@ -1,7 +1,8 @@
 """Every way in which context-parallel ranks exchange keys (``cp_comm_type``), on real GPUs with TransformerEngine.
 
-In bf16 log-probs and gradients may be twice as far from fp32 (torch's attention, on the same mesh) as they are with the
-way that we choose ourselves: ways differ in the order of their sums alone.
+In bf16 log-probs and gradients may be twice as far from fp32 (both by torch's attention, on the same mesh) as those of
+torch's attention in bf16 are: ways differ in the order of their sums alone. Every expert has every token, since a
+router may decide otherwise in bf16, which would be most of what is off.
 """
 
 import importlib.util
@@ -15,10 +16,10 @@ from mcore_bridge.batches.forward import ROWS_ONLY
 from mcore_bridge.factory.kernels import CP_COMM_TYPES
 from tests import records
 from tests.gpus import spawn
-from tests.stepping import gradients_in_order
 from tests.strategies import random_state, tiny
 from tests.test_forward import batch_of
-from tests.test_gpu import SIZES, SPARSE
+from tests.test_gpu import LATENT, SIZES
+from tests.test_gpu_training import by_name, wrapped
 
 pytestmark = [
     pytest.mark.multigpu,
@@ -29,12 +30,10 @@ HEADS = {**SIZES, "num_attention_heads": 16, "num_key_value_heads": 8}
 FAMILIES = {
     "qwen3": tiny("qwen3", **HEADS),
     "mistral": tiny("mistral", **HEADS, sliding_window=8),
-    "deepseek_v3": SPARSE["deepseek_v3"],
+    "deepseek_v3": tiny("deepseek_v3", **{**SIZES, **LATENT, "num_experts_per_tok": LATENT["n_routed_experts"]}),
 }
 """Heads of one size, windows, and latent heads, of which keys and values differ: as many keys as TP2 and CP4 deal out,
 without which torch's attention would stand in."""
-ROUNDING = 0.7
-"""Half of what is between gradients that have nothing to do with each other: bf16 is nearer, whatever routers do."""
 MESHES = {
     2: [mb.ParallelDims(cp=2)],
     4: [mb.ParallelDims(cp=4, hierarchical_context_parallel_sizes=(2, 2)), mb.ParallelDims(tp=2, cp=2, sp=True)],
@@ -42,16 +41,20 @@ MESHES = {
 }
 
 
-def learn(hf, dims, state, *, packed, **how):
-    """Log-probs of a batch, and the gradients of their sum by all context-parallel ranks."""
-    from megatron.core import parallel_state
-
-    models = mb.build_model(hf, dims=dims, load_weights=state, **how)
+def learn(hf, dims, state, *, packed, multiple_of=1, **how):
+    """Log-probs of a batch, and all gradients of their sum by HF name, as megatron-core's DDP leaves them."""
+    chunks = mb.build_model(hf, dims=dims, load_weights=state, **how)
+    models = wrapped(chunks)
+    for model in models:
+        model.zero_grad_buffer()
     ids, mask = (tensor.cuda() for tensor in batch_of(hf))
-    outputs = mb.forward(models, ids, mask, packed=packed, loss=lambda outputs, rows: outputs.log_probs.sum())
-    joined = gradients_in_order(models)
-    torch.distributed.all_reduce(joined, group=parallel_state.get_context_parallel_group())
-    return outputs.log_probs.detach(), joined
+    outputs = mb.forward(
+        models, ids, mask, packed=packed, multiple_of=multiple_of, loss=lambda outputs, rows: outputs.log_probs.sum()
+    )
+    exported = mb.to_hf_state_dict(models)
+    assert all(torch.equal(exported[name].cpu(), tensor.to(exported[name].dtype)) for name, tensor in state.items())
+    grads = by_name(chunks, lambda parameter: parameter.main_grad)
+    return outputs.log_probs.detach(), torch.cat([grads[name].float().flatten() for name in sorted(grads)])
 
 
 def distances(found, exact):
@@ -60,12 +63,12 @@ def distances(found, exact):
 
 
 def examine(hf, dims, state):
-    """By way: how much further from fp32 than by the way that is chosen, log-probs and gradients."""
+    """By way: how much further from fp32 than torch's attention in bf16, log-probs and gradients."""
     exact = learn(hf, dims, state, packed=False, dtype=torch.float32, backend="torch")
-    allowed = distances(learn(hf, dims, state, packed=False, backend="te"), exact)
-    assert max(allowed) < ROUNDING
+    allowed = distances(learn(hf, dims, state, packed=False, backend="torch"), exact)
+    print(dims, hf.model_type, "torch in bf16:", allowed, flush=True)
     found = {}
-    for kind in CP_COMM_TYPES[1:]:
+    for kind in CP_COMM_TYPES:
         if kind == "a2a+p2p" and dims.hierarchical_context_parallel_sizes is None:
             continue
         for packed in (True, False):

@@ -2,7 +2,6 @@
 
 import gc
 import os
-from contextlib import suppress
 from copy import deepcopy
 
 import pytest
@@ -103,18 +102,26 @@ def run(models, ending, target, rank, *, copy):
         next(pairs)
         pairs.close()
     elif ending == "raised in the consumer":
-        with suppress(RuntimeError):
+        failed = False
+        try:
             for number, _ in enumerate(pairs):
                 if number == 3 and rank == 1:
                     raise RuntimeError("the consumer failed")
+        except RuntimeError:
+            failed = True
+        assert failed == (rank == 1)
     else:
         parameter = models[0].decoder.layers[-1].self_attention.linear_proj.weight
         data, empty = parameter.data, torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-        with suppress(ExportError):
+        failed = False
+        try:
             for number, _ in enumerate(pairs):
                 if number == 2 and rank == 0:
                     size = data.untyped_storage().nbytes()
                     data.untyped_storage().resize_(0)
+        except ExportError:
+            failed = True
+        assert failed
         if rank == 0:
             data.untyped_storage().resize_(size)
         del data, empty

@@ -116,11 +116,19 @@ def ways_of(family):
     return [*WAYS, *HALF.get(family, [])]
 
 
-def is_refused(error, dims):
-    """Whether it says by name that a family has no context parallelism, none on so many ranks, or no TP without SP."""
-    words = ("context parallel", f"times cp={dims.cp} must divide") if dims.cp > 1 else ()
-    words += (f"tp={dims.tp} needs sp=True",) if not dims.sp else ()
-    return isinstance(error, mb.BridgeError) and any(each in str(error) for each in words)
+def is_refused(error, dims, hf):
+    """Whether an error says by name that this family has no context parallelism, none on so many ranks, or no TP
+    without SP: only those that attend linearly, by heads that cannot be dealt out, or to what an indexer selects."""
+    words = []
+    if dims.cp > 1:
+        words += ["context parallel"] if "linear_attention" in (getattr(hf, "layer_types", None) or ()) else []
+        words += [f"times cp={dims.cp} must divide"] if dims.cp > 2 else []
+    if dims.tp > 1 and not dims.sp:
+        words += [f"tp={dims.tp} needs sp=True"] if hasattr(hf, "index_topk") else []
+    refused = isinstance(error, mb.BridgeError) and any(each in str(error) for each in words)
+    if refused and torch.distributed.get_rank() == 0:
+        print(dims, hf.model_type, "refused:", error, flush=True)
+    return refused
 
 
 def has_experts(hf):
@@ -151,7 +159,7 @@ def rank_main(rank, world_size, families, names):
                 try:
                     findings[key] = examine(hf, dims, backend, dtype, packed, states[family], known[family])
                 except Exception as error:
-                    if is_refused(error, dims):
+                    if is_refused(error, dims, hf):
                         continue
                     findings[key] = traceback.format_exc()
                 if rank == 0:

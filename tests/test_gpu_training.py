@@ -7,9 +7,9 @@ optimizer holds, whatever is overlapped or has been offloaded. Some families are
 import contextlib
 import copy
 import functools
-import importlib.util
 import os
 import traceback
+import types
 
 import pytest
 import torch
@@ -52,6 +52,7 @@ MESHES = {
         mb.ParallelDims(pp=2, vp=2),
         mb.ParallelDims(ep=2),
         mb.ParallelDims(tp=2, ep=2, sp=True),
+        mb.ParallelDims(tp=2, etp=2, sp=True),
     ],
     4: [
         mb.ParallelDims(tp=2, sp=True),  # and two replicas
@@ -77,12 +78,11 @@ SWITCHES = {
     },
     "plain experts": {"moe_permute_fusion": False, "moe_token_dispatcher_type": "allgather"},
     "fp32 router": {"moe_router_dtype": "fp32", "deallocate_pipeline_outputs": True},
+    "fused gradients": {"gradient_accumulation_fusion": True},
 }
 """What configs of trainers set, and none of which changes what is computed."""
 SHARED = {"overlapped shared experts": {"moe_shared_expert_overlap": True, "moe_token_dispatcher_type": "alltoall"}}
 """The same of models with shared experts."""
-if importlib.util.find_spec("fused_weight_gradient_mlp_cuda"):  # of Apex, without which megatron-core refuses it
-    SWITCHES["fused gradients"] = {"gradient_accumulation_fusion": True}
 CHECKS = {
     "gradients": lambda task: task in ("gradients", "gradients of rows"),
     "optimizer": lambda task: "gradients" not in task,
@@ -95,6 +95,19 @@ LINEAR = 5e-5  # the same where layers attend linearly: qwen3_next has 2.1e-5 ov
 CANCELLED = 1e-8  # of the norm: what rounding leaves of sums that are zero, as for a bias of keys without rope
 OVERFLOW, HALVINGS = 2.0**26, 12
 """A loss scale with which gradients of logits are beyond fp16, and after how many halvings they surely are not."""
+
+
+def stand_in_for_apex():
+    """For the linears of megatron-core, which add gradients up by a kernel of Apex; those of TransformerEngine have
+    their own."""
+    from megatron.core.tensor_parallel import layers
+
+    def add_up(inputs, grads, main):
+        main.add_(grads.flatten(0, -2).t() @ inputs.flatten(0, -2))
+
+    if not layers._grad_accum_fusion_available:
+        layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(wgrad_gemm_accum_fp32=add_up)
+        layers._grad_accum_fusion_available = True
 
 
 def batch(hf):
@@ -161,11 +174,13 @@ def by_name(chunks, gradient_of):
 
 
 def alone(hf, state):
-    """What ``gradients`` gives, of one rank that has all rows, one by one without padding: no DDP and no optimizer.
+    """What ``gradients`` gives, of one rank that has all rows, one by one without padding: no DDP and no optimizer,
+    and nothing of TransformerEngine, whose backward is another.
 
     Every rank does it on its own, where there is nothing but replicas.
     """
-    (model,) = mb.build_model(hf, dims=mb.ParallelDims(), dtype=torch.float32, load_weights=state)
+    how = {"dims": mb.ParallelDims(), "dtype": torch.float32, "load_weights": state, "backend": "torch"}
+    (model,) = mb.build_model(hf, **how)
     for parameter in trained([model]):
         parameter.grad = torch.zeros_like(parameter)  # which that of an expert without tokens stays
     loss = run(hf, model, slice(None), packed=False, micro_batch_size=1)
@@ -331,7 +346,7 @@ def tasks(families, family, dims, world_size):
 def is_built(family, hf, dims):
     """megatron-core cuts no experts that have biases, and trains none under TP without SP."""
     if not has_experts(hf):
-        return dims.ep == 1
+        return dims.ep == dims.etp == 1
     return (dims.etp == 1 or family != "gpt_oss") and (dims.tp == 1 or dims.sp)
 
 
@@ -341,7 +356,7 @@ def attempt(run, expected, dims, hf):
         found = run()
         return found if isinstance(found, list) else compare(found, expected(), hf)
     except Exception as error:
-        return None if is_refused(error, dims) else [traceback.format_exc()]
+        return None if is_refused(error, dims, hf) else [traceback.format_exc()]
 
 
 def rank_main(rank, world_size, families, names):
@@ -349,6 +364,7 @@ def rank_main(rank, world_size, families, names):
     from megatron.core import parallel_state
 
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
+    stand_in_for_apex()
     findings, expected = {}, {}
     for dims in [mb.ParallelDims(), *MESHES[world_size]]:
         dims.initialize(device="cuda")
