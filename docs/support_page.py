@@ -14,14 +14,14 @@ to its logits, on TP1, TP2 SP, TP4 SP and, where it is not refused, CP2 ([famili
 
 Log-probs on 4 GPUs were tried with one sequence in each pack of a pipeline; those of families in sizes that kernels
 like are not here, as their run was cut off, as far as it came all right. `bailing_moe` is `bailing_moe_v2` as its first
-files spell it. Families that megatron-core has since 0.19 (deepseek_v32, glm_moe_dsa) ran with 0.19.2, others with 0.16.1.
+files spell it. Families that need megatron-core 0.19.2 (deepseek_v32, glm_moe_dsa) ran with it, others with 0.16.1.
 """
 CHECKS = {
     "log-probs": "those of transformers: `te` in bf16 packed and in rows and packed in fp32, `torch` in bf16 packed "
     "(qwen3: `te` packed in fp16 too); and an export is what was loaded, bit for bit",
     "gradients": "in fp32, packed, the norm that megatron-core makes of them, and the loss: as on one rank that has "
-    "all rows one by one (qwen3, gemma2, qwen3_moe, deepseek_v3 and gpt_oss: in rows too), on TP1 with torch's modules in "
-    "place of TransformerEngine's",
+    "all rows one by one (qwen3, gemma2, qwen3_moe, deepseek_v3 and gpt_oss: in rows too), on TP1 with torch's modules "
+    "in place of TransformerEngine's",
     "optimizer": "four steps of the distributed optimizer in bf16, overlapped (those five: also not; qwen3: in fp16 "
     "too, also where gradients overflow at first): an export is what it holds in fp32, cast down, and the same bits "
     "while parameters, gradients or the optimizer's state, each alone and all together, are on the CPU",
