@@ -1,10 +1,13 @@
 """``forward`` on any mesh: log-probs, entropies and values of an unpacked batch are those of transformers' logits."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import mcore_bridge as mb
 from mcore_bridge.batches import packing
+from mcore_bridge.batches.forward import tokens_in_fp8
 from mcore_bridge.commands.options import smallest_world
 from mcore_bridge.errors import BatchError, ConfigError
 from tests import pool, stepping, zoo
@@ -97,6 +100,31 @@ def test_every_mesh(dims, packed):
 @pytest.mark.parametrize("dims", [mb.ParallelDims(ep=2), mb.ParallelDims(tp=2, ep=2, sp=True)], ids=str)
 def test_experts_on_other_ranks(dims):
     assert not check("qwen3_moe", dims)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "unit"), [(None, 1), ("delayed", 16), ("tensorwise", 16), ("blockwise", 128), ("mxfp8", 32)]
+)
+def test_tokens_are_padded_to_what_fp8_needs(recipe, unit):
+    assert tokens_in_fp8(SimpleNamespace(fp8=recipe and "hybrid", fp8_recipe=recipe or "delayed")) == unit
+
+
+def beyond(token):
+    hf = zoo.cases()["qwen3"].hf
+    with stepping.mesh(mb.ParallelDims()):
+        models = mb.build_model(hf, dims=mb.ParallelDims(), device="cpu", dtype=torch.float32, load_weights=False)
+        ids, mask = batch_of(hf)
+        mask[0, 0] = 0
+        ids[0, 0] = token
+        mb.forward(models, ids.clamp(0, hf.vocab_size), mask)
+        ids[1, 0] = token
+        with pytest.raises(BatchError, match=f"input_ids must be 0 to {hf.vocab_size - 1} .* found"):
+            mb.forward(models, ids, mask)
+
+
+@pytest.mark.parametrize("token", [-1, 10**6])
+def test_tokens_beyond_the_vocabulary_are_refused_where_they_count(token):
+    pool.run(1, beyond, token)
 
 
 def test_temperature_and_fp8_sizes():

@@ -41,16 +41,14 @@ MESHES = {
 }
 
 
-def learn(hf, dims, state, *, packed, multiple_of=1, **how):
+def learn(hf, dims, state, *, packed, **how):
     """Log-probs of a batch, and all gradients of their sum by HF name, as megatron-core's DDP leaves them."""
     chunks = mb.build_model(hf, dims=dims, load_weights=state, **how)
     models = wrapped(chunks)
     for model in models:
         model.zero_grad_buffer()
     ids, mask = (tensor.cuda() for tensor in batch_of(hf))
-    outputs = mb.forward(
-        models, ids, mask, packed=packed, multiple_of=multiple_of, loss=lambda outputs, rows: outputs.log_probs.sum()
-    )
+    outputs = mb.forward(models, ids, mask, packed=packed, loss=lambda outputs, rows: outputs.log_probs.sum())
     exported = mb.to_hf_state_dict(models)
     assert all(torch.equal(exported[name].cpu(), tensor.to(exported[name].dtype)) for name, tensor in state.items())
     grads = by_name(chunks, lambda parameter: parameter.main_grad)

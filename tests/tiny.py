@@ -4,7 +4,7 @@ Dims are pairwise distinct, so that a transposed or misplaced matrix cannot fit;
 nothing but the rules can tell matrices apart. Four key-value heads and eight queries: tp=8 splits within a group.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +87,10 @@ def assert_near(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], lab
     errors = {name: relative_error(found[name], expected[name]) for name in expected}
     off = {name: error for name, error in errors.items() if not error < 5e-5}  # NaN is off as well
     assert not off, f"{label}: {off}"
+
+
+def assert_losses(ranks: Sequence[tuple[str, str, Any]], loss: Tensor) -> None:
+    """The loss of a step, on those ranks that have one: some do. Of each rank, a label, a name and the step."""
+    found = [step["loss"] for _, _, step in ranks if step["loss"] is not None]
+    assert found, ranks[0][0]
+    assert max(relative_error(each, loss) for each in found) < 1e-5, ranks[0][0]

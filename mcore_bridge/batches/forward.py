@@ -21,6 +21,7 @@ from mcore_bridge.weights.provenance import HF, Provenance
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import TransformerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ def forward(
     micro_batch_size: int | None = None,
     temperature: float = 1.0,
     packed: bool = True,
-    multiple_of: int = 1,
+    multiple_of: int | None = None,
 ) -> TokenOutputs:
     """Run a batch through this rank's chunks; with a ``loss``, backward as well.
 
@@ -74,10 +75,10 @@ def forward(
         micro_batch_size: rows at once; None is all, or with pipeline stages one.
         temperature: what logits are divided by.
         packed: whether sequences share a row without padding, or have one each; for models that take no packed ones.
-        multiple_of: what the tokens on one rank must be a multiple of: 16 for FP8, 128 for its blockwise recipe.
+        multiple_of: what the tokens on one rank must be a multiple of; None is what the recipe of a model in FP8 needs.
 
     Raises:
-        BatchError: shapes do not fit each other, or the batch is empty.
+        BatchError: shapes do not fit each other, the batch is empty, or a token is none of the vocabulary.
     """
     if input_ids.dim() != 2 or not len(input_ids):
         raise BatchError(f"input_ids must be [batch, seq] with at least one row, found {tuple(input_ids.shape)}")
@@ -88,10 +89,22 @@ def forward(
     _check(chunk, packed=packed, learns=loss is not None)
     size = micro_batch_size or (1 if chunk.pg_collection.pp.size() > 1 else len(input_ids))
     rows = [slice(start, min(start + size, len(input_ids))) for start in range(0, len(input_ids), size)]
-    micro_batches = _micro_batches(
-        chunk, input_ids, attention_mask, size, len(chunks), packed=packed, multiple_of=multiple_of
-    )
-    return _Run(chunk, noted(models, hf, head), micro_batches, rows, temperature, loss)(chunks)
+    provenance, unit = noted(models, hf, head), multiple_of or tokens_in_fp8(chunk.config)
+    _check_tokens(input_ids, attention_mask, provenance.hf.vocab_size)
+    micro_batches = _micro_batches(chunk, input_ids, attention_mask, size, len(chunks), packed=packed, multiple_of=unit)
+    return _Run(chunk, provenance, micro_batches, rows, temperature, loss)(chunks)
+
+
+def tokens_in_fp8(config: TransformerConfig) -> int:
+    """What TransformerEngine 2.11 wants the tokens of a rank to be a multiple of, under sequence parallelism too."""
+    return {"blockwise": 128, "mxfp8": 32}.get(str(config.fp8_recipe), 16) if config.fp8 else 1
+
+
+def _check_tokens(input_ids: Tensor, attention_mask: Tensor, vocab_size: int) -> None:
+    """Refuse tokens beyond the vocabulary: its padding has rows for some, and their log-probs would be wrong."""
+    low, high = input_ids.where(attention_mask != 0, 0).aminmax()
+    if int(low) < 0 or int(high) >= vocab_size:
+        raise BatchError(f"input_ids must be 0 to {vocab_size - 1} where attention_mask counts, found {low} to {high}")
 
 
 def _check(chunk: GPTModel, *, packed: bool, learns: bool) -> None:
