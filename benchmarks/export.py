@@ -5,7 +5,7 @@
 
 Weights are random. Each rank takes every HF tensor as a tensor of its own, and lets go of it at the next one.
 ``first_s`` is the very first export of a case and size of buckets: all that it does once there is a communicator, such
-as exchanging inventories and planning, and in the first case of a process compiling the kernel. GB/s count what a rank
+as exchanging inventories and planning; the kernel has been compiled while the model was built. GB/s count what a rank
 has in the end, for raw all-gathers too; its own share of that does not travel.
 """
 

@@ -6,9 +6,11 @@ columns lie so many bytes apart. Every copy that a layout needs is one move or a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache, cached_property
 from importlib.util import find_spec
+from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -121,6 +123,33 @@ def _words(buffer: Tensor, move: Move, place: tuple[int, int, int]) -> Tensor:
     start, row, col = (num_bytes // move.item for num_bytes in place)
     flat = buffer.detach().view(-1).view(_WORDS[move.item])
     return flat.as_strided((move.rows, move.cols), (row, col), flat.storage_offset() + start)
+
+
+@contextmanager
+def compiling(device: torch.device) -> Iterator[None]:
+    """Compile the kernel while the block runs, where moves on ``device`` are made by one: up to a second, once."""
+    if device.type != "cuda" or not _has_triton():
+        yield
+        return
+    import mcore_bridge.weights.kernel  # noqa: F401  # and with it Triton, which the block may import as well
+
+    index = torch.cuda.current_device() if device.index is None else device.index  # a thread has its own
+    thread = Thread(target=_compile, args=(torch.device("cuda", index),))
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+@cache
+def _compile(device: torch.device) -> None:
+    """By moves of the kinds that most exports have, for which it has tiles of two shapes."""
+    with suppress(Exception), torch.cuda.device(device):  # whoever needs it is told then
+        for rows in (1, 128):
+            move = Move(0, 0, 1, 0, rows, WIDEST, 1, WIDEST, 1, WIDEST, 1)
+            source, target = (torch.empty(move.num_bytes(), dtype=torch.uint8, device=device) for _ in range(2))
+            Moves([move]).make(Buffers([source]), Buffers([target]), device)
 
 
 @cache
