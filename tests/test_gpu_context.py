@@ -35,7 +35,7 @@ FAMILIES = {
 """Heads of one size, windows, and latent heads, of which keys and values differ: as many keys as TP2 and CP4 deal out,
 without which torch's attention would stand in."""
 MESHES = {
-    2: [mb.ParallelDims(cp=2)],
+    2: [mb.ParallelDims(cp=2), mb.ParallelDims(cp=2, hierarchical_context_parallel_sizes=(2, 1))],
     4: [mb.ParallelDims(cp=4, hierarchical_context_parallel_sizes=(2, 2)), mb.ParallelDims(tp=2, cp=2, sp=True)],
     8: [mb.ParallelDims(tp=2, cp=4, sp=True, hierarchical_context_parallel_sizes=(2, 2))],
 }

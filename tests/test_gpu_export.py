@@ -22,6 +22,10 @@ pytestmark = pytest.mark.multigpu
 
 HF = SPARSE["qwen3_moe"]
 MTP = ("deepseek_v3", "glm4_moe")
+MTP_MESHES = {
+    1: [mb.ParallelDims()],
+    2: [mb.ParallelDims(tp=2, sp=True), mb.ParallelDims(pp=2), mb.ParallelDims(ep=2)],
+}
 BUCKET = 1 << 19
 TABLES = 1 << 18
 """Bytes on a GPU that plans may keep: less than a message. The tables of moves that these exports make take 182 KB."""
@@ -57,39 +61,45 @@ def test_the_grid_of_trainers_and_engines(world_size, tmp_path):
 
 
 def predicted(rank, world_size):
-    """On either backend, of families with an MTP layer: what came back otherwise, and what the layer predicts in fp32.
+    """On either backend, of families with an MTP layer: what came back otherwise, and on one rank what the layer
+    predicts in fp32.
 
     Its weights are bf16 values, so that fp32 holds the same.
     """
+    from megatron.core import parallel_state
+
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
-    dims = mb.ParallelDims()
-    dims.initialize(device="cuda")
     wrong, logits = {}, {}
-    for family in MTP:
-        hf = deepcopy(SPARSE[family])
-        hf.num_nextn_predict_layers = 1
-        drawn = mtp_checkpoints.published(hf)
-        state = {name: tensor.bfloat16() for name, tensor in drawn.items()}
-        state |= {name: drawn[name] for name in drawn if name.endswith("e_score_correction_bias")}
-        for backend in BACKENDS:
-            for dtype in (torch.bfloat16, torch.float32):
-                options = {"backend": backend, "dtype": dtype, "overrides": {"mtp_num_layers": 1}}
-                (model,) = mb.build_model(hf, dims=dims, load_weights=state, **options)
-                found = mb.to_hf_state_dict(model, device="cpu")
-                pairs = {name: (found[name], state[name]) for name in state.keys() & found.keys()}
-                names = [name for name, (own, known) in pairs.items() if not torch.equal(own, known.to(own.dtype))]
-                wrong[family, backend, str(dtype)] = sorted(found.keys() ^ state.keys()) + names
-            logits[family, backend] = mtp_checkpoints.predicted(model.eval(), hf).cpu()
+    for dims in MTP_MESHES[world_size]:
+        dims.initialize(device="cuda")
+        for family in MTP:
+            hf = deepcopy(SPARSE[family])
+            hf.num_nextn_predict_layers = 1
+            drawn = mtp_checkpoints.published(hf)
+            state = {name: tensor.bfloat16() for name, tensor in drawn.items()}
+            state |= {name: drawn[name] for name in drawn if name.endswith("e_score_correction_bias")}
+            for backend in BACKENDS:
+                for dtype in (torch.bfloat16, torch.float32):
+                    options = {"backend": backend, "dtype": dtype, "overrides": {"mtp_num_layers": 1}}
+                    models = mb.build_model(hf, dims=dims, load_weights=state, **options)
+                    found = mb.to_hf_state_dict(models, device="cpu")
+                    pairs = {name: (found[name], state[name]) for name in state.keys() & found.keys()}
+                    names = [name for name, (own, known) in pairs.items() if not torch.equal(own, known.to(own.dtype))]
+                    wrong[str(dims), family, backend, str(dtype)] = sorted(found.keys() ^ state.keys()) + names
+                if world_size == 1:
+                    logits[family, backend] = mtp_checkpoints.predicted(models[0].eval(), hf).cpu()
+        parallel_state.destroy_model_parallel()
     return wrong, logits
 
 
-def test_layers_that_predict_further_go_round_on_either_backend(tmp_path):
-    ((wrong, logits),) = spawn(predicted, tmp_path, 1)
-    assert not any(wrong.values()), wrong
-    for family in MTP:
-        known = logits[family, "torch"]
-        for backend in BACKENDS:
-            assert (logits[family, backend] - known).abs().max() < 1e-4 * known.std(), (family, backend)
+@pytest.mark.parametrize("world_size", MTP_MESHES)
+def test_layers_that_predict_further_go_round_on_either_backend(world_size, tmp_path):
+    for wrong, logits in spawn(predicted, tmp_path, world_size):
+        assert wrong
+        assert not any(wrong.values()), wrong
+        for (family, _), found in logits.items():
+            known = logits[family, "torch"]
+            assert (found - known).abs().max() < 1e-4 * known.std(), family
 
 
 def run(models, ending, target, rank, *, copy):

@@ -73,8 +73,6 @@ SWITCHES = {
     "fused rest": {
         "bias_activation_fusion": True,
         "bias_dropout_fusion": True,
-        "masked_softmax_fusion": True,
-        "cross_entropy_loss_fusion": True,
     },
     "plain experts": {"moe_permute_fusion": False, "moe_token_dispatcher_type": "allgather"},
     "fp32 router": {"moe_router_dtype": "fp32", "deallocate_pipeline_outputs": True},
@@ -334,10 +332,10 @@ def tasks(families, family, dims, world_size):
         return found
     found["gradients of rows"] = functools.partial(gradients, hf, dims, state, packed=False)
     found["bfloat16"] = functools.partial(train, hf, dims, state, torch.bfloat16, overlap=False)
-    if family == "qwen3":
+    if family in ("qwen3", "qwen3_moe"):
         half = functools.partial(train, hf, dims, state, torch.float16, overlap=True)
         found |= {"float16": half, "float16 from overflow": functools.partial(half, overflow=True)}
-    switches = SWITCHES if world_size == 1 and family in ("qwen3", "qwen3_moe") else {}
+    switches = SWITCHES if world_size <= 2 and family in ("qwen3", "qwen3_moe") else {}
     for switch, overrides in (SHARED if family == "deepseek_v3" else switches).items():
         found[f"gradients, {switch}"] = functools.partial(gradients, hf, dims, state, **overrides)
     return found
@@ -400,6 +398,40 @@ def test_training_is_that_of_one_rank_and_exports_are_what_the_optimizer_holds(w
         records.append(request.config.getoption("--record"), check, world_size, passed)
     wrong = {key: problems for key, problems in everything if problems}
     assert not wrong, "\n".join(f"{key}: {problems}" for key, problems in wrong.items())
+
+
+LOSSES = (None, "native", "te")
+"""Implementations of megatron-core's loss: plain, and the two that fuse it."""
+
+
+def losses(rank, world_size):
+    """Of labels, which megatron-core's own loss takes, in each of its ways; and the gradient of the output layer."""
+    os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
+    hf = FAMILIES["sized"]["qwen3"]
+    dims = mb.ParallelDims(tp=world_size, sp=world_size > 1)
+    dims.initialize(device="cuda")
+    ids, *_ = batch(hf)
+    positions = torch.arange(LONG, device="cuda").expand_as(ids)
+    found = {}
+    for way in LOSSES:
+        overrides = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": way} if way else {}
+        (model,) = mb.build_model(
+            hf, dims=dims, dtype=torch.float32, load_weights=random_state(hf), overrides=overrides
+        )
+        each = model(ids, positions, None, labels=ids.roll(-1, 1))
+        each.sum().backward()
+        found[way] = each.detach().cpu(), model.output_layer.weight.grad.cpu()
+    log_probs = mb.forward(model, ids, torch.ones_like(ids)).log_probs
+    return found, -log_probs[:, 1:].cpu()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_fused_losses_are_those_of_log_probs(world_size, tmp_path):
+    for found, expected in spawn(losses, tmp_path, world_size):
+        _, known = found[None]
+        for way, (each, grad) in found.items():
+            assert (each[:, :-1] - expected).abs().max() < BOUND * expected.max(), way
+            assert (grad - known).abs().max() < BOUND * known.abs().max(), way
 
 
 SIIRL = mb.ParallelDims(tp=2, pp=4, sp=True)
