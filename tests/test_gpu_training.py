@@ -400,8 +400,8 @@ def test_training_is_that_of_one_rank_and_exports_are_what_the_optimizer_holds(w
     assert not wrong, "\n".join(f"{key}: {problems}" for key, problems in wrong.items())
 
 
-LOSSES = (None, "native", "te")
-"""Implementations of megatron-core's loss: plain, and the two that fuse it."""
+LOSSES = {None: BOUND, "native": 2**-8, "te": BOUND}
+"""Implementations of megatron-core's loss, plain and fused, and how far gradients may be off: in one they are bf16."""
 
 
 def losses(rank, world_size):
@@ -431,7 +431,7 @@ def test_fused_losses_are_those_of_log_probs(world_size, tmp_path):
         _, known = found[None]
         for way, (each, grad) in found.items():
             assert (each[:, :-1] - expected).abs().max() < BOUND * expected.max(), way
-            assert (grad - known).abs().max() < BOUND * known.abs().max(), way
+            assert (grad - known).abs().max() < LOSSES[way] * known.abs().max(), way
 
 
 SIIRL = mb.ParallelDims(tp=2, pp=4, sp=True)

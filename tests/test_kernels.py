@@ -32,6 +32,7 @@ LEVELS = {
     "cp_comm_type": "a2a+p2p",
     "hierarchical_context_parallel_sizes": [2, 2],
 }
+NEIGHBOURS, RING = ({"hierarchical_context_parallel_sizes": sizes} for sizes in ([4, 1], [1, 4]))
 LATENT = {"multi_latent_attention": True, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
 
 
@@ -60,6 +61,10 @@ LATENT = {"multi_latent_attention": True, "qk_head_dim": 128, "qk_pos_emb_head_d
         ({**LEVELS}, False, ""),
         ({**LEVELS}, True, "with windows for cp_comm_type='a2a+p2p'"),
         ({**LEVELS, **LATENT}, False, ""),
+        ({**LEVELS, **LATENT, **NEIGHBOURS}, False, "of different size for cp_comm_type='a2a'"),
+        ({**LEVELS, **LATENT, **RING}, False, ""),
+        ({**LEVELS, **NEIGHBOURS, "num_query_groups": 8}, True, ""),
+        ({**LEVELS, **RING}, True, "with windows for cp_comm_type='p2p'"),
         ({**LATENT, "cp_comm_type": "all_gather"}, False, "of different size for cp_comm_type='all_gather'"),
         ({"cp_comm_type": "a2a", "context_parallel_size": 4}, False, "of 4 ranks that 2 key heads"),
         ({**LEVELS, "num_query_groups": 2}, False, "of 2 ranks that 1 key heads"),

@@ -54,7 +54,7 @@ def lacking(config: TransformerConfig, *, windowed: bool) -> str:
     if cp == 1:
         return ""
     _require_known(config)
-    kind = config.cp_comm_type
+    kind = _exchange(config)
     if config.params_dtype is torch.float32:
         return "in fp32 under context parallelism"
     if config.softmax_type != "vanilla":
@@ -79,6 +79,13 @@ def _dealt(config: TransformerConfig, *, windowed: bool) -> int:
         return int(config.hierarchical_context_parallel_sizes[0])
     by_heads = config.cp_comm_type == "a2a" or (windowed and config.cp_comm_type is None)
     return config.context_parallel_size if by_heads else 1
+
+
+def _exchange(config: TransformerConfig) -> str | None:
+    """How ranks exchange keys: of two levels, one of which has one rank, TransformerEngine takes the other alone."""
+    if config.cp_comm_type == "a2a+p2p" and 1 in config.hierarchical_context_parallel_sizes:
+        return "p2p" if config.hierarchical_context_parallel_sizes[0] == 1 else "a2a"
+    return config.cp_comm_type
 
 
 def _require_known(config: TransformerConfig) -> None:
