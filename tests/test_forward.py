@@ -4,10 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core import parallel_state
 
 import mcore_bridge as mb
 from mcore_bridge.batches import packing
-from mcore_bridge.batches.forward import tokens_in_fp8
+from mcore_bridge.batches.microbatches import tokens_in_fp8
 from mcore_bridge.commands.options import smallest_world
 from mcore_bridge.errors import BatchError, ConfigError
 from tests import pool, stepping, zoo
@@ -100,6 +101,47 @@ def test_every_mesh(dims, packed):
 @pytest.mark.parametrize("dims", [mb.ParallelDims(ep=2), mb.ParallelDims(tp=2, ep=2, sp=True)], ids=str)
 def test_experts_on_other_ranks(dims):
     assert not check("qwen3_moe", dims)
+
+
+def of_replicas(dims, dispatcher, batches, options):
+    """What this rank's replica says of its batch, the numbers of rows of the zoo's."""
+    hf = zoo.cases()["qwen3_moe"].hf
+    with stepping.mesh(dims):
+        how = {"dims": dims, "dtype": torch.float32, "device": "cpu", "load_weights": random_state(hf)}
+        models = mb.build_model(hf, **how, overrides={"moe_token_dispatcher_type": dispatcher})
+        rows = batches[parallel_state.get_data_parallel_rank()]
+        try:
+            found = mb.forward(models, *(each[rows] for each in batch_of(hf)), **options)
+        except BatchError as error:
+            return str(error)
+    return rows, found.log_probs
+
+
+SHARED = [mb.ParallelDims(ep=2), mb.ParallelDims(tp=2, ep=4, sp=True), mb.ParallelDims(pp=2, ep=2)]
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "rows"])
+@pytest.mark.parametrize("dims", SHARED, ids=str)
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_replicas_that_share_experts_have_tokens_of_their_own(dispatcher, dims, packed):
+    """Of different lengths: one dispatcher of megatron-core asks for these, the other would wait for ever."""
+    hf, reference = zoo.cases()["qwen3_moe"].hf, reference_of("qwen3_moe")
+    expected, _ = expected_of(reference, hf)
+    options = {"packed": packed}
+    for found in pool.run(smallest_world(dims), of_replicas, dims, dispatcher, [[0], [1]], options):
+        rows, log_probs = found
+        assert float((log_probs - expected[rows]).abs().max() / reference.std()) < BOUND
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "options", "words"),
+    [
+        ("alltoall", {"micro_batch_size": 1}, "equally many microbatches, found 1 to 2"),
+        ("allgather", {"packed": False}, "equally many rows in a microbatch, found 1 to 2"),
+    ],
+)
+def test_replicas_that_would_wait_for_each_other_are_refused(dispatcher, options, words):
+    assert all(words in found for found in pool.run(2, of_replicas, SHARED[0], dispatcher, [[0], [0, 1]], options))
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,14 @@ from torch import Tensor, nn
 
 from mcore_bridge.batches.collectives import from_last, gather
 from mcore_bridge.batches.logprobs import log_probs
-from mcore_bridge.batches.packing import PackedSequences, pack_sequences, rounded_up, unpack_sequences
-from mcore_bridge.config.parallel import ParallelDims
+from mcore_bridge.batches.microbatches import micro_batches
+from mcore_bridge.batches.packing import PackedSequences, unpack_sequences
 from mcore_bridge.errors import BatchError
 from mcore_bridge.weights.bound import Models, chunks_of, noted
 from mcore_bridge.weights.provenance import HF, Provenance
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer import TransformerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,8 @@ def forward(
         multiple_of: what the tokens on one rank must be a multiple of; None is what the recipe of a model in FP8 needs.
 
     Raises:
-        BatchError: shapes do not fit each other, the batch is empty, or a token is none of the vocabulary.
+        BatchError: shapes do not fit each other, the batch is empty, a token is none of the vocabulary, or replicas
+            that share experts would wait for each other.
     """
     if input_ids.dim() != 2 or not len(input_ids):
         raise BatchError(f"input_ids must be [batch, seq] with at least one row, found {tuple(input_ids.shape)}")
@@ -89,15 +89,10 @@ def forward(
     _check(chunk, packed=packed, learns=loss is not None)
     size = micro_batch_size or (1 if chunk.pg_collection.pp.size() > 1 else len(input_ids))
     rows = [slice(start, min(start + size, len(input_ids))) for start in range(0, len(input_ids), size)]
-    provenance, unit = noted(models, hf, head), multiple_of or tokens_in_fp8(chunk.config)
+    provenance = noted(models, hf, head)
     _check_tokens(input_ids, attention_mask, provenance.hf.vocab_size)
-    micro_batches = _micro_batches(chunk, input_ids, attention_mask, size, len(chunks), packed=packed, multiple_of=unit)
-    return _Run(chunk, provenance, micro_batches, rows, temperature, loss)(chunks)
-
-
-def tokens_in_fp8(config: TransformerConfig) -> int:
-    """What TransformerEngine 2.11 wants the tokens of a rank to be a multiple of, under sequence parallelism too."""
-    return {"blockwise": 128, "mxfp8": 32}.get(str(config.fp8_recipe), 16) if config.fp8 else 1
+    cut = micro_batches(chunk, input_ids, attention_mask, size, len(chunks), packed=packed, multiple_of=multiple_of)
+    return _Run(chunk, provenance, cut, rows, temperature, loss)(chunks)
 
 
 def _check_tokens(input_ids: Tensor, attention_mask: Tensor, vocab_size: int) -> None:
@@ -121,30 +116,6 @@ def _check(chunk: GPTModel, *, packed: bool, learns: bool) -> None:
         raise BatchError("parallel_output=False gathers logits that forward wants where they are: build without it")
     if learns and config.calculate_per_token_loss:
         raise BatchError("calculate_per_token_loss divides by tokens that forward does not count; build without it")
-
-
-def _micro_batches(
-    chunk: GPTModel,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    size: int,
-    num_chunks: int,
-    *,
-    packed: bool,
-    multiple_of: int,
-) -> list[PackedSequences]:
-    """Of ``size`` rows each. With pipeline stages all are alike, and with virtual ones fill the last round."""
-    groups = chunk.pg_collection
-    stages = groups.pp.size()
-    count = rounded_up(len(input_ids), size * stages if num_chunks > 1 else size)
-    rows = list(zip(*(_filled(each, count).split(size) for each in (input_ids, attention_mask)), strict=True))
-    dims = ParallelDims(tp=groups.tp.size(), cp=groups.cp.size(), sp=chunk.config.sequence_parallel)
-    pack = partial(pack_sequences, dims=dims, cp_rank=groups.cp.rank(), packed=packed, multiple_of=multiple_of)
-    found = [pack(*each) for each in rows]
-    longest = max(each.num_tokens for each in found)
-    if stages == 1 or all(each.num_tokens == longest for each in found):
-        return found
-    return [pack(*each, min_tokens=longest) for each in rows]
 
 
 class _Run:
@@ -221,8 +192,3 @@ class _Run:
         if self._is_lm:
             return TokenOutputs(log_probs=stacked[0], entropy=stacked[1])
         return TokenOutputs(values=stacked[0] if len(stacked) == 1 else stacked.movedim(0, -1))
-
-
-def _filled(rows: Tensor, count: int) -> Tensor:
-    """``[count, seq]``, with rows of zeros behind those that are there."""
-    return torch.cat((rows, rows.new_zeros(count - len(rows), rows.size(1))))
