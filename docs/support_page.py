@@ -22,9 +22,10 @@ CHECKS = {
     "gradients": "in fp32, packed, the norm that megatron-core makes of them, and the loss: as on one rank that has "
     "all rows one by one (qwen3, gemma2, qwen3_moe, deepseek_v3 and gpt_oss: in rows too), on TP1 with torch's modules "
     "in place of TransformerEngine's",
-    "optimizer": "four steps of the distributed optimizer in bf16, overlapped (those five: also not; qwen3 and qwen3_moe: in "
-    "fp16 too, also where gradients overflow at first): an export is what it holds in fp32, cast down, and the same bits "
-    "while parameters, gradients or the optimizer's state, each alone and all together, are on the CPU",
+    "optimizer": "four steps of the distributed optimizer in bf16, overlapped (those five: also not; qwen3 and "
+    "qwen3_moe: in fp16 too, also where gradients overflow at first): an export is what it holds in fp32, cast down, "
+    "and the same bits while parameters, gradients or the optimizer's state, each alone and all together, are on the "
+    "CPU",
     "vllm": "vLLM, started without weights and fed bucket by bucket: log-probs of what it samples and of the same as "
     "a prompt, after the first and the fifth round, and 64 greedy tokens are those of transformers",
     "verl": "verl's own engine with our plug-in, through load, log-probs, a step, export, offload, save and resume",
