@@ -182,7 +182,11 @@ def test_engines_are_fed_within_the_memory(
 
 
 def taken_by(
-    hf: Any, dims: ParallelDims, engine: Sequence[EngineRank], monkeypatch: pytest.MonkeyPatch
+    hf: Any,
+    dims: ParallelDims,
+    engine: Sequence[EngineRank],
+    monkeypatch: pytest.MonkeyPatch,
+    bucket_bytes: int | None = None,
 ) -> Iterator[int]:
     """Bytes of messages and outputs, on some ranks."""
     asked: list[Any] = []
@@ -195,7 +199,7 @@ def taken_by(
     num_ranks = len(asked[-1])
     targets = [engine[rank % len(engine)] for rank in range(num_ranks)]
     for rank in {0, num_ranks // 2, num_ranks - 1}:
-        program = Program(plan_targets(*asked, targets, rank, bucket_bytes=None), rank, num_ranks)
+        program = Program(plan_targets(*asked, targets, rank, bucket_bytes=bucket_bytes), rank, num_ranks)
         yield max(program.plan.opened) + AHEAD * sum(program.room(0))
 
 
@@ -206,6 +210,19 @@ def test_an_engine_of_one_rank_is_fed_within_half_more_than_the_largest_tensor(
     """Qwen3-32B, whose output layer begins while its last layer is in the making."""
     hf = tiny("llama", **QWEN3_32B, num_attention_heads=64, num_key_value_heads=8, head_dim=128)
     assert max(taken_by(hf, dims, engine_ranks(), monkeypatch)) < 1.5 * hf.vocab_size * hf.hidden_size * 2
+
+
+@pytest.mark.parametrize("bucket_bytes", [*BUCKETS, None])
+@pytest.mark.parametrize("dims", [ParallelDims(tp=2, pp=2), ParallelDims(tp=2, pp=4)], ids=str)
+@pytest.mark.parametrize("sizes", [QWEN3_8B, LLAMA_70B], ids=["8B", "70B"])
+def test_an_engine_of_one_rank_takes_what_it_fuses_of_a_layer_beside_the_largest_tensor(
+    sizes: dict[str, int], dims: ParallelDims, bucket_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than other exports: the output layer begins while gate and up of the last layer are in the making."""
+    hf = tiny("llama", **{**sizes, "num_hidden_layers": 16}, num_attention_heads=32, num_key_value_heads=8)
+    largest, fused = (2 * rows * hf.hidden_size for rows in (hf.vocab_size, 2 * hf.intermediate_size))
+    allowed = 3 * bucket_bytes + largest + fused if bucket_bytes else max(MEMORY, 1.5 * largest) + fused
+    assert max(taken_by(hf, dims, engine_ranks(), monkeypatch, bucket_bytes)) < allowed
 
 
 MEASURED = {  # benchmarks/results/2026-11-21_sync_4xH200.md: the median of ten exports

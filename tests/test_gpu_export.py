@@ -47,10 +47,14 @@ def grid(rank, world_size):
             target = ranks[rank % len(ranks)]
             found = mb.to_hf_state_dict(models, target=target, bucket_bytes=BUCKET, device="cpu")
             assert_gets(found, expected(HF, state, target))
+            lent = mb.iter_hf_weights(models, target=target, bucket_bytes=BUCKET, copy=False)
+            assert_gets({name: tensor.cpu() for name, tensor in lent}, expected(HF, state, target))
             tried += 1
         target = "everything" if rank == 0 else "nothing"
         assert_gets(mb.to_hf_state_dict(models, target=target, device="cpu"), expected(HF, state, target))
         assert_gets(mb.to_hf_state_dict(models, bucket_bytes=BUCKET, device="cpu"), state)
+        lent = mb.iter_hf_weights(models, bucket_bytes=BUCKET, copy=False)
+        assert_gets({name: tensor.cpu() for name, tensor in lent}, state)
         parallel_state.destroy_model_parallel()
     return tried
 

@@ -216,6 +216,38 @@ def test_each_family_is_cut_as_engines_cut_it(family, engine):
             assert_gets(found, expected(hf, state, target))
 
 
+THREES = tiny(
+    "qwen3_moe",
+    vocab_size=192,
+    num_hidden_layers=4,
+    num_attention_heads=12,
+    num_key_value_heads=6,
+    num_experts=12,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+)
+
+
+@pytest.mark.parametrize(
+    ("dims", "engine"),
+    [
+        (ParallelDims(tp=3), {"tp": 2}),
+        (ParallelDims(tp=2), {"tp": 3}),
+        (ParallelDims(tp=6, pp=2), {"tp": 2, "pp": 3}),
+        (ParallelDims(ep=4), {"tp": 3, "ep": 3}),
+        (ParallelDims(ep=3, etp=2), {"tp": 6, "ep": 2}),
+    ],
+    ids=str,
+)
+def test_layouts_that_do_not_divide_each_other(dims, engine):
+    ranks, state = engine_ranks(**engine), random_state(THREES)
+    held = held_by(THREES, dims, state)
+    targets = [ranks[rank % len(ranks)] for rank in range(len(held))]
+    states, _ = fake_mesh.export_to(held, targets)
+    for target, found in zip(targets, states, strict=True):
+        assert_gets(found, expected(THREES, state, target))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_there_whole_is_cut_alike(family):
     hf = FAMILIES[family]

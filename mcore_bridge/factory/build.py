@@ -28,7 +28,6 @@ from mcore_bridge.factory.chunk import build_chunk, building
 from mcore_bridge.factory.freeze import freeze_parameters
 from mcore_bridge.factory.settle import settle
 from mcore_bridge.weights.load import Source, load_hf_weights
-from mcore_bridge.weights.moves import compiling
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -98,11 +97,10 @@ def build(blueprint: Blueprint, source: Source | None, *, freeze: Sequence[str] 
     blueprint = settle(blueprint)
     _require_mesh(blueprint, _mesh())
     stages = own_stages(blueprint)
-    with compiling(blueprint.device):  # what the first export would wait for
-        with building(blueprint, seed=seed, initialise=source is None):
-            chunks = [build_chunk(blueprint, stage, seed=seed) for stage in stages]
-        if source is not None:
-            load_hf_weights(chunks, source, dtype=blueprint.dtype)
+    with building(blueprint, seed=seed, initialise=source is None):
+        chunks = [build_chunk(blueprint, stage, seed=seed) for stage in stages]
+    if source is not None:
+        load_hf_weights(chunks, source, dtype=blueprint.dtype)
     freeze_parameters(chunks, freeze)
     _log(blueprint, chunks)
     return chunks

@@ -12,6 +12,7 @@ import torch
 from mcore_bridge.errors import MeshError
 from mcore_bridge.factory.heads import hide_padding, initialise_head, replace_output_layer
 from mcore_bridge.factory.mtp import initialise_mtp
+from mcore_bridge.weights.moves import compiling
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -35,6 +36,7 @@ def building(blueprint: Blueprint, *, seed: int, initialise: bool) -> Iterator[N
             stack.enter_context(init_empty_weights(include_buffers=True))
         elif not on_cpu:
             stack.enter_context(torch.cuda.device(device))
+            stack.enter_context(compiling(device))  # what the first export would wait for
         if blueprint.config.perform_initialization:
             stack.enter_context(torch.random.fork_rng(devices=[] if on_cpu else [torch.cuda.current_device()]))
             seed += 100 * parallel_state.get_pipeline_model_parallel_rank()  # as megatron.training draws them

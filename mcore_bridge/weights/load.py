@@ -19,6 +19,7 @@ from mcore_bridge.weights.bound import BoundModel, Models, bind, noted
 from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.dtypes import Dtypes, dtype_name, is_exact, wanted_dtype
 from mcore_bridge.weights.mapping import unstacked
+from mcore_bridge.weights.moves import compiling
 from mcore_bridge.weights.names import expert_of, kind_of, mtp_layer_of
 from mcore_bridge.weights.provenance import HF, Dialect, dialect_of
 from mcore_bridge.weights.reading import SliceCopy, read
@@ -104,12 +105,21 @@ def load_hf_weights(
     if dialect is None and isinstance(source, Mapping):
         dialect = dialect_of(source, provenance.rules)
     load = _Load(bind(models, provenance, dialect=dialect), dtype)
+    with compiling(next(iter(load.bound.tensors.values())).device):  # what the first export would wait for
+        _write_all(load, source, strict=strict, slot_bytes=slot_bytes)
+    return load.report()
+
+
+def _write_all(
+    load: _Load, source: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, strict: bool, slot_bytes: int
+) -> None:
+    """All of a source, checked first where it can be."""
     if not isinstance(source, Mapping):
         for name, tensor in source:
             load.check(name, tensor)
             load.write(name, tensor)
         load.check_names(load.seen, strict)
-        return load.report()
+        return
     load.check_names(source, strict)
     names = [name for name in source if name in load.uses]
     for name in names:
@@ -120,10 +130,9 @@ def load_hf_weights(
             read(
                 ((each, source.file_of(name)) for name, tensor in pairs for each in load.slices(name, tensor)), staging
             )
-        return load.report()
+        return
     for name in names:
         load.write(name, source[name])
-    return load.report()
 
 
 class _Load:
