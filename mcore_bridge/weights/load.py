@@ -105,7 +105,10 @@ def load_hf_weights(
     if dialect is None and isinstance(source, Mapping):
         dialect = dialect_of(source, provenance.rules)
     load = _Load(bind(models, provenance, dialect=dialect), dtype)
-    with compiling(next(iter(load.bound.tensors.values())).device):  # what the first export would wait for
+    device = next(
+        (tensor.device for tensor in load.bound.tensors.values()), torch.device("cpu")
+    )  # a stage may be empty
+    with compiling(device):  # what the first export would wait for
         _write_all(load, source, strict=strict, slot_bytes=slot_bytes)
     return load.report()
 
