@@ -298,6 +298,24 @@ def test_what_a_rank_has_itself_is_not_made_all_at_once(tp):
         assert program.plan.open_bytes < sum(output.num_bytes for output in program.plan.goods.outputs) / 2
 
 
+@pytest.mark.parametrize("engine", [engine_ranks(), engine_ranks(tp=2)], ids=["TP1", "TP2"])
+def test_a_large_tensor_begins_when_those_before_it_are_complete(engine):
+    """Lanes of ranks that hold a part of it each are not at the same place to the byte."""
+    hf = tiny("llama", hidden_size=128, intermediate_size=256, num_hidden_layers=4, vocab_size=4096)
+    state = random_state(hf)
+    held = held_by(hf, ParallelDims(tp=4, sp=True), state)
+    targets = [engine[rank % len(engine)] for rank in range(4)]
+    for target, found in zip(targets, fake_mesh.export_to(held, targets, bucket_bytes=1 << 18)[0], strict=True):
+        assert_gets(found, expected(hf, state, target))
+    for program in fake_mesh.programs_for(held, targets, bucket_bytes=1 << 18):
+        goods, making = program.plan.goods, set()
+        for message in program.plan.messages:
+            entries = {goods.entries[piece.entry].held.mcore: goods.places[piece.entry] for piece in message.pieces}
+            making |= {output for places in entries.values() for output, _ in places}
+            assert "output_layer.weight" not in entries or len(making) == 1
+            making -= set(message.done)
+
+
 @pytest.mark.parametrize("bucket_bytes", [1 << 14, 1 << 22])
 def test_stages_take_turns_to_send_to_each_rank_where_memory_asks_for_it(bucket_bytes):
     """All send all the time. Less is in the making then, and what arrives is the same."""

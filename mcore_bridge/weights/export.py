@@ -87,9 +87,8 @@ def iter_hf_weights(
         bucket_bytes: of the messages that are on their way to a rank. An export takes at most three times this, beside
             the model and the largest tensor (or what engines fuse of a layer): pipeline stages take turns, and experts
             go in shifts, where all at once would take more. None is what takes 2 GB in all, or half as much again as
-            the largest tensor. An engine's rank that gets whole tensors may hold what it fuses of one layer besides.
-            What the caller holds of tensors before comes to it where buckets are smaller than 64 MB, and a few KB for
-            each rank. ``mcore-bridge plan`` says how much.
+            the largest tensor. What the caller still holds of the tensor before comes to it where buckets are smaller
+            than 512 MB, and a few KB for each rank. ``mcore-bridge plan`` says how much.
         target: what this rank gets, whatever others get: "everything"; "nothing", so that it only sends; or an
             ``EngineRank``, whose slices alone travel to it. ``mb.engine_ranks`` makes those of an engine.
         copy: False yields tensors that arrived whole, such as those of most experts, as views of what arrived: valid

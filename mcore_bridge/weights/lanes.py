@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 
 from mcore_bridge.weights.alignment import ALIGNMENT, aligned
 from mcore_bridge.weights.cut import HEADER, Part, Run, Streams, cut, num_messages, widths
@@ -20,6 +20,10 @@ from mcore_bridge.weights.turns import MIN_WINDOW
 
 TO_TARGETS = 1 << 30
 """Bytes of all messages that are on their way, received and sent, at most, where nothing else is asked for."""
+GAP = 2
+"""Messages of a lane from that before a large tensor to that with which it begins: other lanes may be one behind."""
+RARE = 32
+"""Messages of a lane for each such gap at least: it travels empty."""
 SHARED = 1 << 20
 """Bytes from which on those that hold a shard share the sending of it to a target."""
 
@@ -158,13 +162,18 @@ class Lanes:
 
     def _cut(self, sender: int, pace: Pace) -> tuple[Run, ...]:
         """A window has room for its share, for a row that does not fit any more, and for what alignment takes."""
-        first = pace.first(sender, self._receiver)
+        begins = first = pace.first(sender, self._receiver)
         parts: Sequence[Part] = self._parts[sender]
         if pace.num_turns > 1:
             parts = _large_last(parts, self._wanted.large)
         longest = max((self._row_bytes[part.entry] for part in parts), default=0)
-        window = HEADER + aligned(-(-self._bytes[sender] // pace.times)) + longest + ALIGNMENT
-        (stream,) = cut([parts], self._row_bytes, [window], first=first)
+        stretches = _before_large(parts, self._wanted.large, pace.times // RARE)
+        times = pace.times - GAP * (len(stretches) - 1)
+        window = HEADER + aligned(-(-self._bytes[sender] // times)) + longest + ALIGNMENT
+        stream: tuple[Run, ...] = ()
+        for stretch in stretches:
+            stream += cut([stretch], self._row_bytes, [window], first=begins)[0]
+            begins = num_messages((stream,)) - 1 + GAP
         assert num_messages((stream,)) <= first + pace.times
         return stream
 
@@ -183,6 +192,15 @@ def _large_last(parts: Sequence[Part], large: Collection[int]) -> Sequence[Part]
     """An embedding behind the layers: a consumer may hold the output layer of another stage while this one begins."""
     ends_large = bool(parts) and parts[-1].entry in large
     return parts if ends_large else sorted(parts, key=lambda part: part.entry in large)
+
+
+def _before_large(parts: Sequence[Part], large: Collection[int], most: int) -> list[Sequence[Part]]:
+    """Parts, apart where a large one follows others, which are complete then; together if that is so more often."""
+    are_large = [part.entry in large for part in parts]
+    borders = [number for number, pair in enumerate(pairwise(are_large), 1) if pair == (False, True)]
+    if len(borders) > most:
+        borders = []
+    return [parts[start:end] for start, end in pairwise([0, *borders, len(parts)])]
 
 
 def _rooms(needed: Sequence[tuple[int, ...]]) -> list[int]:
