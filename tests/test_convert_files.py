@@ -1,6 +1,9 @@
 """HF folders to Megatron's older files, one for each place on a mesh, and back."""
 
+import os
+import subprocess
 from argparse import Namespace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from mcore_bridge.errors import CheckpointError, MeshError
 from mcore_bridge.trainers.rlinf import convert_hf_to_mg
 from mcore_bridge.trainers.rlinf.rank_file import NAME, read_rank_file
 from mcore_bridge.weights.checkpoint import Checkpoint
+from mcore_bridge.weights.torch_file import read_torch_file
 from tests import memory, mtp_checkpoints, zoo
 from tests.strategies import random_state, tiny
 from tests.test_convert import StoppedError, assert_exact, mb_config, quiet, small, stop_half_way, written
@@ -107,7 +111,7 @@ def test_what_megatron_keeps_beside_the_model_is_left_alone(tmp_path):
     for path in iteration.glob(f"*/{NAME}"):
         held = torch.load(path, weights_only=True)
         optimizer = {"optimizer": {"state": {0: torch.ones(3)}}, "param_groups": [{"lr": 0.1}]}
-        torch.save({**held, "args": Namespace(tensor_model_parallel_size=2), "optimizer": optimizer}, path)
+        torch.save({**held, "args": Settings(tensor_model_parallel_size=2), "optimizer": optimizer}, path)
     convert(tmp_path / "files", tmp_path / "back", on_event=quiet)
     assert_exact(tmp_path / "back", Checkpoint(source))
 
@@ -203,8 +207,39 @@ def test_memory_is_that_of_the_largest_parameters_and_not_of_a_file(tmp_path):
     assert_exact(tmp_path / "back", Checkpoint(source))
 
 
-class Unknown:
-    """What no reader knows."""
+class Precision(Enum):
+    """As in the configs of trainers."""
+
+    BF16 = 1
+
+
+class Settings:
+    """Of a class that whoever reads the file need not have, as RLinf's arguments are omegaconf's."""
+
+    def __init__(self, **fields):
+        self.fields = fields
+
+
+class Calls:
+    """Would call a function when it is read."""
+
+    def __init__(self, function, *arguments):
+        self.made = function, arguments
+
+    def __reduce__(self):
+        return self.made
+
+
+def test_objects_of_other_classes_are_passed_over_and_nothing_is_run(tmp_path):
+    path, ran = tmp_path / "file.pt", tmp_path / "ran"
+    settings = Settings(precision=Precision.BF16, inner=Settings(), path=tmp_path)
+    for args in (settings, Namespace(settings=settings), Calls(subprocess.check_call, ["touch", str(ran)])):
+        torch.save({"model": {"weight": torch.arange(3)}, "args": args}, path)
+        assert read_torch_file(path)["model"]["weight"].tolist() == [0, 1, 2]
+    torch.save({"model": {}, "args": Calls(os.system, f"touch {ran}")}, path)
+    with pytest.raises(CheckpointError, match=r"cannot be passed over \(posix\.system\); save it again"):
+        read_torch_file(path)
+    assert not ran.exists()
 
 
 # refusals -------------------------------------------------------------------------------------------------------------
@@ -255,9 +290,6 @@ def test_a_folder_that_is_not_whole_is_not_taken_for_one(tmp_path):
             convert(tmp_path / "files", target, on_event=quiet)
     path.write_bytes(kept[: len(kept) // 2])
     with pytest.raises(CheckpointError, match=r"cannot read .*mp_rank_01_002.*copy it again"):
-        convert(tmp_path / "files", target, on_event=quiet)
-    torch.save({"model": held["model"], "args": Unknown()}, path)
-    with pytest.raises(CheckpointError, match="objects that only their own code can read"):
         convert(tmp_path / "files", target, on_event=quiet)
     path.unlink()
     (release / "mp_rank_00_002" / NAME).unlink()

@@ -54,20 +54,35 @@ def _storages(path: Path) -> Iterator[tuple[int, int]]:
             yield info.header_offset + _LOCAL_HEADER.size + name + extra, info.file_size
 
 
+class Opaque:
+    """Stands for an object of a class, or what a function made, that is not ours to call."""
+
+    def __init__(self, *arguments: object) -> None:
+        """Whatever it would be made of."""
+
+    def __setstate__(self, state: object) -> None:
+        """Whatever it would hold."""
+
+
 def read_torch_file(path: Path) -> dict[str, Any]:
-    """What ``torch.save`` wrote, its tensors as views of the mapped file; no code in it is run.
+    """What ``torch.save`` wrote, its tensors as views of the mapped file.
+
+    No code in it is run: in place of objects of other classes than torch's and Python's own, such as the arguments of a
+    trainer, there are ``Opaque`` ones.
 
     Raises:
         CheckpointError: it cannot be read so.
     """
     try:
-        found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        others = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        with torch.serialization.safe_globals([(Opaque, name) for name in others]):
+            found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} holds objects that only their own code can read ({str(error).splitlines()[0]}); save it again "
+            f"{path} holds objects that cannot be passed over ({', '.join(sorted(others)) or error}); save it again "
             "with nothing but tensors, numbers and text beside the model"
         ) from None
-    except (OSError, RuntimeError, EOFError) as error:
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}; copy it again") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} must hold a dict, found {type(found).__name__}: is it a checkpoint?")
