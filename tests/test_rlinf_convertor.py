@@ -25,6 +25,7 @@ from tests.strategies import random_state, tiny
 from tests.test_rlinf_reshard import LATENT, SPARSE, TIED
 from tests.test_targets import EXPERTS, FAMILIES, assert_gets
 
+THREES = tiny("qwen3_moe", num_experts=6)
 PLAIN = {"te_ln_linear_qkv": False, "te_ln_linear_mlp_fc1": False, "te_ln_add_extra_state": None}
 
 
@@ -76,6 +77,7 @@ CASES = {
     "one rank": (TIED, {}, {"mp_rank_00"}),
     "experts": (SPARSE, {"tp": 2, "pp": 2, "ep": 2}, {"mp_rank_00_000_000", "mp_rank_01_001_001"}),
     "experts wider than all else": (SPARSE, {"tp": 2, "ep": 4}, {"mp_rank_00_000", "mp_rank_01_003"}),
+    "experts in threes": (THREES, {"tp": 2, "ep": 3}, {"mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_002"}),
     "experts that are cut": (SPARSE, {"tp": 4, "ep": 2, "etp": 2}, {"mp_rank_00_000", "mp_rank_03_001"}),
     "latent": (LATENT, {"tp": 4, "pp": 3}, {"mp_rank_00_000", "mp_rank_03_002"}),
     "experts in one tensor": (FAMILIES["stacked"], {"tp": 2, "ep": 2}, {"mp_rank_00_000", "mp_rank_01_001"}),
@@ -292,7 +294,8 @@ def test_a_source_that_does_not_fit_is_refused_before_anything_is_written(tmp_pa
         ({"grouped_gemm": "legacy"}, ConfigError, "grouped_gemm must be None or 'te'"),
         ({"te_ln_add_extra_state": "zeros"}, ConfigError, "te_ln_add_extra_state must be one of"),
         ({"te_ln_linear_qkv": False}, ConfigError, "must be the same"),
-        ({"expert_tensor_parallel_size": 2}, MeshError, "at most tp=1, found 2"),
+        ({"expert_tensor_parallel_size": 2}, MeshError, "to divide tp=1, found 2"),
+        ({"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 3}, MeshError, "to divide tp=4, found 3"),
     ],
 )
 def test_what_cannot_be_written_is_refused(change, error, message, tmp_path):

@@ -136,13 +136,16 @@ class FileLayout:
         """All files, as Megatron names them: ranks that hold the same share one.
 
         Raises:
-            MeshError: experts are cut more often than all else, which Megatron's names have no place for.
+            MeshError: ranks of one ``tp_rank`` hold other shards of experts, which Megatron's names have no place for.
         """
         tp, pp, ep, etp = self.dims.tp, self.dims.pp, self.dims.ep, self.dims.etp
-        if etp > tp:
-            raise MeshError(f"expert_tensor_parallel_size must be at most tp={tp}, found {etp}")
+        if tp % etp:
+            raise MeshError(
+                f"expected expert_tensor_parallel_size to divide tp={tp}, found {etp}: Megatron's names of files have "
+                "no other place for it; change either, or write torch_dist"
+            )
         for pp_rank in range(pp):
-            for rank in range(max(etp * ep, tp)):
+            for rank in range(math.lcm(etp * ep, tp)):
                 tp_rank, ep_rank = rank % tp, rank // etp % ep
                 yield RankFile(folder_of(self.dims, tp_rank, pp_rank, ep_rank), tp_rank, pp_rank, ep_rank, rank % etp)
 
