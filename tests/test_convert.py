@@ -309,19 +309,37 @@ def test_gpus_that_are_not_there_are_refused(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_a_checkpoint_of_verl_is_found_and_its_config_beside_it(tmp_path):
+@pytest.mark.parametrize("of_model", ["", "model"], ids=["before 0.9", "since 0.9"])
+def test_a_checkpoint_of_verl_is_found_and_its_config_beside_it(of_model, tmp_path):
     source, actor = small(tmp_path / "hf"), tmp_path / "global_step_5" / "actor"
-    convert(source, actor / "dist_ckpt", on_event=quiet)
-    (actor / "huggingface").mkdir()
-    (actor / "dist_ckpt" / "config.json").rename(actor / "huggingface" / "config.json")
+    folder = actor / of_model
+    convert(source, folder / "dist_ckpt", on_event=quiet)
+    (folder / "huggingface").mkdir()
+    (folder / "dist_ckpt" / "config.json").rename(folder / "huggingface" / "config.json")
     convert(actor, tmp_path / "back", on_event=quiet)
     assert_exact(tmp_path / "back", Checkpoint(source))
-    (actor / "huggingface" / "config.json").unlink()
+    (folder / "huggingface" / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"no config\.json in any of .*huggingface.*--hf"):
         convert(actor, tmp_path / "again", on_event=quiet)
 
 
 # refusals -------------------------------------------------------------------------------------------------------------
+
+
+def test_folders_with_nothing_to_convert_say_what_was_expected(tmp_path):
+    older = tmp_path / "older"
+    older.mkdir()
+    with pytest.raises(
+        CheckpointError, match=r"older is no checkpoint.* in it, in its dist_ckpt or model/dist_ckpt, or"
+    ):
+        convert(older, tmp_path / "back", on_event=quiet)
+    for name in ("config.json", "pytorch_model.bin"):
+        (older / name).write_text("{}")
+    with pytest.raises(CheckpointError, match=r"a config\.json, but neither \*\.safetensors nor .*save_pretrained"):
+        convert(older, tmp_path / "back", on_event=quiet)
+    for source in (tmp_path / "mistyped", older / "config.json"):
+        with pytest.raises(CheckpointError, match=f"{source.name} is no folder: expected one of HF, or"):
+            convert(source, tmp_path / "back", on_event=quiet)
 
 
 def test_what_does_not_fit_is_named(tmp_path):

@@ -294,6 +294,7 @@ def test_a_source_that_does_not_fit_is_refused_before_anything_is_written(tmp_pa
         ({"grouped_gemm": "legacy"}, ConfigError, "grouped_gemm must be None or 'te'"),
         ({"te_ln_add_extra_state": "zeros"}, ConfigError, "te_ln_add_extra_state must be one of"),
         ({"te_ln_linear_qkv": False}, ConfigError, "must be the same"),
+        ({"pipeline_model_parallel_size": 2, "pp_stages": []}, ConfigError, r"each of 2 stages, found \(\)"),
         ({"expert_tensor_parallel_size": 2}, MeshError, "to divide tp=1, found 2"),
         ({"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 3}, MeshError, "to divide tp=4, found 3"),
     ],

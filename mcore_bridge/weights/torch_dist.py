@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 CONFIG = "metadata.json"
 """megatron-core writes it last: where it is missing, a save did not come to its end."""
 TRACKER = "latest_checkpointed_iteration.txt"
+VERLS = ("dist_ckpt", "model/dist_ckpt")
+"""Where verl has its checkpoint in the folder of a role: before 0.9.0, and since."""
 CONTENT: Mapping[str, Any] = {
     "non_homogeneous_layers": True,
     "singleton_local_shards": False,
@@ -51,7 +53,7 @@ class TorchDistFolder:
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> TorchDistFolder:
-        """Find a checkpoint: ``folder`` itself, its ``dist_ckpt``, or the iteration that its tracker file names.
+        """Find a checkpoint, as ``find_checkpoint`` does.
 
         Raises:
             CheckpointError: there is none, or it is damaged.
@@ -93,19 +95,27 @@ class TorchDistFolder:
 
 
 def find_checkpoint(folder: Path) -> Path:
-    """The folder with ``metadata.json``: this one, its ``dist_ckpt`` (verl), or its latest iteration (Megatron-LM).
+    """The folder with ``metadata.json``: this one, one of ``VERLS`` in it, or its latest iteration (Megatron-LM).
 
     Raises:
         CheckpointError: there is none.
     """
     latest = latest_in(folder)
-    for path in (folder, folder / "dist_ckpt", *latest):
+    for path in (folder, *(folder / each for each in VERLS), *latest):
         if (path / CONFIG).is_file():
             return path
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is no folder: expected one of HF, or a checkpoint of megatron-core")
+    if (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder} has a config.json, but neither *.safetensors nor {CONFIG}: expected a folder of HF, or a "
+            "checkpoint of megatron-core; save a HF model in other files again, by save_pretrained of transformers"
+        )
     raise CheckpointError(
-        f"{folder} is no checkpoint of megatron-core's dist_checkpointing: expected {CONFIG} in it, in its dist_ckpt, "
-        f"or in the iteration that {TRACKER} names ({latest[0].name if latest else 'no such file'}). A save that did "
-        "not come to its end lacks it too: use an earlier iteration"
+        f"{folder} is no checkpoint of megatron-core's dist_checkpointing: expected {CONFIG} in it, in its "
+        f"{' or '.join(VERLS)}, or in the iteration that {TRACKER} names "
+        f"({latest[0].name if latest else 'no such file'}). A save that did not come to its end lacks it too: use an "
+        "earlier iteration"
     )
 
 

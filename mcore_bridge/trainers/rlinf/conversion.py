@@ -56,6 +56,10 @@ class Conversion:
     def __post_init__(self) -> None:
         if self.grouped_gemm not in (None, "te"):
             raise ConfigError(f"grouped_gemm must be None or 'te', found {self.grouped_gemm!r}")
+        if self.pp_stages is not None and self.pp_size > 1 and len(self.pp_stages) != self.pp_size:
+            raise ConfigError(
+                f"pp_stages must have the layers of each of {self.pp_size} stages, found {self.pp_stages}"
+            )
         if self.te_ln_add_extra_state not in EXTRA_STATES:
             raise ConfigError(
                 f"te_ln_add_extra_state must be one of {EXTRA_STATES}, found {self.te_ln_add_extra_state!r}"

@@ -45,7 +45,6 @@ class RankFolder:
             raise CheckpointError(
                 f"{folder} has no mp_rank_*/{NAME}, nor has the iteration that its tracker file names"
             )
-        # This brings megatron-core, which says what of its trainer's is no danger to read.
         config = to_transformer_config(hf)
         found = {file.parent.name: read_rank_file(file) for file in sorted(path.glob(f"mp_rank_*/{NAME}"))}
         try:
