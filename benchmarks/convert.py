@@ -1,8 +1,9 @@
 """Seconds and memory of ``mcore-bridge convert``: ``python benchmarks/convert.py FOLDER [--layers 2] [--experts 256]``.
 
 DeepSeek-V3 at full width with layers cut out, as sparse files of zeros, is converted to a checkpoint of megatron-core
-and back, in a process each, whose largest resident size is shown. The folder needs room for one result: zeros that were
-written are made holes of files again. To see it fit, run it where Linux allows no more, as in
+and back, in a process each, whose largest resident size is shown; with ``--files "--tp 2 --ep 4"``, to Megatron's older
+files of that mesh and back. The folder needs room for one result: zeros that were written are made holes of files
+again. To see it fit, run it where Linux allows no more, as in
 
     systemd-run --scope -p MemoryMax=8G -p MemorySwapMax=0 python benchmarks/convert.py FOLDER
 """
@@ -57,12 +58,12 @@ def _parts(specs: Iterable[TensorSpec]) -> Iterator[list[TensorSpec]]:
     yield part
 
 
-def measure(source: Path, target: Path) -> str:
+def measure(source: Path, target: Path, *options: str) -> str:
     """One conversion in a process of its own."""
+    arguments = ["convert", str(source), str(target), *options]
     script = f"""
 import subprocess, resource, sys
-command = [sys.executable, "-W", "ignore", "-m", "mcore_bridge.cli", "convert", {str(source)!r}, {str(target)!r}]
-subprocess.run(command, check=True)
+subprocess.run([sys.executable, "-W", "ignore", "-m", "mcore_bridge.cli", *{arguments!r}], check=True)
 print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 """
     start = time.monotonic()
@@ -75,16 +76,20 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--files", metavar="MESH", help="of Megatron's older files, as options of convert")
     given = parser.parse_args()
-    source, dist, back = (given.folder / name for name in ("hf", "dist", "back"))
+    source, megatron, back = (given.folder / name for name in ("hf", "megatron", "back"))
+    options = ["--to", "torch", *given.files.split()] if given.files else []
     source.mkdir(parents=True)
     cut = {"num_hidden_layers": given.layers, "n_routed_experts": given.experts, "first_k_dense_replace": 1}
     (source / "config.json").write_text(json.dumps(DEEPSEEK | cut))
     total = write_zeros(source, specs_of(whole_model(source, dtype=torch.bfloat16).entries))
-    print(f"{total / 1e9:.1f} GB; HF to torch_dist: {measure(source, dist)}", flush=True)
-    for path in dist.iterdir():
+    print(
+        f"{total / 1e9:.1f} GB; HF to {given.files or 'torch_dist'}: {measure(source, megatron, *options)}", flush=True
+    )
+    for path in (each for each in megatron.rglob("*") if each.is_file()):
         subprocess.run(["fallocate", "--dig-holes", path], check=True)
-    print(f"torch_dist to HF: {measure(dist, back)}")
+    print(f"and back: {measure(megatron, back)}")
     shutil.rmtree(given.folder)
 
 
