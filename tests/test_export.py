@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 import mcore_bridge as mb
 from mcore_bridge.errors import ExportError
+from mcore_bridge.weights.export import open_export
+from mcore_bridge.weights.footprint import AHEAD
 from mcore_bridge.weights.manifest import digest
 from tests import pool
 from tests.strategies import random_state, tiny
@@ -309,6 +311,26 @@ def test_all_ranks_issue_the_same_collectives_and_a_second_export_exchanges_noth
     for call in windows:
         assert any(kind in call.name for kind in kinds)
         assert {dtype for _, dtype in call.tensors} == {torch.uint8}
+
+
+def on_their_way(lends):
+    """For each tensor that is given out, the number of its message, and how many messages have been sent by then."""
+    models, _ = built(mb.ParallelDims(tp=4, sp=True))
+    messages = open_export(models, None, "lm", bucket_bytes=BUCKET).program.plan.messages
+    numbers = [message.number for message in messages for _ in message.done]
+    with Trace() as trace:
+        pairs = mb.iter_hf_weights(models, bucket_bytes=BUCKET, copy=not lends)
+        sent = [sum("allgather_base" in call.name for call in trace.calls) for _ in pairs]
+    return list(zip(numbers, sent, strict=True)), len(messages)
+
+
+@pytest.mark.parametrize("lends", [False, True])
+def test_further_messages_are_on_their_way_while_tensors_are_given_out(lends):
+    """Two, or one where tensors are looked at in the memory of the next."""
+    ahead = AHEAD - lends
+    for pairs, count in pool.run(4, on_their_way, lends):
+        assert count > 10
+        assert all(sent == min(number + 1 + ahead, count) for number, sent in pairs)
 
 
 def begin_without_memory(rank):

@@ -235,6 +235,19 @@ def test_a_rank_copies_only_its_own_slices(folder, state):
     assert sum(report.num_bytes for report, _ in shares) == total + replicated
 
 
+@pytest.mark.parametrize("has_index", [True, False])
+def test_a_file_is_opened_once(folder, state, monkeypatch, has_index):
+    """Opening takes long on a file system of many machines."""
+    opened, open_file = [], os.open
+    monkeypatch.setattr(os, "open", lambda path, *more: (opened.append(os.fspath(path)), open_file(path, *more))[1])
+    if not has_index:
+        (folder / "model.safetensors.index.json").unlink()
+    assert same(loaded(folder)[0], state)
+    assert sorted(name for name in opened if name.endswith(".safetensors")) == [
+        str(path) for path in sorted(folder.glob("*.safetensors"))
+    ]
+
+
 def hungry(folder, hf):
     """Bytes that a load reads from disk, and what it adds to resident memory, against this rank's share."""
     mb.ParallelDims(tp=2).initialize(device="cpu")
