@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import mcore_bridge as mb
-from mcore_bridge.errors import ExportError
+from mcore_bridge.errors import ExportError, MappingError
 from mcore_bridge.weights.export import open_export
 from mcore_bridge.weights.footprint import AHEAD
 from mcore_bridge.weights.manifest import digest
@@ -412,8 +412,21 @@ def regroup(models, state):
         chunk.pg_collection = ProcessGroupCollection.use_mpu_process_groups()
 
 
+def adapt_and_take_away(models, state):
+    """An adapter on one rank: all raise while it is there, as nobody knows what it would make of the weight."""
+    linear = next(module for name, module in models[0].named_modules() if name.endswith(".linear_proj"))
+    if dist.get_rank() == 1:
+        linear.lora_A = torch.nn.Parameter(torch.ones(2, 3))
+    with pytest.raises(MappingError, match=r"no rule for .*linear_proj\.lora_A"):
+        mb.to_hf_state_dict(models, bucket_bytes=BUCKET)
+    if dist.get_rank() == 1:
+        del linear.lora_A
+
+
 @pytest.mark.parametrize(
-    "change", [step, other_dtype_on_one_rank_only, reload, offload, regroup], ids=lambda change: change.__name__
+    "change",
+    [step, other_dtype_on_one_rank_only, reload, offload, regroup, adapt_and_take_away],
+    ids=lambda change: change.__name__,
 )
 def test_a_cached_plan_gives_what_a_fresh_one_gives(change):
     pool.run(4, change_and_export, change)
