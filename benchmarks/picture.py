@@ -1,6 +1,7 @@
 """Draw the newest figures of ``peers.py`` for the README: ``python benchmarks/picture.py``; ``--check`` compares only.
 
-They are the lines of JSON that ``peers.py`` printed, kept as ``results/DATE_peers_HARDWARE.jsonl``.
+They are the lines of JSON that ``peers.py`` printed, kept as ``results/DATE_peers_HARDWARE.jsonl``, and those of a model
+with experts as ``results/DATE_peers-experts_HARDWARE.jsonl``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-PICTURE = ROOT / "docs" / "speed.svg"
+PICTURES = {"speed.svg": "*_peers_*.jsonl", "speed-experts.svg": "*_peers-experts_*.jsonl"}
 NAMES = {
     "ours": "mcore_bridge",
     "megatron_bridge": "Megatron-Bridge",
@@ -26,12 +27,13 @@ WIDTH, LABEL, BAR, ROW, HEAD = 820, 250, 440, 22, 34
 
 def main() -> None:
     """Draw, or say that what is there is not what would be drawn."""
-    newest = max((ROOT / "benchmarks" / "results").glob("*_peers_*.jsonl"))
-    text = draw([json.loads(line) for line in newest.read_text().splitlines()], newest.stem)
-    if "--check" not in sys.argv:
-        PICTURE.write_text(text)
-    elif PICTURE.read_text() != text:
-        sys.exit(f"{PICTURE.name} does not show {newest.name}: run python benchmarks/picture.py")
+    for name, pattern in PICTURES.items():
+        picture, newest = ROOT / "docs" / name, max((ROOT / "benchmarks" / "results").glob(pattern))
+        text = draw([json.loads(line) for line in newest.read_text().splitlines()], newest.stem)
+        if "--check" not in sys.argv:
+            picture.write_text(text)
+        elif picture.read_text() != text:
+            sys.exit(f"{name} does not show {newest.name}: run python benchmarks/picture.py")
 
 
 def draw(rows: list[dict[str, Any]], source: str) -> str:
