@@ -9,16 +9,19 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from mcore_bridge import BridgeError, Manifest, ParallelDims
-from mcore_bridge.commands import doctor, text
+from mcore_bridge.commands import doctor, report, text
 from mcore_bridge.commands.app import app
 from mcore_bridge.commands.logits import Comparison
 from mcore_bridge.commands.plan import plan
@@ -240,6 +243,34 @@ def test_the_dtype_of_a_checkpoint() -> None:
 
 
 # processes ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_bar_of_a_phase_is_over_all_ranks_and_full_when_they_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    bars: list[Progress] = []
+
+    class Watched(Progress):
+        def __init__(self, *columns: Any, **options: Any) -> None:
+            super().__init__(*columns, **options)
+            bars.append(self)
+
+    monkeypatch.setattr(report, "Progress", Watched)
+    monkeypatch.setenv("TERM", "xterm")  # of a dumb one rich draws nothing
+    console = Console(force_terminal=True, file=StringIO())
+    with report.progress(console, 2) as on_event:
+        for rank, phase, done, total, completed in [
+            (0, "load", 1, 4, 0.25),
+            (1, "load", 1, 2, 0.75),
+            (0, "load", 4, 4, 1.5),
+            (0, "export", 0, 0, 0.0),  # nothing to do: nothing is divided by it
+            (1, "load", 2, 2, 2.0),
+            (0, "export", 3, 3, 1.0),
+            (1, "export", 3, 3, 2.0),
+        ]:
+            on_event(rank, phase, done, total)
+            (task,) = [task for task in bars[0].tasks if task.description == phase]
+            assert (task.completed, task.total) == (completed, 2), (rank, phase, done, total)
+    assert isinstance(console.file, StringIO)
+    assert "export" in console.file.getvalue(), "nothing was drawn on a terminal"
 
 
 def _wait_for_all(rank_that_leaves: int, report: Any) -> int:
