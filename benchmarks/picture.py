@@ -1,7 +1,7 @@
 """Draw the newest figures of ``peers.py`` for the README: ``python benchmarks/picture.py``; ``--check`` compares only.
 
-They are the lines of JSON that ``peers.py`` printed, kept as ``results/DATE_peers_HARDWARE.jsonl``, and those of a model
-with experts as ``results/DATE_peers-experts_HARDWARE.jsonl``.
+They are the lines of JSON that ``peers.py`` printed, kept as ``results/DATE_peers_HARDWARE.jsonl``, and those of a
+model with experts as ``results/DATE_peers-experts_HARDWARE.jsonl``.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import mcore_bridge as mb
 from mcore_bridge.errors import ExportError, MappingError
+from mcore_bridge.weights import transport
 from mcore_bridge.weights.export import open_export
 from mcore_bridge.weights.footprint import AHEAD
 from mcore_bridge.weights.manifest import digest
@@ -95,6 +96,9 @@ def test_breaking_out_of_the_loop_or_raising_in_it_is_stopping_early():
     pool.run(4, abandon_without_closing, timeout=60)
 
 
+SPARSE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0]}
+
+
 def borrow(dims, fields):
     """Without copies, what arrives whole is lent, and right while it is looked at. Ranks may mix, stop early, fail."""
     models, state = built(dims, tiny("qwen3_moe", **fields))
@@ -121,8 +125,7 @@ def borrow(dims, fields):
 
 @pytest.mark.parametrize("dims", [mb.ParallelDims(ep=4), mb.ParallelDims(tp=2, pp=2, sp=True)])
 def test_tensors_that_arrive_whole_may_be_lent(dims):
-    fields = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0]}
-    assert min(pool.run(4, borrow, dims, fields, timeout=60)) > 0
+    assert min(pool.run(4, borrow, dims, SPARSE, timeout=60)) > 0
 
 
 def fail_before(rank):
@@ -331,6 +334,37 @@ def test_further_messages_are_on_their_way_while_tensors_are_given_out(lends):
     for pairs, count in pool.run(4, on_their_way, lends):
         assert count > 10
         assert all(sent == min(number + 1 + ahead, count) for number, sent in pairs)
+
+
+def by_stages(function, *arguments):
+    """As if four ranks were many: windows go to a rank's column and then to its stage."""
+    transport.FLAT, kept = 0, transport.FLAT
+    try:
+        with Trace() as trace:
+            assert function(*arguments) != "nothing raised"
+    finally:
+        transport.FLAT = kept
+    names = [call for call in trace.calls if {dtype for _, dtype in call.tensors} == {torch.uint8}]
+    return {call.group for call in names}
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (export_exactly, (MESH, {})),
+        (export_exactly, (mb.ParallelDims(tp=2, pp=2, vp=2, sp=True), {"num_hidden_layers": 8})),
+        (export_exactly, (mb.ParallelDims(tp=2, pp=2, layout="Etttt|L"), {"vocab_size": 3000})),
+        (abandon, ((3, 3, 3, 3),)),
+        (abandon, ((1, 5, None, 11),)),
+        (abandon_without_closing, ()),
+        (borrow, (MESH, SPARSE)),
+        (fail_amid, (2,)),
+    ],
+)
+def test_among_many_ranks_windows_travel_by_stages(function, arguments):
+    for rank, groups in enumerate(pool.run(4, by_stages, function, *arguments, timeout=60)):
+        stage, column = (rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)
+        assert {stage, column} <= groups
 
 
 def begin_without_memory(rank):

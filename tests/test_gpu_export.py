@@ -10,6 +10,7 @@ import torch
 import mcore_bridge as mb
 from mcore_bridge.commands.options import smallest_world
 from mcore_bridge.errors import ExportError
+from mcore_bridge.weights import transport
 from mcore_bridge.weights.export import open_export
 from mcore_bridge.weights.footprint import MEMORY, footprint
 from tests import mtp_checkpoints
@@ -32,10 +33,11 @@ TABLES = 1 << 18
 ENDINGS = ("ended", "abandoned", "raised in the consumer", "failed on a rank")
 
 
-def grid(rank, world_size):
-    """Every mesh of the grid that fits, to every engine."""
+def grid(rank, world_size, flat):
+    """Every mesh of the grid that fits, to every engine; windows of more than ``flat`` ranks travel by stages."""
     from megatron.core import parallel_state
 
+    transport.FLAT = flat
     state = random_state(HF, dtype=torch.bfloat16)
     tried = 0
     for dims in GRID:
@@ -59,9 +61,10 @@ def grid(rank, world_size):
     return tried
 
 
+@pytest.mark.parametrize("flat", [transport.FLAT, 0], ids=["in one step", "by stages"])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_the_grid_of_trainers_and_engines(world_size, tmp_path):
-    assert min(spawn(grid, tmp_path, world_size)) > 0
+def test_the_grid_of_trainers_and_engines(world_size, flat, tmp_path):
+    assert min(spawn(grid, tmp_path, world_size, flat)) > 0
 
 
 def predicted(rank, world_size):

@@ -174,7 +174,7 @@ class _Exchange:
 
     def _following(self, number: int) -> Windows:
         received, sent = self._program.received(number), self._program.sent(number)
-        return Windows(self._group, self._memory[number % AHEAD], number, received, sent)
+        return Windows(self._group, self._memory[number % AHEAD], number, received, sent, self._program.lineup(number))
 
     def _steps(self, arrived: Windows | None, following: Windows | None) -> None:
         """Both in one step, where this rank's next window does not lie upon those that others have sent."""

@@ -156,17 +156,19 @@ def open_export(
         bound = bind(models, noted(models, hf, head), dialect=dialect)
     except Exception as failure:  # of files, too: the others must hear of it
         error = told(failure)
-    fingerprint = (bucket_bytes, target, group.rank, group.size, bound and bound.fingerprint())
+    fingerprint = (bucket_bytes, target, group.rank, group.size, group.num_stages, bound and bound.fingerprint())
     plans = _plans.get(first, ())
     fits = [not error and each.fingerprint == fingerprint for each in plans]
     place = group.first_in_common(fits, _NUM_PLANS, plans[0].number if plans else 0)
     kept = None if place is None else plans[place]
     if kept is None:
-        answer = _Answer(error, bucket_bytes, target, *((bound.mapping.rules, bound.inventory()) if bound else ()))
+        found = (bound.mapping.rules, bound.inventory()) if bound else ()
+        answer = _Answer(error, bucket_bytes, target, group.num_stages, *found)
         answers = group.exchange((answer, plans[0].number if plans else 0))
         with uncollected():
             made = _planned(bound, first, [each for each, _ in answers], group.rank)
-            program = Program(made, group.rank, group.size)
+            stages = {each.num_stages for each, _ in answers}
+            program = Program(made, group.rank, group.size, stages.pop() if len(stages) == 1 else 1)
         kept = _Kept(fingerprint, 1 + max(number for _, number in answers), program)
         _plans[first] = (kept, *plans)[:_NUM_PLANS]
     assert bound is not None
@@ -179,6 +181,7 @@ class _Answer(NamedTuple):
     error: str
     bucket_bytes: int | None
     target: Target
+    num_stages: int
     rules: Rules | None = None
     inventory: Inventory | None = None
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate
 
 from mcore_bridge.weights.cut import HEADER, Piece
 from mcore_bridge.weights.entries import Entry
+from mcore_bridge.weights.lineup import Lineup, lineup
 from mcore_bridge.weights.moves import Move, Moves
 from mcore_bridge.weights.plan import ExportPlan, Output
 from mcore_bridge.weights.rectangles import Place, moves_of, stacked
 
 WINDOWS, HEADER_SENT, HEADERS, OWN_WINDOWS, OUTPUTS = range(5)
-"""Buffers of a step, behind the tensors that this rank holds: the windows that have arrived, one behind the other; this
-rank's header; the headers of all ranks; this rank's windows of the message that follows; and from here on outputs."""
+"""Buffers of a step, behind the tensors that this rank holds: the windows that have arrived, lined up; this rank's
+header; the headers of all ranks; this rank's windows of the message that follows; and from here on outputs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,12 +41,14 @@ class Program:
         plans: one that is for every rank alike, or one for each rank.
         rank: this one.
         num_ranks: of the group.
+        num_stages: by which windows travel that one plan has for every rank, if not in one step.
     """
 
-    def __init__(self, plans: Sequence[ExportPlan], rank: int, num_ranks: int) -> None:
+    def __init__(self, plans: Sequence[ExportPlan], rank: int, num_ranks: int, num_stages: int = 1) -> None:
         self._plans, self._rank, self._num_ranks = plans, rank, num_ranks
         self.is_gather = len(plans) == 1
         """Whether each rank sends one window to all, or one to each."""
+        self._num_stages = num_stages if self.is_gather else 1
         self.plan = plans[0 if self.is_gather else rank]
         """What this rank gets."""
         held = {entry.held.mcore: None for plan in plans for entry in plan.goods.entries if rank in _holders(entry)}
@@ -58,6 +61,10 @@ class Program:
     def received(self, number: int) -> tuple[int, ...]:
         """Bytes of each rank's window of a message, as they arrive here."""
         return self.plan.messages[number].widths
+
+    def lineup(self, number: int) -> Lineup:
+        """Where these windows lie."""
+        return lineup(self.received(number), self._num_stages)
 
     def sent(self, number: int) -> tuple[int, ...]:
         """Bytes of this rank's window for each receiver, or of the one window that all of them get."""
@@ -90,10 +97,10 @@ class Program:
         outputs: dict[int, list[Move]] = {}
         lent: dict[int, int] = {}
         if arrived is not None:
-            starts = tuple(accumulate(self.received(arrived), initial=0))
-            moves += self._headers_arrived(self.received(arrived), starts)
+            windows = self.lineup(arrived)
+            moves += self._headers_arrived(windows)
             for piece in self.plan.messages[arrived].pieces if unpack else ():
-                self._unpack(piece, starts[piece.sender], outputs)
+                self._unpack(piece, windows.starts[piece.sender], outputs)
                 if piece.sender == self._rank:
                     held.add(self._number(self.plan.goods.entries[piece.entry]))
             done = self.plan.messages[arrived].done if lend else ()
@@ -127,13 +134,14 @@ class Program:
         places = behind + source, source_start, behind + target, target_start
         return Move(*places, 1, HEADER, 1, HEADER, 1, HEADER, 1)
 
-    def _headers_arrived(self, widths: Sequence[int], starts: Sequence[int]) -> Iterator[Move]:
-        """All but this rank's own, which may be written to by now; those of neighbours with windows as wide at once."""
-        others = (rank for rank in range(self._num_ranks) if rank != self._rank)
-        for (width, _), found in groupby(others, lambda rank: (widths[rank], rank < self._rank)):
-            first, *more = found
-            header = self._header(WINDOWS, starts[first], HEADERS, first * HEADER)
-            yield header._replace(rows=1 + len(more), source_row=width)
+    def _headers_arrived(self, windows: Lineup) -> Iterator[Move]:
+        """All but this rank's own, which may be written to by now; those of a row of ranks at once."""
+        for row in windows.rows:
+            end = row.first + row.length
+            for first, last in ((row.first, min(end, self._rank)), (max(row.first, self._rank + 1), end)):
+                if first < last:
+                    header = self._header(WINDOWS, windows.starts[first], HEADERS, first * HEADER)
+                    yield header._replace(rows=last - first, source_row=row.distance or HEADER)
 
     def _packed(self, entry: Entry, piece: Piece, window: int) -> Iterator[Move]:
         target, start = len(self.names) + OWN_WINDOWS, window + piece.start

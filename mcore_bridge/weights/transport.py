@@ -6,7 +6,8 @@ without a collective of its own, and nobody is left waiting.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_bridge.weights.cut import HEADER
+from mcore_bridge.weights.lineup import FLAT, Lineup
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -43,16 +45,20 @@ class Windows:
         number: of the message.
         received: bytes of the window of each rank.
         sent: bytes of this rank's window for each of them; of one alone, if that one is for all.
+        lineup: where the windows received lie.
     """
 
-    def __init__(self, group: Group, memory: Memory, number: int, received: Sequence[int], sent: Sequence[int]) -> None:
+    def __init__(
+        self, group: Group, memory: Memory, number: int, received: Sequence[int], sent: Sequence[int], lineup: Lineup
+    ) -> None:
         self._group, self._memory, self._received, self._sent = group, memory, received, sent
+        self._columns = lineup.columns
         self.number = number
         self.headers = memory.headers
         """Where the headers of all windows are to be copied, for ``states``: uint8 [ranks, HEADER], on the host."""
-        start = sum(received[: group.rank])
+        start = lineup.starts[group.rank]
         self.all = memory.all[: sum(received)]
-        """The windows of all ranks, one behind the other."""
+        """The windows of all ranks, lined up."""
         self.own = memory.own[: sum(sent)] if len(sent) > 1 else self.all[start : start + sent[0]]
         """This rank's windows: among those of all ranks, where one is for all of them."""
         self._own_state = State.CONSUMING, ""
@@ -67,13 +73,8 @@ class Windows:
         group, sizes = self._group, ([*self._received], [*self._sent])
         if len(self._sent) > 1:
             self._works = [dist.all_to_all_single(self.all, self.own, *sizes, group=group.group, async_op=True)]
-        elif len({*self._received}) == 1:
-            self._works = [dist.all_gather_into_tensor(self.all, self.own, group=group.group, async_op=True)]
-        elif group.device.type == "cuda":
-            self._works = [dist.all_gather([*self.all.split(sizes[0])], self.own, group=group.group, async_op=True)]
-        else:  # gloo gathers what is alike alone
-            windows = zip(group.members, self.all.split(sizes[0]), strict=True)
-            self._works = [dist.broadcast(each, rank, group=group.group, async_op=True) for rank, each in windows]
+        else:
+            self._works = group.gather_windows(self.all, self.own, self._received, self._columns)
 
     def wait(self) -> None:
         """Make the current stream wait for all windows."""
@@ -112,6 +113,22 @@ def _message(header: bytes) -> str:
     return header[1:].rstrip(b"\0").decode(errors="replace")
 
 
+def _gather(group: dist.ProcessGroup | None, whole: Tensor, own: Tensor, widths: Sequence[int]) -> list[Any]:
+    """Begin to gather windows, one behind the other in ``whole``, where this rank's ``own`` lies at its place."""
+    if len({*widths}) == 1:
+        return [dist.all_gather_into_tensor(whole, own, group=group, async_op=True)]
+    windows = whole.split([*widths])
+    if whole.is_cuda:
+        return [dist.all_gather([*windows], own, group=group, async_op=True)]
+    pairs = zip(dist.get_process_group_ranks(group), windows, strict=True)  # gloo gathers what is alike alone
+    return [dist.broadcast(each, rank, group=group, async_op=True) for rank, each in pairs]
+
+
+def _wait(works: Iterable[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
 class Memory:
     """What messages take, one after the other: so many bytes received, and sent if not from among them."""
 
@@ -127,13 +144,22 @@ class Memory:
 class Group:
     """A process group with the things that an export does in it. Ranks are ranks of the group."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        column: dist.ProcessGroup | None = None,
+        stage: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Wrap a group; of one of many pipeline stages, also its ranks at this rank's place, and those of its stage."""
         self.group = group if group is not None else dist.group.WORLD
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
         self.members = dist.get_process_group_ranks(self.group)
         """Their ranks in the world."""
         self.device = self._device()
+        self._grid = (column, stage) if column and stage and self._are_grid(column, stage) else None
+        self._stream = torch.cuda.Stream() if self._grid and self.device.type == "cuda" else None
         self._headers: dict[tuple[State, str], Tensor] = {}
 
     def _device(self) -> torch.device:
@@ -150,8 +176,56 @@ class Group:
         """
         dense, experts = groups.mp.size(), groups.tp_ep_pp.size()
         if dense % experts == 0:
-            return cls(groups.mp)
-        return cls(groups.tp_ep_pp if experts % dense == 0 else None)
+            return cls(groups.mp, column=groups.pp, stage=groups.tp)
+        if experts % dense == 0:
+            return cls(groups.tp_ep_pp, column=groups.pp, stage=groups.tp_ep)
+        return cls(None)
+
+    def _are_grid(self, column: dist.ProcessGroup, stage: dist.ProcessGroup) -> bool:
+        """Whether there are many ranks, stage by stage, each as many as ``stage``, through which ``column`` leads."""
+        row, place = divmod(self.rank, stage.size())
+        in_column, in_stage = (dist.get_process_group_ranks(each) for each in (column, stage))
+        return (
+            self.size == column.size() * stage.size() > FLAT
+            and self.members[place :: stage.size()] == in_column
+            and self.members[row * stage.size() :][: stage.size()] == in_stage
+        )
+
+    @property
+    def num_stages(self) -> int:
+        """By which windows that are not alike are to travel; 1 is in one step."""
+        return self._grid[0].size() if self._grid else 1
+
+    def gather_windows(self, whole: Tensor, own: Tensor, widths: Sequence[int], columns: Sequence[int]) -> list[Any]:
+        """Begin to gather windows, which lie in ``whole`` one behind the other, or column by column.
+
+        Those of columns first go to this rank's column, and then with all others of that to its stage. On a GPU, what
+        several communicators do is enqueued on a stream of its own, one after the other.
+        """
+        if self._grid is None:
+            return _gather(self.group, whole, own, widths)
+        column, stage = self._grid
+        with self._beside_current():
+            if columns:
+                place = dist.get_rank(stage)
+                mine = whole.split([*columns])[place]
+                _wait(_gather(column, mine, own, widths[place :: stage.size()]))
+                works = _gather(stage, whole, mine, columns)
+            else:
+                works = _gather(self.group, whole, own, widths)
+            if self._stream is not None:
+                _wait(works)
+        return works
+
+    @contextmanager
+    def _beside_current(self) -> Iterator[None]:
+        """On a stream of its own, behind what is enqueued on the current one by now."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
 
     def agrees(self, is_well: bool) -> bool:
         """Whether it is so on every rank: the small collective with which an export begins and ends."""
