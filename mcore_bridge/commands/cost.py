@@ -16,8 +16,9 @@ class Cost:
 
     Attributes:
         num_ranks: that export together.
-        num_messages: collectives, or pairs of them where they go by stages (``weights/lineup.py``); beside them there are three small all-reduces: to find the plan that all have, to say
-            that all can begin, and that all have come to the end; and one wherever the size of messages changes.
+        num_messages: collectives, or pairs of them where they go by stages (``weights/lineup.py``); beside them there
+            are three small all-reduces: to find the plan that all have, to say that all can begin, and that all have
+            come to the end; and one wherever the size of messages changes.
         sent: bytes of a rank's own windows. Those that ranks send at once are as wide as the fullest of them.
         weights: bytes of weights in ``sent``, on the rank with most of them.
         received: bytes of the windows of the others.
