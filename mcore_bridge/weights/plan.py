@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from mcore_bridge.weights.cut import Piece, Streams, pieces
+from mcore_bridge.weights.cut import HEADER, Piece, Streams, pieces
 from mcore_bridge.weights.entries import Entry
 from mcore_bridge.weights.footprint import opened
 from mcore_bridge.weights.mapping import unstacked
@@ -60,7 +60,8 @@ class Message:
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """What lies in the windows, found anew each time: all pieces of all messages would be many millions."""
-        return tuple(piece for sender in range(len(self.streams)) for piece in self.pieces_of(sender))
+        senders = (sender for sender, width in enumerate(self.widths) if width != HEADER)  # which is all of an idle one
+        return tuple(piece for sender in senders for piece in self.pieces_of(sender))
 
     def pieces_of(self, sender: int) -> Iterator[Piece]:
         """What lies in the window of one rank."""
