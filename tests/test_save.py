@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import mcore_bridge as mb
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.weights import swap
 from mcore_bridge.weights.checkpoint import Checkpoint
 from tests import fake_mesh, memory, pool
 from tests.strategies import random_state, tiny
@@ -201,6 +202,16 @@ def test_a_file_is_never_held_in_memory(tmp_path):
     (path,) = (tmp_path / "out").glob("*.safetensors")
     assert path.stat().st_size > 10 * 8000 * 384 * 4
     assert added <= path.stat().st_size // 2
+
+
+def test_what_takes_the_place_of_a_folder_is_on_disk_before(tmp_path, alone, monkeypatch):
+    flushed, at_exchange, flush, exchange = set(), [], os.fsync, swap._exchange
+    monkeypatch.setattr(os, "fsync", lambda file: (flushed.add(os.fstat(file).st_ino), flush(file)))
+    monkeypatch.setattr(swap, "_exchange", lambda *paths: (at_exchange.append({*flushed}), exchange(*paths))[1])
+    for value in (1.0, 2.0):
+        mb.save_hf_checkpoint(build_one(value), tmp_path / "out", max_shard_bytes=100_000)
+    (found,) = at_exchange  # there was nothing to replace at first
+    assert {path.stat().st_ino for path in (tmp_path / "out").iterdir()} <= found
 
 
 def crash_at(event, models, folder):

@@ -1,6 +1,6 @@
 """A folder changes in one step: everything is in a folder beside it, which then takes its place.
 
-Whichever process dies, whenever, the target is the old folder or the new one.
+Whichever process dies, or the machine, whenever, the target is the old folder or the new one.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ def clear_stale(target: Path, staging: Path) -> None:
 def replace(target: Path, staging: Path, dropped: Iterable[str]) -> None:
     """Put ``staging`` in the place of ``target``, which keeps files that are not written anew, but for ``dropped``.
 
+    What was there is removed, so what takes its place is on disk first.
     Where the file system cannot exchange two folders, two renames do it, and a crash just between them leaves the old
     folder as ``.NAME.old``.
 
@@ -79,6 +80,7 @@ def replace(target: Path, staging: Path, dropped: Iterable[str]) -> None:
     if not target.exists():
         staging.rename(target)
         return
+    _flush(staging)
     for path in target.iterdir():
         new = staging / path.name
         if not new.exists() and not any(fnmatchcase(path.name, pattern) for pattern in dropped):
@@ -91,6 +93,14 @@ def replace(target: Path, staging: Path, dropped: Iterable[str]) -> None:
     target.rename(old)
     staging.rename(target)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _flush(folder: Path) -> None:
+    """Wait until the files of a folder are on disk; of another machine's, as far as the file system has them."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
 
 
 def _link(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
