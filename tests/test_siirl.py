@@ -1,6 +1,7 @@
 """siiRL's own Megatron workers, driving us. Runs where siiRL is installed: docs/verl.md says how."""
 
 import importlib.util
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from mcore_bridge import ParallelDims
 from tests import pool, stepping, zoo
 from tests.siirl_worker import LINES, NEEDED, PAGE, arguments_of, batch_of, in_siirl, siirl_module, synced
 from tests.strategies import random_state, save
+from tests.test_trainer_settings import SIIRL
 from tests.test_trainers import read
 from tests.trainer_calls import violations
 from tests.verl_life import differing, far, with_tokenizer
@@ -182,6 +184,10 @@ def test_the_lines_of_the_page_reach_siirls_arguments():
         for name in path.split("."):
             at = getattr(at, name)
         assert str(at) == value
+
+
+def test_the_page_has_every_key_of_siirls_megatron():
+    assert {field.name for field in fields(siirl_module("params.model_args").MegatronArguments)} == SIIRL
 
 
 def unknown(folder: str) -> str:

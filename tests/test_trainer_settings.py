@@ -41,6 +41,7 @@ VALUES: dict[str, Any] = {
     "context_parallel_size": 2,
     "mtp_num_layers": None,
     "mtp_loss_scaling_factor": 0.25,
+    "max_seqlen_per_dp_cp_rank": 4096,
     "moe_expert_capacity_factor": 1.5,
     "dsa_indexer_loss_coeff": 0.5,
     "normalization": "RMSNorm",

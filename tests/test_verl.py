@@ -16,7 +16,7 @@ from mcore_bridge.errors import ConfigError
 from tests import pool, stepping, tiny, zoo
 from tests.strategies import random_state, save
 from tests.test_convert import quiet
-from tests.test_trainer_settings import ENGINE, SIIRL
+from tests.test_trainer_settings import BECOMES, ENGINE, SIIRL
 from tests.test_trainers import read
 from tests.trainer_calls import attention_switches
 from tests.verl_engine import SWITCH, CpuForCuda, engine_of, kernels_on_cpu, own_processes, use_us_on_cpu
@@ -136,6 +136,7 @@ def test_the_page_has_every_key_of_the_engine():
     (path,) = importlib.util.find_spec("verl").submodule_search_locations
     theirs = yaml.safe_load((Path(path) / "trainer" / "config" / "engine" / "megatron.yaml").read_text())
     assert SIIRL | theirs.keys() - {"_target_"} == ENGINE
+    assert theirs["override_transformer_config"].keys() <= BECOMES.keys()
 
 
 REFUSED = {

@@ -1,12 +1,14 @@
 """verl's own test of its actor's engine, with our plug-in, in processes that Ray starts: on CPUs, or on GPUs.
 
 docs/verl.md says how to install Ray and verl and where verl's tests have to be. Their file is run as it is, on random
-models in the folders where it looks for published ones; of megatron it asks one rank, or eight as TP2 PP2 CP2.
+models in the folders where it looks for published ones; of megatron it asks one rank, or eight as TP2 PP2 CP2. The
+checkout also has verl's examples, whose settings docs/verl.md has to have.
 """
 
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -17,6 +19,7 @@ import torch
 
 from tests.strategies import random_state, save, tiny
 from tests.test_gpu import SIZES
+from tests.test_trainer_settings import BECOMES
 
 FILE = Path(__file__).parent.parent.parent / "verl" / "tests" / "models" / "test_engine.py"
 pytestmark = [
@@ -81,3 +84,11 @@ def test_an_actor_on_gpus(vanilla, num_ranks, tmp_path):
     settings = {"VERL_USE_EXTERNAL_MODULES": "mcore_bridge.trainers.verl", "CUDA_VISIBLE_DEVICES": seen}
     said = run(tmp_path, num_ranks, vanilla, **settings)
     assert "1 passed" in said, said[-5000:]
+
+
+def test_every_setting_of_verls_examples_is_on_the_page():
+    """Of its scripts, configs and guides: each X of ``override_transformer_config.X``."""
+    paths = [path for kind in ("sh", "yaml", "md", "rst") for path in FILE.parents[2].rglob(f"*.{kind}")]
+    keys = {key for path in paths for key in re.findall(r"override_transformer_config\.(\w+)", path.read_text())}
+    assert len(keys) > 40, "examples are elsewhere now"
+    assert keys - BECOMES.keys() == set()
