@@ -117,6 +117,64 @@ def of_replicas(dims, dispatcher, batches, options):
     return rows, found.log_probs
 
 
+BALANCED = {
+    "aux_loss": ("qwen3_moe", {"moe_aux_loss_coeff": 0.05, "moe_router_load_balancing_type": "aux_loss"}),
+    "seq_aux_loss": ("qwen3_moe", {"moe_aux_loss_coeff": 0.05, "moe_router_load_balancing_type": "seq_aux_loss"}),
+    "z_loss": ("qwen3_moe", {"moe_z_loss_coeff": 0.05}),
+    "bias": ("deepseek_v3", {"moe_router_bias_update_rate": 1e-3}),
+    "softmax bias": ("ernie4_5_moe", {"moe_router_bias_update_rate": 1e-3}),
+}
+
+
+def balanced(kind, dims, ways):
+    """What routers learn of one batch, padded in each of some ways: gradients, and tokens of each expert."""
+    name, overrides = BALANCED[kind]
+    hf, found = zoo.cases()[name].hf, []
+    for options in ways:
+        with stepping.mesh(dims):
+            how = {"dims": dims, "dtype": torch.float32, "device": "cpu", "load_weights": random_state(hf)}
+            models = mb.build_model(hf, **how, overrides=overrides)
+            wrapped = stepping.wrap(models)
+            models[0].config.finalize_model_grads_func = None  # which takes the counts to other places
+            try:
+                mb.forward(wrapped, *batch_of(hf), loss=lambda out, rows: out.log_probs.sum() * 0, **options)
+            except BatchError as error:
+                return str(error)
+            routers = [module for chunk in models for name, module in chunk.named_modules() if name.endswith("router")]
+            learnt = [router.weight.main_grad for router in routers]
+            counts = [router.local_tokens_per_expert for router in routers if router.expert_bias is not None]
+            for each in (*learnt, *counts):
+                torch.distributed.all_reduce(each, group=models[0].pg_collection.tp_cp)
+            found.append([each.clone() for each in (counts or learnt)])
+    return found
+
+
+@pytest.mark.parametrize(
+    "dims", [mb.ParallelDims(), mb.ParallelDims(tp=2, sp=True), mb.ParallelDims(tp=2, pp=2, sp=True)], ids=str
+)
+@pytest.mark.parametrize("kind", BALANCED)
+def test_routers_learn_nothing_from_padding(kind, dims):
+    """All of it is one token, which goes to the same experts. Of ranks that have parts of a sequence, z_loss is a mean
+    over their own means, which depends on where they are cut."""
+    if kind == "z_loss" and dims.sp:
+        pytest.skip("megatron-core takes the mean of each rank's tokens")
+    packed = [{"multiple_of": 1}, {"multiple_of": 64}, {"multiple_of": 64, "packed": False}]
+    ways = packed[:2] if kind == "seq_aux_loss" else packed  # of rows, it is a mean over these
+    for found in pool.run(smallest_world(dims), balanced, kind, dims, [{"micro_batch_size": 1, **way} for way in ways]):
+        first, *others = found
+        assert first
+        assert all(float(each.abs().sum()) > 0 for each in first)
+        for other in others:
+            for known, each in zip(first, other, strict=True):
+                torch.testing.assert_close(each, known, rtol=1e-4, atol=1e-7)
+
+
+def test_microbatches_of_padding_alone_are_refused_where_they_would_be_divided_by():
+    dims = mb.ParallelDims(pp=2, vp=2)
+    message = "each microbatch must have a token that counts"
+    assert all(message in found for found in pool.run(2, balanced, "aux_loss", dims, [{"micro_batch_size": 3}]))
+
+
 SHARED = [mb.ParallelDims(ep=2), mb.ParallelDims(tp=2, ep=4, sp=True), mb.ParallelDims(pp=2, ep=2)]
 
 
@@ -142,6 +200,33 @@ def test_replicas_that_share_experts_have_tokens_of_their_own(dispatcher, dims, 
 )
 def test_replicas_that_would_wait_for_each_other_are_refused(dispatcher, options, words):
     assert all(words in found for found in pool.run(2, of_replicas, SHARED[0], dispatcher, [[0], [0, 1]], options))
+
+
+def refused_somewhere(dims, batches):
+    """How a rank raises whose replica, or whose neighbour, cannot take its batch."""
+    hf = zoo.cases()["qwen3_moe"].hf
+    with stepping.mesh(dims):
+        how = {"dims": dims, "dtype": torch.float32, "device": "cpu", "load_weights": random_state(hf)}
+        models = mb.build_model(hf, **how)
+        with pytest.raises(BatchError) as caught:
+            mb.forward(models, batches[parallel_state.get_data_parallel_rank()])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("dims", SHARED, ids=str)
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (torch.full((2, 3), 1 << 20), "input_ids must be 0 to 95"),
+        (torch.zeros(2, 0, dtype=torch.int64), "at least one token, found (2, 0)"),
+        (torch.zeros(4, dtype=torch.int64), "at least one token, found (4,)"),
+    ],
+)
+def test_a_batch_that_one_replica_cannot_take_raises_on_all_that_share_its_experts(batch, message, dims):
+    batches = [torch.ones(2, 3, dtype=torch.int64), batch]
+    found = pool.run(smallest_world(dims), refused_somewhere, dims, batches, timeout=60)
+    assert sum(message in each for each in found) == len(found) // 2
+    assert sum("cannot take its batch" in each for each in found) == len(found) // 2
 
 
 @pytest.mark.parametrize(

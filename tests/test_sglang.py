@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ FED = {
     "minimax_m2": Fed("minimax_m2", {}, {**QK_NORM, "scoring_func": "sigmoid", "use_routing_bias": True}),
     "ministral3": Fed("ministral3"),
     "mistral": Fed("mistral-window"),
-    "mixtral": Fed("mixtral"),
+    "mixtral": Fed("mixtral", WIDE),
     "olmo2": Fed("olmo2", WIDE),
     "olmoe": Fed("olmoe-normalised", {"num_key_value_heads": 8}),
     "phi3": Fed("phi3"),
@@ -202,6 +203,50 @@ def feed(name: str, out: str) -> tuple[list[str], set[str]]:
         return found, sglang_engine.unused(updater, served, [[(n, exported[n]) for n in group] for group in groups])
 
 
+OTHERWISE: Mapping[str, Callable[[int], dict[str, Any]]] = {
+    "gemma3_text": lambda rank: {"whole": ("model.embed_tokens.weight",)},
+    "minimax_m2": lambda rank: {"cuts": (("*.q_norm.weight", 2, rank), ("*.k_norm.weight", 2, rank))},
+}
+"""What an ``EngineRank`` has to say of families that SGLang cuts otherwise than megatron-core."""
+CHANGED = ("gemma", "gpt_oss", "gpt_oss-uneven")
+"""Families of which SGLang transposes tensors, or adds to them, as it reads them."""
+
+
+def slices(name: str, out: str) -> tuple[int, int, int]:
+    """Runs in a worker, which trains a stage and serves a rank: how many rows of its slices and of the engine's
+    parameters are alike, and how many each has alone."""
+    from tests import sglang_engine
+
+    fed, folder, rank, size = FED[name], Path(out), dist.get_rank(), dist.get_world_size()
+    fed = replace(fed, changes={**fed.changes, "intermediate_size": 128})  # on CPU alone, others are padded first
+    if "shared_expert_intermediate_size" in fed.hf.to_dict():
+        fed = replace(fed, changes={**fed.changes, "shared_expert_intermediate_size": 64})
+    dims, state = mb.ParallelDims(pp=size), random_state(fed.hf, dtype=torch.bfloat16)
+    dims.initialize(device="cpu")
+    models = mb.build_model(fed.hf, dims=dims, dtype=torch.bfloat16, device="cpu", load_weights=state)
+    if rank == 0:
+        write(fed, state, folder)
+    dist.barrier()
+    target = replace(mb.engine_ranks(tp=size)[rank], **OTHERWISE.get(name, lambda rank: {})(rank))
+    ours = mb.to_hf_state_dict(models, target=target)
+    with sglang_engine.server(out) as server:
+        theirs = dict(server.read(out).named_parameters())
+        mine, served = rows_of(ours.values()), rows_of(theirs.values())
+    return (mine & served).total(), (mine - served).total(), (served - mine).total()
+
+
+def rows_of(tensors: Iterable[Tensor]) -> Counter[bytes]:
+    """All rows but those of zeros, which pad: an engine may have several tensors in one, one behind the other.
+
+    Of vectors, which it cuts and joins as well, each number is a row.
+    """
+    found: Counter[bytes] = Counter()
+    for tensor in tensors:
+        rows = tensor.detach().bfloat16().float().reshape(-1, tensor.shape[-1] if tensor.dim() > 1 else 1)
+        found.update(row.tobytes() for row in rows[rows.any(1)].numpy())
+    return found
+
+
 def in_halves(name: str, out: str) -> list[str]:
     """Runs in a worker: what differs when each tensor comes in a call of its own."""
     from tests import sglang_engine
@@ -242,6 +287,14 @@ def test_the_engine_holds_what_it_reads_from_files(name, tp, tmp_path):
     found, unused = zip(*pool.run(tp, feed, name, str(tmp_path)), strict=True)
     assert found == ([],) * tp
     assert set.intersection(*unused) == set()
+
+
+@pytest.mark.parametrize("name", [name for name in FED if name not in CHANGED])
+def test_slices_are_what_each_rank_of_the_engine_holds(name, tmp_path):
+    """What ``engine_ranks`` cuts, from a trainer that is cut otherwise, is what SGLang cuts by itself."""
+    for alike, ours, theirs in pool.run(2, slices, name, str(tmp_path)):
+        assert alike > 100
+        assert (ours, theirs) == (0, 0)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite", "qwen3"])

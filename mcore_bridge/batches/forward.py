@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mcore_bridge.batches.collectives import from_last, gather
 from mcore_bridge.batches.logprobs import log_probs
-from mcore_bridge.batches.microbatches import micro_batches
+from mcore_bridge.batches.microbatches import alike, balances, micro_batches, require_tokens
 from mcore_bridge.batches.packing import PackedSequences, unpack_sequences
 from mcore_bridge.errors import BatchError
 from mcore_bridge.weights.bound import Models, chunks_of, noted
@@ -78,25 +78,42 @@ def forward(
 
     Raises:
         BatchError: shapes do not fit each other, the batch is empty, a token is none of the vocabulary, or replicas
-            that share experts would wait for each other.
+            that share experts would wait for each other; on all that share experts, where it is so on any of them.
     """
-    if input_ids.dim() != 2 or not len(input_ids):
-        raise BatchError(f"input_ids must be [batch, seq] with at least one row, found {tuple(input_ids.shape)}")
-    attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    if attention_mask.shape != input_ids.shape:
-        raise BatchError(f"attention_mask {tuple(attention_mask.shape)} must be as input_ids {tuple(input_ids.shape)}")
     chunks, chunk = [models] if isinstance(models, nn.Module) else [*models], chunks_of(models)[0]
     _check(chunk, packed=packed, learns=loss is not None)
-    size = micro_batch_size or (1 if chunk.pg_collection.pp.size() > 1 else len(input_ids))
-    rows = [slice(start, min(start + size, len(input_ids))) for start in range(0, len(input_ids), size)]
     provenance = noted(models, hf, head)
-    _check_tokens(input_ids, attention_mask, provenance.hf.vocab_size)
-    cut = micro_batches(chunk, input_ids, attention_mask, size, len(chunks), packed=packed, multiple_of=multiple_of)
-    return _Run(chunk, provenance, cut, rows, temperature, loss)(chunks)
+
+    def pack(min_tokens: int) -> list[PackedSequences]:
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        _check_batch(input_ids, mask, micro_batch_size, provenance.hf.vocab_size)
+        size = micro_batch_size or _all_rows(chunk, input_ids)
+        cut = partial(micro_batches, packed=packed, multiple_of=multiple_of, min_tokens=min_tokens)
+        found = cut(chunk, input_ids, mask, size, len(chunks))
+        if loss is not None:
+            require_tokens(chunk, found)
+        return found
+
+    found = alike(chunk, pack, input_ids.device)
+    size = micro_batch_size or _all_rows(chunk, input_ids)
+    rows = [slice(start, min(start + size, len(input_ids))) for start in range(0, len(input_ids), size)]
+    return _Run(chunk, provenance, found, rows, temperature, loss)(chunks)
 
 
-def _check_tokens(input_ids: Tensor, attention_mask: Tensor, vocab_size: int) -> None:
-    """Refuse tokens beyond the vocabulary: its padding has rows for some, and their log-probs would be wrong."""
+def _all_rows(chunk: GPTModel, input_ids: Tensor) -> int:
+    """How many rows go at once where nobody says."""
+    return 1 if chunk.pg_collection.pp.size() > 1 else len(input_ids)
+
+
+def _check_batch(input_ids: Tensor, attention_mask: Tensor, micro_batch_size: int | None, vocab_size: int) -> None:
+    """Refuse shapes that do not fit, and tokens beyond the vocabulary: its padding has rows for some, and their
+    log-probs would be wrong."""
+    if input_ids.dim() != 2 or not input_ids.numel():
+        raise BatchError(f"input_ids must be [batch, seq] with at least one token, found {tuple(input_ids.shape)}")
+    if attention_mask.shape != input_ids.shape:
+        raise BatchError(f"attention_mask {tuple(attention_mask.shape)} must be as input_ids {tuple(input_ids.shape)}")
+    if micro_batch_size is not None and micro_batch_size < 1:
+        raise BatchError(f"micro_batch_size must be at least 1, found {micro_batch_size}; None is as many as fit")
     low, high = input_ids.where(attention_mask != 0, 0).aminmax()
     if int(low) < 0 or int(high) >= vocab_size:
         raise BatchError(f"input_ids must be 0 to {vocab_size - 1} where attention_mask counts, found {low} to {high}")
@@ -111,6 +128,11 @@ def _check(chunk: GPTModel, *, packed: bool, learns: bool) -> None:
         raise BatchError(
             f"mtp_num_layers={config.mtp_num_layers} has megatron-core add a loss of its own, for which forward has no "
             "labels: build without MTP layers, or call the model with labels"
+        )
+    if learns and balances(config) and config.moe_router_enable_expert_bias and not hasattr(chunk, "bridge"):
+        raise BatchError(
+            "megatron-core's own routers with expert_bias cannot leave padding out, which would count as tokens: build "
+            "the model by build_model, or without moe_router_bias_update_rate and losses of routers"
         )
     if not chunk.parallel_output and config.tensor_model_parallel_size > 1:
         raise BatchError("parallel_output=False gathers logits that forward wants where they are: build without it")
@@ -154,8 +176,19 @@ class _Run:
 
     def _step(self, iterator: Iterator[tuple[int, PackedSequences]], model: nn.Module) -> tuple[Tensor, Any]:
         number, batch = next(iterator)
-        output = model(batch.input_ids, batch.position_ids, None, packed_seq_params=batch.packed_seq_params)
+        options = {"packed_seq_params": batch.packed_seq_params, **self._padding(batch, model)}
+        output = model(batch.input_ids, batch.position_ids, None, **options)
         return output, partial(self._finish, number)
+
+    def _padding(self, batch: PackedSequences, model: nn.Module) -> dict[str, Tensor]:
+        """What routers are not to learn from, where they learn from how many tokens each expert gets."""
+        chunk = chunks_of(model)[0]
+        if self._loss is None or not balances(chunk.config):
+            return {}
+        mask = batch.places[self._groups.cp.rank()] < 0
+        if chunk.config.sequence_parallel and not chunk.pre_process:  # megatron-core cuts it on the first stage alone
+            mask = mask.chunk(self._groups.tp.size(), 1)[self._groups.tp.rank()]
+        return {"padding_mask": mask}
 
     def _finish(self, number: int, output: Tensor, non_loss_data: bool = False) -> Any:
         """What comes of a microbatch on the last stage: its outputs, and first of all its loss if it has one."""

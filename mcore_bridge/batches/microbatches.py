@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,38 +27,57 @@ def micro_batches(
     *,
     packed: bool,
     multiple_of: int | None,
+    min_tokens: int,
 ) -> list[PackedSequences]:
-    """Of ``size`` rows each. With pipeline stages all are alike, and with virtual ones fill the last round.
-
-    Those of all ranks that share experts are alike where these do not ask each other how many tokens they have.
-    """
+    """Of ``size`` rows each, with as many tokens in a row at least; with virtual stages, they fill the last round."""
     groups = chunk.pg_collection
     stages = groups.pp.size()
     count = rounded_up(len(input_ids), size * stages if num_chunks > 1 else size)
     rows = list(zip(*(_filled(each, count).split(size) for each in (input_ids, attention_mask)), strict=True))
     dims = ParallelDims(tp=groups.tp.size(), cp=groups.cp.size(), sp=chunk.config.sequence_parallel)
     unit = multiple_of or tokens_in_fp8(chunk.config)
-    pack = partial(pack_sequences, dims=dims, cp_rank=groups.cp.rank(), packed=packed, multiple_of=unit)
-    found = [pack(*each) for each in rows]
-    longest = _longest(chunk, found)
-    if (stages == 1 and not _is_blind(chunk)) or all(each.num_tokens == longest for each in found):
-        return found
-    return [pack(*each, min_tokens=longest) for each in rows]
+    options = {"cp_rank": groups.cp.rank(), "packed": packed, "multiple_of": unit, "min_tokens": min_tokens}
+    return [pack_sequences(*each, dims=dims, **options) for each in rows]
 
 
-def _longest(chunk: GPTModel, found: Sequence[PackedSequences]) -> int:
+def alike(chunk: GPTModel, pack: Callable[[int], list[PackedSequences]], device: torch.device) -> list[PackedSequences]:
+    """The microbatches that ``pack`` makes of as many tokens in a row at least as it is given.
+
+    With pipeline stages all are alike; and so are those of all ranks that share experts, where these do not ask each
+    other how many tokens they have.
+
+    Raises:
+        BatchError: what ``pack`` raises; with experts, on all ranks that share them, which would wait for each other.
+    """
+    found: list[PackedSequences] = []
+    problem = None
+    try:
+        found = pack(0)
+    except BatchError as error:
+        problem = error
+    longest = _longest(chunk, found, problem, device)
+    one_by_one = chunk.pg_collection.pp.size() == 1 and not _is_blind(chunk)
+    return found if one_by_one or all(each.num_tokens == longest for each in found) else pack(longest)
+
+
+def _longest(
+    chunk: GPTModel, found: Sequence[PackedSequences], problem: BatchError | None, device: torch.device
+) -> int:
     """Tokens of a row of the longest microbatch: of all that share experts, where these must be alike.
 
     Raises:
         BatchError: on all of these, where one would wait for another for ever.
     """
-    own, count = max(each.num_tokens for each in found), len(found)
+    own, count = max((each.num_tokens for each in found), default=0), len(found)
     if not chunk.config.num_moe_experts:
+        if problem is not None:
+            raise problem
         return own
-    ids = found[0].input_ids
-    here = (own, ids.size(0)) if _is_blind(chunk) else (own, 0)
-    sizes = torch.tensor([*here, -here[1], count, -count], device=ids.device)
-    longest, rows, least, most, fewest = reduce_max(sizes, chunk.pg_collection.tp_ep).tolist()
+    here = (own, found[0].input_ids.size(0)) if found and _is_blind(chunk) else (own, 0)
+    sizes = torch.tensor([problem is not None, *here, -here[1], count, -count], device=device)
+    is_bad, longest, rows, least, most, fewest = reduce_max(sizes, chunk.pg_collection.tp_ep).tolist()
+    if is_bad:
+        raise problem or BatchError("a rank that shares experts with this one cannot take its batch, and says why")
     if most != -fewest:
         raise BatchError(
             f"replicas that share experts must take equally many microbatches, found {-fewest} to {most}; give all of "
@@ -71,6 +89,27 @@ def _longest(chunk: GPTModel, found: Sequence[PackedSequences]) -> int:
             f"microbatch, found {-least} to {rows}; set micro_batch_size, or let rows be packed"
         )
     return int(longest) if _is_blind(chunk) else own
+
+
+def balances(config: TransformerConfig) -> bool:
+    """Whether routers learn from how many tokens each expert gets."""
+    has_bias = config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate
+    return bool(config.num_moe_experts and (_has_auxiliary_loss(config) or config.moe_z_loss_coeff or has_bias))
+
+
+def _has_auxiliary_loss(config: TransformerConfig) -> bool:
+    coefficients = config.moe_aux_loss_coeff
+    return any(coefficients) if isinstance(coefficients, list) else bool(coefficients)
+
+
+def require_tokens(chunk: GPTModel, found: Sequence[PackedSequences]) -> None:
+    """Raise ``BatchError`` where the auxiliary loss of routers would be divided by no token."""
+    if _has_auxiliary_loss(chunk.config) and not all(bool((each.places >= 0).any()) for each in found):
+        raise BatchError(
+            "with moe_aux_loss_coeff each microbatch must have a token that counts, but one has none: leave out rows "
+            "of padding alone, and with virtual pipeline stages take a multiple of "
+            f"{chunk.pg_collection.pp.size()} microbatches"
+        )
 
 
 def _is_blind(chunk: GPTModel) -> bool:

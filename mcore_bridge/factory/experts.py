@@ -27,6 +27,8 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 class BiasedRouter(TopKRouter):
     """megatron-core's router, whose softmax scores may have a bias that takes part in the choice of experts only.
 
+    With a mask of padding, its own fails where it counts the tokens of each expert, for any bias (0.16.1 to 0.19.2).
+
     mcore asks the ``RouterReplay`` of a layer, where it has one, for the experts of each token and their weights. So we
     answer in its place, and ask it first: all that mcore does before and after, replay included, stays its own.
     """
@@ -41,6 +43,10 @@ class BiasedRouter(TopKRouter):
             )
         self.router_replay: Any = self.router_replay or SimpleNamespace(get_replay_topk=_computed)
         self.router_replay.get_replay_topk = functools.partial(self._chosen, self.router_replay.get_replay_topk)
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Count ``[tokens, experts]``, but for what is masked, ``[tokens]``."""
+        super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask[:, None])
 
     def _chosen(
         self, ask: Compute, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute: Compute
@@ -92,7 +98,7 @@ def adapt_experts(layer: Any, config: TransformerConfig, backend: str) -> None:
     if backend == "torch":
         submodules.router = Router
         submodules_of(submodules.experts).linear_fc2 = ExpertRowParallelLinear
-    elif has_softmax_bias(config):
+    elif config.moe_router_enable_expert_bias:
         submodules.router = BiasedRouter
 
 
