@@ -1,5 +1,7 @@
 """Packing and its inverse: every token once, in its place, with its successor, on any mesh; log-probs cut over tp."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -131,6 +133,36 @@ def test_log_probs_and_entropies_of_a_cut_vocabulary(world_size, temperature):
                 torch.testing.assert_close(log_prob, expected[0].detach())
                 torch.testing.assert_close(entropy, expected[1].detach())
             torch.testing.assert_close(torch.cat([grad for _, _, grad in found], -1), whole.grad)
+
+
+def peaks(num_tokens, vocab, chunk):
+    """Bytes that log-probs take, and their gradient, beside what they give, in fp32 chunks of logits in bf16."""
+    logprobs.CHUNK, kept = chunk, logprobs.CHUNK
+    logits = torch.randn(num_tokens, vocab).bfloat16().requires_grad_()
+    labels = torch.randint(0, vocab, (num_tokens,))
+    options = {"vocab_size": vocab, "group": dist.group.WORLD}
+    found, forward = peak_of(lambda: mb.log_probs(logits, labels, **options))
+    loss = found[0].sum() + found[1].sum()
+    _, backward = peak_of(loss.backward)
+    logprobs.CHUNK = kept
+    return [taken / (4 * chunk) for taken in (forward, backward - logits.nbytes)]
+
+
+def peak_of(function):
+    """What a function gives, and the most bytes that it has taken and not given back."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        found = function()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return found, max(
+        itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda each: each.start_ns()))
+    )
+
+
+def test_log_probs_take_few_chunks():
+    """Nothing that is as large as the logits: 64 MB four times are what the documentation says."""
+    ((forward, backward),) = pool.run(1, peaks, 4096, 1024, 1 << 18)
+    assert 1 < forward < 3.8
+    assert 1 < backward < 3.8
 
 
 def test_shapes_that_do_not_fit_are_refused():

@@ -203,11 +203,10 @@ def feed(name: str, out: str) -> tuple[list[str], set[str]]:
         return found, sglang_engine.unused(updater, served, [[(n, exported[n]) for n in group] for group in groups])
 
 
-OTHERWISE: Mapping[str, Callable[[int], dict[str, Any]]] = {
-    "gemma3_text": lambda rank: {"whole": ("model.embed_tokens.weight",)},
-    "minimax_m2": lambda rank: {"cuts": (("*.q_norm.weight", 2, rank), ("*.k_norm.weight", 2, rank))},
-}
-"""What an ``EngineRank`` has to say of families that SGLang cuts otherwise than megatron-core."""
+WHOLE = {"gemma3_text": ("model.embed_tokens.weight",)}
+"""What SGLang keeps whole."""
+CUT = {"minimax_m2": ("q_norm", "k_norm")}
+"""What it cuts, and megatron-core does not: norms over all heads."""
 CHANGED = ("gemma", "gpt_oss", "gpt_oss-uneven")
 """Families of which SGLang transposes tensors, or adds to them, as it reads them."""
 
@@ -227,8 +226,10 @@ def slices(name: str, out: str) -> tuple[int, int, int]:
     if rank == 0:
         write(fed, state, folder)
     dist.barrier()
-    target = replace(mb.engine_ranks(tp=size)[rank], **OTHERWISE.get(name, lambda rank: {})(rank))
+    target = mb.engine_ranks(tp=size, whole=WHOLE.get(name, ()))[rank]
     ours = mb.to_hf_state_dict(models, target=target)
+    for each in [each for each in ours if each.endswith(tuple(f"{norm}.weight" for norm in CUT.get(name, ())))]:
+        ours[each] = ours[each].chunk(size)[rank]
     with sglang_engine.server(out) as server:
         theirs = dict(server.read(out).named_parameters())
         mine, served = rows_of(ours.values()), rows_of(theirs.values())
