@@ -33,7 +33,8 @@ CHECKS = {
     "on TP2, nor prompts: arcee, deepseek_v2, ernie4_5, ernie4_5_moe, exaone_moe (prompts were), glm4_moe_lite, "
     "hunyuan_v1_dense, hunyuan_v1_moe, hy_v3, minimax_m2, ministral3, nemotron, olmoe, seed_oss, smollm3, starcoder2",
     "verl": "verl's own engine with our plug-in, through load, log-probs, a step, export, offload, save and resume",
-    "exchanges": "every `cp_comm_type` in bf16: log-probs and gradients are at most twice as far from fp32 as with "
+    "exchanges": "every `cp_comm_type` in bf16, `a2a+p2p` where one of its two levels has one rank: "
+    "log-probs and gradients are at most twice as far from fp32 as with "
     "torch's attention in bf16",
     "switches": "recompute, fusions, dispatchers and overlaps that change no gradient",
     "fp8": "computed in FP8 with parameters in bf16, in three recipes: log-probs at most 16 times and gradients at "
@@ -60,6 +61,8 @@ def page(folder: Path) -> str:
 def _days(records: Iterable[dict[str, Any]], check: str) -> str:
     """When a check ran."""
     days = sorted(record["date"] for record in records if record["check"] == check)
+    if not days:
+        return "not run yet"
     return days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
 
 

@@ -16,7 +16,7 @@ from mcore_bridge.commands.convert import convert
 from mcore_bridge.commands.whole import whole_model
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.checkpoint import Checkpoint
-from mcore_bridge.weights.torch_dist import TorchDistFolder
+from mcore_bridge.weights.torch_dist import TorchDistFolder, find_checkpoint
 from tests import memory, mtp_checkpoints, pool, stepping, zoo
 from tests.strategies import random_state, save, tiny
 from tests.test_experts import fused
@@ -337,6 +337,9 @@ def test_folders_with_nothing_to_convert_say_what_was_expected(tmp_path):
         (older / name).write_text("{}")
     with pytest.raises(CheckpointError, match=r"a config\.json, but neither \*\.safetensors nor .*save_pretrained"):
         convert(older, tmp_path / "back", on_event=quiet)
+    source = small(tmp_path / "hf")
+    with pytest.raises(CheckpointError, match="hf is a folder of HF, not of megatron-core: load it by load_hf_weights"):
+        find_checkpoint(source)
     for source in (tmp_path / "mistyped", older / "config.json"):
         with pytest.raises(CheckpointError, match=f"{source.name} is no folder: expected one of HF, or"):
             convert(source, tmp_path / "back", on_event=quiet)

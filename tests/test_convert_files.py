@@ -1,5 +1,6 @@
 """HF folders to Megatron's older files, one for each place on a mesh, and back."""
 
+import collections
 import os
 import subprocess
 from argparse import Namespace
@@ -220,6 +221,10 @@ class Settings:
         self.fields = fields
 
 
+class Mine(torch.Tensor):
+    """A tensor that torch alone does not know."""
+
+
 class Calls:
     """Would call a function when it is read."""
 
@@ -237,9 +242,34 @@ def test_objects_of_other_classes_are_passed_over_and_nothing_is_run(tmp_path):
         torch.save({"model": {"weight": torch.arange(3)}, "args": args}, path)
         assert read_torch_file(path)["model"]["weight"].tolist() == [0, 1, 2]
     torch.save({"model": {}, "args": Calls(os.system, f"touch {ran}")}, path)
-    with pytest.raises(CheckpointError, match=r"cannot be passed over \(posix\.system\); save it again"):
+    with pytest.raises(CheckpointError, match=r"cannot be passed over, of posix\.system \(.*\); save it again"):
+        read_torch_file(path)
+    for left in (
+        Calls(os.system, f"touch {ran}"),
+        collections.defaultdict(int, {"a": 1}),
+        torch.ones(1).as_subclass(Mine),
+    ):
+        torch.save({"model": {}, "args": left}, path)
+        with pytest.raises(CheckpointError, match=r"cannot be passed over, of .*save it again"):
+            read_torch_file(path)
+    torch.save({"model": {}}, path, pickle_protocol=4)
+    with pytest.raises(CheckpointError, match=r"cannot be passed over, of torch itself \(.*\); save it again"):
         read_torch_file(path)
     assert not ran.exists()
+
+
+def test_what_is_no_state_of_a_chunk_is_told_apart(tmp_path):
+    path = tmp_path / NAME
+    weight = torch.arange(3)
+    torch.save({"model": {"weight": weight, "x._extra_state": None}, "model_config": Settings(), 1: 2}, path)
+    assert list(read_rank_file(path)) == ["model"]
+    for state, message in (
+        (Settings(), "a dict of tensors as 'model0', found Opaque"),
+        ({"w": Settings()}, r"\['w'\]"),
+    ):
+        torch.save({"model0": state}, path)
+        with pytest.raises(CheckpointError, match=message):
+            read_rank_file(path)
 
 
 # refusals -------------------------------------------------------------------------------------------------------------

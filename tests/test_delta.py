@@ -1,14 +1,25 @@
 """Linear attention by itself: the rule, gradients on every mesh against transformers', and what is refused."""
 
+import importlib.util
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.spec_utils import ModuleSpec
 from transformers import CONFIG_MAPPING
 
 from mcore_bridge import ParallelDims, build_model, to_layer_spec, to_transformer_config
 from mcore_bridge.errors import ConfigError, MeshError
-from mcore_bridge.factory.delta import CHUNK, GatedSelfAttention, TorchGatedDeltaNet, gated_delta_rule
+from mcore_bridge.factory.delta import (
+    CHUNK,
+    GatedSelfAttention,
+    TorchGatedDeltaNet,
+    _delta_spec,
+    gated_delta_rule,
+)
 from mcore_bridge.weights.names import Numbering, canonical
 from tests import pool, stepping, tiny
 from tests.fake_mesh import rank_of
@@ -229,3 +240,17 @@ def test_a_model_without_storage():
     with rank_of(ParallelDims(tp=2), 0, 2):
         (model,) = build_model(HF, dims=ParallelDims(tp=2), device="meta", load_weights=False)
         assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_megatrons_own_takes_its_place_from_the_release_on_that_packs_for_it(monkeypatch):
+    """Where flash-linear-attention is installed: before that release it refuses what ``forward`` gives it."""
+    te = ModuleType("transformer_engine")
+    te.TELayerNormColumnParallelLinear = te.TERowParallelLinear = object
+    monkeypatch.setitem(sys.modules, "megatron.core.extensions.transformer_engine", te)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name == "fla" else find_spec(name))
+    for release, module in (("0.16.1", TorchGatedDeltaNet), ("0.19.2", GatedDeltaNet)):
+        monkeypatch.setattr("mcore_bridge.config.release.installed", lambda release=release: release)
+        assert _delta_spec(to_transformer_config(HF), "te").module is module
+    monkeypatch.undo()
+    assert _delta_spec(to_transformer_config(HF), "torch").module is TorchGatedDeltaNet

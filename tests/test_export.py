@@ -590,6 +590,19 @@ def test_ranks_that_ask_for_different_buckets_are_told():
     pool.run(4, other_bucket_bytes, timeout=60)
 
 
+def nonsense():
+    models, _ = built()
+    asked = [{"bucket_bytes": 0}, {"bucket_bytes": "1MB"}, {"dtype": torch.int8}, {"dtype": {"*": "bfloat16"}}]
+    for options in asked:
+        here = options if dist.get_rank() == 1 else {}
+        with pytest.raises(ExportError, match=r"rank 1 of the group: (bucket_bytes|dtype) must be .*, found"):
+            mb.to_hf_state_dict(models, **here)
+
+
+def test_nonsense_on_one_rank_raises_on_all():
+    pool.run(4, nonsense, timeout=60)
+
+
 def export_wrapped():
     """Out of megatron-core's own wrappers, before and after a step of training, and with parameters on the CPU anew."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig

@@ -402,7 +402,7 @@ def test_what_a_head_says_is_at_its_token(head):
 
 
 def test_what_does_not_fit_is_refused():
-    with pytest.raises(BatchError, match="at least one row, found"):
+    with pytest.raises(BatchError, match="at least one token, found"):
         pool.run(1, refused)
 
 
@@ -412,6 +412,12 @@ def refused():
         ids = torch.zeros(2, 4, dtype=torch.long)
         with pytest.raises(BatchError, match=r"attention_mask \(3, 4\) must be as input_ids \(2, 4\)"):
             mb.forward(models, ids, torch.ones(3, 4))
+        with pytest.raises(
+            BatchError, match=r"input_ids must be int64, found torch\.float32: pass input_ids\.long\(\)"
+        ):
+            mb.forward(models, ids.float())
+        with pytest.raises(BatchError, match="micro_batch_size must be at least 1, found -1"):
+            mb.forward(models, ids, micro_batch_size=-1)
         models[0].config.context_parallel_size, models[0].config.cp_comm_type = 2, "all_gather"
         with pytest.raises(BatchError, match="cp_comm_type='all_gather' sequences cannot be packed: packed=False"):
             mb.forward(models, ids)

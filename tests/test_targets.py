@@ -476,6 +476,10 @@ def test_sizes_that_do_not_fit_are_refused(make, message):
         (EngineRank(tp=3), "does not divide 8 attention heads"),
         (EngineRank(pp=2, layers=(1, 1)), "have .* layers, the model 4"),
         (EngineRank(ep=16), "more than 8 experts"),
+        (
+            EngineRank(ep=1, etp=3),
+            r"gate_proj\.weight of shape \[16, 48\] cannot be cut for 3 ranks .*change tp, or etp",
+        ),
         ("all", "everything"),
     ],
 )

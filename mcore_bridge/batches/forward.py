@@ -110,6 +110,8 @@ def _check_batch(input_ids: Tensor, attention_mask: Tensor, micro_batch_size: in
     log-probs would be wrong."""
     if input_ids.dim() != 2 or not input_ids.numel():
         raise BatchError(f"input_ids must be [batch, seq] with at least one token, found {tuple(input_ids.shape)}")
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        raise BatchError(f"input_ids must be int64, found {input_ids.dtype}: pass input_ids.long()")
     if attention_mask.shape != input_ids.shape:
         raise BatchError(f"attention_mask {tuple(attention_mask.shape)} must be as input_ids {tuple(input_ids.shape)}")
     if micro_batch_size is not None and micro_batch_size < 1:
@@ -126,8 +128,8 @@ def _check(chunk: GPTModel, *, packed: bool, learns: bool) -> None:
         raise BatchError(f"with cp_comm_type={config.cp_comm_type!r} sequences cannot be packed: packed=False")
     if config.mtp_num_layers:
         raise BatchError(
-            f"mtp_num_layers={config.mtp_num_layers} has megatron-core add a loss of its own, for which forward has no "
-            "labels: build without MTP layers, or call the model with labels"
+            f"mtp_num_layers={config.mtp_num_layers} has megatron-core add a loss of its own to the caller's, for "
+            "which forward has no labels: build without MTP layers, or call the model with labels"
         )
     if learns and balances(config) and config.moe_router_enable_expert_bias and not hasattr(chunk, "bridge"):
         raise BatchError(

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
 
+SHORT = 512
+"""Tokens of a sequence of padding, where no other is longer."""
+
+
 @dataclass(frozen=True, slots=True)
 class PackedSequences:
     """What one context-parallel rank gives to a model, and where it belongs in the batch that it was made from.
@@ -79,12 +83,14 @@ def pack_sequences(
         min_tokens: of a row at least, on all context-parallel ranks together, so that microbatches are alike.
 
     Raises:
-        BatchError: shapes do not fit, or ``cp_rank`` is no rank of the mesh.
+        BatchError: shapes do not fit, there is no token, or ``cp_rank`` is no rank of the mesh.
     """
     dims = dims or ParallelDims()
     if input_ids.dim() != 2 or (attention_mask is not None and attention_mask.shape != input_ids.shape):
         shapes = [tuple(input_ids.shape), attention_mask if attention_mask is None else tuple(attention_mask.shape)]
         raise BatchError(f"input_ids and attention_mask must both be [batch, seq], found {shapes}")
+    if not input_ids.numel():
+        raise BatchError(f"input_ids must be [batch, seq] with at least one token, found {tuple(input_ids.shape)}")
     if not 0 <= cp_rank < dims.cp:
         raise BatchError(f"cp_rank must be 0 to {dims.cp - 1} at cp={dims.cp}, found {cp_rank}")
     each = 2 * dims.cp if dims.cp > 1 else 1
@@ -102,9 +108,13 @@ def pack_sequences(
 
 
 def _stretches(num_tokens: int, longest: int) -> list[int]:
-    """Padding as sequences that are no longer than the longest that is there, which a rope may go by; at least one."""
-    whole, rest = divmod(num_tokens, longest) if longest else (0, num_tokens)
-    return [*[longest] * whole, rest]
+    """Padding as sequences that are no longer than the longest that is there, which a rope may go by; at least one.
+
+    Nor so short that there are very many: no rope goes by as few tokens as ``SHORT``.
+    """
+    size = max(longest, SHORT)
+    whole, rest = divmod(num_tokens, size)
+    return [*[size] * whole, rest]
 
 
 def rounded_up(number: int, unit: int) -> int:

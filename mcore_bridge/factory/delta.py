@@ -1,7 +1,8 @@
 """Linear attention by the gated delta rule, and the output gate of the full attention that stands next to it.
 
-mcore's own ``GatedDeltaNet`` runs where flash-linear-attention is installed, with backend te. Elsewhere ours has its
-place: the same parameters, cut alike and saved alike, computed by torch in the order of transformers' own fallback.
+mcore's own ``GatedDeltaNet`` runs where flash-linear-attention is installed, with backend te, from the release on that
+packs sequences for it. Elsewhere ours has its place: the same parameters, cut alike and saved alike, computed by torch
+in the order of transformers' own fallback.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (the name by which all of PyTorch knows it)
 
+from mcore_bridge.config.release import Release
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.fallback import say
 from mcore_bridge.factory.modules import gather_text, own_text, packed_lengths, placement
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
 
+PACKED = Release("0.19", "refuses packed sequences in gated delta nets")
 CHUNK = 64
 """Tokens that are solved for together; the rule's result does not depend on it."""
 
@@ -59,13 +62,20 @@ def _delta_spec(config: TransformerConfig, backend: str) -> ModuleSpec:
         from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
         linears = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
-    fused = backend == "te" and importlib.util.find_spec("fla") is not None
-    if backend == "te" and not fused:
-        say("flash-linear-attention is not installed: gated delta nets compute in torch")
+    lacking = _lacking() if backend == "te" else "backend torch"
+    if backend == "te" and lacking:
+        say(f"{lacking}: gated delta nets compute in torch")
     return ModuleSpec(
-        module=GatedDeltaNet if fused else TorchGatedDeltaNet,
+        module=TorchGatedDeltaNet if lacking else GatedDeltaNet,
         submodules=GatedDeltaNetSubmodules(out_norm=HeadNorm, **linears),
     )
+
+
+def _lacking() -> str:
+    """Why megatron-core's own cannot run, if so."""
+    if importlib.util.find_spec("fla") is None:
+        return "flash-linear-attention is not installed"
+    return "" if PACKED.is_installed else f"megatron-core before {PACKED.version} {PACKED.reason}"
 
 
 class GatedSelfAttention(SelfAttention):
@@ -201,7 +211,8 @@ class TorchGatedDeltaNet(GatedDeltaNet):
         """
         if inference_context is not None or inference_params is not None:
             raise ConfigError(
-                "TorchGatedDeltaNet takes no inference context; use backend te with flash-linear-attention installed"
+                "TorchGatedDeltaNet takes no inference context; use backend te with flash-linear-attention installed "
+                f"and megatron-core {PACKED.version} or later"
             )
         mixed, _ = self.in_proj(hidden_states)
         parts = mixed.split(packed_lengths(packed_seq_params, self.cp_group.size())) if packed_seq_params else [mixed]

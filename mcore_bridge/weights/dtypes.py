@@ -22,6 +22,15 @@ def wanted_dtype(name: str, own: torch.dtype, dtypes: Dtypes) -> torch.dtype:
     return next((dtype for pattern, dtype in dtypes.items() if fnmatchcase(name, pattern)), own)
 
 
+def problem_of(dtypes: object) -> str:
+    """Why these are no ``Dtypes`` to cast weights to, if so."""
+    asked = [*dtypes.values()] if isinstance(dtypes, Mapping) else [dtypes]
+    wrong = [each for each in asked if not isinstance(each, torch.dtype) or not each.is_floating_point]
+    if dtypes is None or not wrong:
+        return ""
+    return f"dtype must be a floating torch.dtype, patterns of names to such, or None, found {wrong[0]!r}"
+
+
 def is_exact(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether every value of ``source`` is one of ``target``."""
     return source == target or (source, target) in _WIDENINGS

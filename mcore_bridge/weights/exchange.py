@@ -105,10 +105,10 @@ class _Exchange:
 
     def messages(self) -> Generator[Pairs, None, None]:
         """See ``run_messages``."""
-        self._sent[0].send()
-        for number in range(1, len(self._memory)):
-            self._advance(None, number)
         try:
+            self._sent[0].send()
+            for number in range(1, len(self._memory)):
+                self._advance(None, number)
             for number, message in enumerate(self._messages):
                 windows = self._arrived = self._sent.popleft()
                 windows.wait()

@@ -9,14 +9,14 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mcore_bridge.errors import ExportError, told
 from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, noted
-from mcore_bridge.weights.dtypes import Dtypes, wanted_dtype
+from mcore_bridge.weights.dtypes import Dtypes, problem_of, wanted_dtype
 from mcore_bridge.weights.entries import Inventory
 from mcore_bridge.weights.exchange import raise_failures, run_program
 from mcore_bridge.weights.lanes import plan_targets
@@ -99,7 +99,8 @@ def iter_hf_weights(
         MappingError: on every rank of the group, when what they hold together is no whole model.
         TargetError: on every rank of the group, when the model cannot be cut as the target of any of them says.
     """
-    export = open_export(models, hf, head, dialect=dialect, bucket_bytes=bucket_bytes, target=target)
+    options: dict[str, Any] = {"dialect": dialect, "bucket_bytes": bucket_bytes, "target": target}
+    export = open_export(models, hf, head, **options, problem=problem_of(dtype))
     gather_pending(models, export.group)
     with closing(run_program(export.program, export.group, export.bound.tensors, lend=not copy)) as pairs:
         if dtype is None and device is None:
@@ -153,6 +154,8 @@ def open_export(
     group = Group.of_replica(first.pg_collection)
     bound, error = None, problem
     try:
+        if bucket_bytes is not None and not (isinstance(bucket_bytes, int) and bucket_bytes > 0):
+            raise ExportError(f"bucket_bytes must be a number of bytes above 0, or None, found {bucket_bytes!r}")
         bound = bind(models, noted(models, hf, head), dialect=dialect)
     except Exception as failure:  # of files, too: the others must hear of it
         error = told(failure)

@@ -173,7 +173,7 @@ class Lanes:
         stream: tuple[Run, ...] = ()
         for stretch in stretches:
             stream += cut([stretch], self._row_bytes, [window], first=begins)[0]
-            begins = num_messages((stream,)) - 1 + GAP
+            begins = stream[-1].last() + GAP if stream else begins
         assert num_messages((stream,)) <= first + pace.times
         return stream
 

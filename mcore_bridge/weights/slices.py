@@ -111,7 +111,14 @@ class Slicer:
         found = []
         for part, (tp, rank) in enumerate(self._cuts(entry)):
             sizes = {**axes, "padded_vocab": self._target.padded(axes["vocab"], tp)}
-            found.append(_taken(binding.layout, shapes, tuple(sorted(sizes.items())), tp, rank)[part])
+            try:
+                found.append(_taken(binding.layout, shapes, tuple(sorted(sizes.items())), tp, rank)[part])
+            except (LookupError, ValueError, RuntimeError) as error:  # einops raises EinopsError, a RuntimeError
+                raise TargetError(
+                    f"{entry.hf[part]} of shape {list(shapes[part])} cannot be cut for {tp} ranks of the engine, which "
+                    "must divide what is cut (heads, or rows of an MLP): change tp, or etp of the experts, or name it "
+                    f"in whole= ({str(error).strip().splitlines()[-1]})"
+                ) from None
         return tuple(found)
 
 
@@ -182,11 +189,8 @@ def _taken(layout: Layout, part_shapes: tuple[Shape, ...], sizes: Sizes, tp: int
         joined = layout.steps[-3]
         if isinstance(joined, Concat) and _HEADS in joined.ratio and tp > axes["groups"]:
             return _repeated(layout, joined, part_shapes, axes, rank)
-    try:
-        (shards,) = layout(tuple(torch.empty(shape, device="meta") for shape in part_shapes), axes)
-        copies = [copy for copy in trace(layout, tuple(shards.shape[1:]), axes).to_mcore if copy.shard == rank]
-    except (LookupError, ValueError, RuntimeError) as error:  # einops raises EinopsError, a RuntimeError
-        raise TargetError(f"HF tensors of shapes {list(part_shapes)} cannot be cut for {tp} ranks: {error}") from None
+    (shards,) = layout(tuple(torch.empty(shape, device="meta") for shape in part_shapes), axes)
+    copies = [copy for copy in trace(layout, tuple(shards.shape[1:]), axes).to_mcore if copy.shard == rank]
     found: list[list[Indices]] = [[np.arange(0)] for _ in part_shapes]
     for copy in copies:
         found[copy.part].append(copy.part_start + copy.part_step * np.arange(copy.size))

@@ -106,7 +106,9 @@ def find_checkpoint(folder: Path) -> Path:
             return path
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder: expected one of HF, or a checkpoint of megatron-core")
-    if (folder / "config.json").is_file():
+    if any(folder.glob("*.safetensors")):
+        raise CheckpointError(f"{folder} is a folder of HF, not of megatron-core: load it by load_hf_weights")
+    if (folder / "config.json").is_file() and not latest:
         raise CheckpointError(
             f"{folder} has a config.json, but neither *.safetensors nor {CONFIG}: expected a folder of HF, or a "
             "checkpoint of megatron-core; save a HF model in other files again, by save_pretrained of transformers"

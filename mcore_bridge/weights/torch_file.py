@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_bridge.errors import CheckpointError
+from mcore_bridge.errors import CheckpointError, told
 from mcore_bridge.weights.disk import array_of, write_bytes
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
@@ -67,20 +67,22 @@ class Opaque:
 def read_torch_file(path: Path) -> dict[str, Any]:
     """What ``torch.save`` wrote, its tensors as views of the mapped file.
 
-    No code in it is run: in place of objects of other classes than torch's and Python's own, such as the arguments of a
-    trainer, there are ``Opaque`` ones.
+    No code in it is run: in place of objects of classes that torch does not take for safe, such as the arguments of a
+    trainer, there are ``Opaque`` ones. It cannot be so for subclasses of dict, list and Tensor.
 
     Raises:
         CheckpointError: it cannot be read so.
     """
+    others: list[str] = []
     try:
         others = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         with torch.serialization.safe_globals([(Opaque, name) for name in others]):
             found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except pickle.UnpicklingError as error:
+    except (pickle.UnpicklingError, TypeError, AttributeError, LookupError) as error:
+        found = ", ".join(sorted(others)) or "torch itself"
         raise CheckpointError(
-            f"{path} holds objects that cannot be passed over ({', '.join(sorted(others)) or error}); save it again "
-            "with nothing but tensors, numbers and text beside the model"
+            f"{path} holds what cannot be passed over, of {found} ({told(error).splitlines()[0]}); save it again with "
+            "nothing but tensors, numbers and text beside the model"
         ) from None
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}; copy it again") from None

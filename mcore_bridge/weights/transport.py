@@ -178,22 +178,23 @@ class Group:
         if dense % experts == 0:
             return cls(groups.mp, column=groups.pp, stage=groups.tp)
         if experts % dense == 0:
-            return cls(groups.tp_ep_pp, column=groups.pp, stage=groups.tp_ep)
+            return cls(groups.tp_ep_pp, column=groups.pp, stage=getattr(groups, "tp_ep", None))
         return cls(None)
 
     def _are_grid(self, column: dist.ProcessGroup, stage: dist.ProcessGroup) -> bool:
         """Whether there are many ranks, stage by stage, each as many as ``stage``, through which ``column`` leads."""
+        if min(column.size(), stage.size()) == 1 or not self.size == column.size() * stage.size() > FLAT:
+            return False
         row, place = divmod(self.rank, stage.size())
         in_column, in_stage = (dist.get_process_group_ranks(each) for each in (column, stage))
         return (
-            self.size == column.size() * stage.size() > FLAT
-            and self.members[place :: stage.size()] == in_column
+            self.members[place :: stage.size()] == in_column
             and self.members[row * stage.size() :][: stage.size()] == in_stage
         )
 
     @property
     def num_stages(self) -> int:
-        """By which windows that are not alike are to travel; 1 is in one step."""
+        """Pipeline stages by which windows that are not alike travel in two steps; 1 is in one step."""
         return self._grid[0].size() if self._grid else 1
 
     def gather_windows(self, whole: Tensor, own: Tensor, widths: Sequence[int], columns: Sequence[int]) -> list[Any]:
@@ -241,9 +242,10 @@ class Group:
         """The largest that any rank has of each number."""
         if self.size == 1:
             return list(map(int, numbers))
-        found = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
-        return [int(number) for number in found.tolist()]
+        with self._beside_current():
+            found = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+            return [int(number) for number in found.tolist()]
 
     def largest(self, number: int) -> int:
         """The largest of the numbers that the ranks have."""

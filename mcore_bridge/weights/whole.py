@@ -143,4 +143,4 @@ def _check(name: str, tensor: Tensor, spec: TensorSpec, dtype: torch.dtype | Non
         raise CheckpointError(f"{name} has shape {tuple(tensor.shape)}, the config takes {spec.shape}")
     if not is_exact(tensor.dtype, spec.dtype) and dtype is None:
         held, found = dtype_name(spec.dtype), dtype_name(tensor.dtype)
-        raise CheckpointError(f"{name} is {found}, and {held} cannot hold all its values; ask for {held} to cast it")
+        raise CheckpointError(f"{name} is {found}, and {held} cannot hold all its values; --dtype {held} casts")

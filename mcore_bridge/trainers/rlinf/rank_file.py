@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -10,12 +11,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mcore_bridge.errors import CheckpointError
 from mcore_bridge.trainers.rlinf.layout import ExtraState, FileLayout, RankFile
 from mcore_bridge.weights.extra_state import SUFFIX
 from mcore_bridge.weights.torch_dist import VERSION
 from mcore_bridge.weights.torch_file import read_torch_file, write_torch_file
 from mcore_bridge.weights.whole import Source
 
+_CHUNK = re.compile(r"model\d*")
 NAME = "model_optim_rng.pt"
 RELEASE = "release"
 
@@ -62,11 +65,16 @@ def read_rank_file(path: Path) -> dict[str, Mapping[str, Tensor]]:
     Raises:
         CheckpointError: it is damaged, or holds what only code can read.
     """
-    found = {key: value for key, value in read_torch_file(path).items() if key.startswith("model")}
-    return {
-        key: {name: tensor for name, tensor in state.items() if not name.endswith(SUFFIX)}
-        for key, state in found.items()
-    }
+    found = {key: value for key, value in read_torch_file(path).items() if _CHUNK.fullmatch(str(key))}
+    states: dict[str, Mapping[str, Tensor]] = {}
+    for key, state in found.items():
+        if not isinstance(state, Mapping):
+            raise CheckpointError(f"{path} must hold a dict of tensors as {key!r}, found {type(state).__name__}")
+        states[key] = {name: tensor for name, tensor in state.items() if not name.endswith(SUFFIX)}
+        others = [name for name, tensor in states[key].items() if not isinstance(tensor, Tensor | None)]
+        if others:
+            raise CheckpointError(f"{path} must hold tensors, found others as {others[:8]} of {key!r}")
+    return states
 
 
 def _extra_states(state: Mapping[str, object], extra_state: ExtraState) -> dict[str, Tensor | None]:
