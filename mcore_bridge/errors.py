@@ -1,5 +1,15 @@
 """Every error that we raise on purpose. Each message says what was expected, what was found and what to do."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FEW = 8
+"""Ranks that a message names one by one."""
+
 
 class BridgeError(Exception):
     """Base of all errors below: catch it to tell our refusals from crashes."""
@@ -40,3 +50,22 @@ class BatchError(BridgeError, ValueError):
 def told(error: BaseException) -> str:
     """What others are told of an error: a message of ours says enough, any other has its type before it."""
     return str(error) if isinstance(error, BridgeError) else f"{type(error).__name__}: {error}"
+
+
+def by_ranks(messages: Sequence[str]) -> str:
+    """What the ranks of a group say, each of it once; nothing where it is empty.
+
+    Args:
+        messages: of each rank, empty where it has none.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, message in enumerate(messages):
+        if message:
+            ranks.setdefault(message, []).append(rank)
+    found = []
+    for message, alike in ranks.items():
+        first = ", ".join(map(str, alike[:FEW])) + (f" and {len(alike) - FEW} more" if len(alike) > FEW else "")
+        some = f"ranks {first}" if len(alike) > 1 else f"rank {first}"
+        who = f"all {len(messages)} ranks" if len(alike) == len(messages) > 1 else some
+        found.append(f"{who} of the group: {message}")
+    return "; ".join(found)

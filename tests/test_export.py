@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import mcore_bridge as mb
-from mcore_bridge.errors import ExportError, MappingError
+from mcore_bridge.errors import ExportError, MappingError, by_ranks
 from mcore_bridge.weights import transport
 from mcore_bridge.weights.export import open_export
 from mcore_bridge.weights.footprint import AHEAD
@@ -588,6 +588,14 @@ def other_bucket_bytes():
 
 def test_ranks_that_ask_for_different_buckets_are_told():
     pool.run(4, other_bucket_bytes, timeout=60)
+
+
+def test_what_ranks_say_is_said_once():
+    assert by_ranks(["", "a", "b", "a"]) == "ranks 1, 3 of the group: a; rank 2 of the group: b"
+    assert by_ranks(["a"] * 3) == "all 3 ranks of the group: a"
+    assert by_ranks(["a"] * 12 + [""]) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more of the group: a"
+    assert by_ranks(["a"]) == "rank 0 of the group: a"
+    assert not by_ranks(["", ""])
 
 
 def nonsense():

@@ -14,7 +14,7 @@ from contextlib import closing
 import torch
 from torch import Tensor
 
-from mcore_bridge.errors import ExportError, told
+from mcore_bridge.errors import ExportError, by_ranks, told
 from mcore_bridge.weights.footprint import AHEAD
 from mcore_bridge.weights.moves import Buffers
 from mcore_bridge.weights.outputs import Outputs, Sources
@@ -64,9 +64,8 @@ def run_messages(
 
 def raise_failures(messages: Sequence[str]) -> None:
     """Raise ``ExportError`` if any rank sent a message."""
-    failures = [f"rank {rank} of the group: {message}" for rank, message in enumerate(messages) if message]
-    if failures:
-        raise ExportError("; ".join(failures))
+    if failures := by_ranks(messages):
+        raise ExportError(failures)
 
 
 def require_all(group: Group, problem: Exception | None) -> None:

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcore_bridge.errors import CheckpointError, told
+from mcore_bridge.errors import CheckpointError, by_ranks, told
 
 if TYPE_CHECKING:
     from mcore_bridge.weights.transport import Group
@@ -42,9 +42,8 @@ def on_all(world: Group, what: str) -> Iterator[None]:
         raise
     except BaseException as problem:  # torch's CheckpointException is no Exception; the others must hear of it, too
         error = told(problem)
-    failures = {rank: message for rank, message in enumerate(world.exchange(error)) if message}
-    if failures:
-        raise CheckpointError(f"{what}: {failures} (by rank)")
+    if failures := by_ranks(world.exchange(error)):
+        raise CheckpointError(f"{what}: {failures}")
 
 
 @contextmanager
