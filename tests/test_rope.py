@@ -15,6 +15,7 @@ from mcore_bridge.config.rope import Rope, _mscale, inverse_frequencies, rope_of
 from mcore_bridge.config.transformer import to_gpt_arguments, to_transformer_config
 from mcore_bridge.errors import ConfigError
 from tests.families import FAMILIES, ROPES, Json, built, family, spelling_4, spelling_5, write
+from tests.zoo import cases
 
 
 def _without_rope(model_type: str) -> Json:
@@ -188,3 +189,31 @@ def test_llama3_scaling_by_mcore_arguments_is_mcore_s_own_scaling() -> None:
         64, 1.0, rotary_base=500000, rope_scaling=True, rope_scaling_factor=32.0, use_cpu_initialization=True
     ).inv_freq
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+
+
+def test_fused_latent_attention_gets_the_cosines_that_mcore_would_give_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same yarn: in the kernel's shape and dtype, and with the attention factor."""
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+
+    from mcore_bridge.factory.rotary import LatentRotaryEmbedding
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    hf = cases()["deepseek_v3-yarn"].hf
+    config = to_transformer_config(hf, architecture_of(hf).fields)
+    ours = LatentRotaryEmbedding(config.hf_rope, cp_group=None)
+    theirs = YarnRotaryEmbedding(
+        config.qk_pos_emb_head_dim,
+        rotary_base=config.rotary_base,
+        scaling_factor=config.rotary_scaling_factor,
+        original_max_position_embeddings=config.original_max_position_embeddings,
+        beta_fast=config.beta_fast,
+        beta_slow=config.beta_slow,
+        mscale=config.mscale,
+        mscale_all_dim=config.mscale_all_dim,
+        use_cpu_initialization=True,
+    )
+    for dtype in (torch.float32, torch.bfloat16):
+        for mine, own in zip(*(each.get_cached_cos_sin(40, dtype=dtype) for each in (ours, theirs)), strict=True):
+            assert mine.dtype == own.dtype == dtype
+            torch.testing.assert_close(mine, own, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
+    assert float(ours.get_cached_cos_sin(1)[0].max()) != 1.0
