@@ -202,6 +202,36 @@ def test_replicas_that_would_wait_for_each_other_are_refused(dispatcher, options
     assert all(words in found for found in pool.run(2, of_replicas, SHARED[0], dispatcher, [[0], [0, 1]], options))
 
 
+RECOMPUTED = {
+    "deepseek_v3": ["core_attn", "mla_up_proj", "moe", "shared_experts"],
+    "gpt_oss": ["core_attn", "moe"],
+    "gemma2": ["core_attn"],
+}
+
+
+def gradients(name, dims, modules):
+    """Of all parameters, where what some modules compute is computed again on the way back."""
+    hf = zoo.cases()[name].hf
+    again = {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
+    with stepping.mesh(dims):
+        how = {"dims": dims, "dtype": torch.float32, "device": "cpu", "load_weights": random_state(hf)}
+        models = mb.build_model(hf, **how, overrides=again)
+        mb.forward(stepping.wrap(models), *batch_of(hf), loss=lambda out, rows: out.log_probs.sum())
+        return {key: each.main_grad.clone() for key, each in models[0].named_parameters() if each.requires_grad}
+
+
+@pytest.mark.parametrize("dims", [mb.ParallelDims(), mb.ParallelDims(tp=2, sp=True)], ids=str)
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_what_is_computed_again_has_the_same_gradients(name, dims):
+    """Also where attention has sinks or caps, or is latent."""
+    known = pool.run(dims.tp, gradients, name, dims, [])
+    for module in RECOMPUTED[name]:
+        for expected, found in zip(known, pool.run(dims.tp, gradients, name, dims, [module]), strict=True):
+            assert sum(float(each.abs().sum()) for each in expected.values()) > 0
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[key], expected[key]) for key in expected), module
+
+
 def refused_somewhere(dims, batches):
     """How a rank raises whose replica, or whose neighbour, cannot take its batch."""
     hf = zoo.cases()["qwen3_moe"].hf
