@@ -110,7 +110,7 @@ def _check_batch(input_ids: Tensor, attention_mask: Tensor, micro_batch_size: in
     log-probs would be wrong."""
     if input_ids.dim() != 2 or not input_ids.numel():
         raise BatchError(f"input_ids must be [batch, seq] with at least one token, found {tuple(input_ids.shape)}")
-    if input_ids.dtype not in (torch.int64, torch.int32):
+    if input_ids.dtype != torch.int64:
         raise BatchError(f"input_ids must be int64, found {input_ids.dtype}: pass input_ids.long()")
     if attention_mask.shape != input_ids.shape:
         raise BatchError(f"attention_mask {tuple(attention_mask.shape)} must be as input_ids {tuple(input_ids.shape)}")

@@ -176,7 +176,9 @@ def plan_command(
     sp: Sp = False,
     layout: Layout = None,
     mtp: Mtp = 0,
-    world: Annotated[int | None, typer.Option(help="Ranks of the whole job; by default those of one replica.")] = None,
+    world: Annotated[
+        int | None, typer.Option(min=1, help="Ranks of the whole job; by default those of one replica.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="Of the parameters; by default that of the config.")] = None,
     bandwidth: Annotated[
         float,
