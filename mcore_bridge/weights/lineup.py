@@ -48,11 +48,11 @@ def lineup(widths: tuple[int, ...], num_stages: int) -> Lineup:
         places = range(len(widths) // num_stages)
         found = [widths[place :: len(places)] for place in places]
         columns = tuple(map(sum, found))
-        ends = [
+        begins = [
             accumulate(column[:-1], initial=start)
             for column, start in zip(found, accumulate(columns[:-1], initial=0), strict=True)
         ]
-        starts = tuple(start for stage in zip(*ends, strict=True) for start in stage)
+        starts = tuple(start for stage in zip(*begins, strict=True) for start in stage)
     return Lineup(starts, columns, tuple(_rows(starts)))
 
 
