@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mcore_bridge.batches.collectives import from_last, gather
 from mcore_bridge.batches.logprobs import log_probs
-from mcore_bridge.batches.microbatches import alike, balances, micro_batches, require_tokens
+from mcore_bridge.batches.microbatches import alike, balances, micro_batches
 from mcore_bridge.batches.packing import PackedSequences, unpack_sequences
 from mcore_bridge.errors import BatchError
 from mcore_bridge.weights.bound import Models, chunks_of, noted
@@ -84,25 +84,17 @@ def forward(
     _check(chunk, packed=packed, learns=loss is not None)
     provenance = noted(models, hf, head)
 
-    def pack(min_tokens: int) -> list[PackedSequences]:
+    def checked() -> Callable[..., list[PackedSequences]]:
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         _check_batch(input_ids, mask, micro_batch_size, provenance.hf.vocab_size)
-        size = micro_batch_size or _all_rows(chunk, input_ids)
-        cut = partial(micro_batches, packed=packed, multiple_of=multiple_of, min_tokens=min_tokens)
-        found = cut(chunk, input_ids, mask, size, len(chunks))
-        if loss is not None:
-            require_tokens(chunk, found)
-        return found
+        size = micro_batch_size or (1 if chunk.pg_collection.pp.size() > 1 else len(input_ids))
+        batch = chunk, input_ids, mask, size, len(chunks)
+        return partial(micro_batches, *batch, packed=packed, multiple_of=multiple_of)
 
-    found = alike(chunk, pack, input_ids.device)
-    size = micro_batch_size or _all_rows(chunk, input_ids)
+    found = alike(chunk, checked, input_ids.device, learns=loss is not None)
+    size = found[0].shape[0]
     rows = [slice(start, min(start + size, len(input_ids))) for start in range(0, len(input_ids), size)]
     return _Run(chunk, provenance, found, rows, temperature, loss)(chunks)
-
-
-def _all_rows(chunk: GPTModel, input_ids: Tensor) -> int:
-    """How many rows go at once where nobody says."""
-    return 1 if chunk.pg_collection.pp.size() > 1 else len(input_ids)
 
 
 def _check_batch(input_ids: Tensor, attention_mask: Tensor, micro_batch_size: int | None, vocab_size: int) -> None:

@@ -40,24 +40,35 @@ def micro_batches(
     return [pack_sequences(*each, dims=dims, **options) for each in rows]
 
 
-def alike(chunk: GPTModel, pack: Callable[[int], list[PackedSequences]], device: torch.device) -> list[PackedSequences]:
-    """The microbatches that ``pack`` makes of as many tokens in a row at least as it is given.
+def alike(
+    chunk: GPTModel, checked: Callable[[], Callable[..., list[PackedSequences]]], device: torch.device, *, learns: bool
+) -> list[PackedSequences]:
+    """The microbatches of a batch.
 
     With pipeline stages all are alike; and so are those of all ranks that share experts, where these do not ask each
     other how many tokens they have.
 
+    Args:
+        checked: gives what makes them of ``min_tokens`` in a row at least, or raises ``BatchError``.
+        device: of the batch.
+        learns: whether a backward follows.
+
     Raises:
-        BatchError: what ``pack`` raises; with experts, on all ranks that share them, which would wait for each other.
+        BatchError: where a batch cannot be taken; with experts, on all ranks that share them, which would wait for each
+            other.
     """
     found: list[PackedSequences] = []
     problem = None
     try:
-        found = pack(0)
+        pack = checked()
+        found = pack(min_tokens=0)
+        if learns:
+            _require_tokens(chunk, found)
     except BatchError as error:
         problem = error
     longest = _longest(chunk, found, problem, device)
     one_by_one = chunk.pg_collection.pp.size() == 1 and not _is_blind(chunk)
-    return found if one_by_one or all(each.num_tokens == longest for each in found) else pack(longest)
+    return found if one_by_one or all(each.num_tokens == longest for each in found) else pack(min_tokens=longest)
 
 
 def _longest(
@@ -102,7 +113,7 @@ def _has_auxiliary_loss(config: TransformerConfig) -> bool:
     return any(coefficients) if isinstance(coefficients, list) else bool(coefficients)
 
 
-def require_tokens(chunk: GPTModel, found: Sequence[PackedSequences]) -> None:
+def _require_tokens(chunk: GPTModel, found: Sequence[PackedSequences]) -> None:
     """Raise ``BatchError`` where the auxiliary loss of routers would be divided by no token."""
     if _has_auxiliary_loss(chunk.config) and not all(bool((each.places >= 0).any()) for each in found):
         raise BatchError(

@@ -79,10 +79,10 @@ def read_torch_file(path: Path) -> dict[str, Any]:
         with torch.serialization.safe_globals([(Opaque, name) for name in others]):
             found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (pickle.UnpicklingError, TypeError, AttributeError, LookupError) as error:
-        found = ", ".join(sorted(others)) or "torch itself"
+        classes = ", ".join(sorted(others)) or "torch itself"
         raise CheckpointError(
-            f"{path} holds what cannot be passed over, of {found} ({told(error).splitlines()[0]}); save it again with "
-            "nothing but tensors, numbers and text beside the model"
+            f"{path} holds what cannot be passed over, of {classes} ({told(error).splitlines()[0]}); save it again "
+            "with nothing but tensors, numbers and text beside the model"
         ) from None
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}; copy it again") from None

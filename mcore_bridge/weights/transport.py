@@ -70,8 +70,9 @@ class Windows:
 
     def send(self) -> None:
         """Send this rank's windows, and begin to receive everybody's."""
-        group, sizes = self._group, ([*self._received], [*self._sent])
+        group = self._group
         if len(self._sent) > 1:
+            sizes = [*self._received], [*self._sent]
             self._works = [dist.all_to_all_single(self.all, self.own, *sizes, group=group.group, async_op=True)]
         else:
             self._works = group.gather_windows(self.all, self.own, self._received, self._columns)
