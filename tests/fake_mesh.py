@@ -69,9 +69,7 @@ def programs_for(held: Sequence[Any], targets: Sequence[Target], *, bucket_bytes
     first = held[0][0]
     inventories = [inventory for _, inventory in held]
     arguments = first.mapping, first.axes, first.chunks[0].config.num_layers, inventories, targets
-    return [
-        Program(plan_targets(*arguments, rank, bucket_bytes=bucket_bytes), rank, len(held)) for rank in range(len(held))
-    ]
+    return [Program(plan_targets(*arguments, rank, bucket_bytes=bucket_bytes), rank) for rank in range(len(held))]
 
 
 def export_to(
@@ -116,7 +114,7 @@ def export_to(
 def export(held: Sequence[Any], *, bucket_bytes: int = 1 << 16) -> dict[str, Tensor]:
     """The HF state dict: pack on every rank, hand the windows over in a list, unpack."""
     plan = plan_of(held, bucket_bytes=bucket_bytes)
-    programs = [Program([plan], rank, len(held)) for rank in range(len(held))]
+    programs = [Program([plan], rank) for rank in range(len(held))]
     staying = [Buffers([bound.tensors[name] for name in p.names]) for p, (bound, _) in zip(programs, held, strict=True)]
     state: dict[str, Tensor] = {}
     outputs: dict[int, Tensor] = {}

@@ -45,9 +45,9 @@ def planned(num_layers: int, dims: ParallelDims) -> MeshPlan:
     return plan_mesh(blueprint, world_size=smallest_world(dims))
 
 
-def open_bytes(plan: ExportPlan, num_ranks: int) -> int:
+def open_bytes(plan: ExportPlan) -> int:
     """Of outputs at once at most, as a program opens and closes them."""
-    program = Program([plan], 0, num_ranks)
+    program = Program([plan], 0)
     held: dict[int, int] = {}
     most = before = 0
     for message in plan.messages:
@@ -73,7 +73,7 @@ def test_the_memory_of_an_export_is_that_of_its_program(dims: ParallelDims, buck
     received = max(sum(message.widths) for message in plan.messages)
     in_flight = min(AHEAD, len(plan.messages)) * received
     assert max(output.num_bytes for output in plan.goods.outputs) < SLAB // 100  # all of them are small
-    assert cost.memory == in_flight + open_bytes(plan, len(held))
+    assert cost.memory == in_flight + open_bytes(plan)
     sent = [sum(message.widths[rank] for message in plan.messages) for rank in range(len(held))]
     assert cost.sent == max(sent)
     assert cost.received == sum(sent) - min(sent)
@@ -153,7 +153,7 @@ def test_headers_of_many_ranks_are_few_moves() -> None:
     """One for each rank took 90 KB of a GPU for every message among 1024, and as long to work out."""
     hf = sparse(2, num_experts=256, mlp_only_layers=[])
     plan = plan_mesh(draw(hf, dims=ParallelDims(ep=256), dtype=torch.bfloat16, device="meta"), world_size=256).export
-    program = Program([plan], 100, 256)
+    program = Program([plan], 100)
     headers = len(program.names) + HEADERS
     for message in plan.messages:
         moves = [Move(*row) for row in program.step(message.number, None).moves.table.tolist()]
@@ -199,7 +199,7 @@ def taken_by(
     num_ranks = len(asked[-1])
     targets = [engine[rank % len(engine)] for rank in range(num_ranks)]
     for rank in {0, num_ranks // 2, num_ranks - 1}:
-        program = Program(plan_targets(*asked, targets, rank, bucket_bytes=bucket_bytes), rank, num_ranks)
+        program = Program(plan_targets(*asked, targets, rank, bucket_bytes=bucket_bytes), rank)
         yield max(program.plan.opened) + AHEAD * sum(program.room(0))
 
 

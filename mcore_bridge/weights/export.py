@@ -171,7 +171,7 @@ def open_export(
         with uncollected():
             made = _planned(bound, first, [each for each, _ in answers], group.rank)
             stages = {each.num_stages for each, _ in answers}
-            program = Program(made, group.rank, group.size, stages.pop() if len(stages) == 1 else 1)
+            program = Program(made, group.rank, stages.pop() if len(stages) == 1 else 1)
         kept = _Kept(fingerprint, 1 + max(number for _, number in answers), program)
         _plans[first] = (kept, *plans)[:_NUM_PLANS]
     assert bound is not None

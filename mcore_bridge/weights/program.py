@@ -40,12 +40,11 @@ class Program:
     Args:
         plans: one that is for every rank alike, or one for each rank.
         rank: this one.
-        num_ranks: of the group.
         num_stages: by which windows travel that one plan has for every rank, if not in one step.
     """
 
-    def __init__(self, plans: Sequence[ExportPlan], rank: int, num_ranks: int, num_stages: int = 1) -> None:
-        self._plans, self._rank, self._num_ranks = plans, rank, num_ranks
+    def __init__(self, plans: Sequence[ExportPlan], rank: int, num_stages: int = 1) -> None:
+        self._plans, self._rank = plans, rank
         self.is_gather = len(plans) == 1
         """Whether each rank sends one window to all, or one to each."""
         self._num_stages = num_stages if self.is_gather else 1

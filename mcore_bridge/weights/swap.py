@@ -1,6 +1,6 @@
 """A folder changes in one step: everything is in a folder beside it, which then takes its place.
 
-Whichever process dies, or the machine, whenever, the target is the old folder or the new one.
+Whichever process dies, whenever, the target is the old folder or the new one.
 """
 
 from __future__ import annotations
