@@ -30,12 +30,16 @@ def choose_backend(backend: str, *, device: torch.device) -> Backend:
     """
     if backend not in ("auto", "te", "torch"):
         raise ConfigError(f'backend must be "auto", "te" or "torch"; got {backend!r}')
-    found = importlib.util.find_spec("transformer_engine") is not None
+    found = _has_transformer_engine()
     if backend == "te" and not found:
         raise ConfigError('backend "te" needs transformer_engine, which is not installed; install it or use "torch"')
     if backend == "auto":
         return "te" if found and device.type == "cuda" else "torch"
     return "te" if backend == "te" else "torch"
+
+
+def _has_transformer_engine() -> bool:
+    return importlib.util.find_spec("transformer_engine") is not None
 
 
 def kernels_of(backend: Backend) -> dict[str, object]:
@@ -56,6 +60,7 @@ def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) ->
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+    _require_recomputable(config)
     plain = copy.copy(config)
     plain.experimental_attention_variant = None  # mcore 0.16 ignores it here and 0.19 refuses it: adapt_attention
     specs = get_gpt_decoder_layer_specs(plain, backend == "te", config.normalization)
@@ -63,6 +68,16 @@ def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) ->
     for number, spec in zip(layers, own, strict=True):
         _adapt(spec.submodules, config, number, backend)
     return TransformerBlockSubmodules(layer_specs=own, layer_norm=norm_of(backend))
+
+
+def _require_recomputable(config: TransformerConfig) -> None:
+    """What asks TransformerEngine whether it computes in FP8, wherever it is computed again."""
+    asks = {"layernorm", "gdn_norm_out"}.intersection(config.recompute_modules or ())
+    if config.recompute_granularity == "selective" and asks and not _has_transformer_engine():
+        raise ConfigError(
+            f"megatron-core computes {sorted(asks)} of recompute_modules again with TransformerEngine alone, which "
+            f"is not installed; install it, or leave them out of {config.recompute_modules}"
+        )
 
 
 def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend) -> None:
