@@ -32,7 +32,7 @@ CONFIG: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
-    "head_dim": 16,
+    "head_dim": 32,
     "tie_word_embeddings": False,
 }
 PROMPTS, GROUP, PROMPT, RESPONSE = 4, 8, 6, 10

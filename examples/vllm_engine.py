@@ -1,4 +1,4 @@
-"""vLLM in place of transformers' model: its worker reads the trainer's buffers, and its memory is given back asleep.
+"""vLLM in place of transformers' model: its worker reads the trainer's buffers; on GPUs it sleeps without its memory.
 
 Needs torch, vLLM and ``mcore_bridge.Receiver``; no megatron-core. Its requests are those of ``rollout_engine.Engine``.
 """
@@ -65,7 +65,8 @@ class WeightReceiver:
         self._receiver.finish()
         with torch.device(self.device):
             finalize_layerwise_reload(self.model_runner.model, self.model_config)
-        torch.cuda.synchronize(self.device)  # whichever stream vLLM computes on next
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # whichever stream vLLM computes on next
 
     def disconnect_trainer(self) -> None:
         """Let go of the buffers."""
@@ -75,7 +76,7 @@ class WeightReceiver:
 class VllmEngine:
     """``rollout_engine.Engine``, computed by vLLM on ``tensor_parallel`` GPUs, the first of which is ``device``.
 
-    Further ``options`` are those of its ``LLM``.
+    Or, where vLLM was built for it, on the CPU, where it has no sleep. Further ``options`` are those of its ``LLM``.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class VllmEngine:
         _prepare_environment(device)
         from vllm import LLM
 
-        self._vocab_size = config["vocab_size"]
+        self._sleeps = device != "cpu"
         folder = tempfile.mkdtemp()
         (Path(folder) / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], **config}))
         self._llm = LLM(
@@ -97,18 +98,20 @@ class VllmEngine:
             gpu_memory_utilization=0.02,
             kv_cache_memory_bytes=1 << 28,
             enforce_eager=True,
-            enable_sleep_mode=True,
+            enable_sleep_mode=self._sleeps,
             **{"worker_extension_cls": "vllm_engine.WeightReceiver", **options},
         )
         self.sleep()
 
     def sleep(self) -> None:
         """Give the memory of weights and caches back; what was in it is lost."""
-        self._llm.sleep(level=2)
+        if self._sleeps:
+            self._llm.sleep(level=2)
 
     def wake(self) -> None:
         """Take memory again, with nothing in it that anybody could mistake for weights."""
-        self._llm.wake_up()
+        if self._sleeps:
+            self._llm.wake_up()
         self._llm.collective_rpc("forget_weights")
 
     def connect(self, plan: Any, *handles: Any) -> None:
@@ -152,9 +155,12 @@ def _prepare_environment(device: str) -> None:
     """This engine's GPUs first, the others behind them, and no rank of the trainer. Before CUDA starts here."""
     for name in [*TORCHRUN, *(name for name in os.environ if name.startswith("TORCHELASTIC_"))]:
         os.environ.pop(name, None)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-    gpus = visible.split(",")
-    first = torch.device(device).index
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
+    if device == "cpu":
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the trainer has the same cores
+    else:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        gpus = visible.split(",")
+        first = torch.device(device).index
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # handles reach the worker as they are

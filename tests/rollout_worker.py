@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, LlamaConfig, Qwen2Config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 from vllm_engine import WeightReceiver
 
 from mcore_bridge.weights.manifest import digest
@@ -32,6 +33,12 @@ def register_configs():
 class Examined(WeightReceiver):
     """``worker_extension_cls`` adds this class to vLLM's worker."""
 
+    def load_bucket(self, number):
+        """As the example does."""
+        if number == 0:
+            pack_experts_again(self.model_runner.model)
+        super().load_bucket(number)
+
     def digests(self):
         """Of all that this worker's model holds, by vLLM's names: fused, cut and in the form that its kernels take."""
         model = self.model_runner.model
@@ -42,8 +49,17 @@ class Examined(WeightReceiver):
     def load_folder(self, folder):
         """Take all weights from the files of a checkpoint, and none from the trainer."""
         model = self.model_runner.model
+        pack_experts_again(model)
         with torch.device(self.device):
             initialize_layerwise_reload(model)
             for path in sorted(Path(folder).glob("*.safetensors")):
                 model.load_weights([(name, tensor.to(self.device)) for name, tensor in load_file(path).items()])
             finalize_layerwise_reload(model, self.model_config)
+
+
+def pack_experts_again(model):
+    """When they have been loaded: on CPU vLLM 0.32 does so only where it makes their kernel, which it keeps."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if current_platform.is_cpu() and hasattr(method, "moe_kernel"):
+            method.moe_kernel = None

@@ -8,114 +8,28 @@ what they are when it reads a checkpoint's files by itself.
 
 import importlib.util
 import os
-import sys
 import traceback
 from collections import deque
-from pathlib import Path
 from threading import Thread
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
 import mcore_bridge as mb
 from tests import records
 from tests.fusions import smallest_buckets
 from tests.gpus import chosen
 from tests.parity import reference_model
-from tests.rollout_families import ENGINE_FIELDS, UNLOADABLE, configs
+from tests.rollout_families import UNLOADABLE, configs
 from tests.strategies import random_state
+from tests.vllm_rollout import engine_of, feed, held_as_from_files
 
 pytestmark = pytest.mark.multigpu
 
-EXAMPLES = str(Path(__file__).parent.parent / "examples")
 ROUNDS = 5
 AT_ONCE = (os.cpu_count() or 2) // 2
 """Engines on one GPU that start or run; a start takes most of a core for a minute."""
 PROMPTS, PROMPT, SAMPLED, GREEDY = 4, 8, 24, 64
-
-
-def engine_of(family, hf, tensor_parallel):
-    """A process with vLLM in it; it never sleeps, since it measures the memory of a GPU that others use as well."""
-    sys.path[:0] = [EXAMPLES] if EXAMPLES not in sys.path else []
-    from rollout_engine import RemoteEngine
-
-    fields = {
-        **hf.to_dict(),
-        "architectures": [CLASSES.get(hf.model_type)],
-        "dtype": "bfloat16",
-        **ENGINE_FIELDS.get(family, {}),
-    }
-    return RemoteEngine(make_engine, fields, torch.bfloat16, "cuda:0", tensor_parallel)
-
-
-class Absent:
-    """In place of an engine that could not be made: whatever it is asked, it says why."""
-
-    def __init__(self, error):
-        self._error = error
-
-    def __getattr__(self, name):
-        raise self._error
-
-
-def make_engine(fields, *arguments):
-    """In the engine's process."""
-    os.environ.update(VLLM_ALLOW_LONG_MAX_MODEL_LEN="1", VLLM_USE_DEEP_GEMM="0")
-    from vllm import ModelRegistry
-    from vllm_engine import VllmEngine
-
-    from tests.rollout_worker import register_configs
-
-    register_configs()
-
-    class Awake(VllmEngine):
-        def sleep(self):
-            pass
-
-        def wake(self):
-            self._llm.collective_rpc("forget_weights")
-
-        def digests(self):
-            """Of the weights of each worker, by vLLM's names."""
-            return self._llm.collective_rpc("digests")
-
-        def load_folder(self, folder):
-            """Take all weights from a checkpoint's files."""
-            self._llm.collective_rpc("load_folder", args=(folder,))
-
-        def prompt_log_probs(self, tokens):
-            """Of ``tokens`` ``[batch, seq]`` as a prompt: fp32 ``[batch, seq - 1]``."""
-            from vllm import SamplingParams
-
-            asked = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-            answers = self._llm.generate([{"prompt_token_ids": row} for row in tokens.tolist()], asked, use_tqdm=False)
-            rows = zip(tokens.tolist(), answers, strict=True)
-            return torch.tensor(
-                [
-                    [found[token].logprob for token, found in zip(row[1:], answer.prompt_logprobs[1:], strict=True)]
-                    for row, answer in rows
-                ]
-            )
-
-    (name,) = fields["architectures"]
-    if name not in ModelRegistry.get_supported_archs():
-        return Absent(NotImplementedError(f"vLLM has no {name}"))
-    try:
-        worker = "tests.rollout_worker.Examined"
-        return Awake(fields, *arguments, gdn_prefill_backend="triton", worker_extension_cls=worker)
-    except Exception:
-        return Absent(RuntimeError(traceback.format_exc()))
-
-
-def feed(engine, models, slot_bytes, consumers):
-    """One round through buffers of this size."""
-    ring = mb.BufferRing(mb.plan_buckets(mb.manifest(models), slot_bytes=slot_bytes))
-    engine("connect", ring.plan, *(ring.handles() for _ in range(consumers)))
-    engine("wake")
-    engine.sync(ring, mb.iter_hf_weights(models))
-    return ring
 
 
 def log_probs(model, tokens):
@@ -133,7 +47,6 @@ def examine(hf, engine, folder, tensor_parallel):
     models = mb.build_model(hf, dims=mb.ParallelDims(), dtype=torch.bfloat16, load_weights=False)
     models[0].eval()
     smallest = smallest_buckets(mb.manifest(models)).slot_bytes
-    (files := folder / "files").mkdir()
     prompts = torch.randint(0, hf.vocab_size, (PROMPTS, PROMPT), generator=torch.Generator().manual_seed(7))
     found, rings = [], []
     for number in range(ROUNDS):
@@ -157,14 +70,7 @@ def examine(hf, engine, folder, tensor_parallel):
         passed_over = exact[1].max(-1).values - exact[1].gather(-1, greedy[:, 1:, None].cuda())[..., 0]
         allowed = 2 * (exact[1] - rounded[1]).abs().max()  # the likeliest of two that rounding may change the order of
         found.append(float(passed_over[:, PROMPT - 1 :].max() / allowed))
-    fed = engine("digests")
-    engine("wake")
-    assert all(before != digests for before, digests in zip(fed, engine("digests"), strict=True))
-    save_file(state, files / "model.safetensors")
-    engine("load_folder", str(files))
-    read = engine("digests")
-    differing = [name for one, other in zip(fed, read, strict=True) for name in one if one[name] != other.get(name)]
-    assert not differing, f"vLLM holds otherwise than from files: {differing}"
+    held_as_from_files(engine, state, folder / "files")
     return found
 
 
