@@ -31,7 +31,8 @@ CHECKS = {
     "a prompt, after the first and the fifth round, and 64 greedy tokens are those of transformers; and its own "
     "weights are in the end, bit for bit, those that it reads from files. Of some families the last was not looked at "
     "on TP2, nor prompts: arcee, deepseek_v2, ernie4_5, ernie4_5_moe, exaone_moe (prompts were), glm4_moe_lite, "
-    "hunyuan_v1_dense, hunyuan_v1_moe, hy_v3, minimax_m2, ministral3, nemotron, olmoe, seed_oss, smollm3, starcoder2",
+    "hunyuan_v1_dense, hunyuan_v1_moe, hy_v3, minimax_m2, ministral3, nemotron, olmoe, seed_oss, smollm3, starcoder2; "
+    "[on CPU](../benchmarks/results/2026-11-23_vllm_cpu.md) they passed there, in fp32, all but minimax_m2",
     "verl": "verl's own engine with our plug-in, through load, log-probs, a step, export, offload, save and resume",
     "exchanges": "every `cp_comm_type` in bf16, `a2a+p2p` where one of its two levels has one rank: "
     "log-probs and gradients are at most twice as far from fp32 as with "

