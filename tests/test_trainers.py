@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -237,6 +238,30 @@ def say_no(dims: ParallelDims, folder: str) -> None:
     for refused in (theirs.export_adapter_weights, lambda models: theirs.save_hf_adapter(models, folder, None)):
         with pytest.raises(ConfigError, match="adapters are not supported"):
             refused([model])
+
+
+def replaying(dims: ParallelDims, folder: str) -> tuple[list[object], str]:
+    """Runs in a worker: what verl 0.7's routers find on the config, and what is said where there are none of verl's."""
+    from megatron.core.transformer.moe.router import TopKRouter
+    from transformers import AutoConfig
+
+    bridge = mbridge.AutoBridge.from_config(AutoConfig.from_pretrained(folder))
+    with pytest.raises(ConfigError) as caught:
+        bridge.set_extra_args(enable_routing_replay=True)
+    bridge = mbridge.AutoBridge.from_config(AutoConfig.from_pretrained(folder))
+    with mock.patch.object(TopKRouter, "_router_replay_patched", True, create=True):
+        bridge.set_extra_args(enable_routing_replay=True)
+        bridge.set_extra_args(moe_aux_loss_coeff=0.0)
+        (model,) = bridge.get_model()
+    routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
+    return [module.config.enable_routing_replay for module in routers], str(caught.value)
+
+
+def test_routers_of_verl_find_what_it_says_of_replay(sparse):
+    ((found, said),) = on(ParallelDims(), 1, replaying, sparse)
+    assert found
+    assert all(each is True for each in found)
+    assert "found 'enable_routing_replay'; nearest names: moe_enable_routing_replay" in said
 
 
 def uneven_shares() -> list[str]:

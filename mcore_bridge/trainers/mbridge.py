@@ -33,6 +33,8 @@ __all__ = ["AutoBridge", "Bridge", "make_value_model", "freeze_moe_router"]
 Callback = Callable[..., object]
 """Called with a bare chunk and, by name, ``pre_process``, ``post_process``, ``config`` and ``hf_config``."""
 _DDP = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True}
+_REPLAY = "enable_routing_replay"
+"""No field of megatron-core: the routers of verl's router replay, before megatron-core had one, look for it."""
 
 
 def make_value_model(
@@ -87,7 +89,7 @@ class Bridge:
         """Override fields of ``TransformerConfig``, and make a new ``config``.
 
         With ``mtp_loss_scaling_factor`` and without ``mtp_num_layers`` there are as many MTP layers as the HF config
-        says.
+        says. ``enable_routing_replay`` is set on ``config`` as it is, where routers are verl's own, which read it.
 
         Raises:
             ConfigError, MeshError: as ``build_model``, for a setting that it cannot honour, or with which the model
@@ -176,5 +178,14 @@ class Bridge:
         mesh = replace(mesh, sp=mesh.tp > 1)
         schedule = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall", "batch_p2p_comm": False}
         asked = with_mtp_layers(self.extra_args, self.hf_config)
+        for_routers = {_REPLAY: asked.pop(_REPLAY)} if _REPLAY in asked and _routers_read_replay() else {}
         dims, overrides = split({**schedule, "overlap_p2p_comm": mesh.vp > 1, **asked}, mesh)
-        return require_same_model(draw(self.hf_config, dims=dims, dtype=self.dtype, overrides=overrides))
+        drawn = require_same_model(draw(self.hf_config, dims=dims, dtype=self.dtype, overrides=overrides))
+        vars(drawn.config).update(for_routers)
+        return drawn
+
+
+def _routers_read_replay() -> bool:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    return hasattr(TopKRouter, "_router_replay_patched")  # by which verl marks what it has done to them
