@@ -23,6 +23,8 @@ CHECKS = {
     "gradients": "in fp32, packed, the norm that megatron-core makes of them, and the loss: as on one rank that has "
     "all rows one by one (qwen3, gemma2, qwen3_moe, deepseek_v3 and gpt_oss: in rows too), on TP1 with torch's modules "
     "in place of TransformerEngine's",
+    "gradients in bf16": "those of each kind of tensor are at most twice as far from fp32 as those of torch's modules "
+    "on one rank are, where every expert has every token",
     "optimizer": "four steps of the distributed optimizer in bf16, overlapped (those five: also not; qwen3 and "
     "qwen3_moe: in fp16 too, also where gradients overflow at first): an export is what it holds in fp32, cast down, "
     "and the same bits while parameters, gradients or the optimizer's state, each alone and all together, are on the "
@@ -79,4 +81,5 @@ def _meshes(records: Iterable[dict[str, Any]]) -> str:
 
 def _said(record: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    return f"{record['date']}: {record['gpus']} {record['device']}, Python {record['python']}, {versions}"
+    shared = f" with {record['ranks_per_gpu']} ranks on each" if "ranks_per_gpu" in record else ""
+    return f"{record['date']}: {record['gpus']} {record['device']}{shared}, Python {record['python']}, {versions}"

@@ -1,4 +1,4 @@
-"""One process for each of the GPUs that a test wants, and what such tests share otherwise."""
+"""One process for each rank that a test wants, on GPUs of their own or shared, and what such tests share otherwise."""
 
 import os
 import socket
@@ -6,21 +6,44 @@ import socket
 import pytest
 import torch
 
+RANKS_PER_GPU = "MCORE_BRIDGE_RANKS_PER_GPU"
+"""How many ranks one GPU has, in the environment, where ``pytest --ranks-per-gpu`` leaves it."""
+APART = {"NCCL_MNNVL_ENABLE": "0", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+"""NCCL refuses two ranks on one GPU of a host: as hosts of their own they send through sockets, slowly but exactly."""
+
+
+def ranks_per_gpu():
+    """How many ranks one GPU has."""
+    return int(os.environ.get(RANKS_PER_GPU, "1"))
+
+
+def ask_for(num_ranks):
+    """Skip where so many ranks have no place."""
+    count = torch.cuda.device_count()
+    if count * ranks_per_gpu() < num_ranks:
+        pytest.skip(f"needs {num_ranks} GPUs, found {count}, with {ranks_per_gpu()} ranks on each")
+
+
+def join_from_afar(rank):
+    """Before NCCL starts in this process: where GPUs are shared, as if each rank were alone on a host."""
+    if ranks_per_gpu() > 1:
+        os.environ.update(APART, NCCL_HOSTID=str(rank))
+
 
 def spawn(function, folder, world_size, *arguments):
     """What ``function(rank, world_size, *arguments)`` returns on each rank; raises what a rank raises, as text.
 
     The function makes the process group, on a port of its own.
     """
-    if torch.cuda.device_count() < world_size:
-        pytest.skip(f"needs {world_size} GPUs, found {torch.cuda.device_count()}")
+    ask_for(world_size)
     where = world_size, free_port(), str(folder)
     torch.multiprocessing.spawn(_rank, (*where, function, *arguments), nprocs=world_size)
     return [torch.load(folder / str(rank)) for rank in range(world_size)]
 
 
 def _rank(rank, world_size, port, folder, function, *arguments):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    join_from_afar(rank)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank // ranks_per_gpu()), WORLD_SIZE=str(world_size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     torch.save(function(rank, world_size, *arguments), f"{folder}/{rank}")
     torch.distributed.destroy_process_group()

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from tests.gpus import ranks_per_gpu
+
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
 
 
@@ -25,11 +27,13 @@ def append(path: str | None, check: str, world_size: int, found: Iterable[tuple[
         passed[key] = passed.get(key, True) and is_right
     known: dict[str, Any] = {
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "gpus": world_size,
+        "gpus": -(-world_size // ranks_per_gpu()),
         "device": torch.cuda.get_device_name(),
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES if _is_installed(name)},
     }
+    if ranks_per_gpu() > 1:
+        known["ranks_per_gpu"] = ranks_per_gpu()
     with Path(path).open("a", encoding="utf-8") as file:
         for (mesh, family), is_right in passed.items():
             file.write(json.dumps({"check": check, "mesh": mesh, "family": family, "passed": is_right, **known}) + "\n")

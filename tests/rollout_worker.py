@@ -1,4 +1,5 @@
-"""What the tests ask of vLLM's workers beside what the example asks: their weights' digests, and a load from files."""
+"""What the tests ask of vLLM's workers beside what the example asks: their weights' digests, a load from files, and to
+share GPUs."""
 
 from pathlib import Path
 
@@ -7,9 +8,11 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, LlamaConfig, Qwen2Config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
+from vllm.v1.worker.gpu_worker import Worker
 from vllm_engine import WeightReceiver
 
 from mcore_bridge.weights.manifest import digest
+from tests.gpus import join_from_afar, ranks_per_gpu
 
 
 class MimoConfig(Qwen2Config):
@@ -55,6 +58,14 @@ class Examined(WeightReceiver):
             for path in sorted(Path(folder).glob("*.safetensors")):
                 model.load_weights([(name, tensor.to(self.device)) for name, tensor in load_file(path).items()])
             finalize_layerwise_reload(model, self.model_config)
+
+
+class Sharing(Worker):
+    """``worker_cls``: one of several on a GPU."""
+
+    def __init__(self, *, local_rank, rank, **rest):
+        join_from_afar(rank)
+        super().__init__(local_rank=local_rank // ranks_per_gpu(), rank=rank, **rest)
 
 
 def pack_experts_again(model):

@@ -1,15 +1,18 @@
 """Training on real GPUs, with megatron-core's DDP and optimizers.
 
-Losses, gradients and their norm are those of one rank on every mesh, and what an export gives after a step is what the
-optimizer holds, whatever is overlapped or has been offloaded. Some families are tried in every way, all others in two.
+Losses, gradients and their norm are those of one rank on every mesh, in bf16 gradients are off as those of torch's
+modules are, and what an export gives after a step is what the optimizer holds, whatever is overlapped or has been
+offloaded. Some families are tried in every way, all others in three.
 """
 
 import contextlib
 import copy
 import functools
 import os
+import re
 import traceback
 import types
+from collections import defaultdict
 
 import pytest
 import torch
@@ -83,6 +86,7 @@ SHARED = {"overlapped shared experts": {"moe_shared_expert_overlap": True, "moe_
 """The same of models with shared experts."""
 CHECKS = {
     "gradients": lambda task: task in ("gradients", "gradients of rows"),
+    "gradients in bf16": lambda task: task == "bfloat16 gradients",
     "optimizer": lambda task: "gradients" not in task,
     "switches": lambda task: "gradients," in task,
 }
@@ -90,6 +94,7 @@ CHECKS = {
 ROWS, AT_ONCE, LONG, STEPS = 16, 2, 48, 3
 BOUND = 2e-5  # of a gradient in fp32, relative to its largest value
 LINEAR = 5e-5  # the same where layers attend linearly: qwen3_next has 2.1e-5 over two replicas
+ROUNDED = 2  # times as far from fp32 as torch's modules in bf16
 CANCELLED = 1e-8  # of the norm: what rounding leaves of sums that are zero, as for a bias of keys without rope
 OVERFLOW, HALVINGS = 2.0**26, 12
 """A loss scale with which gradients of logits are beyond fp16, and after how many halvings they surely are not."""
@@ -187,9 +192,10 @@ def alone(hf, state):
     return found, float(norm), float(loss)
 
 
-def gradients(hf, dims, state, *, packed=True, **overrides):
-    """By HF name, in fp32; the norm that megatron-core makes of them; and the loss of all replicas."""
-    chunks = mb.build_model(hf, dims=dims, dtype=torch.float32, load_weights=state, overrides=overrides)
+def gradients(hf, dims, state, *, packed=True, dtype=torch.float32, backend="auto", **overrides):
+    """By HF name, in this dtype; the norm that megatron-core makes of them; and the loss of all replicas."""
+    how = {"dims": dims, "dtype": dtype, "backend": backend, "overrides": overrides}
+    chunks = mb.build_model(hf, **how, load_weights=state)
     models = wrapped(chunks)
     optimizer = optimizer_of(models)
     loss = step(hf, models, dims, packed=packed)
@@ -212,6 +218,36 @@ def compare(found, expected, hf):
         if not error < max(bound * most, CANCELLED * known_sums[0]):
             problems.append(f"{name} {error:.1e} of {most:.1e}")
     return problems
+
+
+def every_expert(hf):
+    """All of them for each token: in bf16 a router may decide otherwise, which would be most of what is off."""
+    return {"moe_router_topk": mb.to_transformer_config(hf).num_moe_experts} if has_experts(hf) else {}
+
+
+def by_torch(hf, state):
+    """Gradients by torch's modules, in fp32 and in bf16; where there is nothing but replicas."""
+    how = {"backend": "torch", **every_expert(hf)}
+    return [gradients(hf, mb.ParallelDims(), state, dtype=dtype, **how)[0] for dtype in (torch.float32, torch.bfloat16)]
+
+
+def distances(found, exact):
+    """Of gradients of tensors of one kind, in all layers and experts."""
+    squares = defaultdict(float)
+    for name, grad in exact.items():
+        squares[re.sub(r"\d+", "*", name)] += float((found[name].float() - grad).square().sum())
+    return {kind: square**0.5 for kind, square in squares.items()}
+
+
+def rounded(hf, dims, state, known):
+    """Whose gradients are further off in bf16 than those of torch's modules allow."""
+    exact, theirs = known()
+    found, *_ = gradients(hf, dims, state, dtype=torch.bfloat16, **every_expert(hf))
+    allowed = distances(theirs, exact)
+    ratios = {kind: own / max(allowed[kind], 1e-30) for kind, own in distances(found, exact).items()}
+    if dist.get_rank() == 0:
+        print(f"as far as {max(ratios.values()):.2f} of torch's, {max(ratios, key=ratios.get)}", flush=True)
+    return [f"{kind} {ratio:.2f} times as far" for kind, ratio in ratios.items() if not ratio <= ROUNDED]
 
 
 def differing(found, expected):
@@ -320,12 +356,13 @@ def offloaded(models, optimizer, expected):
     return wrong
 
 
-def tasks(families, family, dims, world_size):
-    """All that is tried of a family on a mesh, by name."""
+def tasks(families, family, dims, world_size, known):
+    """All that is tried of a family on a mesh, by name; ``known`` gives what ``by_torch`` does."""
     hf = FAMILIES[families][family]
     state = random_state(hf)
     found = {
         "gradients": functools.partial(gradients, hf, dims, state),
+        "bfloat16 gradients": functools.partial(rounded, hf, dims, random_state(hf, dtype=torch.bfloat16), known),
         "bfloat16 overlapped": functools.partial(train, hf, dims, state, torch.bfloat16, overlap=True),
     }
     if families == "zoo":
@@ -363,7 +400,7 @@ def rank_main(rank, world_size, families, names):
 
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
     stand_in_for_apex()
-    findings, expected = {}, {}
+    findings, expected, known = {}, {}, {}
     for dims in [mb.ParallelDims(), *MESHES[world_size]]:
         dims.initialize(device="cuda")
         assert world_size % smallest_world(dims) == 0
@@ -372,9 +409,11 @@ def rank_main(rank, world_size, families, names):
             hf = FAMILIES[families][family]
             if dims == mb.ParallelDims():
                 expected[family] = functools.cache(functools.partial(alone, hf, random_state(hf)))
+                state = random_state(hf, dtype=torch.bfloat16)
+                known[family] = functools.cache(functools.partial(by_torch, hf, state))
             if not is_built(family, hf, dims):
                 continue
-            for task, run in tasks(families, family, dims, world_size).items():
+            for task, run in tasks(families, family, dims, world_size, known[family]).items():
                 found = attempt(run, expected[family], dims, hf)
                 if found is None:
                     continue

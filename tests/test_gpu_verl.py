@@ -97,7 +97,7 @@ CASES = {
 def rank_main(rank, world_size, folders, out):
     """All cases of this many GPUs, in an order that all ranks share: what each gave."""
     os.environ.update(SWITCH)
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=datetime.timedelta(seconds=90))
     findings = []
     for number, case in enumerate(CASES[world_size]):

@@ -18,7 +18,7 @@ import torch
 import mcore_bridge as mb
 from tests import records
 from tests.fusions import smallest_buckets
-from tests.gpus import chosen
+from tests.gpus import ask_for, chosen
 from tests.parity import reference_model
 from tests.rollout_families import UNLOADABLE, configs
 from tests.strategies import random_state
@@ -90,8 +90,7 @@ def attempt(hf, engine, folder, tensor_parallel):
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 def test_every_family_that_vllm_has(tensor_parallel, tmp_path, request):
-    if torch.cuda.device_count() < tensor_parallel:
-        pytest.skip(f"needs {tensor_parallel} GPUs, found {torch.cuda.device_count()}")
+    ask_for(tensor_parallel)
     mb.ParallelDims().initialize(device="cuda")
     every = configs()
     names = chosen(request.config, every)

@@ -10,8 +10,15 @@ from safetensors.torch import save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
 import mcore_bridge as mb
+from tests.gpus import ranks_per_gpu
 from tests.rollout_families import ENGINE_FIELDS
 
+SHARING = {
+    "worker_cls": "tests.rollout_worker.Sharing",
+    "distributed_executor_backend": "mp",
+    "disable_custom_all_reduce": True,
+}
+"""Options of vLLM whose ranks share a GPU."""
 EXAMPLES = str(Path(__file__).parent.parent / "examples")
 
 
@@ -44,6 +51,9 @@ def make_engine(fields, dtype, device, tensor_parallel, options):
     os.environ.update(VLLM_ALLOW_LONG_MAX_MODEL_LEN="1", VLLM_USE_DEEP_GEMM="0")
     if device == "cpu":
         os.environ["VLLM_MLA_DISABLE"] = "1"  # for whose own way it has no kernels there
+    elif ranks_per_gpu() > 1:
+        os.environ["VLLM_ALLREDUCE_USE_SYMM_MEM"] = "0"
+        options = {**options, **SHARING}
     from vllm import ModelRegistry
     from vllm_engine import VllmEngine
 
