@@ -140,7 +140,7 @@ class Lanes:
         Of each lane the most that is given out together, of what comes by it alone and of what comes by others too.
         """
         keys, sizes = self._wanted.keys, self._wanted.sizes
-        lanes = [{keys[part.entry] for part in each} for each in self._parts]
+        lanes = [dict.fromkeys(keys[part.entry] for part in each) for each in self._parts]
         times = Counter(chain.from_iterable(lanes))
         own = [max((sizes[key] for key in lane if times[key] == 1), default=0) for lane in lanes]
         shared = {max((key for key in lane if times[key] > 1), key=sizes.__getitem__, default=None) for lane in lanes}
