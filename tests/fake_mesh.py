@@ -78,6 +78,7 @@ def export_to(
     """What each rank gets, and the bytes of weights that travelled: each pair of ranks hands over its windows."""
     ranks = range(len(held))
     programs = programs_for(held, targets, bucket_bytes=bucket_bytes)
+    assert sum(program.balance() for program in programs) == 0
     staying = [Buffers([bound.tensors[name] for name in p.names]) for p, (bound, _) in zip(programs, held, strict=True)]
     states: list[dict[str, Tensor]] = [{} for _ in ranks]
     opened: list[dict[int, Tensor]] = [{} for _ in ranks]
@@ -115,6 +116,7 @@ def export(held: Sequence[Any], *, bucket_bytes: int = 1 << 16) -> dict[str, Ten
     """The HF state dict: pack on every rank, hand the windows over in a list, unpack."""
     plan = plan_of(held, bucket_bytes=bucket_bytes)
     programs = [Program([plan], rank) for rank in range(len(held))]
+    assert sum(program.balance() for program in programs) == 0
     staying = [Buffers([bound.tensors[name] for name in p.names]) for p, (bound, _) in zip(programs, held, strict=True)]
     state: dict[str, Tensor] = {}
     outputs: dict[int, Tensor] = {}

@@ -1,5 +1,6 @@
 """What fails on one rank of an export fails on all of them, wherever it does; and what is given out is the caller's."""
 
+import contextlib
 import os
 import pickle
 import pkgutil
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import mcore_bridge as mb
 from mcore_bridge.errors import BridgeError
 from mcore_bridge.weights import export
+from mcore_bridge.weights.cut import cut
 from tests import mtp_checkpoints, pool
 from tests.test_export import assert_exact, built
 
@@ -53,6 +55,35 @@ def export_while(name, after, dtype):
 def test_all_ranks_raise(name, after, message):
     found = pool.run(4, export_while, name, after, torch.bfloat16 if "dtype" in name else None, timeout=60)
     assert all(re.search(message, each) for each in found), found
+
+
+def plan_otherwise_on_1(name, result, target):
+    models, state = built(mb.ParallelDims(tp=2, pp=2))
+    here = mock.patch(f"mcore_bridge.weights.{name}", result) if dist.get_rank() == 1 else contextlib.nullcontext()
+    with here, pytest.raises(BridgeError, match="plans that do not fit together"):
+        mb.to_hf_state_dict(models, target=target, bucket_bytes=1 << 16)
+    assert_exact(mb.to_hf_state_dict(models, bucket_bytes=1 << 16), state)
+
+
+def all_of_it(*arguments):
+    return 1 << 60
+
+
+def one_after_the_other(streams, row_bytes, windows, first=0):
+    """Windows of the same bytes, in which something else lies."""
+    return cut([[*reversed(stream)] for stream in streams], row_bytes, windows, first=first)
+
+
+@pytest.mark.parametrize(
+    ("name", "result", "target"),
+    [
+        ("lanes.Lanes.in_the_making", all_of_it, mb.engine_ranks(tp=2)[0]),
+        ("planning.window_of", all_of_it, "everything"),
+        ("planning.cut", one_after_the_other, "everything"),
+    ],
+)
+def test_nothing_is_sent_where_plans_do_not_fit(name, result, target):
+    pool.run(4, plan_otherwise_on_1, name, result, target, timeout=60)
 
 
 def digest_on_most_ranks():

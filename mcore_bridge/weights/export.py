@@ -141,13 +141,13 @@ def open_export(
     target: Target = "everything",
     problem: str = "",
 ) -> Export:
-    """Agree with the group on a plan: one small collective when nothing has changed, one exchange when something has.
+    """Agree with the group on a plan: one small collective when nothing has changed; else an exchange, and another.
 
     Args:
         problem: why this rank cannot export, if its caller knows it: what every rank is to raise.
 
     Raises:
-        ExportError: on every rank, when any rank cannot export.
+        ExportError: on every rank, when any rank cannot export, or their plans do not fit together.
         TargetError: on every rank, when the model cannot be cut as the target of any rank says.
     """
     first = chunks_of(models)[0]
@@ -172,6 +172,11 @@ def open_export(
             made = _planned(bound, first, [each for each, _ in answers], group.rank)
             stages = {each.num_stages for each, _ in answers}
             program = Program(made, group.rank, stages.pop() if len(stages) == 1 else 1)
+        if not group.adds_up(program.balance()):
+            raise ExportError(
+                "the ranks made plans that do not fit together, so nothing was sent: run one version of Python and of "
+                "mcore_bridge on all of them; if they do, please report it, with the mesh and what was exported"
+            )
         kept = _Kept(fingerprint, 1 + max(number for _, number in answers), program)
         _plans[first] = (kept, *plans)[:_NUM_PLANS]
     assert bound is not None

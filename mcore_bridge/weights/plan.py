@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -76,7 +77,7 @@ class Stretch(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Goods:
     """What a receiver gets, in order; entries and outputs go by their places."""
 
@@ -117,6 +118,11 @@ class Goods:
                 found = [Stretch(outputs[part], first, first + size) for part, first, size in rows]
             self._stretches[number, shard] = tuple(found)
         return self._stretches[number, shard]
+
+    @cached_property
+    def number(self) -> int:
+        """The same in every process, of what is got and in which order."""
+        return zlib.crc32("\n".join(entry.held.mcore for entry in self.entries).encode())
 
     def size_of(self, places: Iterable[tuple[int, int]]) -> int:
         """Bytes of the outputs at ``places``."""
@@ -171,6 +177,14 @@ class ExportPlan:
     def opened(self) -> tuple[int, ...]:
         """See ``footprint.opened``."""
         return tuple(opened(self))
+
+    def lane(self, sender: int, receiver: int) -> int:
+        """A number for what travels from one rank to another: what lies where in its windows, and their bytes.
+
+        It is the same in every process, since the hash of numbers is.
+        """
+        widths = tuple(message.widths[sender] for message in self.messages)
+        return hash((sender, receiver, self.goods.number, self.streams[sender], widths))
 
     @property
     def open_bytes(self) -> int:

@@ -17,6 +17,8 @@ from mcore_bridge.weights.rectangles import Place, moves_of, stacked
 WINDOWS, HEADER_SENT, HEADERS, OWN_WINDOWS, OUTPUTS = range(5)
 """Buffers of a step, behind the tensors that this rank holds: the windows that have arrived, lined up; this rank's
 header; the headers of all ranks; this rank's windows of the message that follows; and from here on outputs."""
+ALL = -1
+"""In place of a receiver."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +58,17 @@ class Program:
         self._numbers = {name: number for number, name in enumerate(self.names)}
         self._steps: dict[tuple[int | None, int | None, bool, bool, bool], Step] = {}
         self._known: dict[tuple[object, ...], list[list[Move]]] = {}
+
+    def balance(self) -> int:
+        """What this rank sends less what it expects, as numbers of ``ExportPlan.lane``.
+
+        Over all ranks they add up to 0, unless some planned otherwise than others.
+        """
+        own, ranks = self._rank, range(len(self.plan.streams))
+        expected = sum(self.plan.lane(sender, ALL if self.is_gather else own) for sender in ranks)
+        if self.is_gather:
+            return len(ranks) * self.plan.lane(own, ALL) - expected
+        return sum(plan.lane(own, receiver) for receiver, plan in enumerate(self._plans)) - expected
 
     def received(self, number: int) -> tuple[int, ...]:
         """Bytes of each rank's window of a message, as they arrive here."""

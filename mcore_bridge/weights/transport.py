@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
 T = TypeVar("T")
+MODULUS = 1 << 40
+"""Of numbers that are added up: those of millions of ranks are an int64."""
 
 
 class State(IntEnum):
@@ -241,16 +243,24 @@ class Group:
 
     def _most(self, numbers: Sequence[int]) -> list[int]:
         """The largest that any rank has of each number."""
+        return self._together(numbers, dist.ReduceOp.MAX)
+
+    def _together(self, numbers: Sequence[int], operation: dist.ReduceOp.RedOpType) -> list[int]:
+        """What becomes of each number and those that other ranks have in its place."""
         if self.size == 1:
             return list(map(int, numbers))
         with self._beside_current():
             found = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+            dist.all_reduce(found, operation, group=self.group)
             return [int(number) for number in found.tolist()]
 
     def largest(self, number: int) -> int:
         """The largest of the numbers that the ranks have."""
         return self._most([number])[0]
+
+    def adds_up(self, number: int) -> bool:
+        """Whether the numbers that the ranks have are 0 together, but for multiples of ``MODULUS``."""
+        return self._together([number % MODULUS], dist.ReduceOp.SUM)[0] % MODULUS == 0
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensor of every rank; all are of one shape and dtype, and new ones."""
