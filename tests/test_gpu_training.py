@@ -192,16 +192,31 @@ def alone(hf, state):
     return found, float(norm), float(loss)
 
 
-def gradients(hf, dims, state, *, packed=True, dtype=torch.float32, backend="auto", **overrides):
-    """By HF name, in this dtype; the norm that megatron-core makes of them; and the loss of all replicas."""
+def learned(hf, dims, state, *, packed=True, dtype=torch.float32, backend="auto", **overrides):
+    """Chunks with gradients, wrapped, and the loss of all replicas."""
     how = {"dims": dims, "dtype": dtype, "backend": backend, "overrides": overrides}
     chunks = mb.build_model(hf, **how, load_weights=state)
     models = wrapped(chunks)
+    return chunks, models, step(hf, models, dims, packed=packed)
+
+
+def gradients(hf, dims, state, **how):
+    """By HF name, in fp32; the norm that megatron-core makes of them; and the loss of all replicas."""
+    chunks, models, loss = learned(hf, dims, state, **how)
     optimizer = optimizer_of(models)
-    loss = step(hf, models, dims, packed=packed)
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
     return by_name(chunks, lambda parameter: parameter.main_grad), norm, loss
+
+
+def in_half(hf, dims, state, *, dtype=torch.bfloat16, **how):
+    """By HF name, in this dtype, with all experts for each token.
+
+    In bf16 a router may decide otherwise, which would be most of what is off.
+    """
+    chosen = {"moe_router_topk": mb.to_transformer_config(hf).num_moe_experts} if has_experts(hf) else {}
+    chunks, *_ = learned(hf, dims, state, dtype=dtype, **chosen, **how)
+    return by_name(chunks, lambda parameter: parameter.main_grad)
 
 
 def compare(found, expected, hf):
@@ -220,15 +235,10 @@ def compare(found, expected, hf):
     return problems
 
 
-def every_expert(hf):
-    """All of them for each token: in bf16 a router may decide otherwise, which would be most of what is off."""
-    return {"moe_router_topk": mb.to_transformer_config(hf).num_moe_experts} if has_experts(hf) else {}
-
-
 def by_torch(hf, state):
     """Gradients by torch's modules, in fp32 and in bf16; where there is nothing but replicas."""
-    how = {"backend": "torch", **every_expert(hf)}
-    return [gradients(hf, mb.ParallelDims(), state, dtype=dtype, **how)[0] for dtype in (torch.float32, torch.bfloat16)]
+    dtypes = torch.float32, torch.bfloat16
+    return [in_half(hf, mb.ParallelDims(), state, dtype=dtype, backend="torch") for dtype in dtypes]
 
 
 def distances(found, exact):
@@ -242,9 +252,8 @@ def distances(found, exact):
 def rounded(hf, dims, state, known):
     """Whose gradients are further off in bf16 than those of torch's modules allow."""
     exact, theirs = known()
-    found, *_ = gradients(hf, dims, state, dtype=torch.bfloat16, **every_expert(hf))
-    allowed = distances(theirs, exact)
-    ratios = {kind: own / max(allowed[kind], 1e-30) for kind, own in distances(found, exact).items()}
+    allowed, own = distances(theirs, exact), distances(in_half(hf, dims, state), exact)
+    ratios = {kind: distance / max(allowed[kind], 1e-30) for kind, distance in own.items()}
     if dist.get_rank() == 0:
         print(f"as far as {max(ratios.values()):.2f} of torch's, {max(ratios, key=ratios.get)}", flush=True)
     return [f"{kind} {ratio:.2f} times as far" for kind, ratio in ratios.items() if not ratio <= ROUNDED]
