@@ -13,9 +13,11 @@ replicas. Models are small and random, in sizes that kernels like or odd ones. O
 family that transformers has to its logits, on TP1, TP2 SP, TP4 SP and, where it is not refused, CP2
 ([families.md](families.md)).
 
-Log-probs on 4 GPUs were tried with one sequence in each pack of a pipeline; those of families in sizes that kernels
-like are not here, as their run was cut off, as far as it came all right. `bailing_moe` is `bailing_moe_v2` as its first
-files spell it. Families that need megatron-core 0.19.2 (deepseek_v32, glm_moe_dsa) ran with it, others with 0.16.1.
+Log-probs on 4 GPUs were tried with one sequence in each pack of a pipeline; of families in sizes that kernels like,
+qwen3 and deepseek_v3 alone. Where several ranks are said to be on each GPU, NCCL took them for hosts of their own: the
+same kernels and collectives, through sockets ([figures](../benchmarks/results/2026-11-23_late_1xH200.md)).
+`bailing_moe` is `bailing_moe_v2` as its first files spell it. Families that need megatron-core 0.19.2 (deepseek_v32,
+glm_moe_dsa) ran with it, others with 0.16.1.
 """
 CHECKS = {
     "log-probs": "those of transformers: `te` in bf16 packed and in rows and packed in fp32, `torch` in bf16 packed "
@@ -31,13 +33,12 @@ CHECKS = {
     "CPU",
     "vllm": "vLLM, started without weights and fed bucket by bucket: log-probs of what it samples and of the same as "
     "a prompt, after the first and the fifth round, and 64 greedy tokens are those of transformers; and its own "
-    "weights are in the end, bit for bit, those that it reads from files. Of some families the last was not looked at "
-    "on TP2, nor prompts: arcee, deepseek_v2, ernie4_5, ernie4_5_moe, exaone_moe (prompts were), glm4_moe_lite, "
-    "hunyuan_v1_dense, hunyuan_v1_moe, hy_v3, minimax_m2, ministral3, nemotron, olmoe, seed_oss, smollm3, starcoder2; "
-    "[on CPU](../benchmarks/results/2026-11-23_vllm_cpu.md) they passed there, in fp32, all but minimax_m2",
+    "weights are in the end, bit for bit, those that it reads from files; "
+    "[on CPU](../benchmarks/results/2026-11-23_vllm_cpu.md) in fp32",
     "verl": "verl's own engine with our plug-in, through load, log-probs, a step, export, offload, save and resume",
-    "exchanges": "every `cp_comm_type` in bf16, `a2a+p2p` where one of its two levels has one rank: "
-    "log-probs and gradients are at most twice as far from fp32 as with "
+    "exchanges": "every `cp_comm_type` in bf16, `a2a+p2p` where one of its two levels has one rank "
+    "([over two levels](../benchmarks/results/2026-11-23_late_1xH200.md) all figures were right on 4 ranks, in a run "
+    "that was cut off before its record): log-probs and gradients are at most twice as far from fp32 as with "
     "torch's attention in bf16",
     "switches": "recompute, fusions, dispatchers and overlaps that change no gradient",
     "fp8": "computed in FP8 with parameters in bf16, in three recipes: log-probs at most 16 times and gradients at "
