@@ -125,7 +125,7 @@ class Lanes:
 
     def __init__(self, wanted: Wanted, loads: list[int], receiver: int) -> None:
         self._wanted, self._row_bytes, self._receiver = wanted, wanted.row_bytes, receiver
-        self._parts = dealt(wanted.goods, loads, SHARED, receiver)
+        self._parts = dealt(wanted, loads, SHARED, receiver)
         self._bytes = [sum(aligned(part.rows * self._row_bytes[part.entry]) for part in each) for each in self._parts]
         self.taken = sum(self._bytes)
         """Bytes that become outputs: those that travel here, and its own."""

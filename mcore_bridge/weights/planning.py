@@ -39,6 +39,8 @@ class Wanted(NamedTuple):
     """By key, the bytes of that."""
     large: frozenset[int]
     """The few entries that take most."""
+    rows: Sequence[int]
+    """Of each entry, what travels of a shard."""
     row_bytes: Sequence[int]
     """Of each entry."""
 
@@ -48,7 +50,8 @@ class Wanted(NamedTuple):
         goods = Goods.of(entries)
         keys = goods.together(bucket_bytes or MEMORY // 8)
         sizes = goods.sizes_together(keys)
-        return cls(goods, keys, sizes, large_entries(keys, sizes), [entry.row_bytes for entry in entries])
+        rows, row_bytes = [entry.sent[0] for entry in entries], [entry.row_bytes for entry in entries]
+        return cls(goods, keys, sizes, large_entries(keys, sizes), rows, row_bytes)
 
 
 def plan_export(
@@ -68,7 +71,7 @@ def plan_export(
     size, fused = bucket_bytes // AHEAD if bucket_bytes else OTHERWISE, max(wanted.sizes.values())
     allowed = 3 * bucket_bytes + fused if bucket_bytes else max(MEMORY, fused * 3 // 2)
     ways = ways_of(wanted.goods, wanted.keys, stages, max(fused // 2, 4 * size), allowed - AHEAD * size)
-    parts = dealt(wanted.goods, [0] * len(stages), window_of(size, len(stages)) // 8)
+    parts = dealt(wanted, [0] * len(stages), window_of(size, len(stages)) // 8)
     for way in ways:
         gathered = cache(partial(_gathered, wanted, stages, parts, way))
         plan = gathered(Sizes(size, size))
@@ -134,7 +137,7 @@ def _gathered(
     return planned(wanted, tuple(map(tuple, streams)), needed, [rooms[size] for size in size_of])
 
 
-def dealt(goods: Goods, loads: list[int], shared: int, receiver: int | None = None) -> list[list[Part]]:
+def dealt(wanted: Wanted, loads: list[int], shared: int, receiver: int | None = None) -> list[list[Part]]:
     """What each rank sends. Holders share a shard that matters, and others go to whoever has least to send so far.
 
     Args:
@@ -143,8 +146,9 @@ def dealt(goods: Goods, loads: list[int], shared: int, receiver: int | None = No
         receiver: the rank that all is for, who need not be sent what it holds.
     """
     streams: list[list[Part]] = [[] for _ in loads]
-    for index, entry in enumerate(goods.entries):
-        rows, row_bytes = entry.sent[0], entry.row_bytes
+    for index, (entry, rows, row_bytes) in enumerate(
+        zip(wanted.goods.entries, wanted.rows, wanted.row_bytes, strict=True)
+    ):
         for shard, holders in entry.holders.items():
             if receiver in holders:
                 streams[receiver].append(Part(index, shard, 0, rows))
