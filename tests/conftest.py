@@ -19,12 +19,12 @@ def pytest_addoption(parser):
     """Of the tests on GPUs."""
     parser.addoption("--record", metavar="FILE", help="append what passed on GPUs, for docs/support.md")
     parser.addoption("--families", metavar="NAMES", help="only these, with commas, where a test is of all families")
-    parser.addoption("--ranks-per-gpu", default="1", metavar="N", help="where there are fewer GPUs than ranks")
+    parser.addoption("--ranks-per-gpu", type=int, default=1, metavar="N", help="where there are fewer GPUs than ranks")
 
 
 def pytest_configure(config):
     """On CPU megatron-core's fused functions run as Python: to compile them with a C++ compiler takes long."""
-    os.environ["MCORE_BRIDGE_RANKS_PER_GPU"] = config.getoption("--ranks-per-gpu")
+    os.environ["RANKS_PER_GPU"] = str(config.getoption("--ranks-per-gpu"))  # of ``gpus.py``, and its processes
     if "multigpu" not in config.getoption("-m"):
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 

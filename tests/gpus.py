@@ -6,15 +6,13 @@ import socket
 import pytest
 import torch
 
-RANKS_PER_GPU = "MCORE_BRIDGE_RANKS_PER_GPU"
-"""How many ranks one GPU has, in the environment, where ``pytest --ranks-per-gpu`` leaves it."""
 APART = {"NCCL_MNNVL_ENABLE": "0", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
 """NCCL refuses two ranks on one GPU of a host: as hosts of their own they send through sockets, slowly but exactly."""
 
 
 def ranks_per_gpu():
-    """How many ranks one GPU has."""
-    return int(os.environ.get(RANKS_PER_GPU, "1"))
+    """How many ranks one GPU has: what ``pytest --ranks-per-gpu`` left in the environment."""
+    return int(os.environ["RANKS_PER_GPU"])
 
 
 def ask_for(num_ranks):

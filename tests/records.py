@@ -32,8 +32,8 @@ def append(path: str | None, check: str, world_size: int, found: Iterable[tuple[
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES if _is_installed(name)},
     }
-    if ranks_per_gpu() > 1:
-        known["ranks_per_gpu"] = ranks_per_gpu()
+    if (shared := min(world_size, ranks_per_gpu())) > 1:
+        known["ranks_per_gpu"] = shared
     with Path(path).open("a", encoding="utf-8") as file:
         for (mesh, family), is_right in passed.items():
             file.write(json.dumps({"check": check, "mesh": mesh, "family": family, "passed": is_right, **known}) + "\n")

@@ -13,8 +13,10 @@ import torch.distributed as dist
 
 import mcore_bridge as mb
 from mcore_bridge.errors import BridgeError
-from mcore_bridge.weights import export
+from mcore_bridge.weights import export, transport
 from mcore_bridge.weights.cut import cut
+from mcore_bridge.weights.lanes import plan_targets
+from mcore_bridge.weights.planning import planned
 from tests import mtp_checkpoints, pool
 from tests.test_export import assert_exact, built
 
@@ -57,33 +59,54 @@ def test_all_ranks_raise(name, after, message):
     assert all(re.search(message, each) for each in found), found
 
 
-def plan_otherwise_on_1(name, result, target):
-    models, state = built(mb.ParallelDims(tp=2, pp=2))
+def plan_otherwise_on_1(name, result, dims, targets):
+    models, state = built(dims)
+    target = targets[dist.get_rank() % len(targets)]
     here = mock.patch(f"mcore_bridge.weights.{name}", result) if dist.get_rank() == 1 else contextlib.nullcontext()
-    with here, pytest.raises(BridgeError, match="plans that do not fit together"):
-        mb.to_hf_state_dict(models, target=target, bucket_bytes=1 << 16)
+    with here, mock.patch.object(transport.Windows, "send") as send:
+        with pytest.raises(Exception, match=r"plans that do not fit together|out of memory") as refused:
+            mb.to_hf_state_dict(models, target=target, bucket_bytes=1 << 16)
+        send.assert_not_called()
     assert_exact(mb.to_hf_state_dict(models, bucket_bytes=1 << 16), state)
+    return str(refused.value)
 
 
 def all_of_it(*arguments):
     return 1 << 60
 
 
-def one_after_the_other(streams, row_bytes, windows, first=0):
+def one_row_further(*arguments, **named):
     """Windows of the same bytes, in which something else lies."""
-    return cut([[*reversed(stream)] for stream in streams], row_bytes, windows, first=first)
+    return tuple(tuple(run._replace(first=run.first + 1) for run in runs) for runs in cut(*arguments, **named))
+
+
+def of_another_size(wanted, streams, needed, rooms):
+    return planned(wanted, streams, needed, [room + 1 for room in rooms])
+
+
+def for_each_other(*arguments, **named):
+    *others, targets, rank = arguments
+    return plan_targets(*others, [targets[place ^ 1] for place in range(len(targets))], rank, **named)
+
+
+def unable(*arguments, **named):
+    raise HUNGRY
 
 
 @pytest.mark.parametrize(
-    ("name", "result", "target"),
+    ("name", "result", "dims", "targets"),
     [
-        ("lanes.Lanes.in_the_making", all_of_it, mb.engine_ranks(tp=2)[0]),
-        ("planning.window_of", all_of_it, "everything"),
-        ("planning.cut", one_after_the_other, "everything"),
+        ("lanes.Lanes.in_the_making", all_of_it, mb.ParallelDims(tp=2, pp=2), mb.engine_ranks(tp=2)),
+        ("export.plan_targets", for_each_other, mb.ParallelDims(tp=4), mb.engine_ranks(tp=2)),
+        ("planning.window_of", all_of_it, mb.ParallelDims(tp=2, pp=2), ["everything"]),
+        ("planning.cut", one_row_further, mb.ParallelDims(tp=2, pp=2), ["everything"]),
+        ("planning.planned", of_another_size, mb.ParallelDims(tp=2, pp=2), ["everything"]),
+        ("export.plan_export", unable, mb.ParallelDims(tp=2, pp=2), ["everything"]),
     ],
 )
-def test_nothing_is_sent_where_plans_do_not_fit(name, result, target):
-    pool.run(4, plan_otherwise_on_1, name, result, target, timeout=60)
+def test_nothing_is_sent_where_plans_do_not_fit(name, result, dims, targets):
+    found = pool.run(4, plan_otherwise_on_1, name, result, dims, targets, timeout=60)
+    assert ["out of memory" in each for each in found] == [False, result is unable, False, False]
 
 
 def digest_on_most_ranks():

@@ -209,11 +209,8 @@ def gradients(hf, dims, state, **how):
     return by_name(chunks, lambda parameter: parameter.main_grad), norm, loss
 
 
-def in_half(hf, dims, state, *, dtype=torch.bfloat16, **how):
-    """By HF name, in this dtype, with all experts for each token.
-
-    In bf16 a router may decide otherwise, which would be most of what is off.
-    """
+def with_every_expert(hf, dims, state, *, dtype=torch.bfloat16, **how):
+    """Gradients by HF name, in this dtype, where a router that decides otherwise in bf16 changes little."""
     chosen = {"moe_router_topk": mb.to_transformer_config(hf).num_moe_experts} if has_experts(hf) else {}
     chunks, *_ = learned(hf, dims, state, dtype=dtype, **chosen, **how)
     return by_name(chunks, lambda parameter: parameter.main_grad)
@@ -238,7 +235,7 @@ def compare(found, expected, hf):
 def by_torch(hf, state):
     """Gradients by torch's modules, in fp32 and in bf16; where there is nothing but replicas."""
     dtypes = torch.float32, torch.bfloat16
-    return [in_half(hf, mb.ParallelDims(), state, dtype=dtype, backend="torch") for dtype in dtypes]
+    return [with_every_expert(hf, mb.ParallelDims(), state, dtype=dtype, backend="torch") for dtype in dtypes]
 
 
 def distances(found, exact):
@@ -252,7 +249,7 @@ def distances(found, exact):
 def rounded(hf, dims, state, known):
     """Whose gradients are further off in bf16 than those of torch's modules allow."""
     exact, theirs = known()
-    allowed, own = distances(theirs, exact), distances(in_half(hf, dims, state), exact)
+    allowed, own = distances(theirs, exact), distances(with_every_expert(hf, dims, state), exact)
     ratios = {kind: distance / max(allowed[kind], 1e-30) for kind, distance in own.items()}
     if dist.get_rank() == 0:
         print(f"as far as {max(ratios.values()):.2f} of torch's, {max(ratios, key=ratios.get)}", flush=True)

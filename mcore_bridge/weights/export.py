@@ -168,15 +168,7 @@ def open_export(
         found = (bound.mapping.rules, bound.inventory()) if bound else ()
         answer = _Answer(error, bucket_bytes, target, group.num_stages, *found)
         answers = group.exchange((answer, plans[0].number if plans else 0))
-        with uncollected():
-            made = _planned(bound, first, [each for each, _ in answers], group.rank)
-            stages = {each.num_stages for each, _ in answers}
-            program = Program(made, group.rank, stages.pop() if len(stages) == 1 else 1)
-        if not group.adds_up(program.balance()):
-            raise ExportError(
-                "the ranks made plans that do not fit together, so nothing was sent: run one version of Python and of "
-                "mcore_bridge on all of them; if they do, please report it, with the mesh and what was exported"
-            )
+        program = _agreed(group, bound, first, [each for each, _ in answers])
         kept = _Kept(fingerprint, 1 + max(number for _, number in answers), program)
         _plans[first] = (kept, *plans)[:_NUM_PLANS]
     assert bound is not None
@@ -192,6 +184,25 @@ class _Answer(NamedTuple):
     num_stages: int
     rules: Rules | None = None
     inventory: Inventory | None = None
+
+
+def _agreed(group: Group, bound: BoundModel | None, chunk: GPTModel, answers: Sequence[_Answer]) -> Program:
+    """Plan as all ranks do, each for itself, and see whether what they planned fits together."""
+    try:
+        with uncollected():
+            made = _planned(bound, chunk, answers, group.rank)
+            stages = {each.num_stages for each in answers}
+            program = Program(made, group.rank, stages.pop() if len(stages) == 1 else 1)
+            balance = program.balance()
+    except Exception:  # the same on every rank, or else the others must hear of it
+        group.adds_up(1)
+        raise
+    if not group.adds_up(balance):
+        raise ExportError(
+            "the ranks made plans that do not fit together, or another rank made none, so nothing was sent: run one "
+            "version of Python and of mcore_bridge on all of them; if that is so, please report it, with the mesh"
+        )
+    return program
 
 
 def _planned(bound: BoundModel | None, chunk: GPTModel, answers: Sequence[_Answer], rank: int) -> Sequence[ExportPlan]:

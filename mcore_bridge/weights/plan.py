@@ -121,8 +121,14 @@ class Goods:
 
     @cached_property
     def number(self) -> int:
-        """The same in every process, of what is got and in which order."""
-        return zlib.crc32("\n".join(entry.held.mcore for entry in self.entries).encode())
+        """A number for what is got and in which order: the same in every process, as hashes of numbers are."""
+        traces = {id(entry.trace): entry.trace for entry in self.entries}  # which many entries share
+        copies = {key: _number(repr(trace.to_hf)) for key, trace in traces.items()}
+        said = []
+        for entry in self.entries:
+            names = _number(f"{entry.held.mcore} {entry.hf} {entry.held.dtype}")
+            said.append((names, entry.sent, entry.starts or (), copies[id(entry.trace)]))
+        return hash(tuple(said))
 
     def size_of(self, places: Iterable[tuple[int, int]]) -> int:
         """Bytes of the outputs at ``places``."""
@@ -178,11 +184,13 @@ class ExportPlan:
         """See ``footprint.opened``."""
         return tuple(opened(self))
 
-    def lane(self, sender: int, receiver: int) -> int:
-        """A number for what travels from one rank to another: what lies where in its windows, and their bytes.
+    def number(self) -> int:
+        """A number for all of it: the same in every process."""
+        messages = tuple((message.widths, message.room, message.done) for message in self.messages)
+        return hash((self.goods.number, self.streams, messages))
 
-        It is the same in every process, since the hash of numbers is.
-        """
+    def number_of_lane(self, sender: int, receiver: int) -> int:
+        """The same for what travels from one rank to another."""
         widths = tuple(message.widths[sender] for message in self.messages)
         return hash((sender, receiver, self.goods.number, self.streams[sender], widths))
 
@@ -202,6 +210,10 @@ class ExportPlan:
             for output in map(self.goods.outputs.__getitem__, message.done):
                 for name in (output.name, *output.copies):
                     yield name, output.shape, output.dtype
+
+
+def _number(text: str) -> int:
+    return zlib.crc32(text.encode())
 
 
 def _experts(entry: Entry) -> str:

@@ -17,8 +17,6 @@ from mcore_bridge.weights.rectangles import Place, moves_of, stacked
 WINDOWS, HEADER_SENT, HEADERS, OWN_WINDOWS, OUTPUTS = range(5)
 """Buffers of a step, behind the tensors that this rank holds: the windows that have arrived, lined up; this rank's
 header; the headers of all ranks; this rank's windows of the message that follows; and from here on outputs."""
-ALL = -1
-"""In place of a receiver."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,15 +58,15 @@ class Program:
         self._known: dict[tuple[object, ...], list[list[Move]]] = {}
 
     def balance(self) -> int:
-        """What this rank sends less what it expects, as numbers of ``ExportPlan.lane``.
+        """A number for what this rank sends, less one for what it expects.
 
-        Over all ranks they add up to 0, unless some planned otherwise than others.
+        Over all ranks of a group they add up to 0 where plans fit together, and where they do not hardly ever.
         """
         own, ranks = self._rank, range(len(self.plan.streams))
-        expected = sum(self.plan.lane(sender, ALL if self.is_gather else own) for sender in ranks)
         if self.is_gather:
-            return len(ranks) * self.plan.lane(own, ALL) - expected
-        return sum(plan.lane(own, receiver) for receiver, plan in enumerate(self._plans)) - expected
+            return self.plan.number() * (len(ranks) * (own == 0) - 1)
+        sent = sum(plan.number_of_lane(own, receiver) for receiver, plan in enumerate(self._plans))
+        return sent - sum(self.plan.number_of_lane(sender, own) for sender in ranks)
 
     def received(self, number: int) -> tuple[int, ...]:
         """Bytes of each rank's window of a message, as they arrive here."""
