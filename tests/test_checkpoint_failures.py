@@ -1,16 +1,18 @@
 """A checkpoint that one rank cannot write or read fails on all of them, with what is the matter, and leaves nothing."""
 
+import contextlib
 import os
 import re
 import resource
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 import mcore_bridge as mb
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights import swap
+from mcore_bridge.weights import dist_check, shards, swap, torch_dist
 from tests import pool, stepping
 from tests.test_export import built
 from tests.test_save import limited
@@ -98,3 +100,46 @@ def test_a_mount_point_is_refused_before_anything_is_written(tmp_path, monkeypat
     with pytest.raises(CheckpointError, match="is a mount point, which cannot be replaced in one step"):
         swap.beside(tmp_path, "name")
     assert swap.beside(tmp_path / "out", "name") == Path(tmp_path, ".out.name.partial")
+
+
+def save_to_folders_of_their_own(folder, save):
+    with mock.patch.object(shards, "MIN_SHARD_BYTES", 1):  # so that each rank writes
+        return refused(save, ready(), f"{folder}/{dist.get_rank()}/step")
+
+
+@pytest.mark.parametrize("save", [mb.save_checkpoint, mb.save_hf_checkpoint])
+def test_files_that_other_ranks_wrote_elsewhere_are_missed(tmp_path, save):
+    """As where the folder lies on a disk of each machine."""
+    for message in pool.run(2, save_to_folders_of_their_own, str(tmp_path), save):
+        assert "name a folder on a file system that all ranks share" in message
+    assert not any(path.name == "step" for path in tmp_path.rglob("*"))
+
+
+def load_what_another_writes(folder):
+    models = ready()
+    for iteration in (1, 2):
+        mb.save_checkpoint(models, f"{folder}/iter_000000{iteration}")
+    first = mock.patch.object(torch_dist, "latest_in", lambda folder: [folder / "iter_0000001"])
+    with first if dist.get_rank() == 0 else contextlib.nullcontext():
+        return refused(mb.load_checkpoint, models, folder)
+
+
+def test_all_ranks_load_the_same_iteration(tmp_path):
+    """A trainer may write the next one between the looks of two ranks."""
+    for message in pool.run(2, load_what_another_writes, str(tmp_path)):
+        assert "ranks found different checkpoints" in message
+        assert "['iter_0000001', 'iter_0000002']" in message
+
+
+def load_with_a_replica_that_cannot(folder):
+    stepping.let_megatron_save()
+    models, _ = built(mb.ParallelDims())
+    mb.save_checkpoint(models, folder)
+    failing = mock.patch.object(dist_check.Check, "run", side_effect=OSError("no such device"))
+    with failing if dist.get_rank() == 1 else contextlib.nullcontext():
+        return refused(mb.load_checkpoint, models, folder)
+
+
+def test_a_replica_that_cannot_load_fails_the_others(tmp_path):
+    for message in pool.run(2, load_with_a_replica_that_cannot, str(tmp_path / "step"), timeout=60):
+        assert "rank 1 of the group: OSError: no such device" in message

@@ -1,6 +1,8 @@
 """``forward`` on any mesh: log-probs, entropies and values of an unpacked batch are those of transformers' logits."""
 
+import contextlib
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -237,8 +239,11 @@ def refused_somewhere(dims, batches):
     with stepping.mesh(dims):
         how = {"dims": dims, "dtype": torch.float32, "device": "cpu", "load_weights": random_state(hf)}
         models = mb.build_model(hf, **how)
-        with pytest.raises(BatchError) as caught:
-            mb.forward(models, batches[parallel_state.get_data_parallel_rank()])
+        batch = batches[parallel_state.get_data_parallel_rank()]
+        fails = isinstance(batch, Exception)
+        failing = mock.patch("mcore_bridge.batches.forward.micro_batches", side_effect=batch)
+        with pytest.raises((BatchError, MemoryError)) as caught, failing if fails else contextlib.nullcontext():
+            mb.forward(models, batches[0] if fails else batch)
     return str(caught.value)
 
 
@@ -249,6 +254,7 @@ def refused_somewhere(dims, batches):
         (torch.full((2, 3), 1 << 20), "input_ids must be 0 to 95"),
         (torch.zeros(2, 0, dtype=torch.int64), "at least one token, found (2, 0)"),
         (torch.zeros(4, dtype=torch.int64), "at least one token, found (4,)"),
+        (MemoryError("no memory for that"), "no memory for that"),
     ],
 )
 def test_a_batch_that_one_replica_cannot_take_raises_on_all_that_share_its_experts(batch, message, dims):

@@ -49,13 +49,13 @@ def alike(
     other how many tokens they have.
 
     Args:
-        checked: gives what makes them of ``min_tokens`` in a row at least, or raises ``BatchError``.
+        checked: gives what makes them of ``min_tokens`` in a row at least, or raises.
         device: of the batch.
         learns: whether a backward follows.
 
     Raises:
         BatchError: where a batch cannot be taken; with experts, on all ranks that share them, which would wait for each
-            other.
+            other. What ``checked`` raises, on the rank where it does.
     """
     found: list[PackedSequences] = []
     problem = None
@@ -64,16 +64,14 @@ def alike(
         found = pack(min_tokens=0)
         if learns:
             _require_tokens(chunk, found)
-    except BatchError as error:
+    except Exception as error:  # such as no memory: others may wait for this rank's experts
         problem = error
     longest = _longest(chunk, found, problem, device)
     one_by_one = chunk.pg_collection.pp.size() == 1 and not _is_blind(chunk)
     return found if one_by_one or all(each.num_tokens == longest for each in found) else pack(min_tokens=longest)
 
 
-def _longest(
-    chunk: GPTModel, found: Sequence[PackedSequences], problem: BatchError | None, device: torch.device
-) -> int:
+def _longest(chunk: GPTModel, found: Sequence[PackedSequences], problem: Exception | None, device: torch.device) -> int:
     """Tokens of a row of the longest microbatch: of all that share experts, where these must be alike.
 
     Raises:

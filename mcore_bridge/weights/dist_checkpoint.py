@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.bound import Models, chunks_of, noted
 from mcore_bridge.weights.companions import config_in, copy_companions
 from mcore_bridge.weights.dist_check import Check, chunk_names, sharded_states
@@ -26,8 +27,8 @@ from mcore_bridge.weights.optimizer_chain import fit_chain
 from mcore_bridge.weights.outputs import check_storage
 from mcore_bridge.weights.pending import gather_pending
 from mcore_bridge.weights.provenance import HF
-from mcore_bridge.weights.swap import all_or_none, beside, clear_stale, on_all, replace
-from mcore_bridge.weights.torch_dist import CONTENT, DIST_FILES, VERSION, TorchDistFolder, track
+from mcore_bridge.weights.swap import all_or_none, beside, clear_stale, on_all, replace, require_files
+from mcore_bridge.weights.torch_dist import CONTENT, DIST_FILES, VERSION, TorchDistFolder, files_of, track
 from mcore_bridge.weights.transport import Group
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ def save_checkpoint(
         dist_checkpointing.save(said, str(staging), strategy, content_metadata=dict(CONTENT))
     with all_or_none(world, target, staging):
         if world.rank == 0:
+            require_files(staging, files_of(staging))
             config_in(provenance, _dtype_of(chunks)).save_pretrained(staging)
             copy_companions(provenance.folder, staging)
             clear_stale(target, staging)
@@ -153,9 +155,11 @@ def load_checkpoint(
             for part in state.values():
                 stack_layers(part, chunks[0].config.num_layers)
         check = Check(found, noted(models, hf, head).hf.vocab_size, dtype)
-    missing, unexpected = check.run(state, Group.of_replica(chunks[0].pg_collection), strict)
-    if optimizer is not None:
-        state["optimizer"] = optimizer.sharded_state_dict(_parts(state), is_loading=True, metadata=metadata)
+    _require_one(world.exchange(os.path.relpath(found.path, folder)), folder)
+    with on_all(world, f"{found.path} was not read, and the models are as they were"):
+        missing, unexpected = check.run(state, Group.of_replica(chunks[0].pg_collection), strict)
+        if optimizer is not None:
+            state["optimizer"] = optimizer.sharded_state_dict(_parts(state), is_loading=True, metadata=metadata)
     with on_all(world, f"{found.path} was not read, or in part"):
         loaded = dist_checkpointing.load(state, str(found.path))
     for name, chunk in zip(chunk_names(chunks), chunks, strict=True):
@@ -164,6 +168,14 @@ def load_checkpoint(
         length = len(getattr(optimizer, "chained_optimizers", [optimizer]))
         optimizer.load_state_dict(fit_chain(loaded.pop("optimizer"), length))
     return CheckpointReport(found.path, loaded.get(_OURS, loaded), check.cast, missing, unexpected)
+
+
+def _require_one(found: Sequence[str], folder: str | os.PathLike[str]) -> None:
+    """Each rank looks for itself, and a trainer may write the next checkpoint meanwhile."""
+    if len({*found}) > 1:
+        raise CheckpointError(
+            f"ranks found different checkpoints in {folder}: {sorted({*found})}; load again, or name one of them"
+        )
 
 
 def _parts(state: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from mcore_bridge.errors import told
 from mcore_bridge.weights.bound import Models
 from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.disk import array_of
-from mcore_bridge.weights.dtypes import Dtypes, dtype_name, wanted_dtype
+from mcore_bridge.weights.dtypes import Dtypes, dtype_name, problem_of, wanted_dtype
 from mcore_bridge.weights.exchange import raise_failures
 from mcore_bridge.weights.export import iter_hf_weights, open_export
 from mcore_bridge.weights.provenance import HF, Dialect
@@ -113,13 +114,12 @@ def manifest(
     Without digests no weight moves. With them the model is exported once; where all ranks get everything, they share
     the hashing.
     """
-    export = open_export(models, hf, head, dialect=dialect, bucket_bytes=bucket_bytes, target=target)
+    options: dict[str, Any] = {"dialect": dialect, "bucket_bytes": bucket_bytes, "target": target}
+    export = open_export(models, hf, head, **options, problem=problem_of(dtype))
     specs = tuple(TensorSpec(n, shape, wanted_dtype(n, own, dtype)) for n, shape, own in export.program.plan.tensors())
     if not digests:
         return Manifest(specs)
-    pairs = iter_hf_weights(
-        models, hf=hf, head=head, dtype=dtype, dialect=dialect, bucket_bytes=bucket_bytes, target=target
-    )
+    pairs = iter_hf_weights(models, hf=hf, head=head, dtype=dtype, **options)
     size, rank = (export.group.size, export.group.rank) if export.program.is_gather else (1, 0)
     found, problem = {}, ""
     try:

@@ -26,7 +26,7 @@ from mcore_bridge.weights.provenance import HF, Dialect, Provenance
 from mcore_bridge.weights.safetensors_file import SafetensorsWriter
 from mcore_bridge.weights.shards import MAX_SHARD_BYTES, Shard, deal_shards
 from mcore_bridge.weights.staging import SLOT_BYTES, Staging
-from mcore_bridge.weights.swap import all_or_none, beside, clear_stale, replace
+from mcore_bridge.weights.swap import all_or_none, beside, clear_stale, replace, require_files
 from mcore_bridge.weights.transport import Group
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ def save_hf_checkpoint(
                 clear_stale(target, staging)
     with together():
         if world.rank == 0:
+            require_files(staging, [shard.name for shard in shards])
             replace(target, staging, _WEIGHTS)
     return specs
 

@@ -58,6 +58,19 @@ def all_or_none(world: Group, target: Path, staging: Path) -> Iterator[None]:
         raise
 
 
+def require_files(folder: Path, names: Iterable[str]) -> None:
+    """Raise where files that all ranks wrote are not in ``folder`` for this one.
+
+    Raises:
+        CheckpointError: as where ranks have folders of their own by the same name.
+    """
+    if absent := [name for name in names if not (folder / name).is_file()]:
+        raise CheckpointError(
+            f"{len(absent)} files that other ranks wrote are not in {folder}, such as {absent[0]}: name a folder on a "
+            "file system that all ranks share, the same on each"
+        )
+
+
 def clear_stale(target: Path, staging: Path) -> None:
     """Remove what saves that died left behind."""
     writer = "[0-9a-f]" * 8  # and not the rest of another target's name

@@ -121,6 +121,13 @@ def find_checkpoint(folder: Path) -> Path:
     )
 
 
+def files_of(path: Path) -> list[str]:
+    """The names of the files that hold what a checkpoint says that it has."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    return sorted({each.relative_path for each in FileSystemReader(path).read_metadata().storage_data.values()})
+
+
 def latest_in(folder: Path) -> list[Path]:
     """The folder of the iteration that a tracker file (Megatron-LM) names, if there is one."""
     tracker = folder / TRACKER
