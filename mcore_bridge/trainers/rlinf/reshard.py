@@ -56,6 +56,7 @@ class MegatronCoreWeightReshard:
             As many buckets on every rank, and at every step: so many that those of the rank that holds most take
             ``bucket_capacity`` bytes of its parameters each. They are gathered in order, each once.
         """
+        self._end()  # which communicates, too
         chunks = chunks_of(model)
         held = sum(tensor.nbytes for tensor in held_tensors(chunks).values())
         most = Group.of_replica(chunks[0].pg_collection).largest(held)
@@ -141,10 +142,15 @@ class MegatronCoreWeightReshard:
         return known[target]
 
     def _begin(self, models: Models, num_buckets: int) -> list[Bucket]:
-        if self._sync is not None:
-            self._sync.close()
+        self._end()
         self._sync = Sync(models, num_buckets, self._engine.bucket_bytes, self._hf, self._head)
         return [Bucket(self._sync, number) for number in range(num_buckets)]
+
+    def _end(self) -> None:
+        """Of the sync before: others may still wait for what this rank has of it."""
+        if self._sync is not None:
+            self._sync.close()
+            self._sync = None
 
     def _gathered(self, bucket: Bucket, destination: Destination | None) -> dict[str, Tensor]:
         """The next bucket, for a destination or whole."""

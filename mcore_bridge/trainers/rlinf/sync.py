@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from mcore_bridge.errors import ExportError, TargetError
+from mcore_bridge.errors import ExportError, told
 from mcore_bridge.trainers.rlinf.engine import Destination
 from mcore_bridge.weights.bound import Models
 from mcore_bridge.weights.export import Export, open_export
@@ -76,8 +76,8 @@ class Sync:
         try:
             if destination is not None:
                 target = target_at(self.models, destination)
-        except TargetError as error:  # the others are about to wait for this rank
-            problem = str(error)
+        except Exception as error:  # the others are about to wait for this rank
+            problem = told(error)
         self.destination = destination
         self.export = open_export(
             *(self.models, self.hf, self.head),
