@@ -34,7 +34,7 @@ CHECKS = {
     "vllm": "vLLM, started without weights and fed bucket by bucket: log-probs of what it samples and of the same as "
     "a prompt, after the first and the fifth round, and 64 greedy tokens are those of transformers; and its own "
     "weights are in the end, bit for bit, those that it reads from files; "
-    "[on CPU](../benchmarks/results/2026-11-23_vllm_cpu.md) in fp32",
+    "[on CPU](../benchmarks/results/2026-11-23_vllm_cpu.md) in fp32, all but minimax_m2's log-probs",
     "verl": "verl's own engine with our plug-in, through load, log-probs, a step, export, offload, save and resume",
     "exchanges": "every `cp_comm_type` in bf16, `a2a+p2p` where one of its two levels has one rank "
     "([over two levels](../benchmarks/results/2026-11-23_late_1xH200.md) all figures were right on 4 ranks, in a run "

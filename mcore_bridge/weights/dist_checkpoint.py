@@ -28,7 +28,7 @@ from mcore_bridge.weights.outputs import check_storage
 from mcore_bridge.weights.pending import gather_pending
 from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.swap import all_or_none, beside, clear_stale, on_all, replace, require_files
-from mcore_bridge.weights.torch_dist import CONTENT, DIST_FILES, VERSION, TorchDistFolder, files_of, track
+from mcore_bridge.weights.torch_dist import CONTENT, DIST_FILES, VERSION, TorchDistFolder, track
 from mcore_bridge.weights.transport import Group
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def save_checkpoint(
         dist_checkpointing.save(said, str(staging), strategy, content_metadata=dict(CONTENT))
     with all_or_none(world, target, staging):
         if world.rank == 0:
-            require_files(staging, files_of(staging))
+            require_files(staging, TorchDistFolder.open(staging).files)
             config_in(provenance, _dtype_of(chunks)).save_pretrained(staging)
             copy_companions(provenance.folder, staging)
             clear_stale(target, staging)

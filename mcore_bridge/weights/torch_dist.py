@@ -75,6 +75,11 @@ class TorchDistFolder:
         return {key: each for key, each in found if isinstance(each, TensorStorageMetadata) and key.startswith(_MODEL)}
 
     @property
+    def files(self) -> list[str]:
+        """The names of those that hold what the folder says that it has."""
+        return sorted({each.relative_path for each in self.metadata.storage_data.values()})
+
+    @property
     def is_stacked(self) -> bool:
         """Whether layers lie in one tensor."""
         layers = (key.split(".")[2] for key in self.tensors if key.startswith("decoder.layers."))
@@ -119,13 +124,6 @@ def find_checkpoint(folder: Path) -> Path:
         f"({latest[0].name if latest else 'no such file'}). A save that did not come to its end lacks it too: use an "
         "earlier iteration"
     )
-
-
-def files_of(path: Path) -> list[str]:
-    """The names of the files that hold what a checkpoint says that it has."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    return sorted({each.relative_path for each in FileSystemReader(path).read_metadata().storage_data.values()})
 
 
 def latest_in(folder: Path) -> list[Path]:
