@@ -14,8 +14,9 @@ family that transformers has to its logits, on TP1, TP2 SP, TP4 SP and, where it
 ([families.md](families.md)).
 
 Log-probs on 4 GPUs were tried with one sequence in each pack of a pipeline; of families in sizes that kernels like,
-qwen3 and deepseek_v3 alone. Where several ranks are said to be on each GPU, NCCL took them for hosts of their own: the
-same kernels and collectives, through sockets ([figures](../benchmarks/results/2026-11-23_late_1xH200.md)).
+qwen3 and deepseek_v3 alone, and on 8 ranks qwen3_moe and deepseek_v3. Where several ranks are said to be on each GPU,
+NCCL took them for hosts of their own: the same kernels and collectives, through sockets
+([figures](../benchmarks/results/2026-11-23_night_1xH200.md), Qwen3-8B on siiRL's mesh of 8 ranks among them).
 `bailing_moe` is `bailing_moe_v2` as its first files spell it. Families that need megatron-core 0.19.2 (deepseek_v32,
 glm_moe_dsa) ran with it, others with 0.16.1.
 """
@@ -36,10 +37,8 @@ CHECKS = {
     "weights are in the end, bit for bit, those that it reads from files; "
     "[on CPU](../benchmarks/results/2026-11-23_vllm_cpu.md) in fp32, all but minimax_m2's log-probs",
     "verl": "verl's own engine with our plug-in, through load, log-probs, a step, export, offload, save and resume",
-    "exchanges": "every `cp_comm_type` in bf16, `a2a+p2p` where one of its two levels has one rank "
-    "([over two levels](../benchmarks/results/2026-11-23_late_1xH200.md) all figures were right on 4 ranks, in a run "
-    "that was cut off before its record): log-probs and gradients are at most twice as far from fp32 as with "
-    "torch's attention in bf16",
+    "exchanges": "every `cp_comm_type` in bf16, `a2a+p2p` where `HCP` says how many ranks its two levels have: "
+    "log-probs and gradients are at most twice as far from fp32 as with torch's attention in bf16",
     "switches": "recompute, fusions, dispatchers and overlaps that change no gradient",
     "fp8": "computed in FP8 with parameters in bf16, in three recipes: log-probs at most 16 times and gradients at "
     "most 32 times as far from fp32 as in bf16, by their bits; and an export is what was loaded, bit for bit",

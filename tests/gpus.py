@@ -54,9 +54,9 @@ def free_port():
         return str(probe.getsockname()[1])
 
 
-def chosen(config, names):
-    """Those of these families that ``--families`` names; all without it."""
-    asked = config.getoption("--families")
+def chosen(config, names, option="--families"):
+    """Those of these families, or of what the option is of, that it names; all without it."""
+    asked = config.getoption(option)
     found = [name for name in names if not asked or name in asked.split(",")]
     return found or pytest.skip(f"none of {asked} is here")
 

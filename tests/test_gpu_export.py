@@ -58,6 +58,8 @@ def grid(rank, world_size, flat):
         lent = mb.iter_hf_weights(models, bucket_bytes=BUCKET, copy=False)
         assert_gets({name: tensor.cpu() for name, tensor in lent}, state)
         parallel_state.destroy_model_parallel()
+        if rank == 0:
+            print(dims, tried, "right", flush=True)
     return tried
 
 

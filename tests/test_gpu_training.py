@@ -400,8 +400,8 @@ def attempt(run, expected, dims, hf):
         return None if is_refused(error, dims, hf) else [traceback.format_exc()]
 
 
-def rank_main(rank, world_size, families, names):
-    """Each of these families in every way on every mesh of this size: what was wrong."""
+def rank_main(rank, world_size, families, names, meshes):
+    """Each of these families in every way on each of these meshes: what was wrong."""
     from megatron.core import parallel_state
 
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
@@ -417,7 +417,8 @@ def rank_main(rank, world_size, families, names):
                 expected[family] = functools.cache(functools.partial(alone, hf, random_state(hf)))
                 state = random_state(hf, dtype=torch.bfloat16)
                 known[family] = functools.cache(functools.partial(by_torch, hf, state))
-            if not is_built(family, hf, dims):
+                expected[family](), known[family]()  # here, where there is nothing but replicas
+            if mesh not in meshes or not is_built(family, hf, dims):
                 continue
             for task, run in tasks(families, family, dims, world_size, known[family]).items():
                 found = attempt(run, expected[family], dims, hf)
@@ -436,7 +437,9 @@ def rank_main(rank, world_size, families, names):
 @pytest.mark.parametrize("world_size", MESHES)
 def test_training_is_that_of_one_rank_and_exports_are_what_the_optimizer_holds(world_size, families, tmp_path, request):
     names = chosen(request.config, FAMILIES[families])
-    found = spawn(rank_main, tmp_path, world_size, families, names)
+    every = [with_replicas(dims, world_size) for dims in (mb.ParallelDims(), *MESHES[world_size])]
+    meshes = chosen(request.config, every, "--meshes")
+    found = spawn(rank_main, tmp_path, world_size, families, names, meshes)
     everything = [each for findings in found for each in findings.items()]
     for check, is_of in CHECKS.items():
         passed = [(key[:2], not problems) for key, problems in everything if is_of(key[2])]
