@@ -69,7 +69,8 @@ def programs_for(held: Sequence[Any], targets: Sequence[Target], *, bucket_bytes
     first = held[0][0]
     inventories = [inventory for _, inventory in held]
     arguments = first.mapping, first.axes, first.chunks[0].config.num_layers, inventories, targets
-    return [Program(plan_targets(*arguments, rank, bucket_bytes=bucket_bytes), rank) for rank in range(len(held))]
+    feeds = plan_targets(*arguments, bucket_bytes=bucket_bytes)
+    return [Program(feeds.plans_of(rank), rank) for rank in range(len(held))]
 
 
 def export_to(

@@ -198,8 +198,9 @@ def taken_by(
     plan_mesh(draw(hf, dims=dims, dtype=torch.bfloat16, device="meta"), world_size=smallest_world(dims))
     num_ranks = len(asked[-1])
     targets = [engine[rank % len(engine)] for rank in range(num_ranks)]
+    feeds = plan_targets(*asked, targets, bucket_bytes=bucket_bytes)
     for rank in {0, num_ranks // 2, num_ranks - 1}:
-        program = Program(plan_targets(*asked, targets, rank, bucket_bytes=bucket_bytes), rank)
+        program = Program(feeds.plans_of(rank), rank)
         yield max(program.plan.opened) + AHEAD * sum(program.room(0))
 
 

@@ -85,8 +85,8 @@ def of_another_size(wanted, streams, needed, rooms):
 
 
 def for_each_other(*arguments, **named):
-    *others, targets, rank = arguments
-    return plan_targets(*others, [targets[place ^ 1] for place in range(len(targets))], rank, **named)
+    *others, targets = arguments
+    return plan_targets(*others, [targets[place ^ 1] for place in range(len(targets))], **named)
 
 
 def unable(*arguments, **named):

@@ -217,4 +217,4 @@ def _planned(bound: BoundModel | None, chunk: GPTModel, answers: Sequence[_Answe
     arguments = bound.mapping, bound.axes, chunk.config.num_layers, inventories
     if set(targets) == {"everything"}:
         return [plan_export(*arguments, bucket_bytes=sizes[0])]
-    return plan_targets(*arguments, targets, rank, bucket_bytes=sizes[0])
+    return plan_targets(*arguments, targets, bucket_bytes=sizes[0]).plans_of(rank)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, pairwise
+from operator import sub
 
 from mcore_bridge.weights.alignment import ALIGNMENT, aligned
 from mcore_bridge.weights.cut import HEADER, Part, Run, Streams, cut, num_messages, widths
@@ -13,7 +15,7 @@ from mcore_bridge.weights.footprint import AHEAD, MEMORY
 from mcore_bridge.weights.layout import Axes
 from mcore_bridge.weights.mapping import WeightMapping
 from mcore_bridge.weights.plan import ExportPlan, Message
-from mcore_bridge.weights.planning import Wanted, dealt, planned
+from mcore_bridge.weights.planning import Shard, Wanted, dealt, planned, shards_of
 from mcore_bridge.weights.slices import wanted_by
 from mcore_bridge.weights.target import Target
 from mcore_bridge.weights.turns import MIN_WINDOW
@@ -34,20 +36,15 @@ def plan_targets(
     num_layers: int,
     inventories: Sequence[Inventory],
     targets: Sequence[Target],
-    rank: int,
     *,
     bucket_bytes: int | None,
-) -> tuple[ExportPlan, ...]:
-    """Plan the export of what each rank asks for, as one rank has to know it. Only what is needed travels.
+) -> Feeds:
+    """Plan the export of what each rank asks for. Only what is needed travels.
 
     Args:
         targets: by rank of the group.
-        rank: whose plans these are.
         bucket_bytes: of the messages that are on their way to and from a rank, with what it takes of itself meanwhile.
             None leaves room for the largest tensor within ``MEMORY``, and for what else is in the making.
-
-    Returns:
-        For each rank what travels to it: to ``rank`` itself from everybody, to others from ``rank``.
 
     Raises:
         MappingError: what ``entries_of`` raises.
@@ -58,8 +55,8 @@ def plan_targets(
         target: Wanted.of(wanted_by(target, mapping, axes, num_layers, entries), bucket_bytes)
         for target in dict.fromkeys(targets)
     }
-    loads = [0] * len(targets)
-    lanes = [Lanes(found[target], loads, receiver) for receiver, target in enumerate(targets)]
+    loads, shards = [0] * len(targets), {target: shards_of(wanted, SHARED) for target, wanted in found.items()}
+    lanes = tuple(Lanes(found[each], shards[each], loads, receiver) for receiver, each in enumerate(targets))
     most = max(lane.taken + sum(each.bytes_of(rank) for each in lanes) for rank, lane in enumerate(lanes))
     largest = max((output.num_bytes for wanted in found.values() for output in wanted.goods.outputs), default=0)
     room = 2 * bucket_bytes + largest if bucket_bytes else MEMORY // 2  # for outputs, beside messages
@@ -69,10 +66,22 @@ def plan_targets(
     stages = [inventory.ranks["pp"] for inventory in inventories]
     of_each = dict(zip(reversed(targets), reversed(lanes), strict=True))  # the first of those who ask for the same
     together = all(lane.in_the_making() <= room for lane in of_each.values())
-    pace = Pace(count, [0] * len(stages) if together else stages, targets)
-    return tuple(
-        lane.arriving(pace) if receiver == rank else lane.sent_by(rank, pace) for receiver, lane in enumerate(lanes)
-    )
+    return Feeds(lanes, Pace(count, [0] * len(stages) if together else stages, targets))
+
+
+@dataclass(frozen=True, slots=True)
+class Feeds:
+    """What travels to all ranks: the lanes to each, and when they are busy."""
+
+    lanes: tuple[Lanes, ...]
+    pace: Pace
+
+    def plans_of(self, rank: int) -> tuple[ExportPlan, ...]:
+        """For each rank what travels to it, as ``rank`` has to know it: to itself from everybody, to others from it."""
+        return tuple(
+            lane.arriving(self.pace) if receiver == rank else lane.sent_by(rank, self.pace)
+            for receiver, lane in enumerate(self.lanes)
+        )
 
 
 class Pace:
@@ -96,23 +105,22 @@ class Pace:
         return (self._places[sender] + self._begins[receiver]) % self.num_turns * self.times
 
     def widths(
-        self, own: Sequence[tuple[int, int]], firsts: Sequence[int], idle: Sequence[int]
+        self, own: Mapping[int, tuple[int, int]], firsts: Mapping[int, int], idle: Sequence[int]
     ) -> list[tuple[int, ...]]:
         """Bytes of the windows of all ranks with each message.
 
         Args:
-            own: of each rank, with any message of its turn but the last, and with the last.
-            firsts: the first message of its turn.
+            own: of ranks that send, with any message of their turn but the last, and with the last.
+            firsts: the first message of their turn.
             idle: of each rank, with all other messages.
         """
         needed = []
         for turn in range(self.num_turns):
-            sends = [first == turn * self.times for first in firsts]
-            middle, last = (
-                tuple(each[at] if now else none for each, now, none in zip(own, sends, idle, strict=True))
-                for at in (0, 1)
-            )
-            needed += [*[middle] * (self.times - 1), last]
+            middle, last = list(idle), list(idle)
+            for rank, each in own.items():
+                if firsts[rank] == turn * self.times:
+                    middle[rank], last[rank] = each
+            needed += [*[tuple(middle)] * (self.times - 1), tuple(last)]
         return needed
 
 
@@ -120,13 +128,16 @@ class Lanes:
     """What travels to one receiver: a lane from each rank. What it has itself, it takes at the same pace.
 
     Args:
+        shards: of what is wanted.
         loads: bytes that each rank has to send; counted on.
     """
 
-    def __init__(self, wanted: Wanted, loads: list[int], receiver: int) -> None:
+    def __init__(self, wanted: Wanted, shards: Sequence[Shard], loads: list[int], receiver: int) -> None:
         self._wanted, self._row_bytes, self._receiver = wanted, wanted.row_bytes, receiver
-        self._parts = dealt(wanted, loads, SHARED, receiver)
-        self._bytes = [sum(aligned(part.rows * self._row_bytes[part.entry]) for part in each) for each in self._parts]
+        before = list(loads)
+        self._parts = dealt(shards, loads, receiver)
+        self._bytes = list(map(sub, loads, before))
+        self._bytes[receiver] = sum(aligned(part.rows * self._row_bytes[part.entry]) for part in self._parts[receiver])
         self.taken = sum(self._bytes)
         """Bytes that become outputs: those that travel here, and its own."""
 
@@ -180,12 +191,9 @@ class Lanes:
     def _needed(self, senders: Sequence[int], streams: Streams, pace: Pace) -> list[tuple[int, ...]]:
         """Bytes of all windows with each message: of ranks that send, but for the receiver, a header at least."""
         travelling = [sender for sender in senders if sender != self._receiver]
-        firsts = [pace.first(sender, self._receiver) for sender in range(len(streams))]
-        own, idle = [(0, 0)] * len(streams), [0] * len(streams)
-        for sender in travelling:
-            own[sender] = widths(streams[sender], self._row_bytes, firsts[sender] + pace.times)
-            idle[sender] = HEADER
-        return pace.widths(own, firsts, idle)
+        firsts = {sender: pace.first(sender, self._receiver) for sender in travelling}
+        own = {rank: widths(streams[rank], self._row_bytes, first + pace.times) for rank, first in firsts.items()}
+        return pace.widths(own, firsts, [HEADER if rank in own else 0 for rank in range(len(streams))])
 
 
 def _large_last(parts: Sequence[Part], large: Collection[int]) -> Sequence[Part]:
@@ -204,5 +212,5 @@ def _before_large(parts: Sequence[Part], large: Collection[int], most: int) -> l
 
 
 def _rooms(needed: Sequence[tuple[int, ...]]) -> list[int]:
-    """All messages are of one size."""
-    return [max(map(sum, set(needed)))] * len(needed)
+    """All messages are of one size. Few widths differ, and most are the same object."""
+    return [max(map(sum, {id(each): each for each in needed}.values()))] * len(needed)

@@ -155,6 +155,17 @@ class WeightMapping:
         Raises:
             MappingError: when no rule has this name.
         """
+        rule = self.rule_of(mcore)
+        numbers = _NUMBER.findall(mcore) if "*" in rule.mcore else []
+        names = tuple(_fill(name, numbers, rule.offset) for name in rule.hf)
+        return Binding(mcore, names, rule.layout, rule.exported, rule.axis, self._copies.get(mcore, ()))
+
+    def rule_of(self, mcore: str) -> Rule:
+        """The rule of a canonical name.
+
+        Raises:
+            MappingError: when none has this name.
+        """
         pattern = pattern_of(mcore)
         rule = self._by_mcore.get(mcore) or self._by_mcore.get(pattern)
         if rule is None:
@@ -163,9 +174,7 @@ class WeightMapping:
                 f"no rule for the mcore parameter {mcore}; the nearest rules are {near}. Add a rule for it to the "
                 "architecture, or build the model without it"
             )
-        numbers = _NUMBER.findall(mcore) if "*" in rule.mcore else []
-        names = tuple(_fill(name, numbers, rule.offset) for name in rule.hf)
-        return Binding(mcore, names, rule.layout, rule.exported, rule.axis, self._copies.get(mcore, ()))
+        return rule
 
     def consumers(self, hf: str) -> tuple[str, ...]:
         """The canonical names of all parameters that an HF tensor goes into, whether or not a model has them.
@@ -200,9 +209,9 @@ class WeightMapping:
         return matches(hf, self.optional)
 
 
-def axes_of(binding: Binding, axes: Axes) -> Axes:
-    """``axes`` as the layout of ``binding`` takes them: its ``tp`` is the axis that cuts this parameter."""
-    return {**axes, "tp": axes[binding.axis]}
+def axes_of(rule: Rule | Binding, axes: Axes) -> Axes:
+    """``axes`` as the layout of ``rule`` takes them: its ``tp`` is the axis that cuts this parameter."""
+    return {**axes, "tp": axes[rule.axis]}
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from mcore_bridge.weights.alignment import aligned
@@ -71,7 +71,7 @@ def plan_export(
     size, fused = bucket_bytes // AHEAD if bucket_bytes else OTHERWISE, max(wanted.sizes.values())
     allowed = 3 * bucket_bytes + fused if bucket_bytes else max(MEMORY, fused * 3 // 2)
     ways = ways_of(wanted.goods, wanted.keys, stages, max(fused // 2, 4 * size), allowed - AHEAD * size)
-    parts = dealt(wanted, [0] * len(stages), window_of(size, len(stages)) // 8)
+    parts = dealt(shards_of(wanted, window_of(size, len(stages)) // 8), [0] * len(stages))
     for way in ways:
         gathered = cache(partial(_gathered, wanted, stages, parts, way))
         plan = gathered(Sizes(size, size))
@@ -137,28 +137,47 @@ def _gathered(
     return planned(wanted, tuple(map(tuple, streams)), needed, [rooms[size] for size in size_of])
 
 
-def dealt(wanted: Wanted, loads: list[int], shared: int, receiver: int | None = None) -> list[list[Part]]:
-    """What each rank sends. Holders share a shard that matters, and others go to whoever has least to send so far.
+class Shard(NamedTuple):
+    """What travels of a shard of an entry, and who may send it."""
 
-    Args:
-        loads: bytes that each rank has to send; counted on.
-        shared: bytes of a shard that matters.
-        receiver: the rank that all is for, who need not be sent what it holds.
-    """
-    streams: list[list[Part]] = [[] for _ in loads]
+    whole: Part
+    holders: tuple[int, ...]
+    shares: tuple[tuple[Part, int], ...]
+    """What each holder sends, and the bytes of that; or what one of them does, all of it."""
+
+
+def shards_of(wanted: Wanted, shared: int) -> list[Shard]:
+    """All shards, in order; found once for all who want the same. Holders share one of more than ``shared`` bytes."""
+    found = []
     for index, (entry, rows, row_bytes) in enumerate(
         zip(wanted.goods.entries, wanted.rows, wanted.row_bytes, strict=True)
     ):
         for shard, holders in entry.holders.items():
-            if receiver in holders:
-                streams[receiver].append(Part(index, shard, 0, rows))
-                continue
-            shares = len(holders) if rows * row_bytes > shared and rows >= len(holders) else 1
-            senders = holders if shares > 1 else (min(holders, key=loads.__getitem__),)
-            for share, sender in enumerate(senders):
-                first, last = rows * share // shares, rows * (share + 1) // shares
-                streams[sender].append(Part(index, shard, first, last - first))
-                loads[sender] += aligned((last - first) * row_bytes)
+            count = len(holders) if rows * row_bytes > shared and rows >= len(holders) else 1
+            borders = [rows * share // count for share in range(count + 1)]
+            parts = [Part(index, shard, first, last - first) for first, last in pairwise(borders)]
+            shares = tuple((part, aligned(part.rows * row_bytes)) for part in parts)
+            found.append(Shard(Part(index, shard, 0, rows), holders, shares))
+    return found
+
+
+def dealt(shards: Sequence[Shard], loads: list[int], receiver: int | None = None) -> list[list[Part]]:
+    """What each rank sends. What is not shared goes to whoever has least to send so far.
+
+    Args:
+        shards: all that travels.
+        loads: bytes that each rank has to send; counted on.
+        receiver: the rank that all is for, who need not be sent what it holds.
+    """
+    streams: list[list[Part]] = [[] for _ in loads]
+    for whole, holders, shares in shards:
+        if receiver in holders:
+            streams[receiver].append(whole)
+            continue
+        senders = holders if len(shares) == len(holders) else (min(holders, key=loads.__getitem__),)
+        for sender, (part, num_bytes) in zip(senders, shares, strict=True):
+            streams[sender].append(part)
+            loads[sender] += num_bytes
     return streams
 
 

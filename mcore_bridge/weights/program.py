@@ -50,7 +50,8 @@ class Program:
         self._num_stages = num_stages if self.is_gather else 1
         self.plan = plans[0 if self.is_gather else rank]
         """What this rank gets."""
-        held = {entry.held.mcore: None for plan in plans for entry in plan.goods.entries if rank in _holders(entry)}
+        goods = {id(plan.goods): plan.goods for plan in plans}.values()  # which those who ask for the same have alike
+        held = {entry.held.mcore: None for each in goods for entry in each.entries if rank in _holders(entry)}
         self.names = tuple(held)
         """What this rank sends or keeps, by canonical name."""
         self._numbers = {name: number for number, name in enumerate(self.names)}

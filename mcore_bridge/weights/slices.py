@@ -17,7 +17,7 @@ import torch
 from mcore_bridge.errors import TargetError
 from mcore_bridge.weights.entries import Entry
 from mcore_bridge.weights.layout import COLUMN, GROUPS, Axes, Chain, Concat, Layout
-from mcore_bridge.weights.mapping import WeightMapping, axes_of, unstacked
+from mcore_bridge.weights.mapping import Rule, WeightMapping, axes_of, unstacked
 from mcore_bridge.weights.names import expert_of, layer_of
 from mcore_bridge.weights.target import EngineRank, Target
 from mcore_bridge.weights.trace import Copy, Shape, Trace, line_starts, lines, trace
@@ -72,14 +72,14 @@ class Slicer:
         if layer is not None and target.local_names:
             local = str(layer - self._stage.start)
             entry = replace(entry, hf=tuple(_LAYER.sub(local, name, count=1) for name in entry.hf))
-        if expert is None:
-            return entry
-        if expert not in self._experts:
+        if expert is not None and expert not in self._experts:
             return None
-        names = (unstacked(name) for name in entry.hf)
+        if not entry.stack:  # experts with tensors of their own keep their numbers
+            return entry
         first = self._experts.start
+        names = map(unstacked, entry.hf)
         hf = tuple(name if number is None else f"{name}[{number - first}]" for name, number in names)
-        return replace(entry, hf=hf, stack=len(self._experts) if entry.stack else 0)
+        return replace(entry, hf=hf, stack=len(self._experts))
 
     def _embedding(self, entry: Entry) -> Entry | None:
         """Its further names are those of MTP layers, which are in the last stage, as is a head that is tied to it."""
@@ -94,25 +94,25 @@ class Slicer:
 
     def _sliced(self, entry: Entry) -> dict[int, tuple[Trace, tuple[int, ...]]]:
         """By shard what the target takes of it: as a trace, and where each of its copies begins in what travels."""
-        key = (id(entry.trace), self._mapping.bind(entry.held.mcore).layout, self._cuts(entry))
+        rule = self._mapping.rule_of(entry.held.mcore)
+        key = (id(entry.trace), id(rule), self._cuts(entry, rule))
         if key not in self._known:
             self._known[key] = _of_shards(entry.trace, self.taken(entry))
         return self._known[key]
 
-    def _cuts(self, entry: Entry) -> tuple[tuple[int, int], ...]:
+    def _cuts(self, entry: Entry, rule: Rule) -> tuple[tuple[int, int], ...]:
         """For each part, among how many ranks it is cut, and which of them the target is."""
-        routed = self._mapping.bind(entry.held.mcore).axis == "etp"
-        return tuple(self._target.cut(unstacked(name)[0], routed=routed) for name in entry.hf)
+        return tuple(self._target.cut(unstacked(name)[0], routed=rule.axis == "etp") for name in entry.hf)
 
     def taken(self, entry: Entry) -> tuple[Indices, ...]:
         """What the target takes of each part."""
-        binding, shapes = self._mapping.bind(entry.held.mcore), entry.trace.part_shapes
-        axes = axes_of(binding, self._axes)
+        rule, shapes = self._mapping.rule_of(entry.held.mcore), entry.trace.part_shapes
+        axes = axes_of(rule, self._axes)
         found = []
-        for part, (tp, rank) in enumerate(self._cuts(entry)):
+        for part, (tp, rank) in enumerate(self._cuts(entry, rule)):
             sizes = {**axes, "padded_vocab": self._target.padded(axes["vocab"], tp)}
             try:
-                found.append(_taken(binding.layout, shapes, tuple(sorted(sizes.items())), tp, rank)[part])
+                found.append(_taken(rule.layout, shapes, tuple(sorted(sizes.items())), tp, rank)[part])
             except (LookupError, ValueError, RuntimeError) as error:  # einops raises EinopsError, a RuntimeError
                 raise TargetError(
                     f"{entry.hf[part]} of shape {list(shapes[part])} cannot be cut for {tp} ranks of the engine, which "
