@@ -95,11 +95,14 @@ CASES = (
     ("Qwen3-235B", QWEN, "--tp 4 --sp --pp 8 --ep 8 --world 64"),
     ("Qwen3-235B", QWEN, "--tp 4 --sp --pp 16 --vp 2 --ep 8 --world 1024"),
     ("Qwen3-235B", QWEN, "--tp 4 --sp --pp 16 --ep 128 --world 4096"),
+    ("Qwen3-235B", QWEN, "--tp 4 --sp --pp 8 --ep 8 --world 64 --engine-tp 8"),
+    ("Qwen3-235B", QWEN, "--tp 4 --sp --pp 8 --ep 8 --world 64 --engine-tp 8 --engine-ep 8"),
+    ("DeepSeek-V3", DEEPSEEK, "--tp 1 --pp 16 --ep 64 --world 1024 --engine-tp 16 --engine-ep 16"),
 )
 
 
 def main() -> None:
-    """A row for each case, and below it what ``plan`` says of an export."""
+    """A row for each case, and below it what ``plan`` says of an export, and of feeding engines where there are any."""
     print("| model | mesh | CPU s | wall s | peak GiB |\n|---|---|---|---|---|", flush=True)
     said = []
     for name, config, mesh in CASES:

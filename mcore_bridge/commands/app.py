@@ -188,6 +188,14 @@ def plan_command(
             "one node: exports of 16 and 61 GB among 4 H200s by NVLink.",
         ),
     ] = BANDWIDTH,
+    engine_tp: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tensor parallel size of rollout engines: also show what feeding them would move."),
+    ] = None,
+    engine_pp: Annotated[int | None, typer.Option(min=1, help="Pipeline parallel size of such engines.")] = None,
+    engine_ep: Annotated[
+        int | None, typer.Option(min=1, help="Expert parallel size of such engines, a divisor of --engine-tp.")
+    ] = None,
     picture: Annotated[Path | None, typer.Option(help="Also draw it, as SVG, to this file.")] = None,
     debug: Debug = False,
 ) -> None:
@@ -198,10 +206,14 @@ def plan_command(
     with _refusals(debug), uncollected(), _uncompiled():
         from mcore_bridge.commands.picture import draw_svg
         from mcore_bridge.commands.plan import plan, render
+        from mcore_bridge.weights.target import engine_ranks
 
         dims = ParallelDims(tp=tp, pp=pp, vp=vp, cp=cp, ep=ep, etp=etp, sp=sp, layout=layout)
         found = plan(folder, dims, dtype=_dtype(dtype), world_size=world, num_mtp_layers=mtp)
-        Console(highlight=False).print(render(found, bandwidth=bandwidth))
+        sizes = engine_tp or 1, engine_pp or 1, engine_ep or 1
+        asked = engine_tp or engine_pp or engine_ep
+        engine = engine_ranks(tp=sizes[0], pp=sizes[1], ep=sizes[2]) if asked else ()
+        Console(highlight=False).print(render(found, engine, bandwidth=bandwidth))
         if picture is not None:
             picture.write_text(draw_svg(found), encoding="utf-8")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,6 +21,8 @@ from mcore_bridge.config.pipeline import Stage
 from mcore_bridge.factory.census import census
 from mcore_bridge.weights.bound import BoundModel, bind
 from mcore_bridge.weights.entries import Held, Inventory
+from mcore_bridge.weights.layout import Axes
+from mcore_bridge.weights.mapping import WeightMapping
 from mcore_bridge.weights.names import count_mtp_layers, expert_of, layer_of, mtp_layer_of, renumber_layer
 from mcore_bridge.weights.plan import ExportPlan
 from mcore_bridge.weights.planning import plan_export
@@ -84,6 +86,15 @@ class Chunk:
         return count_mtp_layers(held.mcore for held in self.held)
 
 
+class Replica(NamedTuple):
+    """The ranks that export together: what their plans are made from."""
+
+    mapping: WeightMapping
+    axes: Axes
+    num_layers: int
+    inventories: Sequence[Inventory]
+
+
 @dataclass(frozen=True, slots=True)
 class MeshPlan:
     """What all ranks hold: chunks by pipeline rank and virtual stage; and how an export would travel."""
@@ -91,6 +102,7 @@ class MeshPlan:
     blueprint: Blueprint
     world_size: int
     ranks: tuple[tuple[Chunk, ...], ...]
+    replica: Replica
     export: ExportPlan
 
 
@@ -117,8 +129,8 @@ def plan_mesh(blueprint: Blueprint, *, world_size: int) -> MeshPlan:
         for pp_rank, chunks in enumerate(ranks)
     ]
     group = replicas(inventories, dims, num_experts=bound.axes["experts"], world_size=world_size)
-    export = plan_export(bound.mapping, bound.axes, blueprint.config.num_layers, group, bucket_bytes=None)
-    return MeshPlan(blueprint, world_size, ranks, export)
+    replica = Replica(bound.mapping, bound.axes, blueprint.config.num_layers, group)
+    return MeshPlan(blueprint, world_size, ranks, replica, plan_export(*replica, bucket_bytes=None))
 
 
 @contextlib.contextmanager

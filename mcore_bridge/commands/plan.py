@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,9 +13,11 @@ from rich.table import Table
 from mcore_bridge.commands import text
 from mcore_bridge.commands.cost import cost_of
 from mcore_bridge.commands.fake import Chunk, MeshPlan, plan_mesh
+from mcore_bridge.commands.feeding import feed
 from mcore_bridge.commands.options import BANDWIDTH, smallest_world
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.weights.dtypes import dtype_name
+from mcore_bridge.weights.target import EngineRank
 
 
 def plan(
@@ -42,9 +45,16 @@ def plan(
     return plan_mesh(blueprint, world_size=world_size or smallest_world(dims))
 
 
-def render(found: MeshPlan, *, bandwidth: float = BANDWIDTH) -> Group:
-    """Title, a row per chunk, and what an export would move, where a rank receives so many GB/s."""
-    return Group(title(found), "", _table(found), "", _export(found, bandwidth))
+def render(found: MeshPlan, engine: Sequence[EngineRank] = (), *, bandwidth: float = BANDWIDTH) -> Group:
+    """Title, a row per chunk, and what exports would move to all ranks and to engines, if there are any.
+
+    Args:
+        found: the mesh.
+        engine: all ranks of one.
+        bandwidth: that a rank receives with, in GB/s.
+    """
+    feeding = ("", _feeding(found, engine, bandwidth)) if engine else ()
+    return Group(title(found), "", _table(found), "", _export(found, bandwidth), *feeding)
 
 
 def title(found: MeshPlan) -> str:
@@ -156,5 +166,20 @@ def _export(found: MeshPlan, bandwidth: float) -> str:
         f"{yields}, in {text.plural(cost.num_messages, 'message')} among {text.plural(cost.num_ranks, 'rank')}. A rank "
         f"sends {text.num_bytes(cost.sent)}, of which at most {text.num_bytes(cost.weights)} are weights (windows that "
         f"are sent at once are as wide as the fullest), receives {text.num_bytes(cost.received)}, and takes {memory}. "
-        f"Predicted: {cost.seconds:.3g} s, were all ranks in one domain in which each receives {bandwidth:g} GB/s."
+        f"{_predicted(cost.seconds, bandwidth)}"
     )
+
+
+def _feeding(found: MeshPlan, engine: Sequence[EngineRank], bandwidth: float) -> str:
+    cost, last = feed(found, engine, bandwidth=bandwidth), engine[-1]
+    messages = text.plural(cost.num_messages, "message")
+    return (
+        f"To engines of TP{last.tp} PP{last.pp} EP{last.ep}, where rank r of the job feeds rank r % {len(engine)} of "
+        f"one, {text.num_bytes(cost.total)} travel within a model replica, in {messages}. A rank receives at most "
+        f"{text.num_bytes(cost.received)}, sends at most {text.num_bytes(cost.sent)}, and takes "
+        f"{text.num_bytes(cost.memory)} beside the model and what it feeds. {_predicted(cost.seconds, bandwidth)}"
+    )
+
+
+def _predicted(seconds: float, bandwidth: float) -> str:
+    return f"Predicted: {seconds:.3g} s, were all ranks in one domain in which each receives {bandwidth:g} GB/s."

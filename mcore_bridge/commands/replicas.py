@@ -26,6 +26,12 @@ def replicas(firsts: Sequence[Inventory], dims: ParallelDims, *, num_experts: in
     return [each for first in firsts for each in _stage(first, dims, ranks, num_experts // dims.ep)]
 
 
+def members(dims: ParallelDims, world_size: int) -> list[int]:
+    """The ranks of that replica in the job, in the same order."""
+    own = stage_size(dims, world_size)
+    return [first + rank for first in range(0, world_size, world_size // dims.pp) for rank in range(own)]
+
+
 def stage_size(dims: ParallelDims, world_size: int) -> int:
     """How many ranks of one pipeline stage export together: see ``Group.of_replica``."""
     small, large = sorted((dims.tp, dims.etp * dims.ep))
