@@ -132,14 +132,20 @@ def test_all_ranks_load_the_same_iteration(tmp_path):
         assert "['iter_0000001', 'iter_0000002']" in message
 
 
-def load_with_a_replica_that_cannot(folder):
+def load_where_one_cannot(folder, dims, step):
     stepping.let_megatron_save()
-    models, _ = built(mb.ParallelDims())
+    models, _ = built(dims)
     mb.save_checkpoint(models, folder)
-    with only_on_1("dist_check.Check.run"):
+    with only_on_1(f"dist_check.Check.{step}"):
         return refused(mb.load_checkpoint, models, folder)
 
 
-def test_a_replica_that_cannot_load_fails_the_others(tmp_path):
-    for message in pool.run(2, load_with_a_replica_that_cannot, str(tmp_path / "step"), timeout=60):
+@pytest.mark.parametrize(
+    ("dims", "step"),
+    [(mb.ParallelDims(), "agree"), (mb.ParallelDims(), "compare"), (MESH, "compare")],
+    ids=["replica", "replica before", "stage before"],
+)
+def test_a_load_of_which_one_rank_cannot_ask_raises_on_all(dims, step, tmp_path):
+    """Alone in a replica, or beside others that would wait for what it asks."""
+    for message in pool.run(2, load_where_one_cannot, str(tmp_path / "step"), dims, step, timeout=60):
         assert "rank 1 of the group: RuntimeError: out of memory" in message

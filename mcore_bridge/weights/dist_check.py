@@ -51,18 +51,14 @@ class Check:
         self.found, self.vocab, self.dtype = found, vocab, dtype
         self.spelled = found.spelled()
         self.cast: dict[str, str] = {}
+        self._wanted: set[str] = set()
+        self._missing: list[str] = []
+        self._wrong: list[str] = []
 
-    def run(self, state: dict[str, Any], group: Group, strict: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Check the whole model, on all ranks of ``group``; what is missing and what is unexpected on any of them.
-
-        Raises:
-            CheckpointError: on all of them.
-        """
+    def compare(self, state: dict[str, Any]) -> None:
+        """Check what this rank asks for, and leave out of it what is missing. No collective."""
         from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-        wanted: set[str] = set()
-        missing: list[str] = []
-        problems: list[str] = []
         for part in state.values():
             for name, sharded in list(part.items()):
                 if isinstance(sharded, ShardedObject):  # TransformerEngine's own state, empty but for fp8
@@ -71,14 +67,21 @@ class Check:
                     continue
                 sharded.key = self.spelled.get(plain_key(sharded.key), sharded.key)
                 leaves = leaves_of(sharded)
-                wanted |= {leaf.key for leaf in leaves}
+                self._wanted |= {leaf.key for leaf in leaves}
                 absent = [leaf.key for leaf in leaves if leaf.key not in self.found.tensors]
-                missing += absent
+                self._missing += absent
                 if absent:
                     del part[name]
                 else:
-                    problems += [problem for leaf in leaves for problem in self._problems(leaf)]
-        answers = group.exchange((wanted, missing, problems))
+                    self._wrong += [problem for leaf in leaves for problem in self._problems(leaf)]
+
+    def agree(self, group: Group, *, strict: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Of the whole model, what is missing and what is unexpected on any rank of ``group``, a replica.
+
+        Raises:
+            CheckpointError: on all of them.
+        """
+        answers = group.exchange((self._wanted, self._missing, self._wrong))
         lacking = tuple(sorted({key for _, each, _ in answers for key in each}))
         unexpected = tuple(sorted(self.found.tensors.keys() - set().union(*(each for each, _, _ in answers))))
         problems = sorted({problem for _, _, each in answers for problem in each})

@@ -155,9 +155,10 @@ def load_checkpoint(
             for part in state.values():
                 stack_layers(part, chunks[0].config.num_layers)
         check = Check(found, noted(models, hf, head).hf.vocab_size, dtype)
+        check.compare(state)
     _require_one(world.exchange(os.path.relpath(found.path, folder)), folder)
     with on_all(world, f"{found.path} was not read, and the models are as they were"):
-        missing, unexpected = check.run(state, Group.of_replica(chunks[0].pg_collection), strict)
+        missing, unexpected = check.agree(Group.of_replica(chunks[0].pg_collection), strict=strict)
         if optimizer is not None:
             state["optimizer"] = optimizer.sharded_state_dict(_parts(state), is_loading=True, metadata=metadata)
     with on_all(world, f"{found.path} was not read, or in part"):
