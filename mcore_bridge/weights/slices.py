@@ -74,7 +74,7 @@ class Slicer:
             entry = replace(entry, hf=tuple(_LAYER.sub(local, name, count=1) for name in entry.hf))
         if expert is not None and expert not in self._experts:
             return None
-        if not entry.stack:  # experts with tensors of their own keep their numbers
+        if not entry.stack:  # nothing else is numbered anew
             return entry
         first = self._experts.start
         names = map(unstacked, entry.hf)
