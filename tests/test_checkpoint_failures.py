@@ -15,7 +15,7 @@ from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights import shards, swap, torch_dist
 from tests import pool, stepping
 from tests.test_export import built
-from tests.test_export_failures import only_on_1
+from tests.test_export_failures import gathering_late, only_on_1
 from tests.test_save import limited
 
 MESH = mb.ParallelDims(pp=2)
@@ -57,9 +57,20 @@ def save_from_a_config_that_one_rank_lacks(folder, rank):
     return refused(mb.save_hf_checkpoint, models, folder, hf=config)
 
 
+def save_what_one_replica_cannot_gather(folder, rank):
+    stepping.let_megatron_save()
+    models, _ = built(mb.ParallelDims())
+    wrapped = gathering_late(models)
+    if dist.get_rank() == rank:
+        parameter = next(models[0].parameters())
+        parameter.data = parameter.data.clone()
+    return refused(mb.save_checkpoint, wrapped, folder)
+
+
 @pytest.mark.parametrize(
     ("save", "message"),
     [
+        (save_what_one_replica_cannot_gather, "rank 1 of the group: .*moved before replicas"),
         (save_where_files_stay_small, "File too large|CheckpointException"),
         (save_what_leaves_something_out, "rank 1 of the group: .*leaves out"),
         (save_what_cannot_be_pickled, "(all 2 ranks of the group|rank 0 .*rank 1 of the group): .*pickle"),

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 
 import mcore_bridge as mb
-from mcore_bridge.errors import BridgeError
+from mcore_bridge.errors import BridgeError, ExportError
 from mcore_bridge.weights import export, transport
 from mcore_bridge.weights.cut import cut
 from mcore_bridge.weights.lanes import plan_targets
 from mcore_bridge.weights.planning import planned
 from tests import mtp_checkpoints, pool
+from tests.test_cost import sparse
 from tests.test_export import assert_exact, built
 
 HUNGRY = RuntimeError("out of memory")
@@ -120,21 +121,51 @@ def test_a_digest_that_fails_on_one_rank_leaves_nobody_waiting():
     pool.run(4, digest_on_most_ranks, timeout=60)
 
 
-def export_beside_a_frozen_stage():
+def gathering_late(models):
+    """In megatron-core's DDP, which leaves parameters to the next forward."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    models, state = built(mb.ParallelDims(pp=2))
-    if dist.get_rank() == 0:
-        models[0].requires_grad_(False)
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
     )
-    wrapped = [DistributedDataParallel(chunk.config, config, chunk) for chunk in models]
-    assert_exact(mb.to_hf_state_dict(wrapped), state)
+    return [DistributedDataParallel(chunk.config, config, chunk) for chunk in models]
+
+
+def export_beside_a_frozen_stage():
+    models, state = built(mb.ParallelDims(pp=2))
+    if dist.get_rank() == 0:
+        models[0].requires_grad_(False)
+    assert_exact(mb.to_hf_state_dict(gathering_late(models)), state)
 
 
 def test_a_stage_may_be_frozen_under_overlap_param_gather():
     pool.run(2, export_beside_a_frozen_stage, timeout=60)
+
+
+def export_beside_a_replica_that_cannot(dims, hf, way):
+    """Of two replicas, the second asks for nonsense, or one of its ranks has moved a parameter."""
+    models, state = built(dims, hf)
+    wrapped = gathering_late(models)
+    in_second = dist.get_rank() // (dist.get_world_size() // 2)
+    bucket_bytes = -1 if in_second and way == "asks" else None
+    if way == "moved" and dist.get_rank() == dist.get_world_size() - 1:
+        parameter = next(models[0].parameters())
+        parameter.data = parameter.data.clone()
+    with pytest.raises(ExportError) as refused:
+        mb.to_hf_state_dict(wrapped, bucket_bytes=bucket_bytes)
+    if way == "asks":
+        assert_exact(mb.to_hf_state_dict(wrapped), state)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(("way", "message"), [("asks", "bucket_bytes must be"), ("moved", "moved before replicas")])
+@pytest.mark.parametrize(
+    ("dims", "hf"), [(mb.ParallelDims(tp=2), None), (mb.ParallelDims(ep=2), sparse(2))], ids=["TP2", "EP2"]
+)
+def test_a_replica_that_cannot_export_leaves_no_other_waiting_to_gather(dims, hf, way, message):
+    found = pool.run(4, export_beside_a_replica_that_cannot, dims, hf, way, timeout=60)
+    assert all("another replica" in each for each in found[:2])
+    assert all(message in each for each in found[2:])
 
 
 def pickled():

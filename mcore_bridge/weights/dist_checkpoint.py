@@ -25,7 +25,7 @@ from mcore_bridge.weights.layer_stack import stack_layers
 from mcore_bridge.weights.names import held_tensors
 from mcore_bridge.weights.optimizer_chain import fit_chain
 from mcore_bridge.weights.outputs import check_storage
-from mcore_bridge.weights.pending import gather_pending
+from mcore_bridge.weights.pending import gather_pending, require_gatherable
 from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.swap import all_or_none, beside, clear_stale, on_all, replace, require_files
 from mcore_bridge.weights.torch_dist import CONTENT, DIST_FILES, VERSION, TorchDistFolder, track
@@ -92,7 +92,9 @@ def save_checkpoint(
         check_storage(held_tensors(chunks))
         pickle.dumps(common)  # only one rank would fail to write it
         staging.mkdir(parents=True, exist_ok=True)
-    gather_pending(models, Group.of_replica(chunks[0].pg_collection))
+    with all_or_none(world, target, staging):
+        require_gatherable(models, Group.of_replica(chunks[0].pg_collection))
+    gather_pending(models)
     with all_or_none(world, target, staging):  # alone, as what follows communicates on its own
         metadata = {**CONTENT, "dp_cp_group": chunks[0].pg_collection.dp_cp}
         state = sharded_states(chunks, metadata)

@@ -21,7 +21,7 @@ from mcore_bridge.weights.entries import Inventory
 from mcore_bridge.weights.exchange import raise_failures, run_program
 from mcore_bridge.weights.lanes import plan_targets
 from mcore_bridge.weights.mapping import Rules
-from mcore_bridge.weights.pending import gather_pending
+from mcore_bridge.weights.pending import gather_pending, heard_by_replicas, require_gatherable
 from mcore_bridge.weights.plan import ExportPlan
 from mcore_bridge.weights.planning import plan_export
 from mcore_bridge.weights.program import Program
@@ -72,10 +72,10 @@ def iter_hf_weights(
 
     All ranks of a model replica (tensor, expert and pipeline ranks) iterate together, also those that get nothing;
     replicas do so on their own. Only where megatron-core's DDP has ``overlap_param_gather`` do all of them begin
-    together, from the first export on: what a step of the optimizer may have left for the next forward is gathered.
-    Tensors are detached copies that the caller may keep, unless ``copy`` is False. A rank may stop early: close the
-    generator (or let go of it), and it goes on sending what the others still need before ``close`` returns; but it
-    must have begun, with the first ``next``.
+    together, from the first export on: what a step of the optimizer may have left for the next forward is gathered, and
+    where one of them cannot begin, none does. Tensors are detached copies that the caller may keep, unless ``copy`` is
+    False. A rank may stop early: close the generator (or let go of it), and it goes on sending what the others still
+    need before ``close`` returns; but it must have begun, with the first ``next``.
 
     Args:
         models: this rank's chunks, wrapped or not; parameters may be on CPU while the group is NCCL.
@@ -100,8 +100,10 @@ def iter_hf_weights(
         TargetError: on every rank of the group, when the model cannot be cut as the target of any of them says.
     """
     options: dict[str, Any] = {"dialect": dialect, "bucket_bytes": bucket_bytes, "target": target}
-    export = open_export(models, hf, head, **options, problem=problem_of(dtype))
-    gather_pending(models, export.group)
+    with heard_by_replicas(models):
+        export = open_export(models, hf, head, **options, problem=problem_of(dtype))
+        require_gatherable(models, export.group)
+    gather_pending(models)
     with closing(run_program(export.program, export.group, export.bound.tensors, lend=not copy)) as pairs:
         if dtype is None and device is None:
             yield from pairs

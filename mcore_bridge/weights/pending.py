@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from mcore_bridge.errors import ExportError
-from mcore_bridge.weights.bound import Models
+from mcore_bridge.weights.bound import Models, chunks_of
 from mcore_bridge.weights.exchange import require_all
 from mcore_bridge.weights.names import unwrap
 from mcore_bridge.weights.transport import Group
@@ -34,19 +35,48 @@ def require_gathered(models: Models) -> None:
         )
 
 
-def gather_pending(models: Models, group: Group) -> None:
-    """Gather them now. A collective of all replicas, and of all ranks of ``group``, of which some may have none.
+@contextmanager
+def heard_by_replicas(models: Models) -> Iterator[None]:
+    """What fails in here on all ranks of one replica raises on others, too, if they would wait for it to gather.
 
     Raises:
-        ExportError: on every rank of ``group``, where what is gathered would not reach the parameters of any.
+        ExportError: on all ranks of these.
+    """
+    error = None
+    try:
+        yield
+    except Exception as failure:
+        error = failure
+    if not _all_gather(models, error is None) and error is None:
+        raise ExportError("another replica, with which this one is to gather parameters, cannot export, and says why")
+    if error is not None:
+        raise error
+
+
+def _all_gather(models: Models, is_well: bool) -> bool:
+    """Whether all replicas are well that are about to gather."""
+    if not list(_wrappers(models)):  # a setting of the trainer, and so the same on every rank
+        return True
+    groups = chunks_of(models)[0].pg_collection
+    somewhere = Group.of_replica(groups).largest(is_pending(models))  # a stage may be frozen
+    return not somewhere or Group.across_replicas(groups).agrees(is_well)
+
+
+def require_gatherable(models: Models, group: Group) -> None:
+    """See that what is gathered will reach the parameters. A collective of all ranks of ``group``.
+
+    Raises:
+        ExportError: on all of them, where it would not on any.
     """
     wrappers = list(_wrappers(models))
-    if not wrappers:  # a setting of the trainer, and so the same on every rank
-        return
-    pending = list(filter(_awaits, wrappers))  # not where a stage is frozen
-    problem = next((message for message in map(_problem, pending) if message), "")
-    require_all(group, ExportError(problem) if problem else None)
-    for ddp in pending:
+    if wrappers:
+        problem = next((message for message in map(_problem, filter(_awaits, wrappers)) if message), "")
+        require_all(group, ExportError(problem) if problem else None)
+
+
+def gather_pending(models: Models) -> None:
+    """Gather them now. A collective of all replicas."""
+    for ddp in filter(_awaits, _wrappers(models)):  # none where a stage is frozen
         dispatched = [each.param_gather_dispatched for each in _groups(ddp)]
         ddp.start_param_sync(force_sync=True)
         for each, was in zip(_groups(ddp), dispatched, strict=True):

@@ -184,6 +184,14 @@ class Group:
             return cls(groups.tp_ep_pp, column=groups.pp, stage=getattr(groups, "tp_ep", None))
         return cls(None)
 
+    @classmethod
+    def across_replicas(cls, groups: ProcessGroupCollection) -> Group:
+        """The ranks at this one's place in all replicas, as ``of_replica`` has them."""
+        dense, experts = groups.mp.size(), groups.tp_ep_pp.size()
+        if dense % experts == 0:
+            return cls(groups.dp_cp)
+        return cls(groups.expt_dp if experts % dense == 0 else None)
+
     def _are_grid(self, column: dist.ProcessGroup, stage: dist.ProcessGroup) -> bool:
         """Whether there are many ranks, stage by stage, each as many as ``stage``, through which ``column`` leads."""
         if min(column.size(), stage.size()) == 1 or not self.size == column.size() * stage.size() > FLAT:

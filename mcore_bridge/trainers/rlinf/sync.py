@@ -15,7 +15,7 @@ from mcore_bridge.trainers.rlinf.engine import Destination
 from mcore_bridge.weights.bound import Models
 from mcore_bridge.weights.export import Export, open_export
 from mcore_bridge.weights.footprint import AHEAD
-from mcore_bridge.weights.pending import gather_pending
+from mcore_bridge.weights.pending import gather_pending, heard_by_replicas, require_gatherable
 from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.rounds import run_rounds
 from mcore_bridge.weights.target import Target
@@ -79,14 +79,16 @@ class Sync:
         except Exception as error:  # the others are about to wait for this rank
             problem = told(error)
         self.destination = destination
-        self.export = open_export(
-            *(self.models, self.hf, self.head),
-            dialect="split",
-            bucket_bytes=AHEAD * self.bucket_bytes,
-            target=target,
-            problem=problem,
-        )
-        gather_pending(self.models, self.export.group)
+        with heard_by_replicas(self.models):
+            self.export = open_export(
+                *(self.models, self.hf, self.head),
+                dialect="split",
+                bucket_bytes=AHEAD * self.bucket_bytes,
+                target=target,
+                problem=problem,
+            )
+            require_gatherable(self.models, self.export.group)
+        gather_pending(self.models)
         return run_rounds(self.export, self.num_buckets)
 
 
