@@ -17,8 +17,6 @@ from torch import Tensor
 from mcore_bridge import ParallelDims, build_model, to_hf_state_dict
 from mcore_bridge.cpu import _TorchOnCpu
 
-_wrapped: list[Any] = []
-
 
 @contextlib.contextmanager
 def mesh(dims: ParallelDims) -> Iterator[None]:
@@ -37,11 +35,11 @@ def mesh(dims: ParallelDims) -> Iterator[None]:
 def leave_mesh() -> None:
     """Destroy megatron-core's groups, which it only forgets: threads of gloo would go on waking up for each of them."""
     from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel
 
     parallel_state.destroy_model_parallel()
-    for ddp in _wrapped:
+    for ddp in [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]:
         ddp.__dict__.clear()  # hooks of autograd hold it, in a cycle that no collector sees, and it held the model
-    _wrapped.clear()
     for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
     gc.collect()  # chunks hold groups, and themselves by cycles
@@ -83,13 +81,17 @@ def wrap(chunks: Sequence[Any], **options: Any) -> list[Any]:
     wrapped = [DistributedDataParallel(chunk.config, settings, chunk) for chunk in chunks]
     for ddp in wrapped:
         ddp.zero_grad_buffer()
-    note_wrapped(wrapped)
     return wrapped
 
 
-def note_wrapped(wrapped: Sequence[Any]) -> None:
-    """Have ``leave_mesh`` let go of these ``DistributedDataParallel``s."""
-    _wrapped.extend(wrapped)
+def gathering_late(chunks: Sequence[Any]) -> list[Any]:
+    """mcore's DDP around each chunk, where it leaves parameters to the next forward."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+    )
+    return [DistributedDataParallel(chunk.config, settings, chunk) for chunk in chunks]
 
 
 def let_megatron_save() -> None:

@@ -15,7 +15,7 @@ from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights import shards, swap, torch_dist
 from tests import pool, stepping
 from tests.test_export import built
-from tests.test_export_failures import gathering_late, only_on_1
+from tests.test_export_failures import only_on_1
 from tests.test_save import limited
 
 MESH = mb.ParallelDims(pp=2)
@@ -60,7 +60,7 @@ def save_from_a_config_that_one_rank_lacks(folder, rank):
 def save_what_one_replica_cannot_gather(folder, rank):
     stepping.let_megatron_save()
     models, _ = built(mb.ParallelDims())
-    wrapped = gathering_late(models)
+    wrapped = stepping.gathering_late(models)
     if dist.get_rank() == rank:
         parameter = next(models[0].parameters())
         parameter.data = parameter.data.clone()

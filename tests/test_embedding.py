@@ -25,7 +25,6 @@ def train(folder: Path, block: str, dims: ParallelDims) -> list[tuple[Tensor, di
     found = []
     with stepping.mesh(dims):
         actor = known["Actor"](folder, dims=dims, dtype=torch.float32, device="cpu")
-        stepping.note_wrapped(actor.models)
         parameters = [parameter for chunk in actor.chunks for parameter in chunk.parameters()]
         optimizer = torch.optim.SGD(parameters, lr=0.3)
         for _ in range(3):

@@ -14,7 +14,7 @@ from mcore_bridge.weights import transport
 from mcore_bridge.weights.export import open_export
 from mcore_bridge.weights.footprint import AHEAD
 from mcore_bridge.weights.manifest import digest
-from tests import pool
+from tests import pool, stepping
 from tests.strategies import random_state, tiny
 
 MESH = mb.ParallelDims(tp=2, pp=2, sp=True)
@@ -632,13 +632,8 @@ def test_megatrons_own_wrappers_are_seen_through():
 
 def export_what_replicas_have_yet_to_gather(unwrapped):
     """A distributed optimizer's step changes a replica's share of the parameters, and leaves the rest to a forward."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
     chunks, state = built(mb.ParallelDims(tp=2))
-    config = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
-    )
-    wrapped = [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
+    wrapped = stepping.gathering_late(chunks)
     models = chunks if unwrapped else wrapped
     assert_exact(mb.to_hf_state_dict(models), state)
     for group in wrapped[0].bucket_groups:

@@ -17,11 +17,9 @@ from mcore_bridge.weights import export, transport
 from mcore_bridge.weights.cut import cut
 from mcore_bridge.weights.lanes import plan_targets
 from mcore_bridge.weights.planning import planned
-from tests import mtp_checkpoints, pool
+from tests import mtp_checkpoints, pool, stepping
 from tests.test_cost import sparse
 from tests.test_export import assert_exact, built
-
-HUNGRY = RuntimeError("out of memory")
 
 
 def only_on_1(name, after=0):
@@ -31,7 +29,7 @@ def only_on_1(name, after=0):
 
     def failing(*arguments, **named):
         if dist.get_rank() == 1 and next(calls) == after:
-            raise HUNGRY
+            raise RuntimeError("out of memory")
         return real(*arguments, **named)
 
     return mock.patch(path, failing)
@@ -91,7 +89,7 @@ def for_each_other(*arguments, **named):
 
 
 def unable(*arguments, **named):
-    raise HUNGRY
+    raise RuntimeError("out of memory")
 
 
 @pytest.mark.parametrize(
@@ -121,21 +119,11 @@ def test_a_digest_that_fails_on_one_rank_leaves_nobody_waiting():
     pool.run(4, digest_on_most_ranks, timeout=60)
 
 
-def gathering_late(models):
-    """In megatron-core's DDP, which leaves parameters to the next forward."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-    config = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
-    )
-    return [DistributedDataParallel(chunk.config, config, chunk) for chunk in models]
-
-
 def export_beside_a_frozen_stage():
     models, state = built(mb.ParallelDims(pp=2))
     if dist.get_rank() == 0:
         models[0].requires_grad_(False)
-    assert_exact(mb.to_hf_state_dict(gathering_late(models)), state)
+    assert_exact(mb.to_hf_state_dict(stepping.gathering_late(models)), state)
 
 
 def test_a_stage_may_be_frozen_under_overlap_param_gather():
@@ -145,7 +133,7 @@ def test_a_stage_may_be_frozen_under_overlap_param_gather():
 def export_beside_a_replica_that_cannot(dims, hf, way):
     """Of two replicas, the second asks for nonsense, or one of its ranks has moved a parameter."""
     models, state = built(dims, hf)
-    wrapped = gathering_late(models)
+    wrapped = stepping.gathering_late(models)
     in_second = dist.get_rank() // (dist.get_world_size() // 2)
     bucket_bytes = -1 if in_second and way == "asks" else None
     if way == "moved" and dist.get_rank() == dist.get_world_size() - 1:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge import ParallelDims
-from tests import pool, stepping, zoo
+from tests import pool, zoo
 from tests.siirl_worker import LINES, NEEDED, PAGE, arguments_of, batch_of, in_siirl, siirl_module, synced
 from tests.strategies import random_state, save
 from tests.test_trainer_settings import SIIRL
@@ -47,8 +47,6 @@ def worker_of(name: str, config: Any) -> Any:
     """A worker of siiRL, with its model."""
     worker = getattr(siirl_module("engine.megatron_workers"), name)(config)
     worker.init_model()
-    for module in ("actor_module", "critic_module"):  # a reference has no DDP
-        stepping.note_wrapped(getattr(worker, module, []))
     return worker
 
 

@@ -317,7 +317,6 @@ def as_siirl(dims: ParallelDims, folder: str, out: str) -> tuple[Any, ...]:
     bridge = mbridge.AutoBridge.from_config(AutoConfig.from_pretrained(folder))
     bridge.set_extra_args(attention_backend="flash")
     models = bridge.get_model(post_model_creation_callbacks=[mbridge.make_value_model], wrap_with_ddp=True)
-    stepping.note_wrapped(models)
     bridge.load_weights(models, folder)
     bridge.save_weights(models, out)
     (ddp,) = models
@@ -343,7 +342,6 @@ def as_rlinf(dims: ParallelDims, folder: str, out: str) -> tuple[Any, ...]:
     provider.finalize()
     ddp_config = megatron_bridge.create_ddp_config(wrap_with_ddp=True, use_distributed_optimizer=False)
     models = provider.provide_distributed_model(ddp_config=ddp_config)
-    stepping.note_wrapped(models)
     bridge.save_hf_pretrained(models, out, source_path=folder, show_progress=False, strict=True)
     assert "_hooks" not in vars(copy.deepcopy(provider))
     return provider.hidden_dropout, {parameter.dtype for parameter in models[0].parameters()}, type(models[0]).__name__

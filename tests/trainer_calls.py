@@ -17,7 +17,6 @@ from torch import Tensor
 
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.trainers import mbridge, megatron_bridge
-from tests import stepping
 
 OVERRIDES: dict[str, Any] = {
     "recompute_granularity": None,
@@ -86,10 +85,7 @@ def attention_switches() -> Iterator[None]:
 
 def build_role(face: str, folder: str | Path, dims: ParallelDims, *, value: bool = False, ddp: bool = True) -> Role:
     """What verl does to have a model, before it loads it. Its process groups exist."""
-    made = (_of_mbridge if face == "mbridge" else _of_megatron_bridge)(str(folder), dims, value, ddp)
-    if ddp:
-        stepping.note_wrapped(made.models)
-    return made
+    return (_of_mbridge if face == "mbridge" else _of_megatron_bridge)(str(folder), dims, value, ddp)
 
 
 def _of_mbridge(folder: str, dims: ParallelDims, value: bool, ddp: bool) -> Role:
