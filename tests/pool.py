@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import fcntl
 import functools
+import gc
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -163,6 +164,8 @@ def _serve(pipe: Any) -> None:
             return
         sys.path[:] = path
         pipe.send_bytes(_outcome(job, rank, world_size, store))
+        gc.collect()  # what the job's frames held until they were left, groups of gloo among it
+        gc.freeze()  # what is left is modules, which need no second look
 
 
 def _outcome(job: bytes, rank: int, world_size: int, store: str) -> bytes:

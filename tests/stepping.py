@@ -43,7 +43,6 @@ def leave_mesh() -> None:
     for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
     gc.collect()  # chunks hold groups, and themselves by cycles
-    gc.freeze()  # what is left is modules, which need no second look
 
 
 def train(
