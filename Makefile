@@ -12,7 +12,7 @@ PYTHON      ?= python3.11
 VENV        ?= .venv
 TORCH_INDEX ?=
 PYTEST      ?=
-JOBS        ?= 2
+JOBS        ?= 3
 
 BIN         := $(VENV)/bin
 CONSTRAINTS := $(CURDIR)/constraints/py$(shell $(PYTHON) -c 'import sys; print("%d%d" % sys.version_info[:2])').txt
