@@ -13,10 +13,10 @@ replicas. Models are small and random, in sizes that kernels like or odd ones. O
 family that transformers has to its logits, on TP1, TP2 SP, TP4 SP and, where it is not refused, CP2
 ([families.md](families.md)).
 
-Log-probs on 4 GPUs were tried with one sequence in each pack of a pipeline, and not of phi3 and olmo2; on 8 ranks of
-qwen3_moe and deepseek_v3 alone. Where several ranks are said to be on each GPU, NCCL took them for hosts of their own:
-the same kernels and collectives, through sockets (figures of [one](../benchmarks/results/2026-11-23_night_1xH200.md)
-and of [two GPUs](../benchmarks/results/2026-11-24_2xH200.md), Qwen3-8B on siiRL's mesh of 8 ranks among the first).
+Log-probs on 4 GPUs were tried with one sequence in each pack of a pipeline. Where several ranks are said to be on each
+GPU, NCCL took them for hosts of their own: the same kernels and collectives, through sockets (figures of
+[one](../benchmarks/results/2026-11-23_night_1xH200.md) and of [two GPUs](../benchmarks/results/2026-11-24_2xH200.md),
+Qwen3-8B on siiRL's mesh of 8 ranks among the first).
 `bailing_moe` is `bailing_moe_v2` as its first files spell it. Families that need megatron-core 0.19.2 (deepseek_v32,
 glm_moe_dsa) ran with it, others with 0.16.1.
 """
