@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import resource
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -12,7 +11,7 @@ import torch.distributed as dist
 
 import mcore_bridge as mb
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights import shards, swap, torch_dist
+from mcore_bridge.weights import shards, torch_dist
 from tests import pool, stepping
 from tests.test_export import built
 from tests.test_export_failures import only_on_1
@@ -105,13 +104,6 @@ def test_a_load_that_one_rank_fails_in_raises_on_all(tmp_path, rank, message):
         path = max(folder.glob("*.distcp"), key=lambda each: each.stat().st_size)
         path.write_bytes(bytes(path.stat().st_size))
     assert all(message in each for each in pool.run(2, load, str(folder), rank, timeout=60))
-
-
-def test_a_mount_point_is_refused_before_anything_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path)
-    with pytest.raises(CheckpointError, match="is a mount point, which cannot be replaced in one step"):
-        swap.beside(tmp_path, "name")
-    assert swap.beside(tmp_path / "out", "name") == Path(tmp_path, ".out.name.partial")
 
 
 def save_to_folders_of_their_own(folder, save):

@@ -199,16 +199,16 @@ def save_through_a_link(folder):
     return state
 
 
-def test_a_link_leads_to_what_is_saved_and_other_targets_are_left_alone(tmp_path):
+def test_a_link_leads_to_what_is_saved_and_only_what_died_is_removed(tmp_path):
     (tmp_path / "step_100").mkdir()
     (tmp_path / "latest").symlink_to("step_100")
-    other = tmp_path / ".step_100.hf.0123abcd.partial"  # of a save to step_100.hf
-    stale = tmp_path / ".step_100.0123abcd.partial"
-    for folder in (other, stale):
-        folder.mkdir()
+    dead, other = tmp_path / "step_100" / ".mcore_bridge.0123abcd", tmp_path / ".mcore_bridge.0123abcd"
+    for folder in (dead, other):
+        (folder / "new").mkdir(parents=True)
     pool.run(2, save_through_a_link, str(tmp_path))
     assert (tmp_path / "latest").is_symlink()
     assert (
         mb.Manifest.from_folder(tmp_path / "step_100").differences(mb.Manifest.from_folder(tmp_path / "latest")) == ()
     )
     assert sorted(os.listdir(tmp_path)) == [other.name, "latest", "step_100"]
+    assert not any(name.startswith(".") for name in os.listdir(tmp_path / "step_100"))

@@ -34,8 +34,8 @@ class Conversion:
     """
 
     kind: ClassVar[str]
-    dropped: ClassVar[Sequence[str]]
-    """``fnmatch`` patterns of names that the target loses, where it is there already."""
+    heads: ClassVar[Sequence[str]]
+    """Files without which nobody takes the target for a checkpoint."""
 
     model: WholeModel
     source: Path
@@ -61,6 +61,10 @@ class Conversion:
 
     def write(self, number: int, progress: Progress) -> None:
         """Write one file, and say of each parameter how many bytes it has."""
+        raise NotImplementedError
+
+    def replaced(self, target: Path) -> Iterable[str]:
+        """The names of the files of a checkpoint of this kind in ``target``."""
         raise NotImplementedError
 
     def finish(self) -> None:

@@ -2,19 +2,15 @@
 
 All is planned first, in this process: which parameters go to which file. Files are then written side by side, by any
 number of processes, each under its name only when it is whole. Whole files are kept when a conversion is run again, and
-the folder takes its name when all are there.
+the target gets all of them in one step.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import hashlib
 import json
-import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,8 +30,9 @@ from mcore_bridge.errors import CheckpointError, MeshError
 from mcore_bridge.trainers.rlinf.rank_file import NAME
 from mcore_bridge.trainers.rlinf.rank_folder import find_rank_files
 from mcore_bridge.weights.companions import config_places, first_with_config
-from mcore_bridge.weights.shards import MAX_SHARD_BYTES
-from mcore_bridge.weights.swap import beside, replace
+from mcore_bridge.weights.folder_lock import PREFIX
+from mcore_bridge.weights.shards import MAX_SHARD_BYTES, require_positive
+from mcore_bridge.weights.swap import CONVERSION, Update, commit, target_of, updating
 from mcore_bridge.weights.torch_dist import find_checkpoint, track
 from mcore_bridge.weights.torch_dist_files import NOTES
 
@@ -69,8 +66,14 @@ class _Work:
             done += num_bytes
             report("files", done, total)
 
-        for number in mine:
-            self.conversion.write(number, progress)
+        try:
+            for number in mine:
+                self.conversion.write(number, progress)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write to {self.conversion.staging}: {error}; mend that and run the same command again: files "
+                "that are whole are kept"
+            ) from error
 
 
 def convert(
@@ -105,11 +108,12 @@ def convert(
         BridgeError: the source does not fit its config, a process failed, or another run writes the same target. Files
             that are whole by then are kept for the next run, and the target is as it was.
     """
-    target = target.resolve()  # of a link, what it leads to
+    require_positive(**{} if file_bytes is None else {"file_bytes": file_bytes})
+    target = target_of(target)
     if target == source.resolve():
         raise CheckpointError(f"{target} would be written into itself; name another folder")
     _require_gpus(num_gpus)
-    staging = beside(target, "convert")
+    staging = Update(target, target / f"{PREFIX}{CONVERSION}").new
     if any(source.glob("*.safetensors")):
         conversion = _from_hf(source, staging, hf or source, rank_files, dtype, num_mtp_layers, file_bytes)
     elif rank_files is not None:
@@ -118,7 +122,7 @@ def convert(
         conversion = _to_hf(source, staging, hf, dtype, file_bytes)
     device = "cuda" if num_gpus else "cpu"
     conversion = dataclasses.replace(conversion, device=device)
-    with _only_run(staging):
+    with updating(target, CONVERSION) as update:
         kept = _resume(conversion)
         work = _Work(conversion, tuple(number for number in range(len(conversion.names)) if number not in kept))
         if max(num_processes, num_gpus) == 1 and device == "cpu":
@@ -126,31 +130,12 @@ def convert(
         else:
             run_ranks(_do_share, work, world_size=num_gpus or num_processes, device=device, on_event=on_event)
         conversion.finish()
-        (staging / _PLAN).unlink()  # from here on, a new run would begin anew
         for path in staging.glob(f"*{NOTES}"):
             path.unlink()
-        replace(target, staging, conversion.dropped)
+        commit(update, conversion.replaced(target), conversion.heads)
         if isinstance(conversion, ToDist):
             track(target)
     return Converted(conversion, len(kept))
-
-
-@contextmanager
-def _only_run(staging: Path) -> Iterator[None]:
-    """Two runs would write to the same files, and each take the other's for its own."""
-    staging.mkdir(parents=True, exist_ok=True)
-    folder = os.open(staging, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(folder)
-        raise CheckpointError(f"another run writes to {staging}: wait for its end, or name another target") from None
-    except OSError:  # a file system without locks
-        pass
-    try:
-        yield
-    finally:
-        os.close(folder)
 
 
 def _require_gpus(wanted: int) -> None:
@@ -204,7 +189,7 @@ def _config_beside(source: Path, found: Path) -> Path:
 
 def _resume(conversion: Conversion) -> frozenset[int]:
     """The files of the same conversion that an earlier run wrote. What any other one left is removed."""
-    plan = conversion.staging / _PLAN
+    plan = conversion.staging.with_name(_PLAN)
     own = json.dumps(_identity(conversion))
     if not plan.is_file() or plan.read_text() != own:
         for path in conversion.staging.iterdir():

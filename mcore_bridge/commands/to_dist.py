@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from mcore_bridge.commands.conversion import Conversion, Progress, read_source, units_of
 from mcore_bridge.weights.checkpoint import Checkpoint
-from mcore_bridge.weights.torch_dist import DIST_FILES
+from mcore_bridge.weights.torch_dist import HEADS, dist_files
 from mcore_bridge.weights.torch_dist_files import Placed, file_name, finish, plan_files, write_file
 from mcore_bridge.weights.whole import assemble
 
@@ -26,7 +27,7 @@ class ToDist(Conversion):
     """A HF folder to one of megatron-core."""
 
     kind = "torch_dist"
-    dropped = DIST_FILES
+    heads = HEADS
 
     @classmethod
     def plan(
@@ -64,6 +65,10 @@ class ToDist(Conversion):
             return assemble(entry, self._checkpoint, self.device)
 
         write_file(self.staging, number, plans[number], self._placed(number), make)
+
+    def replaced(self, target: Path) -> Iterable[str]:
+        """The names of the files of a checkpoint of this kind in ``target``."""
+        return dist_files(target)
 
     def finish(self) -> None:
         """Write the metadata of the folder, the HF config and the tokenizer."""

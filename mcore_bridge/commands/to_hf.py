@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from mcore_bridge.commands.conversion import Conversion, Progress
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights.checkpoint import write_index
+from mcore_bridge.weights.checkpoint import HEADS, weight_files, write_index
 from mcore_bridge.weights.dtypes import dtype_name, is_exact
 from mcore_bridge.weights.entries import Entry
 from mcore_bridge.weights.manifest import TensorSpec
@@ -24,7 +25,7 @@ class ToHF(Conversion):
     """A checkpoint of megatron-core to a HF folder."""
 
     kind = "hf"
-    dropped = ("*.safetensors", "*.safetensors.index.json")
+    heads = HEADS
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -50,6 +51,10 @@ class ToHF(Conversion):
     def parts(self, number: int) -> Iterator[tuple[Part, Tensor]]:
         """What the HF tensors of a parameter have of it."""
         raise NotImplementedError
+
+    def replaced(self, target: Path) -> Iterable[str]:
+        """The names of the files of a checkpoint of this kind in ``target``."""
+        return weight_files(target)
 
     def finish(self) -> None:
         """Write the index, the HF config and the tokenizer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -50,7 +51,7 @@ class ToTorch(Conversion):
     """A HF folder to the files of one mesh."""
 
     kind = "torch"
-    dropped = ()
+    heads = (TRACKER,)
     layout: FileLayout
 
     @classmethod
@@ -86,6 +87,10 @@ class ToTorch(Conversion):
         write_rank_file(partial, self.layout, self._files[number], self._checkpoint, self.device, progress)
         path.parent.mkdir(parents=True, exist_ok=True)
         os.replace(partial, path)
+
+    def replaced(self, target: Path) -> Iterable[str]:
+        """The names of the files of a checkpoint of this kind in ``target``."""
+        return [str(path.relative_to(target)) for path in target.glob(f"{RELEASE}/mp_rank_*/{NAME}")]
 
     def finish(self) -> None:
         """Write the tracker file, the HF config and the tokenizer."""

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
+HEADS = ("config.json", INDEX, SINGLE)
+"""Without these nobody takes a folder for a checkpoint."""
+_SHARDS = "model-[0-9]*-of-[0-9]*.safetensors"
 
 
 class Checkpoint(Mapping[str, Tensor]):
@@ -32,8 +35,11 @@ class Checkpoint(Mapping[str, Tensor]):
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise CheckpointError(f"no folder {self.folder}: expected one with *.safetensors files")
+        before = _identity(self.folder)
         self._index = _read_index(self.folder)
         self._files = {name: SafetensorsFile(self.folder / name) for name in self._file_names()}
+        if _identity(self.folder) != before:
+            raise CheckpointError(f"{self.folder} was changed while it was opened, as by a save: open it again")
         self._where = self._locate()
         self._check_index()
 
@@ -102,6 +108,18 @@ def names_in(folder: str | os.PathLike[str]) -> tuple[str, ...]:
     return tuple(Checkpoint(folder))
 
 
+def weight_files(folder: Path) -> list[str]:
+    """The names of the files that hold the weights of a checkpoint, and its index; not all of them need be there.
+
+    Other ``*.safetensors``, such as those of an adapter, are not of the checkpoint: its index does not name them.
+    """
+    try:
+        listed = {Path(name).name for name in (_read_index(folder) or {}).values()}
+    except CheckpointError:  # a damaged one
+        listed = set()
+    return sorted({SINGLE, INDEX, *listed, *(path.name for path in folder.glob(_SHARDS))})
+
+
 def write_index(folder: Path, files: Mapping[str, Iterable[TensorSpec]]) -> None:
     """Write the index of a folder, as transformers does: which of its ``files`` holds which tensors."""
     held = [(spec, name) for name, specs in files.items() for spec in specs]
@@ -110,6 +128,18 @@ def write_index(folder: Path, files: Mapping[str, Iterable[TensorSpec]]) -> None
         "weight_map": {spec.name: name for spec, name in held},
     }
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _identity(folder: Path) -> list[tuple[int, int] | None]:
+    """Which files the index and a single file of weights are: all files of a folder change together with these."""
+    found: list[tuple[int, int] | None] = []
+    for name in (INDEX, SINGLE):
+        try:
+            status = (folder / name).stat()
+            found.append((status.st_dev, status.st_ino))
+        except OSError:
+            found.append(None)
+    return found
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import pickle
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +21,15 @@ from mcore_bridge.weights.bound import Models, chunks_of, noted
 from mcore_bridge.weights.companions import config_in, copy_companions
 from mcore_bridge.weights.dist_check import Check, chunk_names, sharded_states
 from mcore_bridge.weights.extra_state import with_extra_states
+from mcore_bridge.weights.failures import on_all, require_alike
 from mcore_bridge.weights.layer_stack import stack_layers
 from mcore_bridge.weights.names import held_tensors
 from mcore_bridge.weights.optimizer_chain import fit_chain
 from mcore_bridge.weights.outputs import check_storage
 from mcore_bridge.weights.pending import gather_pending, require_gatherable
 from mcore_bridge.weights.provenance import HF
-from mcore_bridge.weights.swap import all_or_none, beside, clear_stale, on_all, replace, require_files
-from mcore_bridge.weights.torch_dist import CONTENT, DIST_FILES, VERSION, TorchDistFolder, track
+from mcore_bridge.weights.swap import commit, require_files, target_of, updating_by_all
+from mcore_bridge.weights.torch_dist import CONTENT, HEADS, VERSION, TorchDistFolder, dist_files, track
 from mcore_bridge.weights.transport import Group
 
 if TYPE_CHECKING:
@@ -67,8 +68,8 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint of megatron-core (``torch_dist``), with the HF config and tokenizer files beside it.
 
-    Called by all ranks of the job together; ``folder`` is on a file system that they share. It changes in one step, as
-    that of ``save_hf_checkpoint`` does. One with Megatron-LM's name for an iteration is then its latest.
+    Called by all ranks of the job together; ``folder`` is on a file system that they share. Its files change in one
+    step, as those of ``save_hf_checkpoint`` do. One with Megatron-LM's name for an iteration is then its latest.
 
     Args:
         models: this rank's chunks, wrapped or not.
@@ -78,41 +79,41 @@ def save_checkpoint(
         hf, head: for models that ``build_model`` did not make: their HF config or folder, and their head.
 
     Raises:
-        CheckpointError: on every rank, when any of them cannot write. The target is then as it was.
+        CheckpointError: on every rank, when any of them cannot write, the ranks pass different arguments, or another
+            job writes to the same folder. The target is then as it was.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
-    target = Path(os.path.realpath(folder))  # of a link, what it leads to
     world = Group(None)
-    staging = beside(target, world.exchange(uuid.uuid4().hex[:8])[0])
-    with all_or_none(world, target, staging):
-        chunks, provenance = chunks_of(models), noted(models, hf, head)
+    with on_all(world, f"{folder} was not written, and is as it was"):
+        target, chunks, provenance = target_of(folder), chunks_of(models), noted(models, hf, head)
         check_storage(held_tensors(chunks))
         pickle.dumps(common)  # only one rank would fail to write it
-        staging.mkdir(parents=True, exist_ok=True)
-    with all_or_none(world, target, staging):
-        require_gatherable(models, Group.of_replica(chunks[0].pg_collection))
-    gather_pending(models)
-    with all_or_none(world, target, staging):  # alone, as what follows communicates on its own
-        metadata = {**CONTENT, "dp_cp_group": chunks[0].pg_collection.dp_cp}
-        state = sharded_states(chunks, metadata)
-        said: dict[str, Any] = {name: with_extra_states(part) for name, part in state.items()}
-        if optimizer is not None:
-            said["optimizer"] = optimizer.sharded_state_dict(_parts(state), metadata=metadata)
-        said |= {_OURS: dict(common or {}), **VERSION, **_iteration_of(common or {})}
-    with all_or_none(world, target, staging):
-        strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), metadata["dp_cp_group"])
-        dist_checkpointing.save(said, str(staging), strategy, content_metadata=dict(CONTENT))
-    with all_or_none(world, target, staging):
-        if world.rank == 0:
-            require_files(staging, TorchDistFolder.open(staging).files)
-            config_in(provenance, _dtype_of(chunks)).save_pretrained(staging)
-            copy_companions(provenance.folder, staging)
-            clear_stale(target, staging)
-            replace(target, staging, DIST_FILES)
-            track(target)
+    require_alike(world, {"head": head, "optimizer": type(optimizer), "common": sorted(common or ())})
+    together = partial(on_all, world, f"{target} was not written, and is as it was")
+    with updating_by_all(world, target) as update:
+        with together():
+            require_gatherable(models, Group.of_replica(chunks[0].pg_collection))
+        gather_pending(models)
+        with together():  # alone, as what follows communicates on its own
+            metadata = {**CONTENT, "dp_cp_group": chunks[0].pg_collection.dp_cp}
+            state = sharded_states(chunks, metadata)
+            said: dict[str, Any] = {name: with_extra_states(part) for name, part in state.items()}
+            if optimizer is not None:
+                said["optimizer"] = optimizer.sharded_state_dict(_parts(state), metadata=metadata)
+            said |= {_OURS: dict(common or {}), **VERSION, **_iteration_of(common or {})}
+        with together():
+            strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), metadata["dp_cp_group"])
+            dist_checkpointing.save(said, str(update.new), strategy, content_metadata=dict(CONTENT))
+        with together():
+            if world.rank == 0:
+                require_files(update.new, TorchDistFolder.open(update.new).files)
+                config_in(provenance, _dtype_of(chunks)).save_pretrained(update.new)
+                copy_companions(provenance.folder, update.new)
+                commit(update, dist_files(target), HEADS)
+                track(target)
 
 
 def load_checkpoint(

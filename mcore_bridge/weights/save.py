@@ -1,10 +1,9 @@
-"""mcore to a HF folder: all ranks write files side by side as the tensors come, and the folder changes in one step."""
+"""mcore to a HF folder: all ranks write files side by side as the tensors come, and all files appear in one step."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
@@ -17,23 +16,21 @@ from torch import Tensor
 from mcore_bridge.architecture import read_hf
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.bound import Models, noted
-from mcore_bridge.weights.checkpoint import write_index
+from mcore_bridge.weights.checkpoint import HEADS, weight_files, write_index
 from mcore_bridge.weights.companions import config_in, copy_companions
 from mcore_bridge.weights.dtypes import Dtypes
 from mcore_bridge.weights.export import iter_hf_weights
+from mcore_bridge.weights.failures import on_all, require_alike
 from mcore_bridge.weights.manifest import Manifest, TensorSpec, manifest
 from mcore_bridge.weights.provenance import HF, Dialect, Provenance
 from mcore_bridge.weights.safetensors_file import SafetensorsWriter
-from mcore_bridge.weights.shards import MAX_SHARD_BYTES, Shard, deal_shards
+from mcore_bridge.weights.shards import MAX_SHARD_BYTES, Shard, deal_shards, require_positive
 from mcore_bridge.weights.staging import SLOT_BYTES, Staging
-from mcore_bridge.weights.swap import all_or_none, beside, clear_stale, replace, require_files
+from mcore_bridge.weights.swap import commit, require_files, target_of, updating_by_all
 from mcore_bridge.weights.transport import Group
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-
 
 BUCKET_SLOTS = 16
 """Slots' worth of tensors that are exported at once: more would only wait for the disk."""
@@ -54,9 +51,8 @@ def save_hf_checkpoint(
 ) -> Manifest:
     """Write sharded safetensors, index, config, and the tokenizer files of the folder that the model came from.
 
-    Called by all ranks of the job together; ``folder`` is on a file system that they share. A folder that is there
-    keeps its other files and is replaced in one step. On file systems that cannot exchange two folders (some network
-    ones), two renames do it, and a crash just between them leaves the old folder as ``.NAME.old``.
+    Called by all ranks of the job together; ``folder`` is on a file system that they share. Files of a checkpoint that
+    is there change in one step. All other files, and the folder itself, stay as they are. One job writes at a time.
 
     Args:
         dtype: cast tensors to this; by default each is written in its own.
@@ -67,32 +63,35 @@ def save_hf_checkpoint(
         slot_bytes: what is written at once. Tensors on a GPU cross host memory of some twelve times that.
 
     Raises:
-        CheckpointError: on every rank, when any of them cannot write. The target is then as it was.
+        CheckpointError: on every rank, when any of them cannot write, the ranks pass different arguments, or another
+            job writes to the same folder. The target is then as it was.
+
+    Example:
+        >>> save_hf_checkpoint(models, "run/step_100", dtype=torch.bfloat16)  # doctest: +SKIP
     """
-    target = Path(os.path.realpath(folder))  # of a link, what it leads to
     world = Group(None)
-    staging = beside(target, world.exchange(uuid.uuid4().hex[:8])[0])
+    with on_all(world, f"{folder} was not written, and is as it was"):
+        target, provenance = target_of(folder), noted(models, hf, head)
+        require_positive(max_shard_bytes=max_shard_bytes, slot_bytes=slot_bytes)
+    sizes = {"max_shard_bytes": max_shard_bytes, "slot_bytes": slot_bytes}
+    require_alike(world, {"dtype": dtype, "dialect": dialect, "head": head, "keep": keep, **sizes})
+    together = partial(on_all, world, f"{target} was not written, and is as it was")
     bucket_bytes = BUCKET_SLOTS * slot_bytes
-    together = partial(all_or_none, world, target, staging)
-    with ExitStack() as stack:
-        with together():
-            provenance = noted(models, hf, head)
+    with updating_by_all(world, target) as update, ExitStack() as stack:
         with together():
             specs = manifest(models, hf=hf, head=head, dtype=dtype, dialect=dialect, bucket_bytes=bucket_bytes)
             shards = deal_shards(specs, world.size, max_shard_bytes)
-            staging.mkdir(parents=True, exist_ok=True)
-            places = _open([shard for shard in shards if shard.rank == world.rank], staging, stack)
+            places = _open([shard for shard in shards if shard.rank == world.rank], update.new, stack)
         with together():
             pairs = iter_hf_weights(models, hf=hf, head=head, dtype=dtype, dialect=dialect, bucket_bytes=bucket_bytes)
             _write(pairs, places, slot_bytes)
             stack.close()
             if world.rank == 0:
-                _write_rest(shards, specs, provenance, staging, target if keep else None)
-                clear_stale(target, staging)
-    with together():
-        if world.rank == 0:
-            require_files(staging, [shard.name for shard in shards])
-            replace(target, staging, _WEIGHTS)
+                _write_rest(shards, specs, provenance, update.new, target if keep else None)
+        with together():
+            if world.rank == 0:
+                require_files(update.new, [shard.name for shard in shards])
+                commit(update, weight_files(target), HEADS)
     return specs
 
 

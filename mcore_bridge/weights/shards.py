@@ -6,12 +6,24 @@ import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.manifest import Manifest, TensorSpec
 
 MAX_SHARD_BYTES = 5 << 30
 MIN_SHARD_BYTES = 256 << 20
 FILES_AT_ONCE = 4
 """Files that a rank writes to side by side: a kernel lets one thread at a time write to one file."""
+
+
+def require_positive(**sizes: object) -> None:
+    """Raise where a size in bytes is no positive whole number."""
+    wrong = [
+        f"{name}={size!r}"
+        for name, size in sizes.items()
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1
+    ]
+    if wrong:
+        raise CheckpointError(f"expected a positive whole number of bytes, found {', '.join(wrong)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,9 @@ CONTENT: Mapping[str, Any] = {
 """How we write, as megatron-core notes it: a key for each layer, an optimizer's state so that any mesh reads it."""
 VERSION: Mapping[str, Any] = {"checkpoint_version": 3.0}
 """What Megatron-LM asks for: without it, queries, keys and values are taken for those of its first releases."""
-DIST_FILES = ("*.distcp", ".metadata", CONFIG, "common.pt")
-"""``fnmatch`` patterns of the files of a folder."""
+HEADS = (".metadata", CONFIG)
+"""Without these nobody takes a folder for a checkpoint."""
+_DIST_FILES = ("__[0-9]*_[0-9]*.distcp", "common.pt", *HEADS)
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _ITERATION = re.compile(r"release|iter_(\d{7,})")
 _SINGLE_EXPERT = re.compile(r"\.experts\.experts\.\d+\.")
@@ -124,6 +125,11 @@ def find_checkpoint(folder: Path) -> Path:
         f"({latest[0].name if latest else 'no such file'}). A save that did not come to its end lacks it too: use an "
         "earlier iteration"
     )
+
+
+def dist_files(folder: Path) -> list[str]:
+    """The names of the files of a checkpoint that are there, without the HF config and what lies beside it."""
+    return sorted(path.name for pattern in _DIST_FILES for path in folder.glob(pattern))
 
 
 def latest_in(folder: Path) -> list[Path]:

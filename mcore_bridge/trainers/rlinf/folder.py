@@ -5,9 +5,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
-import shutil
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -16,7 +13,8 @@ from typing import Any
 
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.trainers.rlinf.conversion import Conversion
-from mcore_bridge.weights.swap import beside, clear_stale
+from mcore_bridge.weights.folder_lock import PREFIX
+from mcore_bridge.weights.swap import commit, target_of, updating
 
 FINGERPRINT = "mcore_bridge.json"
 Fingerprint = dict[str, Any]
@@ -44,25 +42,18 @@ def made_once(target: Path, wanted: Fingerprint) -> Iterator[Path | None]:
     Raises:
         CheckpointError: ``target`` is there, and of something else.
     """
-    target = Path(os.path.realpath(target))  # of a link, what it leads to
+    target = target_of(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     with (target.parent / f".{target.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if target.exists() and any(target.iterdir()):
+        if target.exists() and not all(path.name.startswith(PREFIX) for path in target.iterdir()):
             _require(target, wanted)
             yield None
             return
-        staging = beside(target, uuid.uuid4().hex[:8])
-        staging.mkdir()
-        clear_stale(target, staging)
-        try:
-            yield staging
-            (staging / FINGERPRINT).write_text(json.dumps(wanted, indent=1) + "\n")
-            if target.exists():
-                target.rmdir()
-            staging.rename(target)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
+        with updating(target) as update:
+            yield update.new
+            (update.new / FINGERPRINT).write_text(json.dumps(wanted, indent=1) + "\n")
+            commit(update)
 
 
 def _require(target: Path, wanted: Fingerprint) -> None:
