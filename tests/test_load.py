@@ -182,10 +182,10 @@ def empty(folder):
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (truncate, r"model-00002-of-00003\.safetensors has \d+ bytes but its header promises \d+; it is truncated"),
-        (truncate_header, r"model-00002-of-00003\.safetensors has 20 bytes, less than its header; it is truncated"),
+        (truncate, r"model-00002-of-00003\.safetensors has \d+ bytes and is no whole file .*truncated"),
+        (truncate_header, r"model-00002-of-00003\.safetensors has 20 bytes and is no whole file .*truncated"),
         (remove, r"names files that are missing: \['model-00003-of-00003\.safetensors'\]"),
-        (scramble, r"model-00001-of-00003\.safetensors is no safetensors file, or its header is damaged"),
+        (scramble, r"model-00001-of-00003\.safetensors has \d+ bytes and is no whole file"),
         (break_index, r"index\.json is damaged"),
         (promise, r"promises 1 tensors that its files lack: \['model\.layers\.7\.extra'\]"),
         (empty, r"no \*\.safetensors in"),

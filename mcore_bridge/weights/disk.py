@@ -7,10 +7,14 @@ what is not in the page cache, which all processes of a node share.
 from __future__ import annotations
 
 import os
+import stat
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from torch import Tensor
+
+from mcore_bridge.errors import CheckpointError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -18,6 +22,40 @@ if TYPE_CHECKING:
 Array: TypeAlias = "NDArray[Any]"
 
 BLOCK_BYTES = 1 << 18  # what is read at once of an array with gaps; it should stay in a core's cache
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+_POINTER = b"version https://git-lfs"
+
+
+def open_file(path: Path) -> int:
+    """A descriptor by which a file is read. A link is followed: the hub's cache consists of links.
+
+    Raises:
+        CheckpointError: the file cannot be opened; is none, such as a FIFO, whose reader would wait for a writer; or
+            stands for one that git-lfs has not fetched.
+    """
+    try:
+        kind = _KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
+        if kind is not None:
+            raise CheckpointError(f"{path} is {kind}, expected a file: put the file there, or remove what is there")
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise CheckpointError(f"cannot open {path}: {error.strerror}; make it a file that you may read") from None
+    problem = ""
+    try:
+        if os.pread(fd, len(_POINTER), 0) == _POINTER:
+            problem = f"{path} is a pointer of git-lfs, expected the file that it stands for: run `git lfs pull` there"
+    except OSError as error:
+        problem = f"cannot read {path}: {error.strerror}; copy it again"
+    if problem:
+        os.close(fd)
+        raise CheckpointError(problem)
+    return fd
 
 
 def read_array(fd: int, offset: int, out: Array, strides: tuple[int, ...]) -> None:
