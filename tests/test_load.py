@@ -163,10 +163,6 @@ def scramble(folder):
     path.write_bytes(path.read_bytes()[:8] + b"\xff" * 64 + path.read_bytes()[72:])
 
 
-def break_index(folder):
-    (folder / "model.safetensors.index.json").write_text("{")
-
-
 def promise(folder):
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())
@@ -179,19 +175,69 @@ def empty(folder):
         path.unlink()
 
 
+def change_index(**changes):
+    """A harm: these tensors are in those files, as the index has it."""
+
+    def harm(folder):
+        path = folder / "model.safetensors.index.json"
+        index = json.loads(path.read_text())
+        index["weight_map"].update({f"model.{name}.weight": value for name, value in changes.items()})
+        path.write_text(json.dumps(index))
+
+    return harm
+
+
+def write(name, data):
+    """A harm: this file has these bytes."""
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def put(name, make):
+    """A harm: by this name there is something else than a file."""
+
+    def harm(folder):
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+
+    return harm
+
+
+INDEX, SECOND = "model.safetensors.index.json", "model-00002-of-00003.safetensors"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n"
+
+
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (truncate, r"model-00002-of-00003\.safetensors has \d+ bytes and is no whole file .*truncated"),
-        (truncate_header, r"model-00002-of-00003\.safetensors has 20 bytes and is no whole file .*truncated"),
+        (truncate, rf"{SECOND} has \d+ bytes and is no whole file .*not fully covered\): it is damaged or truncated"),
+        (truncate_header, rf"{SECOND} has 20 bytes and is no whole file .*invalid header length\)"),
+        (scramble, r"model-00001-of-00003\.safetensors has \d+ bytes and is no whole file .*invalid UTF-8"),
+        (write(SECOND, b""), rf"{SECOND} has 0 bytes and is no whole file .*header too small"),
+        (write(SECOND, POINTER), rf"{SECOND} is a pointer of git-lfs, .* run `git lfs pull`"),
+        (write(INDEX, POINTER), rf"{INDEX} is a pointer of git-lfs"),
+        (put(SECOND, os.mkfifo), rf"{SECOND} is a FIFO, expected a file"),
+        (put(SECOND, os.mkdir), rf"{SECOND} is a folder, expected a file"),
+        (put(SECOND, lambda path: path.symlink_to("/dev/null")), rf"{SECOND} is a device, expected a file"),
+        (put(SECOND, lambda path: path.symlink_to("nowhere")), rf"cannot open .*{SECOND}: No such file"),
+        (put("model.safetensors", os.mkfifo), r"model\.safetensors is a FIFO, expected a file"),
+        (put(INDEX, os.mkfifo), rf"{INDEX} is a FIFO, expected a file"),
         (remove, r"names files that are missing: \['model-00003-of-00003\.safetensors'\]"),
-        (scramble, r"model-00001-of-00003\.safetensors has \d+ bytes and is no whole file"),
-        (break_index, r"index\.json is damaged"),
+        (change_index(norm="\0.safetensors"), r"names files that are missing: \['\\x00\.safetensors'\]"),
+        (write(INDEX, b"{"), rf"{INDEX} is damaged: expected JSON with an object weight_map"),
+        (write(INDEX, b"[]"), rf"{INDEX} is damaged: expected JSON with an object weight_map"),
+        (write(INDEX, b'{"weight_map": []}'), rf"{INDEX} is damaged: expected JSON with an object weight_map"),
+        (write(INDEX, b'{"weight_map": {"\xff": "a"}}'), rf"{INDEX} is damaged: .*byte 17 is not of UTF-8"),
+        (write(INDEX, b"[" * 100_000), rf"{INDEX} is damaged: .*nested too deep"),
+        (write(INDEX, b'{"weight_map": {"a": "b", "a": "b"}}'), rf"{INDEX} is damaged: .*found 1 twice: \['a'\]"),
+        (lambda folder: os.truncate(folder / INDEX, 1 << 30), rf"{INDEX} is damaged: .*more than 100000000 bytes"),
+        (
+            change_index(norm=3, a="../b.safetensors", b="/b.safetensors", c="c/b.safetensors", d="b.bin"),
+            rf"{INDEX} is damaged: expected of each tensor the name of a .* found 5 others \(.*norm.*: 3, .*'\.\./b\.",
+        ),
         (promise, r"promises 1 tensors that its files lack: \['model\.layers\.7\.extra'\]"),
         (empty, r"no \*\.safetensors in"),
         (shutil.rmtree, r"no folder"),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_broken_folders_say_what_is_broken(folder, harm, message):
     harm(folder)
@@ -199,19 +245,21 @@ def test_broken_folders_say_what_is_broken(folder, harm, message):
         Checkpoint(folder)
 
 
-def test_of_a_tensor_in_two_files_the_index_decides_and_without_it_none_is_taken(folder, state):
+def test_a_tensor_in_two_files_is_refused_unless_the_index_leaves_one_of_them_out(folder, state):
     """As where files of one save lie beside those of another, of the same names or not."""
-    name, path = "model.norm.weight", folder / "model.safetensors.index.json"
-    listed = json.loads(path.read_text())["weight_map"]
-    for other in set(listed.values()) - {listed[name]}:
-        save_file({**load_file(folder / other), name: -state[name]}, folder / other)
-        assert torch.equal(Checkpoint(folder)[name], state[name])
-    del listed[name]
-    path.write_text(json.dumps({"weight_map": listed}))
-    for _ in range(2):
-        with pytest.raises(CheckpointError, match=r"model\.norm\.weight is in .*-of-00003.*remove the files"):
-            Checkpoint(folder)
-        path.unlink(missing_ok=True)
+    name, path = "model.norm.weight", folder / INDEX
+    save_file({name: -state[name]}, folder / "stale.safetensors")
+    assert torch.equal(Checkpoint(folder)[name], state[name])
+    index = path.read_bytes()
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"found 1 in two: model\.norm\.weight is in .*; remove the files"):
+        Checkpoint(folder)
+    path.write_bytes(index)
+    listed = json.loads(index)["weight_map"]
+    other = min(set(listed.values()) - {listed[name]})
+    save_file({**load_file(folder / other), name: -state[name]}, folder / other)
+    with pytest.raises(CheckpointError, match=r"found 1 in two: model\.norm\.weight is in .*; remove the files"):
+        Checkpoint(folder)
 
 
 def test_a_checkpoint_is_what_was_saved(folder, state):

@@ -29,6 +29,7 @@ from mcore_bridge.config.release import installed
 from mcore_bridge.errors import CheckpointError, MeshError
 from mcore_bridge.trainers.rlinf.rank_file import NAME
 from mcore_bridge.trainers.rlinf.rank_folder import find_rank_files
+from mcore_bridge.weights.checkpoint import shard_names
 from mcore_bridge.weights.companions import config_places, first_with_config
 from mcore_bridge.weights.folder_lock import PREFIX
 from mcore_bridge.weights.shards import MAX_SHARD_BYTES, require_positive
@@ -114,7 +115,7 @@ def convert(
         raise CheckpointError(f"{target} would be written into itself; name another folder")
     _require_gpus(num_gpus)
     staging = Update(target, target / f"{PREFIX}{CONVERSION}").new
-    if any(source.glob("*.safetensors")):
+    if shard_names(source):
         conversion = _from_hf(source, staging, hf or source, rank_files, dtype, num_mtp_layers, file_bytes)
     elif rank_files is not None:
         raise CheckpointError(f"{source} has no *.safetensors: a mesh can be chosen only for what a HF folder becomes")

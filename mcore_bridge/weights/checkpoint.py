@@ -1,14 +1,15 @@
 """A folder of safetensors as a lazy mapping: a tensor is a view of the mapped file until somebody copies from it.
 
-Files are opened and mapped once; the pages of a tensor are given back when its reader moves on, so that reading a
-checkpoint of any size keeps one tensor resident. A load reads the files by position instead (``file_of``). The page
-cache is shared by all processes of a node.
+Files are mapped once; the pages of a tensor are given back when its reader moves on, so that reading a checkpoint of
+any size keeps one tensor resident. A load reads the files by position instead (``file_of``). The page cache is shared
+by all processes of a node.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +17,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.weights.disk import open_file
 from mcore_bridge.weights.safetensors_file import SafetensorsFile
+from mcore_bridge.weights.strict_json import parse
 
 if TYPE_CHECKING:
     from mcore_bridge.weights.manifest import TensorSpec
@@ -25,7 +28,11 @@ SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
 HEADS = ("config.json", INDEX, SINGLE)
 """Without these nobody takes a folder for a checkpoint."""
+_ATTEMPTS = 5
 _SHARDS = "model-[0-9]*-of-[0-9]*.safetensors"
+_SUFFIX = ".safetensors"
+_INDEX_BYTES = 100_000_000
+"""As many as a header of the format may have: both name tensors."""
 
 
 class Checkpoint(Mapping[str, Tensor]):
@@ -33,40 +40,56 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        if not self.folder.is_dir():
+        if not os.path.isdir(self.folder):  # Path.is_dir raises where a folder above may not be entered
             raise CheckpointError(f"no folder {self.folder}: expected one with *.safetensors files")
-        before = _identity(self.folder)
+        for _ in range(_ATTEMPTS):
+            before = _identity(self.folder)
+            try:
+                self._open()
+            except CheckpointError:
+                if _identity(self.folder) == before:
+                    raise
+            else:
+                if _identity(self.folder) == before:
+                    return
+        raise CheckpointError(
+            f"{self.folder} was changed {_ATTEMPTS} times while it was opened: wait for who saves there"
+        )
+
+    def _open(self) -> None:
         self._index = _read_index(self.folder)
         self._files = {name: SafetensorsFile(self.folder / name) for name in self._file_names()}
-        if _identity(self.folder) != before:
-            raise CheckpointError(f"{self.folder} was changed while it was opened, as by a save: open it again")
         self._where = self._locate()
         self._check_index()
 
     def _file_names(self) -> list[str]:
         if self._index is not None:
             names = sorted(set(self._index.values()))
-            missing = [name for name in names if not (self.folder / name).is_file()]
+            missing = [name for name in names if not os.path.exists(self.folder / name)]
             if missing:
                 raise CheckpointError(f"{self.folder / INDEX} names files that are missing: {missing}; copy them again")
             return names
-        if (self.folder / SINGLE).is_file():
+        if os.path.exists(self.folder / SINGLE):
             return [SINGLE]
-        names = sorted(path.name for path in self.folder.glob("*.safetensors"))
+        names = [name for name in shard_names(self.folder) if os.path.exists(self.folder / name)]
         if not names:
             raise CheckpointError(f"no *.safetensors in {self.folder}; other formats are not read: convert it first")
         return names
 
     def _locate(self) -> dict[str, SafetensorsFile]:
-        """The file of each tensor: the one that the index names, and the only one where it names none."""
-        listed, found = self._index or {}, dict[str, SafetensorsFile]()
-        for file_name, file in self._files.items():
-            for name in file.entries:
-                if listed.get(name, file_name) == file_name and (other := found.setdefault(name, file)) is not file:
-                    raise CheckpointError(
-                        f"{name} is in {other.path} and in {file_name}, and no {INDEX} says in which; remove the files "
-                        "that are left of another save"
-                    )
+        """The file of each tensor. The index may leave a tensor out, as for transformers; it cannot choose of two."""
+        found: dict[str, SafetensorsFile] = {}
+        twice = [
+            f"{name} is in {other.path} and in {file_name}"
+            for file_name, file in self._files.items()
+            for name in file.entries
+            if (other := found.setdefault(name, file)) is not file
+        ]
+        if twice:
+            raise CheckpointError(
+                f"expected each tensor in one file, found {len(twice)} in two: {'; '.join(twice[:5])}; remove the "
+                "files that are left of another save"
+            )
         return found
 
     def _check_index(self) -> None:
@@ -78,6 +101,9 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         return self._where[name].tensor(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._where
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._where)
@@ -103,7 +129,7 @@ class Checkpoint(Mapping[str, Tensor]):
 def names_in(folder: str | os.PathLike[str]) -> tuple[str, ...]:
     """The names of all tensors of a HF folder, as its index has them if there is one; none where it has no weights."""
     index = _read_index(Path(folder))
-    if index is not None or not any(Path(folder).glob("*.safetensors")):
+    if index is not None or not shard_names(Path(folder)):
         return tuple(index or ())
     return tuple(Checkpoint(folder))
 
@@ -118,6 +144,20 @@ def weight_files(folder: Path) -> list[str]:
     except CheckpointError:  # a damaged one
         listed = set()
     return sorted({SINGLE, INDEX, *listed, *(path.name for path in folder.glob(_SHARDS))})
+
+
+def shard_names(folder: Path) -> list[str]:
+    """What a folder has by names of ``*.safetensors``, files or not; nothing where there is no folder.
+
+    Raises:
+        CheckpointError: the folder may not be read.
+    """
+    try:
+        return sorted(name for name in os.listdir(folder) if name.endswith(_SUFFIX))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(f"cannot list {folder}: {error.strerror}; make it a folder that you may read") from None
 
 
 def write_index(folder: Path, files: Mapping[str, Iterable[TensorSpec]]) -> None:
@@ -145,9 +185,30 @@ def _identity(folder: Path) -> list[tuple[int, int] | None]:
 def _read_index(folder: Path) -> dict[str, str] | None:
     """Which file each tensor is in; None without an index, or beside a single file, which transformers prefers too."""
     path = folder / INDEX
-    if not path.is_file() or (folder / SINGLE).is_file():
+    if not os.path.exists(path) or os.path.exists(folder / SINGLE):
         return None
     try:
-        return dict(json.loads(path.read_text())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged: expected JSON with a weight_map, found {error!r}") from None
+        with open(open_file(path), "rb") as file:
+            data = file.read(_INDEX_BYTES + 1)
+        if len(data) > _INDEX_BYTES:
+            raise ValueError(f"more than {_INDEX_BYTES} bytes")
+        listed = parse(data)
+        if not isinstance(listed, dict) or not isinstance(listed.get("weight_map"), dict):
+            raise ValueError("no such object")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is damaged: expected JSON with an object weight_map, found: {error}; copy it again"
+        ) from None
+    files: dict[str, str] = listed["weight_map"]
+    wrong = {name: file for name, file in files.items() if not _is_file_name(file)}
+    if wrong:
+        some = ", ".join(f"{name!r}: {reprlib.repr(file)}" for name, file in list(wrong.items())[:5])
+        raise CheckpointError(
+            f"{path} is damaged: expected of each tensor the name of a *.safetensors file in the same folder, found "
+            f"{len(wrong)} others ({some}); put all files into one folder and save the index again"
+        )
+    return files
+
+
+def _is_file_name(value: object) -> bool:
+    return isinstance(value, str) and value.endswith(_SUFFIX) and os.path.basename(value) == value
