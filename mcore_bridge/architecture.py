@@ -37,8 +37,10 @@ class Architecture:
         model_type: as HF spells it.
         fields: the config table, total over the HF config.
         rules: the weight rules of a config.
-        ignored: patterns (fnmatch) of HF tensor names that a checkpoint may hold and that we do not use; by default the
-            frequencies of rotary embeddings, which old files hold and which follow from the config.
+        ignored: patterns (fnmatch) of HF tensor names that a checkpoint may hold and that no logits of transformers
+            depend on; by default the frequencies of rotary embeddings, which old files hold. transformers has them in
+            buffers with ``persistent=False``, computes them from the config, and passes over those in files. Each other
+            pattern stands with its reason.
         dialect: how published checkpoints hold routed experts: "split", one tensor for each, or "fused", one for all.
         aliases: further ``model_type`` values that mean the same.
         reads_as: the ``model_type`` whose config class of transformers reads these configs where transformers has none

@@ -85,19 +85,6 @@ def test_tied_embeddings_and_empty_stages(dims, tied):
     check(tiny("qwen3", tie_word_embeddings=tied), dims)
 
 
-def test_a_redundant_head_in_a_tied_file_is_ignored_and_reported():
-    hf = tiny("llama", tie_word_embeddings=True)
-    state = random_state(hf)
-    reports = []
-    fake_mesh.build_everywhere(
-        hf,
-        ParallelDims(pp=2),
-        lambda chunks: reports.append(load_hf_weights(chunks, {**state, "lm_head.weight": torch.ones(96, 48)})),
-        dtype=torch.float32,
-    )
-    assert all(report.ignored == ("lm_head.weight",) for report in reports)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_crosses_bit_for_bit(dtype):
     check(tiny("qwen3"), ParallelDims(tp=2, pp=2), dtype=dtype)

@@ -13,6 +13,7 @@ from mcore_bridge.commands.whole import WholeModel, whole_model
 from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.companions import config_in, copy_companions
 from mcore_bridge.weights.entries import Entry
+from mcore_bridge.weights.ties import HEAD, renamed
 from mcore_bridge.weights.whole import check_source, parts_of
 
 Unit = tuple[int, ...]
@@ -70,7 +71,8 @@ class Conversion:
     def finish(self) -> None:
         """Write what there must be beside the files."""
         dtype = max(self.model.entries, key=lambda entry: entry.held.num_bytes).held.dtype
-        config_in(self.model.provenance, dtype).save_pretrained(self.staging)
+        tied = all(HEAD not in entry.hf for entry in self.model.entries)
+        config_in(self.model.provenance, dtype, tied=tied).save_pretrained(self.staging)
         copy_companions(self.model.provenance.folder, self.staging)
 
 
@@ -85,6 +87,7 @@ def read_source(
     checkpoint = Checkpoint(source)
     own = widespread((tensor.dtype, tensor.nbytes) for tensor in checkpoint.values())
     model = whole_model(hf, dtype=dtype or own, num_mtp_layers=num_mtp_layers, names=checkpoint)
+    renamed(checkpoint, model.mapping)
     return model, check_source(model.entries, checkpoint, model.mapping, num_mtp_layers=num_mtp_layers, dtype=dtype)
 
 

@@ -23,6 +23,7 @@ from mcore_bridge.weights.dtypes import Dtypes, wanted_dtype
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.manifest import Manifest, TensorSpec, digest, manifest
 from mcore_bridge.weights.save import save_hf_checkpoint
+from mcore_bridge.weights.ties import renamed
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -112,7 +113,9 @@ def check_rank(task: Task, report: Report) -> Finding:
     chunks = _build(task, finding, report)
     finding.held = sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
     _export(chunks, task, finding, report)
-    finding.expected = _share(Watched(task.against, report, "compare"), task.names, task.crossing)
+    expected = Watched(task.against, report, "compare")
+    renamed(expected, chunks[0].bridge.mapping(tied=chunks[0].share_embeddings_and_output_weights))
+    finding.expected = _share(expected, task.names, task.crossing)
     if task.save is not None:
         with finding.timed("save"):
             save_hf_checkpoint(chunks, task.save, dtype=task.crossing)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mcore_bridge.commands.conversion import Conversion, Progress, read_source, units_of
 from mcore_bridge.weights.checkpoint import Checkpoint
+from mcore_bridge.weights.ties import opened
 from mcore_bridge.weights.torch_dist import HEADS, dist_files
 from mcore_bridge.weights.torch_dist_files import Placed, file_name, finish, plan_files, write_file
 from mcore_bridge.weights.whole import assemble
@@ -78,7 +79,7 @@ class ToDist(Conversion):
 
     @cached_property
     def _checkpoint(self) -> Checkpoint:
-        return Checkpoint(self.source)
+        return opened(self.source, self.model.mapping)
 
     @cached_property
     def _plans(self) -> tuple[list[SavePlan], Metadata]:

@@ -18,6 +18,7 @@ from mcore_bridge.factory.census import resolve_layout
 from mcore_bridge.trainers.rlinf.layout import FileLayout, RankFile, Style
 from mcore_bridge.trainers.rlinf.rank_file import NAME, RELEASE, write_rank_file
 from mcore_bridge.weights.checkpoint import Checkpoint
+from mcore_bridge.weights.ties import opened
 from mcore_bridge.weights.torch_dist import TRACKER
 from mcore_bridge.weights.whole import specs_of
 
@@ -103,4 +104,4 @@ class ToTorch(Conversion):
 
     @cached_property
     def _checkpoint(self) -> Checkpoint:
-        return Checkpoint(self.source)
+        return opened(self.source, self.model.mapping)

@@ -20,6 +20,7 @@ from mcore_bridge.weights.dtypes import Dtypes, dtype_name
 from mcore_bridge.weights.manifest import Manifest, TensorSpec
 from mcore_bridge.weights.mapping import WeightMapping
 from mcore_bridge.weights.names import mtp_layer_of
+from mcore_bridge.weights.ties import renamed
 
 if TYPE_CHECKING:
     from mcore_bridge.factory.blueprint import Blueprint
@@ -127,6 +128,7 @@ def verify(
     blueprint = draw(folder, dims=dims, dtype=built_in, device=device, backend=backend, overrides=overrides)
     tied = bool(blueprint.gpt_arguments["share_embeddings_and_output_weights"])
     mapping = blueprint.provenance.mapping(tied=tied, mtp=bool(num_mtp_layers))
+    renamed(checkpoint, mapping)
     names = tuple(name for name in checkpoint if _is_exported(mapping, name, num_mtp_layers))
     task = Task(
         folder=folder,

@@ -22,5 +22,6 @@ ARCHITECTURE = Architecture(
     model_type="ernie4_5_moe",
     fields=(*ERNIE, *BIAS_NONE, *SPACED, *OWN),
     rules=lambda hf: decoder(NORMS, GQA, SWIGLU, MOE, BIAS, SHARED),
+    # MTP layers. Ernie4_5_MoePreTrainedModel of transformers ignores all with "mtp" in the name, and has none.
     ignored=("model.mtp_*",),
 )

@@ -22,5 +22,6 @@ ARCHITECTURE = Architecture(
         *(Map("router_scaling_factor", "moe_router_topk_scaling_factor"), shared_experts("num_shared_experts")),
     ),
     rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, O_BIAS, QK_NORM, SWIGLU, ROUTER, EXPERTS, SHARED),
-    ignored=("model.layers.80.*",),  # the MTP layer of the published model
+    # The MTP layer of the published model. HYV3PreTrainedModel of transformers ignores it in files, and has none.
+    ignored=("model.layers.80.*",),
 )

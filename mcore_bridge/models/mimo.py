@@ -12,5 +12,6 @@ ARCHITECTURE = Architecture(
     reads_as="qwen2",
     fields=(*but(DENSE, PUBLISHED_CODE), *BIAS_QKV, *WINDOW_BY_LAYER, *QK_PLAIN, *OWN),
     rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, SWIGLU),
+    # MTP layers. vLLM's MiMoForCausalLM passes over them, as logits are those of the decoder alone.
     ignored=("*.rotary_emb.inv_freq", "model.mtp_layers.*"),
 )

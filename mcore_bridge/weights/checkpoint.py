@@ -115,6 +115,11 @@ class Checkpoint(Mapping[str, Tensor]):
         """The file that holds the tensor ``name``."""
         return self._where[name]
 
+    def rename(self, old: str, new: str) -> None:
+        """Have the tensor ``old`` under the name ``new``."""
+        file = self._where[new] = self._where.pop(old)
+        file.entries[new] = file.entries.pop(old)
+
     def release(self, name: str) -> None:
         """Give back the memory of pages that were read for ``name``; they stay in the page cache."""
         self._where[name].release(name)

@@ -59,8 +59,14 @@ def first_with_config(places: Iterable[Path]) -> Path | None:
     return next((place for place in places if (place / "config.json").is_file()), None)
 
 
-def config_in(provenance: Provenance, dtype: torch.dtype) -> PretrainedConfig:
-    """A copy of the HF config that says that most weights are of ``dtype``."""
+def config_in(provenance: Provenance, dtype: torch.dtype, *, tied: bool) -> PretrainedConfig:
+    """A copy of the HF config that says that most weights are of ``dtype``.
+
+    Args:
+        tied: whether an LM head is the embedding; only then does the config say so. It is not changed for another head.
+    """
     hf = copy.deepcopy(provenance.hf)
+    if provenance.head == "lm":
+        hf.tie_word_embeddings = tied
     setattr(hf, "dtype" if hasattr(hf, "dtype") else "torch_dtype", dtype_name(dtype))
     return hf

@@ -110,7 +110,8 @@ def save_checkpoint(
         with together():
             if world.rank == 0:
                 require_files(update.new, TorchDistFolder.open(update.new).files)
-                config_in(provenance, _dtype_of(chunks)).save_pretrained(update.new)
+                tied = chunks[0].share_embeddings_and_output_weights
+                config_in(provenance, _dtype_of(chunks), tied=tied).save_pretrained(update.new)
                 copy_companions(provenance.folder, update.new)
                 commit(update, dist_files(target), HEADS)
                 track(target)

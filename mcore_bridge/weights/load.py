@@ -24,6 +24,7 @@ from mcore_bridge.weights.names import expert_of, kind_of, mtp_layer_of
 from mcore_bridge.weights.provenance import HF, Dialect, dialect_of
 from mcore_bridge.weights.reading import SliceCopy, read
 from mcore_bridge.weights.staging import SLOT_BYTES, Staging
+from mcore_bridge.weights.ties import differing, renamed, require_equal
 from mcore_bridge.weights.trace import Copy, Shape
 
 Source = str | os.PathLike[str] | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -35,9 +36,9 @@ class LoadReport:
 
     Attributes:
         num_tensors: HF tensors that this rank read from.
-        num_bytes: bytes that it copied out of them.
+        num_bytes: bytes that it copied out of them, or compared with what it had copied.
         initialised: HF names that the source lacks and that were drawn instead: a new head, or MTP layers.
-        ignored: HF names in the source that the architecture leaves unused.
+        ignored: HF names in the source that the architecture leaves unused, and further ones of a tensor that was used.
         cast: HF names whose dtype was changed on the way, as ``"float32 -> bfloat16"``.
         missing, unexpected: with ``strict=False``, what would have been an error.
     """
@@ -117,13 +118,16 @@ def _write_all(
     load: _Load, source: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, strict: bool, slot_bytes: int
 ) -> None:
     """All of a source, checked first where it can be."""
+    mapping = load.bound.mapping
     if not isinstance(source, Mapping):
         for name, tensor in source:
             load.check(name, tensor)
             load.write(name, tensor)
-        load.check_names(load.seen, strict)
+        load.check_names(renamed(load.seen, mapping), strict)
         return
+    source = renamed(source, mapping)
     load.check_names(source, strict)
+    require_equal(source, mapping)
     names = [name for name in source if name in load.uses]
     for name in names:
         load.check(name, source[name])
@@ -146,6 +150,8 @@ class _Load:
         self.dtype = dtype
         self.uses: dict[str, list[_Use]] = {}
         self.seen: dict[str, None] = {}
+        self.first: dict[str, str] = {}
+        """By the names of HF tensors, under which of their names they came first."""
         self.cast: dict[str, str] = {}
         self.ignored: list[str] = []
         self.initialised: list[str] = []
@@ -208,7 +214,7 @@ class _Load:
 
     def check(self, name: str, tensor: Tensor) -> None:
         """Shape and dtype of an HF tensor against every place that it goes to."""
-        for use in self.uses.get(name, ()):
+        for use in self._uses_of(name):
             shape = use.shape if use.index is None else (self.bound.axes["experts"], *use.shape)
             if tuple(tensor.shape) != shape:
                 raise CheckpointError(
@@ -226,16 +232,21 @@ class _Load:
                 self.cast.setdefault(name, f"{dtype_name(tensor.dtype)} -> {dtype_name(use.tensor.dtype)}")
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Copy this rank's slices of one HF tensor into place."""
+        """Copy this rank's slices of one HF tensor into place; if they are there under another name, compare them."""
+        original = self.bound.mapping.twins.get(name, name)
+        first = self.first.setdefault(original, name)
         for each in self.slices(name, tensor):
-            each.run()
+            if first == name:
+                each.run()
+            elif not each.is_in_place():
+                raise differing(self.bound.mapping, [(name, first) if name != original else (first, name)])
 
     def slices(self, name: str, tensor: Tensor) -> Iterator[SliceCopy]:
         """What is to be copied of one HF tensor, once padding is zero. The tensor has been checked."""
         if name in self.seen:
             raise CheckpointError(f"{name} came twice; every HF tensor must come exactly once")
         self.seen[name] = None
-        for use in self.uses.get(name, ()):
+        for use in self._uses_of(name):
             for dim, start, size in use.padding:
                 use.tensor.narrow(dim, start, size).zero_()
             for copy in use.copies:
@@ -243,13 +254,17 @@ class _Load:
                 self.num_bytes += source.nbytes
                 yield SliceCopy(source, copy.of_shard(use.tensor), self._crossing(name, tensor.dtype, use))
 
+    def _uses_of(self, name: str) -> list[_Use]:
+        """Where a tensor goes: to the places of the one that it repeats, if it is a further one."""
+        return self.uses.get(self.bound.mapping.twins.get(name, name), [])
+
     def _crossing(self, name: str, own: torch.dtype, use: _Use) -> torch.dtype:
         """The dtype in which a tensor crosses: its own where its place can hold all values, such as a router's bias."""
         return own if is_exact(own, use.tensor.dtype) else wanted_dtype(name, own, self.dtype)
 
     def report(self) -> LoadReport:
         """The report of a finished load."""
-        read = tuple(name for name in self.uses if name in self.seen)
+        read = tuple(name for name in self.uses if name in self.first or name in self.seen)
         return LoadReport(
             len(read),
             self.num_bytes,

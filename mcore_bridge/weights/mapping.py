@@ -8,7 +8,7 @@ HF name leads to a rule or to the ignore list; anything else raises with the nam
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -28,7 +28,8 @@ class Rule:
     ``offset`` is added to the first number on the way to HF names (MTP layers count on after the decoder's), and that
     number is below ``count``. ``exported`` is False for a copy whose HF tensor another parameter yields (a tied output
     layer). ``axis`` is that of the mesh which the layout calls ``tp``: ``etp`` for routed experts. With ``copy``, the
-    HF names are further ones of a tensor that another rule has: they are written, and not read.
+    HF names are further ones of a tensor that another rule has: what a source has under them must be the same. They are
+    written if ``exported``; if not, a source may have such a name alone.
     """
 
     mcore: str
@@ -127,6 +128,10 @@ class WeightMapping:
     _by_mcore: dict[str, Rule] = field(init=False, repr=False, compare=False)
     _by_hf: dict[str, list[Rule]] = field(init=False, repr=False, compare=False)
     _copies: dict[str, tuple[str, ...]] = field(init=False, repr=False, compare=False)
+    twins: Mapping[str, str] = field(init=False, repr=False, compare=False)
+    """The HF names that are further ones of a tensor, and the name that it is read by."""
+    spare: Mapping[str, str] = field(init=False, repr=False, compare=False)
+    """Those of them that are not written, and that a source may have alone."""
 
     def __post_init__(self) -> None:
         by_mcore: dict[str, Rule] = {}
@@ -134,7 +139,8 @@ class WeightMapping:
         copies: dict[str, tuple[str, ...]] = {}
         for rule in self.rules:
             if rule.copy:
-                copies[rule.mcore] = (*copies.get(rule.mcore, ()), *rule.hf)
+                if rule.exported:
+                    copies[rule.mcore] = (*copies.get(rule.mcore, ()), *rule.hf)
                 continue
             if rule.mcore in by_mcore:
                 raise MappingError(f"two rules for {rule.mcore}: {by_mcore[rule.mcore].hf} and {rule.hf}; keep one")
@@ -148,6 +154,11 @@ class WeightMapping:
         object.__setattr__(self, "_by_mcore", by_mcore)
         object.__setattr__(self, "_by_hf", by_hf)
         object.__setattr__(self, "_copies", copies)
+        further = [rule for rule in self.rules if rule.copy]
+        twins = {name: by_mcore[rule.mcore].hf[0] for rule in further for name in rule.hf}
+        object.__setattr__(self, "twins", twins)
+        spare = {name: twins[name] for rule in further if not rule.exported for name in rule.hf}
+        object.__setattr__(self, "spare", spare)
 
     def bind(self, mcore: str) -> Binding:
         """The binding of a canonical name.
@@ -191,7 +202,7 @@ class WeightMapping:
 
     def is_ignored(self, hf: str) -> bool:
         """Whether the architecture allows this HF tensor to stay unused."""
-        return matches(hf, self.ignored) or self.is_copy(hf)
+        return matches(hf, self.ignored) or hf in self.twins
 
     def is_unused(self, hf: str, *, num_mtp_layers: int) -> bool:
         """Whether no parameter of a model takes this HF tensor: it is ignored, or of an MTP layer that is not built."""
@@ -201,7 +212,7 @@ class WeightMapping:
         return self.is_ignored(hf) or any(layer is not None and layer >= num_mtp_layers for layer in layers)
 
     def is_copy(self, hf: str) -> bool:
-        """Whether an HF tensor is a further one of what another rule has: written, and not read."""
+        """Whether an HF tensor is a further one of what another rule has, and is written."""
         return any(hf in names for names in self._copies.values())
 
     def is_optional(self, hf: str) -> bool:

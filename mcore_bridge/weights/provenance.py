@@ -12,6 +12,7 @@ from mcore_bridge.config.hf import find_folder
 from mcore_bridge.weights.checkpoint import names_in
 from mcore_bridge.weights.layout import REPLICATED, VOCAB
 from mcore_bridge.weights.mapping import Rules, WeightMapping, fused, pattern_of, table
+from mcore_bridge.weights.ties import HEAD, is_tied, ties_any_head
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -21,8 +22,9 @@ HF = Union[str, "os.PathLike[str]", "PretrainedConfig"]
 Dialect = Literal["split", "fused"]
 """How HF holds the routed experts of a layer: one tensor for each, or one for all of them."""
 
+EMBEDDING = "embedding.word_embeddings.weight"
 # fmt: off
-LM_HEAD    = table(("output_layer.weight", "lm_head.weight", VOCAB))
+LM_HEAD    = table(("output_layer.weight", HEAD,             VOCAB))
 SCORE_HEAD = table(("output_layer.weight", "score.weight",   REPLICATED),
                    ("output_layer.bias",   "score.bias",     REPLICATED))
 # fmt: on
@@ -47,26 +49,40 @@ class Provenance:
 
         Args:
             tied: the output layer is the word embedding.
-            mtp: MTP layers are built, and so their copies of embedding and head are written.
+            mtp: MTP layers are built, and so their copies of embedding and head are written. Where they are not, the
+                copies are as unused as all that these layers have.
             dialect: of the HF names; None is the model's own.
         """
         rules = fused(self.rules) if (dialect or self.dialect) == "fused" else self.rules
         ignored = self.ignored
+        if tied:
+            rules = tuple(replace(rule, mcore=EMBEDDING) if rule.copy else rule for rule in rules)
         if not mtp:
             ignored = (*ignored, *(name for rule in rules if rule.copy for name in rule.hf))
             rules = tuple(rule for rule in rules if not rule.copy)
         if self.head != "lm":
-            # A causal LM has no score: its own head is left out, and ours stays as it was initialised.
-            return WeightMapping((*rules, *SCORE_HEAD), (*ignored, "lm_head.weight"), ("score.*",))
-        if tied:  # files may hold a redundant copy, which transformers ignores as well
-            return WeightMapping((*rules, *tied_lm_head(rules)), (*ignored, "lm_head.weight"))
+            # A causal LM has no score: its own head is left out, and ours stays as it was initialised. So it is in
+            # transformers, whose ...ForSequenceClassification and ...ForTokenClassification have no lm_head.
+            return WeightMapping((*rules, *SCORE_HEAD), (*ignored, HEAD), ("score.*",))
+        if tied and ties_any_head():
+            return WeightMapping((*rules, *tied_lm_head(rules)), (*ignored, HEAD))
+        if tied:
+            return WeightMapping((*rules, *tied_lm_head(rules), *redundant_head(rules)), ignored)
         return WeightMapping((*rules, *LM_HEAD), ignored)
 
 
 def tied_lm_head(rules: Rules) -> Rules:
     """The output layer that is the word embedding again."""
-    embedding = (rule for rule in rules if rule.mcore == "embedding.word_embeddings.weight" and not rule.copy)
-    return tuple(replace(rule, mcore="output_layer.weight", exported=False) for rule in embedding)
+    return tuple(replace(rule, mcore="output_layer.weight", exported=False) for rule in _embedding(rules))
+
+
+def redundant_head(rules: Rules) -> Rules:
+    """The embedding under the name of a head, as some files hold it beside its own name or in place of it."""
+    return tuple(replace(rule, hf=(HEAD,), exported=False, copy=True) for rule in _embedding(rules))
+
+
+def _embedding(rules: Rules) -> Rules:
+    return tuple(rule for rule in rules if rule.mcore == EMBEDDING and not rule.copy)
 
 
 def provenance_of(hf: HF, *, head: str = "lm") -> Provenance:
@@ -75,14 +91,21 @@ def provenance_of(hf: HF, *, head: str = "lm") -> Provenance:
     Args:
         hf: a folder, a hub name in the local cache, or a ``PretrainedConfig``.
 
+    A folder whose config ties a head that differs from the embedding has a head of its own, as in transformers: the
+    config that is found says ``tie_word_embeddings=False`` then. A config that is given by itself is taken at its word.
+
     Raises:
         ConfigError: when it is no config, or of an architecture that is not registered.
+        CheckpointError: head and embedding have to be compared, and their files cannot be read.
     """
     config = read_hf(hf)
     architecture = architecture_of(config)
     folder = os.fspath(find_folder(hf)) if isinstance(hf, str | os.PathLike) else None
     rules = architecture.rules(config)
-    dialect = dialect_of(names_in(folder), rules) if folder else None
+    names = names_in(folder) if folder else ()
+    if folder and head == "lm" and config.tie_word_embeddings:
+        config.tie_word_embeddings = all(is_tied(folder, names, rule.hf[0]) for rule in _embedding(rules))
+    dialect = dialect_of(names, rules)
     return Provenance(config, rules, architecture.ignored, head, folder, dialect or architecture.dialect)
 
 

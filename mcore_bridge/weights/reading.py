@@ -15,6 +15,9 @@ from mcore_bridge.weights.disk import Array, array_of
 from mcore_bridge.weights.safetensors_file import SafetensorsFile
 from mcore_bridge.weights.staging import Slot, Staging
 
+_COMPARED = 4 << 20
+"""Bytes that are compared at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class SliceCopy:
@@ -27,6 +30,12 @@ class SliceCopy:
     def run(self) -> None:
         """Copy from memory."""
         self.target.copy_(self.source.to(self.crossing))
+
+    def is_in_place(self) -> bool:
+        """Whether the target holds the values of the source already."""
+        return all(
+            torch.equal(each.target, each.source.to(each.crossing).to(each.target)) for each in self.pieces(_COMPARED)
+        )
 
     def pieces(self, num_bytes: int) -> Iterator[SliceCopy]:
         """The same in parts of at most ``num_bytes`` (or one element), with dims in the order of the source."""

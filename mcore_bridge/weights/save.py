@@ -27,6 +27,7 @@ from mcore_bridge.weights.safetensors_file import SafetensorsWriter
 from mcore_bridge.weights.shards import MAX_SHARD_BYTES, Shard, deal_shards, require_positive
 from mcore_bridge.weights.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.swap import commit, require_files, target_of, updating_by_all
+from mcore_bridge.weights.ties import HEAD
 from mcore_bridge.weights.transport import Group
 
 if TYPE_CHECKING:
@@ -151,7 +152,8 @@ def _write_rest(
 
 def _config_of(specs: Manifest, provenance: Provenance) -> PretrainedConfig:
     """The HF config of what is written: its dtype, and with a head other than the LM's the class that has it."""
-    hf = config_in(provenance, max(specs, key=lambda spec: spec.num_bytes).dtype)
+    largest = max(specs, key=lambda spec: spec.num_bytes)
+    hf = config_in(provenance, largest.dtype, tied=all(spec.name != HEAD for spec in specs))
     score = next((spec for spec in specs if spec.name == "score.weight"), None)
     if score is not None:
         biased = any(spec.name == "score.bias" for spec in specs)

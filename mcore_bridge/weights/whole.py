@@ -18,6 +18,7 @@ from mcore_bridge.weights.dtypes import dtype_name, is_exact
 from mcore_bridge.weights.entries import Entry
 from mcore_bridge.weights.manifest import TensorSpec
 from mcore_bridge.weights.mapping import WeightMapping, unstacked
+from mcore_bridge.weights.ties import require_equal
 from mcore_bridge.weights.trace import Shape, Trace
 
 
@@ -132,6 +133,7 @@ def check_source(
             f"{source.folder} does not fit its config: {len(missing)} tensors missing {missing[:8]}, "
             f"{len(unexpected)} unexpected {unexpected[:8]}. Use the checkpoint of this config"
         )
+    require_equal(source, mapping)
     for name, spec in wanted.items():
         if name not in copies:
             _check(name, source[name], spec, dtype)

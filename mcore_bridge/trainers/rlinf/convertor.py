@@ -6,11 +6,14 @@ is never taken for the one that was asked for. Files are written one parameter a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mcore_bridge.architecture import read_hf
 from mcore_bridge.config.hf import find_folder
+from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.trainers.rlinf.conversion import Conversion, as_conversion, read_conversion
 from mcore_bridge.trainers.rlinf.folder import fingerprint, made_once
@@ -20,6 +23,7 @@ from mcore_bridge.trainers.rlinf.rank_file import NAME, RELEASE, write_rank_file
 from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.companions import copy_companions
 from mcore_bridge.weights.manifest import TensorSpec
+from mcore_bridge.weights.ties import opened
 from mcore_bridge.weights.torch_dist import TRACKER
 
 _OTHERS = ("*.json", "*.py", "*.md", "LICENSE")
@@ -45,7 +49,7 @@ def convert_hf_to_mg(hf_ckpt_path: str, ckpt_cfg: Mapping[str, Any]) -> None:
     folder = find_folder(conversion.load_path)
     with made_once(Path(conversion.save_path), fingerprint(folder, conversion)) as staging:
         if staging is not None:
-            _write(Checkpoint(folder), folder, conversion, staging)
+            _write(_opened(folder), folder, conversion, staging)
 
 
 def hf_to_middle_file(convert_config: Any) -> None:
@@ -61,10 +65,10 @@ def hf_to_middle_file(convert_config: Any) -> None:
     folder = find_folder(conversion.load_path)
     with made_once(Path(conversion.save_path), fingerprint(folder)) as staging:
         if staging is not None:
-            source = Checkpoint(folder)
+            source = _opened(folder)
             layout = FileLayout(folder, Conversion(load_path="", save_path="").dims, _specs_of(source))
             write_middle(layout, source, staging)
-            copy_companions(folder, staging, *_OTHERS)
+            _copy_rest(folder, layout, staging)
 
 
 def middle_file_to_mg(convert_config: Any) -> None:
@@ -92,7 +96,20 @@ def _write(source: Checkpoint | MiddleFiles, folder: Path, conversion: Conversio
         path.parent.mkdir(parents=True)
         write_rank_file(path, layout, file, source)
     (staging / TRACKER).write_text(RELEASE)
+    _copy_rest(folder, layout, staging)
+
+
+def _copy_rest(folder: Path, layout: FileLayout, staging: Path) -> None:
+    """What lies beside the weights. The config says of the head what was found: no later reader has it to compare."""
     copy_companions(folder, staging, *_OTHERS)
+    tied = bool(layout.provenance.hf.tie_word_embeddings)
+    if tied != bool(read_hf(folder).tie_word_embeddings):
+        config = staging / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "tie_word_embeddings": tied}, indent=2) + "\n")
+
+
+def _opened(folder: Path) -> Checkpoint:
+    return opened(folder, FileLayout(folder, ParallelDims(), {}).mapping)
 
 
 def _specs_of(source: Checkpoint | MiddleFiles) -> Mapping[str, TensorSpec]:

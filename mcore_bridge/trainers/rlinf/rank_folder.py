@@ -20,9 +20,12 @@ from mcore_bridge.weights.bound import axes_of_config
 from mcore_bridge.weights.entries import Entry, Held, Inventory, entries_of
 from mcore_bridge.weights.names import count_mtp_layers
 from mcore_bridge.weights.provenance import HF, provenance_of
+from mcore_bridge.weights.ties import are_equal
 from mcore_bridge.weights.torch_dist import latest_in
 from mcore_bridge.weights.torch_file import release
 from mcore_bridge.weights.whole import take_apart
+
+_HEAD = "output_layer.weight"
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,10 @@ def _entries(files: Sequence[RankFile], tensors: Sequence[Named], dims: Parallel
     if rows < vocab:
         raise CheckpointError(f"its files hold {rows} rows of a vocabulary of {vocab}")
     num_mtp_layers = count_mtp_layers(name for held in tensors for name in held)
-    mapping = provenance.mapping(tied=bool(provenance.hf.tie_word_embeddings), mtp=bool(num_mtp_layers))
+    tied = bool(provenance.hf.tie_word_embeddings)
+    if tied:
+        _require_tied(files, tensors, vocab)
+    mapping = provenance.mapping(tied=tied, mtp=bool(num_mtp_layers))
     config = to_transformer_config(hf, dims=dims, overrides={"mtp_num_layers": num_mtp_layers or None})
     inventories = [
         Inventory(
@@ -124,3 +130,20 @@ def _entries(files: Sequence[RankFile], tensors: Sequence[Named], dims: Parallel
     ]
     axes = axes_of_config(config, vocab=vocab, padded_vocab=rows)
     return entries_of(mapping, axes, config.num_layers, inventories)
+
+
+def _require_tied(files: Sequence[RankFile], tensors: Sequence[Named], vocab: int) -> None:
+    """Raise where an output layer is no embedding, though the HF config ties them: it would be left out."""
+    embeddings = {file.tp_rank: held[EMBEDDING] for file, held in zip(files, tensors, strict=True) if EMBEDDING in held}
+    for file, held in zip(files, tensors, strict=True):
+        if _HEAD not in held or file.tp_rank not in embeddings:
+            continue
+        pair = {EMBEDDING: embeddings[file.tp_rank], _HEAD: held[_HEAD]}
+        rows = max(0, vocab - file.tp_rank * len(held[_HEAD]))  # the rest is padding
+        if not are_equal({name: tensor[:rows] for name, tensor in pair.items()}, *pair):
+            raise CheckpointError(
+                f"{_HEAD} of {file.name} differs from the embedding, and the HF config says tie_word_embeddings=True: "
+                "set it to False there, as this model has a head of its own"
+            )
+        for tensor in pair.values():
+            release(tensor)
