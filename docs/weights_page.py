@@ -149,7 +149,7 @@ def _table(rules: Rules) -> Iterator[str]:
 def _cells(rule: Rule) -> str:
     notes = (
         *(("over etp",) if rule.axis == "etp" else ()),
-        *(("a further name, written and not read",) if rule.copy else ()),
+        *(("a further name, written, and compared when read",) if rule.copy else ()),
     )
     return f"`{rule.mcore}` | {_quoted(rule.hf)} | {', '.join((name_of(rule.layout), *notes))}"
 

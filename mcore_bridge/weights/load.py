@@ -98,7 +98,8 @@ def load_hf_weights(
             be read straight into place: of parameters on a GPU, or of another dtype.
 
     Raises:
-        CheckpointError: naming the tensors that are missing, unexpected, of another shape, or would lose bits.
+        CheckpointError: naming the tensors that are missing, unexpected, of another shape, or would lose bits; or that
+            differ from those that they repeat, as the head of a tied model may.
     """
     if isinstance(source, str | os.PathLike):
         source = Checkpoint(find_folder(source))

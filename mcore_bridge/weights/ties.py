@@ -71,7 +71,7 @@ def are_equal(source: Mapping[str, Tensor], one: str, other: str) -> bool:
     """Whether two tensors have the same shape and values, as ``torch.equal`` has it, whatever their dtypes.
 
     They are read in pieces, up to the first that differs. Of files, a process does so once. Equal tensors of 1 GB take
-    about half a second where the page cache has them.
+    about a second where the page cache has both.
     """
     if not isinstance(source, Checkpoint):
         return _compare(source, one, other)
