@@ -30,7 +30,8 @@ from mcore_bridge.trainers.rlinf.rank_folder import iter_mg_weights
 from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.load import load_hf_weights
 from mcore_bridge.weights.mapping import matches
-from mcore_bridge.weights.ties import are_equal, ties_any_head
+from mcore_bridge.weights.provenance import provenance_of
+from mcore_bridge.weights.ties import are_equal, renamed, ties_any_head
 from tests import fake_mesh, mtp_checkpoints, pool, zoo
 from tests.strategies import on_disk, random_state, save, tiny
 from tests.test_convert import quiet
@@ -143,6 +144,18 @@ def test_a_model_that_was_built_tied_takes_an_equal_head_and_refuses_another(kin
             assert all("set tie_word_embeddings=False" in each for each in refused)
         else:
             assert [each.ignored for each in said] == [(HEAD,) if kind == "equal" else ()] * 4, name
+
+
+@pytest.mark.skipif(ties_any_head(), reason="transformers 4 takes no head of a tied model")
+def test_a_head_alone_is_there_once_and_compared_with_nothing():
+    """A NaN in it equals nothing, itself included."""
+    state = files("alone")
+    state[HEAD][0, 0] = torch.nan
+    found = renamed(state, provenance_of(HF).mapping(tied=True))
+    assert HEAD not in found
+    assert len([*found]) == len(found) == len(state)
+    with fake_mesh.rank_of(ONE, 0, 1):
+        mb.build_model(HF, dims=ONE, dtype=torch.float32, device="cpu", load_weights=state)
 
 
 @pytest.mark.skipif(not ties_any_head(), reason="transformers 5 looks at the head")

@@ -144,7 +144,10 @@ def differing(mapping: WeightMapping, pairs: Sequence[tuple[str, str]]) -> Check
 
 
 def renamed(source: Mapping[str, Value], mapping: WeightMapping) -> Mapping[str, Value]:
-    """``source`` with the tied embedding under its own name, where it has it under that of the head alone."""
+    """``source`` with the tied embedding under its own name, where it has it under that of the head alone.
+
+    A ``Checkpoint`` is changed in place.
+    """
     for name, original in mapping.spare.items():
         if name not in source or original in source:
             continue
@@ -167,6 +170,8 @@ class _Renamed(Mapping[str, Value]):
         self._source, self._old, self._new = source, old, new
 
     def __getitem__(self, name: str) -> Value:
+        if name == self._old:
+            raise KeyError(name)
         return self._source[self._old if name == self._new else name]
 
     def __iter__(self) -> Iterator[str]:
