@@ -16,6 +16,8 @@ from tests.gpus import free_port
 
 SCRIPT = """
 import json, os, sys
+from datetime import timedelta
+import torch
 import torch.distributed as dist
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.errors import MeshError
@@ -34,8 +36,9 @@ found = {
     "untouched": not dist.is_initialized(),
     "device": refusal(lambda: dims.initialize(device="cuda")),
     "name": refusal(lambda: dims.initialize(device="tpu")),
+    "timeout": refusal(lambda: dims.initialize(device="cpu", timeout=30)),
 }
-dims.initialize(device="cpu")
+dims.initialize(device="cpu", timeout=timedelta(minutes=7))
 group = dist.group.WORLD
 dims.initialize()  # the same again: nothing happens
 from megatron.core import parallel_state as state
@@ -46,6 +49,10 @@ found |= {
     "rank": [dist.get_rank(), state.get_tensor_model_parallel_rank(), state.get_pipeline_model_parallel_rank()],
     "data": [state.get_data_parallel_world_size(), state.get_expert_data_parallel_world_size()],
     "vp": state.get_virtual_pipeline_model_parallel_world_size(),
+    "timeouts": [
+        each._get_backend(torch.device("cpu")).options._timeout / timedelta(minutes=1)
+        for each in (group, state.get_pipeline_model_parallel_group(), state.get_expert_model_parallel_group())
+    ],
 }
 print("FOUND", json.dumps(found), flush=True)
 dist.barrier()
@@ -79,6 +86,7 @@ def test_a_single_process_needs_no_environment() -> None:
     assert found["same"]
     assert "needs a GPU" in found["device"]
     assert "found 'tpu'" in found["name"]
+    assert found["timeout"].startswith("timeout must be a positive datetime.timedelta, found 30")
     assert (found["backend"], found["rank"], found["data"]) == ("gloo", [0, 0, 0], [1, 1])
     assert "already initialized with other sizes; its own, and those here: {'cp': (1, 2)}" in found["other"]
 
@@ -92,6 +100,7 @@ def test_two_processes_meet_as_torchrun_says() -> None:
     assert [f["rank"] for f in found] == [[0, 0, 0], [1, 0, 1]]
     assert [f["data"] for f in found] == [[1, 1], [1, 1]]
     assert [f["vp"] for f in found] == [3, 3]
+    assert [f["timeouts"] for f in found] == [[7.0] * 3] * 2
 
 
 GPU_SCRIPT = """

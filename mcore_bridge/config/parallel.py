@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from math import prod
 
 from mcore_bridge.config import processes
@@ -205,7 +206,7 @@ class ParallelDims:
         """
         return cls(**processes.read_sizes(), sp=sp, layout=layout)  # type: ignore[arg-type]  # by name
 
-    def initialize(self, *, device: str | None = None, seed: int = 1234) -> None:
+    def initialize(self, *, device: str | None = None, seed: int = 1234, timeout: timedelta | None = None) -> None:
         """Join torch.distributed and make megatron-core's groups, in its default order (tp-cp-ep-dp-pp).
 
         A process group that exists is kept; otherwise torchrun's environment says who we are, and without it this
@@ -214,11 +215,14 @@ class ParallelDims:
         Args:
             device: "cpu" (gloo, and ``enable_cpu()``), "cuda" (nccl, on the GPU of LOCAL_RANK); None: a GPU if any.
             seed: of megatron-core's random states on GPUs, where it cannot initialise weights without them.
+            timeout: how long a collective waits for a rank that does not come before it raises, in every group that is
+                made here; one that exists keeps its own. None is torch's and megatron-core's: 30 minutes, 10 for NCCL's
+                own group of all ranks.
 
         Raises:
             MeshError: the sizes do not fit the world, or ``parallel_state`` has others; before any group is made.
         """
-        processes.initialize(self, device=device, seed=seed)
+        processes.initialize(self, device=device, seed=seed, timeout=timeout)
 
 
 def _quotient(world_size: int, factors: Mapping[str, int]) -> int:

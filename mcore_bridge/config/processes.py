@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from mcore_bridge.errors import MeshError
@@ -68,11 +69,13 @@ def _levels() -> tuple[int, ...] | None:
     return tuple(map(len, levels)) if groups and is_own else None
 
 
-def initialize(dims: ParallelDims, *, device: str | None, seed: int) -> None:
+def initialize(dims: ParallelDims, *, device: str | None, seed: int, timeout: timedelta | None) -> None:
     """See ``ParallelDims.initialize``."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
+        raise MeshError(f"timeout must be a positive datetime.timedelta, found {timeout!r}: timedelta(minutes=5)")
     device = _choose(device)
     if parallel_state.model_parallel_is_initialized():
         _require_same(dims)
@@ -84,9 +87,9 @@ def initialize(dims: ParallelDims, *, device: str | None, seed: int) -> None:
 
         enable_cpu()
     if not dist.is_initialized():
-        _join(device)
+        _join(device, timeout)
     if not parallel_state.model_parallel_is_initialized():
-        _make_groups(dims, device=device, seed=seed)
+        _make_groups(dims, device=device, seed=seed, timeout=timeout)
 
 
 def _choose(device: str | None) -> str:
@@ -124,7 +127,7 @@ def _rank_and_world_size() -> tuple[int, int]:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def _join(device: str) -> None:
+def _join(device: str, timeout: timedelta | None) -> None:
     import torch
     import torch.distributed as dist
 
@@ -136,16 +139,17 @@ def _join(device: str) -> None:
         torch.cuda.set_device(local_rank)
     backend = "nccl" if device == "cuda" else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=timeout)
     else:  # a store of its own: no port is opened, so that many single processes can run side by side
         store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not re-exported by name
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def _make_groups(dims: ParallelDims, *, device: str, seed: int) -> None:
+def _make_groups(dims: ParallelDims, *, device: str, seed: int, timeout: timedelta | None) -> None:
     from megatron.core import parallel_state
 
-    parallel_state.initialize_model_parallel(**dims.to_group_sizes())
+    minutes = {} if timeout is None else {"distributed_timeout_minutes": timeout / timedelta(minutes=1)}
+    parallel_state.initialize_model_parallel(**dims.to_group_sizes(), **minutes)
     if device == "cuda":
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
