@@ -13,13 +13,14 @@ from mcore_bridge.factory.blueprint import Blueprint, draw
 from mcore_bridge.factory.settle import changes_of, settle
 from tests.strategies import tiny
 
-HF = tiny("llama")
+HF = tiny("qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=2)
 YARN = tiny("llama", rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8})
 CHANGES: dict[str, list[object]] = {
     "bf16": [True, False],
     "hidden_dropout": [0.0, 0.25],
     "kv_channels": [8, 12],
     "layernorm_epsilon": [1e-5, 1e-3],
+    "num_layers": [2, 4],
     "moe_enable_routing_replay": [True],
     "recompute_granularity": [None, "selective"],
     "rotary_base": [10_000, 500],
@@ -92,7 +93,7 @@ def test_an_attribute_of_a_trainer_stays() -> None:
         (HF, "hf_vocab_size", 7, "must be a TransformerConfig field"),
         (HF, "transformer_layer_spec", object(), "build_model decides it"),
         (HF, "vocab_size", 8, "vocab_size must be"),
-        (HF, "num_attention_heads", 7, "tp=2 must divide num_attention_heads=7"),
+        (HF, "ffn_hidden_size", 81, "tp=2 must divide ffn_hidden_size=81"),
         (YARN, "apply_rope_fusion", True, "apply_rope_fusion must be False"),
         (tiny("llama", hidden_act="gelu"), "bias_activation_fusion", True, "bias_activation_fusion must be False"),
     ],

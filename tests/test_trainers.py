@@ -365,7 +365,7 @@ def provider_of(name: str, tmp_path: Path) -> tuple[Any, Any]:
 
 OTHERWISE = {  # of what RLinf builds for every model, what these are not
     "gpt_oss": ["activation_func", "glu_linear_offset", "softmax_type='vanilla'", "window_size=None"],
-    "olmo3": ["qk_layernorm=False", "window_attn_skip_freq=None, where it is (1, 0, 1, 0)"],
+    "olmo3": ["qk_layernorm=False", "window_attn_skip_freq=None, where it is [1, 0, 1, 0]"],
     "qwen3_next": ["linear_attention_freq=None", "layernorm_zero_centered_gamma=False", "moe_shared_expert_gate"],
 }
 

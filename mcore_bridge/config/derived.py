@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch.nn.functional as F  # noqa: N812  (the name by which all of PyTorch knows it)
 
-from mcore_bridge.config.fields import Derive, Hf, Mcore, count
+from mcore_bridge.config.fields import Derive, Hf, Mcore, count, per_layer
 from mcore_bridge.config.rope import head_dim
 from mcore_bridge.errors import ConfigError
 
@@ -162,18 +162,15 @@ def _windows(hf: Hf) -> dict[str, object]:
 
 
 def _windows_back(mcore: Mcore) -> dict[str, object]:
-    window = _hf_window(mcore["window_size"])
     slides = layers_but_full(mcore, "window_attn_skip_freq", unset=1)
+    window = _hf_window(mcore["window_size"]) if any(slides) else None
     kinds = ["sliding_attention" if window and slide else "full_attention" for slide in slides]
     return {"sliding_window": window, "layer_types": kinds}
 
 
 def layers_but_full(mcore: Mcore, freq: str, *, unset: int) -> list[int]:
     """1 for each layer whose attention is not full, by a field of mcore: a list of these, or n if each n-th is full."""
-    num_layers, found = count(mcore, "num_layers"), mcore[freq]
-    if isinstance(found, int):
-        return [int(layer % found != 0) for layer in range(1, num_layers + 1)]
-    return found[:num_layers] if isinstance(found, list) else [unset] * num_layers
+    return per_layer(mcore, freq, unset=bool(unset), each=lambda layer, n: (layer + 1) % n != 0)
 
 
 def _windows_switched(hf: Hf) -> dict[str, object]:

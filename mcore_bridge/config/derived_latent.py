@@ -29,12 +29,17 @@ def _heads_back(mcore: Mcore) -> dict[str, object]:
     if groups != heads:
         raise ConfigError(f"num_query_groups must be the {heads} of num_attention_heads, found {groups!r}.")
     sizes = {name: mcore[mcore_name] for name, mcore_name in _SIZES.items()}
-    return {**sizes, "num_key_value_heads": heads, "q_lora_rank": mcore["q_lora_rank"]}
+    dims = count(mcore, "qk_head_dim") + count(mcore, "qk_pos_emb_head_dim")
+    return {**sizes, "num_key_value_heads": heads, "qk_head_dim": dims, "q_lora_rank": mcore["q_lora_rank"]}
 
 
 def _rotated(hf: Hf) -> dict[str, object]:
     _require(hf, "head_dim", count(hf, "qk_rope_head_dim"))
     return {}
+
+
+def _rotated_back(mcore: Mcore) -> dict[str, object]:
+    return {"head_dim": mcore["qk_pos_emb_head_dim"]}
 
 
 def _require(hf: Hf, name: str, value: int) -> None:
@@ -47,4 +52,4 @@ def _require(hf: Hf, name: str, value: int) -> None:
 
 _REFUSED = ("`num_key_value_heads` but `num_attention_heads`: every head has a key of its own",)
 HEADS = Derive((*_SIZES, "q_lora_rank", "num_key_value_heads", "qk_head_dim"), _heads, _heads_back, _REFUSED)
-HEAD_DIM = Derive(("head_dim",), _rotated, lambda mcore: {})
+HEAD_DIM = Derive(("head_dim",), _rotated, _rotated_back)

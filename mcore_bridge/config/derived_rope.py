@@ -1,6 +1,6 @@
 """Entries of config tables about positions: which rope a family computes, and which of its layers have none."""
 
-from mcore_bridge.config.fields import Derive, Hf, Mcore, count
+from mcore_bridge.config.fields import Derive, Hf, Mcore, count, per_layer
 from mcore_bridge.config.rope import Rope, rope_from
 from mcore_bridge.config.spelling import MULTIMODAL, ORIGINAL_LENGTH, ROPE_TYPES, spelled
 from mcore_bridge.errors import ConfigError
@@ -55,9 +55,12 @@ def _no_rope(hf: Hf) -> dict[str, object]:
 
 
 def _no_rope_back(mcore: Mcore) -> dict[str, object]:
-    skipped, num_layers = mcore["no_rope_freq"], mcore["num_layers"]
-    assert isinstance(num_layers, int)
-    return {"no_rope_layers": [1 - layer for layer in skipped] if isinstance(skipped, list) else [1] * num_layers}
+    return {"no_rope_layers": [1 - layer for layer in layers_without_rope(mcore)]}
+
+
+def layers_without_rope(mcore: Mcore) -> list[int]:
+    """1 for each layer that is not rotated, by ``no_rope_freq``: a list of these, or n if each n-th is not."""
+    return per_layer(mcore, "no_rope_freq", unset=False, each=lambda layer, n: (layer + 1) % n == 0)
 
 
 def _rotary_dim(hf: Hf) -> dict[str, object]:

@@ -178,6 +178,22 @@ def count(hf: Hf, name: str) -> int:
     return value
 
 
+def per_layer(mcore: Mcore, name: str, *, unset: bool, each: Callable[[int, int], bool]) -> list[int]:
+    """1 or 0 for each layer, by a field of mcore that is a list of these, a number or None.
+
+    Args:
+        unset: what None says of every layer.
+        each: what a number says of a layer, by the layer's own number (from 0) and this one.
+    """
+    num_layers, found = count(mcore, "num_layers"), mcore[name]
+    if found is None:
+        return [int(unset)] * num_layers
+    if isinstance(found, list | tuple):
+        return [int(bool(layer)) for layer in found[:num_layers]]
+    number = count(mcore, name)
+    return [int(each(layer, number)) for layer in range(num_layers)]
+
+
 def require_total(table: tuple[Field, ...], hf: Hf) -> None:
     """Raises ``ConfigError`` unless each key of ``hf`` is claimed, and each claim is made once."""
     claims = Counter(name for field in table for name in field.names)

@@ -83,6 +83,14 @@ def find_folder(source: str | os.PathLike[str]) -> Path:
     )
 
 
+def with_fields(hf: "PretrainedConfig", fields: Mapping[str, object]) -> "PretrainedConfig":
+    """A copy of ``hf`` with these fields."""
+    hf = copy.deepcopy(hf)
+    for name, value in fields.items():
+        setattr(hf, name, value)
+    return hf
+
+
 def _read_json(path: Path) -> dict[str, object]:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))

@@ -1,6 +1,18 @@
 """Tables of routed and shared experts: how many, in which layers, and how the router scores and selects."""
 
-from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mcore, Preset, Require, count
+from mcore_bridge.config.fields import (
+    Const,
+    Derive,
+    Field,
+    Hf,
+    Ignore,
+    Map,
+    Mcore,
+    Preset,
+    Require,
+    count,
+    per_layer,
+)
 from mcore_bridge.errors import ConfigError
 
 
@@ -19,12 +31,7 @@ def _sparse_step_back(mcore: Mcore) -> dict[str, object]:
 
 def layers_of(mcore: Mcore) -> list[int]:
     """Which layers have experts, 1 for each that has, whatever the spelling of ``moe_layer_freq``."""
-    frequency, num_layers = mcore["moe_layer_freq"], mcore["num_layers"]
-    assert isinstance(num_layers, int)
-    if isinstance(frequency, int):
-        return [int(layer % frequency == 0) for layer in range(num_layers)]
-    assert isinstance(frequency, list)
-    return frequency[:num_layers]
+    return per_layer(mcore, "moe_layer_freq", unset=True, each=lambda layer, n: layer % n == 0)
 
 
 def _dense_first(hf: Hf) -> dict[str, object]:

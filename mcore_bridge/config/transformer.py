@@ -57,7 +57,7 @@ def to_transformer_config(
         MeshError: ``dims`` do not divide this model.
     """
     dims = dims or ParallelDims()
-    settings = _settings(hf, table, dims=dims, overrides=overrides)
+    settings = settings_of(hf, table, dims=dims, overrides=overrides)
     latent = _is_latent(settings)
     names = config_fields(latent=latent)
     settings |= {**_dtype_fields(dtype), **_only(overrides or {}, names)}
@@ -84,7 +84,7 @@ def to_gpt_arguments(
     Raises:
         ConfigError: as for ``to_transformer_config``.
     """
-    settings = _settings(hf, table, dims=dims or ParallelDims(), overrides=overrides)
+    settings = settings_of(hf, table, dims=dims or ParallelDims(), overrides=overrides)
     return _only(settings, gpt_argument_names())
 
 
@@ -99,7 +99,7 @@ def to_hf_config(
     return to_hf(table, ChainMap(dict(gpt_arguments), dict(vars(config))))
 
 
-def _settings(
+def settings_of(
     hf: "PretrainedConfig", table: tuple[Field, ...], *, dims: ParallelDims, overrides: Mapping[str, object] | None
 ) -> dict[str, object]:
     """All that table, mesh and overrides decide, by mcore name."""
@@ -114,7 +114,9 @@ def _settings(
     settings |= overrides
     if _is_latent(settings) != latent:
         raise ConfigError(f"multi_latent_attention must be {latent}, as in the HF model. Remove the override.")
-    if settings.get("kv_channels", 1) is None:  # what mcore makes of None, so that the rope agrees
+    if settings.get("num_query_groups", 1) is None:  # what mcore makes of None
+        settings["num_query_groups"] = settings["num_attention_heads"]
+    if settings.get("kv_channels", 1) is None:  # the same, so that the rope agrees
         hidden_size, heads = count(settings, "hidden_size"), count(settings, "num_attention_heads")
         overrides["kv_channels"] = settings["kv_channels"] = hidden_size // heads
     if isinstance(rope := settings.get("hf_rope"), Rope):

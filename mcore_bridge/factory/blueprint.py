@@ -15,6 +15,7 @@ import torch
 
 from mcore_bridge.architecture import Architecture, architecture_of
 from mcore_bridge.config import transformer
+from mcore_bridge.config.effective import effective
 from mcore_bridge.config.parallel import ParallelDims, Stage
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory import specs
@@ -35,9 +36,11 @@ Overrides = Mapping[str, object]
 class Blueprint:
     """What ``build_model`` builds from; ``dims`` have an explicit layout where "balanced" was asked for.
 
-    ``drawn`` is what stood on the config when it was drawn, and ``overrides`` are what was asked for.
+    ``drawn`` is what stood on the config when it was drawn, ``overrides`` are what was asked for, and ``origin`` is the
+    HF config without them: a copy of the caller's.
     """
 
+    origin: PretrainedConfig
     provenance: Provenance
     architecture: Architecture
     dims: ParallelDims
@@ -56,7 +59,7 @@ class Blueprint:
 
     @property
     def hf(self) -> PretrainedConfig:
-        """The HF config, a copy of the caller's."""
+        """The HF config, with what overrides have changed in it."""
         return self.provenance.hf
 
     def vp_stage(self, stage: Stage) -> int | None:
@@ -98,13 +101,17 @@ def draw(
 ) -> Blueprint:
     """Decide and check everything about a model. Arguments and errors are those of ``build_model``."""
     check_head(head)
+    _require_types(dims, overrides)
     provenance = provenance_of(hf, head=head)
-    hf = provenance.hf
-    architecture = architecture_of(hf)
+    origin = provenance.hf
+    architecture = architecture_of(origin)
     if architecture.megatron_core is not None:
         architecture.megatron_core.require(architecture.model_type)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = specs.choose_backend(backend, device=device)
+    found = effective(origin, architecture.fields, tp=dims.tp, overrides=overrides or {})
+    provenance = provenance.with_overridden(found.fields)
+    hf = provenance.hf
     num_mtp_layers = (overrides or {}).get("mtp_num_layers") or 0
     assert isinstance(num_mtp_layers, int)
     if num_mtp_layers and head != "lm":
@@ -113,13 +120,14 @@ def draw(
         )
     _check_mtp(provenance, num_mtp_layers)
     dims = resolve_layout(dims, hf, dtype=dtype, head=head, num_mtp_layers=num_mtp_layers)
-    chosen_fields = {**specs.kernels_of(chosen), **_interleaved(dims, overrides)}
+    chosen_fields = {**specs.kernels_of(chosen), **_interleaved(dims, found.free)}
     table = architecture.fields
     config = transformer.to_transformer_config(hf, table, dims=dims, dtype=dtype, overrides=chosen_fields)
     gpt_arguments = transformer.to_gpt_arguments(hf, table, dims=dims, overrides=chosen_fields)
     if head != "lm":
         gpt_arguments["share_embeddings_and_output_weights"] = False
     return Blueprint(
+        origin=origin,
         provenance=provenance,
         architecture=architecture,
         dims=dims,
@@ -131,6 +139,17 @@ def draw(
         overrides=dict(overrides or {}),
         drawn=dict(vars(config)),
     )
+
+
+def _require_types(dims: object, overrides: object) -> None:
+    """Before anything is read off arguments of another type."""
+    if not isinstance(dims, ParallelDims):
+        raise ConfigError(f"dims must be a ParallelDims, found {dims!r}: write dims=ParallelDims(tp=2, ...)")
+    if not isinstance(overrides, Mapping | None) or any(not isinstance(name, str) for name in overrides or ()):
+        raise ConfigError(
+            "overrides must be a mapping of names to values, such as {'attention_dropout': 0.1}, found "
+            f"{overrides!r}: write it so"
+        )
 
 
 def _check_mtp(provenance: Provenance, wanted: int) -> None:
@@ -167,7 +186,7 @@ def to_transformer_config(
         hf: a folder, the name of a repository in the local hub cache, or a config.
         dims: the mesh; None is a single rank.
         dtype: of the parameters: float32, bfloat16 or float16.
-        overrides: any ``TransformerConfig`` field or ``GPTModel`` argument, applied last.
+        overrides: any ``TransformerConfig`` field or ``GPTModel`` argument, as for ``build_model``.
 
     Raises:
         ConfigError: the config or an override cannot be expressed exactly.

@@ -61,7 +61,8 @@ def build_model(
         device: of the parameters; "meta" gives a model without storage. None is this process's CUDA device, else CPU.
         backend: "te" (TransformerEngine), "torch" (runs anywhere), or "auto": "te" where it is installed, on CUDA.
         head: "lm", "value" (one fp32 number per token) or "classification" (``hf.num_labels`` fp32 numbers).
-        overrides: any ``TransformerConfig`` field or ``GPTModel`` argument, applied last.
+        overrides: any ``TransformerConfig`` field or ``GPTModel`` argument, applied last. Those that the HF config
+            decides change it as well, in what a save writes too; where HF has no way to say one, it raises.
         load_weights: True loads from the folder ``hf``; a folder, mapping or iterable of pairs loads from there; False
             leaves megatron-core's initial values, drawn from ``seed``.
         freeze: ``fnmatch`` patterns of canonical parameter names, such as "embedding.*".

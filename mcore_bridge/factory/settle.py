@@ -44,7 +44,7 @@ def settle(
     if not changes and (dims, dtype, head) == (blueprint.dims, blueprint.dtype, known.head):
         return blueprint
     settled = draw(
-        known.folder or known.hf,
+        known.folder or blueprint.origin,
         dims=dims,
         dtype=dtype,
         device=blueprint.device,

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.factory.blueprint import Blueprint, draw
 from mcore_bridge.factory.build import build
-from mcore_bridge.factory.settle import settle
 from mcore_bridge.trainers.chunks import ddp_config_of, freeze_routers, require_value_head, wrap
 from mcore_bridge.trainers.loading import load_folder
-from mcore_bridge.trainers.settings import require_same_model, split, with_mtp_layers
+from mcore_bridge.trainers.settings import require_same_model, settle_same, split, with_mtp_layers
 from mcore_bridge.weights.bound import chunks_of
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.save import save_hf_checkpoint
@@ -121,7 +120,7 @@ class Bridge:
         halves = {"fp16": fp16, "bf16": bf16}
         vars(self.config).update({name: value for name, value in halves.items() if value is not None})
         head = "value" if make_value_model in post_model_creation_callbacks else "lm"
-        self._blueprint = require_same_model(settle(self._blueprint, head=head))
+        self._blueprint = settle_same(self._blueprint, head=head)
         chunks = build(self._blueprint, None)
         for chunk in chunks:
             for callback in post_model_creation_callbacks:
@@ -180,7 +179,8 @@ class Bridge:
         asked = with_mtp_layers(self.extra_args, self.hf_config)
         for_routers = {_REPLAY: asked.pop(_REPLAY)} if _REPLAY in asked and _routers_read_replay() else {}
         dims, overrides = split({**schedule, "overlap_p2p_comm": mesh.vp > 1, **asked}, mesh)
-        drawn = require_same_model(draw(self.hf_config, dims=dims, dtype=self.dtype, overrides=overrides))
+        overrides = require_same_model(self.hf_config, overrides, dtype=self.dtype)
+        drawn = draw(self.hf_config, dims=dims, dtype=self.dtype, overrides=overrides)
         vars(drawn.config).update(for_routers)
         return drawn
 

@@ -21,9 +21,9 @@ from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import Blueprint
 from mcore_bridge.factory.build import build
-from mcore_bridge.factory.settle import changes_of, settle
+from mcore_bridge.factory.settle import changes_of
 from mcore_bridge.trainers.chunks import ddp_config_of, require_value_head, wrap
-from mcore_bridge.trainers.settings import require_same_model, split, with_mtp_layers
+from mcore_bridge.trainers.settings import settle_same, split, with_mtp_layers
 from mcore_bridge.weights.load import Source
 
 if TYPE_CHECKING:
@@ -95,8 +95,7 @@ class Provider(TransformerConfig):
         dtype = overrides.pop("params_dtype", None)
         assert dtype is None or isinstance(dtype, torch.dtype)
         head = "value" if any(isinstance(hook, ValueHead) for hook in self._hooks) else None
-        settled = settle(self._blueprint, dims=dims, dtype=dtype, head=head, overrides=overrides)
-        self._blueprint = require_same_model(settled)
+        self._blueprint = settle_same(self._blueprint, dims=dims, dtype=dtype, head=head, overrides=overrides)
 
     def provide_distributed_model(
         self,

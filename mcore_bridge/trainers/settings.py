@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mcore_bridge.architecture import architecture_of
+from mcore_bridge.config.effective import OF_SOME, same
 from mcore_bridge.config.fields import Preset
 from mcore_bridge.config.moe import MTP_ON_REQUEST, layers_of
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import Blueprint, draw
+from mcore_bridge.factory.settle import changes_of, settle
+from mcore_bridge.weights.provenance import HF
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -19,14 +22,6 @@ INITIAL = frozenset({"init_method_std"})
 """What the HF config says of values that are drawn, and a trainer may draw otherwise."""
 DROPOUT = frozenset({"attention_dropout", "hidden_dropout"})
 """What is dropped while a model trains: the trainer's, whatever it was trained with before."""
-OF_SOME = frozenset(
-    (
-        *("activation_func_clamp_value", "glu_linear_offset", "softmax_scale", "softmax_type", "no_rope_freq"),
-        *("attention_output_gate", "experimental_attention_variant", "apply_residual_connection_post_layernorm"),
-        *("moe_layer_freq", "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor"),
-    )
-)
-"""What the HF config of some families says; with the others it is megatron-core's default that computes the same."""
 
 
 def split(settings: Mapping[str, object], dims: ParallelDims) -> tuple[ParallelDims, dict[str, object]]:
@@ -75,43 +70,50 @@ def decided(hf: PretrainedConfig) -> frozenset[str]:
     return names - {"qk_layernorm"} if "kv_lora_rank" in names else names  # latents have norms, whatever this says
 
 
-def require_same_model(asked: Blueprint) -> Blueprint:
-    """``asked``, as long as no override makes another model of it than its HF config says.
+def require_same_model(hf: HF, overrides: Mapping[str, object], **build: Any) -> dict[str, object]:
+    """``overrides``, as long as none makes another model of an HF config than it says.
+
+    Args:
+        hf: the config, or its folder.
+        build: dtype, device, backend and head, as for ``draw``.
 
     Raises:
         ConfigError: naming all that do.
     """
-    known = asked.provenance
-    meant = draw(
-        known.folder or known.hf,
-        dims=ParallelDims(),
-        dtype=asked.dtype,
-        device=asked.device,
-        backend=asked.backend,
-        head=known.head,
-    )
-    names = (decided(asked.hf) | OF_SOME) & asked.overrides.keys() - DROPOUT - _unread(asked)
-    found = {name: (_value(asked, name), _value(meant, name)) for name in sorted(names)}
-    wrong = [f"{name}={is_now!r}, where it is {was!r}" for name, (is_now, was) in found.items() if is_now != was]
+    meant = draw(hf, dims=ParallelDims(), **build)
+    held = {**vars(meant.config), **meant.gpt_arguments}
+    asked = {**held, **overrides}
+    for name in ("kv_channels", "num_query_groups"):
+        if asked[name] is None:  # which megatron-core fills in
+            asked[name] = held[name]
+    names = (decided(meant.hf) | OF_SOME) & overrides.keys() - DROPOUT - _unread(asked)
+    wrong = [
+        f"{name}={asked[name]!r}, where it is {held[name]!r}" for name in sorted(names) if not same(name, asked, held)
+    ]
     if wrong:
         raise ConfigError(
             f"these settings make another model than the HF config says: {'; '.join(wrong)}. Set them so or leave them "
             "out, or change the HF config, which engines and checkpoints go by as well"
         )
-    return asked
+    latent = {"qk_layernorm": held["qk_layernorm"]} if meant.config.multi_latent_attention else {}
+    return {name: latent.get(name, value) for name, value in overrides.items()}
 
 
-def _value(blueprint: Blueprint, name: str) -> object:
-    if name == "moe_layer_freq" and blueprint.config.num_moe_experts:
-        return layers_of(vars(blueprint.config))
-    value = blueprint.gpt_arguments.get(name, getattr(blueprint.config, name, None))
-    return tuple(value) if isinstance(value, list) else value  # files of settings have no tuples
+def settle_same(blueprint: Blueprint, *, overrides: Mapping[str, object] | None = None, **changed: Any) -> Blueprint:
+    """``settle``, as long as no change makes another model. Arguments are the same, errors also those of above."""
+    dtype, head = (changed.get(name) for name in ("dtype", "head"))
+    own = {"dtype": dtype or blueprint.dtype, "head": head or blueprint.provenance.head}
+    placed = {"device": blueprint.device, "backend": blueprint.backend}
+    changes = changes_of(blueprint) if overrides is None else overrides
+    hf = blueprint.provenance.folder or blueprint.origin
+    checked = require_same_model(hf, {**blueprint.overrides, **changes}, **own, **placed)
+    return settle(blueprint, overrides={name: checked[name] for name in changes}, **changed)
 
 
-def _unread(asked: Blueprint) -> set[str]:
+def _unread(asked: Mapping[str, object]) -> set[str]:
     """What makes no other model: padding; a head of its own; the size of dense MLPs where all layers have experts."""
-    has_dense = not asked.config.num_moe_experts or not all(layers_of(vars(asked.config)))
-    is_tied = asked.gpt_arguments["share_embeddings_and_output_weights"]
+    has_dense = not asked["num_moe_experts"] or not all(layers_of(asked))
+    is_tied = asked["share_embeddings_and_output_weights"]
     found = {"vocab_size": True, "share_embeddings_and_output_weights": not is_tied, "ffn_hidden_size": not has_dense}
     return {name for name, is_unread in found.items() if is_unread}
 

@@ -109,12 +109,14 @@ def chunks_of(models: Models) -> tuple[GPTModel, ...]:
 def noted(models: Models, hf: HF | None = None, head: str = "lm") -> Provenance:
     """Where models come from: as ``hf`` and ``head`` say, or as ``build_model`` noted on them.
 
+    What ``build_model`` overrode holds in either case.
+
     Raises:
         MappingError: when neither is there.
     """
-    if hf is not None:
-        return provenance_of(hf, head=head)
     found: Provenance | None = getattr(chunks_of(models)[0], "bridge", None)
+    if hf is not None:
+        return provenance_of(hf, head=head).with_overridden(found.overridden if found is not None else {})
     if found is None:
         raise MappingError("these models were not made by build_model: pass hf= with their HF config or folder")
     return found

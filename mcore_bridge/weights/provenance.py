@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Union
 
 from mcore_bridge.architecture import architecture_of, read_hf
-from mcore_bridge.config.hf import find_folder
+from mcore_bridge.config.hf import find_folder, with_fields
 from mcore_bridge.weights.checkpoint import names_in
 from mcore_bridge.weights.layout import REPLICATED, VOCAB
 from mcore_bridge.weights.mapping import Rules, WeightMapping, fused, pattern_of, table
@@ -34,7 +34,8 @@ SCORE_HEAD = table(("output_layer.weight", "score.weight",   REPLICATED),
 class Provenance:
     """A model's HF config, the rules and ignored HF names of its architecture, its head, the folder it came from.
 
-    ``dialect`` is that of the folder, or of the architecture where there is none.
+    ``dialect`` is that of the folder, or of the architecture where there is none. ``overridden`` are the fields of
+    ``hf`` that overrides have changed, and that a config which takes its place has to have too.
     """
 
     hf: PretrainedConfig
@@ -43,6 +44,14 @@ class Provenance:
     head: str = "lm"
     folder: str | None = None
     dialect: Dialect = "split"
+    overridden: Mapping[str, object] = field(default_factory=dict)
+
+    def with_overridden(self, fields: Mapping[str, object]) -> Provenance:
+        """The same with these fields in the HF config, and the rules that follow from it."""
+        if not fields:
+            return self
+        hf = with_fields(self.hf, fields)
+        return replace(self, hf=hf, rules=architecture_of(hf).rules(hf), overridden=fields)
 
     def mapping(self, *, tied: bool, mtp: bool = False, dialect: Dialect | None = None) -> WeightMapping:
         """All rules, head included.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.architecture import read_hf
+from mcore_bridge.config.hf import with_fields
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.bound import Models, noted
 from mcore_bridge.weights.checkpoint import HEADS, weight_files, write_index
@@ -59,7 +60,8 @@ def save_hf_checkpoint(
         dtype: cast tensors to this; by default each is written in its own.
         dialect: of the experts, as for ``iter_hf_weights``.
         keep: whether a config and a tokenizer that are in ``folder`` stay, as those that a trainer has changed. Of such
-            a config, the dtype becomes that of the weights, and with a head other than the LM's the class that has it.
+            a config, the dtype becomes that of the weights, and with a head other than the LM's the class that has it;
+            what ``overrides=`` of ``build_model`` have changed is changed in it too.
         max_shard_bytes: size of a file at most, unless one tensor is larger.
         slot_bytes: what is written at once. Tensors on a GPU cross host memory of some twelve times that.
 
@@ -146,7 +148,7 @@ def _write_rest(
     names = os.listdir(kept) if kept is not None and kept.is_dir() else []
     copy_companions(provenance.folder, staging, kept=names)
     if kept is not None and "config.json" in names:
-        provenance = dataclasses.replace(provenance, hf=read_hf(kept))
+        provenance = dataclasses.replace(provenance, hf=with_fields(read_hf(kept), provenance.overridden))
     _config_of(specs, provenance).save_pretrained(staging)
 
 
