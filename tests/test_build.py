@@ -224,6 +224,13 @@ def test_an_unknown_head_backend_or_mesh_is_refused_before_anything_is_built(fol
         on_one_rank(refused, str(folder), {"overrides": again})
     with pytest.raises(MeshError, match=r"those of dims: {'tp': \(1, 2\)}"):
         on_one_rank(refused, str(folder), {"dims": ParallelDims(tp=2)})
+    with pytest.raises(ConfigError, match=r"freeze must be a list of patterns, found '\*norm\*': write freeze=\['"):
+        on_one_rank(refused, str(folder), {"freeze": "*norm*"})
+    for wrong in ([("num_layers", 2)], "num_layers", {2: "num_layers"}):
+        with pytest.raises(ConfigError, match="overrides must be a mapping of names to values"):
+            to_transformer_config(folder, overrides=wrong)
+    with pytest.raises(ConfigError, match=r"dims must be a ParallelDims, found \{'tp': 2\}: write dims=ParallelDims"):
+        to_transformer_config(folder, dims={"tp": 2})
     overrides = {"overlap_p2p_comm": False}
     with pytest.raises(MeshError, match="overlap_p2p_comm"):
         to_transformer_config(folder, dims=ParallelDims(pp=2, vp=2), overrides=overrides)

@@ -334,6 +334,16 @@ def test_plan_of_a_folder_with_only_a_config(llama_70b: Path, tmp_path: Path) ->
     assert sum(cell.startswith("layer ") for cell in cells) == 80
 
 
+def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:
+    tiny.config("llama").save_pretrained(tmp_path)
+    for picture, why in ((tmp_path, "Is a directory"), (tmp_path / "none" / "plan.svg", "No such file or directory")):
+        result = run("plan", tmp_path, "--picture", picture)
+        assert result.exit_code == 1
+        assert f"--picture must be a file that can be written, found {picture}: {why}" in " ".join(
+            result.output.split()
+        )
+
+
 @pytest.mark.parametrize(
     "dims", [ParallelDims(), ParallelDims(tp=2, pp=2, vp=2), ParallelDims(tp=4, pp=3, layout="balanced")]
 )

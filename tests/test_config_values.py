@@ -24,12 +24,30 @@ from tests.families import FAMILIES, Json, family, read, table_of
         ({"mlp_bias": True, "attention_bias": False}, "mlp_bias=True must come with attention_bias=True"),
         ({"num_key_value_heads": 4}, "must be a multiple of num_key_value_heads=4"),
         ({"vocab_size": -3}, "vocab_size must be a positive whole number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number, .*layernorm_epsilon is, found nan"),
+        ({"rope_theta": float("inf")}, "must have a number as 'rope_theta', found inf"),
     ],
 )
 def test_what_mcore_cannot_express_is_refused_with_the_reason(change: Json, message: str, tmp_path: Path) -> None:
     hf = read({**family("llama"), **change}, tmp_path)
     with pytest.raises(ConfigError, match=message):
         to_transformer_config(hf, table_of(hf))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("attention_dropout", "x", "a finite number"),
+        ("initializer_range", True, "a finite number"),
+        ("intermediate_size", 72.5, "a whole number"),
+        ("tie_word_embeddings", "no", "true or false"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(name: str, value: object, expected: str) -> None:
+    """By us, since transformers 4 takes any value."""
+    hf = CONFIG_MAPPING["llama"]()
+    with pytest.raises(ConfigError, match=f"{name} must be {expected}, as megatron-core's .* is, found {value!r}"):
+        to_mcore(table_of(hf), {**hf.to_dict(), name: value})
 
 
 def test_layer_types_that_do_not_fit_are_refused() -> None:

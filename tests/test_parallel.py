@@ -61,6 +61,12 @@ def test_levels_of_context_parallelism_come_as_a_trainer_has_them() -> None:
         ({"pp": 2, "layout": "balanced", EMBEDDING: True}, r"layout says where every layer goes"),
         ({"pp": 2, "vp": 2, "layout": "Et|tL"}, r"'Et\|tL' has 2 stages, expected pp \* vp = 2 \* 2 = 4"),
         ({"pp": 2, "layout": "Ex|tL"}, r"not one that megatron-core reads: Invalid layer character: x"),
+        (
+            {"pp": 2, "layout": "Et*9999999999|L"},
+            r"at most 100000 layers and stages, found 10000000002: correct a number",
+        ),
+        ({"pp": 2, "layout": "E(t*9999|)*9999L"}, r"at most 100000 layers and stages, found 99990002"),
+        ({"pp": 2, "layout": f"Et*{'9' * 9999}|L"}, r"not one that megatron-core reads: Exceeds the limit"),
         ({"pp": 2, "layout": "|EtL"}, r"exactly one 'E', at the very start"),
         ({"pp": 2, "layout": "Et|Et"}, r"exactly one 'E', at the very start"),
         ({"pp": 2, "layout": "EtL|"}, r"exactly one 'L', at the very end"),

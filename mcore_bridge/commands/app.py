@@ -204,7 +204,7 @@ def plan_command(
     The numbers are those of the GPTModel that megatron-core builds of each kind of layer, on the meta device.
     """
     with _refusals(debug), uncollected(), _uncompiled():
-        from mcore_bridge.commands.picture import draw_svg
+        from mcore_bridge.commands.picture import write_svg
         from mcore_bridge.commands.plan import plan, render
         from mcore_bridge.weights.target import engine_ranks
 
@@ -215,7 +215,7 @@ def plan_command(
         engine = engine_ranks(tp=sizes[0], pp=sizes[1], ep=sizes[2]) if asked else ()
         Console(highlight=False).print(render(found, engine, bandwidth=bandwidth))
         if picture is not None:
-            picture.write_text(draw_svg(found), encoding="utf-8")
+            write_svg(found, picture)
 
 
 @app.command("convert")

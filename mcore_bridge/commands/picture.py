@@ -6,10 +6,12 @@ import colorsys
 import math
 from collections.abc import Iterator
 from html import escape
+from pathlib import Path
 
 from mcore_bridge.commands import text
 from mcore_bridge.commands.fake import Cell, Chunk, MeshPlan
 from mcore_bridge.commands.plan import title
+from mcore_bridge.errors import CheckpointError
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84, 130, 72, 56  # margins
 _WIDTH = 960  # of the widest row
@@ -17,6 +19,21 @@ _ROW, _GAP = 26, 8  # height of a row, and space between two
 _BETWEEN = 3  # space between two bars of a row
 _DIGIT = 6.4  # width of a character at font size 11
 _ENDS = {"embedding": "E", "mtp": "M", "output": "L"}
+
+
+def write_svg(found: MeshPlan, path: Path) -> None:
+    """Write the picture to a file.
+
+    Raises:
+        CheckpointError: it cannot be written there.
+    """
+    try:
+        path.write_text(draw_svg(found), encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(
+            f"--picture must be a file that can be written, found {path}: {error.strerror}. Make its folder, or choose "
+            "another one that you may write to"
+        ) from error
 
 
 def draw_svg(found: MeshPlan) -> str:

@@ -5,9 +5,13 @@ dropped silently is how a model loads well and computes something else. On the m
 ``GPTModel`` arguments and our own attributes form one flat mapping, so an entry need not say where its value lives.
 """
 
+import dataclasses
+import functools
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Protocol
 
 from mcore_bridge.errors import ConfigError
@@ -52,6 +56,12 @@ class Map:
         value = next((hf[name] for name in self.names if name in hf), self.default)
         if value is _REQUIRED or value is None:
             raise ConfigError(f"{self.hf} must be set, because megatron-core's {self.mcore} follows it; found None.")
+        expected, is_one = _KINDS.get(_kind(self.mcore), _ANY)
+        if not is_one(value):
+            raise ConfigError(
+                f"{self.hf} must be {expected}, as megatron-core's {self.mcore} is, found {value!r}. Correct the HF "
+                "config."
+            )
         return {self.mcore: value}
 
     def to_hf(self, mcore: Mcore) -> dict[str, object]:
@@ -143,6 +153,30 @@ class Derive:
 
     def to_hf(self, mcore: Mcore) -> dict[str, object]:
         return self.backward(mcore)
+
+
+def is_number(value: object) -> bool:
+    """Whether it is an ``int`` or ``float`` to compute with: no switch, no NaN and no infinity."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+_KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "int": ("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
+    "float": ("a finite number", is_number),
+}
+_ANY: tuple[str, Callable[[object], bool]] = ("anything", lambda value: True)
+
+
+@functools.cache
+def _kind(mcore: str) -> str:
+    """The type of a field of megatron-core, where it is one of ``_KINDS`` or None."""
+    from megatron.core.transformer import MLATransformerConfig
+
+    known = {each.name: str(each.type) for each in dataclasses.fields(MLATransformerConfig)}
+    known |= {"share_embeddings_and_output_weights": "bool", "embedding_dropout": "float", "router_norm_min": "float"}
+    words = {*re.findall(r"\w+", known.get(mcore, ""))} - {"typing", "Optional", "Union", "None", "NoneType", "class"}
+    return words.pop() if len(words) == 1 else ""
 
 
 def to_mcore(table: tuple[Field, ...], hf: Hf) -> dict[str, object]:

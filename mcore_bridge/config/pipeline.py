@@ -6,6 +6,7 @@ The law: the stages in execution order (virtual stage by virtual stage, rank by 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 BALANCED = "balanced"
 """The layout that ``balanced()`` replaces by an explicit one, once the bytes of the layers are known."""
+_LONGEST = 100_000
+"""Layers and stages of a layout: far more than any model has."""
+_GROUP = re.compile(r"\(([^)]+)\)\*(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +96,29 @@ def parse_layout(layout: str) -> list[str]:
 
     letters = {LayerType.embedding: "E", LayerType.decoder: "t", LayerType.mtp: "m", LayerType.loss: "L"}
     try:
+        if (length := _unrolled_length(layout)) > _LONGEST:
+            raise MeshError(
+                f"layout {layout!r} must have at most {_LONGEST} layers and stages, found {length}: correct a number "
+                "behind '*'"
+            )
         rows = PipelineParallelLayerLayout.parse_str_to_list(layout)
-    except (AssertionError, KeyError) as error:
+    except (AssertionError, KeyError, ValueError) as error:
         raise MeshError(
             f"layout {layout!r} is not one that megatron-core reads: {error}. Expected stages of E, t, m, L with '|' "
             "between them, where '(..)*n' and 'x*n' repeat and commas are ignored; or 'balanced'"
         ) from error
     return ["".join(letters[kind] for kind in row) for row in rows]
+
+
+def _unrolled_length(layout: str) -> int:
+    """How many characters megatron-core's parser would unroll a layout to. Itself it may take all memory for that."""
+
+    def length(text: str) -> int:
+        return sum(int(times or 1) for times in re.findall(r".(?:\*(\d+))?", text))
+
+    layout = layout.replace(",", "")
+    inside = sum(length(group) * int(times) for group, times in _GROUP.findall(layout))
+    return inside + length(_GROUP.sub("", layout))
 
 
 def _explicit_counts(dims: ParallelDims, layout: str, num_layers: int) -> tuple[list[int], list[int]]:

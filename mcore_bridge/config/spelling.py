@@ -7,7 +7,7 @@ that is not listed here raises: a key that is dropped is a model that is right f
 import functools
 from collections.abc import Mapping
 
-from mcore_bridge.config.fields import Hf
+from mcore_bridge.config.fields import Hf, is_number
 from mcore_bridge.errors import ConfigError
 
 DEFAULT_THETA = 10000.0
@@ -120,6 +120,9 @@ def checked(parameters: Mapping[str, object]) -> dict[str, object]:
             what = "numbers" if name in _PER_DIM else "a number"
             raise ConfigError(f"A rope of type {rope_type!r} must have {what} as {name!r}, found {value!r}.")
     known = {"rope_type", "partial_rotary_factor", *required, *_OPTIONAL.get(str(rope_type), ()), *MULTIMODAL}
+    partial = parameters.get("partial_rotary_factor")
+    if partial is not None and not is_number(partial):
+        raise ConfigError(f"partial_rotary_factor must be a finite number, found {partial!r}. Correct the HF config.")
     if unknown := {name: parameters[name] for name in sorted(parameters) if name not in known}:
         raise ConfigError(
             f"A rope of type {rope_type!r} may have the keys {sorted(known)}, found also {unknown}. transformers "
@@ -130,7 +133,7 @@ def checked(parameters: Mapping[str, object]) -> dict[str, object]:
 
 def _is_valid(name: str, value: object) -> bool:
     numbers = value if name in _PER_DIM and isinstance(value, list) else [value]
-    return all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers)
+    return all(map(is_number, numbers))
 
 
 def spelled_by_layer(full: Mapping[str, object], sliding: Mapping[str, object]) -> dict[str, object]:

@@ -25,7 +25,7 @@ from mcore_bridge.factory.blueprint import (
 )
 from mcore_bridge.factory.census import census
 from mcore_bridge.factory.chunk import build_chunk, building
-from mcore_bridge.factory.freeze import freeze_parameters
+from mcore_bridge.factory.freeze import freeze_parameters, require_patterns
 from mcore_bridge.factory.settle import settle
 from mcore_bridge.weights.load import Source, load_hf_weights
 
@@ -95,6 +95,7 @@ def build(blueprint: Blueprint, source: Source | None, *, freeze: Sequence[str] 
         source: of the weights; None leaves megatron-core's initial values.
         freeze, seed: see ``build_model``, as for the errors.
     """
+    require_patterns(freeze)
     blueprint = settle(blueprint)
     _require_mesh(blueprint, _mesh())
     stages = own_stages(blueprint)

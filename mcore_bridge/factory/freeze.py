@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -14,6 +14,14 @@ from mcore_bridge.weights.names import held_tensors
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
+
+
+def require_patterns(patterns: object) -> None:
+    """Raise ``ConfigError`` unless these are several patterns: a string would be read letter by letter."""
+    if isinstance(patterns, str) or not isinstance(patterns, Collection):
+        raise ConfigError(f"freeze must be a list of patterns, found {patterns!r}: write freeze=[{patterns!r}]")
+    if wrong := [pattern for pattern in patterns if not isinstance(pattern, str)]:
+        raise ConfigError(f"freeze must be a list of patterns, which are strings, found {wrong} in it")
 
 
 def freeze_parameters(chunks: Sequence[GPTModel], patterns: Sequence[str]) -> None:
