@@ -65,13 +65,13 @@ class Checkpoint(Mapping[str, Tensor]):
     def _file_names(self) -> list[str]:
         if self._index is not None:
             names = sorted(set(self._index.values()))
-            missing = [name for name in names if not os.path.exists(self.folder / name)]
+            missing = [name for name in names if not os.path.lexists(self.folder / name)]
             if missing:
                 raise CheckpointError(f"{self.folder / INDEX} names files that are missing: {missing}; copy them again")
             return names
-        if os.path.exists(self.folder / SINGLE):
+        if _is_there(self.folder / SINGLE):
             return [SINGLE]
-        names = [name for name in shard_names(self.folder) if os.path.exists(self.folder / name)]
+        names = [name for name in shard_names(self.folder) if not _leads_nowhere(self.folder / name)]
         if not names:
             raise CheckpointError(f"no *.safetensors in {self.folder}; other formats are not read: convert it first")
         return names
@@ -190,7 +190,7 @@ def _identity(folder: Path) -> list[tuple[int, int] | None]:
 def _read_index(folder: Path) -> dict[str, str] | None:
     """Which file each tensor is in; None without an index, or beside a single file, which transformers prefers too."""
     path = folder / INDEX
-    if not os.path.exists(path) or os.path.exists(folder / SINGLE):
+    if not _is_there(path) or _is_there(folder / SINGLE):
         return None
     try:
         with open(open_file(path), "rb") as file:
@@ -213,6 +213,15 @@ def _read_index(folder: Path) -> dict[str, str] | None:
             f"{len(wrong)} others ({some}); put all files into one folder and save the index again"
         )
     return files
+
+
+def _is_there(path: Path) -> bool:
+    return os.path.lexists(path) and not _leads_nowhere(path)
+
+
+def _leads_nowhere(path: Path) -> bool:
+    """Whether it is a link to nothing, as a save leaves it where it dies: the name of a file of the other set."""
+    return os.path.islink(path) and not os.path.exists(path)
 
 
 def _is_file_name(value: object) -> bool:

@@ -71,7 +71,7 @@ def target_of(folder: str | os.PathLike[str]) -> Path:
     if not os.fspath(folder):
         raise CheckpointError("expected the path of a folder to save to, found an empty string: is a variable not set?")
     target = Path(os.path.realpath(folder))
-    if target.exists() and not target.is_dir():
+    if os.path.exists(target) and not os.path.isdir(target):  # which raise nothing where a folder may not be entered
         raise CheckpointError(f"expected the path of a folder to save to, found the file {target}: name another")
     return target
 
