@@ -35,7 +35,6 @@ from mcore_bridge.weights.folder_lock import PREFIX
 from mcore_bridge.weights.shards import MAX_SHARD_BYTES, require_positive
 from mcore_bridge.weights.swap import CONVERSION, Update, commit, target_of, updating
 from mcore_bridge.weights.torch_dist import find_checkpoint, track
-from mcore_bridge.weights.torch_dist_files import NOTES
 
 DIST_FILE_BYTES = 512 << 20
 """torch keeps what it has written of a file until all of it is."""
@@ -113,7 +112,7 @@ def convert(
     target = target_of(target)
     if target == source.resolve():
         raise CheckpointError(f"{target} would be written into itself; name another folder")
-    _require_gpus(num_gpus)
+    _require_processes(num_processes, num_gpus)
     staging = Update(target, target / f"{PREFIX}{CONVERSION}").new
     if shard_names(source):
         conversion = _from_hf(source, staging, hf or source, rank_files, dtype, num_mtp_layers, file_bytes)
@@ -131,15 +130,15 @@ def convert(
         else:
             run_ranks(_do_share, work, world_size=num_gpus or num_processes, device=device, on_event=on_event)
         conversion.finish()
-        for path in staging.glob(f"*{NOTES}"):
-            path.unlink()
         commit(update, conversion.replaced(target), conversion.heads)
-        if isinstance(conversion, ToDist):
-            track(target)
+    if isinstance(conversion, ToDist):
+        track(target)
     return Converted(conversion, len(kept))
 
 
-def _require_gpus(wanted: int) -> None:
+def _require_processes(processes: int, wanted: int) -> None:
+    if processes < 1 or wanted < 0:
+        raise MeshError(f"expected one process or more, and no GPUs or some, found {processes} and {wanted}")
     if wanted > (found := torch.cuda.device_count() if wanted else 0):
         raise MeshError(
             f"--gpus {wanted} needs as many GPUs, found {found}; --processes {wanted} writes the same bytes"

@@ -114,7 +114,9 @@ def save_checkpoint(
                 config_in(provenance, _dtype_of(chunks), tied=tied).save_pretrained(update.new)
                 copy_companions(provenance.folder, update.new)
                 commit(update, dist_files(target), HEADS)
-                track(target)
+    with on_all(world, f"{target} was written"):
+        if world.rank == 0:
+            track(target)
 
 
 def load_checkpoint(

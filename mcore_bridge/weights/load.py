@@ -119,6 +119,10 @@ def _write_all(
     load: _Load, source: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, strict: bool, slot_bytes: int
 ) -> None:
     """All of a source, checked first where it can be."""
+    if not isinstance(source, Mapping | Iterable):
+        raise CheckpointError(
+            f"expected a folder, a mapping of HF names to tensors, or an iterable of such pairs, found {source!r}"
+        )
     mapping = load.bound.mapping
     if not isinstance(source, Mapping):
         for name, tensor in source:
@@ -214,7 +218,12 @@ class _Load:
         return self.bound.mapping.is_optional(name) or (None not in layers and layers.isdisjoint(present))
 
     def check(self, name: str, tensor: Tensor) -> None:
-        """Shape and dtype of an HF tensor against every place that it goes to."""
+        """Kind, shape and dtype of an HF tensor against every place that it goes to."""
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+            kind = f"{tensor.layout} on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise CheckpointError(
+                f"{name} must be a dense torch.Tensor that holds its values, found {kind}: convert it"
+            )
         for use in self._uses_of(name):
             shape = use.shape if use.index is None else (self.bound.axes["experts"], *use.shape)
             if tuple(tensor.shape) != shape:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, Union
 
 from mcore_bridge.architecture import architecture_of, read_hf
 from mcore_bridge.config.hf import find_folder, with_fields
+from mcore_bridge.errors import ConfigError
 from mcore_bridge.weights.checkpoint import names_in
 from mcore_bridge.weights.layout import REPLICATED, VOCAB
 from mcore_bridge.weights.mapping import Rules, WeightMapping, fused, pattern_of, table
@@ -61,7 +62,12 @@ class Provenance:
             mtp: MTP layers are built, and so their copies of embedding and head are written. Where they are not, the
                 copies are as unused as all that these layers have.
             dialect: of the HF names; None is the model's own.
+
+        Raises:
+            ConfigError: ``dialect`` is none.
         """
+        if dialect not in (None, "split", "fused"):
+            raise ConfigError(f"dialect must be 'split' (a tensor for each expert), 'fused' or None, found {dialect!r}")
         rules = fused(self.rules) if (dialect or self.dialect) == "fused" else self.rules
         ignored = self.ignored
         if tied:

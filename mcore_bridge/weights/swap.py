@@ -66,11 +66,14 @@ def target_of(folder: str | os.PathLike[str]) -> Path:
     """The absolute path of a folder to write to; of a link, what it leads to.
 
     Raises:
-        CheckpointError: ``folder`` is an empty string, or is a file.
+        CheckpointError: ``folder`` is an empty string, is a file, or is no path.
     """
     if not os.fspath(folder):
         raise CheckpointError("expected the path of a folder to save to, found an empty string: is a variable not set?")
-    target = Path(os.path.realpath(folder))
+    try:
+        target = Path(os.path.realpath(folder))
+    except ValueError as error:  # a character that no path has
+        raise CheckpointError(f"expected the path of a folder to save to, found {folder!r}: {error}") from None
     if os.path.exists(target) and not os.path.isdir(target):  # which raise nothing where a folder may not be entered
         raise CheckpointError(f"expected the path of a folder to save to, found the file {target}: name another")
     return target

@@ -63,8 +63,8 @@ class EngineRank:
             ("etp", *self.experts_cut),
             *self.cuts,
         ):
-            if not 0 <= rank < size:
-                raise TargetError(f"expected {axis} of at least 1 and {axis}_rank below it, found {size} and {rank}")
+            if not (isinstance(rank, int) and 0 <= rank < size):
+                raise TargetError(f"expected {axis} of at least 1 and {axis}_rank below it, found {size} and {rank!r}")
         if self.layers is not None and (len(self.layers) != self.pp or min(self.layers) < 0):
             raise TargetError(f"expected layers= with a number for each of pp={self.pp} stages, found {self.layers}")
 
@@ -168,7 +168,7 @@ def engine_ranks(
 
 
 def _check_sizes(**sizes: int) -> None:
-    wrong = {axis: size for axis, size in sizes.items() if size < 1}
+    wrong = {axis: size for axis, size in sizes.items() if not isinstance(size, int) or size < 1}
     if wrong:
         raise TargetError(f"expected sizes of at least 1, found {wrong}; leave out what the engine does not have")
 

@@ -142,11 +142,21 @@ def track(folder: Path) -> None:
     """Enter a folder that is called as Megatron-LM calls its iterations in the tracker file beside it, as the latest.
 
     Megatron-LM finds no checkpoint without one, and trains from random weights.
+
+    Raises:
+        CheckpointError: the file cannot be written.
     """
-    if (match := _ITERATION.fullmatch(folder.name)) is not None:
-        new = folder.with_name(f".{TRACKER}.new")
+    match = _ITERATION.fullmatch(folder.name)
+    if match is None:
+        return
+    tracker, new = folder.with_name(TRACKER), folder.with_name(f".{TRACKER}.new")
+    try:
         new.write_text(str(int(match[1])) if match[1] else folder.name)
-        new.replace(folder.with_name(TRACKER))
+        new.replace(tracker)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} is complete, but {tracker}, by which Megatron-LM finds it, cannot be written: {error}; write it"
+        ) from None
 
 
 def by_plain_key(keys: Iterable[str]) -> Mapping[str, str]:

@@ -42,9 +42,6 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.torch_dist import CONTENT, VERSION, TorchDistFolder
 
-NOTES = ".results"
-"""How files end that nobody needs once a folder is finished."""
-
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -100,15 +97,15 @@ def file_name(number: int) -> str:
     return f"__{number}_0.distcp"
 
 
-def _results(number: int) -> str:
-    """Of the file beside it, for ``finish``."""
-    return f"{number}{NOTES}"
+def _results(folder: Path, number: int) -> Path:
+    """What torch must know of a file to finish the folder. It is kept beside the folder, as it is not part of it."""
+    return folder.with_name(f"{number}.results")
 
 
 def write_file(
     folder: Path, number: int, plan: SavePlan, unit: Sequence[Placed], make: Callable[[int], Tensor]
 ) -> None:
-    """Write a file that is there under its name only when it is whole, with what torch must know of it beside it.
+    """Write a file that is there under its name only when it is whole.
 
     Args:
         make: the parameter with a number.
@@ -118,7 +115,7 @@ def write_file(
     writer = FileSystemWriter(apart)
     writer.set_up_storage_writer(False, rank=number, use_collectives=False)  # by which it names the file
     results = writer.write_data(writer.prepare_local_plan(plan), _Maker(unit, make)).wait()
-    (folder / _results(number)).write_bytes(pickle.dumps(results))
+    _results(folder, number).write_bytes(pickle.dumps(results))
     os.replace(apart / file_name(number), folder / file_name(number))
     apart.rmdir()
 
@@ -150,7 +147,7 @@ def finish(folder: Path, num_files: int, metadata: Metadata) -> None:
     """Make a folder of ``num_files`` written files one that megatron-core reads."""
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
-    results = [pickle.loads((folder / _results(number)).read_bytes()) for number in range(num_files)]
+    results = [pickle.loads(_results(folder, number).read_bytes()) for number in range(num_files)]
     writer = FileSystemWriter(folder)
     writer.set_up_storage_writer(is_coordinator=True)
     writer.finish(metadata, results)
