@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import _SIZE, load_file, save_file
 
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights import disk
@@ -122,7 +122,8 @@ def example():
 
 
 def test_others_read_what_we_write(tmp_path):
-    """The tensors come in another order than they lie in, and in pieces."""
+    """Of all dtypes that they write. The tensors come in another order than they lie in, and in pieces."""
+    assert set(DTYPES.values()) == {dtype for dtype in _SIZE if dtype is not None}
     path = tmp_path / "model.safetensors"
     tensors = example()
     described = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
@@ -138,6 +139,12 @@ def test_others_read_what_we_write(tmp_path):
         assert found[name].flatten().view(torch.uint8).equal(tensor.flatten().view(torch.uint8))
     with safe_open(path, "pt") as file:
         assert file.metadata() == {"format": "pt"}
+
+
+def test_what_the_format_lacks_is_not_written(tmp_path):
+    with pytest.raises(CheckpointError, match=r"a is torch\.complex128 of shape \(2,\), which safetensors lacks"):
+        SafetensorsWriter(tmp_path / "model.safetensors", [("a", (2,), torch.complex128)])
+    assert not list(tmp_path.iterdir())
 
 
 def test_headers_and_tensors_are_aligned_and_in_order(tmp_path):
