@@ -101,7 +101,6 @@ def build(folder: Path, dims: ParallelDims, **arguments: Any) -> list[Any]:
 
 def write_and_read_everywhere(folder: Path, target: Path) -> None:
     """Written once on each mesh, with other weights each time, and read on the next one."""
-    stepping.let_megatron_save()
     expected = {name: tensor.clone() for name, tensor in Checkpoint(folder).items()}
     for turn, (here, there) in enumerate(zip(MESHES, [*MESHES[1:], MESHES[0]], strict=True)):
         with stepping.mesh(ParallelDims(**here)):
@@ -164,7 +163,6 @@ def train_and_go_on(
     folder: Path, target: Path, here: dict[str, Any], there: list[dict[str, Any]], save: Any = mb.save_checkpoint
 ) -> Any:
     """Losses of an unbroken run behind a save, and of those that go on from it on other meshes."""
-    stepping.let_megatron_save()
     batch = tiny_batch()
     with stepping.mesh(ParallelDims(**here)):
         models, optimizer, step = trained(folder, ParallelDims(**here), batch)
@@ -236,7 +234,6 @@ def load_with_states(source: Path, folder: Path, saved: Path) -> int:
     """megatron-core loads, with no help of ours, into modules that ask for a state as TransformerEngine's do."""
     from megatron.core import dist_checkpointing
 
-    stepping.let_megatron_save()
     expected = Checkpoint(source)
     with stepping.mesh(ParallelDims(tp=2, sp=True)):
         mb.save_checkpoint(build(source, ParallelDims(tp=2, sp=True)), saved)

@@ -22,7 +22,6 @@ MESH = mb.ParallelDims(pp=2)
 
 def ready():
     """This rank's chunks, in a process in which megatron-core can save."""
-    stepping.let_megatron_save()
     return built(MESH)[0]
 
 
@@ -57,7 +56,6 @@ def save_from_a_config_that_one_rank_lacks(folder, rank):
 
 
 def save_what_one_replica_cannot_gather(folder, rank):
-    stepping.let_megatron_save()
     models, _ = built(mb.ParallelDims())
     wrapped = stepping.gathering_late(models)
     if dist.get_rank() == rank:
@@ -136,7 +134,6 @@ def test_all_ranks_load_the_same_iteration(tmp_path):
 
 
 def load_where_one_cannot(folder, dims, step):
-    stepping.let_megatron_save()
     models, _ = built(dims)
     mb.save_checkpoint(models, folder)
     with only_on_1(f"dist_check.Check.{step}"):

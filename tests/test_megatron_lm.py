@@ -14,7 +14,7 @@ from mcore_bridge import ParallelDims
 from mcore_bridge.commands.app import app
 from mcore_bridge.trainers.rlinf import convert_hf_to_mg
 from mcore_bridge.weights.torch_dist import TRACKER
-from tests import pool, stepping
+from tests import pool
 from tests.strategies import random_state, save
 from tests.test_rlinf_reshard import LATENT, SPARSE, SPLIT, TIED
 
@@ -28,7 +28,6 @@ def built(hf: Any, dims: ParallelDims, state: State) -> Any:
 
 
 def write(hf: Any, dims: ParallelDims, state: State, folder: Path) -> None:
-    stepping.let_megatron_save()
     mb.save_checkpoint(built(hf, dims, state), folder, common=COMMON)
 
 
@@ -39,7 +38,6 @@ def written(root: Path) -> None:
     """Runs in a worker: three folders, and what stands in and beside them."""
     from megatron.core import dist_checkpointing
 
-    stepping.let_megatron_save()
     models = built(TIED, ParallelDims(), random_state(TIED))
     for name, tracked in (("step_100", None), ("iter_0000200", "200"), ("release", "release")):
         mb.save_checkpoint(models, root / name, common=COMMON)

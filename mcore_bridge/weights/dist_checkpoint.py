@@ -83,8 +83,9 @@ def save_checkpoint(
             job writes to the same folder. The target is then as it was.
     """
     from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+
+    from mcore_bridge.weights.dist_writer import InThisProcess
 
     world = Group(None)
     with on_all(world, f"{folder} was not written, and is as it was"):
@@ -105,7 +106,7 @@ def save_checkpoint(
                 said["optimizer"] = optimizer.sharded_state_dict(_parts(state), metadata=metadata)
             said |= {_OURS: dict(common or {}), **VERSION, **_iteration_of(common or {})}
         with together():
-            strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), metadata["dp_cp_group"])
+            strategy = FullyParallelSaveStrategyWrapper(InThisProcess(), metadata["dp_cp_group"])
             dist_checkpointing.save(said, str(update.new), strategy, content_metadata=dict(CONTENT))
         with together():
             if world.rank == 0:
