@@ -220,3 +220,42 @@ def _read_what_a_trainer_made() -> list[ParallelDims]:
 def test_from_mcore_reads_what_a_trainer_initialised() -> None:
     wanted = [ParallelDims(tp=2, etp=2), ParallelDims(pp=2, layout="Et|tL"), ParallelDims(cp=2)]
     assert pool.run(2, _read_what_a_trainer_made) == [wanted, wanted]
+
+
+ENDING = """
+import os, sys, threading, time
+import torch
+import torch.distributed as dist
+from mcore_bridge.config.parallel import ParallelDims
+
+begun = threading.Event()
+
+class Busy:
+    def __del__(self):
+        begun.set()
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            pass
+
+child = os.fork()
+os.environ["RANK"] = "0" if child else "1"
+ParallelDims().initialize(device="cpu")
+store = dist.distributed_c10d._get_default_store()
+tensor = torch.ones(3)
+if child:
+    tensor.held = Busy()  # gone with the tensor, of which a thread of gloo lets go last
+    dist.all_reduce(tensor, async_op=True)
+    del tensor
+    store.set("let go", "")
+    assert begun.wait(30)
+else:
+    store.wait(["let go"])
+    dist.all_reduce(tensor)
+"""
+
+
+def test_a_process_ends_well_while_a_thread_of_gloo_is_at_work() -> None:
+    """Python ended the thread otherwise, and C++ the process: "terminate called without an active exception"."""
+    finished = _start(ENDING, {}, {}, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+    _, error = finished.communicate(timeout=120)
+    assert finished.returncode == 0, error[-3000:]

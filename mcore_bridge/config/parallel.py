@@ -210,7 +210,8 @@ class ParallelDims:
         """Join torch.distributed and make megatron-core's groups, in its default order (tp-cp-ep-dp-pp).
 
         A process group that exists is kept; otherwise torchrun's environment says who we are, and without it this
-        process is the only one. Does nothing where ``parallel_state`` has these sizes already.
+        process is the only one. Does nothing where ``parallel_state`` has these sizes already. Where it joins,
+        the process waits at its end until gloo's threads are at rest: some milliseconds. Groups are left to the caller.
 
         Args:
             device: "cpu" (gloo, and ``enable_cpu()``), "cuda" (nccl, on the GPU of LOCAL_RANK); None: a GPU if any.

@@ -5,10 +5,13 @@ What exists already is kept: a process group that someone made, and a ``parallel
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
+import time
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_bridge.errors import MeshError
@@ -16,6 +19,8 @@ from mcore_bridge.errors import MeshError
 if TYPE_CHECKING:
     from mcore_bridge.config.parallel import ParallelDims
 
+_SECONDS = 10.0
+"""How long the end of a process waits for threads of gloo at most."""
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -137,12 +142,41 @@ def _join(device: str, timeout: timedelta | None) -> None:
         if local_rank >= torch.cuda.device_count():
             raise MeshError(f"LOCAL_RANK={local_rank} has no GPU: this process sees {torch.cuda.device_count()}")
         torch.cuda.set_device(local_rank)
+    atexit.register(_let_gloo_rest)  # of megatron-core's groups some are gloo's on a GPU too
     backend = "nccl" if device == "cuda" else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:  # a store of its own: no port is opened, so that many single processes can run side by side
         store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not re-exported by name
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _let_gloo_rest() -> None:
+    """Wait until no thread of gloo is at work, while Python still lets such a thread in.
+
+    A collective can be over for its caller before the thread that ran it has let go of the tensors. That takes Python's
+    lock. Once the interpreter has begun to end, Python ends a thread that asks for it, and C++ takes this for an error:
+    "terminate called without an active exception". Nobody is waited for here but threads of this process.
+    """
+    end, before = time.monotonic() + _SECONDS, None
+    while (found := _gloo_threads()) and time.monotonic() < end:
+        if found == before and not any(state.startswith("R") for state, *_ in found):
+            return
+        before = found
+        time.sleep(0.02)  # gives Python's lock to who waits for it
+
+
+def _gloo_threads() -> list[tuple[str, ...]]:
+    """The state of each, and how often it gave up its processor; none where the system does not say (not Linux)."""
+    keys, found = ("State", "voluntary_ctxt_switches", "nonvoluntary_ctxt_switches"), []
+    for path in Path("/proc/self/task").glob("*/status"):
+        try:
+            lines = dict(line.split(":\t", 1) for line in path.read_text().splitlines() if ":\t" in line)
+        except OSError:  # it has ended
+            continue
+        if lines.get("Name") == "pt_gloo_runloop":
+            found.append(tuple(lines.get(key, "") for key in keys))
+    return found
 
 
 def _make_groups(dims: ParallelDims, *, device: str, seed: int, timeout: timedelta | None) -> None:
