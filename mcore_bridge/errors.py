@@ -35,6 +35,10 @@ class ExportError(BridgeError, RuntimeError):
     """An export failed on some rank; the message names the rank and the parameter. Every rank of the group raises."""
 
 
+class LostRankError(ExportError, CheckpointError):
+    """Another rank has ended, or did not come; the message says which one, as far as it is known. Start again."""
+
+
 class TargetError(BridgeError, ValueError):
     """A model cannot be sliced for a rank of such an engine. Change the ``EngineRank``."""
 

@@ -29,7 +29,7 @@ LEVELS = {
 }
 """A module imports only from lower levels, or from its own folder."""
 
-DISTRIBUTED = {"weights/transport.py", "config/processes.py", "batches/collectives.py"}
+DISTRIBUTED = {"weights/transport.py", "config/processes.py", "config/lost.py", "batches/collectives.py"}
 FILES = {"weights/dist_writer.py", "weights/torch_dist.py", "weights/torch_dist_files.py"}
 """They know of ``torch.distributed.checkpoint`` alone, by which torch calls the format of files."""
 

@@ -8,7 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore_bridge.config.lost import naming_lost_ranks
 
+
+@naming_lost_ranks("reducing log-probabilities or sizes")
 def reduce_max(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The largest of all ranks, in place."""
     if group.size() > 1:
@@ -16,6 +19,7 @@ def reduce_max(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     return value
 
 
+@naming_lost_ranks("reducing log-probabilities")
 def reduce_sum(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over all ranks, in place."""
     if group.size() > 1:
@@ -23,6 +27,7 @@ def reduce_sum(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     return value
 
 
+@naming_lost_ranks("gathering what context-parallel ranks computed")
 def gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``[ranks, *own.shape]``. What comes after must be the same on every rank: each keeps the gradient of its own."""
     if group.size() == 1:
@@ -44,6 +49,7 @@ class _Gather(torch.autograd.Function):
         return grad[ctx.rank], None
 
 
+@naming_lost_ranks("receiving outputs of the last pipeline stage")
 def from_last(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """What the last rank of ``group`` has, on all of them, in place."""
     if group.size() > 1:

@@ -15,6 +15,7 @@ from mcore_bridge.batches.collectives import from_last, gather
 from mcore_bridge.batches.logprobs import log_probs
 from mcore_bridge.batches.microbatches import alike, balances, micro_batches
 from mcore_bridge.batches.packing import PackedSequences, unpack_sequences
+from mcore_bridge.config.lost import naming_lost_ranks
 from mcore_bridge.errors import BatchError
 from mcore_bridge.weights.bound import Models, chunks_of, noted
 from mcore_bridge.weights.provenance import HF, Provenance
@@ -79,6 +80,7 @@ def forward(
     Raises:
         BatchError: shapes do not fit each other, the batch is empty, a token is none of the vocabulary, or replicas
             that share experts would wait for each other; on all that share experts, where it is so on any of them.
+        LostRankError: another rank has ended.
     """
     chunks, chunk = [models] if isinstance(models, nn.Module) else [*models], chunks_of(models)[0]
     _check(chunk, packed=packed, learns=loss is not None)
@@ -151,6 +153,7 @@ class _Run:
         self._micro_batches, self._rows = micro_batches, rows
         self._temperature, self._loss = temperature, loss
 
+    @naming_lost_ranks("forward")
     def __call__(self, chunks: Sequence[nn.Module]) -> TokenOutputs:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 

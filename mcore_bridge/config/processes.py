@@ -79,6 +79,8 @@ def initialize(dims: ParallelDims, *, device: str | None, seed: int, timeout: ti
     import torch.distributed as dist
     from megatron.core import parallel_state
 
+    from mcore_bridge.config.lost import note_process
+
     if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
         raise MeshError(f"timeout must be a positive datetime.timedelta, found {timeout!r}: timedelta(minutes=5)")
     device = _choose(device)
@@ -93,6 +95,7 @@ def initialize(dims: ParallelDims, *, device: str | None, seed: int, timeout: ti
         enable_cpu()
     if not dist.is_initialized():
         _join(device, timeout)
+    note_process()
     if not parallel_state.model_parallel_is_initialized():
         _make_groups(dims, device=device, seed=seed, timeout=timeout)
 

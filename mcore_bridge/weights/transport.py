@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore_bridge.config.lost import naming_lost_ranks, note_process
 from mcore_bridge.weights.cut import HEADER
 from mcore_bridge.weights.lineup import FLAT, Lineup
 
@@ -70,6 +71,7 @@ class Windows:
         """Whether this rank's windows are where another message has those of other ranks."""
         return len(self._sent) == 1 and self._received != other._received
 
+    @naming_lost_ranks("sending windows of weights")
     def send(self) -> None:
         """Send this rank's windows, and begin to receive everybody's."""
         group = self._group
@@ -79,6 +81,7 @@ class Windows:
         else:
             self._works = group.gather_windows(self.all, self.own, self._received, self._columns)
 
+    @naming_lost_ranks("receiving windows of weights")
     def wait(self) -> None:
         """Make the current stream wait for all windows."""
         while self._works:  # which hold on to the memory
@@ -155,6 +158,7 @@ class Group:
         stage: dist.ProcessGroup | None = None,
     ) -> None:
         """Wrap a group; of one of many pipeline stages, also its ranks at this rank's place, and those of its stage."""
+        note_process()
         self.group = group if group is not None else dist.group.WORLD
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
@@ -253,6 +257,7 @@ class Group:
         """The largest that any rank has of each number."""
         return self._together(numbers, dist.ReduceOp.MAX)
 
+    @naming_lost_ranks("agreeing with other ranks")
     def _together(self, numbers: Sequence[int], operation: dist.ReduceOp.RedOpType) -> list[int]:
         """What becomes of each number and those that other ranks have in its place."""
         if self.size == 1:
@@ -270,16 +275,19 @@ class Group:
         """Whether the numbers that the ranks have are 0 together, but for multiples of ``MODULUS``."""
         return self._together([number % MODULUS], dist.ReduceOp.SUM)[0] % MODULUS == 0
 
+    @naming_lost_ranks("gathering a tensor")
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensor of every rank; all are of one shape and dtype, and new ones."""
         found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in self.members]
         dist.all_gather(found, tensor.contiguous(), group=self.group)
         return found
 
+    @naming_lost_ranks("spreading a tensor")
     def spread(self, tensor: Tensor, rank: int) -> None:
         """Overwrite the tensor of every rank with that of one of them."""
         dist.broadcast(tensor, self.members[rank], group=self.group)
 
+    @naming_lost_ranks("exchanging descriptions with other ranks")
     def exchange(self, value: T) -> list[T]:
         """The ``value`` of every rank, pickled on the way."""
         if self.size == 1:
