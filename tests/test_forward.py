@@ -1,6 +1,7 @@
 """``forward`` on any mesh: log-probs, entropies and values of an unpacked batch are those of transformers' logits."""
 
 import contextlib
+import re
 from types import SimpleNamespace
 from unittest import mock
 
@@ -436,6 +437,46 @@ def test_what_a_head_says_is_at_its_token(head):
         torch.testing.assert_close(other, found)
 
 
+def of_a_user(out, rows):
+    """On one tensor rank alone, and with the second microbatch alone."""
+    if rows.start and not parallel_state.get_tensor_model_parallel_rank():
+        raise KeyError("of a user")
+    return None if rows.start else out.entropy.sum()
+
+
+LOSSES = {
+    r"scalar tensor .* found torch.float32 of shape \(1, 40\)": lambda out, rows: out.log_probs,
+    "scalar tensor .* found tuple": lambda out, rows: (out.log_probs.sum(), {}),
+    "scalar tensor .* found NoneType": lambda out, rows: None,
+    "scalar tensor .* found float": lambda out, rows: out.log_probs.sum().item(),
+    "scalar tensor .* found one from which no gradient": lambda out, rows: out.log_probs.detach().sum(),
+    "scalar .* which no gradient": lambda out, rows: torch.ones((), requires_grad=True) * 2,
+    "of a user": of_a_user,
+}
+
+
+def losses_that_are_none(dims):
+    """How each of them ends on this rank, with which the same ranks go on."""
+    with stepping.mesh(dims):
+        chunks = mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
+        wrapped, found = stepping.wrap(chunks), []
+        for loss in LOSSES.values():
+            with pytest.raises((BatchError, KeyError)) as refused:
+                mb.forward(wrapped, *batch_of(HF), loss=loss, micro_batch_size=1)
+            found.append(str(refused.value))
+        mb.forward(wrapped, *batch_of(HF), loss=lambda out, rows: out.log_probs[:, :0].sum(), micro_batch_size=1)
+        return found, parallel_state.is_pipeline_last_stage(), parallel_state.get_tensor_model_parallel_rank()
+
+
+@pytest.mark.parametrize("dims", [mb.ParallelDims(), mb.ParallelDims(tp=2, pp=2)], ids=str)
+def test_a_loss_that_is_none_raises_on_all_ranks(dims):
+    for found, is_last, tp_rank in pool.run(smallest_world(dims), losses_that_are_none, dims, timeout=60):
+        for message, words in zip(found, LOSSES, strict=True):
+            knows = is_last and (words != "of a user" or not tp_rank)
+            other = "scalar tensor .* found NoneType" if is_last else "the loss failed on another rank of this replica"
+            assert re.search(words if knows else other, message), message
+
+
 def test_what_does_not_fit_is_refused():
     with pytest.raises(BatchError, match="at least one token, found"):
         pool.run(1, refused)
@@ -453,6 +494,17 @@ def refused():
             mb.forward(models, ids.float())
         with pytest.raises(BatchError, match="micro_batch_size must be at least 1, found -1"):
             mb.forward(models, ids, micro_batch_size=-1)
+        for temperature in (0, -1.0, float("nan"), float("inf"), torch.ones(2)):
+            with pytest.raises(BatchError, match="temperature must be a number of at least 1e-06, found"):
+                mb.forward(models, ids, temperature=temperature)
+        added = torch.zeros(2, 4).masked_fill(torch.arange(4) > 2, -1e9)
+        for mask in (added, added.to(torch.bfloat16), torch.ones(2, 4, dtype=torch.int32) * torch.arange(4)):
+            with pytest.raises(BatchError, match=r"attention_mask must be 1 or True .* pass mask == 0"):
+                mb.forward(models, ids, mask)
+            with pytest.raises(BatchError, match="attention_mask must be 1 or True"):
+                mb.pack_sequences(ids, mask)
+        for mask in (added == 0, (added == 0).float()):
+            mb.forward(models, ids, mask)
         models[0].config.context_parallel_size, models[0].config.cp_comm_type = 2, "all_gather"
         with pytest.raises(BatchError, match="cp_comm_type='all_gather' sequences cannot be packed: packed=False"):
             mb.forward(models, ids)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mcore_bridge.batches.collectives import from_last, gather
-from mcore_bridge.batches.logprobs import log_probs
+from mcore_bridge.batches.collectives import from_last, gather, reduce_max
+from mcore_bridge.batches.logprobs import log_probs, require_temperature
 from mcore_bridge.batches.microbatches import alike, balances, micro_batches
-from mcore_bridge.batches.packing import PackedSequences, unpack_sequences
+from mcore_bridge.batches.packing import PackedSequences, require_mask, unpack_sequences
 from mcore_bridge.config.lost import naming_lost_ranks
 from mcore_bridge.errors import BatchError
 from mcore_bridge.weights.bound import Models, chunks_of, noted
@@ -68,18 +68,19 @@ def forward(
     Args:
         models: this rank's chunks, wrapped or not.
         input_ids: int64 ``[batch, seq]`` on the device of the models.
-        attention_mask: ``[batch, seq]``, nonzero where a token counts. None is everywhere.
+        attention_mask: ``[batch, seq]``, 1 or True where a token counts and 0 elsewhere. None is everywhere.
         loss: called on the ranks of the last pipeline stage with each microbatch; without it nothing is kept for a
-            backward.
+            backward. What it raises is raised when all microbatches are through; then gradients are to be zeroed.
         hf, head: for models that ``build_model`` did not make: their HF config or folder, and their head.
         micro_batch_size: rows at once; None is all, or with pipeline stages one.
-        temperature: what logits are divided by.
+        temperature: what logits are divided by; above 0.
         packed: whether sequences share a row without padding, or have one each; for models that take no packed ones.
         multiple_of: what the tokens on one rank must be a multiple of; None is what the recipe of a model in FP8 needs.
 
     Raises:
         BatchError: shapes do not fit each other, the batch is empty, a token is none of the vocabulary, or replicas
             that share experts would wait for each other; on all that share experts, where it is so on any of them.
+            A loss that is no scalar to be differentiated, or that raised on another rank; on all ranks of the replica.
         LostRankError: another rank has ended.
     """
     chunks, chunk = [models] if isinstance(models, nn.Module) else [*models], chunks_of(models)[0]
@@ -87,10 +88,11 @@ def forward(
     provenance = noted(models, hf, head)
 
     def checked() -> Callable[..., list[PackedSequences]]:
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask
         _check_batch(input_ids, mask, micro_batch_size, provenance.hf.vocab_size)
+        require_temperature(temperature)
         size = micro_batch_size or (1 if chunk.pg_collection.pp.size() > 1 else len(input_ids))
-        batch = chunk, input_ids, mask, size, len(chunks)
+        batch = chunk, input_ids, mask != 0, size, len(chunks)
         return partial(micro_batches, *batch, packed=packed, multiple_of=multiple_of)
 
     found = alike(chunk, checked, input_ids.device, learns=loss is not None)
@@ -110,6 +112,7 @@ def _check_batch(input_ids: Tensor, attention_mask: Tensor, micro_batch_size: in
         raise BatchError(f"attention_mask {tuple(attention_mask.shape)} must be as input_ids {tuple(input_ids.shape)}")
     if micro_batch_size is not None and micro_batch_size < 1:
         raise BatchError(f"micro_batch_size must be at least 1, found {micro_batch_size}; None is as many as fit")
+    require_mask(attention_mask)
     low, high = input_ids.where(attention_mask != 0, 0).aminmax()
     if int(low) < 0 or int(high) >= vocab_size:
         raise BatchError(f"input_ids must be 0 to {vocab_size - 1} where attention_mask counts, found {low} to {high}")
@@ -136,6 +139,34 @@ def _check(chunk: GPTModel, *, packed: bool, learns: bool) -> None:
         raise BatchError("calculate_per_token_loss divides by tokens that forward does not count; build without it")
 
 
+def _scalar(loss: object, outputs: Tensor) -> Tensor:
+    """The loss, if it is one: a scalar of which gradients flow to the outputs, where these have any."""
+    wanted = "loss must return a scalar tensor that is computed from the outputs it is given"
+    if not isinstance(loss, Tensor):
+        raise BatchError(f"{wanted}, found {type(loss).__name__}: return the sum or mean, and keep all else yourself")
+    if loss.numel() != 1 or not loss.is_floating_point():
+        raise BatchError(f"{wanted}, found {loss.dtype} of shape {tuple(loss.shape)}: return its sum or mean")
+    if outputs.requires_grad and not _depends(loss, outputs):
+        raise BatchError(
+            f"{wanted}, found one from which no gradient comes to them, so that nothing would learn: leave out detach, "
+            "item and no_grad; where rows have nothing to learn from, return outputs.log_probs.sum() * 0"
+        )
+    return loss
+
+
+def _depends(loss: Tensor, outputs: Tensor) -> bool:
+    """Whether a gradient of one comes to the other."""
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is outputs.grad_fn:
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting.extend(following for following, _ in node.next_functions)
+    return False
+
+
 class _Run:
     """A batch, cut into microbatches of ``rows``, on its way through megatron-core's schedule."""
 
@@ -152,6 +183,7 @@ class _Run:
         self._hf, self._head, self._is_lm = provenance.hf, provenance.head, provenance.head == "lm"
         self._micro_batches, self._rows = micro_batches, rows
         self._temperature, self._loss = temperature, loss
+        self._problem: Exception | None = None
 
     @naming_lost_ranks("forward")
     def __call__(self, chunks: Sequence[nn.Module]) -> TokenOutputs:
@@ -169,6 +201,7 @@ class _Run:
                 forward_only=self._loss is None,
                 collect_non_loss_data=self._loss is None,
             )
+        self._raise_problems()
         return self._everywhere([outputs for _, outputs in sorted(found, key=itemgetter(0))])
 
     def _step(self, iterator: Iterator[tuple[int, PackedSequences]], model: nn.Module) -> tuple[Tensor, Any]:
@@ -196,9 +229,35 @@ class _Run:
         assert self._loss is not None
         if number >= len(self._rows):  # it only fills the last round of virtual stages
             return found.sum() * 0.0, data
+        return self._loss_of(number, found) * (len(self._micro_batches) / len(self._rows)), data
+
+    def _loss_of(self, number: int, found: Tensor) -> Tensor:
+        """The loss of a microbatch; nothing where it raises, since other ranks wait for what follows from it."""
+        assert self._loss is not None
         rows = self._rows[number]
-        loss = self._loss(self._outputs(found[:, : rows.stop - rows.start]), rows)
-        return loss * (len(self._micro_batches) / len(self._rows)), data
+        if self._problem is None:
+            try:
+                loss = self._loss(self._outputs(found[:, : rows.stop - rows.start]), rows)
+                return _scalar(loss, found)
+            except Exception as problem:
+                self._problem = problem
+        return found.sum() * 0.0
+
+    def _raise_problems(self) -> None:
+        """Raise on all ranks of a replica what a loss raised on any of them."""
+        if self._loss is None:
+            return
+        failed = torch.tensor(
+            [self._problem is not None], dtype=torch.int64, device=self._micro_batches[0].places.device
+        )
+        for group in (self._groups.tp, self._groups.cp, self._groups.pp):
+            reduce_max(failed, group)
+        if self._problem is not None:
+            raise self._problem
+        if failed:
+            raise BatchError(
+                "the loss failed on another rank of this replica, which says why: zero gradients, start again"
+            )
 
     def _stacked(self, batch: PackedSequences, output: Tensor) -> Tensor:
         """fp32 ``[2 or outputs of a head, batch, seq]``, of all context-parallel ranks."""

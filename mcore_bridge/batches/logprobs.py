@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +16,8 @@ from mcore_bridge.errors import BatchError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+LEAST_TEMPERATURE = 1e-6
+"""Logits that are divided by less may be infinite."""
 CHUNK = 1 << 24
 """Elements that are made fp32 at once: 64 MB, of which three or four are there."""
 
@@ -30,14 +34,15 @@ def log_probs(
         labels: int64 ``[...]``, tokens of the whole vocabulary, the same on every rank.
         vocab_size: without padding, whose logits do not count.
         group: the tensor-parallel group.
-        temperature: what logits are divided by.
+        temperature: what logits are divided by; above 0.
 
     Returns:
         Two of fp32 ``[...]``.
 
     Raises:
-        BatchError: shapes do not fit.
+        BatchError: shapes do not fit, or the temperature is none.
     """
+    require_temperature(temperature)
     if logits.shape[:-1] != labels.shape:
         raise BatchError(f"logits {tuple(logits.shape)} must have a vocabulary behind labels {tuple(labels.shape)}")
     if not 0 < vocab_size <= logits.size(-1) * group.size():
@@ -45,6 +50,15 @@ def log_probs(
     flat = logits.reshape(-1, logits.size(-1))
     found = _LogProbs.apply(flat, labels.flatten(), vocab_size, group, temperature)
     return found[0].view(labels.shape), found[1].view(labels.shape)
+
+
+def require_temperature(temperature: float) -> None:
+    """Refuse what logits cannot be divided by: log-probabilities would be NaN, and gradients too."""
+    if not (isinstance(temperature, Real) and LEAST_TEMPERATURE <= temperature < math.inf):
+        raise BatchError(
+            f"temperature must be a number of at least {LEAST_TEMPERATURE}, found {temperature!r}: a greedy choice has "
+            "no log-probs of its own, so pass the temperature that the model is trained with, such as 1.0"
+        )
 
 
 class _LogProbs(torch.autograd.Function):

@@ -73,8 +73,8 @@ def pack_sequences(
 
     Args:
         input_ids: int64 ``[batch, seq]``, on any device.
-        attention_mask: ``[batch, seq]``, nonzero where a token counts: padding may be left, right, or in between. None
-            is everywhere.
+        attention_mask: ``[batch, seq]``, 1 or True where a token counts and 0 elsewhere: padding may be left, right, or
+            in between. None is everywhere.
         dims: the mesh, of which ``tp``, ``cp`` and ``sp`` count.
         cp_rank: whose tokens to take.
         packed: False gives each sequence a row of its own, padded on the right to the longest: for models that take no
@@ -89,6 +89,8 @@ def pack_sequences(
     if input_ids.dim() != 2 or (attention_mask is not None and attention_mask.shape != input_ids.shape):
         shapes = [tuple(input_ids.shape), attention_mask if attention_mask is None else tuple(attention_mask.shape)]
         raise BatchError(f"input_ids and attention_mask must both be [batch, seq], found {shapes}")
+    if attention_mask is not None:
+        require_mask(attention_mask)
     if not input_ids.numel():
         raise BatchError(f"input_ids must be [batch, seq] with at least one token, found {tuple(input_ids.shape)}")
     if not 0 <= cp_rank < dims.cp:
@@ -105,6 +107,18 @@ def pack_sequences(
         sizes = [max(rounded_up(max(lengths, default=0), row), rounded_up(min_tokens, row), row)] * len(lengths)
     rows = 1 if packed else len(lengths)
     return _cut(input_ids, mask, lengths, sizes, rows, dims.cp, cp_rank)
+
+
+def require_mask(attention_mask: Tensor) -> None:
+    """Refuse what is no mask of ones and zeros: one that is added to scores, 0 and -1e9, would be read inverted."""
+    if attention_mask.dtype == torch.bool or bool(((attention_mask == 0) | (attention_mask == 1)).all()):
+        return
+    low, high = attention_mask.aminmax()
+    raise BatchError(
+        f"attention_mask must be 1 or True where a token counts and 0 elsewhere, found {attention_mask.dtype} from "
+        f"{low.item()} to {high.item()}: of a mask that is added to scores pass mask == 0; where it numbers sequences "
+        "in a row, give each sequence a row of its own"
+    )
 
 
 def _stretches(num_tokens: int, longest: int) -> list[int]:
