@@ -19,7 +19,7 @@ from mcore_bridge.weights.lanes import plan_targets
 from mcore_bridge.weights.planning import planned
 from tests import mtp_checkpoints, pool, stepping
 from tests.test_cost import sparse
-from tests.test_export import assert_exact, built
+from tests.test_export import BUCKET, assert_exact, built
 
 
 def only_on_1(name, after=0):
@@ -56,6 +56,23 @@ def export_while(name, after, dtype):
 def test_all_ranks_raise(name, after, message):
     found = pool.run(4, export_while, name, after, torch.bfloat16 if "dtype" in name else None, timeout=60)
     assert all(re.search(message, each) for each in found), found
+
+
+def fail_with_the_first_tensor(copy):
+    """The number of messages, that of the first which completes a tensor, and of the last of which a tensor came."""
+    models, _ = built(mb.ParallelDims(tp=4, sp=True))
+    messages = export.open_export(models, None, "lm", bucket_bytes=BUCKET).program.plan.messages
+    numbers, taken = [message.number for message in messages for _ in message.done], []
+    with only_on_1("export.wanted_dtype"), pytest.raises(ExportError, match="rank 1 of the group: RuntimeError in the"):
+        taken.extend(mb.iter_hf_weights(models, dtype=torch.bfloat16, bucket_bytes=BUCKET, copy=copy))
+    return len(messages), numbers[0], numbers[: len(taken)]
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_a_failure_is_heard_three_messages_later(copy):
+    for rank, (count, first, taken) in enumerate(pool.run(4, fail_with_the_first_tensor, copy, timeout=60)):
+        assert count > 10
+        assert not taken if rank == 1 else max(taken) < first + 3
 
 
 def plan_otherwise_on_1(name, result, dims, targets):

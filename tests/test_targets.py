@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -97,8 +98,7 @@ def slice_of(hf, name, tensor, target):
         keys = hf.linear_num_key_heads * hf.linear_key_head_dim
         return joined(tensor, [keys, keys, len(tensor) - 2 * keys], lambda _, t: shared(t, 0, size, rank))
     if ".experts." in name and tensor.ndim > 1 and "proj" in name and not re.search(r"\.\d+\.\w+\.weight$", name):
-        experts = target.experts(len(tensor))
-        tensor = tensor[experts.start : experts.stop]
+        tensor = tensor[experts_of(target, len(tensor))]
         if STACKED_UP.search(name):  # gate and up alternate in its last dim
             return shared(tensor, tensor.ndim - 1, size, rank)
         return shared(tensor, 1, size, rank) if STACKED_DOWN.search(name) else tensor
@@ -107,10 +107,15 @@ def slice_of(hf, name, tensor, target):
     return shared(tensor, 0, size, rank) if ROWS.search(name) else tensor
 
 
+def experts_of(target, num_experts):
+    """Neighbours on each rank; those that are left over go to the first ranks."""
+    return np.array_split(np.arange(num_experts), target.ep)[target.ep_rank]
+
+
 def is_on(hf, name, target, num_experts):
     """Whether the tensor is in the rank's stage, and of its experts."""
     layer, expert = re.search(r"model\.layers\.(\d+)\.", name), re.search(r"\.experts\.(\d+)\.", name)
-    if expert and int(expert[1]) not in target.experts(num_experts):
+    if expert and int(expert[1]) not in experts_of(target, num_experts):
         return False
     if layer:
         return int(layer[1]) in target.stage(hf.num_hidden_layers)
@@ -189,12 +194,18 @@ ENGINES = {
     "TP2 PP2": {"tp": 2, "pp": 2},
     "TP2 PP2 EP2": {"tp": 2, "pp": 2, "ep": 2},
     "PP3": {"pp": 3},
+    "EP3": {"ep": 3},  # across ranks with attention each; the first two have an expert more
 }
+
+
+def ranks_of(sizes):
+    ep = sizes.get("ep", 1)
+    return engine_ranks(**sizes) if sizes.get("tp", 1) % ep == 0 else [EngineRank(ep=ep, ep_rank=r) for r in range(ep)]
 
 
 def assignments():
     """The ranks of each engine in the order in which ranks of a trainer feed them; those of one in another order."""
-    yield from (engine_ranks(**sizes) for sizes in ENGINES.values())
+    yield from map(ranks_of, ENGINES.values())
     ranks = engine_ranks(tp=2, pp=2, ep=2)
     yield [ranks[place] for place in (2, 0, 3, 1)]
 
@@ -206,7 +217,7 @@ def test_each_family_is_cut_as_engines_cut_it(family, engine):
     sizes = dict(ENGINES[engine])
     if sizes.get("ep", 1) > 1 and family in ("tied", "fused"):
         pytest.skip("no experts")
-    ranks = engine_ranks(**sizes)
+    ranks = ranks_of(sizes)
     state = random_state(hf)
     for dims in MESHES.get(family, [ParallelDims(tp=2, sp=True), ParallelDims(tp=4, pp=3, sp=True)]):
         held = held_by(hf, dims, state)
@@ -257,7 +268,7 @@ def test_what_is_there_whole_is_cut_alike(family):
     for sizes in ENGINES.values():
         if sizes.get("ep", 1) > 1 and family in ("tied", "fused"):
             continue
-        for target in engine_ranks(**sizes):
+        for target in ranks_of(sizes):
             shares = shares_of(target, bound.mapping, bound.axes, hf.num_hidden_layers, entries)
             found = {share.name: share.of(state[name]) for name, share in shares.items()}
             assert_gets(found, expected(hf, state, target))
