@@ -1,0 +1,117 @@
+"""Plans are what they were: all that decides who sends what, in which message, and how much memory it takes.
+
+Most changes to a planner leave every export right, only slower or larger. So a change to a plan is made on purpose, and
+``python -m tests.test_plans`` prints the lines of PLANS anew.
+"""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_bridge import EngineRank, ParallelDims, engine_ranks
+from mcore_bridge.commands.fake import plan_mesh
+from mcore_bridge.commands.options import smallest_world
+from mcore_bridge.factory.blueprint import draw
+from mcore_bridge.weights.footprint import footprint
+from mcore_bridge.weights.lanes import plan_targets
+from mcore_bridge.weights.planning import plan_export
+from mcore_bridge.weights.program import Program
+from tests.strategies import tiny
+
+HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8}
+EXPERTS = {"num_experts": 96, "num_experts_per_tok": 2, "moe_intermediate_size": 1536, "mlp_only_layers": []}
+MODELS = {
+    "8B": tiny("qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, **HEADS),
+    "32B": tiny("llama", vocab_size=151936, hidden_size=5120, intermediate_size=25600, num_hidden_layers=16, **HEADS),
+    "70B": tiny("llama", vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=16, **HEADS),
+    "tied": tiny("qwen2", vocab_size=97, num_hidden_layers=6, tie_word_embeddings=True),
+    "experts": tiny(
+        "qwen3_moe", hidden_size=7168, head_dim=128, vocab_size=32000, num_hidden_layers=4, **EXPERTS, **HEADS
+    ),
+    "stacked": tiny("gpt_oss", num_hidden_layers=3, num_local_experts=8, num_experts_per_tok=2, num_key_value_heads=2),
+}
+MESHES = {
+    "PP4": ParallelDims(pp=4),
+    "TP4": ParallelDims(tp=4, sp=True),
+    "TP2 PP2": ParallelDims(tp=2, pp=2, sp=True),
+    "TP2 PP2 VP2": ParallelDims(tp=2, pp=2, vp=2, sp=True),
+    "TP2 PP16": ParallelDims(tp=2, pp=16, sp=True),
+    "EP96": ParallelDims(ep=96),
+    "PP2 EP96": ParallelDims(pp=2, ep=96),
+    "TP2 PP2 EP4": ParallelDims(tp=2, pp=2, ep=4, sp=True),
+    "TP2 EP4": ParallelDims(tp=2, ep=4, sp=True),
+    "TP2 EP2 ETP2": ParallelDims(tp=2, ep=2, etp=2, sp=True),
+}
+ENGINES = {
+    "TP1": engine_ranks(),
+    "TP2": engine_ranks(tp=2),
+    "TP8": engine_ranks(tp=8),
+    "TP8 EP8": engine_ranks(tp=8, ep=8),
+    "PP2": engine_ranks(pp=2),
+    "EP3": tuple(EngineRank(ep=3, ep_rank=rank) for rank in range(3)),
+}
+Case = tuple[str, str, str, float | None]
+PLANS: dict[Case, tuple[int, int, int, int]] = {
+    ("8B", "PP4", "", None): (58, 1978720640, 805, 879379328),
+    ("8B", "TP4", "", 64): (418, 1428176992, 4436, 1378091735),
+    ("8B", "PP4", "", 512): (53, 2247156096, 821, 3780942383),
+    ("32B", "TP4", "", None): (83, 1971843072, 1159, 4117624605),
+    ("32B", "TP2 PP2", "", None): (84, 1971843072, 766, 3540955959),
+    ("32B", "TP2 PP2 VP2", "", 128): (242, 1971863552, 1631, 763867667),
+    ("70B", "TP2 PP2", "", None): (69, 3015774208, 681, 553682215),
+    ("70B", "TP2 PP16", "", 256): (208, 2871033856, 1451, 2905903987),
+    ("experts", "EP96", "", None): (114, 1976988160, 6322, 3764750874),
+    ("experts", "PP2 EP96", "", None): (154, 1842999808, 8190, 3301788537),
+    ("experts", "TP2 PP2 EP4", "", 128): (402, 703092736, 4394, 1511707708),
+    ("experts", "TP2 EP2 ETP2", "", 32): (1605, 558381056, 14075, 28181413),
+    ("stacked", "TP2 EP4", "", 0.03125): (57, 225792, 545, 1893923091),
+    ("tied", "TP2 PP2", "", 0.03125): (35, 116064, 377, 2904811770),
+    ("8B", "PP4", "TP1", None): (212, 1522075744, 2385, 1843383104),
+    ("8B", "TP4", "TP2", None): (53, 1004020320, 1892, 2816606116),
+    ("70B", "TP2 PP2", "TP1", None): (546, 2703292928, 5264, 2657097335),
+    ("32B", "TP2 PP2 VP2", "TP8", 128): (75, 384656384, 1085, 915079517),
+    ("experts", "EP96", "TP8 EP8", None): (14, 1335761920, 1972, 3276323377),
+    ("experts", "TP2 PP2 EP4", "EP3", None): (64, 1181470720, 1848, 750206553),
+    ("experts", "TP2 EP2 ETP2", "TP8", None): (18, 639201280, 2596, 1132251669),
+    ("stacked", "TP2 EP4", "TP2", 0.125): (10, 244064, 397, 738689008),
+    ("tied", "TP2 PP2", "PP2", 0.03125): (31, 103776, 388, 530974822),
+}
+"""By model, mesh, engine and MB of a bucket: messages, bytes of memory, moves of a rank, and a number for all of it."""
+
+
+@functools.cache
+def replica(model: str, mesh: str) -> Any:
+    blueprint = draw(MODELS[model], dims=MESHES[mesh], dtype=torch.bfloat16, device="meta")
+    return plan_mesh(blueprint, world_size=smallest_world(MESHES[mesh])).replica
+
+
+def planned(model: str, mesh: str, engine: str, megabytes: float | None) -> tuple[int, int, int, int]:
+    """What PLANS has of a case: of the first, the middle and the last rank, where they get different things."""
+    held, bucket_bytes = replica(model, mesh), int(megabytes * (1 << 20)) if megabytes else None
+    num_ranks = len(held.inventories)
+    ranks = sorted({0, num_ranks // 2, num_ranks - 1})
+    if engine:
+        targets = [ENGINES[engine][rank % len(ENGINES[engine])] for rank in range(num_ranks)]
+        feeds = plan_targets(*held, targets, bucket_bytes=bucket_bytes)
+        plans = [feeds.plans_of(rank) for rank in ranks]
+    else:
+        plans = [[plan_export(*held, bucket_bytes=bucket_bytes)]] * len(ranks)
+    programs = [Program(plan, rank) for plan, rank in zip(plans, ranks, strict=True)]
+    own = [program.plan for program in programs]
+    numbers = range(len(own[0].messages))
+    moves = sum(len(programs[0].step(number, number).moves.table) for number in numbers)
+    number = hash(tuple(plan.number() for plan in own)) % (1 << 32)
+    return len(numbers), max(map(footprint, own)), moves, number
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_plans_are_what_they_were(model: str) -> None:
+    kept = {case: found for case, found in PLANS.items() if case[0] == model}
+    assert {case: planned(*case) for case in kept} == kept
+
+
+if __name__ == "__main__":
+    for each in PLANS:
+        print(f"    {each}: {planned(*each)},".replace("'", '"'))
