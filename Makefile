@@ -1,18 +1,21 @@
 # make demo: a small checkpoint, and `mcore-bridge verify` on it over eight chunks in four processes, on CPU.
 # make test: the whole suite.        make check: linters and types.        make docs: what is generated in docs/.
+# make mutants: how many small mistakes in the code the suite finds; an hour or two of one core.
 #
-# Both set up a virtual environment of pinned versions first. Variables:
+# All set up a virtual environment of pinned versions first. Variables:
 #   PYTHON       an interpreter of Python 3.11 or 3.12; it also chooses the constraints
 #   VENV         where the environment is
 #   TORCH_INDEX  where torch comes from, such as https://download.pytorch.org/whl/cpu, which saves some 4 GB of CUDA
 #                libraries on Linux; without it, from where pip finds it
 #   PYTEST       further arguments of pytest
+#   MUTANTS      arguments of the mutation tests, such as `--count 50 --seed 2`
 #   JOBS         how many test files run at once; 0 for tests on GPUs, each of which takes all of them
 PYTHON      ?= python3.11
 VENV        ?= .venv
 TORCH_INDEX ?=
 PYTEST      ?=
 JOBS        ?= 3
+MUTANTS     ?=
 
 BIN         := $(VENV)/bin
 CONSTRAINTS := $(CURDIR)/constraints/py$(shell $(PYTHON) -c 'import sys; print("%d%d" % sys.version_info[:2])').txt
@@ -20,7 +23,7 @@ DEMO        := demo/qwen3
 export PIP_CONSTRAINT := $(CONSTRAINTS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check docs clean
+.PHONY: demo test check docs mutants clean
 
 demo: $(VENV)/.demo $(DEMO)/config.json
 	$(BIN)/mcore-bridge verify $(DEMO) --tp 2 --pp 2 --vp 2
@@ -37,8 +40,11 @@ check: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(BIN)/python docs/make_families.py
 
+mutants: $(VENV)/.mutants
+	$(BIN)/python -m tests.mutation $(MUTANTS)
+
 clean:
-	rm -rf $(VENV) demo
+	rm -rf $(VENV) demo mutants
 
 $(DEMO)/config.json: examples/make_checkpoint.py | $(VENV)/.demo
 	$(BIN)/python examples/make_checkpoint.py $(DEMO)
@@ -47,7 +53,8 @@ $(DEMO)/config.json: examples/make_checkpoint.py | $(VENV)/.demo
 $(VENV)/.demo: EXTRAS = cli
 $(VENV)/.test: EXTRAS = test
 $(VENV)/.dev:  EXTRAS = dev
-$(VENV)/.demo $(VENV)/.test $(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(VENV)/.torch
+$(VENV)/.mutants: EXTRAS = mutants
+$(VENV)/.demo $(VENV)/.test $(VENV)/.dev $(VENV)/.mutants: pyproject.toml $(CONSTRAINTS) | $(VENV)/.torch
 	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	touch $@
 

@@ -1,0 +1,185 @@
+"""Draws mutants, runs for each the tests that reach it, and says how many were found.
+
+What each test reaches is recorded first, in as long as the suite takes. It is kept in ``--folder`` with the results, so
+that a run which was broken off goes on. All of it happens in a copy of the tree.
+
+    python -m tests.mutation --count 300 --seed 1
+"""
+
+import argparse
+import ast
+import difflib
+import fnmatch
+import hashlib
+import json
+import os
+import shutil
+import time
+import tomllib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tests.mutation import fork
+from tests.mutation.draw import Mutant, drawn
+from tests.mutation.scope import CODE, OF_TABLES, TESTS_LEFT_OUT
+
+ROOT = Path(__file__).parents[2]
+FIRST = 5.0
+"""Seconds of the tests that run first: they find most mutants, and to collect all takes as long."""
+PATIENCE = 10.0
+"""How much longer than when they were recorded tests may take before a mutant counts as one that hangs."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__.partition("\n")[0])
+    parser.add_argument("--count", type=int, default=300, help="mutants")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--budget", type=float, default=90.0, help="seconds of tests for a mutant that survives")
+    parser.add_argument("--folder", type=Path, default=ROOT / "mutants", help="of the record, the copy and the results")
+    parser.add_argument("--again", action="store_true", help="run those once more that have survived")
+    asked = parser.parse_args()
+    tree = asked.folder.resolve() / "tree"
+    copy(tree)
+    fork.warm()
+    record = recorded(tree, asked.folder / "record")
+    files = sorted({str(path.relative_to(tree)) for each in CODE for path in (tree / "mcore_bridge").glob(each)})
+    run(tree, drawn(tree, files, asked.count, asked.seed), record, asked)
+
+
+def copy(tree: Path) -> None:
+    shutil.rmtree(tree, ignore_errors=True)
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "mutants")
+    shutil.copytree(ROOT, tree, ignore=ignored)
+
+
+def recorded(tree: Path, folder: Path) -> dict[str, Any]:
+    """What each test takes and reaches; recorded again where its file has changed, or the code has."""
+    folder.mkdir(parents=True, exist_ok=True)
+    code = b"".join(path.read_bytes() for path in sorted((tree / "mcore_bridge").rglob("*.py")))
+    whole: dict[str, Any] = {"seconds": {}, "reached": {}}
+    for path in sorted((tree / "tests").glob("test_*.py")):
+        if any(fnmatch.fnmatch(path.name, each) for each in TESTS_LEFT_OUT):
+            continue
+        kept = folder / f"{path.stem}-{hashlib.sha256(code + path.read_bytes()).hexdigest()[:16]}.json"
+        if not kept.exists():
+            begin = time.monotonic()
+            notes = folder / "notes"
+            shutil.rmtree(notes, ignore_errors=True)
+            found = fork.forked(tree, 1800.0, "record", f"tests/{path.name}", str(notes))
+            kept.write_text(json.dumps(found or {"seconds": {}, "reached": {}}))
+            print(f"recorded {path.name} in {time.monotonic() - begin:.0f} s", flush=True)
+        found = json.loads(kept.read_text())
+        whole["seconds"].update(found["seconds"])
+        for file, lines in found["reached"].items():
+            for line, names in lines.items():
+                whole["reached"].setdefault(file, {}).setdefault(int(line), []).extend(names)
+    return whole
+
+
+def tests_for(mutant: Mutant, tree: Path, record: dict[str, Any]) -> list[str]:
+    """The tests that reach a mutant, quickest first, those behind that call the same function with other arguments."""
+    lines, is_run_at_import = statement_at(ast.parse((tree / mutant.file).read_text()), mutant.line)
+    reached = record["reached"].get(mutant.file, {})
+    if is_run_at_import:
+        names = {name for found in reached.values() for name in found}
+        patterns = next(tests for files, tests in OF_TABLES.items() if fnmatch.fnmatch(mutant.file, files))
+        names = names or {name for each in patterns for name in fnmatch.filter(record["seconds"], f"tests/{each}")}
+    else:
+        names = {name for line in lines for name in reached.get(line, [])}
+    seconds, seen, found = record["seconds"], {}, []
+    for name in sorted(names, key=lambda name: (seconds[name], name)):
+        function = name.partition("[")[0]
+        seen[function] = seen.get(function, 0) + 1
+        found.append(((0.05 + seconds[name]) * seen[function], name))
+    return [name for _, name in sorted(found)]
+
+
+def statement_at(module: ast.Module, line: int) -> tuple[range, bool]:
+    """The lines of the smallest statement there, less those of its body; and whether it runs at import."""
+    found, in_function = range(line, line + 1), False
+    for node in ast.walk(module):
+        if isinstance(node, ast.stmt) and node.lineno <= line <= node.end_lineno:
+            body = getattr(node, "body", None)
+            stop = body[0].lineno if body else node.end_lineno + 1
+            if isinstance(node, ast.FunctionDef):
+                in_function |= line >= stop
+            if line < stop or not body:
+                found = range(node.lineno, max(stop, line + 1))
+    return found, not in_function
+
+
+def run(tree: Path, mutants: list[Mutant], record: dict[str, Any], asked: argparse.Namespace) -> None:
+    """Write a line of JSON for each mutant, and the score at the end."""
+    known = asked.folder / "results.jsonl"
+    lines = [json.loads(line) for line in known.read_text().splitlines()] if known.exists() else []
+    results = {tuple(each["mutant"].values()): each for each in lines}
+    equivalent = tomllib.loads((Path(__file__).parent / "equivalent.toml").read_text())["mutant"]
+    believed: dict[str, bool] = {}
+    for number, mutant in enumerate(mutants):
+        key = tuple(asdict(mutant).values())
+        if key in results and not (asked.again and results[key]["outcome"] == "survived"):
+            continue
+        begin = time.monotonic()
+        was = (tree / mutant.file).read_text()
+        becomes = mutant.code(was)
+        old, new = changed(was, becomes)
+        result = {"mutant": asdict(mutant), "was": old, "becomes": new}
+        if any(each["was"] == old and each["becomes"] == new for each in equivalent):
+            result |= {"outcome": "equivalent", "by": ""}
+        else:
+            write(tree / mutant.file, becomes, number + 1)
+            try:
+                outcome, by = outcome_of(tree, tests_for(mutant, tree, record), record["seconds"], asked.budget)
+            finally:
+                write(tree / mutant.file, was, 0)
+            if outcome == "killed" and by not in believed:  # a test may fail here whatever is tested
+                believed[by] = fork.forked(tree, 300.0, "run", [by]) == []
+            if outcome == "killed" and not believed[by]:
+                outcome = f"not decided: {by} fails by itself"
+            result |= {"outcome": outcome, "by": by}
+        result["seconds"] = round(time.monotonic() - begin, 1)
+        results[key] = result
+        with known.open("a") as file:
+            file.write(json.dumps(result) + "\n")
+        print(f"{number + 1} {mutant.file}:{mutant.line} {result['outcome']} by {result['by']}, {result['seconds']} s")
+        print(f"    - {old}\n    + {new}", flush=True)
+    outcomes = [results[tuple(asdict(mutant).values())]["outcome"] for mutant in mutants]
+    print({outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))}, "of", len(mutants), "drawn")
+
+
+def write(path: Path, code: str, number: int) -> None:
+    """With a time of its own, by which Python knows what it has compiled of an earlier one."""
+    path.write_text(code)
+    os.utime(path, (1_000_000_000 + number,) * 2)
+
+
+def changed(was: str, becomes: str) -> tuple[str, str]:
+    """The lines that differ."""
+    lines = list(difflib.ndiff(was.splitlines(), becomes.splitlines()))
+    old, new = (" ".join(line[2:].strip() for line in lines if line.startswith(mark)) for mark in ("- ", "+ "))
+    return old, new
+
+
+def outcome_of(tree: Path, tests: list[str], seconds: dict[str, float], budget: float) -> tuple[str, str]:
+    """What becomes of the mutant that is in the tree, and by which test."""
+    if not tests:
+        return "survived", "no test"
+    first, further, spent = [], [], 0.0
+    for name in tests:
+        spent += 0.02 + seconds[name]
+        if spent > budget and first:
+            break
+        (first if spent < FIRST or not first else further).append(name)
+    for batch in filter(None, (first, further)):
+        limit = PATIENCE * (FIRST + sum(seconds[name] for name in batch))
+        failed = fork.forked(tree, limit, "run", batch)
+        if failed is None:
+            return "out of time", ""
+        if failed:
+            return "killed", failed[0]
+    return "survived", f"{len(first) + len(further)} tests"
+
+
+if __name__ == "__main__":
+    main()

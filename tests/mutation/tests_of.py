@@ -1,0 +1,132 @@
+"""Runs tests in this process: which are asked for, in which order, which of them fails, and what they reach."""
+
+import json
+import os
+import sys
+import uuid
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from tests.mutation.scope import VARIANTS
+
+T = TypeVar("T")
+Reached = dict[str, dict[int, list[str]]]
+"""By file and line, the tests that run it."""
+
+
+class Chosen:
+    """A plugin of pytest: the tests asked for alone, in the order asked for.
+
+    If none are, all, but of each that has many sets of parameters ``VARIANTS``, which lie equally far apart.
+    """
+
+    def __init__(self, asked: list[str]) -> None:
+        self.order = {name: place for place, name in enumerate(asked)}
+        self.seconds: dict[str, float] = {}
+        self.passed: list[str] = []
+        self.failed: list[str] = []
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if self.order:
+            asked = [item for item in items if item.nodeid in self.order]
+            items[:] = sorted(asked, key=lambda item: self.order[item.nodeid])
+            return
+        variants: dict[str, list[pytest.Item]] = {}
+        for item in items:
+            variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        items[:] = [each for of_one in variants.values() for each in spread(of_one)]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
+        if report.failed:
+            self.failed.append(report.nodeid)
+        elif report.passed and report.when == "call":
+            self.passed.append(report.nodeid)
+
+
+def spread(items: list[T]) -> list[T]:
+    """``VARIANTS`` of them, equally far apart."""
+    return [items[number * len(items) // VARIANTS] for number in range(VARIANTS)] if len(items) > VARIANTS else items
+
+
+def run(asked: list[str]) -> list[str] | None:
+    """The first of these tests that fails, or "nothing could be collected"; none where all pass."""
+    chosen = Chosen(asked)
+    files = sorted({name.partition("::")[0] for name in asked})
+    status = _pytest(files, chosen)
+    if status == 0:
+        return []
+    return chosen.failed or ["at import"]
+
+
+def _pytest(files: list[str], *plugins: Any) -> int:
+    return int(pytest.main([*files, "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short"], [*plugins]))
+
+
+class Tracing:
+    """A plugin of pytest that notes which lines each test reaches, in this process and in workers of the pool."""
+
+    def __init__(self, tree: Path, notes: Path) -> None:
+        self.coverage, self.notes = started(tree, ""), notes
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
+        from tests import pool
+
+        self.coverage.switch_context(item.nodeid)
+        real = pool._run
+        pool._run = lambda world_size, function, arguments, timeout: real(
+            world_size, traced, (str(self.notes), item.nodeid, function, *arguments), 3 * timeout
+        )
+        yield
+        pool._run = real
+        self.coverage.switch_context("")
+        for name, module in list(sys.modules.items()):  # who finds a result in a cache reaches what made it, too
+            if name.startswith("mcore_bridge"):
+                for each in list(vars(module).values()):
+                    getattr(each, "cache_clear", int)()
+
+
+def started(tree: Path, context: str) -> Any:
+    from coverage import Coverage
+
+    coverage = Coverage(data_file=None, config_file=False, source=[str(tree / "mcore_bridge")], context=context)
+    coverage.start()
+    return coverage
+
+
+def traced(notes: str, name: str, function: Any, *arguments: Any) -> Any:
+    """``function`` in a worker, with a note of what it reaches."""
+    coverage = started(Path.cwd(), name)
+    try:
+        return function(*arguments)
+    finally:
+        coverage.stop()
+        (Path(notes) / uuid.uuid4().hex).write_text(json.dumps(_reached(coverage)))
+
+
+def _reached(coverage: Any) -> Reached:
+    data = coverage.get_data()
+    return {os.path.relpath(file): data.contexts_by_lineno(file) for file in data.measured_files()}
+
+
+def record(file: str, notes: str) -> dict[str, Any]:
+    """Seconds that each test of a file takes which passes, and what they reach."""
+    folder = Path(notes)
+    folder.mkdir(parents=True, exist_ok=True)
+    chosen, tracing = Chosen([]), Tracing(Path.cwd(), folder)
+    pytest.main([file, "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short"], [chosen, tracing])
+    tracing.coverage.stop()
+    found: dict[str, dict[str, set[str]]] = {}
+    for each in (_reached(tracing.coverage), *(json.loads(note.read_text()) for note in folder.iterdir())):
+        for path, lines in each.items():
+            for line, names in lines.items():
+                found.setdefault(path, {}).setdefault(str(line), set()).update(names)
+    passed = set(chosen.passed) - set(chosen.failed)
+    return {
+        "seconds": {name: round(chosen.seconds[name], 3) for name in sorted(passed)},
+        "reached": {p: {n: sorted(names & passed) for n, names in lines.items()} for p, lines in found.items()},
+    }
