@@ -99,13 +99,14 @@ def statement_at(module: ast.Module, line: int) -> tuple[range, bool]:
     """The lines of the smallest statement there, less those of its body; and whether it runs at import."""
     found, in_function = range(line, line + 1), False
     for node in ast.walk(module):
-        if isinstance(node, ast.stmt) and node.lineno <= line <= node.end_lineno:
-            body = getattr(node, "body", None)
-            stop = body[0].lineno if body else node.end_lineno + 1
-            if isinstance(node, ast.FunctionDef):
-                in_function |= line >= stop
-            if line < stop or not body:
-                found = range(node.lineno, max(stop, line + 1))
+        if not isinstance(node, ast.stmt):
+            continue
+        body, decorators = getattr(node, "body", None), getattr(node, "decorator_list", ())
+        start = min([node.lineno, *(each.lineno for each in decorators)])
+        stop = body[0].lineno if body else node.end_lineno + 1
+        if start <= line < stop:
+            found = range(start, stop)
+        in_function |= isinstance(node, ast.FunctionDef) and stop <= line <= node.end_lineno
     return found, not in_function
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 import uuid
 from pathlib import Path
 from typing import Any, TypeVar
@@ -100,12 +101,13 @@ def started(tree: Path, context: str) -> Any:
 
 def traced(notes: str, name: str, function: Any, *arguments: Any) -> Any:
     """``function`` in a worker, with a note of what it reaches."""
-    coverage = started(Path.cwd(), name)
+    coverage, begin = started(Path.cwd(), name), time.monotonic()
     try:
         return function(*arguments)
     finally:
         coverage.stop()
-        (Path(notes) / uuid.uuid4().hex).write_text(json.dumps(_reached(coverage)))
+        note = {"name": name, "seconds": time.monotonic() - begin, "reached": _reached(coverage)}
+        (Path(notes) / uuid.uuid4().hex).write_text(json.dumps(note))
 
 
 def _reached(coverage: Any) -> Reached:
@@ -114,14 +116,17 @@ def _reached(coverage: Any) -> Reached:
 
 
 def record(file: str, notes: str) -> dict[str, Any]:
-    """Seconds that each test of a file takes which passes, and what they reach."""
+    """Seconds that each test of a file takes which passes, those of workers too, and what they reach."""
     folder = Path(notes)
     folder.mkdir(parents=True, exist_ok=True)
     chosen, tracing = Chosen([]), Tracing(Path.cwd(), folder)
     pytest.main([file, "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short"], [chosen, tracing])
     tracing.coverage.stop()
     found: dict[str, dict[str, set[str]]] = {}
-    for each in (_reached(tracing.coverage), *(json.loads(note.read_text()) for note in folder.iterdir())):
+    of_workers = [json.loads(note.read_text()) for note in folder.iterdir()]
+    for each in of_workers:
+        chosen.seconds[each["name"]] += each["seconds"]
+    for each in (_reached(tracing.coverage), *(note["reached"] for note in of_workers)):
         for path, lines in each.items():
             for line, names in lines.items():
                 found.setdefault(path, {}).setdefault(str(line), set()).update(names)
