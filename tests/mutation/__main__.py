@@ -23,6 +23,7 @@ from typing import Any
 from tests.mutation import fork
 from tests.mutation.draw import Mutant, drawn
 from tests.mutation.scope import CODE, OF_TABLES, TESTS_LEFT_OUT
+from tests.mutation.tests_of import AT_IMPORT
 
 ROOT = Path(__file__).parents[2]
 FIRST = 5.0
@@ -116,7 +117,7 @@ def run(tree: Path, mutants: list[Mutant], record: dict[str, Any], asked: argpar
     lines = [json.loads(line) for line in known.read_text().splitlines()] if known.exists() else []
     results = {tuple(each["mutant"].values()): each for each in lines}
     equivalent = tomllib.loads((Path(__file__).parent / "equivalent.toml").read_text())["mutant"]
-    believed: dict[str, bool] = {}
+    believed = {AT_IMPORT: True}
     for number, mutant in enumerate(mutants):
         key = tuple(asdict(mutant).values())
         if key in results and not (asked.again and results[key]["outcome"] == "survived"):
@@ -137,7 +138,7 @@ def run(tree: Path, mutants: list[Mutant], record: dict[str, Any], asked: argpar
             if outcome == "killed" and by not in believed:  # a test may fail here whatever is tested
                 believed[by] = fork.forked(tree, 300.0, "run", [by]) == []
             if outcome == "killed" and not believed[by]:
-                outcome = f"not decided: {by} fails by itself"
+                outcome = "not decided"
             result |= {"outcome": outcome, "by": by}
         result["seconds"] = round(time.monotonic() - begin, 1)
         results[key] = result

@@ -13,6 +13,9 @@ import pytest
 from tests.mutation.scope import VARIANTS
 
 T = TypeVar("T")
+PLAIN = ("-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short")
+AT_IMPORT = "what is at import"
+"""What fails where no test does."""
 Reached = dict[str, dict[int, list[str]]]
 """By file and line, the tests that run it."""
 
@@ -32,8 +35,8 @@ class Chosen:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         if self.order:
-            asked = [item for item in items if item.nodeid in self.order]
-            items[:] = sorted(asked, key=lambda item: self.order[item.nodeid])
+            asked = {item: self.order.get(item.nodeid, self.order.get(item.location[0])) for item in items}
+            items[:] = sorted((item for item in items if asked[item] is not None), key=asked.__getitem__)
             return
         variants: dict[str, list[pytest.Item]] = {}
         for item in items:
@@ -53,18 +56,12 @@ def spread(items: list[T]) -> list[T]:
     return [items[number * len(items) // VARIANTS] for number in range(VARIANTS)] if len(items) > VARIANTS else items
 
 
-def run(asked: list[str]) -> list[str] | None:
-    """The first of these tests that fails, or "nothing could be collected"; none where all pass."""
+def run(asked: list[str]) -> list[str]:
+    """Which of these tests, or of those of these files, fails first; none where all pass."""
     chosen = Chosen(asked)
     files = sorted({name.partition("::")[0] for name in asked})
-    status = _pytest(files, chosen)
-    if status == 0:
-        return []
-    return chosen.failed or ["at import"]
-
-
-def _pytest(files: list[str], *plugins: Any) -> int:
-    return int(pytest.main([*files, "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short"], [*plugins]))
+    status = pytest.main([*files, "-x", *PLAIN], [chosen])
+    return [] if status == pytest.ExitCode.OK else chosen.failed or [AT_IMPORT]
 
 
 class Tracing:
@@ -120,7 +117,7 @@ def record(file: str, notes: str) -> dict[str, Any]:
     folder = Path(notes)
     folder.mkdir(parents=True, exist_ok=True)
     chosen, tracing = Chosen([]), Tracing(Path.cwd(), folder)
-    pytest.main([file, "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short"], [chosen, tracing])
+    pytest.main([file, *PLAIN], [chosen, tracing])
     tracing.coverage.stop()
     found: dict[str, dict[str, set[str]]] = {}
     of_workers = [json.loads(note.read_text()) for note in folder.iterdir()]
