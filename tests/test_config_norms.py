@@ -9,6 +9,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING
 
+from mcore_bridge.config.derived import WINDOWS
 from mcore_bridge.config.hf import read_config
 from mcore_bridge.config.rope import Rope
 from mcore_bridge.config.scales import QUERY
@@ -88,6 +89,13 @@ def test_what_comes_back_is_read_alike(name: str) -> None:
     assert back.keys() - {"head_dim"} <= hf.to_dict().keys() | {"partial_rotary_factor", "rope_scaling"}
     again = read_config(CONFIG_MAPPING[hf.model_type].from_dict({**back, "pad_token_id": hf.pad_token_id}))
     assert built(again) == built(hf)
+
+
+@pytest.mark.parametrize(("freq", "found"), [(2, [1, 0, 1, 0]), ([1, 1, 0, 0], [1, 1, 0, 0]), (None, [1, 1, 1, 1])])
+def test_windows_come_back_by_layer_however_mcore_says_them(freq: object, found: list[int]) -> None:
+    kinds = [("full_attention", "sliding_attention")[each] for each in found]
+    mcore = {"num_layers": 4, "window_size": (4, 0), "window_attn_skip_freq": freq}
+    assert WINDOWS.to_hf(mcore) == {"sliding_window": 5, "layer_types": kinds}
 
 
 @pytest.mark.parametrize("fields", [GEMMA3, GEMMA3_OF_5], ids=["spelled as 4", "spelled as 5"])

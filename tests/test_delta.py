@@ -12,6 +12,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from transformers import CONFIG_MAPPING
 
 from mcore_bridge import ParallelDims, build_model, to_layer_spec, to_transformer_config
+from mcore_bridge.config.derived_delta import LINEAR_LAYERS
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory.delta import (
     CHUNK,
@@ -70,6 +71,14 @@ def is_built(sizes):
     except ConfigError as error:
         return "does not support context parallel" not in str(error)
     return True
+
+
+@pytest.mark.parametrize("kind", ["linear_attention", "full_attention"])
+def test_all_layers_may_be_of_one_kind(kind):
+    hf = {"layer_types": [kind] * 3, "num_hidden_layers": 3, "hidden_act": "silu"}
+    mcore = {**LINEAR_LAYERS.to_mcore(hf), "num_layers": 3}
+    assert mcore["linear_attention_freq"] == ([1, 1, 1] if kind == "linear_attention" else None)
+    assert LINEAR_LAYERS.to_hf(mcore) == {"layer_types": [kind] * 3}
 
 
 MESHES = {

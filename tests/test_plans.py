@@ -5,6 +5,7 @@ Most changes to a planner leave every export right, only slower or larger. So a 
 """
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from mcore_bridge import EngineRank, ParallelDims, engine_ranks
 from mcore_bridge.commands.fake import plan_mesh
 from mcore_bridge.commands.options import smallest_world
+from mcore_bridge.errors import MappingError
 from mcore_bridge.factory.blueprint import draw
 from mcore_bridge.weights.footprint import footprint
 from mcore_bridge.weights.lanes import plan_targets
@@ -22,11 +24,15 @@ from tests.strategies import tiny
 
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8}
 EXPERTS = {"num_experts": 96, "num_experts_per_tok": 2, "moe_intermediate_size": 1536, "mlp_only_layers": []}
+SMALLER = {**EXPERTS, "moe_intermediate_size": 960}
 MODELS = {
     "8B": tiny("qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, **HEADS),
     "32B": tiny("llama", vocab_size=151936, hidden_size=5120, intermediate_size=25600, num_hidden_layers=16, **HEADS),
     "70B": tiny("llama", vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=16, **HEADS),
-    "small tied": tiny("qwen2", vocab_size=97, num_hidden_layers=6, tie_word_embeddings=True),
+    "experts of 13 MB": tiny(
+        "qwen3_moe", hidden_size=7168, head_dim=128, vocab_size=32000, num_hidden_layers=2, **SMALLER, **HEADS
+    ),
+    "small tied": tiny("qwen2", vocab_size=65, num_hidden_layers=6, tie_word_embeddings=True),
     "experts": tiny(
         "qwen3_moe", hidden_size=7168, head_dim=128, vocab_size=32000, num_hidden_layers=4, **EXPERTS, **HEADS
     ),
@@ -53,6 +59,7 @@ MESHES = {
 ENGINES = {
     "TP1": engine_ranks(),
     "TP2": engine_ranks(tp=2),
+    "TP4": engine_ranks(tp=4),
     "TP8": engine_ranks(tp=8),
     "TP8 EP8": engine_ranks(tp=8, ep=8),
     "PP2": engine_ranks(pp=2),
@@ -69,11 +76,12 @@ PLANS: dict[Case, tuple[int, int, int, int]] = {
     ("70B", "TP2 PP2", "", None): (69, 3015774208, 681, 553682215),
     ("70B", "TP2 PP16", "", 256): (208, 2871033856, 1451, 2905903987),
     ("experts", "EP96", "", None): (114, 1976988160, 6322, 3764750874),
+    ("experts of 13 MB", "EP96", "", None): (38, 1925251072, 3356, 3203746511),
     ("experts", "PP2 EP96", "", None): (154, 1842999808, 8190, 3301788537),
     ("experts", "TP2 PP2 EP4", "", 128): (402, 703092736, 4394, 1511707708),
     ("experts", "TP2 EP2 ETP2", "", 32): (1605, 558381056, 14075, 28181413),
     ("small stacked", "TP2 EP4", "", 0.03125): (57, 225792, 545, 1893923091),
-    ("small tied", "TP2 PP2", "", 0.03125): (35, 116064, 377, 2904811770),
+    ("small tied", "TP2 PP2", "", 0.03125): (35, 116160, 379, 2818152165),
     ("8B", "PP4", "TP1", None): (212, 1522075744, 2385, 1843383104),
     ("8B", "TP4", "TP2", None): (53, 1004020320, 1892, 2816606116),
     ("70B", "TP2 PP2", "TP1", None): (546, 2703292928, 5264, 2657097335),
@@ -82,7 +90,7 @@ PLANS: dict[Case, tuple[int, int, int, int]] = {
     ("experts", "TP2 PP2 EP4", "EP3", None): (64, 1181470720, 1848, 750206553),
     ("experts", "TP2 EP2 ETP2", "TP8", None): (18, 639201280, 2596, 1132251669),
     ("small stacked", "TP2 EP4", "TP2", 0.125): (10, 244064, 397, 738689008),
-    ("small tied", "TP2 PP2", "PP2", 0.03125): (31, 103776, 388, 530974822),
+    ("small tied", "TP2 PP2", "PP2", 0.03125): (31, 96096, 384, 2727175994),
     ("wide 115328", "TP4", "", None): (124, 1984847872, 1166, 2971448501),
     ("wide 112448", "TP4", "", None): (84, 1968070656, 894, 1367384558),
     ("wide 112448", "PP4", "", None): (104, 1993400320, 597, 3981205667),
@@ -92,7 +100,8 @@ PLANS: dict[Case, tuple[int, int, int, int]] = {
     ("wide 77248", "TP4", "", None): (18, 1968185344, 416, 1028586733),
     ("wide 64448", "PP4", "", None): (44, 1987174400, 335, 2551812498),
     ("wide 51648", "TP4", "", None): (14, 1942028288, 388, 3875115486),
-    ("small tied", "TP4", "TP1", 0.0625): (27, 116672, 740, 305196793),
+    ("small tied", "TP4", "TP4", 0.0625): (5, 65024, 152, 2773123557),
+    ("small tied", "TP4", "TP1", 0.0625): (27, 116672, 719, 199229607),
 }
 """By model, mesh, engine and MB of a bucket: messages, bytes of memory, moves of a rank, and a number for all of it."""
 
@@ -126,6 +135,15 @@ def planned(model: str, mesh: str, engine: str, megabytes: float | None) -> tupl
 def test_plans_are_what_they_were(kind: str) -> None:
     kept = {case: found for case, found in PLANS.items() if case[0].startswith(kind)}
     assert {case: planned(*case) for case in kept} == kept
+
+
+def test_ranks_that_describe_a_parameter_otherwise_are_refused() -> None:
+    held = replica("small tied", "TP4")
+    first, *others = held.inventories[1].held
+    inventories = [*held.inventories]
+    inventories[1] = replace(inventories[1], held=(replace(first, dtype=torch.float32), *others))
+    with pytest.raises(MappingError, match=r"rank 1 of the group holds .*float32.* another .*bfloat16"):
+        plan_export(held.mapping, held.axes, held.num_layers, inventories, bucket_bytes=None)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import os
 import shutil
 import time
 import tomllib
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -79,21 +80,20 @@ def recorded(tree: Path, folder: Path) -> dict[str, Any]:
 
 
 def tests_for(mutant: Mutant, tree: Path, record: dict[str, Any]) -> list[str]:
-    """The tests that reach a mutant, quickest first, those behind that call the same function with other arguments."""
+    """The tests that reach a mutant, quickest first, but behind others where they have only other parameters."""
     lines, is_run_at_import = statement_at(ast.parse((tree / mutant.file).read_text()), mutant.line)
     reached = record["reached"].get(mutant.file, {})
+    names, before = {name for line in lines for name in reached.get(line, [])}, set[str]()
     if is_run_at_import:
-        names = {name for found in reached.values() for name in found}
         patterns = next(tests for files, tests in OF_TABLES.items() if fnmatch.fnmatch(mutant.file, files))
-        names = names or {name for each in patterns for name in fnmatch.filter(record["seconds"], f"tests/{each}")}
-    else:
-        names = {name for line in lines for name in reached.get(line, [])}
-    seconds, seen, found = record["seconds"], {}, []
+        before = {name for each in patterns for name in fnmatch.filter(record["seconds"], f"tests/{each}")}
+        names = before.union(*reached.values())
+    seconds, seen, found = record["seconds"], Counter[str](), []
     for name in sorted(names, key=lambda name: (seconds[name], name)):
         function = name.partition("[")[0]
-        seen[function] = seen.get(function, 0) + 1
-        found.append(((0.05 + seconds[name]) * seen[function], name))
-    return [name for _, name in sorted(found)]
+        seen[function] += 1
+        found.append((name not in before, (0.05 + seconds[name]) * seen[function], name))
+    return [name for *_, name in sorted(found)]
 
 
 def statement_at(module: ast.Module, line: int) -> tuple[range, bool]:
