@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig
 
+from mcore_bridge import plugins
 from mcore_bridge.config.hf import read_config
 from mcore_bridge.config.rope import rope_of
 from mcore_bridge.errors import ConfigError
@@ -137,6 +138,15 @@ def test_a_bad_folder_is_one_clear_error(text: str | None, message: str, tmp_pat
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_config(tmp_path)
+
+
+def test_a_plugin_may_bring_the_class_of_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OfAPlugin(LlamaConfig):  # type: ignore[misc]
+        model_type = "of_a_plugin"
+
+    monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", dict(CONFIG_MAPPING._extra_content))
+    monkeypatch.setattr(plugins, "load", lambda: iter([AutoConfig.register("of_a_plugin", OfAPlugin)]))
+    assert type(read({**family("llama"), "model_type": "of_a_plugin"}, tmp_path)) is OfAPlugin
 
 
 def test_a_file_instead_of_a_folder_is_refused(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
         "norm_topk_prob must be True",
     ),
     "`n_group` above 1": ({"n_group": 4, "topk_group": 3, "num_experts_per_tok": 4}, "must be twice topk_group=3"),
-    "`topk_method` but `greedy`": ({"topk_method": "noaux_tc"}, "topk_method must be 'greedy'"),
+    "`topk_method` but `greedy`": ({"topk_method": "best"}, "topk_method must be 'greedy'"),
     "`group_limited_greedy` unless": (
         {"topk_method": "group_limited_greedy", "topk_group": 2, "num_experts_per_tok": 5},
         "must be less than twice topk_group=2",

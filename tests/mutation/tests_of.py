@@ -17,7 +17,7 @@ PLAIN = ("-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short")
 AT_IMPORT = "what is at import"
 """What fails where no test does."""
 Reached = dict[str, dict[int, list[str]]]
-"""By file and line, the tests that run it."""
+"""By file and line, the tests that run it; "" is what runs before them, at import."""
 
 
 class Chosen:
@@ -130,5 +130,5 @@ def record(file: str, notes: str) -> dict[str, Any]:
     passed = set(chosen.passed) - set(chosen.failed)
     return {
         "seconds": {name: round(chosen.seconds[name], 3) for name in sorted(passed)},
-        "reached": {p: {n: sorted(names & passed) for n, names in lines.items()} for p, lines in found.items()},
+        "reached": {p: {n: sorted(names & {*passed, ""}) for n, names in lines.items()} for p, lines in found.items()},
     }
