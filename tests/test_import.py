@@ -16,6 +16,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = {
     "errors": 0,
     "cpu": 1,
+    "machine": 1,
     "plugins": 1,
     "config": 2,
     "architecture": 3,

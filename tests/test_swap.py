@@ -26,6 +26,7 @@ from transformers import AutoConfig
 import mcore_bridge as mb
 from mcore_bridge.commands.convert import convert
 from mcore_bridge.errors import BridgeError, CheckpointError
+from mcore_bridge.machine import start_time
 from mcore_bridge.weights import folder_lock, swap
 from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.folder_lock import LOCK, STALE, Writer
@@ -291,7 +292,7 @@ def test_another_writer_is_judged_by_its_process_or_by_its_last_sign_of_life(tmp
 
     save(models["a"], tmp_path)
     here = {"machine": Writer().machine, "host": "here"}
-    alive = {**here, "pid": os.getppid(), "started": folder_lock._start_time(os.getppid())}
+    alive = {**here, "pid": os.getppid(), "started": start_time(os.getppid())}
     refused(lock_of(tmp_path, **alive), f"process {os.getppid()} on here .since yesterday. writes to .*remove .*{LOCK}")
     refused(lock_of(tmp_path), "process 77 on far .*a sign of life [01] s ago.*remove .*try again when")
     (tmp_path / LOCK).write_text("{")

@@ -13,12 +13,12 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from mcore_bridge.errors import BridgeError, LostRankError
+from mcore_bridge.machine import start_time, this_machine
 
 _SECONDS = 3.0
 """How long the first failure of a job waits for word of who was lost."""
@@ -51,7 +51,7 @@ def note_process() -> None:
         return
     _noted.add(world)
     with suppress(Exception):  # it only makes a message better
-        _Notes().add(_machine(), f"{dist.get_rank()} {os.getpid()} {_started(os.getpid())}")
+        _Notes().add(this_machine(), f"{dist.get_rank()} {os.getpid()} {start_time(os.getpid())}")
 
 
 def _who() -> str:
@@ -77,7 +77,7 @@ def _ask(found: list[str], world: Any) -> None:
         )  # what fails behind the first waits no more
         notes = _Notes()
         while True:
-            ended = [entry for entry in notes.of(_machine()) if not _is_alive(*entry.split()[1:])]
+            ended = [entry for entry in notes.of(this_machine()) if not _is_alive(*entry.split()[1:])]
             told = set(notes.of("ended"))
             here = {f"{rank} (process {pid} on {socket.gethostname()})" for rank, pid, _ in map(str.split, ended)}
             for name in here - told:
@@ -104,20 +104,5 @@ class _Notes:
         return [self._store.get(key).decode() for key in keys if self._store.check([key])]
 
 
-def _machine() -> str:
-    """What processes have in common that can see each other."""
-    parts = (Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid"))
-    return " ".join((socket.gethostname(), *parts))
-
-
-def _started(pid: int) -> str:
-    """When a process began, in ticks of its machine; empty where it has ended, waited for or not."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
-
-
 def _is_alive(pid: str, started: str) -> bool:
-    return _started(int(pid)) == started
+    return start_time(int(pid)) == started

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.machine import start_time, this_machine
 
 PREFIX = ".mcore_bridge."
 """How everything begins that a save puts into its target besides the result."""
@@ -28,24 +29,6 @@ STALE = 600.0
 """Seconds after which the lock of a writer on another machine is taken over."""
 
 
-def _machine() -> str:
-    """What processes share that see each other under one number: this start of the machine, and the pid namespace."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""  # unknown: the age of the lock decides
-
-
-def _start_time(pid: int) -> str | None:
-    """When a process of this machine started, in ticks since boot; None if it is dead."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in "ZX" else fields[19]
-
-
 @dataclass(frozen=True, slots=True)
 class Writer:
     """Who holds a lock. ``token`` is unique to one save."""
@@ -53,8 +36,8 @@ class Writer:
     token: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
-    machine: str = field(default_factory=_machine)
-    started: str = field(default_factory=lambda: _start_time(os.getpid()) or "" if _machine() else "")
+    machine: str = field(default_factory=this_machine)
+    started: str = field(default_factory=lambda: start_time(os.getpid()))
     since: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S%z"))
 
     def __str__(self) -> str:
@@ -63,12 +46,12 @@ class Writer:
     @property
     def is_here(self) -> bool:
         """Whether it runs, or ran, where this process could see it."""
-        return bool(self.machine) and self.machine == _machine()
+        return bool(self.machine) and self.machine == this_machine()
 
     @property
     def is_dead(self) -> bool:
         """Of a writer that is here: whether its process has ended."""
-        return _start_time(self.pid) != self.started
+        return start_time(self.pid) != self.started
 
 
 @contextmanager
