@@ -39,7 +39,7 @@ CALLS = {export: ExportError, save: CheckpointError, forward: ExportError}
 
 def survive(rank, folder, machines, seconds):
     """Rank 1 is killed when all have begun; the others write down how each call ends."""
-    mock.patch.multiple(lost, _machine=lambda: machines[rank], _SECONDS=seconds).start()
+    mock.patch.multiple(lost, this_machine=lambda: machines[rank], _SECONDS=seconds).start()
     world = dist.FileStore(os.path.join(folder, "store"), 3)
     timeout = datetime.timedelta(seconds=30)
     dist.init_process_group("gloo", store=world, rank=rank, world_size=3, timeout=timeout)
