@@ -146,6 +146,7 @@ def save_in_stacks(models: Any, target: Path, *, optimizer: Any, common: dict[st
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 
+    stepping.let_megatron_save()
     metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
     (ddp,) = models
     model = ddp.module
