@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import mcore_bridge
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mcore_bridge"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -30,7 +32,28 @@ LEVELS = {
 }
 """A module imports only from lower levels, or from its own folder."""
 
-DISTRIBUTED = {"weights/transport.py", "config/processes.py", "config/lost.py", "batches/collectives.py"}
+CIRCLES = {
+    "architecture weights",
+    "architecture weights/bound weights/checkpoint weights/export weights/manifest weights/pending weights/provenance",
+    "config/balance config/fit config/parallel config/pipeline config/processes",
+    "factory/experts factory/keys factory/latent factory/norms factory/sparse factory/specs",
+    "weights/footprint weights/plan",
+    "weights/kernel weights/moves",
+}
+"""Modules and folders that import each other today, if only for type checkers or inside of functions."""
+
+DISTRIBUTED = {
+    "batches/collectives.py",
+    "commands/convert.py",
+    "commands/fake.py",
+    "commands/logits.py",
+    "commands/memory.py",
+    "commands/serving.py",
+    "config/lost.py",
+    "config/processes.py",
+    "weights/transport.py",
+}
+"""The files that touch torch.distributed."""
 FILES = {"weights/dist_writer.py", "weights/torch_dist.py", "weights/torch_dist_files.py"}
 """They know of ``torch.distributed.checkpoint`` alone, by which torch calls the format of files."""
 
@@ -131,12 +154,12 @@ def test_importing_needs_neither_transformer_engine_nor_a_gpu() -> None:
 # the source -----------------------------------------------------------------------------------------------------------
 
 
-def imports(path: Path) -> Iterator[str]:
-    """The modules that a file imports at run time, at any depth; what only type checkers see is left out."""
+def imports(path: Path, *, types: bool = False) -> Iterator[str]:
+    """The modules and names that a file imports, at any depth; those for type checkers alone only with ``types``."""
     waiting: list[ast.AST] = [ast.parse(path.read_text())]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not types:
             waiting.extend(node.orelse)
             continue
         if isinstance(node, ast.Import):
@@ -145,6 +168,71 @@ def imports(path: Path) -> Iterator[str]:
             assert node.level == 0, f"{path}: imports are absolute"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         waiting.extend(ast.iter_child_nodes(node))
+
+
+def module_of(path: Path) -> str:
+    """A file of ours without the package, such as ``weights/load``; a folder stands for its ``__init__``."""
+    return path.relative_to(PACKAGE.parent).with_suffix("").as_posix().removesuffix("/__init__").partition("/")[2]
+
+
+def import_graph() -> dict[str, set[str]]:
+    """What each module of ours imports of ours, in any way. The package itself only looks names up, and is left out."""
+    modules = {module_of(path): path for path in MODULES}
+
+    def owner(imported: str) -> str:
+        name = imported.removeprefix("mcore_bridge").lstrip(".").replace(".", "/")
+        return name if name in modules else name.rpartition("/")[0]
+
+    return {
+        module: {owner(name) for name in imports(path, types=True) if name.startswith("mcore_bridge.")} - {module, ""}
+        for module, path in modules.items()
+        if module
+    }
+
+
+def folders(graph: dict[str, set[str]], depth: int) -> dict[str, set[str]]:
+    """The graph of folders ``depth`` deep, and of the modules above them."""
+    merged: dict[str, set[str]] = {}
+    for module, targets in graph.items():
+        name, *others = ("/".join(each.split("/")[:depth]) for each in (module, *targets))
+        merged.setdefault(name, set()).update(set(others) - {name})
+    return merged
+
+
+def circles(graph: dict[str, set[str]]) -> set[str]:
+    """The largest sets of nodes that all lead to each other, in words."""
+    reached = {}
+    for start in graph:
+        reached[start], waiting = set[str](), [start]
+        while waiting:
+            new = graph.get(waiting.pop(), set()) - reached[start]
+            reached[start] |= new
+            waiting.extend(new)
+    return {" ".join(sorted(m for m in reached[n] if n in reached[m])) for n in graph if n in reached[n]}
+
+
+def test_no_modules_or_folders_import_each_other() -> None:
+    graph = import_graph()
+    assert all(targets <= graph.keys() for targets in graph.values())
+    found = {circle for depth in (1, 2, 3, 4) for circle in circles(folders(graph, depth))}
+    assert found == CIRCLES
+
+
+def test_a_circle_would_be_seen() -> None:
+    graph = {"a/x": {"b/y"}, "b/y": {"b/z"}, "b/z": {"c"}, "b/v": {"a/w"}, "a/w": set(), "c": {"d"}, "d": {"b/y"}}
+    assert circles(graph) == {"b/y b/z c d"}
+    assert circles(folders(graph, 1)) == {"a b c d"}
+
+
+def test_names_for_type_checkers_are_those_of_the_table() -> None:
+    package = PACKAGE / "__init__.py"
+    typed = set(imports(package, types=True)) - set(imports(package))
+    assert typed == {f"mcore_bridge.{home}.{name}" for name, home in mcore_bridge._HOMES.items()}
+
+
+def test_no_public_name_is_a_module() -> None:
+    """The first import below it would put the module in place of what users call."""
+    assert not set(mcore_bridge.__all__) & {module_of(path).split("/")[0] for path in MODULES}
 
 
 def level_of(module: str) -> int | None:
@@ -171,8 +259,7 @@ def test_only_few_modules_know_of_processes() -> None:
             if f"{module}.".startswith("torch.distributed."):
                 kind = "files" if module.startswith("torch.distributed.checkpoint.") else "processes"
                 found.setdefault(kind, set()).add(str(path.relative_to(PACKAGE)))
-    assert {name for name in found["processes"] if not name.startswith("commands/")} <= DISTRIBUTED
-    assert "weights/transport.py" in found["processes"]
+    assert found["processes"] == DISTRIBUTED
     assert found["files"] == FILES
 
 
