@@ -24,9 +24,9 @@ import torch
 from benchmarks.plan import DEEPSEEK
 from mcore_bridge.commands.whole import whole_model
 from mcore_bridge.weights.checkpoint import INDEX
-from mcore_bridge.weights.manifest import TensorSpec
 from mcore_bridge.weights.safetensors_file import SafetensorsWriter
 from mcore_bridge.weights.shards import MAX_SHARD_BYTES
+from mcore_bridge.weights.spec import TensorSpec
 from mcore_bridge.weights.whole import specs_of
 
 

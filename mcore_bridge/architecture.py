@@ -25,8 +25,7 @@ from mcore_bridge.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from mcore_bridge.weights.mapping import Rule
-    from mcore_bridge.weights.provenance import Dialect
+    from mcore_bridge.weights.mapping import Dialect, Rule
 
 
 @dataclass(frozen=True, kw_only=True)

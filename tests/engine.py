@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.weights.buffers import BufferRing
-from mcore_bridge.weights.manifest import Manifest, TensorSpec, digest
+from mcore_bridge.weights.manifest import Manifest, digest
 from mcore_bridge.weights.receiver import Receiver
+from mcore_bridge.weights.spec import TensorSpec
 
 OPENED, FINISH, CLOSE = "opened", "finish", "close"
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 from mcore_bridge.errors import TransferError
 from mcore_bridge.weights.buckets import BucketPlan, plan_buckets
-from mcore_bridge.weights.manifest import TensorSpec
 from mcore_bridge.weights.plan import ExportPlan
+from mcore_bridge.weights.spec import TensorSpec
 
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),

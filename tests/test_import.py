@@ -34,7 +34,6 @@ LEVELS = {
 
 CIRCLES = {
     "architecture weights",
-    "architecture weights/bound weights/checkpoint weights/export weights/manifest weights/pending weights/provenance",
     "config/balance config/fit config/parallel config/pipeline config/processes",
     "factory/experts factory/keys factory/latent factory/norms factory/sparse factory/specs",
     "weights/footprint weights/plan",

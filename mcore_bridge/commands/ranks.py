@@ -21,8 +21,9 @@ from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.dtypes import Dtypes, wanted_dtype
 from mcore_bridge.weights.export import iter_hf_weights
-from mcore_bridge.weights.manifest import Manifest, TensorSpec, digest, manifest
+from mcore_bridge.weights.manifest import Manifest, digest, manifest
 from mcore_bridge.weights.save import save_hf_checkpoint
+from mcore_bridge.weights.spec import TensorSpec
 from mcore_bridge.weights.ties import renamed
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.checkpoint import HEADS, weight_files, write_index
 from mcore_bridge.weights.dtypes import dtype_name, is_exact
 from mcore_bridge.weights.entries import Entry
-from mcore_bridge.weights.manifest import TensorSpec
 from mcore_bridge.weights.safetensors_file import SafetensorsWriter
+from mcore_bridge.weights.spec import TensorSpec
 from mcore_bridge.weights.whole import Part, parts_of, specs_of
 
 

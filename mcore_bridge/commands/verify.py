@@ -17,9 +17,10 @@ from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.dtypes import Dtypes, dtype_name
-from mcore_bridge.weights.manifest import Manifest, TensorSpec
+from mcore_bridge.weights.manifest import Manifest
 from mcore_bridge.weights.mapping import WeightMapping
 from mcore_bridge.weights.names import mtp_layer_of
+from mcore_bridge.weights.spec import TensorSpec
 from mcore_bridge.weights.ties import renamed
 
 if TYPE_CHECKING:

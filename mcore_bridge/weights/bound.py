@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from mcore_bridge.errors import MappingError
 from mcore_bridge.weights.entries import Held, Inventory
 from mcore_bridge.weights.layout import Axes
-from mcore_bridge.weights.mapping import Binding, WeightMapping, axes_of
+from mcore_bridge.weights.mapping import Binding, Dialect, WeightMapping, axes_of
 from mcore_bridge.weights.names import expert_of, held_tensors, kind_of, layer_of, mtp_layer_of, numbering_of, unwrap
-from mcore_bridge.weights.provenance import HF, Dialect, Provenance, provenance_of
+from mcore_bridge.weights.provenance import HF, Provenance, provenance_of
 from mcore_bridge.weights.trace import Trace, trace
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from mcore_bridge.errors import TransferError
 from mcore_bridge.weights.alignment import ALIGNMENT, aligned
 
 if TYPE_CHECKING:
-    from mcore_bridge.weights.manifest import TensorSpec
+    from mcore_bridge.weights.spec import TensorSpec
 
 SLOT_BYTES = 512 << 20
 _FUSED = re.compile(

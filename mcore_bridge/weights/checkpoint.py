@@ -22,7 +22,7 @@ from mcore_bridge.weights.safetensors_file import SafetensorsFile
 from mcore_bridge.weights.strict_json import parse
 
 if TYPE_CHECKING:
-    from mcore_bridge.weights.manifest import TensorSpec
+    from mcore_bridge.weights.spec import TensorSpec
 
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"

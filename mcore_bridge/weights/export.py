@@ -20,12 +20,12 @@ from mcore_bridge.weights.dtypes import Dtypes, problem_of, wanted_dtype
 from mcore_bridge.weights.entries import Inventory
 from mcore_bridge.weights.exchange import raise_failures, run_program
 from mcore_bridge.weights.lanes import plan_targets
-from mcore_bridge.weights.mapping import Rules
+from mcore_bridge.weights.mapping import Dialect, Rules
 from mcore_bridge.weights.pending import gather_pending, heard_by_replicas, require_gatherable
 from mcore_bridge.weights.plan import ExportPlan
 from mcore_bridge.weights.planning import plan_export
 from mcore_bridge.weights.program import Program
-from mcore_bridge.weights.provenance import HF, Dialect
+from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.target import Target
 from mcore_bridge.weights.transport import Group
 from mcore_bridge.weights.uncollected import uncollected

@@ -18,10 +18,10 @@ from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.bound import BoundModel, Models, bind, noted
 from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.dtypes import Dtypes, dtype_name, is_exact, wanted_dtype
-from mcore_bridge.weights.mapping import unstacked
+from mcore_bridge.weights.mapping import Dialect, unstacked
 from mcore_bridge.weights.moves import compiling
 from mcore_bridge.weights.names import expert_of, kind_of, mtp_layer_of
-from mcore_bridge.weights.provenance import HF, Dialect, dialect_of
+from mcore_bridge.weights.provenance import HF, dialect_of
 from mcore_bridge.weights.reading import SliceCopy, read
 from mcore_bridge.weights.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.ties import differing, renamed, require_equal

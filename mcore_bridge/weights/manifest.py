@@ -24,23 +24,10 @@ from mcore_bridge.weights.disk import array_of
 from mcore_bridge.weights.dtypes import Dtypes, dtype_name, problem_of, wanted_dtype
 from mcore_bridge.weights.exchange import raise_failures
 from mcore_bridge.weights.export import iter_hf_weights, open_export
-from mcore_bridge.weights.provenance import HF, Dialect
+from mcore_bridge.weights.mapping import Dialect
+from mcore_bridge.weights.provenance import HF
+from mcore_bridge.weights.spec import TensorSpec
 from mcore_bridge.weights.target import Target
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """One HF tensor: name, shape, dtype, and its digest when it was asked for."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    sha256: str | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that the tensor takes."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

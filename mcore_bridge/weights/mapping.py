@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from typing import Literal
 
 from mcore_bridge.errors import MappingError
 from mcore_bridge.weights.layout import Axes, Layout, Split
@@ -55,6 +56,8 @@ class Binding:
 
 
 Rules = tuple[Rule, ...]
+Dialect = Literal["split", "fused"]
+"""How HF holds the routed experts of a layer: one tensor for each, or one for all of them."""
 
 
 def table(*rows: tuple[str, str, Layout], exported: bool = True) -> Rules:

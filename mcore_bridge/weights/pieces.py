@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mcore_bridge.weights.bound import BoundModel, Models, bind, noted
-from mcore_bridge.weights.mapping import unstacked
+from mcore_bridge.weights.mapping import Dialect, unstacked
 from mcore_bridge.weights.outputs import check_storage
 from mcore_bridge.weights.pending import require_gathered
-from mcore_bridge.weights.provenance import HF, Dialect
+from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.trace import Copy, Shape
 
 

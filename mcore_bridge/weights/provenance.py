@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, Union
+from typing import TYPE_CHECKING, Union
 
 from mcore_bridge.architecture import architecture_of, read_hf
 from mcore_bridge.config.hf import find_folder, with_fields
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.weights.checkpoint import names_in
 from mcore_bridge.weights.layout import REPLICATED, VOCAB
-from mcore_bridge.weights.mapping import Rules, WeightMapping, fused, pattern_of, table
+from mcore_bridge.weights.mapping import Dialect, Rules, WeightMapping, fused, pattern_of, table
 from mcore_bridge.weights.ties import HEAD, is_tied, ties_any_head
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 HF = Union[str, "os.PathLike[str]", "PretrainedConfig"]
 """A folder, a hub name in the local cache, or a config."""
-Dialect = Literal["split", "fused"]
-"""How HF holds the routed experts of a layer: one tensor for each, or one for all of them."""
 
 EMBEDDING = "embedding.word_embeddings.weight"
 # fmt: off

@@ -22,10 +22,12 @@ from mcore_bridge.weights.companions import config_in, copy_companions
 from mcore_bridge.weights.dtypes import Dtypes
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.failures import on_all, require_alike
-from mcore_bridge.weights.manifest import Manifest, TensorSpec, manifest
-from mcore_bridge.weights.provenance import HF, Dialect, Provenance
+from mcore_bridge.weights.manifest import Manifest, manifest
+from mcore_bridge.weights.mapping import Dialect
+from mcore_bridge.weights.provenance import HF, Provenance
 from mcore_bridge.weights.safetensors_file import SafetensorsWriter
 from mcore_bridge.weights.shards import MAX_SHARD_BYTES, Shard, deal_shards, require_positive
+from mcore_bridge.weights.spec import TensorSpec
 from mcore_bridge.weights.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.swap import commit, require_files, target_of, updating_by_all
 from mcore_bridge.weights.ties import HEAD

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights.manifest import Manifest, TensorSpec
+from mcore_bridge.weights.manifest import Manifest
+from mcore_bridge.weights.spec import TensorSpec
 
 MAX_SHARD_BYTES = 5 << 30
 MIN_SHARD_BYTES = 256 << 20

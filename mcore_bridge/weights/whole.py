@@ -16,8 +16,8 @@ from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.dtypes import dtype_name, is_exact
 from mcore_bridge.weights.entries import Entry
-from mcore_bridge.weights.manifest import TensorSpec
 from mcore_bridge.weights.mapping import WeightMapping, unstacked
+from mcore_bridge.weights.spec import TensorSpec
 from mcore_bridge.weights.ties import require_equal
 from mcore_bridge.weights.trace import Shape, Trace
 

@@ -22,7 +22,7 @@ from mcore_bridge.trainers.rlinf.middle import MiddleFiles, write_middle
 from mcore_bridge.trainers.rlinf.rank_file import NAME, RELEASE, write_rank_file
 from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.companions import copy_companions
-from mcore_bridge.weights.manifest import TensorSpec
+from mcore_bridge.weights.spec import TensorSpec
 from mcore_bridge.weights.ties import opened
 from mcore_bridge.weights.torch_dist import TRACKER
 

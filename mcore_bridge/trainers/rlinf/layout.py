@@ -17,10 +17,10 @@ from mcore_bridge.factory.blueprint import to_gpt_arguments, to_transformer_conf
 from mcore_bridge.trainers.rlinf.spelling import fused_norm, local_expert
 from mcore_bridge.weights.bound import axes_of_config
 from mcore_bridge.weights.layout import Axes, Layout
-from mcore_bridge.weights.manifest import TensorSpec
 from mcore_bridge.weights.mapping import Binding, WeightMapping, axes_of, unstacked
 from mcore_bridge.weights.names import expert_of, layer_of, shift_expert
 from mcore_bridge.weights.provenance import HF, Provenance, provenance_of
+from mcore_bridge.weights.spec import TensorSpec
 from mcore_bridge.weights.trace import Shape, Trace, trace
 from mcore_bridge.weights.whole import Source, assemble_shard
 

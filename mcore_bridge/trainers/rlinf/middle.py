@@ -12,9 +12,9 @@ from torch import Tensor
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.trainers.rlinf.layout import FileLayout
 from mcore_bridge.weights.checkpoint import Checkpoint
-from mcore_bridge.weights.manifest import TensorSpec
 from mcore_bridge.weights.mapping import Binding, axes_of, unstacked
 from mcore_bridge.weights.names import layer_of
+from mcore_bridge.weights.spec import TensorSpec
 from mcore_bridge.weights.trace import Trace, trace
 from mcore_bridge.weights.whole import Source
 
