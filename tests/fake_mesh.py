@@ -12,7 +12,6 @@ from torch import Tensor
 
 from mcore_bridge import ParallelDims, build_model
 from mcore_bridge.commands.fake import rank_of
-from mcore_bridge.commands.options import smallest_world
 from mcore_bridge.weights.bound import BoundModel, bind
 from mcore_bridge.weights.cut import HEADER
 from mcore_bridge.weights.lanes import plan_targets
@@ -31,7 +30,7 @@ def replica(dims: ParallelDims) -> list[int]:
     """World ranks of the first replica, in the order of the group that exports it."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    with rank_of(dims, 0, smallest_world(dims)):
+    with rank_of(dims, 0, dims.smallest_world):
         group = Group.of_replica(ProcessGroupCollection.use_mpu_process_groups())
         return dist.get_process_group_ranks(group.group)
 
@@ -40,7 +39,7 @@ def build_everywhere(hf: Any, dims: ParallelDims, load: Callable[[list[Any]], An
     """What every rank of a replica holds after ``load(chunks)``, by rank of the model-parallel group."""
     bound = []
     for rank in replica(dims):
-        with rank_of(dims, rank, smallest_world(dims)):
+        with rank_of(dims, rank, dims.smallest_world):
             chunks = build_model(hf, dims=dims, load_weights=False, device="cpu", **arguments)
             with torch.no_grad():
                 for chunk in chunks:

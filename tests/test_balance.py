@@ -9,7 +9,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mcore_bridge.config import balance
-from mcore_bridge.config.parallel import ParallelDims, balanced
+from mcore_bridge.config.balance import balanced
+from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.errors import MeshError
 from tests.megatron_stages import FIRST, megatron_stages
 

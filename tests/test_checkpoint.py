@@ -12,7 +12,6 @@ import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.commands.convert import convert
 from mcore_bridge.commands.fake import rank_of
-from mcore_bridge.commands.options import smallest_world
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.dist_check import leaves_of, sharded_states
@@ -35,8 +34,8 @@ def whole(hf: Any, dims: ParallelDims, state: dict[str, torch.Tensor], **metadat
     found: dict[str, torch.Tensor] = {}
     written: dict[str, torch.Tensor] = {}
     main: dict[str, torch.Tensor] = {}
-    for rank in range(smallest_world(dims)):
-        with rank_of(dims, rank, smallest_world(dims)):
+    for rank in range(dims.smallest_world):
+        with rank_of(dims, rank, dims.smallest_world):
             chunks = mb.build_model(
                 hf, dims=dims, load_weights=state, device="cpu", backend="torch", dtype=torch.float32
             )

@@ -12,7 +12,6 @@ from mcore_bridge import EngineRank, ParallelDims, engine_ranks
 from mcore_bridge.commands import fake
 from mcore_bridge.commands.cost import cost_of
 from mcore_bridge.commands.fake import MeshPlan, plan_mesh
-from mcore_bridge.commands.options import smallest_world
 from mcore_bridge.factory.blueprint import draw
 from mcore_bridge.weights.alignment import aligned
 from mcore_bridge.weights.cut import HEADER, Part, cut, num_messages, pieces, widths
@@ -42,7 +41,7 @@ def sparse(num_layers: int, **sizes: Any) -> Any:
 
 def planned(num_layers: int, dims: ParallelDims) -> MeshPlan:
     blueprint = draw(sparse(num_layers), dims=dims, dtype=torch.bfloat16, device="meta")
-    return plan_mesh(blueprint, world_size=smallest_world(dims))
+    return plan_mesh(blueprint, world_size=dims.smallest_world)
 
 
 def open_bytes(plan: ExportPlan) -> int:
@@ -104,7 +103,7 @@ def test_stages_take_turns_where_memory_asks_for_it(
         sizes = {**sizes, "num_hidden_layers": 48}
     hf = tiny("llama", **sizes, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
     dims = ParallelDims(tp=tp, pp=pp, vp=vp)
-    plan_mesh(draw(hf, dims=dims, dtype=torch.bfloat16, device="meta"), world_size=smallest_world(dims))
+    plan_mesh(draw(hf, dims=dims, dtype=torch.bfloat16, device="meta"), world_size=dims.smallest_world)
     for bucket_bytes, plan in found.items():
         largest = max(output.num_bytes for output in plan.goods.outputs)
         allowed = 3 * bucket_bytes + largest if bucket_bytes else max(MEMORY, largest * 3 // 2)
@@ -120,7 +119,7 @@ QWEN3_32B = {"vocab_size": 151936, "hidden_size": 5120, "intermediate_size": 256
 def test_messages_are_large_but_beside_an_embedding_that_takes_most_of_the_memory(dims: ParallelDims) -> None:
     """An embedding of 1.6 GB once made all of them small, of which there were 328, and yet took 2.4 GB."""
     hf = tiny("llama", **QWEN3_32B, num_attention_heads=64, num_key_value_heads=8, head_dim=128)
-    plan = plan_mesh(draw(hf, dims=dims, dtype=torch.bfloat16, device="meta"), world_size=smallest_world(dims)).export
+    plan = plan_mesh(draw(hf, dims=dims, dtype=torch.bfloat16, device="meta"), world_size=dims.smallest_world).export
     assert footprint(plan) < 1.001 * MEMORY
     sent = sum(map(sum, (message.widths for message in plan.messages)))
     assert len(plan.messages) < sent / (320 << 20)
@@ -195,7 +194,7 @@ def taken_by(
         asked.extend(arguments)
 
     monkeypatch.setattr(fake, "plan_export", plan_nothing)
-    plan_mesh(draw(hf, dims=dims, dtype=torch.bfloat16, device="meta"), world_size=smallest_world(dims))
+    plan_mesh(draw(hf, dims=dims, dtype=torch.bfloat16, device="meta"), world_size=dims.smallest_world)
     num_ranks = len(asked[-1])
     targets = [engine[rank % len(engine)] for rank in range(num_ranks)]
     feeds = plan_targets(*asked, targets, bucket_bytes=bucket_bytes)
@@ -351,7 +350,7 @@ def meshes() -> list[Any]:
 @pytest.mark.parametrize(("hf", "dims"), meshes())
 def test_stages_that_are_not_built_hold_what_they_would(hf: Any, dims: ParallelDims, monkeypatch: Any) -> None:
     blueprint = draw(hf, dims=dims, dtype=torch.bfloat16, device="meta")
-    world_size = smallest_world(dims)
+    world_size = dims.smallest_world
     planned = plan_mesh(blueprint, world_size=world_size)
     monkeypatch.setattr(fake._Layers, "chunk", lambda self, stage: None)
     built = plan_mesh(blueprint, world_size=world_size)

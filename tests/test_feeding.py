@@ -11,7 +11,6 @@ from mcore_bridge import EngineRank, ParallelDims, engine_ranks
 from mcore_bridge.commands.app import app
 from mcore_bridge.commands.fake import MeshPlan, plan_mesh
 from mcore_bridge.commands.feeding import feed
-from mcore_bridge.commands.options import smallest_world
 from mcore_bridge.errors import TargetError
 from mcore_bridge.factory.blueprint import draw
 from mcore_bridge.weights.cut import HEADER
@@ -30,7 +29,7 @@ CASES = [
 
 def trainer(dims: ParallelDims, world_size: int | None = None) -> MeshPlan:
     blueprint = draw(sparse(4), dims=dims, dtype=torch.bfloat16, device="meta")
-    return plan_mesh(blueprint, world_size=world_size or smallest_world(dims))
+    return plan_mesh(blueprint, world_size=world_size or dims.smallest_world)
 
 
 @pytest.mark.parametrize(("dims", "engine"), CASES, ids=str)

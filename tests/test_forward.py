@@ -12,7 +12,6 @@ from megatron.core import parallel_state
 import mcore_bridge as mb
 from mcore_bridge.batches import packing
 from mcore_bridge.batches.microbatches import tokens_in_fp8
-from mcore_bridge.commands.options import smallest_world
 from mcore_bridge.errors import BatchError, ConfigError
 from tests import pool, stepping, zoo
 from tests.parity import BATCH, LONG, reference_of, tokens
@@ -64,7 +63,7 @@ def check(name, dims, **options):
     """Compare on every rank; or say how the mesh was refused."""
     hf, reference = zoo.cases()[name].hf, reference_of(name)
     expected = expected_of(reference, hf, options.get("temperature", 1.0))
-    for found in pool.run(smallest_world(dims), run, hf, dims, options):
+    for found in pool.run(dims.smallest_world, run, hf, dims, options):
         if isinstance(found, str):
             return found
         for ours, theirs in zip(found, expected, strict=True):
@@ -163,7 +162,7 @@ def test_routers_learn_nothing_from_padding(kind, dims):
         pytest.skip("megatron-core takes the mean of each rank's tokens")
     packed = [{"multiple_of": 1}, {"multiple_of": 64}, {"multiple_of": 64, "packed": False}]
     ways = packed[:2] if kind == "seq_aux_loss" else packed  # of rows, it is a mean over these
-    for found in pool.run(smallest_world(dims), balanced, kind, dims, [{"micro_batch_size": 1, **way} for way in ways]):
+    for found in pool.run(dims.smallest_world, balanced, kind, dims, [{"micro_batch_size": 1, **way} for way in ways]):
         first, *others = found
         assert first
         assert all(float(each.abs().sum()) > 0 for each in first)
@@ -189,7 +188,7 @@ def test_replicas_that_share_experts_have_tokens_of_their_own(dispatcher, dims, 
     hf, reference = zoo.cases()["qwen3_moe"].hf, reference_of("qwen3_moe")
     expected, _ = expected_of(reference, hf)
     options = {"packed": packed}
-    for found in pool.run(smallest_world(dims), of_replicas, dims, dispatcher, [[0], [1]], options):
+    for found in pool.run(dims.smallest_world, of_replicas, dims, dispatcher, [[0], [1]], options):
         rows, log_probs = found
         assert float((log_probs - expected[rows]).abs().max() / reference.std()) < BOUND
 
@@ -260,7 +259,7 @@ def refused_somewhere(dims, batches):
 )
 def test_a_batch_that_one_replica_cannot_take_raises_on_all_that_share_its_experts(batch, message, dims):
     batches = [torch.ones(2, 3, dtype=torch.int64), batch]
-    found = pool.run(smallest_world(dims), refused_somewhere, dims, batches, timeout=60)
+    found = pool.run(dims.smallest_world, refused_somewhere, dims, batches, timeout=60)
     assert sum(message in each for each in found) == len(found) // 2
     assert sum("cannot take its batch" in each for each in found) == len(found) // 2
 

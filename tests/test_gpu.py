@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import mcore_bridge as mb
-from mcore_bridge.commands.options import smallest_world
 from tests import bailing, twins
 from tests.gpus import spawn
 from tests.parity import BATCH, SEQ, reference_logits, tokens
@@ -137,7 +136,7 @@ def references():
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_every_family_and_backend(dims, tmp_path, references):
     failures = []
-    for rank, findings in enumerate(spawn(rank_main, tmp_path, smallest_world(dims), dims)):
+    for rank, findings in enumerate(spawn(rank_main, tmp_path, dims.smallest_world, dims)):
         for (family, backend), (wrong, logits) in findings.items():
             if wrong:
                 failures.append(f"{family} {backend} on rank {rank}: {wrong}")

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import mcore_bridge as mb
-from mcore_bridge.commands.options import smallest_world
 from mcore_bridge.errors import ExportError
 from mcore_bridge.weights import transport
 from mcore_bridge.weights.export import open_export
@@ -41,7 +40,7 @@ def grid(rank, world_size, flat):
     state = random_state(HF, dtype=torch.bfloat16)
     tried = 0
     for dims in GRID:
-        if world_size % smallest_world(dims):
+        if world_size % dims.smallest_world:
             continue
         dims.initialize(device="cuda")
         models = mb.build_model(HF, dims=dims, load_weights=state)

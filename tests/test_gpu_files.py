@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import mcore_bridge as mb
-from mcore_bridge.commands.options import smallest_world
 from mcore_bridge.weights.staging import SLOT_BYTES
 from tests.gpus import spawn
 from tests.strategies import random_state, save, tiny
@@ -40,4 +39,4 @@ def rank_main(rank, world_size, dims, folder):
 def test_what_is_loaded_is_saved(dims, tmp_path):
     (tmp_path / "source").mkdir()
     save(random_state(HF), HF, tmp_path / "source")
-    spawn(rank_main, tmp_path, smallest_world(dims), dims, str(tmp_path))
+    spawn(rank_main, tmp_path, dims.smallest_world, dims, str(tmp_path))

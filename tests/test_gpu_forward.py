@@ -19,7 +19,6 @@ import pytest
 import torch
 
 import mcore_bridge as mb
-from mcore_bridge.commands.options import smallest_world
 from tests import records, test_forward, zoo
 from tests.gpus import chosen, spawn, with_replicas
 from tests.parity import BATCH, LONG, reference_model, tokens
@@ -149,7 +148,7 @@ def rank_main(rank, world_size, families, names):
     findings = {}
     for dims in MESHES[world_size]:
         dims.initialize(device="cuda")
-        assert world_size % smallest_world(dims) == 0
+        assert world_size % dims.smallest_world == 0
         mesh = with_replicas(dims, world_size)
         for family, hf in hfs.items():
             if dims.ep > 1 and not has_experts(hf):

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 import mcore_bridge as mb
-from mcore_bridge.commands.options import smallest_world
 from tests import records, test_gpu_forward
 from tests.gpus import chosen, spawn, with_replicas
 from tests.stepping import masters, trained
@@ -409,7 +408,7 @@ def rank_main(rank, world_size, families, names, meshes):
     findings, expected, known = {}, {}, {}
     for dims in [mb.ParallelDims(), *MESHES[world_size]]:
         dims.initialize(device="cuda")
-        assert world_size % smallest_world(dims) == 0
+        assert world_size % dims.smallest_world == 0
         mesh = with_replicas(dims, world_size)
         for family in names:
             hf = FAMILIES[families][family]

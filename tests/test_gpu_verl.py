@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from mcore_bridge import ParallelDims
-from mcore_bridge.commands.options import smallest_world
 from tests import records
 from tests.gpus import spawn, with_replicas
 from tests.stepping import leave_mesh
@@ -129,7 +128,7 @@ def folders(tmp_path_factory):
 
 @pytest.mark.parametrize("world_size", CASES)
 def test_a_life_in_verl(world_size, folders, tmp_path, request):
-    assert all(world_size % smallest_world(case.dims) == 0 for case in CASES[world_size])
+    assert all(world_size % case.dims.smallest_world == 0 for case in CASES[world_size])
     wrong, passed = {}, []
     with tempfile.TemporaryDirectory() as out:
         findings = spawn(rank_main, tmp_path, world_size, folders, out)

@@ -34,7 +34,6 @@ LEVELS = {
 
 CIRCLES = {
     "architecture weights",
-    "config/balance config/fit config/parallel config/pipeline config/processes",
     "factory/experts factory/keys factory/latent factory/norms factory/sparse factory/specs",
     "weights/footprint weights/plan",
     "weights/kernel weights/moves",

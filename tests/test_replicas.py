@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from mcore_bridge import ParallelDims, build_model
 from mcore_bridge.commands.fake import plan_mesh
-from mcore_bridge.commands.options import smallest_world
 from mcore_bridge.commands.plan import plan
 from mcore_bridge.commands.replicas import replicas
 from mcore_bridge.factory.blueprint import draw
@@ -59,7 +58,7 @@ def real(dims, world_size):
 @pytest.mark.parametrize("world_of", [1, 2], ids=["smallest", "twice"])
 @pytest.mark.parametrize("dims", MESHES, ids=str)
 def test_derived_inventories_are_the_real_ones(dims, world_of):
-    world_size = world_of * smallest_world(dims)
+    world_size = world_of * dims.smallest_world
     found, groups = real(dims, world_size)
     firsts = [found[i * len(found) // dims.pp] for i in range(dims.pp)]
     assert replicas(firsts, dims, num_experts=12, world_size=world_size) == found

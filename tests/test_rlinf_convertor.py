@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 import mcore_bridge as mb
 from mcore_bridge.commands.fake import rank_of
-from mcore_bridge.commands.options import smallest_world
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
 from mcore_bridge.trainers.rlinf.__main__ import main as run_script
 from mcore_bridge.trainers.rlinf.conversion import Conversion, read_conversion
@@ -94,8 +93,8 @@ def test_each_file_is_the_state_of_its_rank_and_all_are_the_source(case, tmp_pat
     assert some <= found
     dims = read_conversion(folder, block).dims
     seen = set()
-    for rank in range(smallest_world(dims)):
-        with rank_of(dims, rank, smallest_world(dims)):
+    for rank in range(dims.smallest_world):
+        with rank_of(dims, rank, dims.smallest_world):
             models = mb.build_model(hf, dims=dims, dtype=torch.float32, device="cpu", load_weights=folder)
             own = {name: t for name, t in models[0].state_dict().items() if isinstance(t, torch.Tensor)}
             seen.add(name_of_this_rank(dims))

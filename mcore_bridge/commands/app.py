@@ -30,7 +30,6 @@ from mcore_bridge.commands.options import (
     Sp,
     Tp,
     Vp,
-    smallest_world,
 )
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.errors import BridgeError, ConfigError, told
@@ -134,7 +133,7 @@ def verify_command(
 
         dims = ParallelDims(tp=tp, pp=pp, vp=vp, cp=cp, ep=ep, etp=etp, sp=sp, layout=layout)
         console = Console(highlight=False)
-        with progress(console, smallest_world(dims)) as on_event:
+        with progress(console, dims.smallest_world) as on_event:
             verdict = verify(
                 folder,
                 dims,

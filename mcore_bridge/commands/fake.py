@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from mcore_bridge.commands.options import smallest_world
 from mcore_bridge.commands.replicas import replicas
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.config.pipeline import Stage
@@ -229,7 +228,7 @@ def _of_layer(held: Held, layer: int) -> Held:
 
 def _chunks(blueprint: Blueprint, pp_rank: int, layers: _Layers) -> tuple[Chunk, ...]:
     """What the first rank of a pipeline rank holds."""
-    dims, smallest = blueprint.dims, smallest_world(blueprint.dims)
+    dims, smallest = blueprint.dims, blueprint.dims.smallest_world
     stages = [stage for stage in blueprint.stages if stage.pp_rank == pp_rank]
     known = tuple(chunk for stage in stages if (chunk := layers.chunk(stage)) is not None)
     if len(known) == len(stages):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
-
-from mcore_bridge.config.parallel import ParallelDims
 
 BANDWIDTH = 255.0
 """GB/s of the windows of others that a rank receives: measured, of exports of 16 and 61 GB among 4 H200s by NVLink."""
@@ -27,8 +24,3 @@ Layout = Annotated[str | None, typer.Option(
     help='"balanced": layers dealt by bytes; or an explicit layout of megatron-core, such as "Ett|tttL".')]
 Debug  = Annotated[bool, typer.Option("--debug", help="Show tracebacks and what the ranks printed.")]
 # fmt: on
-
-
-def smallest_world(dims: ParallelDims) -> int:
-    """The fewest ranks that ``dims`` fit, its experts included."""
-    return math.lcm(dims.model_size, dims.etp * dims.ep * dims.pp)

@@ -14,7 +14,7 @@ from mcore_bridge.commands import text
 from mcore_bridge.commands.cost import cost_of
 from mcore_bridge.commands.fake import Chunk, MeshPlan, plan_mesh
 from mcore_bridge.commands.feeding import feed
-from mcore_bridge.commands.options import BANDWIDTH, smallest_world
+from mcore_bridge.commands.options import BANDWIDTH
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.weights.dtypes import dtype_name
 from mcore_bridge.weights.target import EngineRank
@@ -42,7 +42,7 @@ def plan(
     dtype = dtype or (noted if isinstance(noted, torch.dtype) else torch.bfloat16)
     overrides = {"mtp_num_layers": num_mtp_layers or None}
     blueprint = draw(folder, dims=dims, dtype=dtype, device="meta", overrides=overrides)
-    return plan_mesh(blueprint, world_size=world_size or smallest_world(dims))
+    return plan_mesh(blueprint, world_size=world_size or dims.smallest_world)
 
 
 def render(found: MeshPlan, engine: Sequence[EngineRank] = (), *, bandwidth: float = BANDWIDTH) -> Group:

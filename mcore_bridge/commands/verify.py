@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from mcore_bridge.commands import text
-from mcore_bridge.commands.options import smallest_world
 from mcore_bridge.commands.processes import OnEvent, run_ranks
 from mcore_bridge.commands.ranks import Finding, Task, check_rank
 from mcore_bridge.config.parallel import ParallelDims
@@ -144,7 +143,7 @@ def verify(
         save=save,
         num_mtp_layers=num_mtp_layers,
     )
-    findings = run_ranks(check_rank, task, world_size=smallest_world(dims), device=device, on_event=on_event)
+    findings = run_ranks(check_rank, task, world_size=dims.smallest_world, device=device, on_event=on_event)
     kept = set(names)
     ignored = tuple(name for name in checkpoint if name not in kept)
     absent = [spec.name for spec in findings[0].exported if spec.name not in checkpoint]

@@ -7,20 +7,17 @@ A ``ParallelDims`` that exists is one that megatron-core can build for some mode
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from math import prod
+from math import lcm, prod
 
 from mcore_bridge.config import processes
-from mcore_bridge.config.balance import balanced
 from mcore_bridge.config.checks import DIM_OF
-from mcore_bridge.config.fit import check_model
-from mcore_bridge.config.pipeline import BALANCED, Stage, check_layout, describe_stages, parse_layout, stages_of
+from mcore_bridge.config.pipeline import BALANCED, PipelineSplit, Stage, describe_stages, parse_layout, stages_of
 from mcore_bridge.errors import MeshError
 
-__all__ = ["ParallelDims", "Stage", "balanced", "check_model"]
-
 _SIZES = ("tp", "pp", "vp", "cp", "ep", "etp")
+_SPLIT = tuple(field.name for field in fields(PipelineSplit))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +69,7 @@ class ParallelDims:
         if self.vp > 1 and self.pp == 1:
             raise MeshError(f"vp={self.vp} needs pp > 1: virtual stages interleave pipeline ranks, found pp=1")
         self._check_hierarchy()
-        self._check_split()
+        self._split()
 
     def _check_hierarchy(self) -> None:
         if self.hierarchical_context_parallel_sizes is None:
@@ -82,33 +79,8 @@ class ParallelDims:
             raise MeshError(f"hierarchical_context_parallel_sizes must be two whose product is cp={self.cp}: {sizes}")
         object.__setattr__(self, "hierarchical_context_parallel_sizes", sizes)
 
-    def _check_split(self) -> None:
-        sizes = {
-            "num_layers_in_first_pipeline_stage": self.num_layers_in_first_pipeline_stage,
-            "num_layers_in_last_pipeline_stage": self.num_layers_in_last_pipeline_stage,
-        }
-        sizes = {name: size for name, size in sizes.items() if size is not None}
-        accounts = self.account_for_embedding_in_pipeline_split or self.account_for_loss_in_pipeline_split
-        for name, size in sizes.items():
-            if type(size) is not int or size < 1:
-                raise MeshError(
-                    f"{name} must be an integer of at least 1, found {size!r}: for none use an explicit layout"
-                )
-            if self.pp == 1:
-                raise MeshError(f"{name}={size} needs pp > 1: megatron-core would build only these layers at pp=1")
-        if sizes and accounts:
-            raise MeshError(f"{' and '.join(sizes)} cannot be combined with account_for_*_in_pipeline_split: drop one")
-        if len(sizes) == 2 and self.pp == 2 and self.vp > 1:
-            raise MeshError(
-                "at pp=2 with vp > 1 megatron-core divides by zero when both num_layers_in_first_pipeline_stage and "
-                "num_layers_in_last_pipeline_stage are given: give one, the other follows"
-            )
-        if self.layout is None:
-            return
-        if sizes or accounts:
-            raise MeshError("layout says where every layer goes: drop num_layers_in_* and account_for_*, or the layout")
-        if self.layout != BALANCED:
-            check_layout(self.layout, pp=self.pp, vp=self.vp)
+    def _split(self) -> PipelineSplit:
+        return PipelineSplit(**{name: getattr(self, name) for name in _SPLIT})
 
     def __str__(self) -> str:
         names = [f"{name.upper()}{getattr(self, name)}" for name in _SIZES if getattr(self, name) > 1]
@@ -120,6 +92,11 @@ class ParallelDims:
     def model_size(self) -> int:
         """Ranks of one replica: ``tp * cp * pp``."""
         return self.tp * self.cp * self.pp
+
+    @property
+    def smallest_world(self) -> int:
+        """The fewest ranks that these sizes fit, those of the experts included."""
+        return lcm(self.model_size, self.etp * self.ep * self.pp)
 
     def dp(self, world_size: int) -> int:
         """Data parallel size in a world of ``world_size`` ranks. Raises ``MeshError`` unless it divides."""
@@ -138,7 +115,7 @@ class ParallelDims:
         Raises:
             MeshError: these layers cannot be split so, or ``layout="balanced"`` was not resolved by ``balanced()``.
         """
-        return stages_of(self, num_layers)
+        return stages_of(self._split(), num_layers)
 
     def without_mtp(self) -> ParallelDims:
         """The same mesh for a model whose MTP layers are not built: an explicit layout places none."""
@@ -223,7 +200,13 @@ class ParallelDims:
         Raises:
             MeshError: the sizes do not fit the world, or ``parallel_state`` has others; before any group is made.
         """
-        processes.initialize(self, device=device, seed=seed, timeout=timeout)
+        processes.require_timeout(timeout)
+        device = processes.choose_device(device)
+        processes.require_same({name: getattr(self, name) for name in (*_SIZES, "hierarchical_context_parallel_sizes")})
+        world_size = processes.world_size()
+        self.dp(world_size)
+        self.edp(world_size)
+        processes.initialize(self.to_group_sizes(), device=device, seed=seed, timeout=timeout)
 
 
 def _quotient(world_size: int, factors: Mapping[str, int]) -> int:

@@ -9,12 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING
 
 from mcore_bridge.errors import MeshError
-
-if TYPE_CHECKING:
-    from mcore_bridge.config.parallel import ParallelDims
 
 BALANCED = "balanced"
 """The layout that ``balanced()`` replaces by an explicit one, once the bytes of the layers are known."""
@@ -44,19 +40,64 @@ class Stage:
     num_mtp_layers: int = 0
 
 
-def stages_of(dims: ParallelDims, num_layers: int) -> tuple[Stage, ...]:
-    """The stages in execution order; see ``ParallelDims.stages``."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSplit:
+    """How a pipeline is split. Its fields are those of ``ParallelDims`` by the same names, which explains them.
+
+    Raises:
+        MeshError: for a combination that can be right for no model.
+    """
+
+    pp: int
+    vp: int
+    layout: str | None
+    num_layers_in_first_pipeline_stage: int | None
+    num_layers_in_last_pipeline_stage: int | None
+    account_for_embedding_in_pipeline_split: bool
+    account_for_loss_in_pipeline_split: bool
+
+    def __post_init__(self) -> None:
+        sizes = {
+            "num_layers_in_first_pipeline_stage": self.num_layers_in_first_pipeline_stage,
+            "num_layers_in_last_pipeline_stage": self.num_layers_in_last_pipeline_stage,
+        }
+        sizes = {name: size for name, size in sizes.items() if size is not None}
+        accounts = self.account_for_embedding_in_pipeline_split or self.account_for_loss_in_pipeline_split
+        for name, size in sizes.items():
+            if type(size) is not int or size < 1:
+                raise MeshError(
+                    f"{name} must be an integer of at least 1, found {size!r}: for none use an explicit layout"
+                )
+            if self.pp == 1:
+                raise MeshError(f"{name}={size} needs pp > 1: megatron-core would build only these layers at pp=1")
+        if sizes and accounts:
+            raise MeshError(f"{' and '.join(sizes)} cannot be combined with account_for_*_in_pipeline_split: drop one")
+        if len(sizes) == 2 and self.pp == 2 and self.vp > 1:
+            raise MeshError(
+                "at pp=2 with vp > 1 megatron-core divides by zero when both num_layers_in_first_pipeline_stage and "
+                "num_layers_in_last_pipeline_stage are given: give one, the other follows"
+            )
+        if self.layout is None:
+            return
+        if sizes or accounts:
+            raise MeshError("layout says where every layer goes: drop num_layers_in_* and account_for_*, or the layout")
+        if self.layout != BALANCED:
+            check_layout(self.layout, pp=self.pp, vp=self.vp)
+
+
+def stages_of(split: PipelineSplit, num_layers: int) -> tuple[Stage, ...]:
+    """The stages of a model in execution order; see ``ParallelDims.stages``."""
     if num_layers < 1:
         raise MeshError(f"a model has at least one layer, found num_layers={num_layers}")
-    if dims.layout == BALANCED:
+    if split.layout == BALANCED:
         raise MeshError(
             'layout="balanced" is not resolved yet, so the stages are unknown: call '
-            "mcore_bridge.config.parallel.balanced(dims, layer_bytes=..., ...) first (build_model does)"
+            "mcore_bridge.config.balance.balanced(dims, layer_bytes=..., ...) first (build_model does)"
         )
-    if dims.layout is not None:
-        return _place(dims, *_explicit_counts(dims, dims.layout, num_layers))
-    counts = _uneven_counts(dims, num_layers) if _is_uneven(dims) else _even_counts(dims, num_layers)
-    return _place(dims, counts, [0] * len(counts))
+    if split.layout is not None:
+        return _place(split, *_explicit_counts(split, split.layout, num_layers))
+    counts = _uneven_counts(split, num_layers) if _is_uneven(split) else _even_counts(split, num_layers)
+    return _place(split, counts, [0] * len(counts))
 
 
 def describe_stages(stages: tuple[Stage, ...]) -> str:
@@ -121,7 +162,7 @@ def _unrolled_length(layout: str) -> int:
     return inside + length(_GROUP.sub("", layout))
 
 
-def _explicit_counts(dims: ParallelDims, layout: str, num_layers: int) -> tuple[list[int], list[int]]:
+def _explicit_counts(split: PipelineSplit, layout: str, num_layers: int) -> tuple[list[int], list[int]]:
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
     found = parse_layout(layout)
@@ -129,23 +170,23 @@ def _explicit_counts(dims: ParallelDims, layout: str, num_layers: int) -> tuple[
     if sum(counts) != num_layers:
         raise MeshError(f"layout {layout!r} places {sum(counts)} layers ('t'), the model has num_layers={num_layers}")
     try:
-        PipelineParallelLayerLayout(layout, dims.pp).validate_layer_layout(num_layers, sum(mtp) or None)
+        PipelineParallelLayerLayout(layout, split.pp).validate_layer_layout(num_layers, sum(mtp) or None)
     except (AssertionError, NotImplementedError) as error:
         raise MeshError(f"megatron-core refuses the layout {layout!r}: {error}") from error
     return counts, mtp
 
 
-def _is_uneven(dims: ParallelDims) -> bool:
-    return dims.num_layers_in_first_pipeline_stage is not None or dims.num_layers_in_last_pipeline_stage is not None
+def _is_uneven(split: PipelineSplit) -> bool:
+    return split.num_layers_in_first_pipeline_stage is not None or split.num_layers_in_last_pipeline_stage is not None
 
 
-def _even_counts(dims: ParallelDims, num_layers: int) -> list[int]:
-    embedding, loss = dims.account_for_embedding_in_pipeline_split, dims.account_for_loss_in_pipeline_split
-    num_items, num_chunks = num_layers + embedding + loss, dims.pp * dims.vp
+def _even_counts(split: PipelineSplit, num_layers: int) -> list[int]:
+    embedding, loss = split.account_for_embedding_in_pipeline_split, split.account_for_loss_in_pipeline_split
+    num_items, num_chunks = num_layers + embedding + loss, split.pp * split.vp
     if num_items % num_chunks:
         counted = " (embedding and loss counted as account_for_*_in_pipeline_split says)" if embedding or loss else ""
         raise MeshError(
-            f"{num_items} layers{counted} do not divide into pp * vp = {dims.pp} * {dims.vp} equal stages: use "
+            f"{num_items} layers{counted} do not divide into pp * vp = {split.pp} * {split.vp} equal stages: use "
             'layout="balanced", an explicit layout, or num_layers_in_first/last_pipeline_stage'
         )
     counts = [num_items // num_chunks] * num_chunks
@@ -154,9 +195,9 @@ def _even_counts(dims: ParallelDims, num_layers: int) -> list[int]:
     return counts
 
 
-def _uneven_counts(dims: ParallelDims, num_layers: int) -> list[int]:
-    first, last = dims.num_layers_in_first_pipeline_stage, dims.num_layers_in_last_pipeline_stage
-    num_middle = dims.pp - (first is not None) - (last is not None)
+def _uneven_counts(split: PipelineSplit, num_layers: int) -> list[int]:
+    first, last = split.num_layers_in_first_pipeline_stage, split.num_layers_in_last_pipeline_stage
+    num_middle = split.pp - (first is not None) - (last is not None)
     left = num_layers - (first or 0) - (last or 0)
     given = f"num_layers_in_first_pipeline_stage={first}, num_layers_in_last_pipeline_stage={last}"
     if left < 0 or (num_middle == 0) != (left == 0):
@@ -169,18 +210,18 @@ def _uneven_counts(dims: ParallelDims, num_layers: int) -> list[int]:
     middle = [left // num_middle] * num_middle if num_middle else []
     per_rank = [*([] if first is None else [first]), *middle, *([] if last is None else [last])]
     for pp_rank, count in enumerate(per_rank):
-        if count % dims.vp:
+        if count % split.vp:
             raise MeshError(
-                f"{given}: the {count} layers of pipeline rank {pp_rank} do not divide into vp={dims.vp} chunks: "
+                f"{given}: the {count} layers of pipeline rank {pp_rank} do not divide into vp={split.vp} chunks: "
                 'change them or use layout="balanced"'
             )
-    return [count // dims.vp for count in per_rank] * dims.vp
+    return [count // split.vp for count in per_rank] * split.vp
 
 
-def _place(dims: ParallelDims, counts: list[int], mtp: list[int]) -> tuple[Stage, ...]:
+def _place(split: PipelineSplit, counts: list[int], mtp: list[int]) -> tuple[Stage, ...]:
     ends = list(accumulate(counts))
     last = len(counts) - 1
     return tuple(
-        Stage(i % dims.pp, i // dims.pp, range(end - counts[i], end), i == 0, i == last, mtp[i])
+        Stage(i % split.pp, i // split.pp, range(end - counts[i], end), i == 0, i == last, mtp[i])
         for i, end in enumerate(ends)
     )

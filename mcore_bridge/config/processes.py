@@ -12,12 +12,9 @@ import time
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from mcore_bridge.errors import MeshError
-
-if TYPE_CHECKING:
-    from mcore_bridge.config.parallel import ParallelDims
 
 _SECONDS = 10.0
 """How long the end of a process waits for threads of gloo at most."""
@@ -52,11 +49,9 @@ def read_sizes() -> dict[str, object]:
     }
 
 
-def differing(dims: ParallelDims, found: Mapping[str, object]) -> dict[str, tuple[object, object]]:
-    """What was ``found`` and what ``dims`` want, where that is not the same. A hierarchy that nobody wants is none."""
-    wanted = {name: getattr(dims, name) for name in found}
-    wanted = {name: size for name, size in wanted.items() if size is not None}
-    return {name: (found[name], size) for name, size in wanted.items() if size != found[name]}
+def differing(wanted: Mapping[str, object], found: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+    """What was ``found`` and what is ``wanted``, where that is not the same. Where None is wanted, anything will do."""
+    return {name: (found[name], size) for name, size in wanted.items() if size is not None and size != found[name]}
 
 
 def _levels() -> tuple[int, ...] | None:
@@ -74,21 +69,26 @@ def _levels() -> tuple[int, ...] | None:
     return tuple(map(len, levels)) if groups and is_own else None
 
 
-def initialize(dims: ParallelDims, *, device: str | None, seed: int, timeout: timedelta | None) -> None:
-    """See ``ParallelDims.initialize``."""
+def world_size() -> int:
+    """Ranks of the process group, or of the one that torchrun's environment describes."""
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_initialized() else _rank_and_world_size()[1]
+
+
+def initialize(group_sizes: Mapping[str, Any], *, device: str, seed: int, timeout: timedelta | None) -> None:
+    """Join torch.distributed, and make megatron-core's groups, where that was not done yet.
+
+    Args:
+        group_sizes: as ``initialize_model_parallel`` takes them.
+        device: "cpu" or "cuda".
+        timeout: see ``ParallelDims.initialize``.
+    """
     import torch.distributed as dist
     from megatron.core import parallel_state
 
     from mcore_bridge.config.lost import note_process
 
-    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
-        raise MeshError(f"timeout must be a positive datetime.timedelta, found {timeout!r}: timedelta(minutes=5)")
-    device = _choose(device)
-    if parallel_state.model_parallel_is_initialized():
-        _require_same(dims)
-    world_size = dist.get_world_size() if dist.is_initialized() else _rank_and_world_size()[1]
-    dims.dp(world_size)
-    dims.edp(world_size)
     if device == "cpu":
         from mcore_bridge.cpu import enable_cpu
 
@@ -97,10 +97,17 @@ def initialize(dims: ParallelDims, *, device: str | None, seed: int, timeout: ti
         _join(device, timeout)
     note_process()
     if not parallel_state.model_parallel_is_initialized():
-        _make_groups(dims, device=device, seed=seed, timeout=timeout)
+        _make_groups(group_sizes, device=device, seed=seed, timeout=timeout)
 
 
-def _choose(device: str | None) -> str:
+def require_timeout(timeout: timedelta | None) -> None:
+    """Raise ``MeshError`` where that is no length of time."""
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
+        raise MeshError(f"timeout must be a positive datetime.timedelta, found {timeout!r}: timedelta(minutes=5)")
+
+
+def choose_device(device: str | None) -> str:
+    """See ``ParallelDims.initialize``."""
     import torch
 
     available = torch.cuda.is_available()
@@ -113,9 +120,11 @@ def _choose(device: str | None) -> str:
     return device
 
 
-def _require_same(dims: ParallelDims) -> None:
-    differ = differing(dims, read_sizes())
-    if differ:
+def require_same(sizes: Mapping[str, object]) -> None:
+    """Raise ``MeshError`` where ``parallel_state`` is initialised with others than these."""
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized() and (differ := differing(sizes, read_sizes())):
         raise MeshError(
             f"megatron.core.parallel_state is already initialized with other sizes; its own, and those here: {differ}. "
             "Use ParallelDims.from_mcore(), or call parallel_state.destroy_model_parallel() first"
@@ -182,11 +191,11 @@ def _gloo_threads() -> list[tuple[str, ...]]:
     return found
 
 
-def _make_groups(dims: ParallelDims, *, device: str, seed: int, timeout: timedelta | None) -> None:
+def _make_groups(group_sizes: Mapping[str, Any], *, device: str, seed: int, timeout: timedelta | None) -> None:
     from megatron.core import parallel_state
 
     minutes = {} if timeout is None else {"distributed_timeout_minutes": timeout / timedelta(minutes=1)}
-    parallel_state.initialize_model_parallel(**dims.to_group_sizes(), **minutes)
+    parallel_state.initialize_model_parallel(**group_sizes, **minutes)
     if device == "cuda":
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 

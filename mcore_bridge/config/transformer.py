@@ -23,7 +23,8 @@ from mcore_bridge.config.checks import (
     require_vocab,
 )
 from mcore_bridge.config.fields import Field, count, to_hf, to_mcore
-from mcore_bridge.config.parallel import ParallelDims, check_model
+from mcore_bridge.config.fit import check_model
+from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.config.rope import Rope
 from mcore_bridge.errors import ConfigError
 

@@ -16,7 +16,8 @@ import torch
 from mcore_bridge.architecture import Architecture, architecture_of
 from mcore_bridge.config import transformer
 from mcore_bridge.config.effective import effective
-from mcore_bridge.config.parallel import ParallelDims, Stage
+from mcore_bridge.config.parallel import ParallelDims
+from mcore_bridge.config.pipeline import Stage
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory import specs
 from mcore_bridge.factory.census import resolve_layout

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mcore_bridge.config.parallel import ParallelDims, Stage
+from mcore_bridge.config.parallel import ParallelDims
+from mcore_bridge.config.pipeline import Stage
 from mcore_bridge.config.processes import differing
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory.blueprint import (
@@ -121,7 +122,7 @@ def _require_mesh(blueprint: Blueprint, mesh: ParallelDims) -> None:
     """What the groups of this process are, the model must be cut for. Experts count only where there are some."""
     experts = ("ep", "etp") if blueprint.config.num_moe_experts else ()
     names = ("tp", "pp", "vp", "cp", "hierarchical_context_parallel_sizes", *experts)
-    if differ := differing(blueprint.dims, {name: getattr(mesh, name) for name in names}):
+    if differ := differing(*({name: getattr(dims, name) for name in names} for dims in (blueprint.dims, mesh))):
         raise MeshError(f"dims must be the mesh of parallel_state; sizes of the latter, and those of dims: {differ}")
 
 

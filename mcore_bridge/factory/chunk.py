@@ -17,7 +17,7 @@ from mcore_bridge.weights.moves import compiling
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
-    from mcore_bridge.config.parallel import Stage
+    from mcore_bridge.config.pipeline import Stage
     from mcore_bridge.factory.blueprint import Blueprint
 
 

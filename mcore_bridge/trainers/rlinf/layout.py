@@ -11,7 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mcore_bridge.config.parallel import ParallelDims, Stage
+from mcore_bridge.config.parallel import ParallelDims
+from mcore_bridge.config.pipeline import Stage
 from mcore_bridge.errors import CheckpointError, MeshError
 from mcore_bridge.factory.blueprint import to_gpt_arguments, to_transformer_config
 from mcore_bridge.trainers.rlinf.spelling import fused_norm, local_expert
