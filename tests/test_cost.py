@@ -14,8 +14,9 @@ from mcore_bridge.commands.cost import cost_of
 from mcore_bridge.commands.fake import MeshPlan, plan_mesh
 from mcore_bridge.factory.blueprint import draw
 from mcore_bridge.weights.alignment import aligned
+from mcore_bridge.weights.budget import AHEAD, MEMORY, SLAB
 from mcore_bridge.weights.cut import HEADER, Part, cut, num_messages, pieces, widths
-from mcore_bridge.weights.footprint import AHEAD, MEMORY, SLAB, footprint
+from mcore_bridge.weights.footprint import footprint
 from mcore_bridge.weights.lanes import plan_targets
 from mcore_bridge.weights.moves import Move
 from mcore_bridge.weights.plan import ExportPlan

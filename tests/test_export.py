@@ -11,8 +11,8 @@ import torch.distributed as dist
 import mcore_bridge as mb
 from mcore_bridge.errors import ExportError, MappingError, by_ranks
 from mcore_bridge.weights import transport
+from mcore_bridge.weights.budget import AHEAD
 from mcore_bridge.weights.export import open_export
-from mcore_bridge.weights.footprint import AHEAD
 from mcore_bridge.weights.manifest import digest
 from tests import pool, stepping
 from tests.strategies import random_state, tiny

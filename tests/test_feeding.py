@@ -13,8 +13,8 @@ from mcore_bridge.commands.fake import MeshPlan, plan_mesh
 from mcore_bridge.commands.feeding import feed
 from mcore_bridge.errors import TargetError
 from mcore_bridge.factory.blueprint import draw
+from mcore_bridge.weights.budget import AHEAD
 from mcore_bridge.weights.cut import HEADER
-from mcore_bridge.weights.footprint import AHEAD
 from tests import fake_mesh
 from tests.test_cost import sparse
 

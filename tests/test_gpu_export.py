@@ -10,8 +10,9 @@ import torch
 import mcore_bridge as mb
 from mcore_bridge.errors import ExportError
 from mcore_bridge.weights import transport
+from mcore_bridge.weights.budget import MEMORY
 from mcore_bridge.weights.export import open_export
-from mcore_bridge.weights.footprint import MEMORY, footprint
+from mcore_bridge.weights.footprint import footprint
 from tests import mtp_checkpoints
 from tests.gpus import spawn
 from tests.strategies import random_state, tiny

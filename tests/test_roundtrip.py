@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from mcore_bridge import ParallelDims
 from mcore_bridge.weights.alignment import ALIGNMENT
+from mcore_bridge.weights.budget import AHEAD
 from mcore_bridge.weights.cut import HEADER
-from mcore_bridge.weights.footprint import AHEAD
 from mcore_bridge.weights.load import load_hf_weights
 from mcore_bridge.weights.turns import MIN_WINDOW
 from tests import fake_mesh

@@ -24,7 +24,7 @@ SMALLER = {  # a thousandth of each, for models of MB
     "planning.MEMORY": MEMORY,
     "planning.OTHERWISE": 192 << 10,
     "planning.MESSAGE_BYTES": tuple(size << 10 for size in (512, 384, 320, 256, 192, 128)),
-    "footprint.SLAB": 32 << 10,
+    "plan.SLAB": 32 << 10,
 }
 SIZES = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
 HF = {

@@ -10,7 +10,7 @@ from mcore_bridge.commands.fake import MeshPlan
 from mcore_bridge.commands.options import BANDWIDTH
 from mcore_bridge.commands.replicas import members
 from mcore_bridge.errors import TargetError
-from mcore_bridge.weights.footprint import AHEAD
+from mcore_bridge.weights.budget import AHEAD
 from mcore_bridge.weights.lanes import plan_targets
 from mcore_bridge.weights.program import Program
 from mcore_bridge.weights.target import EngineRank

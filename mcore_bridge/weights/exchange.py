@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import ExportError, by_ranks, told
-from mcore_bridge.weights.footprint import AHEAD
+from mcore_bridge.weights.budget import AHEAD
 from mcore_bridge.weights.moves import Buffers
 from mcore_bridge.weights.outputs import Outputs, Sources
 from mcore_bridge.weights.plan import Message

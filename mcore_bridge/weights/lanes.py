@@ -9,9 +9,9 @@ from itertools import chain, pairwise
 from operator import sub
 
 from mcore_bridge.weights.alignment import ALIGNMENT, aligned
+from mcore_bridge.weights.budget import AHEAD, MEMORY
 from mcore_bridge.weights.cut import HEADER, Part, Run, Streams, cut, num_messages, widths
 from mcore_bridge.weights.entries import Inventory, entries_of
-from mcore_bridge.weights.footprint import AHEAD, MEMORY
 from mcore_bridge.weights.layout import Axes
 from mcore_bridge.weights.mapping import WeightMapping
 from mcore_bridge.weights.plan import ExportPlan, Message

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from mcore_bridge.errors import ExportError
 from mcore_bridge.weights.alignment import ALIGNMENT
-from mcore_bridge.weights.footprint import SLAB
+from mcore_bridge.weights.budget import SLAB
+from mcore_bridge.weights.goods import Output
 from mcore_bridge.weights.moves import Buffers
-from mcore_bridge.weights.plan import ExportPlan, Message, Output
+from mcore_bridge.weights.plan import ExportPlan, Message
 from mcore_bridge.weights.program import Program, Step
 
 

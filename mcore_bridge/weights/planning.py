@@ -12,12 +12,14 @@ from itertools import chain, pairwise
 from typing import NamedTuple
 
 from mcore_bridge.weights.alignment import aligned
+from mcore_bridge.weights.budget import AHEAD, MEMORY
 from mcore_bridge.weights.cut import HEADER, Part, Run, Streams, cut, num_messages, widths
 from mcore_bridge.weights.entries import Entry, Inventory, entries_of
-from mcore_bridge.weights.footprint import AHEAD, MEMORY, footprint
+from mcore_bridge.weights.footprint import footprint
+from mcore_bridge.weights.goods import Goods
 from mcore_bridge.weights.layout import Axes
 from mcore_bridge.weights.mapping import WeightMapping
-from mcore_bridge.weights.plan import ExportPlan, Goods, Message
+from mcore_bridge.weights.plan import ExportPlan, Message
 from mcore_bridge.weights.sizes import Sizes, large_entries, sized
 from mcore_bridge.weights.turns import MANY, Way, phases_of, turns_of, ways_of, window_of
 

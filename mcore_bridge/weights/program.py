@@ -9,9 +9,10 @@ from itertools import accumulate
 
 from mcore_bridge.weights.cut import HEADER, Piece
 from mcore_bridge.weights.entries import Entry
+from mcore_bridge.weights.goods import Output
 from mcore_bridge.weights.lineup import Lineup, lineup
 from mcore_bridge.weights.moves import Move, Moves
-from mcore_bridge.weights.plan import ExportPlan, Output
+from mcore_bridge.weights.plan import ExportPlan
 from mcore_bridge.weights.rectangles import Place, moves_of, stacked
 
 WINDOWS, HEADER_SENT, HEADERS, OWN_WINDOWS, OUTPUTS = range(5)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from mcore_bridge.weights.footprint import AHEAD
+from mcore_bridge.weights.budget import AHEAD
 from mcore_bridge.weights.turns import Parts, bytes_of, split, window_of
 
 FEW = 4

@@ -12,8 +12,8 @@ from itertools import groupby
 from typing import NamedTuple
 
 from mcore_bridge.weights.cut import Part
+from mcore_bridge.weights.goods import Goods
 from mcore_bridge.weights.names import expert_of
-from mcore_bridge.weights.plan import Goods
 
 MANY = 128
 """Ranks from which on only what takes least memory is planned: all of them at once would have too much on its way."""
