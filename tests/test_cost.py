@@ -15,10 +15,10 @@ from mcore_bridge.commands.fake import MeshPlan, plan_mesh
 from mcore_bridge.factory.blueprint import draw
 from mcore_bridge.weights.alignment import aligned
 from mcore_bridge.weights.budget import AHEAD, MEMORY, SLAB
+from mcore_bridge.weights.byte_copy import Move
 from mcore_bridge.weights.cut import HEADER, Part, cut, num_messages, pieces, widths
 from mcore_bridge.weights.footprint import footprint
 from mcore_bridge.weights.lanes import plan_targets
-from mcore_bridge.weights.moves import Move
 from mcore_bridge.weights.plan import ExportPlan
 from mcore_bridge.weights.planning import plan_export
 from mcore_bridge.weights.program import HEADERS, Program

@@ -35,7 +35,6 @@ LEVELS = {
 CIRCLES = {
     "architecture weights",
     "factory/experts factory/keys factory/latent factory/norms factory/sparse factory/specs",
-    "weights/kernel weights/moves",
 }
 """Modules and folders that import each other today, if only for type checkers or inside of functions."""
 

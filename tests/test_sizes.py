@@ -21,10 +21,10 @@ from tests.test_export import assert_exact, built
 
 MEMORY = 2_000_000
 SMALLER = {  # a thousandth of each, for models of MB
-    "planning.MEMORY": MEMORY,
-    "planning.OTHERWISE": 192 << 10,
-    "planning.MESSAGE_BYTES": tuple(size << 10 for size in (512, 384, 320, 256, 192, 128)),
-    "plan.SLAB": 32 << 10,
+    "mcore_bridge.weights.planning.MEMORY": MEMORY,
+    "mcore_bridge.weights.planning.OTHERWISE": 192 << 10,
+    "mcore_bridge.weights.planning.MESSAGE_BYTES": tuple(size << 10 for size in (512, 384, 320, 256, 192, 128)),
+    "mcore_bridge.weights.plan.SLAB": 32 << 10,
 }
 SIZES = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
 HF = {
@@ -72,8 +72,8 @@ class Counted(transport.Memory):
 @contextlib.contextmanager
 def scaled_down(memory=Counted):
     with contextlib.ExitStack() as stack:
-        for name, value in {**SMALLER, "exchange.Memory": memory}.items():
-            stack.enter_context(mock.patch(f"mcore_bridge.weights.{name}", value))
+        for name, value in {**SMALLER, "mcore_bridge.weights.exchange.Memory": memory}.items():
+            stack.enter_context(mock.patch(name, value))
         yield
 
 

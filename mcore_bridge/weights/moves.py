@@ -1,8 +1,4 @@
-"""Moves of bytes between buffers: on a GPU all at once by one kernel, elsewhere one after the other.
-
-A move copies ``rows`` times ``cols`` elements of ``item`` bytes; in either buffer it begins at a byte, and its rows and
-columns lie so many bytes apart. Every copy that a layout needs is one move or a few.
-"""
+"""Moves of bytes between buffers: on a GPU all at once by one kernel, elsewhere one after the other."""
 
 from __future__ import annotations
 
@@ -11,45 +7,19 @@ from contextlib import contextmanager, suppress
 from functools import cache, cached_property
 from importlib.util import find_spec
 from threading import Thread
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mcore_bridge.weights.byte_copy import WIDEST, Move, Table
+
 if TYPE_CHECKING:
     from mcore_bridge.weights.kernel import Launch
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-WIDEST = 16  # bytes that a thread of a GPU moves at once
-Table = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 Addresses = np.ndarray[tuple[int], np.dtype[np.int64]]
-
-
-class Move(NamedTuple):
-    """From buffer number ``source`` to buffer number ``target``; all but ``rows`` and ``cols`` are bytes."""
-
-    source: int
-    source_start: int
-    target: int
-    target_start: int
-    rows: int
-    cols: int
-    item: int
-    source_row: int
-    source_col: int
-    target_row: int
-    target_col: int
-
-    def num_bytes(self) -> int:
-        """Bytes that are copied."""
-        return self.rows * self.cols * self.item
-
-    def is_dense(self) -> bool:
-        """Whether elements lie one behind the other, on both sides and in the same order."""
-        row = self.cols * self.item
-        in_rows = self.rows == 1 or (self.source_row, self.target_row) == (row, row)
-        return in_rows and (self.source_col, self.target_col) == (self.item, self.item)
 
 
 class Buffers:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from mcore_bridge.weights.byte_copy import Move
 from mcore_bridge.weights.cut import HEADER, Piece
 from mcore_bridge.weights.entries import Entry
 from mcore_bridge.weights.goods import Output
 from mcore_bridge.weights.lineup import Lineup, lineup
-from mcore_bridge.weights.moves import Move, Moves
+from mcore_bridge.weights.moves import Moves
 from mcore_bridge.weights.plan import ExportPlan
 from mcore_bridge.weights.rectangles import Place, moves_of, stacked
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mcore_bridge.weights.byte_copy import Move
 from mcore_bridge.weights.cut import Piece
 from mcore_bridge.weights.entries import Entry
-from mcore_bridge.weights.moves import Move
 from mcore_bridge.weights.trace import Copy
 
 Place = Literal["held", "sent", "part"]
