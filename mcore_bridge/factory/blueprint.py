@@ -20,6 +20,7 @@ from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.config.pipeline import Stage
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory import specs
+from mcore_bridge.factory.backend import Backend, choose_backend, kernels_of
 from mcore_bridge.factory.census import resolve_layout
 from mcore_bridge.factory.heads import check_head
 from mcore_bridge.factory.mtp import mtp_block_spec
@@ -47,7 +48,7 @@ class Blueprint:
     dims: ParallelDims
     dtype: torch.dtype
     device: torch.device
-    backend: specs.Backend
+    backend: Backend
     config: TransformerConfig
     gpt_arguments: Mapping[str, object]
     overrides: Overrides
@@ -109,7 +110,7 @@ def draw(
     if architecture.megatron_core is not None:
         architecture.megatron_core.require(architecture.model_type)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    chosen = specs.choose_backend(backend, device=device)
+    chosen = choose_backend(backend, device=device)
     found = effective(origin, architecture.fields, tp=dims.tp, overrides=overrides or {})
     provenance = provenance.with_overridden(found.fields)
     hf = provenance.hf
@@ -121,7 +122,7 @@ def draw(
         )
     _check_mtp(provenance, num_mtp_layers)
     dims = resolve_layout(dims, hf, dtype=dtype, head=head, num_mtp_layers=num_mtp_layers)
-    chosen_fields = {**specs.kernels_of(chosen), **_interleaved(dims, found.free)}
+    chosen_fields = {**kernels_of(chosen), **_interleaved(dims, found.free)}
     table = architecture.fields
     config = transformer.to_transformer_config(hf, table, dims=dims, dtype=dtype, overrides=chosen_fields)
     gpt_arguments = transformer.to_gpt_arguments(hf, table, dims=dims, overrides=chosen_fields)

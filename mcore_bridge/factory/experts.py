@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.specs import submodules_of
+from mcore_bridge.factory.backend import submodules_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

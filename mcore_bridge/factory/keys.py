@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mcore_bridge.factory.specs import submodules_of
+from mcore_bridge.factory.backend import submodules_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

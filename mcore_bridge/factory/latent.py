@@ -14,7 +14,7 @@ from mcore_bridge.errors import ConfigError
 if TYPE_CHECKING:
     from megatron.core.transformer import MLATransformerConfig
 
-    from mcore_bridge.factory.specs import Backend
+    from mcore_bridge.factory.backend import Backend
 
 
 def adapt_latent(layer: Any, config: Any, backend: Backend) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mcore_bridge.factory.specs import Backend, norm_of
+from mcore_bridge.factory.backend import Backend, norm_of
 from mcore_bridge.weights.names import held_tensors
 
 if TYPE_CHECKING:

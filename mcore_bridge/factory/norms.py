@@ -17,9 +17,9 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.backend import Backend, norm_of, submodules_of
 from mcore_bridge.factory.fallback import say
 from mcore_bridge.factory.modules import Norm, sharded_tensors
-from mcore_bridge.factory.specs import Backend, norm_of, submodules_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

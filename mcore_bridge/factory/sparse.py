@@ -14,7 +14,7 @@ from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.fallback import say
 
 if TYPE_CHECKING:
-    from mcore_bridge.factory.specs import Backend
+    from mcore_bridge.factory.backend import Backend
 
 
 def adapt_sparse(layer: Any, config: Any, backend: Backend) -> None:
@@ -51,8 +51,8 @@ def _core(latent: Any, backend: Backend) -> Any:
     )
     from megatron.core.transformer.spec_utils import ModuleSpec
 
+    from mcore_bridge.factory.backend import norm_of
     from mcore_bridge.factory.latent_modules import ReplicatedLinear
-    from mcore_bridge.factory.specs import norm_of
 
     whole = ReplicatedLinear if backend == "torch" else latent.linear_kv_down_proj
     indexer = DSAIndexerSubmodules(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.util
-from typing import TYPE_CHECKING, Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.backend import Backend, has_transformer_engine, norm_of
 from mcore_bridge.factory.kernels import adapt_kernel
 from mcore_bridge.factory.latent import adapt_latent
 from mcore_bridge.factory.sparse import adapt_sparse
@@ -18,35 +16,6 @@ from mcore_bridge.factory.temperature import adapt_query_temperature
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-Backend = Literal["torch", "te"]
-
-
-def choose_backend(backend: str, *, device: torch.device) -> Backend:
-    """ "auto" is TransformerEngine where it can run (installed, on CUDA), else plain torch.
-
-    Raises:
-        ConfigError: ``backend`` is not one of "auto", "te", "torch", or is "te" where that cannot run.
-    """
-    if backend not in ("auto", "te", "torch"):
-        raise ConfigError(f'backend must be "auto", "te" or "torch"; got {backend!r}')
-    found = _has_transformer_engine()
-    if backend == "te" and not found:
-        raise ConfigError('backend "te" needs transformer_engine, which is not installed; install it or use "torch"')
-    if backend == "auto":
-        return "te" if found and device.type == "cuda" else "torch"
-    return "te" if backend == "te" else "torch"
-
-
-def _has_transformer_engine() -> bool:
-    return importlib.util.find_spec("transformer_engine") is not None
-
-
-def kernels_of(backend: Backend) -> dict[str, object]:
-    """Fields of a config that choose the kernels of a backend where experts are, which give the same at more speed."""
-    from megatron.core.utils import is_te_min_version
-
-    return {"moe_grouped_gemm": backend == "te", "moe_permute_fusion": backend == "te" and is_te_min_version("2.1.0")}
 
 
 def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) -> TransformerBlockSubmodules:
@@ -73,7 +42,7 @@ def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) ->
 def _require_recomputable(config: TransformerConfig) -> None:
     """What asks TransformerEngine whether it computes in FP8, wherever it is computed again."""
     asks = {"layernorm", "gdn_norm_out"}.intersection(config.recompute_modules or ())
-    if config.recompute_granularity == "selective" and asks and not _has_transformer_engine():
+    if config.recompute_granularity == "selective" and asks and not has_transformer_engine():
         raise ConfigError(
             f"megatron-core computes {sorted(asks)} of recompute_modules again with TransformerEngine alone, which "
             f"is not installed; install it, or leave them out of {config.recompute_modules}"
@@ -105,22 +74,6 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
     adapt_norm_placement(layer, config, backend)
     adapt_attention(layer, config, number, backend)
     adapt_keys(layer, config)
-
-
-def norm_of(backend: Backend) -> type:
-    """The norm of a backend, for slots where nothing is fused with it."""
-    if backend == "te":
-        from megatron.core.extensions.transformer_engine import TENorm
-
-        return TENorm
-    from mcore_bridge.factory.modules import Norm
-
-    return Norm
-
-
-def submodules_of(spec: Any) -> Any:
-    """The submodules of an MLP's spec: a partial function in megatron-core 0.19, a ``ModuleSpec`` before."""
-    return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
 
 
 def _use_torch_modules(layer: Any, config: TransformerConfig) -> None:

@@ -11,8 +11,8 @@ import torch
 from mcore_bridge.architecture import read_hf
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.backend import choose_backend
 from mcore_bridge.factory.blueprint import Blueprint, draw
-from mcore_bridge.factory.specs import choose_backend
 from mcore_bridge.trainers.rlinf.checkpoint import checkpoint_of, config_of, hf_folder_of
 from mcore_bridge.trainers.rlinf.keys import FROM_HF, IGNORED, KERNELS, MODEL_TYPES, dtype_of, to_mcore
 from mcore_bridge.trainers.settings import decided
