@@ -21,9 +21,11 @@ from mcore_bridge.commands.to_torch import rank_files
 from mcore_bridge.commands.whole import whole_model
 from mcore_bridge.errors import CheckpointError, MeshError
 from mcore_bridge.trainers.rlinf import convert_hf_to_mg
+from mcore_bridge.trainers.rlinf.layout import FileLayout, Style
 from mcore_bridge.trainers.rlinf.rank_file import NAME, read_rank_file
 from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.torch_file import read_torch_file
+from mcore_bridge.weights.whole import specs_of
 from tests import memory, mtp_checkpoints, zoo
 from tests.strategies import random_state, tiny
 from tests.test_convert import StoppedError, assert_exact, mb_config, quiet, small, stop_half_way, written
@@ -68,6 +70,21 @@ def test_families_come_back(name, tmp_path):
     convert(source, tmp_path / "files", rank_files=files("torch", tp=2), on_event=quiet)
     convert(tmp_path / "files", tmp_path / "back", on_event=quiet)
     assert_exact(tmp_path / "back", state)
+
+
+FUSED = ["llama", "qwen2_moe", "qwen3_next", "deepseek_v3", "glm_moe_dsa-shared"]
+
+
+@pytest.mark.parametrize("name", [name for name in FUSED if name in zoo.cases()])
+def test_norms_are_in_the_modules_in_which_transformer_engine_has_them(name, tmp_path):
+    """They have the names that megatron-core itself gives them in checkpoints."""
+    hf = zoo.cases()[name].hf
+    hf.save_pretrained(tmp_path)
+    model = whole_model(tmp_path, dtype=torch.bfloat16)
+    layout = FileLayout(hf, ParallelDims(), {spec.name: spec for spec in specs_of(model.entries)}, Style(grouped=True))
+    named = {name for file in layout.files() for _, name, _, _ in layout.held(file)}
+    keys = {place.key for each in model.placed for place in each.places}
+    assert {name for name in named if "norm" in name} == {key for key in keys if "norm" in key}
 
 
 def ranks(source: Path, dims: ParallelDims, num_ranks: int, folder: Path) -> None:

@@ -5,10 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_bridge.errors import MappingError
-from mcore_bridge.models.blocks import GQA, NORMS, O_BIAS, QK_NORM, QKV_BIAS, SWIGLU, SWIGLU_BIAS, decoder
+from mcore_bridge.models.blocks import GQA, MLA, NORMS, O_BIAS, QK_NORM, QKV_BIAS, SWIGLU, SWIGLU_BIAS, decoder
+from mcore_bridge.models.blocks_sparse import INDEXER
 from mcore_bridge.weights.layout import REPLICATED
 from mcore_bridge.weights.mapping import WeightMapping, numbered, table, under
-from mcore_bridge.weights.names import Numbering, canonical
+from mcore_bridge.weights.names import Numbering, canonical, fused_norms, plain_key
 from mcore_bridge.weights.provenance import LM_HEAD, tied_lm_head
 
 RULES = decoder(NORMS, GQA, QKV_BIAS, O_BIAS, QK_NORM, SWIGLU, SWIGLU_BIAS)
@@ -98,3 +99,10 @@ def test_canonical_names_are_global_and_unfused(name, expected):
 def test_canonical_is_injective_on_any_placement_of_layers(pattern, numbers):
     names = {canonical(pattern.replace("*", str(local)), Numbering(tuple(numbers))) for local in range(6)}
     assert len(names) == (6 if "*" in pattern else 1)
+
+
+def test_norms_of_latents_are_apart_where_an_indexer_reads_what_they_give():
+    dense, sparse = ({rule.mcore.rpartition(".")[0] for rule in (*MLA, *SWIGLU, *more)} for more in ((), INDEXER))
+    assert fused_norms(sparse) == {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    assert len(fused_norms(dense)) == 3
+    assert all(plain_key(f"{fused}bias") == f"{norm}bias" for norm, fused in fused_norms(dense).items())

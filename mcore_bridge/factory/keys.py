@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mcore_bridge.factory.backend import submodules_of
+from mcore_bridge.weights.names import INDEXER, fused_norms
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -20,15 +21,9 @@ def adapt_keys(layer: Any, config: TransformerConfig) -> None:
         layer: the submodules of a layer with all its modules in place, changed in place.
         config: of the model.
     """
-    attention = layer.self_attention.submodules
-    fused = {}
-    if hasattr(attention, "in_proj"):
-        fused["input_layernorm."] = "self_attention.in_proj.layer_norm_"
-    elif not config.multi_latent_attention:
-        fused["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
-    elif config.experimental_attention_variant != "dsa":  # whose indexer takes what the norm of queries gives as well
-        fused["self_attention.q_layernorm."] = "self_attention.linear_q_up_proj.layer_norm_"
-        fused["self_attention.kv_layernorm."] = "self_attention.linear_kv_up_proj.layer_norm_"
+    modules = {f"self_attention.{name}" for name in vars(layer.self_attention.submodules)}
     if not hasattr(submodules_of(layer.mlp), "router"):
-        fused["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
-    layer.sharded_state_dict_keys_map = fused
+        modules.add("mlp.linear_fc1")
+    if config.experimental_attention_variant == "dsa":
+        modules.add(INDEXER)
+    layer.sharded_state_dict_keys_map = fused_norms(modules)

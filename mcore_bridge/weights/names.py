@@ -8,7 +8,7 @@ next linear get the names that they have alone. An HF name has one mcore name.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import is_
@@ -21,16 +21,24 @@ from mcore_bridge.errors import MappingError
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
-# TransformerEngine keeps the norm in front of a linear as `layer_norm_{weight,bias}` of that linear
-# (megatron-core 0.16.1, gpt_layer_specs.py: sharded_state_dict_keys_map).
+# fmt: off
 _FUSED_NORMS = (
-    (re.compile(r"self_attention\.(?:linear_qkv|in_proj)\.layer_norm_(weight|bias)$"), r"input_layernorm.\1"),
-    (
-        re.compile(r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$"),
-        r"self_attention.\1_layernorm.\2",
-    ),
-    (re.compile(r"mlp\.linear_fc1\.layer_norm_(weight|bias)$"), r"pre_mlp_layernorm.\1"),
+    ("input_layernorm",             "self_attention.linear_qkv"),
+    ("input_layernorm",             "self_attention.in_proj"),
+    ("self_attention.q_layernorm",  "self_attention.linear_q_up_proj"),
+    ("self_attention.kv_layernorm", "self_attention.linear_kv_up_proj"),
+    ("pre_mlp_layernorm",           "mlp.linear_fc1"),
 )
+# fmt: on
+"""Norms of a layer, and the linear layers behind them into which TransformerEngine fuses them.
+
+Their tensors are then ``layer_norm_weight`` and ``layer_norm_bias`` of the linear layer (megatron-core 0.16.1 and
+0.19.2: gpt_layer_specs.py, experimental_attention_variant_module_specs.py)."""
+INDEXER = "self_attention.core_attention.indexer"
+"""It reads what the norm of queries gives, so sparse attention has the norms of latents apart."""
+_UNFUSED = [
+    (re.compile(rf"{re.escape(linear)}\.layer_norm_(weight|bias)$"), rf"{norm}.\1") for norm, linear in _FUSED_NORMS
+]
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERTS = (  # megatron-core's SequentialMLP, and TEGroupedMLP, which numbers the tensors of one module
     re.compile(r"\.experts\.local_experts\.(?P<number>\d+)\.(?P<tensor>linear_fc[12]\.(?:weight|bias))$"),
@@ -166,9 +174,24 @@ def plain_key(key: str) -> str:
 
     Which norms TransformerEngine fuses into linear layers differs between backends, and between megatron-core's specs.
     """
-    for pattern, plain in _FUSED_NORMS:
+    for pattern, plain in _UNFUSED:
         key = pattern.sub(plain, key)
     return key
+
+
+def fused_norms(modules: Collection[str]) -> dict[str, str]:
+    """How names of norms begin in a layer, and in its place with TransformerEngine: the inverse of ``plain_key``.
+
+    Args:
+        modules: those of a layer by canonical name, within the layer.
+    """
+    apart = "self_attention.linear_kv_up_proj", "self_attention.linear_q_up_proj"
+    is_sparse = any(module.startswith(INDEXER) for module in modules)
+    return {
+        f"{norm}.": f"{linear}.layer_norm_"
+        for norm, linear in _FUSED_NORMS
+        if linear in modules and not (is_sparse and linear in apart)
+    }
 
 
 def _mtp_prefix(match: re.Match[str], numbering: Numbering) -> str:

@@ -19,7 +19,7 @@ from mcore_bridge.trainers.rlinf.spelling import fused_norm, local_expert
 from mcore_bridge.weights.bound import axes_of_config
 from mcore_bridge.weights.layout import Axes, Layout
 from mcore_bridge.weights.mapping import Binding, WeightMapping, axes_of, unstacked
-from mcore_bridge.weights.names import expert_of, layer_of, shift_expert
+from mcore_bridge.weights.names import INDEXER, expert_of, fused_norms, layer_of, shift_expert
 from mcore_bridge.weights.provenance import HF, Provenance, provenance_of
 from mcore_bridge.weights.spec import TensorSpec
 from mcore_bridge.weights.trace import Shape, Trace, trace
@@ -191,19 +191,22 @@ class FileLayout:
         prefix = f"decoder.layers.{layer}."
         name = mcore.removeprefix(prefix)
         if self.style.fused_norms:
-            name = fused_norm(name, self._modules[layer]) or name
+            name = fused_norm(name, self._fused[layer]) or name
         if expert is not None:
             name = local_expert(name, expert, expert - self._experts(file).start, grouped=self.style.grouped)
         return f"decoder.layers.{layer - stage.layers.start}.{name}"
 
     @cached_property
-    def _modules(self) -> Mapping[int, set[str]]:
-        """The modules of each layer."""
+    def _fused(self) -> Mapping[int, Mapping[str, str]]:
+        """The fused norms of each layer. One whose selection is that of another layer is sparse without an indexer."""
+        everywhere = {INDEXER} if any(INDEXER in mcore for mcore in self.bindings) else set[str]()
         found: dict[int, set[str]] = {}
         for mcore in self.bindings:
             if (layer := layer_of(mcore)) is not None:
-                found.setdefault(layer, set()).add(mcore.removeprefix(f"decoder.layers.{layer}.").rpartition(".")[0])
-        return found
+                found.setdefault(layer, {*everywhere}).add(
+                    mcore.removeprefix(f"decoder.layers.{layer}.").rpartition(".")[0]
+                )
+        return {layer: fused_norms(modules) for layer, modules in found.items()}
 
     def trace(self, mcore: str) -> Trace:
         """What the layout of a parameter does, at the sizes of the mesh."""

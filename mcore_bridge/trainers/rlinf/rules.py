@@ -11,6 +11,7 @@ from mcore_bridge.errors import ConfigError
 from mcore_bridge.trainers.rlinf.spelling import fused_norm
 from mcore_bridge.weights.layout import COLUMN, GATED_UP, QKV, REPLICATED, ROW, VOCAB
 from mcore_bridge.weights.mapping import Rule, Rules
+from mcore_bridge.weights.names import fused_norms
 from mcore_bridge.weights.provenance import HF, LM_HEAD, provenance_of
 
 _LAYER = "decoder.layers.*."
@@ -64,7 +65,7 @@ def _spellings(rule: Rule, rules: Rules) -> Iterator[str]:
     """The names that the parameter of a rule may have in a model with TransformerEngine's modules."""
     modules = {each.mcore.removeprefix(_LAYER).rpartition(".")[0] for each in rules}
     name = rule.mcore.removeprefix(_LAYER)
-    fused = fused_norm(name, modules)
+    fused = fused_norm(name, fused_norms(modules))
     if fused is not None:
         yield f"{_LAYER}{fused}"
     if fused is None or (name.startswith("pre_mlp_layernorm.") and "mlp.experts.*.linear_fc1" in modules):

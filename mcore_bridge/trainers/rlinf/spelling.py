@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
-NORMS = {
-    "input_layernorm": "self_attention.linear_qkv",
-    "pre_mlp_layernorm": "mlp.linear_fc1",
-    "self_attention.q_layernorm": "self_attention.linear_q_up_proj",
-    "self_attention.kv_layernorm": "self_attention.linear_kv_up_proj",
-}
-"""Norms that TransformerEngine fuses with the linear behind them, within a layer."""
+from collections.abc import Mapping
 
 
-def fused_norm(name: str, modules: Collection[str]) -> str | None:
-    """The name of a norm that is fused with one of ``modules``, all within a layer; None of what is not."""
-    norm, _, kind = name.rpartition(".")
-    linear = NORMS.get(norm)
-    return f"{linear}.layer_norm_{kind}" if linear in modules else None
+def fused_norm(name: str, fused: Mapping[str, str]) -> str | None:
+    """The name of a norm that is fused, by the ``fused_norms`` of its layer; None of what is not."""
+    norm, dot, kind = name.rpartition(".")
+    linear = fused.get(norm + dot)
+    return None if linear is None else f"{linear}{kind}"
 
 
 def local_expert(name: str, expert: int, local: int, *, grouped: bool) -> str:
