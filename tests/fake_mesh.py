@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_bridge import ParallelDims, build_model
-from mcore_bridge.commands.fake import rank_of
+from mcore_bridge.commands.fake_rank import rank_of
 from mcore_bridge.weights.bound import BoundModel, bind
 from mcore_bridge.weights.cut import HEADER
 from mcore_bridge.weights.lanes import plan_targets
+from mcore_bridge.weights.model_tensors import held_tensors
 from mcore_bridge.weights.moves import Buffers
-from mcore_bridge.weights.names import held_tensors
 from mcore_bridge.weights.plan import ExportPlan
 from mcore_bridge.weights.planning import plan_export
 from mcore_bridge.weights.program import Program

@@ -15,7 +15,7 @@ from mcore_bridge import ParallelDims, build_model, to_gpt_arguments, to_layer_s
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory.census import census, resolve_layout
 from mcore_bridge.factory.modules import BiasedRowParallelLinear, CoreAttention, Norm
-from mcore_bridge.weights.names import held_tensors
+from mcore_bridge.weights.model_tensors import held_tensors
 from tests import pool, stepping, tiny
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.commands.convert import convert
-from mcore_bridge.commands.fake import rank_of
+from mcore_bridge.commands.fake_rank import rank_of
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.dist_check import leaves_of, sharded_states

@@ -16,7 +16,7 @@ import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.commands.app import app
 from mcore_bridge.commands.convert import convert
-from mcore_bridge.commands.fake import rank_of
+from mcore_bridge.commands.fake_rank import rank_of
 from mcore_bridge.commands.to_torch import rank_files
 from mcore_bridge.commands.whole import whole_model
 from mcore_bridge.errors import CheckpointError, MeshError

@@ -38,7 +38,7 @@ CIRCLES = {"architecture weights"}
 DISTRIBUTED = {
     "batches/collectives.py",
     "commands/convert.py",
-    "commands/fake.py",
+    "commands/fake_rank.py",
     "commands/logits.py",
     "commands/memory.py",
     "commands/serving.py",

@@ -18,7 +18,7 @@ from mcore_bridge.config.effective import decided_by
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import Blueprint, draw
 from mcore_bridge.trainers.settings import require_same_model, split
-from mcore_bridge.weights.names import held_tensors
+from mcore_bridge.weights.model_tensors import held_tensors
 from tests import pool, stepping, zoo
 from tests.families import NOT_COMPARABLE, table_of
 from tests.parity import tokens

@@ -9,14 +9,14 @@ import yaml
 
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
-from mcore_bridge.commands.fake import rank_of
+from mcore_bridge.commands.fake_rank import rank_of
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
 from mcore_bridge.trainers.rlinf import keys
 from mcore_bridge.trainers.rlinf.actor import BACKENDS, read_actor
 from mcore_bridge.trainers.rlinf.checkpoint import checkpoint_of, convertor_block
 from mcore_bridge.trainers.rlinf.convertor import convert_hf_to_mg
 from mcore_bridge.trainers.rlinf.provider import model_provider
-from mcore_bridge.weights.names import held_tensors
+from mcore_bridge.weights.model_tensors import held_tensors
 from mcore_bridge.weights.torch_dist import TRACKER
 from tests.strategies import random_state, save, tiny
 from tests.test_rlinf_reshard import LATENT, SPARSE

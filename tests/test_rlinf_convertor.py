@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import mcore_bridge as mb
-from mcore_bridge.commands.fake import rank_of
+from mcore_bridge.commands.fake_rank import rank_of
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
 from mcore_bridge.trainers.rlinf.__main__ import main as run_script
 from mcore_bridge.trainers.rlinf.conversion import Conversion, read_conversion

@@ -23,7 +23,7 @@ import torch
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights.names import held_tensors
+from mcore_bridge.weights.model_tensors import held_tensors
 from tests import pool
 from tests.rlinf_worker import PAGE, diffs_of, source_of
 from tests.strategies import tiny

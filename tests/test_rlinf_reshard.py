@@ -13,7 +13,7 @@ from mcore_bridge import EngineRank, ParallelDims
 from mcore_bridge.errors import ConfigError, ExportError, TargetError
 from mcore_bridge.trainers.rlinf import MegatronCoreWeightReshard
 from mcore_bridge.trainers.rlinf.engine import Destination, Engine
-from mcore_bridge.weights.names import held_tensors
+from mcore_bridge.weights.model_tensors import held_tensors
 from tests import pool
 from tests.strategies import random_state, tiny
 from tests.test_targets import EXPERTS, FAMILIES, assert_gets, expected

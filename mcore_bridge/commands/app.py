@@ -17,20 +17,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from mcore_bridge import __version__
-from mcore_bridge.commands.options import (
-    BANDWIDTH,
-    Cp,
-    Debug,
-    Ep,
-    Etp,
-    Folder,
-    Layout,
-    Mtp,
-    Pp,
-    Sp,
-    Tp,
-    Vp,
-)
+from mcore_bridge.commands.cost import BANDWIDTH
+from mcore_bridge.commands.options import Cp, Debug, Ep, Etp, Folder, Layout, Mtp, Pp, Sp, Tp, Vp
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.errors import BridgeError, ConfigError, told
 from mcore_bridge.weights.uncollected import uncollected

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
+from mcore_bridge.commands.fake_rank import rank_of
 from mcore_bridge.commands.replicas import replicas
-from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.config.pipeline import Stage
 from mcore_bridge.factory.census import census
 from mcore_bridge.weights.bound import BoundModel, bind
@@ -133,25 +133,6 @@ def plan_mesh(blueprint: Blueprint, *, world_size: int) -> MeshPlan:
 
 
 @contextlib.contextmanager
-def _own_groups_only(rank: int) -> Iterator[None]:
-    """megatron-core makes the groups of all ranks on each; here a rank is alone, and they would take it seconds."""
-    import torch.distributed as dist
-
-    made = dist.new_group
-
-    def new_group(ranks: Sequence[int] | None = None, **options: Any) -> object:
-        if ranks is None or rank in ranks:
-            return made(ranks, **options)
-        return dist.GroupMember.NON_GROUP_MEMBER
-
-    dist.new_group = new_group  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        dist.new_group = made
-
-
-@contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
     """Latent attention computes a small table in each layer that is built; several threads would mostly wait for it."""
     before = torch.get_num_threads()
@@ -160,26 +141,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def rank_of(dims: ParallelDims, rank: int, world_size: int) -> Iterator[None]:
-    """Be one rank of a mesh."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from mcore_bridge.cpu import enable_cpu
-
-    enable_cpu()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        with _own_groups_only(rank):
-            parallel_state.initialize_model_parallel(**dims.to_group_sizes(), create_gloo_process_groups=False)
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
 
 
 class _Layers:

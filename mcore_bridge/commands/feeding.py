@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore_bridge.commands import text
+from mcore_bridge.commands.cost import BANDWIDTH
 from mcore_bridge.commands.fake import MeshPlan
-from mcore_bridge.commands.options import BANDWIDTH
 from mcore_bridge.commands.replicas import members
 from mcore_bridge.errors import TargetError
 from mcore_bridge.weights.budget import AHEAD

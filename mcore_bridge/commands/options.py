@@ -7,9 +7,6 @@ from typing import Annotated
 
 import typer
 
-BANDWIDTH = 255.0
-"""GB/s of the windows of others that a rank receives: measured, of exports of 16 and 61 GB among 4 H200s by NVLink."""
-
 # fmt: off
 Folder = Annotated[Path, typer.Argument(help="Folder of the HF checkpoint, with its config.json.", show_default=False)]
 Tp     = Annotated[int,  typer.Option(help="Tensor parallel size.")]

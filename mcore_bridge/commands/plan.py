@@ -11,10 +11,9 @@ from rich.console import Group
 from rich.table import Table
 
 from mcore_bridge.commands import text
-from mcore_bridge.commands.cost import cost_of
+from mcore_bridge.commands.cost import BANDWIDTH, cost_of
 from mcore_bridge.commands.fake import Chunk, MeshPlan, plan_mesh
 from mcore_bridge.commands.feeding import feed
-from mcore_bridge.commands.options import BANDWIDTH
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.weights.dtypes import dtype_name
 from mcore_bridge.weights.target import EngineRank

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mcore_bridge.commands.fake import rank_of
+from mcore_bridge.commands.fake_rank import rank_of
 from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.bound import bind

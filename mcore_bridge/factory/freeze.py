@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.weights.names import held_tensors
+from mcore_bridge.weights.model_tensors import held_tensors
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mcore_bridge.factory.backend import Backend, norm_of
-from mcore_bridge.weights.names import held_tensors
+from mcore_bridge.weights.model_tensors import held_tensors
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

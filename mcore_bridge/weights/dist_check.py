@@ -9,7 +9,8 @@ import torch
 
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.dtypes import dtype_name, is_exact
-from mcore_bridge.weights.names import held_tensors, plain_key
+from mcore_bridge.weights.model_tensors import held_tensors
+from mcore_bridge.weights.names import plain_key
 from mcore_bridge.weights.torch_dist import TorchDistFolder
 from mcore_bridge.weights.transport import Group
 

@@ -23,7 +23,7 @@ from mcore_bridge.weights.dist_check import Check, chunk_names, sharded_states
 from mcore_bridge.weights.extra_state import with_extra_states
 from mcore_bridge.weights.failures import on_all, require_alike
 from mcore_bridge.weights.layer_stack import stack_layers
-from mcore_bridge.weights.names import held_tensors
+from mcore_bridge.weights.model_tensors import held_tensors
 from mcore_bridge.weights.optimizer_chain import fit_chain
 from mcore_bridge.weights.outputs import check_storage
 from mcore_bridge.weights.pending import gather_pending, require_gatherable

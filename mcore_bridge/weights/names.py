@@ -8,18 +8,8 @@ next linear get the names that they have alone. An HF name has one mcore name.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from itertools import chain, repeat
-from operator import is_
-from typing import TYPE_CHECKING, Any
-
-from torch import Tensor, nn
-
-from mcore_bridge.errors import MappingError
-
-if TYPE_CHECKING:
-    from megatron.core.models.gpt import GPTModel
 
 # fmt: off
 _FUSED_NORMS = (
@@ -46,7 +36,6 @@ _EXPERTS = (  # megatron-core's SequentialMLP, and TEGroupedMLP, which numbers t
 )
 _MTP = re.compile(r"^mtp\.layers\.(\d+)\.(?:mtp_model_layer(?=\.))?")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,108 +45,6 @@ class Numbering:
     layers: tuple[int, ...]
     experts: tuple[int, ...] = ()
     mtp: tuple[int, ...] = ()
-
-
-def unwrap(model: nn.Module) -> GPTModel:
-    """The bare ``GPTModel`` inside wrappers that keep their model as ``module`` (DDP, Float16Module, ...)."""
-    bare: Any = model
-    while not hasattr(bare, "decoder"):
-        inner = getattr(bare, "module", None)
-        if not isinstance(inner, nn.Module):
-            raise MappingError(
-                f"expected a megatron-core GPTModel or a wrapper with one at .module, found {type(model).__name__} "
-                f"that ends at {type(bare).__name__}"
-            )
-        bare = inner
-    return bare
-
-
-def held_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of this rank's chunks by canonical name, in the order of the modules.
-
-    Raises:
-        MappingError: when two chunks hold the same canonical name, or a tensor's values are not in its own memory.
-    """
-    held: dict[str, Tensor] = {}
-    for chunk in map(unwrap, models):
-        roll: _Roll | None = getattr(chunk, "bridge_roll", None)
-        if roll is None or not roll.is_right():
-            roll = chunk.bridge_roll = _Roll.of(chunk)
-        found = dict(zip(roll.names, roll.tensors(), strict=True))
-        if twice := held.keys() & found.keys():
-            raise MappingError(f"{min(twice)} is in two of the {len(models)} chunks given; pass each chunk once")
-        held |= found
-    if not _PLAIN.issuperset(map(type, held.values())):
-        _require_own_memory(held)
-    return held
-
-
-def _require_own_memory(held: Mapping[str, Tensor]) -> None:
-    """Raise ``MappingError`` for a tensor that only stands for others: quantized ones do, and those that FSDP cuts."""
-    for name, tensor in held.items():
-        if type(tensor) not in _PLAIN and tensor.untyped_storage().nbytes() and not tensor.data_ptr():
-            raise MappingError(
-                f"{name} is a {type(tensor).__name__}, whose values are in other tensors: expected a parameter with "
-                "memory of its own. Build without fp8_param, and wrap without FSDP"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class _Roll:
-    """Where the tensors of a chunk are, by canonical name.
-
-    Kept on the chunk, as every export begins with it, and compared at once for all of the thousands of modules.
-    """
-
-    names: tuple[str, ...]
-    places: tuple[int, ...]
-    """Of the tensors with these names, among all in ``holders``."""
-    children: tuple[dict[str, nn.Module | None], ...]
-    """The ``_modules`` of each module."""
-    holders: tuple[dict[str, Tensor | None], ...]
-    """The ``_parameters`` and ``_buffers`` of each module."""
-    seen: tuple[list[object], ...]
-    """What the modules had when the chunk was looked at."""
-
-    @classmethod
-    def of(cls, chunk: GPTModel) -> _Roll:
-        numbering = numbering_of(chunk)
-        modules = dict(chunk.named_modules())
-        children = tuple(module._modules for module in modules.values())
-        holders = tuple(each for module in modules.values() for each in (module._parameters, module._buffers))
-        prefixes = (f"{prefix}." if prefix else "" for prefix in modules for _ in range(2))
-        paths = [prefix + name for prefix, holder in zip(prefixes, holders, strict=True) for name in holder]
-        numbers = {path: number for number, path in enumerate(paths)}
-        own = [name for name, _ in _tensors(chunk)]
-        names = tuple(canonical(name, numbering) for name in own)
-        places = tuple(numbers[name] for name in own)
-        return cls(names, places, children, holders, cls._look(children, holders))
-
-    @staticmethod
-    def _look(children: Sequence[dict[str, Any]], holders: Sequence[dict[str, Any]]) -> tuple[list[object], ...]:
-        """Children and names of all modules, how many each has of them, and which tensors are None."""
-        each = chain.from_iterable
-        absent = map(is_, each(map(dict.values, holders)), repeat(None))
-        found = each(map(dict.values, children)), map(len, children), each(holders), map(len, holders), absent
-        return tuple([*every] for every in found)
-
-    def is_right(self) -> bool:
-        """Whether the chunk has the modules that were found, and these the same names."""
-        return self._look(self.children, self.holders) == self.seen
-
-    def tensors(self) -> Iterator[Any]:
-        """What is in these places now."""
-        found = [*chain.from_iterable(map(dict.values, self.holders))]
-        return map(found.__getitem__, self.places)
-
-
-def numbering_of(chunk: GPTModel) -> Numbering:
-    """The numbers of a chunk, as it was built."""
-    layers = tuple(layer.layer_number - 1 for layer in chunk.decoder.layers)
-    indices = (getattr(module, "local_expert_indices", None) for module in chunk.modules())
-    experts = next((tuple(each) for each in indices if each is not None), ())
-    mtp = getattr(chunk, "mtp", None)
-    return Numbering(layers, experts, tuple(layer.layer_number - 1 for layer in mtp.layers) if mtp is not None else ())
 
 
 def canonical(name: str, numbering: Numbering) -> str:
@@ -236,12 +123,3 @@ def shift_expert(name: str, shift: int) -> str:
 def renumber_layer(name: str, layer: int) -> str:
     """A canonical name with another number for its decoder layer, if it has one."""
     return _LAYER.sub(f"decoder.layers.{layer}.", name)
-
-
-def _tensors(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
-    """``state_dict`` without its hooks and copies: parameters, then the buffers that it would hold."""
-    yield from chunk.named_parameters()
-    for prefix, module in chunk.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer

@@ -11,7 +11,7 @@ from torch import nn
 from mcore_bridge.errors import ExportError
 from mcore_bridge.weights.bound import Models, chunks_of
 from mcore_bridge.weights.exchange import require_all
-from mcore_bridge.weights.names import unwrap
+from mcore_bridge.weights.model_tensors import unwrap
 from mcore_bridge.weights.transport import Group
 
 if TYPE_CHECKING:

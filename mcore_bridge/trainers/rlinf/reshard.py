@@ -12,7 +12,7 @@ from mcore_bridge.trainers.rlinf.engine import Destination, Engine
 from mcore_bridge.trainers.rlinf.sync import Bucket, FullBucket, Sync
 from mcore_bridge.weights.bound import Models, chunks_of
 from mcore_bridge.weights.export import Export
-from mcore_bridge.weights.names import held_tensors
+from mcore_bridge.weights.model_tensors import held_tensors
 from mcore_bridge.weights.plan import ExportPlan
 from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.shares import Share, shares_of
