@@ -136,7 +136,7 @@ def test_all_ranks_load_the_same_iteration(tmp_path):
 def load_where_one_cannot(folder, dims, step):
     models, _ = built(dims)
     mb.save_checkpoint(models, folder)
-    with only_on_1(f"dist_check.Check.{step}"):
+    with only_on_1(f"mcore_bridge.weights.dist_check.Check.{step}"):
         return refused(mb.load_checkpoint, models, folder)
 
 

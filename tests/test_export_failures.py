@@ -23,16 +23,15 @@ from tests.test_export import BUCKET, assert_exact, built
 
 
 def only_on_1(name, after=0):
-    """What has this name in ``mcore_bridge.weights`` raises on rank 1, once, behind so many calls."""
-    path = f"mcore_bridge.weights.{name}"
-    calls, real = iter(range(1 << 30)), pkgutil.resolve_name(path)
+    """What has this dotted name raises on rank 1, once, behind so many calls."""
+    calls, real = iter(range(1 << 30)), pkgutil.resolve_name(name)
 
     def failing(*arguments, **named):
         if dist.get_rank() == 1 and next(calls) == after:
             raise RuntimeError("out of memory")
         return real(*arguments, **named)
 
-    return mock.patch(path, failing)
+    return mock.patch(name, failing)
 
 
 def export_while(name, after, dtype):
@@ -50,11 +49,11 @@ THE_ONE = r"embedding\.word_embeddings\.weight to decoder\.layers\.2\.self_atten
 @pytest.mark.parametrize(
     ("name", "after", "message"),
     [
-        ("outputs.Outputs._allocated", 0, rf"RuntimeError in the message of {THE_ONE}: out of memory"),
-        ("moves.Moves.make", 0, "rank 1 of the group: RuntimeError: out of memory"),
-        ("moves.Moves.make", 1, "out of memory"),
-        ("export.noted", 0, "RuntimeError: out of memory"),
-        ("export.wanted_dtype", 3, "RuntimeError in the message of .*: out of memory"),
+        ("mcore_bridge.weights.outputs.Outputs._allocated", 0, rf"RuntimeError in the message of {THE_ONE}: out of memory"),
+        ("mcore_bridge.weights.moves.Moves.make", 0, "rank 1 of the group: RuntimeError: out of memory"),
+        ("mcore_bridge.weights.moves.Moves.make", 1, "out of memory"),
+        ("mcore_bridge.weights.export.noted", 0, "RuntimeError: out of memory"),
+        ("mcore_bridge.weights.export.wanted_dtype", 3, "RuntimeError in the message of .*: out of memory"),
     ],
 )
 def test_all_ranks_raise(name, after, message):
@@ -82,7 +81,7 @@ def test_a_failure_is_heard_three_messages_later(copy):
 def plan_otherwise_on_1(name, result, dims, targets):
     models, state = built(dims)
     target = targets[dist.get_rank() % len(targets)]
-    here = mock.patch(f"mcore_bridge.weights.{name}", result) if dist.get_rank() == 1 else contextlib.nullcontext()
+    here = mock.patch(name, result) if dist.get_rank() == 1 else contextlib.nullcontext()
     with here, mock.patch.object(transport.Windows, "send") as send:
         with pytest.raises(Exception, match=r"plans that do not fit together|out of memory") as refused:
             mb.to_hf_state_dict(models, target=target, bucket_bytes=1 << 16)
@@ -116,12 +115,17 @@ def unable(*arguments, **named):
 @pytest.mark.parametrize(
     ("name", "result", "dims", "targets"),
     [
-        ("lanes.Lanes.in_the_making", all_of_it, mb.ParallelDims(tp=2, pp=2), mb.engine_ranks(tp=2)),
-        ("export.plan_targets", for_each_other, mb.ParallelDims(tp=4), mb.engine_ranks(tp=2)),
-        ("planning.window_of", all_of_it, mb.ParallelDims(tp=2, pp=2), ["everything"]),
-        ("planning.cut", one_row_further, mb.ParallelDims(tp=2, pp=2), ["everything"]),
-        ("planning.planned", of_another_size, mb.ParallelDims(tp=2, pp=2), ["everything"]),
-        ("export.plan_export", unable, mb.ParallelDims(tp=2, pp=2), ["everything"]),
+        (
+            "mcore_bridge.weights.lanes.Lanes.in_the_making",
+            all_of_it,
+            mb.ParallelDims(tp=2, pp=2),
+            mb.engine_ranks(tp=2),
+        ),
+        ("mcore_bridge.weights.export.plan_targets", for_each_other, mb.ParallelDims(tp=4), mb.engine_ranks(tp=2)),
+        ("mcore_bridge.weights.planning.window_of", all_of_it, mb.ParallelDims(tp=2, pp=2), ["everything"]),
+        ("mcore_bridge.weights.planning.cut", one_row_further, mb.ParallelDims(tp=2, pp=2), ["everything"]),
+        ("mcore_bridge.weights.planning.planned", of_another_size, mb.ParallelDims(tp=2, pp=2), ["everything"]),
+        ("mcore_bridge.weights.export.plan_export", unable, mb.ParallelDims(tp=2, pp=2), ["everything"]),
     ],
 )
 def test_nothing_is_sent_where_plans_do_not_fit(name, result, dims, targets):
@@ -131,7 +135,10 @@ def test_nothing_is_sent_where_plans_do_not_fit(name, result, dims, targets):
 
 def digest_on_most_ranks():
     models, _ = built()
-    with only_on_1("manifest.digest"), pytest.raises(BridgeError, match="rank 1 of the group: RuntimeError: out of"):
+    with (
+        only_on_1("mcore_bridge.weights.manifest.digest"),
+        pytest.raises(BridgeError, match="rank 1 of the group: RuntimeError: out of"),
+    ):
         mb.manifest(models, digests=True)
     mb.manifest(models)
 
