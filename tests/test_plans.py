@@ -13,7 +13,6 @@ import torch
 
 from mcore_bridge import EngineRank, ParallelDims, engine_ranks
 from mcore_bridge.commands.fake import plan_mesh
-from mcore_bridge.commands.options import smallest_world
 from mcore_bridge.errors import MappingError
 from mcore_bridge.factory.blueprint import draw
 from mcore_bridge.weights.footprint import footprint
@@ -109,7 +108,7 @@ PLANS: dict[Case, tuple[int, int, int, int]] = {
 @functools.cache
 def replica(model: str, mesh: str) -> Any:
     blueprint = draw(MODELS[model], dims=MESHES[mesh], dtype=torch.bfloat16, device="meta")
-    return plan_mesh(blueprint, world_size=smallest_world(MESHES[mesh])).replica
+    return plan_mesh(blueprint, world_size=MESHES[mesh].smallest_world).replica
 
 
 def planned(model: str, mesh: str, engine: str, megabytes: float | None) -> tuple[int, int, int, int]:
