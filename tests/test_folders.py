@@ -18,11 +18,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 import mcore_bridge as mb
 from mcore_bridge.commands.convert import convert
@@ -52,10 +54,15 @@ STRICTER = {
 """What we say of a folder that transformers loads whole, and what transformers does."""
 LAXER = {
     r"KeyError: 'metadata'": "an index needs no metadata",
-    r"TypeError: .*item assignment": "nor must these be an object",
+    r"TypeError: (.*item assignment|list indices)": "nor must these be an object",
     r"Error no file named": "any *.safetensors are read where there is no index",
 }
 """What transformers says of a folder that we load, and why we do."""
+if transformers.__version__ < "5":
+    LAXER[r"^\{'missing_keys': \[[^]]*\]\}$"] = "it misses what the index leaves out, and 5 takes it"
+    LAXER[r"not contain the valid metadata|File metadata is not"] = (
+        "it wants a framework named in a header, and 5 does not"
+    )
 
 
 @dataclass
@@ -260,8 +267,6 @@ FILES = [cut, flip, harm_header, harm_header, put_pointer, put_other]
 
 def by_transformers(path: Path) -> dict[str, Tensor] | str:
     """The weights; or why they are not all of the checkpoint, and no others."""
-    from transformers import LlamaForCausalLM
-
     try:
         model, found = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
     except Exception as error:

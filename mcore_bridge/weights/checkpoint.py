@@ -77,7 +77,7 @@ class Checkpoint(Mapping[str, Tensor]):
         return names
 
     def _locate(self) -> dict[str, SafetensorsFile]:
-        """The file of each tensor. The index may leave a tensor out, as for transformers; it cannot choose of two."""
+        """The file of each tensor. The index may leave one out, as for transformers 5; it cannot choose of two."""
         found: dict[str, SafetensorsFile] = {}
         twice = [
             f"{name} is in {other.path} and in {file_name}"
