@@ -10,6 +10,7 @@ from transformers import AutoConfig
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.architecture import architecture_of
+from mcore_bridge.config.moe import MLP_TYPES
 from mcore_bridge.config.moe_interval import INTERVAL
 from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config, to_transformer_config
 from mcore_bridge.errors import ConfigError
@@ -236,6 +237,12 @@ def test_layers_with_experts(start: int, end: int, interval: int, layers: list[i
     assert found == {"moe_layer_freq": layers}
     back = INTERVAL.to_hf({**found, "num_layers": 6})
     assert INTERVAL.to_mcore({**back, "num_hidden_layers": 6}) == found
+
+
+def test_layers_with_experts_come_back_however_mcore_says_them() -> None:
+    for freq in (2, [1, 0, 1, 0]):
+        kinds = MLP_TYPES.to_hf({"moe_layer_freq": freq, "num_layers": 4})
+        assert kinds == {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"]}
 
 
 def test_layers_that_hf_cannot_say_are_refused() -> None:

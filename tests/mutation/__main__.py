@@ -85,7 +85,7 @@ def tests_for(mutant: Mutant, tree: Path, record: dict[str, Any]) -> list[str]:
     reached = record["reached"].get(mutant.file, {})
     names, before = {name for line in lines for name in reached.get(line, [])}, set[str]()
     if is_run_at_import or "" in names:
-        patterns = next(tests for files, tests in OF_TABLES.items() if fnmatch.fnmatch(mutant.file, files))
+        patterns = next((tests for files, tests in OF_TABLES.items() if fnmatch.fnmatch(mutant.file, files)), ())
         before = {name for each in patterns for name in fnmatch.filter(record["seconds"], f"tests/{each}")}
         names = before.union(*reached.values()) - {""}
     seconds, seen, found = record["seconds"], Counter[str](), []
