@@ -13,7 +13,6 @@ import transformers
 import mcore_bridge
 from mcore_bridge.architecture import architectures
 from mcore_bridge.commands.doctor import MINIMUM, TESTED
-from tests.engine import run_example
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -63,10 +62,6 @@ def test_python_blocks_parse_and_use_public_names(page: str) -> None:
 def test_the_picture_shows_the_newest_figures() -> None:
     finished = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "picture.py"), "--check"])
     assert finished.returncode == 0
-
-
-def test_the_example_of_handing_on_runs(tmp_path: Path) -> None:
-    run_example(tmp_path, CUDA_VISIBLE_DEVICES="")
 
 
 def test_the_commands_of_the_readme_exist() -> None:

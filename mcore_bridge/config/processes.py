@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import multiprocessing
 import os
 import time
 from collections.abc import Mapping
@@ -84,6 +85,11 @@ def initialize(group_sizes: Mapping[str, Any], *, device: str, seed: int, timeou
         device: "cpu" or "cuda".
         timeout: see ``ParallelDims.initialize``.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # set while such a process imports the script
+        raise MeshError(
+            "this script runs again in a process that it has started: put what starts it below 'if __name__ == "
+            '"__main__":\', or it waits here for ranks that do not come'
+        )
     import torch.distributed as dist
     from megatron.core import parallel_state
 

@@ -1,0 +1,145 @@
+"""The Python blocks of README.md and docs/ run as they are written: those of a page in one flat script.
+
+Each page is started once for each number of processes, as torchrun does it: with its environment, and as ``__main__``.
+The processes are forked from one that has imported torch. The page that hung goes through torchrun itself.
+"""
+
+import os
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from mcore_bridge.commands.convert import convert
+from tests import pool
+from tests.gpus import free_port
+from tests.strategies import random_state, save, tiny
+from tests.test_examples import torchrun
+
+ROOT = Path(__file__).parent.parent
+WHOLE = """
+import os
+os.chdir({folder!r})
+"""
+MODELS = """
+import torch
+import mcore_bridge as mb
+dims = mb.ParallelDims(pp=int(os.environ["WORLD_SIZE"]))
+dims.initialize(device="cpu")
+models = mb.build_model("path/of/Qwen3-8B", dims=dims, dtype=torch.float32)
+"""
+TOKENS = """
+import torch
+input_ids = torch.arange(24).view(4, 6)
+attention_mask = torch.ones(4, 6, dtype=torch.int64)
+advantages, num_tokens = torch.ones(4, 6), 24
+"""
+ENGINE = """
+class engine:
+    def update(name, tensor):
+        assert tensor.isfinite().all(), name
+"""
+RLINF = """
+transformer_config = mb.to_transformer_config("path/of/Qwen3-8B", dims=dims)
+path, ReshardConfig = "path/of/Qwen3-8B", dict
+"""
+PAGES = {
+    "README.md": ([TOKENS + ENGINE], (4,)),
+    "docs/batches.md": ([MODELS + TOKENS], (1, 2)),
+    "docs/checkpoints.md": ([MODELS + "optimizer = None", "model = models[0]"], (1, 2)),
+    "docs/design.md": (["from mcore_bridge.weights.layout import Concat, GROUPS, Rearrange", "", ""], (1, 2)),
+    "docs/embedding.md": ([""], (1, 2)),
+    "docs/handing_on.md": ([""], (1, 2)),
+    "docs/rlinf.md": ([MODELS + RLINF], (1, 2)),
+    "docs/targets.md": ([MODELS], (1, 2)),
+}
+"""What stands before each block in place of what a reader has already; and numbers of processes."""
+NOT_HERE = {("docs/embedding.md", 1): "SGLang is not installed"}
+"""Blocks that do not run, by their number."""
+
+
+def blocks_of(page):
+    found = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    return [block for number, block in enumerate(found) if (page, number) not in NOT_HERE]
+
+
+def test_every_page_with_blocks_is_run():
+    pages = ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+    assert {page for page in pages if blocks_of(page)} == PAGES.keys()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where a reader stands: a small model is there under the names of the pages."""
+    path = tmp_path_factory.mktemp("reader")
+    hf = tiny("qwen3")
+    model = path / "path" / "of" / "Qwen3-8B"
+    model.mkdir(parents=True)
+    save(random_state(hf), hf, model)
+    convert(model, Path(f"{model}-torch-dist"), on_event=lambda *event: None)
+    return path
+
+
+def run_flat(script, rank, size, port, log):
+    """What a process of torchrun does."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1")
+    os.environ.update(MASTER_PORT=port, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    out = os.open(log, os.O_CREAT | os.O_WRONLY)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    runpy.run_path(script, run_name="__main__")
+
+
+def started(script, size, seconds=120):
+    """How such processes ended, and what they wrote."""
+    pool._grow(1)  # so that the server of its processes is there, which has imported everything
+    port, logs = free_port(), [script.parent / f"{script.stem}-{rank}.log" for rank in range(size)]
+    arguments = [(str(script), rank, size, port, str(log)) for rank, log in enumerate(logs)]
+    processes = [pool._context.Process(target=run_flat, args=each) for each in arguments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(seconds)
+    for process in processes:
+        process.kill()
+    return [process.exitcode for process in processes], "\n".join(log.read_text() for log in logs)
+
+
+@pytest.mark.parametrize(
+    ("page", "size"), [(page, size) for page, (_, sizes) in PAGES.items() for size in sizes], ids=str
+)
+def test_blocks_run_as_they_are_written(page, size, folder, tmp_path):
+    script = tmp_path / "page.py"
+    placeholders, _ = PAGES[page]
+    parts = [part for pair in zip(placeholders, blocks_of(page), strict=True) for part in pair]
+    script.write_text("\n".join([WHOLE.format(folder=str(folder)), *parts]))
+    if (page, size) == ("docs/checkpoints.md", 2):
+        finished = torchrun(script, size)
+        assert finished.returncode == 0, finished.stderr
+        return
+    codes, said = started(script, size)
+    assert codes == [0] * size, said
+    if page == "docs/handing_on.md":
+        numbers = re.findall(r"the (trainer|engine) has (\d+ tensors, \d+ bytes)", said)
+        assert sorted(who for who, _ in numbers) == ["engine"] * size + ["trainer"] * size
+        assert len({what for _, what in numbers}) == 1
+
+
+FLAT = """
+import multiprocessing
+import mcore_bridge as mb
+mb.ParallelDims().initialize(device="cpu")
+process = multiprocessing.get_context("spawn").Process(target=print)
+process.start()
+process.join()
+assert process.exitcode == 1
+"""
+
+
+def test_a_script_that_needs_a_guard_is_told_so_at_once(tmp_path):
+    """It runs again in a process that it starts; there it would wait for ranks that do not come."""
+    (tmp_path / "flat.py").write_text(FLAT)
+    codes, said = started(tmp_path / "flat.py", 1)
+    assert codes == [0], said
+    assert "MeshError: this script runs again in a process that it has started: put what starts it below" in said
