@@ -80,3 +80,10 @@ def test_survivors_say_who_was_lost_as_far_as_they_can_know(tmp_path, machines, 
     found = written(tmp_path)
     assert len(found) == 2 * len(CALLS)
     assert all(re.search(words.format(pid=processes[1].pid), line) for line in found), found
+
+
+def test_what_breaks_elsewhere_is_left_as_it_is():
+    problem = RuntimeError("Connection refused by a reward server")
+    with pytest.raises(RuntimeError) as raised, lost.naming_lost_ranks("forward"):
+        raise problem
+    assert raised.value is problem

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mcore_bridge.errors import BridgeError, LostRankError
+from mcore_bridge.errors import LostRankError
 from mcore_bridge.machine import start_time, this_machine
 
 _SECONDS = 3.0
@@ -39,8 +39,9 @@ def naming_lost_ranks(what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         text = str(error)
-        if isinstance(error, BridgeError) or not any(words in text for words in _BROKEN):
-            raise
+        is_theirs = isinstance(error, dist.DistError) or "/gloo/" in text or "pair closure" in text
+        if not is_theirs or not any(words in text for words in _BROKEN):
+            raise  # ours, or a caller's, who may have connections of his own
         raise LostRankError(f"{what} failed: {_who()}. torch says: {text.partition('. ')[0]}") from error
 
 
