@@ -11,8 +11,9 @@ import torch
 
 from mcore_bridge.commands.whole import WholeModel, whole_model
 from mcore_bridge.weights.checkpoint import Checkpoint
-from mcore_bridge.weights.companions import config_in, copy_companions
+from mcore_bridge.weights.companions import copy_companions
 from mcore_bridge.weights.entries import Entry
+from mcore_bridge.weights.provenance import config_in
 from mcore_bridge.weights.ties import HEAD, renamed
 from mcore_bridge.weights.whole import check_source, parts_of
 

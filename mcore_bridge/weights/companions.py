@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from mcore_bridge.weights.dtypes import dtype_name
 from mcore_bridge.weights.mapping import matches
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import PretrainedConfig
-
-    from mcore_bridge.weights.provenance import Provenance
 
 _TOKENIZER = (
     *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken"),
@@ -57,16 +48,3 @@ def config_places(source: Path, found: Path) -> tuple[Path, ...]:
 def first_with_config(places: Iterable[Path]) -> Path | None:
     """The first of these folders that has an HF config."""
     return next((place for place in places if (place / "config.json").is_file()), None)
-
-
-def config_in(provenance: Provenance, dtype: torch.dtype, *, tied: bool) -> PretrainedConfig:
-    """A copy of the HF config that says that most weights are of ``dtype``.
-
-    Args:
-        tied: whether an LM head is the embedding; only then does the config say so. It is not changed for another head.
-    """
-    hf = copy.deepcopy(provenance.hf)
-    if provenance.head == "lm":
-        hf.tie_word_embeddings = tied
-    setattr(hf, "dtype" if hasattr(hf, "dtype") else "torch_dtype", dtype_name(dtype))
-    return hf

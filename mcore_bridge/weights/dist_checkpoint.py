@@ -18,7 +18,7 @@ import torch
 
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.bound import Models, chunks_of, noted
-from mcore_bridge.weights.companions import config_in, copy_companions
+from mcore_bridge.weights.companions import copy_companions
 from mcore_bridge.weights.dist_check import Check, chunk_names, sharded_states
 from mcore_bridge.weights.extra_state import with_extra_states
 from mcore_bridge.weights.failures import on_all, require_alike
@@ -27,7 +27,7 @@ from mcore_bridge.weights.model_tensors import held_tensors
 from mcore_bridge.weights.optimizer_chain import fit_chain
 from mcore_bridge.weights.outputs import check_storage
 from mcore_bridge.weights.pending import gather_pending, require_gatherable
-from mcore_bridge.weights.provenance import HF
+from mcore_bridge.weights.provenance import HF, config_in
 from mcore_bridge.weights.swap import commit, require_files, target_of, updating_by_all
 from mcore_bridge.weights.torch_dist import CONTENT, HEADS, VERSION, TorchDistFolder, dist_files, track
 from mcore_bridge.weights.transport import Group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,11 +12,13 @@ from mcore_bridge.architecture import architecture_of, read_hf
 from mcore_bridge.config.hf import find_folder, with_fields
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.weights.checkpoint import names_in
+from mcore_bridge.weights.dtypes import dtype_name
 from mcore_bridge.weights.layout import REPLICATED, VOCAB
 from mcore_bridge.weights.mapping import Dialect, Rules, WeightMapping, fused, pattern_of, table
 from mcore_bridge.weights.ties import HEAD, is_tied, ties_any_head
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig
 
 HF = Union[str, "os.PathLike[str]", "PretrainedConfig"]
@@ -136,3 +139,16 @@ def mapping(hf: HF, *, head: str = "lm", dialect: Dialect | None = None) -> Weig
     """The weight mapping of a model as a value: its rules, and what a checkpoint may hold besides, or lack."""
     found = provenance_of(hf, head=head)
     return found.mapping(tied=bool(found.hf.tie_word_embeddings), dialect=dialect)
+
+
+def config_in(provenance: Provenance, dtype: torch.dtype, *, tied: bool) -> PretrainedConfig:
+    """A copy of the HF config that says that most weights are of ``dtype``.
+
+    Args:
+        tied: whether an LM head is the embedding; only then does the config say so. It is not changed for another head.
+    """
+    hf = copy.deepcopy(provenance.hf)
+    if provenance.head == "lm":
+        hf.tie_word_embeddings = tied
+    setattr(hf, "dtype" if hasattr(hf, "dtype") else "torch_dtype", dtype_name(dtype))
+    return hf

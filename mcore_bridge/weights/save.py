@@ -18,13 +18,13 @@ from mcore_bridge.config.hf import with_fields
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.bound import Models, noted
 from mcore_bridge.weights.checkpoint import HEADS, weight_files, write_index
-from mcore_bridge.weights.companions import config_in, copy_companions
+from mcore_bridge.weights.companions import copy_companions
 from mcore_bridge.weights.dtypes import Dtypes
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.failures import on_all, require_alike
 from mcore_bridge.weights.manifest import Manifest, manifest
 from mcore_bridge.weights.mapping import Dialect
-from mcore_bridge.weights.provenance import HF, Provenance
+from mcore_bridge.weights.provenance import HF, Provenance, config_in
 from mcore_bridge.weights.safetensors_file import SafetensorsWriter
 from mcore_bridge.weights.shards import MAX_SHARD_BYTES, Shard, deal_shards, require_positive
 from mcore_bridge.weights.spec import TensorSpec
@@ -85,7 +85,7 @@ def save_hf_checkpoint(
     with updating_by_all(world, target) as update, ExitStack() as stack:
         with together():
             specs = manifest(models, hf=hf, head=head, dtype=dtype, dialect=dialect, bucket_bytes=bucket_bytes)
-            shards = deal_shards(specs, world.size, max_shard_bytes)
+            shards = deal_shards(specs.tensors, world.size, max_shard_bytes)
             places = _open([shard for shard in shards if shard.rank == world.rank], update.new, stack)
         with together():
             pairs = iter_hf_weights(models, hf=hf, head=head, dtype=dtype, dialect=dialect, bucket_bytes=bucket_bytes)

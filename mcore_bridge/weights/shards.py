@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights.manifest import Manifest
 from mcore_bridge.weights.spec import TensorSpec
 
 MAX_SHARD_BYTES = 5 << 30
@@ -36,16 +35,18 @@ class Shard:
     tensors: tuple[TensorSpec, ...]
 
 
-def deal_shards(specs: Manifest, world_size: int, max_shard_bytes: int = MAX_SHARD_BYTES) -> tuple[Shard, ...]:
+def deal_shards(
+    specs: Sequence[TensorSpec], world_size: int, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> tuple[Shard, ...]:
     """Deal tensors to ranks, so that all write about as much and all the time, and cut what each has into files.
 
-    Neighbours in the manifest go to different ranks and files: an export yields one tensor after the other, and with
+    Neighbours go to different ranks and files: an export yields one tensor after the other, and with
     runs of them in one file only one thread would write at a time. While files would be small, there are fewer.
 
     Args:
         max_shard_bytes: size of a file at most, unless one tensor is larger.
     """
-    num_files = max(1, min(len(specs), specs.num_bytes // min(MIN_SHARD_BYTES, max_shard_bytes)))
+    num_files = max(1, min(len(specs), sum(spec.num_bytes for spec in specs) // min(MIN_SHARD_BYTES, max_shard_bytes)))
     num_writers = min(num_files, world_size)
     at_once = min(num_files // num_writers, FILES_AT_ONCE)
     shares = _shares(specs, num_writers * at_once)
