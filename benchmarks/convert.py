@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 
 from benchmarks.plan import DEEPSEEK
-from mcore_bridge.commands.whole import whole_model
-from mcore_bridge.weights.checkpoint import INDEX
-from mcore_bridge.weights.safetensors_file import SafetensorsWriter
-from mcore_bridge.weights.shards import MAX_SHARD_BYTES
-from mcore_bridge.weights.spec import TensorSpec
-from mcore_bridge.weights.whole import specs_of
+from mcore_bridge.convert.parameters import specs_of
+from mcore_bridge.convert.reference_model import whole_model
+from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.files.file_shards import MAX_SHARD_BYTES
+from mcore_bridge.weights.files.hf_folder import INDEX
+from mcore_bridge.weights.files.safetensors import SafetensorsWriter
 
 
 def write_zeros(folder: Path, specs: Iterable[TensorSpec]) -> int:

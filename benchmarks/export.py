@@ -20,8 +20,8 @@ import torch.distributed as dist
 from common import case_arguments, config_of, from_the_first, parsed, report, set_up, timed
 
 import mcore_bridge as mb
-from mcore_bridge.weights.target import Target
-from mcore_bridge.weights.transport import Group
+from mcore_bridge.weights.plan.target import Target
+from mcore_bridge.weights.transfer.collectives import Group
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from export import build, drain, leave_mesh
 
 import mcore_bridge as mb
 from mcore_bridge.weights.export import open_export
-from mcore_bridge.weights.target import Target
+from mcore_bridge.weights.plan.target import Target
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import support_page
 import weights_page
 
 from mcore_bridge.architecture import Architecture, architectures, refusals
-from mcore_bridge.config.spelling import ROPE_TYPES
+from mcore_bridge.config.rope_spelling import ROPE_TYPES
 
 ROOT = Path(__file__).parent.parent
 START, END = "<!-- families: made by docs/make_families.py -->", "<!-- end of families -->"

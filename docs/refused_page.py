@@ -25,9 +25,9 @@ Numbers in the table stand for these.
 MESHES = """## On some meshes
 
 The mesh is refused with `MeshError` where megatron-core could not cut a model along it, or would cut it otherwise
-than the HF model means. Besides plain divisions of heads, sizes and vocabularies (`mcore_bridge/config/fit.py`) that
-is: `etp` above 1 for experts with biases; MTP layers in a model that lists windows or ropes by layer, or whose last
-layer attends linearly; and linear attention whose key heads are not a multiple of `tp` times `cp`.
+than the HF model means. Besides plain divisions of heads, sizes and vocabularies (`config/mesh/divisibility.py`)
+that is: `etp` above 1 for experts with biases; MTP layers in a model that lists windows or ropes by layer, or whose
+last layer attends linearly; and linear attention whose key heads are not a multiple of `tp` times `cp`.
 """
 
 

@@ -8,10 +8,11 @@ from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from mcore_bridge import models, weights
+from mcore_bridge import models
+from mcore_bridge import rules as algebra
 from mcore_bridge.architecture import Architecture
-from mcore_bridge.weights.layout import Chain, Layout
-from mcore_bridge.weights.mapping import Rule, Rules, fused, under
+from mcore_bridge.rules.layout import Chain, Layout
+from mcore_bridge.rules.mapping import Rule, Rules, fused, under
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -53,7 +54,7 @@ def _constants(package: ModuleType, prefix: str) -> Iterator[tuple[str, object]]
             yield from ((name, value) for name, value in vars(module).items() if name.isupper())
 
 
-LAYOUTS = {name: value for name, value in _constants(weights, "layout") if isinstance(value, Layout)}
+LAYOUTS = {name: value for name, value in _constants(algebra, "layout") if isinstance(value, Layout)}
 BLOCKS: dict[str, Rules] = {
     name: value
     for name, value in _constants(models, "blocks")

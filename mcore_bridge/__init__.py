@@ -21,50 +21,50 @@ if TYPE_CHECKING:
     from mcore_bridge.batches.packing import PackedSequences as PackedSequences
     from mcore_bridge.batches.packing import pack_sequences as pack_sequences
     from mcore_bridge.batches.packing import unpack_sequences as unpack_sequences
-    from mcore_bridge.config.parallel import ParallelDims as ParallelDims
+    from mcore_bridge.config.mesh.parallel_dims import ParallelDims as ParallelDims
     from mcore_bridge.cpu import enable_cpu as enable_cpu
     from mcore_bridge.errors import BridgeError as BridgeError
     from mcore_bridge.factory.blueprint import to_gpt_arguments as to_gpt_arguments
     from mcore_bridge.factory.blueprint import to_layer_spec as to_layer_spec
     from mcore_bridge.factory.blueprint import to_transformer_config as to_transformer_config
     from mcore_bridge.factory.build import build_model as build_model
-    from mcore_bridge.weights.buckets import plan_buckets as plan_buckets
-    from mcore_bridge.weights.buffers import BufferRing as BufferRing
-    from mcore_bridge.weights.dist_checkpoint import CheckpointReport as CheckpointReport
-    from mcore_bridge.weights.dist_checkpoint import load_checkpoint as load_checkpoint
-    from mcore_bridge.weights.dist_checkpoint import save_checkpoint as save_checkpoint
+    from mcore_bridge.weights.dist_checkpoint.api import CheckpointReport as CheckpointReport
+    from mcore_bridge.weights.dist_checkpoint.api import load_checkpoint as load_checkpoint
+    from mcore_bridge.weights.dist_checkpoint.api import save_checkpoint as save_checkpoint
     from mcore_bridge.weights.export import iter_hf_weights as iter_hf_weights
     from mcore_bridge.weights.export import to_hf_state_dict as to_hf_state_dict
+    from mcore_bridge.weights.ipc.buckets import plan_buckets as plan_buckets
+    from mcore_bridge.weights.ipc.receiver import Receiver as Receiver
+    from mcore_bridge.weights.ipc.sender import BufferRing as BufferRing
     from mcore_bridge.weights.load import LoadReport as LoadReport
     from mcore_bridge.weights.load import load_hf_weights as load_hf_weights
+    from mcore_bridge.weights.local_slices import iter_hf_pieces as iter_hf_pieces
     from mcore_bridge.weights.manifest import Manifest as Manifest
     from mcore_bridge.weights.manifest import manifest as manifest
-    from mcore_bridge.weights.pieces import iter_hf_pieces as iter_hf_pieces
+    from mcore_bridge.weights.plan.target import EngineRank as EngineRank
+    from mcore_bridge.weights.plan.target import engine_ranks as engine_ranks
     from mcore_bridge.weights.provenance import mapping as mapping
-    from mcore_bridge.weights.receiver import Receiver as Receiver
     from mcore_bridge.weights.save import save_hf_checkpoint as save_hf_checkpoint
-    from mcore_bridge.weights.target import EngineRank as EngineRank
-    from mcore_bridge.weights.target import engine_ranks as engine_ranks
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "ParallelDims": "config.parallel",
+    "ParallelDims": "config.mesh.parallel_dims",
     "build_model": "factory.build",
     "load_hf_weights": "weights.load",
     "iter_hf_weights": "weights.export",
     "to_hf_state_dict": "weights.export",
-    "iter_hf_pieces": "weights.pieces",
+    "iter_hf_pieces": "weights.local_slices",
     "save_hf_checkpoint": "weights.save",
     "manifest": "weights.manifest",
-    "save_checkpoint": "weights.dist_checkpoint",
-    "load_checkpoint": "weights.dist_checkpoint",
-    "CheckpointReport": "weights.dist_checkpoint",
-    "engine_ranks": "weights.target",
-    "EngineRank": "weights.target",
-    "plan_buckets": "weights.buckets",
-    "BufferRing": "weights.buffers",
-    "Receiver": "weights.receiver",
+    "save_checkpoint": "weights.dist_checkpoint.api",
+    "load_checkpoint": "weights.dist_checkpoint.api",
+    "CheckpointReport": "weights.dist_checkpoint.api",
+    "engine_ranks": "weights.plan.target",
+    "EngineRank": "weights.plan.target",
+    "plan_buckets": "weights.ipc.buckets",
+    "BufferRing": "weights.ipc.sender",
+    "Receiver": "weights.ipc.receiver",
     "forward": "batches.forward",
     "TokenOutputs": "batches.forward",
     "log_probs": "batches.logprobs",

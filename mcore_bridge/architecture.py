@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 from mcore_bridge import plugins
 from mcore_bridge.config.fields import Field
 from mcore_bridge.config.hf import read_config
-from mcore_bridge.config.release import Release
+from mcore_bridge.config.megatron_release import Release
 from mcore_bridge.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from mcore_bridge.weights.mapping import Dialect, Rule
+    from mcore_bridge.rules.mapping import Dialect, Rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,8 @@ class Architecture:
         reads_as: the ``model_type`` whose config class of transformers reads these configs where transformers has none
             for them. None is a family of transformers, or one whose package registers a class of its own.
         megatron_core: the release that it needs; None is any that we support.
-        layer_spec: an own layer spec: a function like ``factory.specs.block_spec``, which it may call, from the config,
-            the layers of a stage and the backend to its ``TransformerBlockSubmodules``. None is that function.
+        layer_spec: an own layer spec: a function like ``factory.layer_specs.block_spec``, which it may call, from the
+            config, the layers of a stage and the backend to its ``TransformerBlockSubmodules``. None is that function.
         model: an own subclass of ``GPTModel``; None is mcore's.
     """
 

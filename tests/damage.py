@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from mcore_bridge.weights.safetensors_file import DTYPES
+from mcore_bridge.weights.files.safetensors import DTYPES
 
 BITS = {**{name: 8 * dtype.itemsize for name, dtype in DTYPES.items()}, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 

@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mcore_bridge.weights.buffers import BufferRing
+from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.ipc.receiver import Receiver
+from mcore_bridge.weights.ipc.sender import BufferRing
 from mcore_bridge.weights.manifest import Manifest, digest
-from mcore_bridge.weights.receiver import Receiver
-from mcore_bridge.weights.spec import TensorSpec
 
 OPENED, FINISH, CLOSE = "opened", "finish", "close"
 

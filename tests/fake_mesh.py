@@ -11,17 +11,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_bridge import ParallelDims, build_model
-from mcore_bridge.commands.fake_rank import rank_of
+from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.weights.bound import BoundModel, bind
-from mcore_bridge.weights.cut import HEADER
-from mcore_bridge.weights.lanes import plan_targets
 from mcore_bridge.weights.model_tensors import held_tensors
-from mcore_bridge.weights.moves import Buffers
-from mcore_bridge.weights.plan import ExportPlan
-from mcore_bridge.weights.planning import plan_export
-from mcore_bridge.weights.program import Program
-from mcore_bridge.weights.target import Target
-from mcore_bridge.weights.transport import Group
+from mcore_bridge.weights.plan.all_to_all import plan_targets
+from mcore_bridge.weights.plan.export_plan import ExportPlan
+from mcore_bridge.weights.plan.gather import plan_export
+from mcore_bridge.weights.plan.stream import HEADER
+from mcore_bridge.weights.plan.target import Target
+from mcore_bridge.weights.transfer.collectives import Group
+from mcore_bridge.weights.transfer.copier import Buffers
+from mcore_bridge.weights.transfer.program import Program
 
 CPU, NOTHING = torch.device("cpu"), torch.empty(0)
 

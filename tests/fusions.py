@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterable
 
 from mcore_bridge.errors import TransferError
-from mcore_bridge.weights.buckets import BucketPlan, plan_buckets
-from mcore_bridge.weights.plan import ExportPlan
-from mcore_bridge.weights.spec import TensorSpec
+from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.ipc.buckets import BucketPlan, plan_buckets
+from mcore_bridge.weights.plan.export_plan import ExportPlan
 
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),

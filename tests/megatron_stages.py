@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mcore_bridge.config.pipeline import Stage
+from mcore_bridge.config.mesh.pipeline import Stage
 
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"

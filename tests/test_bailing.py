@@ -14,7 +14,7 @@ from mcore_bridge import ParallelDims
 from mcore_bridge.architecture import architecture_of, read_hf
 from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config, to_transformer_config
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.census import census
+from mcore_bridge.factory.param_count import census
 from mcore_bridge.weights.load import load_hf_weights
 from tests import bailing, fake_mesh, pool, stepping
 from tests.bailing import PUBLISHED, TINY

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mcore_bridge.config import balance
-from mcore_bridge.config.balance import balanced
-from mcore_bridge.config.parallel import ParallelDims
+from mcore_bridge.config.mesh import balance
+from mcore_bridge.config.mesh.balance import balanced
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import MeshError
 from tests.megatron_stages import FIRST, megatron_stages
 

@@ -10,8 +10,8 @@ from transformers import AutoConfig
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.architecture import architecture_of
-from mcore_bridge.config.moe import MLP_TYPES
-from mcore_bridge.config.moe_interval import INTERVAL
+from mcore_bridge.config.tables.moe import MLP_TYPES
+from mcore_bridge.config.tables.moe_interval import INTERVAL
 from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config, to_transformer_config
 from mcore_bridge.errors import ConfigError
 from tests import pool, stepping, tiny, zoo
@@ -167,7 +167,7 @@ def test_the_fused_kernel_is_refused() -> None:
 
 
 def test_either_backend_gets_a_router_where_scores_need_one() -> None:
-    from mcore_bridge.factory.experts import BiasedRouter, Router, adapt_experts
+    from mcore_bridge.factory.modules.experts import BiasedRouter, Router, adapt_experts
 
     for name, backend, router in (
         (NAME, "te", BiasedRouter),

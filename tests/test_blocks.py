@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_bridge.commands.convert import convert
+from mcore_bridge.convert.api import convert
 from tests import pool
 from tests.gpus import free_port
 from tests.strategies import random_state, save, tiny
@@ -48,7 +48,7 @@ PAGES = {
     "README.md": ([TOKENS + ENGINE], (4,)),
     "docs/batches.md": ([MODELS + TOKENS], (1, 2)),
     "docs/checkpoints.md": ([MODELS + "optimizer = None", "model = models[0]"], (1, 2)),
-    "docs/design.md": (["from mcore_bridge.weights.layout import Concat, GROUPS, Rearrange", "", ""], (1, 2)),
+    "docs/design.md": (["from mcore_bridge.rules.layout import Concat, GROUPS, Rearrange", "", ""], (1, 2)),
     "docs/embedding.md": ([""], (1, 2)),
     "docs/handing_on.md": ([""], (1, 2)),
     "docs/rlinf.md": ([MODELS + RLINF], (1, 2)),

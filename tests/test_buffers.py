@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 import mcore_bridge as mb
 from mcore_bridge.errors import TransferError
-from mcore_bridge.weights.alignment import ALIGNMENT
-from mcore_bridge.weights.buckets import BucketPlan, plan_buckets
-from mcore_bridge.weights.buffers import BufferRing
+from mcore_bridge.weights.ipc.buckets import BucketPlan, plan_buckets
+from mcore_bridge.weights.ipc.receiver import Receiver
+from mcore_bridge.weights.ipc.sender import BufferRing
 from mcore_bridge.weights.manifest import digest
-from mcore_bridge.weights.receiver import Receiver
+from mcore_bridge.weights.plan.alignment import ALIGNMENT
 from tests import pool
 from tests.engine import FINISH, answer, engine, manifest_of, send_round
 from tests.strategies import random_state, tiny
@@ -297,7 +297,7 @@ def test_a_receiver_needs_torch_only():
 def test_expandable_segments_are_off_for_a_while_and_no_other_setting_changes(expandable):
     script = (
         "import torch\n"
-        "from mcore_bridge.weights.sharing import _without_expandable_segments as off\n"
+        "from mcore_bridge.weights.ipc.shared_memory import _without_expandable_segments as off\n"
         "def settings():\n"
         "    found = torch.cuda.memory._snapshot()['allocator_settings']\n"
         "    found.pop('PYTORCH_CUDA_ALLOC_CONF')\n"

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from mcore_bridge import ParallelDims, build_model, to_gpt_arguments, to_layer_spec, to_transformer_config
 from mcore_bridge.errors import ConfigError, MeshError
-from mcore_bridge.factory.census import census, resolve_layout
-from mcore_bridge.factory.modules import BiasedRowParallelLinear, CoreAttention, Norm
+from mcore_bridge.factory.modules.torch_modules import BiasedRowParallelLinear, CoreAttention, Norm
+from mcore_bridge.factory.param_count import census, resolve_layout
 from mcore_bridge.weights.model_tensors import held_tensors
 from tests import pool, stepping, tiny
 

@@ -5,7 +5,7 @@ import re
 import pytest
 from transformers import PretrainedConfig
 
-from mcore_bridge.factory.census import Census, census
+from mcore_bridge.factory.param_count import Census, census
 from tests import zoo
 from tests.strategies import random_state
 

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
-from mcore_bridge.commands.convert import convert
-from mcore_bridge.commands.fake_rank import rank_of
+from mcore_bridge.convert.api import convert
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights.checkpoint import Checkpoint
-from mcore_bridge.weights.dist_check import leaves_of, sharded_states
-from mcore_bridge.weights.optimizer_chain import fit_chain
-from mcore_bridge.weights.torch_dist import TorchDistFolder
+from mcore_bridge.launch.fake_rank import rank_of
+from mcore_bridge.weights.dist_checkpoint.compare import leaves_of, sharded_states
+from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder
+from mcore_bridge.weights.dist_checkpoint.optimizer_chain import fit_chain
+from mcore_bridge.weights.files.hf_folder import Checkpoint
 from tests import pool, stepping, zoo
 from tests.strategies import problems, random_state, save, tiny
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 import mcore_bridge as mb
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights import shards, torch_dist
+from mcore_bridge.weights.dist_checkpoint import folder as torch_dist
+from mcore_bridge.weights.files import file_shards
 from tests import pool, stepping
 from tests.test_export import built
 from tests.test_export_failures import only_on_1
@@ -105,7 +106,7 @@ def test_a_load_that_one_rank_fails_in_raises_on_all(tmp_path, rank, message):
 
 
 def save_to_folders_of_their_own(folder, save):
-    with mock.patch.object(shards, "MIN_SHARD_BYTES", 1):  # so that each rank writes
+    with mock.patch.object(file_shards, "MIN_SHARD_BYTES", 1):  # so that each rank writes
         return refused(save, ready(), f"{folder}/{dist.get_rank()}/step")
 
 
@@ -136,7 +137,7 @@ def test_all_ranks_load_the_same_iteration(tmp_path):
 def load_where_one_cannot(folder, dims, step):
     models, _ = built(dims)
     mb.save_checkpoint(models, folder)
-    with only_on_1(f"mcore_bridge.weights.dist_check.Check.{step}"):
+    with only_on_1(f"mcore_bridge.weights.dist_checkpoint.compare.Check.{step}"):
         return refused(mb.load_checkpoint, models, folder)
 
 

@@ -23,11 +23,11 @@ from typer.testing import CliRunner, Result
 from mcore_bridge import BridgeError, Manifest, ParallelDims
 from mcore_bridge.commands import doctor, report, text
 from mcore_bridge.commands.app import app
-from mcore_bridge.commands.logits import Comparison
-from mcore_bridge.commands.plan import plan
-from mcore_bridge.commands.processes import RankError, run_ranks
-from mcore_bridge.commands.ranks import Finding
-from mcore_bridge.commands.verify import TOLERANCE, Verdict, _crossing, differences, widest
+from mcore_bridge.commands.plan.tables import plan
+from mcore_bridge.commands.verify.logits import Comparison
+from mcore_bridge.commands.verify.rank import Finding
+from mcore_bridge.commands.verify.verify import TOLERANCE, Verdict, _crossing, differences, widest
+from mcore_bridge.launch.processes import RankError, run_ranks
 from mcore_bridge.weights.dtypes import wanted_dtype
 from tests import tiny
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mcore_bridge import ParallelDims
-from mcore_bridge.commands.verify import _is_exported, _is_of_mtp
-from mcore_bridge.weights.mapping import WeightMapping
+from mcore_bridge.commands.verify.verify import _is_exported, _is_of_mtp
+from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.weights.provenance import mapping, provenance_of
 from tests.strategies import random_state, save
 from tests.test_cli import refused, run

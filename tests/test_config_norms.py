@@ -9,13 +9,13 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING
 
-from mcore_bridge.config.derived import WINDOWS
 from mcore_bridge.config.hf import read_config
 from mcore_bridge.config.rope import Rope
-from mcore_bridge.config.scales import QUERY
+from mcore_bridge.config.tables.derived import WINDOWS
+from mcore_bridge.config.tables.scales import QUERY
 from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config, to_transformer_config
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.scales import EmbeddingScale
+from mcore_bridge.factory.modules.scales import EmbeddingScale
 from tests import zoo
 from tests.families import Json, built, read, table_of
 from tests.zoo.norms import CASES, KINDS

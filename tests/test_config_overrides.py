@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mcore_bridge as mb
-from mcore_bridge.config.parallel import ParallelDims
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config, to_transformer_config
 from mcore_bridge.errors import ConfigError, MeshError
 from tests import zoo

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.commands.app import app
-from mcore_bridge.commands.convert import convert
-from mcore_bridge.commands.whole import whole_model
+from mcore_bridge.convert.api import convert
+from mcore_bridge.convert.reference_model import whole_model
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights.checkpoint import Checkpoint
-from mcore_bridge.weights.torch_dist import TorchDistFolder, find_checkpoint
+from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder, find_checkpoint
+from mcore_bridge.weights.files.hf_folder import Checkpoint
 from tests import memory, mtp_checkpoints, pool, stepping, zoo
 from tests.strategies import random_state, save, tiny
 from tests.test_experts import fused
@@ -251,7 +251,7 @@ def test_what_was_left_of_another_config_or_release_is_not_used(back, tmp_path, 
     first, target = tmp_path / ("dist" if back else "hf"), tmp_path / "target"
 
     for config, release in ((tmp_path / "other", mb.__version__), (source, "another")):
-        monkeypatch.setattr("mcore_bridge.commands.convert.__version__", release)
+        monkeypatch.setattr("mcore_bridge.convert.api.__version__", release)
         with pytest.raises(StoppedError):
             convert(first, target, hf=config, file_bytes=20_000, on_event=stop_half_way)
         monkeypatch.undo()

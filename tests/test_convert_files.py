@@ -15,17 +15,17 @@ from typer.testing import CliRunner
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.commands.app import app
-from mcore_bridge.commands.convert import convert
-from mcore_bridge.commands.fake_rank import rank_of
-from mcore_bridge.commands.to_torch import rank_files
-from mcore_bridge.commands.whole import whole_model
+from mcore_bridge.convert.api import convert
+from mcore_bridge.convert.hf_to_torch import rank_files
+from mcore_bridge.convert.parameters import specs_of
+from mcore_bridge.convert.rank_files.file import NAME, read_rank_file
+from mcore_bridge.convert.rank_files.layout import FileLayout, Style
+from mcore_bridge.convert.reference_model import whole_model
 from mcore_bridge.errors import CheckpointError, MeshError
+from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.trainers.rlinf import convert_hf_to_mg
-from mcore_bridge.trainers.rlinf.layout import FileLayout, Style
-from mcore_bridge.trainers.rlinf.rank_file import NAME, read_rank_file
-from mcore_bridge.weights.checkpoint import Checkpoint
-from mcore_bridge.weights.torch_file import read_torch_file
-from mcore_bridge.weights.whole import specs_of
+from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.files.torch_save import read_torch_file
 from tests import memory, mtp_checkpoints, zoo
 from tests.strategies import random_state, tiny
 from tests.test_convert import StoppedError, assert_exact, mb_config, quiet, small, stop_half_way, written

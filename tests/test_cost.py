@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from mcore_bridge import EngineRank, ParallelDims, engine_ranks
-from mcore_bridge.commands import fake
-from mcore_bridge.commands.cost import cost_of
-from mcore_bridge.commands.fake import MeshPlan, plan_mesh
+from mcore_bridge.commands.plan import mesh_plan
+from mcore_bridge.commands.plan.cost import cost_of
+from mcore_bridge.commands.plan.mesh_plan import MeshPlan, plan_mesh
 from mcore_bridge.factory.blueprint import draw
-from mcore_bridge.weights.alignment import aligned
-from mcore_bridge.weights.budget import AHEAD, MEMORY, SLAB
-from mcore_bridge.weights.byte_copy import Move
-from mcore_bridge.weights.cut import HEADER, Part, cut, num_messages, pieces, widths
-from mcore_bridge.weights.footprint import footprint
-from mcore_bridge.weights.lanes import plan_targets
-from mcore_bridge.weights.plan import ExportPlan
-from mcore_bridge.weights.planning import plan_export
-from mcore_bridge.weights.program import HEADERS, Program
+from mcore_bridge.weights.plan.alignment import aligned
+from mcore_bridge.weights.plan.all_to_all import plan_targets
+from mcore_bridge.weights.plan.budget import AHEAD, MEMORY, SLAB
+from mcore_bridge.weights.plan.export_plan import ExportPlan
+from mcore_bridge.weights.plan.gather import plan_export
+from mcore_bridge.weights.plan.memory import footprint
+from mcore_bridge.weights.plan.stream import HEADER, Part, cut, num_messages, pieces, widths
+from mcore_bridge.weights.transfer.byte_copy import Move
+from mcore_bridge.weights.transfer.program import HEADERS, Program
 from tests import fake_mesh
 from tests.strategies import tiny
 from tests.zoo import cases
@@ -99,7 +99,7 @@ def test_stages_take_turns_where_memory_asks_for_it(
         found.update({size: plan_export(*arguments, bucket_bytes=size) for size in (*BUCKETS, bucket_bytes)})
         return found[bucket_bytes]
 
-    monkeypatch.setattr(fake, "plan_export", plan_all)
+    monkeypatch.setattr(mesh_plan, "plan_export", plan_all)
     if pp == 16:
         sizes = {**sizes, "num_hidden_layers": 48}
     hf = tiny("llama", **sizes, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
@@ -194,7 +194,7 @@ def taken_by(
     def plan_nothing(*arguments: Any, bucket_bytes: None) -> None:
         asked.extend(arguments)
 
-    monkeypatch.setattr(fake, "plan_export", plan_nothing)
+    monkeypatch.setattr(mesh_plan, "plan_export", plan_nothing)
     plan_mesh(draw(hf, dims=dims, dtype=torch.bfloat16, device="meta"), world_size=dims.smallest_world)
     num_ranks = len(asked[-1])
     targets = [engine[rank % len(engine)] for rank in range(num_ranks)]
@@ -353,7 +353,7 @@ def test_stages_that_are_not_built_hold_what_they_would(hf: Any, dims: ParallelD
     blueprint = draw(hf, dims=dims, dtype=torch.bfloat16, device="meta")
     world_size = dims.smallest_world
     planned = plan_mesh(blueprint, world_size=world_size)
-    monkeypatch.setattr(fake._Layers, "chunk", lambda self, stage: None)
+    monkeypatch.setattr(mesh_plan._Layers, "chunk", lambda self, stage: None)
     built = plan_mesh(blueprint, world_size=world_size)
     assert (built.ranks, built.export) == (planned.ranks, planned.export)
 
@@ -361,8 +361,8 @@ def test_stages_that_are_not_built_hold_what_they_would(hf: Any, dims: ParallelD
 @pytest.mark.parametrize(("dense", "num_builds"), [([0], 2), ([6], 3), ([6, 9], 3), ([0, 6, 9], 2)])
 def test_the_ends_are_built_and_what_has_other_layers(dense: list[int], num_builds: int, monkeypatch: Any) -> None:
     builds = []
-    build = fake._build
-    monkeypatch.setattr(fake, "_build", lambda blueprint: builds.append(blueprint) or build(blueprint))
+    build = mesh_plan._build
+    monkeypatch.setattr(mesh_plan, "_build", lambda blueprint: builds.append(blueprint) or build(blueprint))
     blueprint = draw(sparse(16, mlp_only_layers=dense), dims=ParallelDims(pp=4), dtype=torch.bfloat16, device="meta")
     plan_mesh(blueprint, world_size=4)
     assert len(builds) == num_builds

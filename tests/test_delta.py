@@ -12,16 +12,16 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from transformers import CONFIG_MAPPING
 
 from mcore_bridge import ParallelDims, build_model, to_layer_spec, to_transformer_config
-from mcore_bridge.config.derived_delta import LINEAR_LAYERS
+from mcore_bridge.config.tables.derived_delta import LINEAR_LAYERS
 from mcore_bridge.errors import ConfigError, MeshError
-from mcore_bridge.factory.delta import (
+from mcore_bridge.factory.modules.delta import (
     CHUNK,
     GatedSelfAttention,
     TorchGatedDeltaNet,
     _delta_spec,
     gated_delta_rule,
 )
-from mcore_bridge.weights.names import Numbering, canonical
+from mcore_bridge.rules.names import Numbering, canonical
 from tests import pool, stepping, tiny
 from tests.fake_mesh import rank_of
 from tests.parity import reference_model
@@ -259,7 +259,7 @@ def test_megatrons_own_takes_its_place_from_the_release_on_that_packs_for_it(mon
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name == "fla" else find_spec(name))
     for release, module in (("0.16.1", TorchGatedDeltaNet), ("0.19.2", GatedDeltaNet)):
-        monkeypatch.setattr("mcore_bridge.config.release.installed", lambda release=release: release)
+        monkeypatch.setattr("mcore_bridge.config.megatron_release.installed", lambda release=release: release)
         assert _delta_spec(to_transformer_config(HF), "te").module is module
     monkeypatch.undo()
     assert _delta_spec(to_transformer_config(HF), "torch").module is TorchGatedDeltaNet

@@ -13,9 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import _SIZE, load_file, save_file
 
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights import disk
-from mcore_bridge.weights.reading import SliceCopy, _batches
-from mcore_bridge.weights.safetensors_file import DTYPES, SafetensorsFile, SafetensorsWriter, array_of
+from mcore_bridge.weights.files import positional_io
+from mcore_bridge.weights.files.safetensors import DTYPES, SafetensorsFile, SafetensorsWriter, array_of
+from mcore_bridge.weights.files.slice_reader import SliceCopy, _batches
 
 
 @st.composite
@@ -87,9 +87,9 @@ def test_what_lies_side_by_side_is_read_at_once(tmp_path, monkeypatch):
 
 @contextlib.contextmanager
 def small_blocks(num_bytes):
-    before, disk.BLOCK_BYTES = disk.BLOCK_BYTES, num_bytes
+    before, positional_io.BLOCK_BYTES = positional_io.BLOCK_BYTES, num_bytes
     yield
-    disk.BLOCK_BYTES = before
+    positional_io.BLOCK_BYTES = before
 
 
 @pytest.mark.parametrize("index", [np.s_[:], np.s_[:, 3:5], np.s_[::2]])
@@ -129,7 +129,7 @@ def test_what_a_call_writes_in_part_is_written_whole(tmp_path, monkeypatch):
     pwrite, data = os.pwrite, np.arange(100, dtype=np.int16)
     monkeypatch.setattr(os, "pwrite", lambda fd, left, offset: pwrite(fd, left[:7], offset))
     with (tmp_path / "file").open("wb") as file:
-        disk.write_bytes(file.fileno(), 5, data)
+        positional_io.write_bytes(file.fileno(), 5, data)
     assert (tmp_path / "file").read_bytes() == bytes(5) + data.tobytes()
 
 

@@ -43,7 +43,8 @@ def test_links_lead_somewhere(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_are_named_exist(page: str) -> None:
     for name in re.findall(
-        r"`((?:mcore_bridge|tests|docs|examples|config|weights|models|factory)/[\w./]*)`", (ROOT / page).read_text()
+        r"`((?:mcore_bridge|tests|docs|examples|rules|config|weights|models|factory|launch|convert|trainers|commands)/[\w./]*)`",
+        (ROOT / page).read_text(),
     ):
         assert (ROOT / name).exists() or (ROOT / "mcore_bridge" / name).exists(), name
 

@@ -9,10 +9,10 @@ import torch
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.errors import BridgeError, CheckpointError, ExportError
-from mcore_bridge.weights.checkpoint import Checkpoint
-from mcore_bridge.weights.cut import HEADER
 from mcore_bridge.weights.export import open_export
+from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.load import load_hf_weights
+from mcore_bridge.weights.plan.stream import HEADER
 from tests import fake_mesh, pool, stepping
 from tests.strategies import random_state, save, tiny
 

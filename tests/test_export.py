@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 import mcore_bridge as mb
 from mcore_bridge.errors import ExportError, MappingError, by_ranks
-from mcore_bridge.weights import transport
-from mcore_bridge.weights.budget import AHEAD
 from mcore_bridge.weights.export import open_export
 from mcore_bridge.weights.manifest import digest
+from mcore_bridge.weights.plan.budget import AHEAD
+from mcore_bridge.weights.transfer import collectives
 from tests import pool, stepping
 from tests.strategies import random_state, tiny
 
@@ -338,12 +338,12 @@ def test_further_messages_are_on_their_way_while_tensors_are_given_out(lends):
 
 def by_stages(function, *arguments):
     """As if four ranks were many: windows go to a rank's column and then to its stage."""
-    transport.FLAT, kept = 0, transport.FLAT
+    collectives.FLAT, kept = 0, collectives.FLAT
     try:
         with Trace() as trace:
             assert function(*arguments) != "nothing raised"
     finally:
-        transport.FLAT = kept
+        collectives.FLAT = kept
     names = [call for call in trace.calls if {dtype for _, dtype in call.tensors} == {torch.uint8}]
     return {call.group for call in names}
 
@@ -368,18 +368,18 @@ def test_among_many_ranks_windows_travel_by_stages(function, arguments):
 
 
 def begin_without_memory(rank):
-    from mcore_bridge.weights import exchange
+    from mcore_bridge.weights.transfer import executor
 
     models, state = built()
-    memory = exchange.Memory
+    memory = executor.Memory
     if dist.get_rank() == rank:
-        exchange.Memory = None  # calling it raises
+        executor.Memory = None  # calling it raises
     try:
         mb.to_hf_state_dict(models)
     except ExportError as error:
         message = str(error)
     finally:
-        exchange.Memory = memory
+        executor.Memory = memory
     assert_exact(mb.to_hf_state_dict(models), state)
     return message
 

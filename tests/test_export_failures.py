@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 import mcore_bridge as mb
 from mcore_bridge.errors import BridgeError, ExportError
-from mcore_bridge.weights import export, transport
-from mcore_bridge.weights.cut import cut
-from mcore_bridge.weights.lanes import plan_targets
-from mcore_bridge.weights.planning import planned
+from mcore_bridge.weights import export
+from mcore_bridge.weights.plan.all_to_all import plan_targets
+from mcore_bridge.weights.plan.gather import planned
+from mcore_bridge.weights.plan.stream import cut
+from mcore_bridge.weights.transfer import collectives
 from tests import mtp_checkpoints, pool, stepping
 from tests.test_cost import sparse
 from tests.test_export import BUCKET, assert_exact, built
@@ -49,9 +50,13 @@ THE_ONE = r"embedding\.word_embeddings\.weight to decoder\.layers\.2\.self_atten
 @pytest.mark.parametrize(
     ("name", "after", "message"),
     [
-        ("mcore_bridge.weights.outputs.Outputs._allocated", 0, rf"RuntimeError in the message of {THE_ONE}: out of"),
-        ("mcore_bridge.weights.moves.Moves.make", 0, "rank 1 of the group: RuntimeError: out of memory"),
-        ("mcore_bridge.weights.moves.Moves.make", 1, "out of memory"),
+        (
+            "mcore_bridge.weights.transfer.endpoints.Outputs._allocated",
+            0,
+            rf"RuntimeError in the message of {THE_ONE}: out of",
+        ),
+        ("mcore_bridge.weights.transfer.copier.Moves.make", 0, "rank 1 of the group: RuntimeError: out of memory"),
+        ("mcore_bridge.weights.transfer.copier.Moves.make", 1, "out of memory"),
         ("mcore_bridge.weights.export.noted", 0, "RuntimeError: out of memory"),
         ("mcore_bridge.weights.export.wanted_dtype", 3, "RuntimeError in the message of .*: out of memory"),
     ],
@@ -82,7 +87,7 @@ def plan_otherwise_on_1(name, result, dims, targets):
     models, state = built(dims)
     target = targets[dist.get_rank() % len(targets)]
     here = mock.patch(name, result) if dist.get_rank() == 1 else contextlib.nullcontext()
-    with here, mock.patch.object(transport.Windows, "send") as send:
+    with here, mock.patch.object(collectives.Windows, "send") as send:
         with pytest.raises(Exception, match=r"plans that do not fit together|out of memory") as refused:
             mb.to_hf_state_dict(models, target=target, bucket_bytes=1 << 16)
         send.assert_not_called()
@@ -116,15 +121,15 @@ def unable(*arguments, **named):
     ("name", "result", "dims", "targets"),
     [
         (
-            "mcore_bridge.weights.lanes.Lanes.in_the_making",
+            "mcore_bridge.weights.plan.all_to_all.Lanes.in_the_making",
             all_of_it,
             mb.ParallelDims(tp=2, pp=2),
             mb.engine_ranks(tp=2),
         ),
         ("mcore_bridge.weights.export.plan_targets", for_each_other, mb.ParallelDims(tp=4), mb.engine_ranks(tp=2)),
-        ("mcore_bridge.weights.planning.window_of", all_of_it, mb.ParallelDims(tp=2, pp=2), ["everything"]),
-        ("mcore_bridge.weights.planning.cut", one_row_further, mb.ParallelDims(tp=2, pp=2), ["everything"]),
-        ("mcore_bridge.weights.planning.planned", of_another_size, mb.ParallelDims(tp=2, pp=2), ["everything"]),
+        ("mcore_bridge.weights.plan.gather.window_of", all_of_it, mb.ParallelDims(tp=2, pp=2), ["everything"]),
+        ("mcore_bridge.weights.plan.gather.cut", one_row_further, mb.ParallelDims(tp=2, pp=2), ["everything"]),
+        ("mcore_bridge.weights.plan.gather.planned", of_another_size, mb.ParallelDims(tp=2, pp=2), ["everything"]),
         ("mcore_bridge.weights.export.plan_export", unable, mb.ParallelDims(tp=2, pp=2), ["everything"]),
     ],
 )

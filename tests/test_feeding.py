@@ -9,12 +9,12 @@ from typer.testing import CliRunner
 
 from mcore_bridge import EngineRank, ParallelDims, engine_ranks
 from mcore_bridge.commands.app import app
-from mcore_bridge.commands.fake import MeshPlan, plan_mesh
-from mcore_bridge.commands.feeding import feed
+from mcore_bridge.commands.plan.engine_cost import feed
+from mcore_bridge.commands.plan.mesh_plan import MeshPlan, plan_mesh
 from mcore_bridge.errors import TargetError
 from mcore_bridge.factory.blueprint import draw
-from mcore_bridge.weights.budget import AHEAD
-from mcore_bridge.weights.cut import HEADER
+from mcore_bridge.weights.plan.budget import AHEAD
+from mcore_bridge.weights.plan.stream import HEADER
 from tests import fake_mesh
 from tests.test_cost import sparse
 

@@ -27,9 +27,9 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import mcore_bridge as mb
-from mcore_bridge.commands.convert import convert
+from mcore_bridge.convert.api import convert
 from mcore_bridge.errors import BridgeError, CheckpointError
-from mcore_bridge.weights.checkpoint import INDEX, SINGLE, Checkpoint
+from mcore_bridge.weights.files.hf_folder import INDEX, SINGLE, Checkpoint
 from mcore_bridge.weights.load import load_hf_weights
 from tests import damage, fake_mesh
 from tests.damage import VALUES, File, Pairs, dumped

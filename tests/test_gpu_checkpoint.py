@@ -5,8 +5,8 @@ import torch
 
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
-from mcore_bridge.commands.convert import convert
-from mcore_bridge.weights.checkpoint import Checkpoint
+from mcore_bridge.convert.api import convert
+from mcore_bridge.weights.files.hf_folder import Checkpoint
 from tests.strategies import random_state, save, tiny
 from tests.test_convert import assert_exact, quiet
 

@@ -13,7 +13,7 @@ import torch
 
 import mcore_bridge as mb
 from mcore_bridge.batches.forward import ROWS_ONLY
-from mcore_bridge.factory.kernels import CP_COMM_TYPES
+from mcore_bridge.factory.modules.te_attention import CP_COMM_TYPES
 from tests import records
 from tests.gpus import spawn
 from tests.strategies import random_state, tiny

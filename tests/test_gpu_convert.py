@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mcore_bridge import ParallelDims
-from mcore_bridge.commands.convert import convert
-from mcore_bridge.commands.to_torch import rank_files
+from mcore_bridge.convert.api import convert
+from mcore_bridge.convert.hf_to_torch import rank_files
 from tests.test_convert import quiet, small
 
 pytestmark = pytest.mark.multigpu

@@ -9,10 +9,10 @@ import torch
 
 import mcore_bridge as mb
 from mcore_bridge.errors import ExportError
-from mcore_bridge.weights import transport
-from mcore_bridge.weights.budget import MEMORY
 from mcore_bridge.weights.export import open_export
-from mcore_bridge.weights.footprint import footprint
+from mcore_bridge.weights.plan.budget import MEMORY
+from mcore_bridge.weights.plan.memory import footprint
+from mcore_bridge.weights.transfer import collectives
 from tests import mtp_checkpoints
 from tests.gpus import spawn
 from tests.strategies import random_state, tiny
@@ -37,7 +37,7 @@ def grid(rank, world_size, flat):
     """Every mesh of the grid that fits, to every engine; windows of more than ``flat`` ranks travel by stages."""
     from megatron.core import parallel_state
 
-    transport.FLAT = flat
+    collectives.FLAT = flat
     state = random_state(HF, dtype=torch.bfloat16)
     tried = 0
     for dims in GRID:
@@ -64,7 +64,7 @@ def grid(rank, world_size, flat):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "flat"), [(2, transport.FLAT), (4, transport.FLAT), (4, 0)], ids=["2", "4", "4 by stages"]
+    ("world_size", "flat"), [(2, collectives.FLAT), (4, collectives.FLAT), (4, 0)], ids=["2", "4", "4 by stages"]
 )
 def test_the_grid_of_trainers_and_engines(world_size, flat, tmp_path):
     assert min(spawn(grid, tmp_path, world_size, flat)) > 0

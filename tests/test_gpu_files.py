@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import mcore_bridge as mb
-from mcore_bridge.weights.staging import SLOT_BYTES
+from mcore_bridge.weights.files.staging import SLOT_BYTES
 from tests.gpus import spawn
 from tests.strategies import random_state, save, tiny
 

@@ -15,10 +15,10 @@ from hypothesis import event, given, settings
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from mcore_bridge.commands.convert import convert
+from mcore_bridge.convert.api import convert
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights.checkpoint import Checkpoint
-from mcore_bridge.weights.safetensors_file import SafetensorsFile
+from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.files.safetensors import SafetensorsFile
 from tests.damage import File, Pairs, Text, files
 from tests.strategies import random_state, tiny
 

@@ -11,10 +11,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.fallback import say
-from mcore_bridge.factory.kernels import lacking, with_sinks
-from mcore_bridge.factory.norms import adapt_query_key_norms
-from mcore_bridge.factory.scores import ScoresCoreAttention, adapt_scores
+from mcore_bridge.factory.modules.fallback import say
+from mcore_bridge.factory.modules.norms import adapt_query_key_norms
+from mcore_bridge.factory.modules.scores import ScoresCoreAttention, adapt_scores
+from mcore_bridge.factory.modules.te_attention import lacking, with_sinks
 from tests.test_modules import ALONE, settings
 
 LAID_OUT = {

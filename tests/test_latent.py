@@ -9,7 +9,7 @@ import mcore_bridge as mb
 from mcore_bridge.architecture import architecture_of, read_hf
 from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config, to_transformer_config
 from mcore_bridge.errors import CheckpointError, ConfigError
-from mcore_bridge.weights.names import Numbering, canonical
+from mcore_bridge.rules.names import Numbering, canonical
 from tests import pool, zoo
 from tests.strategies import random_state
 from tests.zoo.latent import DENSE, latent

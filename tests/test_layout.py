@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_bridge.errors import MappingError
-from mcore_bridge.weights.layout import (
+from mcore_bridge.rules.layout import (
     COLUMN,
     GATED_UP,
     QKV,
@@ -18,7 +18,7 @@ from mcore_bridge.weights.layout import (
     Replicate,
     Resize,
 )
-from mcore_bridge.weights.trace import _runs, line_starts, trace
+from mcore_bridge.rules.trace import _runs, line_starts, trace
 
 NAMED = {"COLUMN": COLUMN, "ROW": ROW, "REPLICATED": REPLICATED, "VOCAB": VOCAB, "GATED_UP": GATED_UP, "QKV": QKV}
 PRIMITIVES = [

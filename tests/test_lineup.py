@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_bridge import ParallelDims
-from mcore_bridge.weights import transport
-from mcore_bridge.weights.lineup import lineup
-from mcore_bridge.weights.transport import Group, Memory, Windows
+from mcore_bridge.weights.transfer import collectives
+from mcore_bridge.weights.transfer.collectives import Group, Memory, Windows
+from mcore_bridge.weights.transfer.window_order import lineup
 from tests import pool
 
 
@@ -48,12 +48,12 @@ def travelled(all_widths):
     """What lies in the windows of each message, when all have been sent."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    transport.FLAT, kept = 0, transport.FLAT
+    collectives.FLAT, kept = 0, collectives.FLAT
     try:
         ParallelDims(tp=2, pp=2).initialize(device="cpu")
         group = Group.of_replica(ProcessGroupCollection.use_mpu_process_groups())
     finally:
-        transport.FLAT = kept
+        collectives.FLAT = kept
     assert group.num_stages == 2
     found = []
     for number, widths in enumerate(all_widths):

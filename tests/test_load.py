@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import mcore_bridge as mb
 from mcore_bridge.errors import CheckpointError, ConfigError
-from mcore_bridge.weights.checkpoint import Checkpoint
+from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.load import load_hf_weights
 from mcore_bridge.weights.manifest import Manifest
 from tests import fake_mesh, memory, pool

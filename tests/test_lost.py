@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import mcore_bridge as mb
-from mcore_bridge.config import lost
+from mcore_bridge.config.mesh import lost_ranks
 from mcore_bridge.errors import CheckpointError, ExportError
 from tests import pool
 from tests.strategies import tiny
@@ -39,7 +39,7 @@ CALLS = {export: ExportError, save: CheckpointError, forward: ExportError}
 
 def survive(rank, folder, machines, seconds):
     """Rank 1 is killed when all have begun; the others write down how each call ends."""
-    mock.patch.multiple(lost, this_machine=lambda: machines[rank], _SECONDS=seconds).start()
+    mock.patch.multiple(lost_ranks, this_machine=lambda: machines[rank], _SECONDS=seconds).start()
     world = dist.FileStore(os.path.join(folder, "store"), 3)
     timeout = datetime.timedelta(seconds=30)
     dist.init_process_group("gloo", store=world, rank=rank, world_size=3, timeout=timeout)
@@ -84,6 +84,6 @@ def test_survivors_say_who_was_lost_as_far_as_they_can_know(tmp_path, machines, 
 
 def test_what_breaks_elsewhere_is_left_as_it_is():
     problem = RuntimeError("Connection refused by a reward server")
-    with pytest.raises(RuntimeError) as raised, lost.naming_lost_ranks("forward"):
+    with pytest.raises(RuntimeError) as raised, lost_ranks.naming_lost_ranks("forward"):
         raise problem
     assert raised.value is problem

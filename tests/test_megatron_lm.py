@@ -13,7 +13,7 @@ import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.commands.app import app
 from mcore_bridge.trainers.rlinf import convert_hf_to_mg
-from mcore_bridge.weights.torch_dist import TRACKER
+from mcore_bridge.weights.dist_checkpoint.folder import TRACKER
 from tests import pool
 from tests.strategies import random_state, save
 from tests.test_rlinf_reshard import LATENT, SPARSE, SPLIT, TIED

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import mcore_bridge as mb
-from mcore_bridge.commands.convert import convert
-from mcore_bridge.commands.to_torch import rank_files
+from mcore_bridge.convert.api import convert
+from mcore_bridge.convert.hf_to_torch import rank_files
 from mcore_bridge.errors import BridgeError
-from mcore_bridge.weights.torch_dist import TRACKER
+from mcore_bridge.weights.dist_checkpoint.folder import TRACKER
 from tests import fake_mesh
 from tests.strategies import random_state, tiny
 from tests.strategies import save as save_state

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mcore_bridge.config.rope import rope_of
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules import CoreAttention, Norm, zigzag
-from mcore_bridge.factory.rotary import HFRotaryEmbedding
+from mcore_bridge.factory.modules.rotary import HFRotaryEmbedding
+from mcore_bridge.factory.modules.torch_modules import CoreAttention, Norm, zigzag
 from tests import tiny
 
 ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_bridge.weights.byte_copy import Move
-from mcore_bridge.weights.moves import Buffers, Moves
+from mcore_bridge.weights.transfer.byte_copy import Move
+from mcore_bridge.weights.transfer.copier import Buffers, Moves
 
 SIZE = 1 << 16  # bytes of a buffer
 

@@ -12,9 +12,9 @@ import torch
 
 import mcore_bridge as mb
 from mcore_bridge.errors import BridgeError
-from mcore_bridge.weights import names
-from mcore_bridge.weights.layout import COLUMN, QKV, REPLICATED, VOCAB, Concat, Layout, Rearrange
-from mcore_bridge.weights.mapping import WeightMapping
+from mcore_bridge.rules import names
+from mcore_bridge.rules.layout import COLUMN, QKV, REPLICATED, VOCAB, Concat, Layout, Rearrange
+from mcore_bridge.rules.mapping import WeightMapping
 from tests import pool
 from tests.parity import our_logits, reference_logits
 from tests.stepping import leave_mesh

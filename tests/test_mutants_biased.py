@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
-from mcore_bridge.factory import experts
-from mcore_bridge.factory.experts import BiasedRouter
-from mcore_bridge.weights.layout import COLUMN, GROUPS, REPLICATED, Concat, Split
+from mcore_bridge.factory.modules import experts
+from mcore_bridge.factory.modules.experts import BiasedRouter
+from mcore_bridge.rules.layout import COLUMN, GROUPS, REPLICATED, Concat, Split
 from tests import bailing, pool, test_bailing, test_mutants, zoo
 from tests.parity import reference_logits, reference_of, worst_differences
 from tests.strategies import tiny

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from mcore_bridge import ParallelDims
-from mcore_bridge.factory import delta as modules
-from mcore_bridge.weights.layout import COLUMN, GROUPS, REPLICATED, Concat, Leading, Split
-from mcore_bridge.weights.layout_delta import DELTA, DELTA_CONV, DELTA_HEAD, KEY_HEADS, Q_AND_GATE
+from mcore_bridge.factory.modules import delta as modules
+from mcore_bridge.rules.layout import COLUMN, GROUPS, REPLICATED, Concat, Leading, Split
+from mcore_bridge.rules.layout_delta import DELTA, DELTA_CONV, DELTA_HEAD, KEY_HEADS, Q_AND_GATE
 from tests import pool, stepping, test_mutants, tiny
 from tests.parity import reference_logits, reference_model, worst_differences
 from tests.test_mutants import DEALT_ROW, exchange, laid_out, of

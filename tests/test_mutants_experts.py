@@ -10,10 +10,10 @@ import torch
 
 import mcore_bridge as mb
 from mcore_bridge.errors import BridgeError
-from mcore_bridge.factory.experts import Router
-from mcore_bridge.factory.scores import ScoresCoreAttention
-from mcore_bridge.weights import names
-from mcore_bridge.weights.layout import COLUMN, GATED_UP, INTERLEAVED, REPLICATED, ROW, TRANSPOSED, Split
+from mcore_bridge.factory.modules.experts import Router
+from mcore_bridge.factory.modules.scores import ScoresCoreAttention
+from mcore_bridge.rules import names
+from mcore_bridge.rules.layout import COLUMN, GATED_UP, INTERLEAVED, REPLICATED, ROW, TRANSPOSED, Split
 from tests import pool, stepping, test_mutants, zoo
 from tests.parity import reference_logits, reference_of, worst_differences
 from tests.strategies import random_state, tiny

@@ -8,10 +8,10 @@ import pytest
 
 from mcore_bridge import ParallelDims
 from mcore_bridge.config.rope import Rope
-from mcore_bridge.factory.latent_modules import LatentAttention, LatentNorm
-from mcore_bridge.factory.modules import Norm
-from mcore_bridge.factory.rotary import LatentRotaryEmbedding
-from mcore_bridge.weights.layout import COLUMN, REPLICATED, Rearrange
+from mcore_bridge.factory.modules.latent_modules import LatentAttention, LatentNorm
+from mcore_bridge.factory.modules.rotary import LatentRotaryEmbedding
+from mcore_bridge.factory.modules.torch_modules import Norm
+from mcore_bridge.rules.layout import COLUMN, REPLICATED, Rearrange
 from tests import pool, stepping, test_mutants, tiny, zoo
 from tests.parity import reference_logits, worst_differences
 from tests.test_mutants import DEALT_ROW, exchange, laid_out, of

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import mcore_bridge as mb
-from mcore_bridge.config.alpha_rope import AlphaRope
 from mcore_bridge.config.rope import Rope
-from mcore_bridge.factory import layer_rope, norms, scales, scores
+from mcore_bridge.config.tables.alpha_rope import AlphaRope
+from mcore_bridge.factory.modules import layer_rope, norms, scales, scores
 from tests import pool, stepping, tiny, zoo
 from tests.parity import reference_of, worst_differences
 from tests.test_mutants import MUTANTS as OF_RULES

@@ -14,8 +14,8 @@ from mcore_bridge import architecture
 from mcore_bridge.config.fields import Const, Derive, Field
 from mcore_bridge.config.rope import Rope
 from mcore_bridge.config.tables import but
-from mcore_bridge.factory import temperature
-from mcore_bridge.weights.layout import COLUMN, GATED_UP, QKV, REPLICATED, Layout, Rearrange, Split
+from mcore_bridge.factory.modules import temperature
+from mcore_bridge.rules.layout import COLUMN, GATED_UP, QKV, REPLICATED, Layout, Rearrange, Split
 from tests import pool, test_mutants, zoo
 from tests.parity import reference_logits, reference_of, worst_differences
 from tests.strategies import tiny

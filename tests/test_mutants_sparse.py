@@ -5,8 +5,8 @@ from unittest import mock
 
 import pytest
 
-from mcore_bridge.factory.latent_modules import LatentNorm
-from mcore_bridge.weights.layout import COLUMN
+from mcore_bridge.factory.modules.latent_modules import LatentNorm
+from mcore_bridge.rules.layout import COLUMN
 from tests import pool, test_mutants, zoo
 from tests.parity import reference_logits, reference_of, worst_differences
 from tests.test_mutants import exchange, laid_out, of

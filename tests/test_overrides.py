@@ -13,8 +13,8 @@ from torch.nn.functional import gelu, relu, silu
 
 import mcore_bridge as mb
 from mcore_bridge import BridgeError, ParallelDims
-from mcore_bridge.config.derived import GELU_TANH
 from mcore_bridge.config.effective import decided_by
+from mcore_bridge.config.tables.derived import GELU_TANH
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import Blueprint, draw
 from mcore_bridge.trainers.settings import require_same_model, split

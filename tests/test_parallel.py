@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_bridge.config.fit import check_model
-from mcore_bridge.config.parallel import ParallelDims
+from mcore_bridge.config.mesh.divisibility import check_model
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import MeshError
 from tests.megatron_stages import EMBEDDING, FIRST, LAST, LOSS
 
@@ -89,7 +89,7 @@ def test_impossible_dims_are_refused_before_any_model(fields: dict[str, Any], me
         ({"pp": 3, FIRST: 1}, 4, r"leave 3 layers, which 2 other pipeline ranks cannot share equally"),
         ({"pp": 2, "vp": 2, FIRST: 1}, 5, r"the 1 layers of pipeline rank 0 do not divide into vp=2 chunks"),
         ({"pp": 2, "layout": "Et|tL"}, 3, r"places 2 layers \('t'\), the model has num_layers=3"),
-        ({"pp": 2, "layout": "balanced"}, 3, r"not resolved yet.*call mcore_bridge.config.balance.balanced"),
+        ({"pp": 2, "layout": "balanced"}, 3, r"not resolved yet.*call mcore_bridge.config.mesh.balance.balanced"),
     ],
 )
 def test_a_split_that_does_not_fit_the_layers_is_refused(fields: dict[str, Any], num_layers: int, message: str) -> None:

@@ -7,8 +7,8 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from mcore_bridge.config.parallel import ParallelDims
-from mcore_bridge.config.pipeline import Stage
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.config.mesh.pipeline import Stage
 from mcore_bridge.errors import MeshError
 from tests.megatron_stages import EMBEDDING, FIRST, LAST, LOSS, megatron_stage, megatron_stages
 

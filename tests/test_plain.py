@@ -13,12 +13,12 @@ from transformers import CONFIG_MAPPING
 import mcore_bridge as mb
 from mcore_bridge.architecture import architecture_of, read_hf
 from mcore_bridge.config.rope import rope_of
-from mcore_bridge.config.spelling import read_parameters
+from mcore_bridge.config.rope_spelling import read_parameters
 from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config, to_transformer_config
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.census import census
-from mcore_bridge.factory.rotary import HFRotaryEmbedding
-from mcore_bridge.factory.temperature import tempered
+from mcore_bridge.factory.modules.rotary import HFRotaryEmbedding
+from mcore_bridge.factory.modules.temperature import tempered
+from mcore_bridge.factory.param_count import census
 from mcore_bridge.weights.provenance import provenance_of
 from tests import pool, zoo
 from tests.families import built

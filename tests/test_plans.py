@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from mcore_bridge import EngineRank, ParallelDims, engine_ranks
-from mcore_bridge.commands.fake import plan_mesh
+from mcore_bridge.commands.plan.mesh_plan import plan_mesh
 from mcore_bridge.errors import MappingError
 from mcore_bridge.factory.blueprint import draw
-from mcore_bridge.weights.footprint import footprint
-from mcore_bridge.weights.lanes import plan_targets
-from mcore_bridge.weights.planning import plan_export
-from mcore_bridge.weights.program import Program
+from mcore_bridge.weights.plan.all_to_all import plan_targets
+from mcore_bridge.weights.plan.gather import plan_export
+from mcore_bridge.weights.plan.memory import footprint
+from mcore_bridge.weights.transfer.program import Program
 from tests.strategies import tiny
 
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_bridge.config.parallel import ParallelDims
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import MeshError
 from tests import pool
 from tests.gpus import free_port
@@ -19,7 +19,7 @@ import json, os, sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from mcore_bridge.config.parallel import ParallelDims
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import MeshError
 
 def refusal(action):
@@ -105,7 +105,7 @@ def test_two_processes_meet_as_torchrun_says() -> None:
 
 GPU_SCRIPT = """
 import json, sys, torch, torch.distributed as dist
-from mcore_bridge.config.parallel import ParallelDims
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 dims = ParallelDims(**json.loads(sys.argv[1]))
 dims.initialize()
 dims.initialize(device="cuda")
@@ -226,7 +226,7 @@ ENDING = """
 import os, sys, threading, time
 import torch
 import torch.distributed as dist
-from mcore_bridge.config.parallel import ParallelDims
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 
 begun = threading.Event()
 

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from mcore_bridge import ParallelDims, build_model
-from mcore_bridge.commands.fake import plan_mesh
-from mcore_bridge.commands.plan import plan
-from mcore_bridge.commands.replicas import replicas
+from mcore_bridge.commands.plan.mesh_plan import plan_mesh
+from mcore_bridge.commands.plan.replicas import replicas
+from mcore_bridge.commands.plan.tables import plan
 from mcore_bridge.factory.blueprint import draw
 from mcore_bridge.weights.bound import bind
-from mcore_bridge.weights.transport import Group
+from mcore_bridge.weights.transfer.collectives import Group
 from tests import fake_mesh
 from tests.strategies import tiny
 

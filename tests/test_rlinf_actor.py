@@ -9,15 +9,15 @@ import yaml
 
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
-from mcore_bridge.commands.fake_rank import rank_of
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
-from mcore_bridge.trainers.rlinf import keys
+from mcore_bridge.launch.fake_rank import rank_of
+from mcore_bridge.trainers.rlinf import model_keys
 from mcore_bridge.trainers.rlinf.actor import BACKENDS, read_actor
 from mcore_bridge.trainers.rlinf.checkpoint import checkpoint_of, convertor_block
 from mcore_bridge.trainers.rlinf.convertor import convert_hf_to_mg
 from mcore_bridge.trainers.rlinf.provider import model_provider
+from mcore_bridge.weights.dist_checkpoint.folder import TRACKER
 from mcore_bridge.weights.model_tensors import held_tensors
-from mcore_bridge.weights.torch_dist import TRACKER
 from tests.strategies import random_state, save, tiny
 from tests.test_rlinf_reshard import LATENT, SPARSE
 
@@ -202,15 +202,17 @@ def test_without_a_path_the_hf_config_is_asked_for():
 
 
 def test_every_spelling_of_a_precision():
-    found = {spelling: keys.dtype_of(spelling) for spelling in (16, "16", "fp16", "bf16", "bf16-mixed", 32, "32-true")}
+    found = {
+        spelling: model_keys.dtype_of(spelling) for spelling in (16, "16", "fp16", "bf16", "bf16-mixed", 32, "32-true")
+    }
     assert list(found.values()) == [torch.float16] * 3 + [torch.bfloat16] * 2 + [torch.float32] * 2
 
 
 def test_the_page_says_of_every_key_what_becomes_of_it():
     page = (Path(__file__).parent.parent / "docs" / "rlinf.md").read_text()
-    for key in (*keys.MESH, *keys.SPELLED, *keys.MODEL_TYPES, *BACKENDS):
+    for key in (*model_keys.MESH, *model_keys.SPELLED, *model_keys.MODEL_TYPES, *BACKENDS):
         assert f"`{key}`" in page, key
-    for key, reason in keys.IGNORED.items():
+    for key, reason in model_keys.IGNORED.items():
         assert f"| `{key}` | {reason} |" in page, key
 
 

@@ -11,15 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import mcore_bridge as mb
-from mcore_bridge.commands.fake_rank import rank_of
+from mcore_bridge.convert.rank_files.file import NAME
+from mcore_bridge.convert.rank_files.folder import iter_mg_weights
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
+from mcore_bridge.launch.fake_rank import rank_of
+from mcore_bridge.rules.names import Numbering, canonical
 from mcore_bridge.trainers.rlinf.__main__ import main as run_script
+from mcore_bridge.trainers.rlinf.cached_folder import FINGERPRINT
 from mcore_bridge.trainers.rlinf.conversion import Conversion, read_conversion
 from mcore_bridge.trainers.rlinf.convertor import convert_hf_to_mg, hf_to_middle_file, middle_file_to_mg
-from mcore_bridge.trainers.rlinf.folder import FINGERPRINT
-from mcore_bridge.trainers.rlinf.rank_file import NAME
-from mcore_bridge.trainers.rlinf.rank_folder import iter_mg_weights
-from mcore_bridge.weights.names import Numbering, canonical
 from tests.strategies import random_state, tiny
 from tests.test_rlinf_reshard import LATENT, SPARSE, TIED
 from tests.test_targets import EXPERTS, FAMILIES, assert_gets

@@ -9,9 +9,9 @@ import torch.distributed as dist
 import mcore_bridge as mb
 from mcore_bridge import EngineRank, ParallelDims
 from mcore_bridge.errors import ConfigError, MappingError, MeshError
+from mcore_bridge.rules.mapping import matches
 from mcore_bridge.trainers.rlinf.functions import ReshardFunctions
 from mcore_bridge.trainers.rlinf.rules import convertor_rules
-from mcore_bridge.weights.mapping import matches
 from tests import pool
 from tests.strategies import random_state, tiny
 from tests.test_rlinf_reshard import LATENT, SPARSE, TIED

@@ -10,13 +10,18 @@ from typing import Any
 import pytest
 import yaml
 
-from mcore_bridge.trainers.rlinf import actor, conversion, keys
+from mcore_bridge.trainers.rlinf import actor, conversion, model_keys
 from tests.rlinf_worker import PAGE
 
 OWN = Path(__file__).parent / "rlinf"
-TRANSLATED = {*keys.MESH, *keys.SPELLED, *keys.FROM_HF, *keys.KERNELS, *keys.IGNORED, *actor._OWN} | {
-    *("activation", "normalization", "position_embedding_type")
-}
+TRANSLATED = {
+    *model_keys.MESH,
+    *model_keys.SPELLED,
+    *model_keys.FROM_HF,
+    *model_keys.KERNELS,
+    *model_keys.IGNORED,
+    *actor._OWN,
+} | {*("activation", "normalization", "position_embedding_type")}
 READ = {"model", "mcore_gpt", "spec_name", "use_critic_model"}
 """Keys beside the blocks that ``read_actor`` and ``model_provider`` read."""
 

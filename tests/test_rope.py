@@ -195,7 +195,7 @@ def test_fused_latent_attention_gets_the_cosines_that_mcore_would_give_it(monkey
     """Of the same yarn: in the kernel's shape and dtype, and with the attention factor."""
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
-    from mcore_bridge.factory.rotary import LatentRotaryEmbedding
+    from mcore_bridge.factory.modules.rotary import LatentRotaryEmbedding
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     hf = cases()["deepseek_v3-yarn"].hf

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_bridge import ParallelDims
-from mcore_bridge.weights.alignment import ALIGNMENT
-from mcore_bridge.weights.budget import AHEAD
-from mcore_bridge.weights.cut import HEADER
 from mcore_bridge.weights.load import load_hf_weights
-from mcore_bridge.weights.turns import MIN_WINDOW
+from mcore_bridge.weights.plan.alignment import ALIGNMENT
+from mcore_bridge.weights.plan.budget import AHEAD
+from mcore_bridge.weights.plan.schedule import MIN_WINDOW
+from mcore_bridge.weights.plan.stream import HEADER
 from tests import fake_mesh
 from tests.fusions import require_together
 from tests.strategies import problems, random_state, tiny

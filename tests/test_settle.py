@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import mcore_bridge as mb
 from mcore_bridge.factory.blueprint import Blueprint, draw
-from mcore_bridge.factory.settle import changes_of, settle
+from mcore_bridge.factory.reconcile import changes_of, settle
 from tests.strategies import tiny
 
 HF = tiny("qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=2)

@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import mcore_bridge as mb
 from mcore_bridge.architecture import architectures
-from mcore_bridge.weights.alignment import aligned
+from mcore_bridge.weights.plan.alignment import aligned
 from tests import pool, zoo
 from tests.fusions import smallest_buckets
 from tests.strategies import random_state, save

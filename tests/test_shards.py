@@ -4,9 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.files.file_shards import FILES_AT_ONCE, deal_shards
 from mcore_bridge.weights.manifest import Manifest
-from mcore_bridge.weights.shards import FILES_AT_ONCE, deal_shards
-from mcore_bridge.weights.spec import TensorSpec
 
 
 def manifest_of(*sizes):

@@ -13,18 +13,19 @@ import torch.distributed as dist
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.errors import ExportError
-from mcore_bridge.weights import footprint, transport
 from mcore_bridge.weights.export import open_export
+from mcore_bridge.weights.plan import memory as footprint
+from mcore_bridge.weights.transfer import collectives
 from tests import pool
 from tests.strategies import tiny
 from tests.test_export import assert_exact, built
 
 MEMORY = 2_000_000
 SMALLER = {  # a thousandth of each, for models of MB
-    "mcore_bridge.weights.planning.MEMORY": MEMORY,
-    "mcore_bridge.weights.planning.OTHERWISE": 192 << 10,
-    "mcore_bridge.weights.planning.MESSAGE_BYTES": tuple(size << 10 for size in (512, 384, 320, 256, 192, 128)),
-    "mcore_bridge.weights.plan.SLAB": 32 << 10,
+    "mcore_bridge.weights.plan.gather.MEMORY": MEMORY,
+    "mcore_bridge.weights.plan.gather.OTHERWISE": 192 << 10,
+    "mcore_bridge.weights.plan.gather.MESSAGE_BYTES": tuple(size << 10 for size in (512, 384, 320, 256, 192, 128)),
+    "mcore_bridge.weights.plan.export_plan.SLAB": 32 << 10,
 }
 SIZES = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
 HF = {
@@ -50,7 +51,7 @@ CASES = [
 ]
 
 
-class Counted(transport.Memory):
+class Counted(collectives.Memory):
     """Memory for messages, and the most that there was at once: as long as any view of it is there."""
 
     now = most = 0
@@ -72,7 +73,7 @@ class Counted(transport.Memory):
 @contextlib.contextmanager
 def scaled_down(memory=Counted):
     with contextlib.ExitStack() as stack:
-        for name, value in {**SMALLER, "mcore_bridge.weights.exchange.Memory": memory}.items():
+        for name, value in {**SMALLER, "mcore_bridge.weights.transfer.executor.Memory": memory}.items():
             stack.enter_context(mock.patch(name, value))
         yield
 

@@ -7,8 +7,8 @@ import torch
 
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
-from mcore_bridge.commands.fake_rank import rank_of
 from mcore_bridge.errors import ConfigError, ExportError, MappingError
+from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.trainers.slime import convert_to_hf
 from tests import mtp_checkpoints, twins, zoo
 from tests.strategies import random_state, tiny

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from mcore_bridge.weights.staging import NUM_SLOTS, NUM_THREADS, Staging
+from mcore_bridge.weights.files.staging import NUM_SLOTS, NUM_THREADS, Staging
 
 CPU = torch.device("cpu")
 

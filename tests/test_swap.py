@@ -24,12 +24,12 @@ from megatron.core import parallel_state
 from transformers import AutoConfig
 
 import mcore_bridge as mb
-from mcore_bridge.commands.convert import convert
+from mcore_bridge.convert.api import convert
 from mcore_bridge.errors import BridgeError, CheckpointError
 from mcore_bridge.machine import start_time
-from mcore_bridge.weights import folder_lock, swap
-from mcore_bridge.weights.checkpoint import Checkpoint
-from mcore_bridge.weights.folder_lock import LOCK, STALE, Writer
+from mcore_bridge.weights.files import atomic_folder, folder_lock
+from mcore_bridge.weights.files.folder_lock import LOCK, STALE, Writer
+from mcore_bridge.weights.files.hf_folder import Checkpoint
 from tests import fake_mesh, pool
 from tests.strategies import random_state, tiny
 from tests.strategies import save as save_state
@@ -208,9 +208,11 @@ def test_a_crash_at_any_moment_leaves_the_old_files_or_the_new_ones(
 
 
 def test_what_takes_the_place_of_files_is_on_disk_before(tmp_path, models, monkeypatch):
-    flushed, at_commit, flush, point = set(), [], os.fsync, swap._point
+    flushed, at_commit, flush, point = set(), [], os.fsync, atomic_folder._point
     monkeypatch.setattr(os, "fsync", lambda file: (flushed.add(os.fstat(file).st_ino), flush(file)))
-    monkeypatch.setattr(swap, "_point", lambda *rest: (at_commit.append((rest[1], {*flushed})), point(*rest))[1])
+    monkeypatch.setattr(
+        atomic_folder, "_point", lambda *rest: (at_commit.append((rest[1], {*flushed})), point(*rest))[1]
+    )
     for name in ("a", "b"):
         save(models[name], tmp_path / "out")
     found = [inodes for side, inodes in at_commit if side == "new"]

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 import mcore_bridge as mb
 from mcore_bridge import EngineRank, ParallelDims, engine_ranks
 from mcore_bridge.errors import ExportError, TargetError
-from mcore_bridge.weights.cut import HEADER
-from mcore_bridge.weights.entries import entries_of
+from mcore_bridge.trainers.rlinf.shares import shares_of
 from mcore_bridge.weights.manifest import digest
-from mcore_bridge.weights.shares import shares_of
+from mcore_bridge.weights.plan.inventory import entries_of
+from mcore_bridge.weights.plan.stream import HEADER
 from tests import fake_mesh, pool
 from tests.strategies import problems, random_state, sparse_problems, tiny
 

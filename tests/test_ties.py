@@ -18,18 +18,18 @@ from transformers import AutoModelForCausalLM
 
 import mcore_bridge as mb
 from mcore_bridge.architecture import architectures
-from mcore_bridge.commands.convert import convert
-from mcore_bridge.commands.logits import forward
-from mcore_bridge.commands.plan import plan
-from mcore_bridge.commands.ranks import Finding, Task, check_rank
-from mcore_bridge.commands.verify import verify
+from mcore_bridge.commands.plan.tables import plan
+from mcore_bridge.commands.verify.logits import forward
+from mcore_bridge.commands.verify.rank import Finding, Task, check_rank
+from mcore_bridge.commands.verify.verify import verify
+from mcore_bridge.convert.api import convert
+from mcore_bridge.convert.rank_files.folder import iter_mg_weights
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.factory.blueprint import draw
+from mcore_bridge.rules.mapping import matches
 from mcore_bridge.trainers.rlinf.convertor import convert_hf_to_mg
-from mcore_bridge.trainers.rlinf.rank_folder import iter_mg_weights
-from mcore_bridge.weights.checkpoint import Checkpoint
+from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.load import load_hf_weights
-from mcore_bridge.weights.mapping import matches
 from mcore_bridge.weights.provenance import provenance_of
 from mcore_bridge.weights.ties import are_equal, renamed, ties_any_head
 from tests import fake_mesh, mtp_checkpoints, pool, zoo
@@ -230,7 +230,7 @@ def check_quietly(task: Task) -> Finding:
 @pytest.mark.parametrize("kind", LOADED)
 def test_verify_holds_a_folder_against_itself(kind, folders, tmp_path, monkeypatch):
     in_pool = lambda function, task, *, world_size, **more: pool.run(world_size, check_quietly, task)  # noqa: E731
-    monkeypatch.setattr("mcore_bridge.commands.verify.run_ranks", in_pool)
+    monkeypatch.setattr("mcore_bridge.commands.verify.verify.run_ranks", in_pool)
     found = verify(folders[kind], ONE, num_tokens=4, save=tmp_path / "saved", on_event=quiet)
     assert found.is_good
     assert len(found.exported) == len(exported(kind))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mcore_bridge import ParallelDims
-from mcore_bridge.commands.convert import convert
+from mcore_bridge.convert.api import convert
 from mcore_bridge.errors import ConfigError
 from tests import pool, stepping, tiny, zoo
 from tests.strategies import random_state, save

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_bridge.config.parallel import ParallelDims
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.trainers import mbridge, megatron_bridge
 
 OVERRIDES: dict[str, Any] = {

@@ -135,7 +135,7 @@ def kernels_on_cpu() -> None:
     """
     from verl.utils.megatron.tensor_parallel import vocab_parallel_entropy, vocab_parallel_log_probs_from_logits
 
-    from mcore_bridge.trainers.seams import original
+    from mcore_bridge.trainers.module_patch import original
 
     def steps(
         hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, *others: object

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_bridge.config.lost import naming_lost_ranks
+from mcore_bridge.config.mesh.lost_ranks import naming_lost_ranks
 
 
 @naming_lost_ranks("reducing log-probabilities or sizes")

@@ -15,7 +15,7 @@ from mcore_bridge.batches.collectives import from_last, gather, reduce_max
 from mcore_bridge.batches.logprobs import log_probs, require_temperature
 from mcore_bridge.batches.microbatches import alike, balances, micro_batches
 from mcore_bridge.batches.packing import PackedSequences, require_mask, unpack_sequences
-from mcore_bridge.config.lost import naming_lost_ranks
+from mcore_bridge.config.mesh.lost_ranks import naming_lost_ranks
 from mcore_bridge.errors import BatchError
 from mcore_bridge.weights.bound import Models, chunks_of, noted
 from mcore_bridge.weights.provenance import HF, Provenance

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mcore_bridge.batches.collectives import reduce_max
 from mcore_bridge.batches.packing import PackedSequences, pack_sequences, rounded_up
-from mcore_bridge.config.parallel import ParallelDims
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import BatchError
 
 if TYPE_CHECKING:

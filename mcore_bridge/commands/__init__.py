@@ -1,1 +1,1 @@
-"""What the command line does. Only here are processes started; nothing in the library imports this."""
+"""What the command line does. It imports the whole library, which never imports it."""

@@ -17,11 +17,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from mcore_bridge import __version__
-from mcore_bridge.commands.cost import BANDWIDTH
 from mcore_bridge.commands.options import Cp, Debug, Ep, Etp, Folder, Layout, Mtp, Pp, Sp, Tp, Vp
-from mcore_bridge.config.parallel import ParallelDims
+from mcore_bridge.commands.plan.cost import BANDWIDTH
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import BridgeError, ConfigError, told
-from mcore_bridge.weights.uncollected import uncollected
+from mcore_bridge.weights.gc_paused import uncollected
 
 if TYPE_CHECKING:
     import torch
@@ -117,7 +117,7 @@ def verify_command(
     """
     with _refusals(debug):
         from mcore_bridge.commands.report import progress, render
-        from mcore_bridge.commands.verify import verify
+        from mcore_bridge.commands.verify.verify import verify
 
         dims = ParallelDims(tp=tp, pp=pp, vp=vp, cp=cp, ep=ep, etp=etp, sp=sp, layout=layout)
         console = Console(highlight=False)
@@ -191,9 +191,9 @@ def plan_command(
     The numbers are those of the GPTModel that megatron-core builds of each kind of layer, on the meta device.
     """
     with _refusals(debug), uncollected(), _uncompiled():
-        from mcore_bridge.commands.picture import write_svg
-        from mcore_bridge.commands.plan import plan, render
-        from mcore_bridge.weights.target import engine_ranks
+        from mcore_bridge.commands.plan.svg import write_svg
+        from mcore_bridge.commands.plan.tables import plan, render
+        from mcore_bridge.weights.plan.target import engine_ranks
 
         dims = ParallelDims(tp=tp, pp=pp, vp=vp, cp=cp, ep=ep, etp=etp, sp=sp, layout=layout)
         found = plan(folder, dims, dtype=_dtype(dtype), world_size=world, num_mtp_layers=mtp)
@@ -245,9 +245,9 @@ def convert_command(
     conversion goes on where it was; the target is there when it is whole.
     """
     with _refusals(debug), _uncompiled():
-        from mcore_bridge.commands.convert import convert
         from mcore_bridge.commands.report import progress, render_conversion
-        from mcore_bridge.commands.to_torch import rank_files
+        from mcore_bridge.convert.api import convert
+        from mcore_bridge.convert.hf_to_torch import rank_files
 
         dims = ParallelDims(tp=tp, pp=pp, vp=vp, ep=ep, etp=etp, layout=layout)
         wanted = rank_files(_one_of("to", to, ("torch_dist", "torch")), dims, _one_of("backend", backend, _BACKENDS))

@@ -12,11 +12,11 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table
 
 from mcore_bridge.commands import text
-from mcore_bridge.commands.processes import OnEvent
-from mcore_bridge.commands.verify import TOLERANCE, Verdict, held_specs
+from mcore_bridge.commands.verify.verify import TOLERANCE, Verdict, held_specs
+from mcore_bridge.launch.processes import OnEvent
 
 if TYPE_CHECKING:
-    from mcore_bridge.commands.convert import Converted
+    from mcore_bridge.convert.api import Converted
 
 _SHOWN = 5  # names of tensors that differ
 

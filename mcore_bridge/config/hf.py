@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_bridge import plugins
-from mcore_bridge.config.spelling import respelled, speaks_rope_parameters
+from mcore_bridge.config.rope_spelling import respelled, speaks_rope_parameters
 from mcore_bridge.errors import ConfigError
 
 if TYPE_CHECKING:

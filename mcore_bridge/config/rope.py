@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mcore_bridge.config.fields import Hf, count
-from mcore_bridge.config.spelling import MULTIMODAL, ORIGINAL_LENGTH, checked, read_parameters, spelled
+from mcore_bridge.config.rope_spelling import MULTIMODAL, ORIGINAL_LENGTH, checked, read_parameters, spelled
 from mcore_bridge.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mcore_bridge.config.checks import (
+from mcore_bridge.config.fields import Field, count, to_hf, to_mcore
+from mcore_bridge.config.mesh.divisibility import check_model
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.config.overrides import (
     ATTRIBUTES,
     config_class,
     config_fields,
@@ -22,9 +25,6 @@ from mcore_bridge.config.checks import (
     require_plain_parameters,
     require_vocab,
 )
-from mcore_bridge.config.fields import Field, count, to_hf, to_mcore
-from mcore_bridge.config.fit import check_model
-from mcore_bridge.config.parallel import ParallelDims
 from mcore_bridge.config.rope import Rope
 from mcore_bridge.errors import ConfigError
 

@@ -1,7 +1,7 @@
 """A blueprint is all that is decided about a model before any of it is built, and the views of it that users ask for.
 
 Pure: drawing one checks config, mesh, backend and head against each other and needs no process group. Whoever holds one
-may change its config in place until the model is built (``settle.py``).
+may change its config in place until the model is built (``reconcile.py``).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from mcore_bridge.architecture import Architecture, architecture_of
 from mcore_bridge.config import transformer
 from mcore_bridge.config.effective import effective
-from mcore_bridge.config.parallel import ParallelDims
-from mcore_bridge.config.pipeline import Stage
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.config.mesh.pipeline import Stage
 from mcore_bridge.errors import ConfigError, MeshError
-from mcore_bridge.factory import specs
-from mcore_bridge.factory.backend import Backend, choose_backend, kernels_of
-from mcore_bridge.factory.census import resolve_layout
-from mcore_bridge.factory.heads import check_head
+from mcore_bridge.factory import layer_specs
+from mcore_bridge.factory.modules.backend import Backend, choose_backend, kernels_of
+from mcore_bridge.factory.modules.heads import check_head
 from mcore_bridge.factory.mtp import mtp_block_spec
+from mcore_bridge.factory.param_count import resolve_layout
 from mcore_bridge.weights.provenance import Provenance, provenance_of
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Blueprint:
 
     def block_spec(self, stage: Stage) -> TransformerBlockSubmodules:
         """The layers of a stage and the norm after the last one."""
-        layer_spec = self.architecture.layer_spec or specs.block_spec
+        layer_spec = self.architecture.layer_spec or layer_specs.block_spec
         spec: TransformerBlockSubmodules = layer_spec(self.config, stage.layers, backend=self.backend)
         return spec
 
@@ -80,7 +80,7 @@ class Blueprint:
         wanted = stage.num_mtp_layers if explicit else (self.config.mtp_num_layers or 0) * stage.loss
         if wanted == 0:
             return None
-        layer_spec = self.architecture.layer_spec or specs.block_spec
+        layer_spec = self.architecture.layer_spec or layer_specs.block_spec
         last = range(self.config.num_layers - 1, self.config.num_layers)
         inner = layer_spec(self.config, last, backend=self.backend).layer_specs[0]
         return mtp_block_spec(inner, wanted, backend=self.backend)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mcore_bridge.config.parallel import ParallelDims
-from mcore_bridge.config.pipeline import Stage
-from mcore_bridge.config.processes import differing
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.config.mesh.pipeline import Stage
+from mcore_bridge.config.mesh.process_groups import differing
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory.blueprint import (
     Blueprint,
@@ -24,10 +24,10 @@ from mcore_bridge.factory.blueprint import (
     to_layer_spec,
     to_transformer_config,
 )
-from mcore_bridge.factory.census import census
 from mcore_bridge.factory.chunk import build_chunk, building
 from mcore_bridge.factory.freeze import freeze_parameters, require_patterns
-from mcore_bridge.factory.settle import settle
+from mcore_bridge.factory.param_count import census
+from mcore_bridge.factory.reconcile import settle
 from mcore_bridge.weights.load import Source, load_hf_weights
 
 if TYPE_CHECKING:

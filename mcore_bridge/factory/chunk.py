@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mcore_bridge.errors import MeshError
-from mcore_bridge.factory.heads import hide_padding, initialise_head, replace_output_layer
+from mcore_bridge.factory.modules.heads import hide_padding, initialise_head, replace_output_layer
 from mcore_bridge.factory.mtp import initialise_mtp
-from mcore_bridge.weights.moves import compiling
+from mcore_bridge.weights.transfer.copier import compiling
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
-    from mcore_bridge.config.pipeline import Stage
+    from mcore_bridge.config.mesh.pipeline import Stage
     from mcore_bridge.factory.blueprint import Blueprint
 
 
@@ -81,10 +81,10 @@ def build_chunk(blueprint: Blueprint, stage: Stage, *, seed: int) -> GPTModel:
 
 def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     """What mcore cannot build (rope, dropout, scales and small heads), and the note of where the chunk is from."""
-    from mcore_bridge.factory.layer_rope import both_ropes
-    from mcore_bridge.factory.marks import mark_cut, mark_experts
-    from mcore_bridge.factory.rotary import replace_rotary
-    from mcore_bridge.factory.scales import cap_logits, scale_embedding
+    from mcore_bridge.factory.modules.layer_rope import both_ropes
+    from mcore_bridge.factory.modules.rotary import replace_rotary
+    from mcore_bridge.factory.modules.scales import cap_logits, scale_embedding
+    from mcore_bridge.factory.param_attributes import mark_cut, mark_experts
 
     mark_cut(chunk)
     mark_experts(chunk)

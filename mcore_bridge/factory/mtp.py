@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mcore_bridge.factory.backend import Backend, norm_of
+from mcore_bridge.factory.modules.backend import Backend, norm_of
 from mcore_bridge.weights.model_tensors import held_tensors
 
 if TYPE_CHECKING:

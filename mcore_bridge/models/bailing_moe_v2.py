@@ -1,12 +1,12 @@
 """Ling 2.0 and Ring, which transformers lacks: glm4_moe with one tensor for q, k and v, and names of its own."""
 
 from mcore_bridge.architecture import Architecture
-from mcore_bridge.config.derived import biases
-from mcore_bridge.config.derived_rope import ROTARY_DIM, rope
 from mcore_bridge.config.fields import Field, Map, Require
-from mcore_bridge.config.moe import DENSE_FIRST, ROUTED, SCALED, SIGMOID, shared_experts
-from mcore_bridge.config.moe_counted import GIVEN_GROUPS
 from mcore_bridge.config.tables import DECODER, PUBLISHED_CODE, WINDOW_NONE, but, published, unread
+from mcore_bridge.config.tables.derived import biases
+from mcore_bridge.config.tables.derived_rope import ROTARY_DIM, rope
+from mcore_bridge.config.tables.moe import DENSE_FIRST, ROUTED, SCALED, SIGMOID, shared_experts
+from mcore_bridge.config.tables.moe_counted import GIVEN_GROUPS
 from mcore_bridge.models.blocks import decoder
 from mcore_bridge.models.blocks_bailing import EMBEDDING, LAYER
 

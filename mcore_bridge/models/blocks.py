@@ -2,17 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from mcore_bridge.weights.layout import (
-    COLUMN,
-    FUSED_GATED_UP,
-    FUSED_QKV,
-    GATED_UP,
-    QKV,
-    REPLICATED,
-    ROW,
-    VOCAB,
-)
-from mcore_bridge.weights.mapping import Rule, Rules, experts, numbered, table, under
+from mcore_bridge.rules.layout import COLUMN, FUSED_GATED_UP, FUSED_QKV, GATED_UP, QKV, REPLICATED, ROW, VOCAB
+from mcore_bridge.rules.mapping import Rule, Rules, experts, numbered, table, under
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

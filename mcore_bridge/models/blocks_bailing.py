@@ -1,8 +1,8 @@
 """The tables of Ling and Ring: one tensor for queries, keys and values, and names of their own."""
 
 from mcore_bridge.models.blocks import MOE, NORMS, SHARED, SWIGLU
-from mcore_bridge.weights.layout import FUSED_QKV, REPLICATED, ROW, VOCAB
-from mcore_bridge.weights.mapping import table, under
+from mcore_bridge.rules.layout import FUSED_QKV, REPLICATED, ROW, VOCAB
+from mcore_bridge.rules.mapping import table, under
 
 # fmt: off
 EMBEDDING   = table(("embedding.word_embeddings.weight", "model.word_embeddings.weight", VOCAB))

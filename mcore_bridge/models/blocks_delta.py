@@ -1,9 +1,9 @@
 """The shared tables of linear attention by the gated delta rule, and of full attention with an output gate."""
 
 from mcore_bridge.models.blocks import NORMS, O_BIAS, QK_NORM
-from mcore_bridge.weights.layout import COLUMN, REPLICATED, ROW
-from mcore_bridge.weights.layout_delta import DELTA, DELTA_CONV, DELTA_HEAD, GATED_QKV
-from mcore_bridge.weights.mapping import table, under
+from mcore_bridge.rules.layout import COLUMN, REPLICATED, ROW
+from mcore_bridge.rules.layout_delta import DELTA, DELTA_CONV, DELTA_HEAD, GATED_QKV
+from mcore_bridge.rules.mapping import table, under
 
 # fmt: off
 GATED_GQA     = table(("self_attention.linear_qkv.weight",    "self_attn.{q,k,v}_proj.weight",   GATED_QKV),

@@ -1,8 +1,8 @@
 """The shared tables of latent attention with an indexer, which is whole on every TP rank."""
 
 from mcore_bridge.models.blocks import MLA, MOE_BIASED, NORMS
-from mcore_bridge.weights.layout import REPLICATED
-from mcore_bridge.weights.mapping import table, under
+from mcore_bridge.rules.layout import REPLICATED
+from mcore_bridge.rules.mapping import table, under
 
 # fmt: off
 INDEXER      = under("self_attention.core_attention.indexer", "self_attn.indexer", table(

@@ -5,9 +5,9 @@ As published, and in transformers 5: 4.57 leaves the mscale of yarn out, and so 
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Ignore
-from mcore_bridge.config.moe import DENSE_FIRST
-from mcore_bridge.config.moe_counted import COUNTED, GREEDY
 from mcore_bridge.config.tables import LATENT
+from mcore_bridge.config.tables.moe import DENSE_FIRST
+from mcore_bridge.config.tables.moe_counted import COUNTED, GREEDY
 from mcore_bridge.models.blocks import MLA, MOE, NORMS, SHARED, SWIGLU, decoder
 
 ARCHITECTURE = Architecture(

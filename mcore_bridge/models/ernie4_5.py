@@ -1,9 +1,9 @@
 """ERNIE 4.5: a llama that rotates neighbouring dims, with biases everywhere or nowhere."""
 
 from mcore_bridge.architecture import Architecture
-from mcore_bridge.config.derived import biases
 from mcore_bridge.config.fields import Const, Preset
 from mcore_bridge.config.tables import DECODER, INTERLEAVED, PUBLISHED_CODE, QK_PLAIN, WINDOW_NONE, but, unread
+from mcore_bridge.config.tables.derived import biases
 from mcore_bridge.models.blocks import GQA, NORMS, O_BIAS, QKV_BIAS, SWIGLU, SWIGLU_BIAS, decoder
 
 BIASES = biases("use_bias", "use_bias", "use_bias")

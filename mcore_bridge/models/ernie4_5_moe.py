@@ -2,13 +2,13 @@
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Require
-from mcore_bridge.config.moe import MTP_NEVER
-from mcore_bridge.config.moe_interval import SPACED
 from mcore_bridge.config.tables import BIAS_NONE, unread
+from mcore_bridge.config.tables.moe import MTP_NEVER
+from mcore_bridge.config.tables.moe_interval import SPACED
 from mcore_bridge.models.blocks import GQA, MOE, NORMS, SHARED, SWIGLU, decoder
 from mcore_bridge.models.ernie4_5 import ERNIE
-from mcore_bridge.weights.layout import ONE_ROW
-from mcore_bridge.weights.mapping import table
+from mcore_bridge.rules.layout import ONE_ROW
+from mcore_bridge.rules.mapping import table
 
 OWN = (
     Require("use_bias", (False, None), "versions of transformers disagree on whether experts have biases"),

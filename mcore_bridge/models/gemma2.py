@@ -1,8 +1,8 @@
 """Gemma 2: norms before and behind attention and MLP, soft caps of scores and logits, a window in some layers."""
 
 from mcore_bridge.architecture import Architecture
-from mcore_bridge.config.scales import ATTENTION_SOFTCAP
 from mcore_bridge.config.tables import GEMMA2, QK_PLAIN
+from mcore_bridge.config.tables.scales import ATTENTION_SOFTCAP
 from mcore_bridge.models.blocks import GQA, NORMS_FOUR, O_BIAS, QKV_BIAS, SWIGLU, decoder
 
 ARCHITECTURE = Architecture(

@@ -1,9 +1,9 @@
 """GLM-4 (0414): norms before and behind attention and MLP, half of each head rotated by neighbours, gate_up_proj."""
 
 from mcore_bridge.architecture import Architecture
-from mcore_bridge.config.derived import biases
-from mcore_bridge.config.derived_rope import rope
 from mcore_bridge.config.tables import DENSE, INTERLEAVED, NORM_SANDWICH, QK_PLAIN, WINDOW_NONE, but
+from mcore_bridge.config.tables.derived import biases
+from mcore_bridge.config.tables.derived_rope import rope
 from mcore_bridge.models.blocks import FUSED_GLU, GQA, NORMS, QKV_BIAS, decoder, norms_behind
 
 ROPE = rope(own=("partial_rotary_factor",))

@@ -1,9 +1,9 @@
 """GLM-5: deepseek_v32, whose indexer rotates neighbouring dims, and whose layers may share what one has selected."""
 
 from mcore_bridge.architecture import Architecture
-from mcore_bridge.config.derived_sparse import SHARING
 from mcore_bridge.config.fields import Const, Ignore, Require
-from mcore_bridge.config.tables_sparse import SPARSE, SPARSE_RELEASE
+from mcore_bridge.config.tables.derived_sparse import SHARING
+from mcore_bridge.config.tables.sparse import SPARSE, SPARSE_RELEASE
 from mcore_bridge.models.blocks import SWIGLU, decoder, mtp_behind
 from mcore_bridge.models.blocks_sparse import SPARSE_LAYER
 

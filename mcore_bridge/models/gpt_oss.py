@@ -2,11 +2,11 @@
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Const, Require
-from mcore_bridge.config.moe import CLAMPED_GATE, NO_SHARED, ONE_SIZE, ROUTED, SOFTMAX_NORMALISED
 from mcore_bridge.config.tables import DECODER, QK_PLAIN, WINDOW_BY_LAYER, but
+from mcore_bridge.config.tables.moe import CLAMPED_GATE, NO_SHARED, ONE_SIZE, ROUTED, SOFTMAX_NORMALISED
 from mcore_bridge.models.blocks import GQA, NORMS, O_BIAS, QKV_BIAS, SINKS, decoder
-from mcore_bridge.weights.layout import INTERLEAVED, REPLICATED, ROW, TRANSPOSED
-from mcore_bridge.weights.mapping import experts, table
+from mcore_bridge.rules.layout import INTERLEAVED, REPLICATED, ROW, TRANSPOSED
+from mcore_bridge.rules.mapping import experts, table
 
 BIASES = (Const("add_bias_linear", True), Const("add_qkv_bias", True), Const("attention_output_bias", True))
 BIASED = Require("attention_bias", (True,), "all published models have it")

@@ -1,14 +1,14 @@
 """HunYuan-A13B: norms of queries and keys behind the rope, softmax-routed experts beside a shared one in each layer."""
 
 from mcore_bridge.architecture import Architecture
-from mcore_bridge.config.alpha_rope import ALPHA_ROPE
 from mcore_bridge.config.fields import Const
-from mcore_bridge.config.moe import ROUTED, SOFTMAX_NORMALISED, number, one_size
 from mcore_bridge.config.tables import BIAS_ATTENTION, DECODER, QK_NORMED_AFTER_ROPE, WINDOW_NONE, but, unread
+from mcore_bridge.config.tables.alpha_rope import ALPHA_ROPE
+from mcore_bridge.config.tables.moe import ROUTED, SOFTMAX_NORMALISED, number, one_size
 from mcore_bridge.models.blocks import EXPERTS, GATED_MLP, GQA, NORMS, NORMS_AFTER_ROPE, O_BIAS, QKV_BIAS, decoder
 from mcore_bridge.models.hunyuan_v1_dense import UNREAD
-from mcore_bridge.weights.layout import REPLICATED
-from mcore_bridge.weights.mapping import table, under
+from mcore_bridge.rules.layout import REPLICATED
+from mcore_bridge.rules.mapping import table, under
 
 ONE_SIZE = one_size("moe_shared_expert_intermediate_size")
 COUNTS = (number("num_experts", "num_moe_experts"), number("moe_topk", "moe_router_topk", "num_experts_per_tok"))

@@ -2,11 +2,11 @@
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Ignore, Map, Require
-from mcore_bridge.config.moe import MLP_TYPES, ROUTED, SIGMOID, shared_experts
 from mcore_bridge.config.tables import BIAS_ATTENTION, DECODER, QK_NORMED, WINDOW_NONE
+from mcore_bridge.config.tables.moe import MLP_TYPES, ROUTED, SIGMOID, shared_experts
 from mcore_bridge.models.blocks import EXPERTS, GATED_MLP, GQA, NORMS, O_BIAS, QK_NORM, QKV_BIAS, SWIGLU, decoder
-from mcore_bridge.weights.layout import REPLICATED
-from mcore_bridge.weights.mapping import table, under
+from mcore_bridge.rules.layout import REPLICATED
+from mcore_bridge.rules.mapping import table, under
 
 ONE_ROUNDING = Ignore("a sum of two numbers is rounded once in either case", ("enable_moe_fp32_combine",))
 ROUTER = table(

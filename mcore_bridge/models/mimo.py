@@ -2,8 +2,8 @@
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Require
-from mcore_bridge.config.moe import MTP_NEVER
 from mcore_bridge.config.tables import BIAS_QKV, DENSE, PUBLISHED_CODE, QK_PLAIN, WINDOW_BY_LAYER, but
+from mcore_bridge.config.tables.moe import MTP_NEVER
 from mcore_bridge.models.blocks import GQA, NORMS, QKV_BIAS, SWIGLU, decoder
 
 OWN = (Require("attention_bias", (True,), "the published code has biases of q, k and v"), MTP_NEVER)

@@ -1,8 +1,8 @@
 """Mixtral: mistral with softmax-routed experts in every layer, under names of their own."""
 
 from mcore_bridge.architecture import Architecture
-from mcore_bridge.config.moe import NO_SHARED, ONE_SIZE, ROUTED, SOFTMAX_NORMALISED
 from mcore_bridge.config.tables import BIAS_NONE, DECODER, QK_PLAIN, WINDOW_ALL, but
+from mcore_bridge.config.tables.moe import NO_SHARED, ONE_SIZE, ROUTED, SOFTMAX_NORMALISED
 from mcore_bridge.models.blocks import GQA, NORMS, W123, decoder
 
 ARCHITECTURE = Architecture(

@@ -2,8 +2,8 @@
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Require
-from mcore_bridge.config.moe import NO_SHARED, ONE_SIZE, ROUTED, SOFTMAX_BY_CONFIG
 from mcore_bridge.config.tables import BIAS_ATTENTION, DECODER, QK_NORMED_TOGETHER, WINDOW_NONE, but
+from mcore_bridge.config.tables.moe import NO_SHARED, ONE_SIZE, ROUTED, SOFTMAX_BY_CONFIG
 from mcore_bridge.models.blocks import GQA, MOE, NORMS, O_BIAS, QK_NORM, QKV_BIAS, decoder
 
 CLIP = Require("clip_qkv", (None,), "megatron-core does not clip queries, keys and values")

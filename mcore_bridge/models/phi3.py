@@ -1,9 +1,9 @@
 """Phi-3, Phi-3.5 and Phi-4 (mini too): fused projections, a part of each head rotated, longrope, a window."""
 
 from mcore_bridge.architecture import Architecture
-from mcore_bridge.config.derived_rope import rope
 from mcore_bridge.config.fields import Require
 from mcore_bridge.config.tables import BIAS_NONE, DENSE, PUBLISHED_CODE, QK_PLAIN, WINDOW_ALL, but, dropout, unread
+from mcore_bridge.config.tables.derived_rope import rope
 from mcore_bridge.models.blocks import FUSED_GLU, FUSED_GQA, NORMS, decoder
 
 ROPE = rope(types=("default", "longrope"), own=("partial_rotary_factor",))

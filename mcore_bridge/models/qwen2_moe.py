@@ -2,8 +2,8 @@
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Const, Map, Preset
-from mcore_bridge.config.moe import EXPERT_SIZE, ROUTED, SHARED_BY_GATE, SOFTMAX_BY_CONFIG, SPARSE_STEP
 from mcore_bridge.config.tables import DECODER, QK_PLAIN, WINDOW_OFF
+from mcore_bridge.config.tables.moe import EXPERT_SIZE, ROUTED, SHARED_BY_GATE, SOFTMAX_BY_CONFIG, SPARSE_STEP
 from mcore_bridge.models.blocks import GQA, MOE, NORMS, QKV_BIAS, SHARED_GATED, SWIGLU, decoder
 
 ARCHITECTURE = Architecture(

@@ -1,9 +1,9 @@
 """Qwen3-Next: experts, behind layers of which most attend linearly by the gated delta rule, others with a gate."""
 
 from mcore_bridge.architecture import Architecture
-from mcore_bridge.config.moe import EXPERT_SIZE, ROUTED, SHARED_BY_GATE, SOFTMAX_BY_CONFIG, SPARSE_STEP
 from mcore_bridge.config.tables import DECODER, but
-from mcore_bridge.config.tables_delta import DELTA
+from mcore_bridge.config.tables.delta import DELTA
+from mcore_bridge.config.tables.moe import EXPERT_SIZE, ROUTED, SHARED_BY_GATE, SOFTMAX_BY_CONFIG, SPARSE_STEP
 from mcore_bridge.models.blocks import MOE, SHARED_GATED, SWIGLU, decoder, mtp_beside
 from mcore_bridge.models.blocks_delta import DELTA_IN_HEAD, DELTA_LAYER
 

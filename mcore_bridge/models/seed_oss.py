@@ -1,8 +1,8 @@
 """Seed-OSS: biases of q, k and v by default, and dropout behind attention and MLP."""
 
 from mcore_bridge.architecture import Architecture
-from mcore_bridge.config.derived import biases
 from mcore_bridge.config.tables import DENSE, QK_PLAIN, WINDOW_NONE, but, dropout
+from mcore_bridge.config.tables.derived import biases
 from mcore_bridge.models.blocks import GQA, NORMS, O_BIAS, QKV_BIAS, SWIGLU, SWIGLU_BIAS, decoder
 
 BIASES = biases("attention_bias", "attention_out_bias", "mlp_bias")

@@ -1,8 +1,8 @@
 """StarCoder2: a LayerNorm, no gate, biases everywhere or nowhere, a window, and dropout of its own."""
 
 from mcore_bridge.architecture import Architecture
-from mcore_bridge.config.derived import biases
 from mcore_bridge.config.tables import DENSE, PLAIN_MLP, QK_PLAIN, WINDOW_ALL, but, dropout, layer_norm, unread
+from mcore_bridge.config.tables.derived import biases
 from mcore_bridge.models.blocks import FINAL_BIAS, GQA, NORM_BIAS, NORMS, O_BIAS, QKV_BIAS, decoder, mlp
 
 DROPOUT = dropout("residual_dropout", "embedding_dropout")

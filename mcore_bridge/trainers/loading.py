@@ -11,7 +11,7 @@ from torch import nn
 
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.bound import chunks_of
-from mcore_bridge.weights.checkpoint import Checkpoint, names_in
+from mcore_bridge.weights.files.hf_folder import Checkpoint, names_in
 from mcore_bridge.weights.load import LoadReport, load_hf_weights
 from mcore_bridge.weights.provenance import provenance_of
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.architecture import read_hf
-from mcore_bridge.config.parallel import ParallelDims
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import draw
-from mcore_bridge.trainers.chunks import ddp_config_of, freeze_routers
 from mcore_bridge.trainers.loading import load_folder
+from mcore_bridge.trainers.wrap import ddp_config_of, freeze_routers
 from mcore_bridge.weights.bound import chunks_of
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.load import Source

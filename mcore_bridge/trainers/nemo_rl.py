@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import MappingError
+from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.weights.bound import BoundModel, Models, bind, noted
-from mcore_bridge.weights.mapping import WeightMapping
-from mcore_bridge.weights.outputs import check_storage
-from mcore_bridge.weights.pending import require_gathered
-from mcore_bridge.weights.pieces import Place, places_of
+from mcore_bridge.weights.local_slices import Place, places_of
+from mcore_bridge.weights.param_sync import require_gathered
 from mcore_bridge.weights.provenance import HF
+from mcore_bridge.weights.transfer.endpoints import check_storage
 
 Spec = TypeVar("Spec")
 _OF_EXPERT = re.compile(r"(.+\.experts)\.\d+(\..+)")

@@ -16,14 +16,14 @@ from megatron.core import parallel_state
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import nn
 
-from mcore_bridge.config.checks import config_class, require_overridable
-from mcore_bridge.config.parallel import ParallelDims
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.config.overrides import config_class, require_overridable
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import Blueprint
 from mcore_bridge.factory.build import build
-from mcore_bridge.factory.settle import changes_of
-from mcore_bridge.trainers.chunks import ddp_config_of, require_value_head, wrap
+from mcore_bridge.factory.reconcile import changes_of
 from mcore_bridge.trainers.settings import settle_same, split, with_mtp_layers
+from mcore_bridge.trainers.wrap import ddp_config_of, require_value_head, wrap
 from mcore_bridge.weights.load import Source
 
 if TYPE_CHECKING:

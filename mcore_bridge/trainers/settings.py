@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from mcore_bridge.architecture import architecture_of
 from mcore_bridge.config.effective import OF_SOME, same
 from mcore_bridge.config.fields import Preset
-from mcore_bridge.config.moe import MTP_ON_REQUEST, layers_of
-from mcore_bridge.config.parallel import ParallelDims
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.config.tables.moe import MTP_ON_REQUEST, layers_of
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import Blueprint, draw
-from mcore_bridge.factory.settle import changes_of, settle
+from mcore_bridge.factory.reconcile import changes_of, settle
 from mcore_bridge.weights.provenance import HF
 
 if TYPE_CHECKING:

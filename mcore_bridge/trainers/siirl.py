@@ -3,6 +3,6 @@
 siiRL imports it where ``model.external_lib`` of its config names it, before it looks for a bridge.
 """
 
-from mcore_bridge.trainers.seams import take
+from mcore_bridge.trainers.module_patch import take
 
 take({"siirl.models.mcore.mbridge": "mcore_bridge.trainers.mbridge"})

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from mcore_bridge.errors import ConfigError, ExportError
 from mcore_bridge.factory.blueprint import to_transformer_config
+from mcore_bridge.rules.layout import Axes
+from mcore_bridge.rules.mapping import WeightMapping
+from mcore_bridge.rules.names import Numbering, canonical
 from mcore_bridge.weights.bound import axes_of_config
-from mcore_bridge.weights.layout import Axes
-from mcore_bridge.weights.mapping import WeightMapping
-from mcore_bridge.weights.names import Numbering, canonical
 from mcore_bridge.weights.provenance import provenance_of
 
 Named = tuple[str, Tensor]

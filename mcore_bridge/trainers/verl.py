@@ -5,7 +5,7 @@ verl imports it itself, in every process and before it looks for a bridge, where
 verl would load without being asked, and whose failure it would not show.
 """
 
-from mcore_bridge.trainers.seams import take
+from mcore_bridge.trainers.module_patch import take
 
 take(
     {

@@ -3,7 +3,7 @@
 from typing import Any
 
 from mcore_bridge.trainers.megatron_bridge import create_ddp_config
-from mcore_bridge.trainers.seams import attribute_of_original
+from mcore_bridge.trainers.module_patch import attribute_of_original
 
 __all__ = ["create_ddp_config"]
 

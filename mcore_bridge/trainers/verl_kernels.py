@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.trainers.seams import attribute_of_original, original
+from mcore_bridge.trainers.module_patch import attribute_of_original, original
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -3,7 +3,7 @@
 from typing import Any, NoReturn
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.trainers.seams import attribute_of_original
+from mcore_bridge.trainers.module_patch import attribute_of_original
 
 
 def __getattr__(name: str) -> Any:

@@ -1,1 +1,2 @@
-"""Weights: layouts, names, rules and plans describe (pure); load, export and save act; only export communicates."""
+"""The verbs for weights, one file each, over plans and what runs them. It imports ``architecture``, ``config`` and
+``rules``."""

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from mcore_bridge.errors import MappingError
-from mcore_bridge.weights.entries import Held, Inventory
-from mcore_bridge.weights.layout import Axes
-from mcore_bridge.weights.mapping import Binding, Dialect, WeightMapping, axes_of
+from mcore_bridge.rules.layout import Axes
+from mcore_bridge.rules.mapping import Binding, Dialect, WeightMapping, axes_of
+from mcore_bridge.rules.names import expert_of, kind_of, layer_of, mtp_layer_of
+from mcore_bridge.rules.trace import Trace, trace
 from mcore_bridge.weights.model_tensors import held_tensors, numbering_of, unwrap
-from mcore_bridge.weights.names import expert_of, kind_of, layer_of, mtp_layer_of
+from mcore_bridge.weights.plan.inventory import Held, Inventory
 from mcore_bridge.weights.provenance import HF, Provenance, provenance_of
-from mcore_bridge.weights.trace import Trace, trace
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

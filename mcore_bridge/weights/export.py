@@ -15,20 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.errors import ExportError, told
+from mcore_bridge.rules.mapping import Dialect, Rules
 from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, noted
 from mcore_bridge.weights.dtypes import Dtypes, problem_of, wanted_dtype
-from mcore_bridge.weights.entries import Inventory
-from mcore_bridge.weights.exchange import raise_failures, run_program
-from mcore_bridge.weights.lanes import plan_targets
-from mcore_bridge.weights.mapping import Dialect, Rules
-from mcore_bridge.weights.pending import gather_pending, heard_by_replicas, require_gatherable
-from mcore_bridge.weights.plan import ExportPlan
-from mcore_bridge.weights.planning import plan_export
-from mcore_bridge.weights.program import Program
+from mcore_bridge.weights.gc_paused import uncollected
+from mcore_bridge.weights.param_sync import gather_pending, heard_by_replicas, require_gatherable
+from mcore_bridge.weights.plan.all_to_all import plan_targets
+from mcore_bridge.weights.plan.export_plan import ExportPlan
+from mcore_bridge.weights.plan.gather import plan_export
+from mcore_bridge.weights.plan.inventory import Inventory
+from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import HF
-from mcore_bridge.weights.target import Target
-from mcore_bridge.weights.transport import Group
-from mcore_bridge.weights.uncollected import uncollected
+from mcore_bridge.weights.transfer.collectives import Group
+from mcore_bridge.weights.transfer.executor import raise_failures, run_program
+from mcore_bridge.weights.transfer.program import Program
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

@@ -15,17 +15,17 @@ from torch import Tensor
 
 from mcore_bridge.config.hf import find_folder
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.mapping import Dialect, unstacked
+from mcore_bridge.rules.names import expert_of, kind_of, mtp_layer_of
+from mcore_bridge.rules.trace import Copy, Shape
 from mcore_bridge.weights.bound import BoundModel, Models, bind, noted
-from mcore_bridge.weights.checkpoint import Checkpoint
 from mcore_bridge.weights.dtypes import Dtypes, dtype_name, is_exact, wanted_dtype
-from mcore_bridge.weights.mapping import Dialect, unstacked
-from mcore_bridge.weights.moves import compiling
-from mcore_bridge.weights.names import expert_of, kind_of, mtp_layer_of
+from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.files.slice_reader import SliceCopy, read
+from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.provenance import HF, dialect_of
-from mcore_bridge.weights.reading import SliceCopy, read
-from mcore_bridge.weights.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.ties import differing, renamed, require_equal
-from mcore_bridge.weights.trace import Copy, Shape
+from mcore_bridge.weights.transfer.copier import compiling
 
 Source = str | os.PathLike[str] | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import told
+from mcore_bridge.rules.mapping import Dialect
+from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.bound import Models
-from mcore_bridge.weights.checkpoint import Checkpoint
-from mcore_bridge.weights.disk import array_of
 from mcore_bridge.weights.dtypes import Dtypes, dtype_name, problem_of, wanted_dtype
-from mcore_bridge.weights.exchange import raise_failures
 from mcore_bridge.weights.export import iter_hf_weights, open_export
-from mcore_bridge.weights.mapping import Dialect
+from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.files.positional_io import array_of
+from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import HF
-from mcore_bridge.weights.spec import TensorSpec
-from mcore_bridge.weights.target import Target
+from mcore_bridge.weights.transfer.executor import raise_failures
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from mcore_bridge.errors import MappingError
-from mcore_bridge.weights.names import Numbering, canonical
+from mcore_bridge.rules.names import Numbering, canonical
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Union
 from mcore_bridge.architecture import architecture_of, read_hf
 from mcore_bridge.config.hf import find_folder, with_fields
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.weights.checkpoint import names_in
+from mcore_bridge.rules.layout import REPLICATED, VOCAB
+from mcore_bridge.rules.mapping import Dialect, Rules, WeightMapping, fused, pattern_of, table
 from mcore_bridge.weights.dtypes import dtype_name
-from mcore_bridge.weights.layout import REPLICATED, VOCAB
-from mcore_bridge.weights.mapping import Dialect, Rules, WeightMapping, fused, pattern_of, table
+from mcore_bridge.weights.files.hf_folder import names_in
 from mcore_bridge.weights.ties import HEAD, is_tied, ties_any_head
 
 if TYPE_CHECKING:

@@ -16,22 +16,22 @@ from torch import Tensor
 from mcore_bridge.architecture import read_hf
 from mcore_bridge.config.hf import with_fields
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.mapping import Dialect
+from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.bound import Models, noted
-from mcore_bridge.weights.checkpoint import HEADS, weight_files, write_index
-from mcore_bridge.weights.companions import copy_companions
 from mcore_bridge.weights.dtypes import Dtypes
 from mcore_bridge.weights.export import iter_hf_weights
-from mcore_bridge.weights.failures import on_all, require_alike
+from mcore_bridge.weights.files.atomic_folder import commit, require_files, target_of, updating_by_all
+from mcore_bridge.weights.files.file_shards import MAX_SHARD_BYTES, Shard, deal_shards, require_positive
+from mcore_bridge.weights.files.hf_folder import HEADS, weight_files, write_index
+from mcore_bridge.weights.files.safetensors import SafetensorsWriter
+from mcore_bridge.weights.files.sidecars import copy_companions
+from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.manifest import Manifest, manifest
-from mcore_bridge.weights.mapping import Dialect
 from mcore_bridge.weights.provenance import HF, Provenance, config_in
-from mcore_bridge.weights.safetensors_file import SafetensorsWriter
-from mcore_bridge.weights.shards import MAX_SHARD_BYTES, Shard, deal_shards, require_positive
-from mcore_bridge.weights.spec import TensorSpec
-from mcore_bridge.weights.staging import SLOT_BYTES, Staging
-from mcore_bridge.weights.swap import commit, require_files, target_of, updating_by_all
 from mcore_bridge.weights.ties import HEAD
-from mcore_bridge.weights.transport import Group
+from mcore_bridge.weights.transfer.collectives import Group
+from mcore_bridge.weights.transfer.failures import on_all, require_alike
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights.checkpoint import Checkpoint
-from mcore_bridge.weights.disk import array_of
+from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.files.positional_io import array_of
 
 if TYPE_CHECKING:
-    from mcore_bridge.weights.mapping import WeightMapping
+    from mcore_bridge.rules.mapping import WeightMapping
 
 Value = TypeVar("Value")
 

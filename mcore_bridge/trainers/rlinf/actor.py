@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mcore_bridge.architecture import read_hf
-from mcore_bridge.config.parallel import ParallelDims
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.backend import choose_backend
 from mcore_bridge.factory.blueprint import Blueprint, draw
+from mcore_bridge.factory.modules.backend import choose_backend
 from mcore_bridge.trainers.rlinf.checkpoint import checkpoint_of, config_of, hf_folder_of
-from mcore_bridge.trainers.rlinf.keys import FROM_HF, IGNORED, KERNELS, MODEL_TYPES, dtype_of, to_mcore
+from mcore_bridge.trainers.rlinf.model_keys import FROM_HF, IGNORED, KERNELS, MODEL_TYPES, dtype_of, to_mcore
 from mcore_bridge.trainers.settings import decided
 from mcore_bridge.weights.provenance import HF
 

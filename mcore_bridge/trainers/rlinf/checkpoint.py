@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from mcore_bridge.convert.rank_files.file import NAME, read_rank_file
+from mcore_bridge.convert.rank_files.folder import find_rank_files
+from mcore_bridge.convert.rank_files.layout import chunk_of, folder_of
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.trainers.rlinf.layout import chunk_of, folder_of
-from mcore_bridge.trainers.rlinf.rank_file import NAME, read_rank_file
-from mcore_bridge.trainers.rlinf.rank_folder import find_rank_files
-from mcore_bridge.weights.companions import config_places, first_with_config
-from mcore_bridge.weights.extra_state import SUFFIX
-from mcore_bridge.weights.torch_dist import TRACKER, latest_in
+from mcore_bridge.weights.dist_checkpoint.extra_state import SUFFIX
+from mcore_bridge.weights.dist_checkpoint.folder import TRACKER, latest_in
+from mcore_bridge.weights.files.sidecars import config_places, first_with_config
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
-    from mcore_bridge.config.parallel import ParallelDims
+    from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 
 _NUM_NAMED = 4
 """Parameters that an error names; there may be thousands."""

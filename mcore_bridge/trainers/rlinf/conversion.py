@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_bridge.config.parallel import ParallelDims
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.convert.rank_files.layout import ExtraState, Style
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.trainers.rlinf.layout import ExtraState, Style
 
 EXTRA_STATES = (None, "none", "tensor_pickle_none", "tensor_0_dim")
 _ASKED = {

@@ -13,18 +13,18 @@ from typing import Any
 
 from mcore_bridge.architecture import read_hf
 from mcore_bridge.config.hf import find_folder
-from mcore_bridge.config.parallel import ParallelDims
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.convert.rank_files.file import NAME, RELEASE, write_rank_file
+from mcore_bridge.convert.rank_files.layout import FileLayout
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.trainers.rlinf.cached_folder import fingerprint, made_once
 from mcore_bridge.trainers.rlinf.conversion import Conversion, as_conversion, read_conversion
-from mcore_bridge.trainers.rlinf.folder import fingerprint, made_once
-from mcore_bridge.trainers.rlinf.layout import FileLayout
-from mcore_bridge.trainers.rlinf.middle import MiddleFiles, write_middle
-from mcore_bridge.trainers.rlinf.rank_file import NAME, RELEASE, write_rank_file
-from mcore_bridge.weights.checkpoint import Checkpoint
-from mcore_bridge.weights.companions import copy_companions
-from mcore_bridge.weights.spec import TensorSpec
+from mcore_bridge.trainers.rlinf.middle_files import MiddleFiles, write_middle
+from mcore_bridge.weights.dist_checkpoint.folder import TRACKER
+from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.files.sidecars import copy_companions
 from mcore_bridge.weights.ties import opened
-from mcore_bridge.weights.torch_dist import TRACKER
 
 _OTHERS = ("*.json", "*.py", "*.md", "LICENSE")
 """What RLinf copies besides."""

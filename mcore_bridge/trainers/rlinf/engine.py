@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mcore_bridge.errors import ConfigError, TargetError
-from mcore_bridge.weights.target import EngineRank
+from mcore_bridge.weights.plan.target import EngineRank
 
 _DENSE = ("*.mlp.gate_proj.*", "*.mlp.up_proj.*", "*.mlp.gate_up_proj.*", "*.mlp.down_proj.*")
 _SHARED = ("*.shared_expert.*", "*.shared_experts.*")

@@ -1,7 +1,7 @@
 """The functions that RLinf's resharder calls, made from our mapping rules, so that any family has them.
 
-They keep its contracts, one collective for each parameter included: ``MegatronCoreWeightReshard`` of ``reshard.py`` is
-what to use where the whole object can be replaced.
+They keep its contracts, one collective for each parameter included:
+``MegatronCoreWeightReshard`` of ``weight_reshard.py`` is what to use where the whole object can be replaced.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from mcore_bridge.errors import MeshError
 from mcore_bridge.trainers.rlinf.parameters import Parameter, Parameters
 from mcore_bridge.weights.provenance import HF
-from mcore_bridge.weights.transport import Group
+from mcore_bridge.weights.transfer.collectives import Group
 
 State = dict[str, Tensor]
 """Tensors by name: Megatron's, with global layer and expert numbers, or HF's."""

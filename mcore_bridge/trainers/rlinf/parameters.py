@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_bridge.rules.layout import COLUMN, GATED_UP, QKV, REPLICATED, ROW, VOCAB, Axes, Layout
+from mcore_bridge.rules.mapping import Binding
+from mcore_bridge.rules.names import Numbering, canonical, expert_of, layer_of
 from mcore_bridge.trainers.rlinf.rules import convertor_rules
-from mcore_bridge.weights.layout import COLUMN, GATED_UP, QKV, REPLICATED, ROW, VOCAB, Axes, Layout
-from mcore_bridge.weights.mapping import Binding
-from mcore_bridge.weights.names import Numbering, canonical, expert_of, layer_of
 from mcore_bridge.weights.provenance import HF, provenance_of
 
 _PARTS = ("gate_proj", "up_proj")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from mcore_bridge.config.pipeline import Stage
+from mcore_bridge.config.mesh.pipeline import Stage
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory.blueprint import Blueprint
 from mcore_bridge.factory.build import own_stages

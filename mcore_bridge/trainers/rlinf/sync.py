@@ -12,13 +12,13 @@ from torch import Tensor
 
 from mcore_bridge.errors import ExportError, told
 from mcore_bridge.trainers.rlinf.engine import Destination
+from mcore_bridge.trainers.rlinf.rounds import run_rounds
 from mcore_bridge.weights.bound import Models
-from mcore_bridge.weights.budget import AHEAD
 from mcore_bridge.weights.export import Export, open_export
-from mcore_bridge.weights.pending import gather_pending, heard_by_replicas, require_gatherable
+from mcore_bridge.weights.param_sync import gather_pending, heard_by_replicas, require_gatherable
+from mcore_bridge.weights.plan.budget import AHEAD
+from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import HF
-from mcore_bridge.weights.rounds import run_rounds
-from mcore_bridge.weights.target import Target
 
 
 @dataclass(eq=False)

@@ -5,8 +5,8 @@ from acme_models.megatron_side import AcmeGPT, layer_spec
 from mcore_bridge import Architecture
 from mcore_bridge.config.tables import BIAS_ANY, DENSE, QK_PLAIN, WINDOW_NONE
 from mcore_bridge.models.blocks import GQA, NORMS, SWIGLU, decoder
-from mcore_bridge.weights.layout import REPLICATED
-from mcore_bridge.weights.mapping import table
+from mcore_bridge.rules.layout import REPLICATED
+from mcore_bridge.rules.mapping import table
 
 GAIN = table(("input_layernorm.gain", "input_layernorm.gain", REPLICATED))
 

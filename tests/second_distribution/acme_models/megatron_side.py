@@ -3,8 +3,8 @@
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from mcore_bridge.factory.modules import Norm
-from mcore_bridge.factory.specs import block_spec
+from mcore_bridge.factory.layer_specs import block_spec
+from mcore_bridge.factory.modules.torch_modules import Norm
 
 
 class GainedNorm(Norm):

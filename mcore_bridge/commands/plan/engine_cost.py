@@ -1,0 +1,66 @@
+"""What it costs to feed rollout engines, each rank of which a rank of the trainer feeds: from the plans of that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mcore_bridge.commands import text
+from mcore_bridge.commands.plan.cost import BANDWIDTH
+from mcore_bridge.commands.plan.mesh_plan import MeshPlan
+from mcore_bridge.commands.plan.replicas import members
+from mcore_bridge.errors import TargetError
+from mcore_bridge.weights.plan.all_to_all import plan_targets
+from mcore_bridge.weights.plan.budget import AHEAD
+from mcore_bridge.weights.plan.target import EngineRank
+from mcore_bridge.weights.transfer.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class Feeding:
+    """Of the first model replica of a trainer.
+
+    Attributes:
+        num_messages: all-to-alls.
+        received, sent: bytes of weights, on the rank that receives most from others and on the one that sends most.
+        total: bytes of weights that travel between all ranks.
+        memory: bytes beside the model and what has been given out, on the rank that receives most.
+        seconds: that receiving or sending takes at a bandwidth, and nothing else.
+    """
+
+    num_messages: int
+    received: int
+    sent: int
+    total: int
+    memory: int
+    seconds: float
+
+
+def feed(found: MeshPlan, engine: Sequence[EngineRank], *, bandwidth: float = BANDWIDTH) -> Feeding:
+    """Count. Engines lie side by side: rank ``r`` of the job feeds rank ``r % len(engine)`` of one.
+
+    Args:
+        found: the trainer.
+        engine: all ranks of one engine.
+        bandwidth: that a rank receives and sends with, in GB/s.
+
+    Raises:
+        TargetError: engines of this size do not fill the job, or the model cannot be cut so.
+    """
+    size, world_size = len(engine), found.world_size
+    if world_size % size:
+        raise TargetError(
+            f"engines of {text.plural(size, 'rank')} do not fill a job of {world_size}: choose sizes whose product "
+            "divides it, or another --world"
+        )
+    targets = [engine[rank % size] for rank in members(found.blueprint.dims, world_size)]
+    feeds = plan_targets(*found.replica, targets, bucket_bytes=None)
+    ranks = range(len(targets))
+    received = [sum(map(lane.bytes_of, ranks)) for lane in feeds.lanes]
+    sent = [sum(lane.bytes_of(rank) for lane in feeds.lanes) for rank in ranks]
+    most = max(ranks, key=received.__getitem__)
+    program = Program(feeds.plans_of(most), most)
+    num_messages = len(program.plan.messages)
+    memory = program.plan.open_bytes + min(AHEAD, num_messages) * sum(program.room(0))
+    seconds = max(*received, *sent) / bandwidth / 1e9
+    return Feeding(num_messages, max(received), max(sent), sum(received), memory, seconds)

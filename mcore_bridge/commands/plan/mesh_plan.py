@@ -1,0 +1,224 @@
+"""What each rank of a mesh would hold, from the ``GPTModel`` that megatron-core really builds there.
+
+The model is on the meta device and the processes are torch's `fake` backend: nothing is started and no storage is
+taken, whatever the size. Ranks of one pipeline stage hold equal shapes, so that the first of each stage stands for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+
+from mcore_bridge.commands.plan.replicas import replicas
+from mcore_bridge.config.mesh.pipeline import Stage
+from mcore_bridge.factory.param_count import census
+from mcore_bridge.launch.fake_rank import rank_of
+from mcore_bridge.rules.layout import Axes
+from mcore_bridge.rules.mapping import WeightMapping
+from mcore_bridge.rules.names import count_mtp_layers, expert_of, layer_of, mtp_layer_of, renumber_layer
+from mcore_bridge.weights.bound import BoundModel, bind
+from mcore_bridge.weights.plan.export_plan import ExportPlan
+from mcore_bridge.weights.plan.gather import plan_export
+from mcore_bridge.weights.plan.inventory import Held, Inventory
+
+if TYPE_CHECKING:
+    from mcore_bridge.factory.blueprint import Blueprint
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A layer of a chunk ("7"), an MTP layer ("mtp 0"), or what stands before the first or behind the last one."""
+
+    name: str
+    held: tuple[Held, ...]
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements that a rank holds."""
+        return sum(torch.Size(held.shape).numel() for held in self.held)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a rank holds."""
+        return sum(held.num_bytes for held in self.held)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One pipeline stage, as one of its ranks holds it."""
+
+    stage: Stage
+    held: tuple[Held, ...]
+    """All tensors, in order: parameters, then buffers."""
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """The tensors by layer, in order, the output last."""
+        cells: dict[str, list[Held]] = {}
+        for held in self.held:
+            cells.setdefault(_cell_name(held), []).append(held)
+        return tuple(Cell(name, tuple(cells[name])) for name in sorted(cells, key=lambda name: name == "output"))
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements that a rank holds."""
+        return sum(torch.Size(held.shape).numel() for held in self.held)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a rank holds."""
+        return sum(held.num_bytes for held in self.held)
+
+    @property
+    def num_expert_bytes(self) -> int:
+        """Bytes of routed experts that a rank holds."""
+        return sum(held.num_bytes for held in self.held if expert_of(held.mcore) is not None)
+
+    @property
+    def num_mtp_layers(self) -> int:
+        """MTP layers that a rank holds."""
+        return count_mtp_layers(held.mcore for held in self.held)
+
+
+class Replica(NamedTuple):
+    """The ranks that export together: what their plans are made from."""
+
+    mapping: WeightMapping
+    axes: Axes
+    num_layers: int
+    inventories: Sequence[Inventory]
+
+
+@dataclass(frozen=True, slots=True)
+class MeshPlan:
+    """What all ranks hold: chunks by pipeline rank and virtual stage; and how an export would travel."""
+
+    blueprint: Blueprint
+    world_size: int
+    ranks: tuple[tuple[Chunk, ...], ...]
+    replica: Replica
+    export: ExportPlan
+
+
+def plan_mesh(blueprint: Blueprint, *, world_size: int) -> MeshPlan:
+    """Build pipeline stages without storage, one after the other, but for those in the middle whose layers are known.
+
+    Args:
+        blueprint: on the meta device.
+        world_size: of the whole job, for data parallelism. Groups are made for the smallest world that the mesh fits.
+
+    Raises:
+        BridgeError: the mesh, the model or the world size do not fit each other.
+    """
+    dims = blueprint.dims
+    dims.dp(world_size)
+    dims.edp(world_size)
+    layers = _Layers(blueprint)
+    order = (0, dims.pp - 1, *range(1, dims.pp - 1))[: dims.pp]  # first the ends, which are built in any case
+    found = {pp_rank: _chunks(blueprint, pp_rank, layers) for pp_rank in order}
+    ranks = tuple(found[pp_rank] for pp_rank in range(dims.pp))
+    bound = layers.bound
+    inventories = [
+        Inventory({**bound.ranks, "pp": pp_rank}, tuple(held for chunk in chunks for held in chunk.held))
+        for pp_rank, chunks in enumerate(ranks)
+    ]
+    group = replicas(inventories, dims, num_experts=bound.axes["experts"], world_size=world_size)
+    replica = Replica(bound.mapping, bound.axes, blueprint.config.num_layers, group)
+    return MeshPlan(blueprint, world_size, ranks, replica, plan_export(*replica, bucket_bytes=None))
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Latent attention computes a small table in each layer that is built; several threads would mostly wait for it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Layers:
+    """What was built of each kind of layer: others of the kind hold the same.
+
+    A kind is what megatron-core builds a layer from, as text, in which the partials of specs are equal where they hold
+    the same (what has no text but its address is not); and how large the layer is, as not all indexers are in specs.
+    """
+
+    bound: BoundModel
+    """Any chunk that was built."""
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        self._blueprint = blueprint
+        self._sizes = census(blueprint.hf).layers
+        self._known: dict[object, tuple[list[Held], list[Held]]] = {}
+
+    def learn(self, stage: Stage, bound: BoundModel) -> Chunk:
+        """The chunk of a stage that was built."""
+        self.bound, chunk = bound, Chunk(stage, bound.inventory().held)
+        found: dict[int, tuple[list[Held], list[Held]]] = {layer: ([], []) for layer in stage.layers}
+        for held in chunk.held:
+            if (layer := layer_of(held.mcore)) is not None:
+                found[layer][not isinstance(bound.tensors[held.mcore], nn.Parameter)].append(held)
+        self._known |= zip(self._kinds(stage), found.values(), strict=True)
+        return chunk
+
+    def chunk(self, stage: Stage) -> Chunk | None:
+        """The chunk of a stage in the middle, if there are layers of all its kinds: parameters, and then buffers."""
+        last = self._blueprint.config.num_layers - 1  # with which the final norm may be
+        is_end = stage.embedding or stage.loss or stage.num_mtp_layers or last in stage.layers
+        kinds = self._kinds(stage)
+        if is_end or self._blueprint.architecture.model is not None or not self._known.keys() >= {*kinds}:
+            return None
+        layers = [(layer, self._known[kind]) for layer, kind in zip(stage.layers, kinds, strict=True)]
+        return Chunk(stage, tuple(_of_layer(held, n) for sort in (0, 1) for n, each in layers for held in each[sort]))
+
+    def _kinds(self, stage: Stage) -> list[object]:
+        specs = self._blueprint.block_spec(stage).layer_specs
+        return [(repr(spec), self._sizes[layer]) for spec, layer in zip(specs, stage.layers, strict=True)]
+
+
+def _of_layer(held: Held, layer: int) -> Held:
+    return Held(renumber_layer(held.mcore, layer), held.shape, held.dtype)
+
+
+def _chunks(blueprint: Blueprint, pp_rank: int, layers: _Layers) -> tuple[Chunk, ...]:
+    """What the first rank of a pipeline rank holds."""
+    dims, smallest = blueprint.dims, blueprint.dims.smallest_world
+    stages = [stage for stage in blueprint.stages if stage.pp_rank == pp_rank]
+    known = tuple(chunk for stage in stages if (chunk := layers.chunk(stage)) is not None)
+    if len(known) == len(stages):
+        return known
+    rank = pp_rank * (smallest // dims.pp)  # the pipeline is mcore's outermost axis
+    with rank_of(dims, rank, smallest), _one_thread():
+        return tuple(map(layers.learn, stages, _build(blueprint)))
+
+
+def _build(blueprint: Blueprint) -> list[BoundModel]:
+    """The chunks of this rank."""
+    from mcore_bridge.factory.build import build_model
+
+    models = build_model(
+        blueprint.hf,
+        dims=blueprint.dims,
+        dtype=blueprint.dtype,
+        device=blueprint.device,
+        backend=blueprint.backend,
+        overrides={"mtp_num_layers": blueprint.config.mtp_num_layers},
+        load_weights=False,
+    )
+    return list(map(bind, models))
+
+
+def _cell_name(held: Held) -> str:
+    layer = layer_of(held.mcore)
+    if layer is not None:
+        return str(layer)
+    if (number := mtp_layer_of(held.mcore)) is not None:
+        return f"mtp {number}"
+    return "embedding" if held.mcore.startswith("embedding.") else "output"

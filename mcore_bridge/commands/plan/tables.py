@@ -1,0 +1,184 @@
+"""``mcore-bridge plan``: what every rank would hold, as tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Group
+from rich.table import Table
+
+from mcore_bridge.commands import text
+from mcore_bridge.commands.plan.cost import BANDWIDTH, cost_of
+from mcore_bridge.commands.plan.engine_cost import feed
+from mcore_bridge.commands.plan.mesh_plan import Chunk, MeshPlan, plan_mesh
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.weights.dtypes import dtype_name
+from mcore_bridge.weights.plan.target import EngineRank
+
+
+def plan(
+    folder: Path, dims: ParallelDims, *, dtype: torch.dtype | None, world_size: int | None, num_mtp_layers: int = 0
+) -> MeshPlan:
+    """Plan a mesh for a model of which only the config is there.
+
+    Args:
+        folder: with a config.json.
+        dims: the mesh; "balanced" layouts are resolved.
+        dtype: of the parameters; None is that of the config, or bfloat16.
+        world_size: of the job; None is the smallest that the mesh fits.
+        num_mtp_layers: of multi-token prediction, behind the decoder's.
+
+    Raises:
+        BridgeError: the config, the mesh or the world size do not fit each other.
+    """
+    from mcore_bridge.architecture import read_hf
+    from mcore_bridge.factory.blueprint import draw
+
+    noted = getattr(read_hf(folder), "dtype", None)
+    dtype = dtype or (noted if isinstance(noted, torch.dtype) else torch.bfloat16)
+    overrides = {"mtp_num_layers": num_mtp_layers or None}
+    blueprint = draw(folder, dims=dims, dtype=dtype, device="meta", overrides=overrides)
+    return plan_mesh(blueprint, world_size=world_size or dims.smallest_world)
+
+
+def render(found: MeshPlan, engine: Sequence[EngineRank] = (), *, bandwidth: float = BANDWIDTH) -> Group:
+    """Title, a row per chunk, and what exports would move to all ranks and to engines, if there are any.
+
+    Args:
+        found: the mesh.
+        engine: all ranks of one.
+        bandwidth: that a rank receives with, in GB/s.
+    """
+    feeding = ("", _feeding(found, engine, bandwidth)) if engine else ()
+    return Group(title(found), "", _table(found), "", _export(found, bandwidth), *feeding)
+
+
+def title(found: MeshPlan) -> str:
+    """One line: the model and the mesh."""
+    blueprint = found.blueprint
+    numel = sum(torch.Size(shape).numel() for _, shape, _ in found.export.tensors())
+    mesh = blueprint.dims.describe(world_size=found.world_size, num_layers=blueprint.config.num_layers)
+    return f"{blueprint.hf.model_type}, {text.count(numel)} parameters in {dtype_name(blueprint.dtype)}: {mesh}"
+
+
+def layers_of(chunk: Chunk) -> str:
+    """``E 0-7``, ``8-15``, ``56-63 M L``, ``-``."""
+    stage, layers = chunk.stage, chunk.stage.layers
+    middle = f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else "".join(map(str, layers))
+    words = ["E"] * stage.embedding + [middle] * bool(middle) + ["M"] * chunk.num_mtp_layers + ["L"] * stage.loss
+    return " ".join(words) or "-"
+
+
+def _table(found: MeshPlan) -> Table:
+    table = Table(caption=_caption(found), caption_justify="left")
+    rows = [_row(chunk, chunks) for chunks in found.ranks for chunk in chunks]
+    shown = [name for name in rows[0] if _is_shown(name, found)]
+    for name in shown:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(row[name] for name in shown))
+    return table
+
+
+def _row(chunk: Chunk, chunks: tuple[Chunk, ...]) -> dict[str, str]:
+    """The cells of a chunk's row; those of its whole rank only in the first."""
+    first = chunk is chunks[0]
+    return {
+        "pp": str(chunk.stage.pp_rank) if first else "",
+        "vp": str(chunk.stage.vp_stage),
+        "layers": layers_of(chunk),
+        "parameters": text.count(chunk.num_parameters),
+        "bytes": _by_dtype(chunk),
+        "experts": f"{chunk.num_expert_bytes / max(chunk.num_bytes, 1):.0%}",
+        "rank": text.num_bytes(sum(each.num_bytes for each in chunks)) if first else "",
+    }
+
+
+def _is_shown(column: str, found: MeshPlan) -> bool:
+    """Whether a column says anything here."""
+    if column in ("vp", "rank"):
+        return found.blueprint.dims.vp > 1
+    return column != "experts" or bool(found.blueprint.config.num_moe_experts)
+
+
+def _caption(found: MeshPlan) -> str:
+    dims, world_size = found.blueprint.dims, found.world_size
+    totals = [sum(chunk.num_bytes for chunk in chunks) for chunks in found.ranks]
+    alike = text.plural(world_size // dims.pp, "rank")
+    mtp = ", M a layer of multi-token prediction" if found.blueprint.config.mtp_num_layers else ""
+    return (
+        f"One rank's numbers; {alike} of each stage hold the like (TP{dims.tp} CP{dims.cp} "
+        f"DP{dims.dp(world_size)}{_expert_axes(found)}). Over its chunks a rank holds {text.num_bytes(min(totals))} to "
+        f"{text.num_bytes(max(totals))}; the largest tensor is {_largest(found)}. "
+        f"E is the embedding, L the final norm and the output layer{mtp}.{_experts(found)}{_layout(dims)}"
+    )
+
+
+def _expert_axes(found: MeshPlan) -> str:
+    dims = found.blueprint.dims
+    if not found.blueprint.config.num_moe_experts:
+        return ""
+    return f"; of experts ETP{dims.etp} EP{dims.ep} DP{dims.edp(found.world_size)}"
+
+
+def _experts(found: MeshPlan) -> str:
+    num_experts = found.blueprint.config.num_moe_experts
+    if not num_experts:
+        return ""
+    here = num_experts // found.blueprint.dims.ep
+    return f" Experts: the part of the bytes that are routed experts, {here} of {num_experts} in a layer."
+
+
+def _layout(dims: ParallelDims) -> str:
+    return f" Layout: {dims.layout}" if dims.layout else ""
+
+
+def _by_dtype(chunk: Chunk) -> str:
+    sizes: Counter[str] = Counter()
+    for held in chunk.held:
+        sizes[dtype_name(held.dtype)] += held.num_bytes
+    short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+    dtypes = "+".join(short.get(name, name) for name, _ in sizes.most_common())
+    return f"{text.num_bytes(chunk.num_bytes)} {dtypes}" if sizes else "-"
+
+
+def _largest(found: MeshPlan) -> str:
+    held = (each for chunks in found.ranks for chunk in chunks for each in chunk.held)
+    largest = max(held, key=lambda each: each.num_bytes)
+    return f"{largest.mcore} of {text.num_bytes(largest.num_bytes)}"
+
+
+def _export(found: MeshPlan, bandwidth: float) -> str:
+    sizes = [torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in found.export.tensors()]
+    yields = (
+        f"An export yields {text.plural(len(sizes), 'HF tensor')}, {text.num_bytes(sum(sizes))} in all and the largest "
+        f"{text.num_bytes(max(sizes))}"
+    )
+    cost = cost_of(found.export, bandwidth=bandwidth)
+    memory = f"{text.num_bytes(cost.memory)} beside the model at most"
+    if cost.num_ranks == 1:
+        return f"{yields}, on one rank alone, which takes {memory}."
+    return (
+        f"{yields}, in {text.plural(cost.num_messages, 'message')} among {text.plural(cost.num_ranks, 'rank')}. A rank "
+        f"sends {text.num_bytes(cost.sent)}, of which at most {text.num_bytes(cost.weights)} are weights (windows that "
+        f"are sent at once are as wide as the fullest), receives {text.num_bytes(cost.received)}, and takes {memory}. "
+        f"{_predicted(cost.seconds, bandwidth)}"
+    )
+
+
+def _feeding(found: MeshPlan, engine: Sequence[EngineRank], bandwidth: float) -> str:
+    cost, last = feed(found, engine, bandwidth=bandwidth), engine[-1]
+    messages = text.plural(cost.num_messages, "message")
+    return (
+        f"To engines of TP{last.tp} PP{last.pp} EP{last.ep}, where rank r of the job feeds rank r % {len(engine)} of "
+        f"one, {text.num_bytes(cost.total)} travel within a model replica, in {messages}. A rank receives at most "
+        f"{text.num_bytes(cost.received)}, sends at most {text.num_bytes(cost.sent)}, and takes "
+        f"{text.num_bytes(cost.memory)} beside the model and what it feeds. {_predicted(cost.seconds, bandwidth)}"
+    )
+
+
+def _predicted(seconds: float, bandwidth: float) -> str:
+    return f"Predicted: {seconds:.3g} s, were all ranks in one domain in which each receives {bandwidth:g} GB/s."

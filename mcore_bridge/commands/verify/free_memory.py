@@ -1,0 +1,40 @@
+"""Whether a model in fp32 fits here: asked before anything is built, and answered the same on every rank."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_bridge.commands import text
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+
+USABLE = 0.8
+"""Part of the free memory that we plan with."""
+
+_BYTES = 4  # of an fp32 number
+
+
+def shortage(num_parameters: int, dims: ParallelDims, device: str) -> str:
+    """Why an fp32 model does not fit here, the same on every rank; empty when it does."""
+    world_size = dist.get_world_size()
+    free = free_memory()
+    replicas = math.ceil(world_size / (dims.tp * dims.pp)) if device == "cpu" else 1
+    need = num_parameters * _BYTES * replicas
+    short = "" if need < USABLE * free else f"{text.num_bytes(need)} of memory, {text.num_bytes(free)} are free"
+    if device == "cuda":
+        here = num_parameters * _BYTES // (dims.tp * dims.pp)
+        free = torch.cuda.mem_get_info()[0]
+        if here > USABLE * free:
+            short = f"{text.num_bytes(here)} of each GPU, {text.num_bytes(free)} are free on one"
+    said: list[Any] = [None] * world_size
+    dist.all_gather_object(said, short)
+    return next((f"the model in fp32 needs {short}" for short in said if short), "")
+
+
+def free_memory() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().available)

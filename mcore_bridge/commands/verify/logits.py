@@ -1,0 +1,177 @@
+"""Logits of the mesh against those of transformers, both in fp32, on a small random batch.
+
+Exact weights in wrong places give exact exports: only what a model computes can tell.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_bridge.commands.verify.free_memory import USABLE, shortage
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.launch.worker import Report
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The largest difference of two logits, the largest logit, and how many were compared."""
+
+    difference: float
+    scale: float
+    num_logits: int
+
+    @property
+    def relative(self) -> float:
+        """The difference as a part of the scale; not a number when either is none."""
+        return self.difference / self.scale if self.scale else self.difference
+
+
+def compare_logits(
+    chunks: list[GPTModel],
+    folder: Path,
+    *,
+    dims: ParallelDims,
+    device: str,
+    backend: str,
+    num_tokens: int,
+    num_parameters: int,
+    report: Report,
+) -> tuple[Comparison | None, str]:
+    """Called by all ranks together.
+
+    Args:
+        chunks: in fp32, or empty to have them built.
+        num_tokens: of each sequence; rounded up to what the mesh can split.
+        num_parameters: of the whole model, to know whether it fits.
+
+    Returns:
+        On rank 0 the comparison (else None); and why there is none, when memory is short.
+    """
+    gc.collect()
+    lack = shortage(num_parameters, dims, device)
+    if lack:
+        return None, lack
+    if not chunks:
+        from mcore_bridge.factory.build import build_model
+
+        chunks = build_model(folder, dims=dims, dtype=torch.float32, device=device, backend=backend)
+    vocab_size = chunks[0].bridge.hf.vocab_size
+    batch = _batch(vocab_size, dims, num_tokens)
+    report("logits", 1, 3)
+    ours = forward(chunks, dims, batch.to(device))
+    chunks.clear()  # the caller's too: their memory is needed
+    gc.collect()
+    report("logits", 2, 3)
+    ours = _to_rank_0(ours, (*batch.shape, vocab_size), device)
+    comparison = None
+    if ours is not None:
+        comparison = _compare(ours, _reference(folder, batch, device))
+    report("logits", 3, 3)
+    return comparison, ""
+
+
+def _batch(vocab_size: int, dims: ParallelDims, num_tokens: int) -> Tensor:
+    """Random token ids, int64 [micro batches, num_tokens]; an interleaved schedule takes a multiple of pp."""
+    step = 2 * dims.cp * dims.tp
+    num_tokens = math.ceil(num_tokens / step) * step
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, vocab_size, (max(2, dims.pp), num_tokens), generator=generator)
+
+
+@torch.no_grad()
+def forward(chunks: Sequence[GPTModel], dims: ParallelDims, batch: Tensor) -> Tensor | None:
+    """The logits of ``batch`` [micro batches, tokens] through megatron-core's own schedule, one row at a time.
+
+    Returns:
+        fp32 [micro batches, tokens, vocabulary] on the ranks of the last pipeline stage, None on the others.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    for chunk in chunks:
+        chunk.eval()
+    places = _places(dims, batch)
+
+    def step(rows: Iterator[Tensor], model: GPTModel) -> tuple[Tensor, Any]:
+        row = next(rows)[:, places]
+        output = model(row, places.expand_as(row), None, runtime_gather_output=True)
+        return output, lambda output, non_loss_data=False: output
+
+    outputs = get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=[iter(batch.split(1)) for _ in chunks],
+        model=list(chunks),
+        num_microbatches=len(batch),
+        seq_length=batch.size(1),
+        micro_batch_size=1,
+        forward_only=True,
+        collect_non_loss_data=True,
+    )
+    if not outputs:
+        return None
+    return _whole(torch.cat(outputs), places, chunks[0])[..., : chunks[0].bridge.hf.vocab_size]
+
+
+def _places(dims: ParallelDims, batch: Tensor) -> Tensor:
+    """Which tokens this context-parallel rank has: an early and a late part of ``2 * cp``, as megatron-core deals."""
+    from megatron.core import parallel_state
+
+    parts = torch.arange(batch.size(1), device=batch.device).chunk(2 * dims.cp)
+    rank = parallel_state.get_context_parallel_rank()
+    return torch.cat([parts[rank], parts[-1 - rank]])
+
+
+def _whole(output: Tensor, places: Tensor, chunk: GPTModel) -> Tensor:
+    """The logits of all tokens, in order."""
+    group = chunk.pg_collection.cp
+    outputs = [torch.empty_like(output) for _ in range(group.size())]
+    dist.all_gather(outputs, output.contiguous(), group=group)
+    order = [torch.empty_like(places) for _ in range(group.size())]
+    dist.all_gather(order, places, group=group)
+    return torch.cat(outputs, dim=1)[:, torch.cat(order).argsort()]
+
+
+def _to_rank_0(logits: Tensor | None, shape: tuple[int, ...], device: str) -> Tensor | None:
+    """The logits of one rank that has them, on rank 0, on CPU."""
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, logits is not None)
+    holder, rank = said.index(True), dist.get_rank()
+    if rank == 0 and holder != 0:
+        logits = torch.empty(shape, device=device)
+        dist.recv(logits, src=holder)
+    elif rank == holder != 0:
+        assert logits is not None
+        dist.send(logits.contiguous(), dst=0)
+    return logits.cpu() if rank == 0 and logits is not None else None
+
+
+def _reference(folder: Path, batch: Tensor, device: str) -> Tensor:
+    """What transformers computes, fp32 on CPU; on this rank's GPU when the model fits there."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, trust_remote_code=False
+    ).eval()
+    if device == "cuda":
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        device = "cuda" if size < USABLE * torch.cuda.mem_get_info()[0] else "cpu"
+    model = model.to(device)
+    with torch.no_grad():
+        rows = [model(row.to(device)).logits.float().cpu() for row in batch.split(1)]
+    return torch.cat(rows)
+
+
+def _compare(ours: Tensor, reference: Tensor) -> Comparison:
+    difference = (ours - reference).abs().max()
+    return Comparison(float(difference), float(reference.abs().max()), reference.numel())

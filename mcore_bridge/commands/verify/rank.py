@@ -1,0 +1,179 @@
+"""What each rank of ``verify`` does: build, load, export, and hold the result against the files, bit by bit.
+
+Runs in processes of its own; everything that it says goes back as data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.commands.verify.logits import Comparison, compare_logits
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.launch.worker import Report
+from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.dtypes import Dtypes, wanted_dtype
+from mcore_bridge.weights.export import iter_hf_weights
+from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.manifest import Manifest, digest, manifest
+from mcore_bridge.weights.save import save_hf_checkpoint
+from mcore_bridge.weights.ties import renamed
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What ``verify`` is asked for, the same on every rank.
+
+    Attributes:
+        dims: with an explicit layout where "balanced" was asked for.
+        dtype: of the model.
+        crossing: the dtype of each HF tensor on its way out.
+        against: the folder whose files the export must equal; usually ``folder``.
+        names: of the tensors in ``against`` that the export must yield.
+        num_tokens: of each sequence that logits are computed for; 0 is none.
+        save: a folder to write, and to read back.
+        num_mtp_layers: that are built, loaded and exported; logits are those without them.
+    """
+
+    folder: Path
+    dims: ParallelDims
+    dtype: torch.dtype
+    crossing: Dtypes
+    device: str
+    backend: str
+    against: Path
+    names: tuple[str, ...]
+    num_tokens: int
+    save: Path | None
+    num_mtp_layers: int = 0
+
+
+@dataclass(slots=True)
+class Finding:
+    """What one rank found.
+
+    Attributes:
+        exported: the manifest of the export, with digests, as this rank's replica agrees on it.
+        expected, saved: what the files hold: this rank's share of the names.
+        held: bytes of this rank's parameters.
+        seconds: by phase.
+        logits: on rank 0, unless they were left out; then ``skipped`` says why.
+    """
+
+    exported: Manifest = field(default_factory=lambda: Manifest(()))
+    expected: tuple[TensorSpec, ...] = ()
+    saved: tuple[TensorSpec, ...] = ()
+    held: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    logits: Comparison | None = None
+    skipped: str = ""
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Seconds of a phase, from when all ranks are ready for it until all have finished it."""
+        torch.distributed.barrier()
+        start = time.perf_counter()
+        yield
+        torch.distributed.barrier()
+        self.seconds[phase] = time.perf_counter() - start
+
+
+class Watched(Checkpoint):
+    """A checkpoint that reports how much of it was read, and notes when reading began."""
+
+    def __init__(self, folder: Path, report: Report, phase: str = "load") -> None:
+        super().__init__(folder)
+        self._report = report
+        self._phase = phase
+        self.started = 0.0
+
+    def pairs(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """See ``Checkpoint.pairs``."""
+        names = list(names)
+        self.started = time.perf_counter()
+        for index, pair in enumerate(super().pairs(names)):
+            yield pair
+            self._report(self._phase, index + 1, len(names))
+
+
+def check_rank(task: Task, report: Report) -> Finding:
+    """All that one rank does."""
+    task.dims.initialize(device=task.device)
+    report("start", 1, 1)
+    finding = Finding()
+    chunks = _build(task, finding, report)
+    finding.held = sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
+    _export(chunks, task, finding, report)
+    expected = Watched(task.against, report, "compare")
+    renamed(expected, chunks[0].bridge.mapping(tied=chunks[0].share_embeddings_and_output_weights))
+    finding.expected = _share(expected, task.names, task.crossing)
+    if task.save is not None:
+        with finding.timed("save"):
+            save_hf_checkpoint(chunks, task.save, dtype=task.crossing)
+        finding.saved = _share(Watched(task.save, report, "read back"), task.names, None)
+    if task.num_tokens:
+        if task.dtype != torch.float32 or task.num_mtp_layers:
+            chunks = []  # their memory is needed for those in fp32
+        finding.logits, finding.skipped = compare_logits(
+            chunks,
+            task.folder,
+            dims=task.dims.without_mtp(),
+            device=task.device,
+            backend=task.backend,
+            num_tokens=task.num_tokens,
+            num_parameters=sum(torch.Size(spec.shape).numel() for spec in finding.exported),
+            report=report,
+        )
+    return finding
+
+
+def _build(task: Task, finding: Finding, report: Report) -> list[GPTModel]:
+    from mcore_bridge.factory.build import build_model
+
+    torch.distributed.barrier()
+    start = time.perf_counter()
+    source = Watched(task.folder, report)
+    chunks = build_model(
+        task.folder,
+        dims=task.dims,
+        dtype=task.dtype,
+        device=task.device,
+        backend=task.backend,
+        overrides={"mtp_num_layers": task.num_mtp_layers or None},
+        load_weights=source,
+    )
+    torch.distributed.barrier()
+    finding.seconds["build"] = source.started - start
+    finding.seconds["load"] = time.perf_counter() - source.started
+    return chunks
+
+
+def _export(chunks: list[GPTModel], task: Task, finding: Finding, report: Report) -> None:
+    """Once as a trainer would, for the time; and once for the digests, which take longer than the export."""
+    total = len(task.names)
+    with finding.timed("export"):
+        for index, _ in enumerate(iter_hf_weights(chunks, dtype=task.crossing)):
+            report("export", index + 1, total)
+    report("export", total, total)
+    with finding.timed("digests"):
+        finding.exported = manifest(chunks, dtype=task.crossing, digests=True)
+
+
+def _share(checkpoint: Checkpoint, names: tuple[str, ...], crossing: Dtypes) -> tuple[TensorSpec, ...]:
+    """What the files hold of this rank's share of ``names``, in the dtypes in which the export yields them."""
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    specs = []
+    for name, tensor in checkpoint.pairs([name for name in names if name in checkpoint][rank::world_size]):
+        wanted = tensor.to(wanted_dtype(name, tensor.dtype, crossing))
+        specs.append(TensorSpec(name, tuple(wanted.shape), wanted.dtype, digest(wanted)))
+    return tuple(specs)

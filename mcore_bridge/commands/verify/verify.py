@@ -1,0 +1,197 @@
+"""``mcore-bridge verify``: does a checkpoint survive a mesh, bit by bit, and compute what transformers computes?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from mcore_bridge.commands import text
+from mcore_bridge.commands.verify.rank import Finding, Task, check_rank
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.launch.processes import OnEvent, run_ranks
+from mcore_bridge.rules.mapping import WeightMapping
+from mcore_bridge.rules.names import mtp_layer_of
+from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.dtypes import Dtypes, dtype_name
+from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.manifest import Manifest
+from mcore_bridge.weights.ties import renamed
+
+if TYPE_CHECKING:
+    from mcore_bridge.factory.blueprint import Blueprint
+
+BUILDABLE = (torch.float32, torch.bfloat16, torch.float16)
+TOLERANCE = 1e-3
+"""Largest difference of logits as a part of the largest logit.
+
+Two fp32 implementations of one model differ by roundings in another order, which we have seen at 1e-7 to 1e-5; a model
+with any tensor in a wrong place, or another rope, norm or activation, is off by more than 1e-2. TransformerEngine
+multiplies fp32 in TF32 (10 bits of mantissa), which the tolerance also covers.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What all ranks found together."""
+
+    blueprint: Blueprint
+    task: Task
+    findings: tuple[Finding, ...]
+    ignored: tuple[str, ...]
+    """Names in the files that no parameter takes."""
+    initialised: tuple[str, ...] = ()
+    """Names of MTP layers that the files lack: drawn, and exported."""
+
+    @property
+    def exported(self) -> Manifest:
+        """What the export yields."""
+        return self.findings[0].exported
+
+    @property
+    def expected(self) -> Manifest:
+        """What the files hold."""
+        return Manifest(tuple(spec for finding in self.findings for spec in finding.expected))
+
+    @property
+    def different(self) -> tuple[str, ...]:
+        """Names of which an export and the files do not hold the same bits, on any rank."""
+        drawn = (spec for spec in self.exported if spec.name in self.initialised)
+        wanted = Manifest((*self.expected, *drawn))
+        return differences(wanted, [finding.exported for finding in self.findings])
+
+    @property
+    def saved_different(self) -> tuple[str, ...]:
+        """The same of what was saved."""
+        if self.task.save is None:
+            return ()
+        return differences(self.expected, [Manifest(tuple(s for finding in self.findings for s in finding.saved))])
+
+    @property
+    def logits_agree(self) -> bool:
+        """Whether logits were left out, or are those of transformers. NaN is not."""
+        found = self.findings[0].logits
+        return found is None or found.relative <= TOLERANCE
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing is off."""
+        return not self.different and not self.saved_different and self.logits_agree
+
+
+def differences(expected: Manifest, found: list[Manifest]) -> tuple[str, ...]:
+    """Names that differ between ``expected`` and any of ``found``."""
+    return tuple(dict.fromkeys(name for manifest in found for name in expected.differences(manifest)))
+
+
+def verify(
+    folder: Path,
+    dims: ParallelDims,
+    *,
+    device: str = "cpu",
+    backend: str = "auto",
+    dtype: torch.dtype | None = None,
+    against: Path | None = None,
+    num_tokens: int = 32,
+    save: Path | None = None,
+    num_mtp_layers: int = 0,
+    on_event: OnEvent,
+) -> Verdict:
+    """Check everything that needs no processes, start them, and collect what they find.
+
+    Args:
+        folder: of a checkpoint.
+        dims: the mesh; as many ranks as it needs are started.
+        device: "cpu" or "cuda".
+        backend: "te", "torch" or "auto".
+        dtype: of the model and the export; None is that of the checkpoint: the widest, where it has several, and each
+            tensor then crosses in its own.
+        against: another folder, to compare the export with.
+        num_tokens: of each sequence that logits are computed for; 0 for none.
+        save: a folder to write with ``save_hf_checkpoint``, and to compare as well.
+        num_mtp_layers: of multi-token prediction to build as well; their tensors are ignored otherwise.
+        on_event: told what ranks report.
+
+    Raises:
+        BridgeError: whatever cannot be read, built, loaded or exported.
+    """
+    from mcore_bridge.factory.blueprint import draw
+
+    checkpoint = Checkpoint(folder)
+    dtypes = {tensor.dtype for tensor in checkpoint.values() if tensor.is_floating_point()}
+    built_in = dtype or widest(dtypes)
+    overrides = {"mtp_num_layers": num_mtp_layers or None}
+    blueprint = draw(folder, dims=dims, dtype=built_in, device=device, backend=backend, overrides=overrides)
+    tied = bool(blueprint.gpt_arguments["share_embeddings_and_output_weights"])
+    mapping = blueprint.provenance.mapping(tied=tied, mtp=bool(num_mtp_layers))
+    renamed(checkpoint, mapping)
+    names = tuple(name for name in checkpoint if _is_exported(mapping, name, num_mtp_layers))
+    task = Task(
+        folder=folder,
+        dims=blueprint.dims,
+        dtype=built_in,
+        crossing=_crossing(checkpoint, names, dtype, dtypes),
+        device=device,
+        backend=backend,
+        against=against or folder,
+        names=names,
+        num_tokens=num_tokens,
+        save=save,
+        num_mtp_layers=num_mtp_layers,
+    )
+    findings = run_ranks(check_rank, task, world_size=dims.smallest_world, device=device, on_event=on_event)
+    kept = set(names)
+    ignored = tuple(name for name in checkpoint if name not in kept)
+    absent = [spec.name for spec in findings[0].exported if spec.name not in checkpoint]
+    initialised = tuple(name for name in absent if _is_of_mtp(mapping, name))
+    return Verdict(blueprint, task, tuple(findings), ignored, initialised)
+
+
+def _is_exported(mapping: WeightMapping, name: str, num_mtp_layers: int) -> bool:
+    """Whether an export has a tensor of the files. Copies are written, though not read."""
+    return mapping.is_copy(name) or not mapping.is_unused(name, num_mtp_layers=num_mtp_layers)
+
+
+def _is_of_mtp(mapping: WeightMapping, name: str) -> bool:
+    return mapping.is_copy(name) or any(mtp_layer_of(mcore) is not None for mcore in mapping.consumers(name))
+
+
+def widest(dtypes: set[torch.dtype]) -> torch.dtype:
+    """The dtype of a model that can hold every value of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none that megatron-core builds.
+    """
+    unknown = dtypes - set(BUILDABLE)
+    if unknown or not dtypes:
+        raise CheckpointError(
+            f"the checkpoint holds {sorted(map(dtype_name, unknown or dtypes))}, expected only "
+            f"{[dtype_name(each) for each in BUILDABLE]}: convert it first"
+        )
+    return next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
+
+
+def _crossing(
+    checkpoint: Checkpoint, names: tuple[str, ...], dtype: torch.dtype | None, dtypes: set[torch.dtype]
+) -> Dtypes:
+    """One dtype for all that cross, or that of each tensor where a checkpoint has several."""
+    if dtype is not None or len(dtypes) == 1:
+        return dtype
+    own = {name: checkpoint[name].dtype for name in names if checkpoint[name].is_floating_point()}
+    ((common, _),) = Counter(own.values()).most_common(1)
+    # One pattern for the many: every name is held against all patterns in turn.
+    return {**{name: each for name, each in own.items() if each != common}, "*": common}
+
+
+def held_specs(verdict: Verdict) -> tuple[str, str]:
+    """Parameters and bytes of the model, and its dtypes, for the title of the report."""
+    specs: tuple[TensorSpec, ...] = verdict.exported.tensors
+    numel = sum(torch.Size(spec.shape).numel() for spec in specs)
+    dtypes = Counter(dtype_name(spec.dtype) for spec in specs)
+    kinds = " and ".join(name for name, _ in dtypes.most_common())
+    size = text.num_bytes(verdict.exported.num_bytes)
+    return f"{text.count(numel)} parameters", f"{size} of {kinds} in {text.plural(len(specs), 'tensor')}"

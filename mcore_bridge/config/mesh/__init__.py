@@ -1,0 +1,1 @@
+"""The mesh: its sizes, where the pipeline cuts, and its process groups. It imports ``config``."""

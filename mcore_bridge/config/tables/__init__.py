@@ -1,0 +1,198 @@
+"""The shared tables, of which an architecture puts its own together: ``DENSE``, and one each of bias, window and qk.
+
+Names are those of transformers 4.57 and 5.x together: a name that one version lacks claims nothing there.
+"""
+
+from mcore_bridge.config.fields import Const, Field, Ignore, Map, Preset, Require
+from mcore_bridge.config.tables import derived, derived_latent, derived_rope, layer_ropes, scales
+
+EMBEDDING_DROPOUT = "embedding_dropout"
+
+
+def unread(*names: str) -> Ignore:
+    """Fields of published configs that the modelling code of transformers does not look at."""
+    return Ignore("transformers does not read it", names)
+
+
+IDENTITY = Ignore(
+    "they name the model, its files and the program that wrote them",
+    (
+        *("model_type", "architectures", "transformers_version", "_name_or_path", "_commit_hash", "tokenizer_class"),
+        *("task_specific_params", "finetuning_task", "transformers.js_config", "unsloth_fixed", "unsloth_version"),
+        *("is_llama_config",),
+    ),
+)
+RUNTIME = Ignore(
+    "they choose how transformers runs the model or what it returns, not what it computes",
+    (
+        *("use_cache", "return_dict", "output_hidden_states", "output_attentions", "output_scores", "torchscript"),
+        *("use_return_dict", "return_dict_in_generate", "chunk_size_feed_forward", "pretraining_tp"),
+        *("tf_legacy_loss", "use_bfloat16", "gradient_checkpointing", "_attn_implementation_autoset"),
+        *(
+            "cache_implementation",
+            "attn_implementation",
+            "_attn_implementation",
+            "_output_attentions",
+            "_experts_implementation",
+        ),
+    ),
+)
+DTYPE = Ignore("the argument dtype decides", ("dtype", "torch_dtype"))
+LABELS = Ignore(
+    "they belong to a classification head, which the argument head decides",
+    ("id2label", "label2id", "num_labels", "problem_type"),
+)
+GENERATION = Ignore(
+    "they are settings of generate()",
+    (
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "prefix"),
+        *("max_length", "max_new_tokens", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups"),
+        *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "diversity_penalty"),
+        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences"),
+        *("forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty"),
+        *("suppress_tokens", "begin_suppress_tokens"),
+    ),
+)
+DECODER_ONLY = tuple(
+    Require(name, (neutral,), "the model is a decoder by itself")
+    for name, neutral in (
+        *(("is_decoder", False), ("is_encoder_decoder", False), ("add_cross_attention", False)),
+        *(("cross_attention_hidden_size", None), ("tie_encoder_decoder", False)),
+    )
+)
+PLAIN = (
+    Require("pruned_heads", ({}, None), "megatron-core gives each layer the same heads"),
+    Require("quantization_config", (None,), "quantized weights are not read; dequantize the checkpoint first"),
+    Require("auto_map", (None, {}), "the folder brings its own modelling code, which may compute anything"),
+    Require("is_causal", (True, None), "megatron-core's GPTModel is causal"),
+    Require("use_mrope", (False, None), "only multimodal models rotate by several position ids"),
+    Require("rope_interleaved", (False, None), "transformers rotates halves, not neighbours"),
+)
+BASE: tuple[Field, ...] = (IDENTITY, RUNTIME, DTYPE, LABELS, GENERATION, *DECODER_ONLY, *PLAIN)
+
+GEOMETRY: tuple[Field, ...] = (
+    Map("num_hidden_layers", "num_layers"),
+    Map("hidden_size", "hidden_size"),
+    Map("intermediate_size", "ffn_hidden_size"),
+    Map("max_position_embeddings", "max_sequence_length"),
+    Map("tie_word_embeddings", "share_embeddings_and_output_weights"),
+    Map("rms_norm_eps", "layernorm_epsilon"),
+    Map("initializer_range", "init_method_std"),
+    Map("attention_dropout", "attention_dropout", default=0.0),
+    *(derived.HEADS, derived.VOCAB, derived.ACTIVATION, derived_rope.ROPE),
+)
+MATHS: tuple[Field, ...] = (
+    Const("normalization", "RMSNorm"),
+    Const("layernorm_zero_centered_gamma", False),
+    Const("gated_linear_unit", True),
+    Const("rotary_interleaved", False),
+    Const("position_embedding_type", "rope"),
+)
+TRAINING: tuple[Field, ...] = (
+    Preset("hidden_dropout", 0.0),
+    Preset("moe_token_dispatcher_type", "alltoall"),  # mcore's default cannot do variable_seq_lengths, dense or not
+)
+DECODER: tuple[Field, ...] = (*BASE, *GEOMETRY, *MATHS, *TRAINING)
+"""A decoder with RMSNorm and gated MLPs. Bias, window, query-key norm and experts are the architecture's own."""
+DENSE: tuple[Field, ...] = (*DECODER, Const("num_moe_experts", None))
+
+BIAS_NONE: tuple[Field, ...] = (
+    Const("add_bias_linear", False),
+    Const("add_qkv_bias", False),
+    Preset("attention_output_bias", False),
+)
+BIAS_QKV: tuple[Field, ...] = (
+    Const("add_bias_linear", False),
+    Const("add_qkv_bias", True),
+    Preset("attention_output_bias", False),
+)
+BIAS_ATTENTION: tuple[Field, ...] = (derived.ATTENTION_BIAS,)
+BIAS_ANY: tuple[Field, ...] = (derived.BIASES,)
+
+WINDOW_NONE: tuple[Field, ...] = (Const("window_size", None), Const("window_attn_skip_freq", None))
+WINDOW_ALL: tuple[Field, ...] = (derived.WINDOW,)
+WINDOW_IF_USED: tuple[Field, ...] = (
+    derived.WINDOW_IF_USED,
+    Ignore("every layer slides, or none does", ("max_window_layers",)),
+)
+WINDOW_OFF: tuple[Field, ...] = (
+    derived.NO_WINDOWS,
+    Require("use_sliding_window", (False,), "versions of transformers disagree on which layers of this model slide"),
+    Ignore("no layer slides", ("sliding_window", "max_window_layers")),
+)
+WINDOW_BY_LAYER: tuple[Field, ...] = (
+    derived.WINDOWS,
+    Ignore("transformers has made layer_types and sliding_window of them", ("use_sliding_window", "max_window_layers")),
+)
+WINDOW_SWITCHED: tuple[Field, ...] = (derived.SWITCHED, unread("max_window_layers"))
+
+PLAIN_MLP: tuple[Field, ...] = (Const("gated_linear_unit", False),)
+INTERLEAVED: tuple[Field, ...] = (Const("rotary_interleaved", True),)
+_PATTERN = Ignore("transformers has made layer_types of it", ("sliding_window_pattern", "_sliding_window_pattern"))
+WINDOW_PATTERN: tuple[Field, ...] = (derived.WINDOWS, _PATTERN)
+WINDOW_OR_NOPE: tuple[Field, ...] = (layer_ropes.WINDOW_OR_NOPE, _PATTERN)
+
+QK_PLAIN: tuple[Field, ...] = (Const("qk_layernorm", False),)
+QK_NORMED: tuple[Field, ...] = (Const("qk_layernorm", True),)
+QK_NORMED_TOGETHER: tuple[Field, ...] = (*QK_NORMED, Const("qk_norm_kind", "all_heads"))
+QK_NORMED_AFTER_ROPE: tuple[Field, ...] = (*QK_NORMED, Const("qk_norm_kind", "after_rope"))
+
+NORM_POST: tuple[Field, ...] = (Const("norm_placement", "post"),)
+NORM_SANDWICH: tuple[Field, ...] = (Const("norm_placement", "sandwich"),)
+
+
+PUBLISHED_CODE = Ignore("the code in the published folders computes what transformers computes", ("auto_map",))
+
+
+def published(**values: object) -> tuple[Field, ...]:
+    """Fields that have this value in all published models, or whose value their code does not look at."""
+    reason = "no published model has another value, or its code computes this one for any"
+    return tuple(Require(name, (value, None), reason) for name, value in values.items())
+
+
+def layer_norm(epsilon: str) -> tuple[Field, ...]:
+    """A LayerNorm instead of an RMSNorm, and the field that has its epsilon."""
+    return (Const("normalization", "LayerNorm"), Map(epsilon, "layernorm_epsilon"))
+
+
+def dropout(residual: str, embedding: str | None = None) -> tuple[Field, ...]:
+    """The fields that say what is dropped behind attention and MLP, and behind the embedding (None: nothing)."""
+    behind_embedding = Const(EMBEDDING_DROPOUT, 0.0) if embedding is None else Map(embedding, EMBEDDING_DROPOUT)
+    return (Map(residual, "hidden_dropout"), behind_embedding)
+
+
+def but(table: tuple[Field, ...], *entries: Field) -> tuple[Field, ...]:
+    """``table`` with ``entries``, each instead of those that claim one of its HF fields or set its mcore name."""
+    claimed = {name for entry in entries for name in entry.names}
+    decided = {entry.mcore for entry in entries if isinstance(entry, Map | Const)}
+    kept = (
+        entry
+        for entry in table
+        if claimed.isdisjoint(entry.names) and not (isinstance(entry, Map | Const) and entry.mcore in decided)
+    )
+    return (*kept, *entries)
+
+
+GEMMA: tuple[Field, ...] = (
+    *but(DENSE, Const("layernorm_zero_centered_gamma", True)),
+    *(scales.EMBEDDING, *BIAS_ATTENTION),
+    Require("use_bidirectional_attention", (None, False), "megatron-core's GPTModel is causal"),
+)
+"""What all of Gemma has: norms whose weights are around zero, and embeddings times the root of the hidden size."""
+GEMMA2: tuple[Field, ...] = (
+    *but(GEMMA, derived.activation("hidden_activation", "hidden_act")),
+    *(scales.QUERY, scales.LOGIT_SOFTCAP, *WINDOW_PATTERN, *NORM_SANDWICH),
+)
+"""Gemma since the second: norms on both sides, a scale of its own for queries, and a window in some layers."""
+LATENT: tuple[Field, ...] = (
+    *but(DECODER, derived_latent.HEADS, PUBLISHED_CODE),
+    Const("multi_latent_attention", True),
+    Const("latent_norm_epsilon", 1e-6),
+    *(*BIAS_NONE, *WINDOW_NONE),
+    *QK_PLAIN,  # the norms of latents are others; this field would sum their gradients over TP by their names
+    Require("attention_bias", (False,), "megatron-core's down projections have no bias"),
+    Require("mlp_bias", (False,), "megatron-core would give the attention output a bias too"),
+    Require("rope_interleave", (True,), "megatron-core's latent attention rotates neighbours"),
+)
+"""A decoder with multi-latent attention: queries (some), keys and values of low rank, a part of each head rotated.
+transformers gives the norms of latents an epsilon of their own. Experts are the architecture's own."""

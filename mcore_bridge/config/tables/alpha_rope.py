@@ -1,0 +1,61 @@
+"""A rope whose base is stretched once by an ``alpha``. HunYuan calls it dynamic, though no length changes it.
+
+transformers 4 forgets the ``alpha`` beyond ``max_position_embeddings`` tokens, and 5 does not; here it always counts.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from mcore_bridge.config.fields import Derive, Hf, count
+from mcore_bridge.config.rope import Rope, head_dim
+from mcore_bridge.config.rope_spelling import merged
+from mcore_bridge.config.tables.derived_rope import ROPE
+from mcore_bridge.errors import ConfigError
+
+_KEYS = ("rope_type", "rope_theta", "alpha")
+_UNREAD = ("beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim")
+_SCALING = ("seq_len_interpolation_factor", "rope_scaling", "rope_scaling_factor")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlphaRope(Rope):
+    """A ``Rope`` with the parameters of ``_KEYS``, and perhaps of ``_UNREAD``, which transformers does not read."""
+
+    @property
+    def longest_plain(self) -> float:
+        return math.inf
+
+    def overridden(self, overrides: Mapping[str, object]) -> Rope:
+        if given := [name for name in _SCALING if name in overrides]:
+            raise ConfigError(f"The overrides {given} must be left out: this rope is scaled by alpha already.")
+        theta, dim = overrides.get("rotary_base"), overrides.get("kv_channels")
+        return replace(
+            self,
+            parameters={**self.parameters, "rope_theta": self.theta if theta is None else theta},
+            head_dim=self.head_dim if dim is None else count(overrides, "kv_channels"),
+        )
+
+    def _computed(self, seq_len: int | None) -> tuple[torch.Tensor, float]:
+        alpha, dim = self._number("alpha"), self.head_dim
+        assert alpha is not None
+        stretched = {"rope_type": "default", "rope_theta": self.theta * alpha ** (dim / (dim - 2))}
+        plain = Rope(parameters=stretched, head_dim=dim, max_position_embeddings=self.max_position_embeddings)
+        return plain._computed(None)
+
+
+def _rope(hf: Hf) -> dict[str, object]:
+    parameters = merged(hf)
+    if parameters["rope_type"] != "dynamic" or not parameters.get("alpha"):
+        return ROPE.forward(hf)
+    known = (*_KEYS, *_UNREAD)
+    if wrong := {name: value for name, value in parameters.items() if name not in known or isinstance(value, bool)}:
+        raise ConfigError(f"A rope with alpha may have the keys {sorted(known)}, found {wrong}. Delete these.")
+    length = count(hf, "max_position_embeddings")
+    rope = AlphaRope(parameters=parameters, head_dim=head_dim(hf), max_position_embeddings=length)
+    return {"hf_rope": rope, "rotary_base": rope.theta, "rotary_percent": 1.0}
+
+
+ALPHA_ROPE = Derive(ROPE.names, _rope, ROPE.backward, ROPE.refuses)

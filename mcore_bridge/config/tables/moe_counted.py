@@ -1,0 +1,75 @@
+"""Tables of experts as DeepSeek counts them: routed and shared ones of one size, perhaps chosen by groups."""
+
+from mcore_bridge.config.fields import Const, Derive, Field, Hf, Map, Mcore, Preset, Require, count
+from mcore_bridge.config.tables import but, unread
+from mcore_bridge.config.tables.moe import (
+    GROUPS,
+    MTP_ON_REQUEST,
+    ROUTED,
+    SCALED,
+    SIGMOID,
+    SOFTMAX,
+    groups_back,
+    shared_experts,
+)
+from mcore_bridge.errors import ConfigError
+
+
+def _method(hf: Hf) -> dict[str, object]:
+    """DeepSeek V2: the best experts, or those of the best groups, each of which counts as its best expert."""
+    method, chosen = hf.get("topk_method"), hf.get("topk_group") or 1
+    assert isinstance(chosen, int)
+    if method == "greedy":
+        return {"moe_router_num_groups": None, "moe_router_group_topk": None}
+    if method != "group_limited_greedy":
+        raise ConfigError(f"topk_method must be 'greedy' or 'group_limited_greedy', found {method!r}.")
+    if (topk := count(hf, "num_experts_per_tok")) // chosen != 1:
+        raise ConfigError(
+            f"num_experts_per_tok={topk} must be less than twice topk_group={chosen} with group_limited_greedy: HF "
+            "ranks a group by its best expert, megatron-core (moe_utils.py, group_limited_topk) by as many as it takes."
+        )
+    return {"moe_router_num_groups": count(hf, "n_group"), "moe_router_group_topk": chosen}
+
+
+def _method_back(mcore: Mcore) -> dict[str, object]:
+    if mcore["moe_router_num_groups"] is None:
+        return {"topk_method": "greedy", "n_group": None, "topk_group": None}
+    return {"topk_method": "group_limited_greedy", **groups_back(mcore)}
+
+
+def _given_groups(hf: Hf) -> dict[str, object]:
+    """For a family of which no class of transformers knows the defaults."""
+    for name in GROUPS.names:
+        count(hf, name)
+    return GROUPS.to_mcore(hf)
+
+
+GIVEN_GROUPS = Derive(GROUPS.names, _given_groups, groups_back, GROUPS.refuses)
+_REFUSED = (
+    "`topk_method` but `greedy` and `group_limited_greedy`: transformers computes no other",
+    "`group_limited_greedy` unless `num_experts_per_tok` is below twice `topk_group`: HF ranks a group by its best "
+    "expert, megatron-core by as many as it takes from each (moe_utils.py, group_limited_topk)",
+)
+METHOD = Derive(("topk_method", "n_group", "topk_group"), _method, _method_back, _REFUSED)
+
+COUNTED: tuple[Field, ...] = (
+    *but(ROUTED, Map("n_routed_experts", "num_moe_experts")),
+    shared_experts("n_shared_experts"),
+    Const("moe_shared_expert_gate", False),
+    *(SCALED, MTP_ON_REQUEST, unread("ep_size")),
+)
+"""Routed and shared experts of one size. Which layers have them, and how the router scores, is another table's."""
+SIGMOID_GROUPED: tuple[Field, ...] = (
+    *(*SIGMOID, GROUPS),
+    Require("scoring_func", ("sigmoid", None), "transformers computes this one for any"),
+    Require("topk_method", ("noaux_tc", None), "transformers computes this one for any"),
+)
+"""``SIGMOID``, and experts are chosen from the best of their groups."""
+GREEDY: tuple[Field, ...] = (
+    *(*SOFTMAX, METHOD),
+    Const("moe_router_pre_softmax", True),
+    Preset("moe_router_dtype", "fp32"),
+    Require("norm_topk_prob", (False,), "transformers would not normalise, whatever it says"),
+    Require("scoring_func", ("softmax", None), "transformers computes this one for any"),
+)
+"""The router's scores are a softmax over all experts in fp32, and not normalised."""

@@ -1,0 +1,54 @@
+"""Tables of experts as ERNIE counts them: at regular distances in a range of layers, by softmax scores with a bias."""
+
+from mcore_bridge.config.fields import Const, Derive, Field, Hf, Map, Mcore, Preset, count
+from mcore_bridge.config.tables import but
+from mcore_bridge.config.tables.moe import ROUTED, layers_of, shared_experts
+from mcore_bridge.errors import ConfigError
+
+
+def _interval(hf: Hf) -> dict[str, object]:
+    """Layers from ``start`` to ``end`` (-1: the last) have experts where their number, from 1, is a multiple."""
+    num_layers, step = count(hf, "num_hidden_layers"), count(hf, "moe_layer_interval")
+    start, end = hf.get("moe_layer_start_index"), hf.get("moe_layer_end_index")
+    if not isinstance(start, int) or not isinstance(end, int):
+        raise ConfigError(f"moe_layer_start_index and moe_layer_end_index must be numbers, found {start!r}, {end!r}.")
+    last = num_layers - 1 if end == -1 else end
+    return {"moe_layer_freq": [int(start <= i <= last and (i + 1) % step == 0) for i in range(num_layers)]}
+
+
+def _interval_back(mcore: Mcore) -> dict[str, object]:
+    layers = layers_of(mcore)
+    sparse = [layer for layer, has_experts in enumerate(layers) if has_experts] or [len(layers)]
+    step = sparse[1] - sparse[0] if len(sparse) > 1 else 1
+    fields: dict[str, object] = {
+        "moe_layer_start_index": sparse[0],
+        "moe_layer_end_index": sparse[-1],
+        "moe_layer_interval": step,
+    }
+    if _interval({**fields, "num_hidden_layers": len(layers)}) != {"moe_layer_freq": layers}:
+        raise ConfigError(
+            f"moe_layer_freq must have sparse layers at multiples of one distance only, found {layers}. Remove the "
+            "override."
+        )
+    return fields
+
+
+INTERVAL = Derive(("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"), _interval, _interval_back)
+
+SOFTMAX_BIASED: tuple[Field, ...] = (
+    Const("moe_router_score_function", "softmax"),
+    Const("moe_router_enable_expert_bias", True),
+    Const("moe_router_pre_softmax", True),
+    Map("moe_norm_min", "router_norm_min", default=1e-12),
+    Preset("moe_router_bias_update_rate", 0.0),
+    Preset("moe_router_dtype", "fp32"),
+)
+"""The scores are a softmax in fp32, and a bias takes part in the choice only; weights add up to one, unless tiny."""
+SPACED: tuple[Field, ...] = (
+    *but(
+        ROUTED,
+        Map("moe_num_experts", "num_moe_experts", aka=("num_experts",)),
+        Map("moe_k", "moe_router_topk", aka=("num_experts_per_tok",)),
+    ),
+    *(*SOFTMAX_BIASED, INTERVAL, shared_experts("moe_num_shared_experts"), Const("moe_shared_expert_gate", False)),
+)

@@ -1,0 +1,1 @@
+"""Folders of weights to folders of another format: a library. It imports ``launch``, ``factory`` and ``weights``."""

@@ -1,0 +1,130 @@
+"""What the two directions of ``convert`` have in common: which parameters go to which file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from mcore_bridge.convert.parameters import check_source, parts_of
+from mcore_bridge.convert.reference_model import WholeModel, whole_model
+from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.files.sidecars import copy_companions
+from mcore_bridge.weights.plan.inventory import Entry
+from mcore_bridge.weights.provenance import config_in
+from mcore_bridge.weights.ties import HEAD, renamed
+
+Unit = tuple[int, ...]
+"""The numbers of the parameters that are in one file."""
+Progress = Callable[[int], None]
+"""Told how many more bytes are written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """Files by number, each of which any process can write. It can be pickled.
+
+    Attributes:
+        source: folder that is read.
+        staging: folder that is written.
+        units: the parameters of each file.
+        ignored: HF names that no parameter takes.
+        device: where parameters are put together and taken apart: "cpu", or "cuda" for that of the process.
+    """
+
+    kind: ClassVar[str]
+    heads: ClassVar[Sequence[str]]
+    """Files without which nobody takes the target for a checkpoint."""
+
+    model: WholeModel
+    source: Path
+    staging: Path
+    units: tuple[Unit, ...]
+    ignored: tuple[str, ...] = ()
+    device: str = "cpu"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the files are called. One that is there is whole."""
+        raise NotImplementedError
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of the tensors in each file."""
+        return tuple(sum(self.model.entries[number].held.num_bytes for number in unit) for unit in self.units)
+
+    @property
+    def asked(self) -> object:
+        """What the target depends on besides the source, the units and the parameters; can be JSON."""
+        return None
+
+    def write(self, number: int, progress: Progress) -> None:
+        """Write one file, and say of each parameter how many bytes it has."""
+        raise NotImplementedError
+
+    def replaced(self, target: Path) -> Iterable[str]:
+        """The names of the files of a checkpoint of this kind in ``target``."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Write what there must be beside the files."""
+        dtype = max(self.model.entries, key=lambda entry: entry.held.num_bytes).held.dtype
+        tied = all(HEAD not in entry.hf for entry in self.model.entries)
+        config_in(self.model.provenance, dtype, tied=tied).save_pretrained(self.staging)
+        copy_companions(self.model.provenance.folder, self.staging)
+
+
+def read_source(
+    source: Path, hf: Path, *, dtype: torch.dtype | None, num_mtp_layers: int = 0
+) -> tuple[WholeModel, tuple[str, ...]]:
+    """The model of a HF folder that is converted, and the names in the folder that none of its parameters takes.
+
+    Raises:
+        CheckpointError: the folder does not fit its config.
+    """
+    checkpoint = Checkpoint(source)
+    own = widespread((tensor.dtype, tensor.nbytes) for tensor in checkpoint.values())
+    model = whole_model(hf, dtype=dtype or own, num_mtp_layers=num_mtp_layers, names=checkpoint)
+    renamed(checkpoint, model.mapping)
+    return model, check_source(model.entries, checkpoint, model.mapping, num_mtp_layers=num_mtp_layers, dtype=dtype)
+
+
+def widespread(sizes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
+    """The floating dtype of most bytes."""
+    totals: dict[torch.dtype, int] = {}
+    for dtype, size in sizes:
+        if dtype.is_floating_point:
+            totals[dtype] = totals.get(dtype, 0) + size
+    return max(totals, key=totals.__getitem__, default=torch.bfloat16)
+
+
+def units_of(entries: Sequence[Entry], file_bytes: int) -> Iterator[Unit]:
+    """Runs of parameters for a file each, of at most ``file_bytes``; those of one HF tensor stay together."""
+    unit: list[int] = []
+    filled = 0
+    for group in _groups(entries):
+        size = sum(entries[number].held.num_bytes for number in group)
+        if unit and filled + size > file_bytes:
+            yield tuple(unit)
+            unit, filled = [], 0
+        unit += group
+        filled += size
+    if unit:
+        yield tuple(unit)
+
+
+def _groups(entries: Sequence[Entry]) -> Iterator[list[int]]:
+    group: list[int] = []
+    last = ""
+    for number, entry in enumerate(entries):
+        name = parts_of(entry)[0].name
+        if group and name != last:
+            yield group
+            group = []
+        group.append(number)
+        last = name
+    if group:
+        yield group

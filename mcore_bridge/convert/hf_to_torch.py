@@ -1,0 +1,107 @@
+"""A HF folder to a checkpoint of Megatron's ``torch`` format: a file for each place on one mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.convert.conversion import Conversion, Progress, read_source
+from mcore_bridge.convert.parameters import specs_of
+from mcore_bridge.convert.rank_files.file import NAME, RELEASE, write_rank_file
+from mcore_bridge.convert.rank_files.layout import FileLayout, RankFile, Style
+from mcore_bridge.errors import MeshError
+from mcore_bridge.factory.param_count import resolve_layout
+from mcore_bridge.weights.dist_checkpoint.folder import TRACKER
+from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.ties import opened
+
+_STYLES = {"te": Style(grouped=True), "torch": Style(fused_norms=False, extra_state=None)}
+"""How the modules of a backend have their parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFiles:
+    """What files are asked for: of which mesh, and for which kind of model."""
+
+    dims: ParallelDims
+    style: Style
+
+
+def rank_files(to: str, dims: ParallelDims, backend: str) -> RankFiles | None:
+    """What the options of the command ask for; None is another format.
+
+    Raises:
+        MeshError: a mesh for a format that has none.
+    """
+    if to == "torch":
+        return RankFiles(dims, _STYLES[backend])
+    if dims != ParallelDims():
+        raise MeshError(f"torch_dist loads at any mesh, found {dims}: leave it out, or write files of it by --to torch")
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToTorch(Conversion):
+    """A HF folder to the files of one mesh."""
+
+    kind = "torch"
+    heads = (TRACKER,)
+    layout: FileLayout
+
+    @classmethod
+    def plan(cls, source: Path, staging: Path, hf: Path, wanted: RankFiles, *, dtype: torch.dtype | None) -> ToTorch:
+        """Plan it, and hold the folder against its config."""
+        model, ignored = read_source(source, hf, dtype=dtype)
+        dims = resolve_layout(wanted.dims, model.provenance.hf, dtype=model.entries[0].held.dtype)
+        layout = FileLayout(hf, dims, {spec.name: spec for spec in specs_of(model.entries)}, wanted.style)
+        numbers = {entry.held.mcore: number for number, entry in enumerate(model.entries)}
+        units = tuple(
+            tuple(numbers[mcore] for _, _, mcore, _ in layout.held(file) if mcore in numbers) for file in layout.files()
+        )
+        return cls(model=model, source=source, staging=staging, units=units, ignored=ignored, layout=layout)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """One for each place."""
+        return tuple(f"{RELEASE}/{file.name}/{NAME}" for file in self._files)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of the parameters in each file."""
+        return tuple(map(self.layout.num_bytes, self._files))
+
+    @property
+    def asked(self) -> object:
+        """The mesh, and the kind of model."""
+        return [dataclasses.asdict(self.layout.dims), dataclasses.asdict(self.layout.style)]
+
+    def write(self, number: int, progress: Progress) -> None:
+        """Write one file, one parameter after the other."""
+        partial, path = self.staging / f"{number}.partial", self.staging / self.names[number]
+        write_rank_file(partial, self.layout, self._files[number], self._checkpoint, self.device, progress)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(partial, path)
+
+    def replaced(self, target: Path) -> Iterable[str]:
+        """The names of the files of a checkpoint of this kind in ``target``."""
+        return [str(path.relative_to(target)) for path in target.glob(f"{RELEASE}/mp_rank_*/{NAME}")]
+
+    def finish(self) -> None:
+        """Write the tracker file, the HF config and the tokenizer."""
+        super().finish()
+        (self.staging / TRACKER).write_text(RELEASE)
+
+    @cached_property
+    def _files(self) -> tuple[RankFile, ...]:
+        return tuple(self.layout.files())
+
+    @cached_property
+    def _checkpoint(self) -> Checkpoint:
+        return opened(self.source, self.model.mapping)

@@ -1,0 +1,96 @@
+"""One file of a checkpoint of Megatron's ``torch`` format: what the ranks of one place on the mesh load."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.convert.parameters import Source
+from mcore_bridge.convert.rank_files.layout import ExtraState, FileLayout, RankFile
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.weights.dist_checkpoint.extra_state import SUFFIX
+from mcore_bridge.weights.dist_checkpoint.folder import VERSION
+from mcore_bridge.weights.files.torch_save import read_torch_file, write_torch_file
+
+_CHUNK = re.compile(r"model\d*")
+NAME = "model_optim_rng.pt"
+RELEASE = "release"
+
+
+def write_rank_file(
+    path: Path,
+    layout: FileLayout,
+    file: RankFile,
+    source: Source,
+    device: str = "cpu",
+    progress: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
+    """Write a file, one parameter after the other.
+
+    Args:
+        source: HF tensors.
+        device: where parameters are put together.
+        progress: told the bytes of each.
+    """
+    shards = {(model, name): (mcore, shard) for model, name, mcore, shard in layout.held(file)}
+    models: dict[str, OrderedDict[str, Tensor | None]] = {}
+    for (model, name), (mcore, _) in shards.items():
+        shape = layout.trace(mcore).shard_shape
+        models.setdefault(model, OrderedDict())[name] = torch.empty(shape, dtype=layout.dtype(mcore))
+    for state in models.values():
+        state.update(_extra_states(state, layout.style.extra_state))
+
+    def tensors() -> Iterator[Tensor]:
+        for model, state in models.items():
+            for name, tensor in state.items():
+                if (model, name) in shards:
+                    made = layout.shard(*shards[model, name], source, device)
+                    progress(made.nbytes)
+                    yield made
+                elif tensor is not None:
+                    yield tensor
+
+    write_torch_file(path, {**models, "iteration": -1, **VERSION}, tensors())
+
+
+def read_rank_file(path: Path) -> dict[str, Mapping[str, Tensor]]:
+    """The parameters in a file, by the key of each chunk; maps of the file.
+
+    Raises:
+        CheckpointError: it is damaged, or holds what only code can read.
+    """
+    found = {key: value for key, value in read_torch_file(path).items() if _CHUNK.fullmatch(str(key))}
+    states: dict[str, Mapping[str, Tensor]] = {}
+    for key, state in found.items():
+        if not isinstance(state, Mapping):
+            raise CheckpointError(f"{path} must hold a dict of tensors as {key!r}, found {type(state).__name__}")
+        states[key] = {name: tensor for name, tensor in state.items() if not name.endswith(SUFFIX)}
+        others = [name for name, tensor in states[key].items() if not isinstance(tensor, Tensor | None)]
+        if others:
+            raise CheckpointError(f"{path} must hold tensors, found others as {others[:8]} of {key!r}")
+    return states
+
+
+def _extra_states(state: Mapping[str, object], extra_state: ExtraState) -> dict[str, Tensor | None]:
+    """The extra states of all modules of the decoder but routers."""
+    if extra_state is None:
+        return {}
+    ends = (".weight", ".bias", ".weight0")
+    modules = (name.rpartition(".")[0] for name in state if name.startswith("decoder.") and name.endswith(ends))
+    found = [module for module in dict.fromkeys(modules) if not module.endswith(".router")]
+    return {f"{module}{SUFFIX}": _filler(extra_state) for module in found}
+
+
+def _filler(extra_state: ExtraState) -> Tensor | None:
+    """What TransformerEngine finds where there is no state of FP8; which of them, depends on its release."""
+    if extra_state == "none":
+        return None
+    if extra_state == "tensor_0_dim":
+        return torch.tensor([])
+    return torch.frombuffer(bytearray(pickle.dumps(None)), dtype=torch.uint8)

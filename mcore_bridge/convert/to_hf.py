@@ -1,0 +1,86 @@
+"""A checkpoint of megatron-core to a HF folder: what all formats have in common."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.convert.conversion import Conversion, Progress
+from mcore_bridge.convert.parameters import Part, parts_of, specs_of
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.dtypes import dtype_name, is_exact
+from mcore_bridge.weights.files.hf_folder import HEADS, weight_files, write_index
+from mcore_bridge.weights.files.safetensors import SafetensorsWriter
+from mcore_bridge.weights.plan.inventory import Entry
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToHF(Conversion):
+    """A checkpoint of megatron-core to a HF folder."""
+
+    kind = "hf"
+    heads = HEADS
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """As transformers numbers them."""
+        count = len(self.units)
+        return tuple(f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1))
+
+    def write(self, number: int, progress: Progress) -> None:
+        """Write one file, one parameter after the other."""
+        path = self.staging / f"{number}.partial"
+        path.unlink(missing_ok=True)
+        described = [(spec.name, spec.shape, spec.dtype) for spec in self._specs(number)]
+        with SafetensorsWriter(path, described) as writer:
+            for each in self.units[number]:
+                entry = self.model.entries[each]
+                for part, tensor in self.parts(each):
+                    _write(writer, entry, part, tensor)
+                progress(entry.held.num_bytes)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())  # or the name might outlive what it stands for
+        path.rename(self.staging / self.names[number])
+
+    def parts(self, number: int) -> Iterator[tuple[Part, Tensor]]:
+        """What the HF tensors of a parameter have of it."""
+        raise NotImplementedError
+
+    def replaced(self, target: Path) -> Iterable[str]:
+        """The names of the files of a checkpoint of this kind in ``target``."""
+        return weight_files(target)
+
+    def finish(self) -> None:
+        """Write the index, the HF config and the tokenizer."""
+        super().finish()
+        write_index(self.staging, {name: self._specs(number) for number, name in enumerate(self.names)})
+
+    def _specs(self, number: int) -> list[TensorSpec]:
+        return list(specs_of(self.model.entries[each] for each in self.units[number]))
+
+
+def _write(writer: SafetensorsWriter, entry: Entry, part: Part, tensor: Tensor) -> None:
+    flat = tensor.flatten().view(torch.uint8)
+    writer.write(part.name, (part.index or 0) * flat.nbytes, flat)
+    if part == parts_of(entry)[0]:
+        for name in entry.copies:
+            writer.write(name, 0, flat)
+
+
+def stored_as(entry: Entry, stored: torch.dtype, dtype: torch.dtype | None) -> Entry:
+    """An entry in the dtype that it is stored in, or in its own where a dtype was asked for."""
+    own = entry.held.dtype
+    if dtype is None:
+        return replace(entry, held=replace(entry.held, dtype=stored))
+    if not is_exact(stored, own) and own != dtype:
+        raise CheckpointError(
+            f"{entry.held.mcore} is {dtype_name(stored)}, and {dtype_name(own)} in a model, which cannot hold all its "
+            "values; leave out --dtype to keep every tensor in its own"
+        )
+    return entry

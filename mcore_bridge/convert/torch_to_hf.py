@@ -1,0 +1,71 @@
+"""A checkpoint of Megatron's ``torch`` format to a HF folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.convert.conversion import units_of, widespread
+from mcore_bridge.convert.parameters import Part, specs_of, take_apart
+from mcore_bridge.convert.rank_files.folder import RankFolder
+from mcore_bridge.convert.reference_model import whole_model
+from mcore_bridge.convert.to_hf import ToHF, stored_as
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.trace import Shape
+from mcore_bridge.weights.plan.inventory import Entry
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromTorch(ToHF):
+    """The files of one mesh to a HF folder."""
+
+    hf: Path
+    """Of the HF config."""
+
+    @classmethod
+    def plan(cls, source: Path, staging: Path, hf: Path, *, dtype: torch.dtype | None, file_bytes: int) -> FromTorch:
+        """Plan it, and hold the files against the config."""
+        found = RankFolder.open(source, hf)
+        held = {entry.held.mcore: entry.held for entry in found.entries}
+        own = widespread((each.dtype, each.num_bytes) for each in held.values())
+        model = whole_model(hf, dtype=dtype or own, num_mtp_layers=found.num_mtp_layers)
+        _check(found.path, _shapes(found.entries), _shapes(model.entries))
+        entries = tuple(stored_as(entry, held[entry.held.mcore].dtype, dtype) for entry in model.entries)
+        model, units = replace(model, entries=entries), tuple(units_of(entries, file_bytes))
+        return cls(model=model, source=found.path, staging=staging, units=units, hf=hf)
+
+    def parts(self, number: int) -> Iterator[tuple[Part, Tensor]]:
+        """What the HF tensors of a parameter have of it."""
+        whole = self.model.entries[number]
+        entry = self._entries[whole.held.mcore]
+        shards = {shard: tensor.to(whole.held.dtype) for shard, tensor in self._folder.shards(entry).items()}
+        yield from take_apart(entry, shards, self.device)
+        self._folder.release(entry)
+
+    @cached_property
+    def _folder(self) -> RankFolder:
+        return RankFolder.open(self.source, self.hf)
+
+    @cached_property
+    def _entries(self) -> Mapping[str, Entry]:
+        return {entry.held.mcore: entry for entry in self._folder.entries}
+
+
+def _shapes(entries: Iterable[Entry]) -> Mapping[str, Shape]:
+    return {spec.name: spec.shape for spec in specs_of(entries)}
+
+
+def _check(folder: Path, found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
+    missing, unexpected = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    other = [name for name in wanted.keys() & found.keys() if wanted[name] != found[name]]
+    if missing or unexpected or other:
+        raise CheckpointError(
+            f"{folder} does not fit its config: it lacks what {missing[:8]} are made of, it has {unexpected[:8]}, and "
+            f"of another shape are {[f'{name}: {found[name]}, not {wanted[name]}' for name in sorted(other)[:8]]}. "
+            "Pass the HF config of this model by --hf"
+        )

@@ -1,0 +1,103 @@
+"""Layer specs: mcore's own block spec of a backend, with our ``modules`` where mcore's would refuse."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import TYPE_CHECKING, Any
+
+from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.modules.backend import Backend, has_transformer_engine, norm_of
+from mcore_bridge.factory.modules.latent import adapt_latent
+from mcore_bridge.factory.modules.sparse import adapt_sparse
+from mcore_bridge.factory.modules.te_attention import adapt_kernel
+from mcore_bridge.factory.modules.temperature import adapt_query_temperature
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+
+def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) -> TransformerBlockSubmodules:
+    """mcore's block spec of a stage, with our modules. Each layer has a spec of its own, to be edited alone.
+
+    Args:
+        config: of the model, with the attributes of ``config.overrides.ATTRIBUTES``.
+        layers: the layers of the stage, by their numbers in the whole model.
+        backend: whose modules.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    _require_recomputable(config)
+    plain = copy.copy(config)
+    plain.experimental_attention_variant = None  # mcore 0.16 ignores it here and 0.19 refuses it: adapt_attention
+    specs = get_gpt_decoder_layer_specs(plain, backend == "te", config.normalization)
+    own = [copy.deepcopy(specs[layer]) for layer in layers]  # mcore repeats one object for all like layers
+    for number, spec in zip(layers, own, strict=True):
+        _adapt(spec.submodules, config, number, backend)
+    return TransformerBlockSubmodules(layer_specs=own, layer_norm=norm_of(backend))
+
+
+def _require_recomputable(config: TransformerConfig) -> None:
+    """What asks TransformerEngine whether it computes in FP8, wherever it is computed again."""
+    asks = {"layernorm", "gdn_norm_out"}.intersection(config.recompute_modules or ())
+    if config.recompute_granularity == "selective" and asks and not has_transformer_engine():
+        raise ConfigError(
+            f"megatron-core computes {sorted(asks)} of recompute_modules again with TransformerEngine alone, which "
+            f"is not installed; install it, or leave them out of {config.recompute_modules}"
+        )
+
+
+def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend) -> None:
+    """Our modules for layer ``number`` (from 0)."""
+    from mcore_bridge.factory.modules.checkpoint_keys import adapt_keys
+    from mcore_bridge.factory.modules.delta import adapt_attention
+    from mcore_bridge.factory.modules.experts import adapt_experts
+    from mcore_bridge.factory.modules.layer_rope import adapt_layer_rope
+    from mcore_bridge.factory.modules.norms import adapt_norm_placement, adapt_query_key_norms
+    from mcore_bridge.factory.modules.scores import adapt_scores
+
+    if backend == "torch":
+        _use_torch_modules(layer, config)
+    adapt_experts(layer, config, backend)
+    adapt_latent(layer, config, backend)
+    adapt_sparse(layer, config, backend)
+    if getattr(config, "attention_output_bias", False):
+        layer.self_attention.submodules.linear_proj = _biased_row_linear(backend)
+    adapt_scores(layer, config, backend)  # the core attention first, and then what stands in front of it
+    if backend == "te":
+        adapt_kernel(layer, config, number)
+    adapt_query_temperature(layer, config)
+    adapt_layer_rope(layer, config, backend)
+    adapt_query_key_norms(layer, config, backend)
+    adapt_norm_placement(layer, config, backend)
+    adapt_attention(layer, config, number, backend)
+    adapt_keys(layer, config)
+
+
+def _use_torch_modules(layer: Any, config: TransformerConfig) -> None:
+    from mcore_bridge.factory.modules.torch_modules import CoreAttention, Norm
+
+    layer.input_layernorm = layer.pre_mlp_layernorm = Norm
+    attention = layer.self_attention.submodules
+    attention.core_attention = CoreAttention
+    if config.qk_layernorm:  # mcore 0.19 refuses a norm here otherwise
+        attention.q_layernorm = attention.k_layernorm = Norm
+
+
+@functools.cache
+def _biased_row_linear(backend: Backend) -> type:
+    if backend == "torch":
+        from mcore_bridge.factory.modules.torch_modules import BiasedRowParallelLinear
+
+        return BiasedRowParallelLinear
+    from megatron.core.extensions.transformer_engine import TERowParallelLinear
+
+    class BiasedTERowParallelLinear(TERowParallelLinear):
+        """TransformerEngine's projection, with a bias whatever the config says of the other linear layers."""
+
+        def __init__(self, input_size: int, output_size: int, *, bias: bool, **arguments: Any) -> None:
+            super().__init__(input_size, output_size, bias=True, **arguments)
+
+    return BiasedTERowParallelLinear

@@ -1,0 +1,1 @@
+"""Modules for the slots of layer specs, and what puts them there. It imports ``config`` and ``rules``."""

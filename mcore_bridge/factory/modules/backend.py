@@ -1,0 +1,57 @@
+"""The two backends of a model, and what adapters of its layer specs ask of them."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any, Literal
+
+import torch
+
+from mcore_bridge.errors import ConfigError
+
+Backend = Literal["torch", "te"]
+
+
+def choose_backend(backend: str, *, device: torch.device) -> Backend:
+    """ "auto" is TransformerEngine where it can run (installed, on CUDA), else plain torch.
+
+    Raises:
+        ConfigError: ``backend`` is not one of "auto", "te", "torch", or is "te" where that cannot run.
+    """
+    if backend not in ("auto", "te", "torch"):
+        raise ConfigError(f'backend must be "auto", "te" or "torch"; got {backend!r}')
+    found = has_transformer_engine()
+    if backend == "te" and not found:
+        raise ConfigError('backend "te" needs transformer_engine, which is not installed; install it or use "torch"')
+    if backend == "auto":
+        return "te" if found and device.type == "cuda" else "torch"
+    return "te" if backend == "te" else "torch"
+
+
+def has_transformer_engine() -> bool:
+    """Whether it is installed."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def kernels_of(backend: Backend) -> dict[str, object]:
+    """Fields of a config that choose the kernels of a backend where experts are, which give the same at more speed."""
+    from megatron.core.utils import is_te_min_version
+
+    return {"moe_grouped_gemm": backend == "te", "moe_permute_fusion": backend == "te" and is_te_min_version("2.1.0")}
+
+
+def norm_of(backend: Backend) -> type:
+    """The norm of a backend, for slots where nothing is fused with it."""
+    if backend == "te":
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TENorm
+    from mcore_bridge.factory.modules.torch_modules import Norm
+
+    return Norm
+
+
+def submodules_of(spec: Any) -> Any:
+    """The submodules of an MLP's spec: a partial function in megatron-core 0.19, a ``ModuleSpec`` before."""
+    return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules

@@ -1,0 +1,287 @@
+"""Linear attention by the gated delta rule, and the output gate of the full attention that stands next to it.
+
+mcore's own ``GatedDeltaNet`` runs where flash-linear-attention is installed, with backend te, from the release on that
+packs sequences for it. Elsewhere ours has its place: the same parameters, cut alike and saved alike, computed by torch
+in the order of transformers' own fallback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+import torch
+from einops import rearrange, repeat
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, get_cuda_rng_tracker
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  (the name by which all of PyTorch knows it)
+
+from mcore_bridge.config.megatron_release import Release
+from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.modules.fallback import say
+from mcore_bridge.factory.modules.torch_modules import gather_text, own_text, packed_lengths, placement
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
+
+PACKED = Release("0.19", "refuses packed sequences in gated delta nets")
+CHUNK = 64
+"""Tokens that are solved for together; the rule's result does not depend on it."""
+
+
+def adapt_attention(layer: Any, config: TransformerConfig, number: int, backend: str) -> None:
+    """Linear attention or an output gate for layer ``number`` (from 0), where the config asks for one."""
+    if _is_linear(config, number):
+        layer.self_attention = _delta_spec(config, backend)
+    elif config.attention_output_gate:
+        layer.self_attention.module = GatedSelfAttention
+
+
+def _is_linear(config: TransformerConfig, number: int) -> bool:
+    if config.experimental_attention_variant != "gated_delta_net":
+        return False
+    freq = config.linear_attention_freq
+    return bool(freq[number] if isinstance(freq, list) else (number + 1) % freq)
+
+
+def _delta_spec(config: TransformerConfig, backend: str) -> ModuleSpec:
+    if backend == "te":
+        from megatron.core.extensions.transformer_engine import (
+            TELayerNormColumnParallelLinear,
+            TERowParallelLinear,
+        )
+
+        linears = {"in_proj": TELayerNormColumnParallelLinear, "out_proj": TERowParallelLinear}
+    else:
+        from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+        linears = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
+    lacking = _lacking() if backend == "te" else "backend torch"
+    if backend == "te" and lacking:
+        say(f"{lacking}: gated delta nets compute in torch")
+    return ModuleSpec(
+        module=TorchGatedDeltaNet if lacking else GatedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(out_norm=HeadNorm, **linears),
+    )
+
+
+def _lacking() -> str:
+    """Why megatron-core's own cannot run, if so."""
+    if importlib.util.find_spec("fla") is None:
+        return "flash-linear-attention is not installed"
+    return "" if PACKED.is_installed else f"megatron-core before {PACKED.version} {PACKED.reason}"
+
+
+class GatedSelfAttention(SelfAttention):
+    """mcore's attention, whose 0.16 gives every rank the gates of a whole group where ``tp`` cuts inside of one."""
+
+    def get_query_key_value_tensors(self, *arguments: Any, **keywords: Any) -> Any:
+        """Query, key, value and the gate of these queries."""
+        query, key, value, gate = super().get_query_key_value_tensors(*arguments, **keywords)
+        if gate.size(2) > query.size(2):
+            pieces = gate.split(query.size(2), dim=2)
+            gate = pieces[self.pg_collection.tp.rank() % len(pieces)]
+        return query, key, value, gate
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm of the heads of this rank by one weight, which multiplies as it is even where other norms add 1 to it.
+
+    The heads of other ranks have the same weight: its gradient is summed over ``tp`` in the backward pass itself, so
+    the weight carries no ``sequence_parallel`` mark.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, **placement(config)))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # mcore compiles its caller; this has a collective
+    def forward(self, heads: Tensor) -> Tensor:
+        """Each head of ``[..., hidden_size]``: statistics in fp32, cast back, then the weight."""
+        weight = copy_to_tensor_model_parallel_region(self.weight)
+        normed = heads.float()
+        normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + self.eps)
+        return weight * normed.to(heads.dtype)
+
+
+class TorchGatedDeltaNet(GatedDeltaNet):
+    """mcore's ``GatedDeltaNet`` in plain torch: on any device, under sequence and context parallelism.
+
+    Under context parallelism every rank computes the recurrence over the whole text, and keeps its own tokens.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: GatedDeltaNetSubmodules,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **unused: Any,  # what mcore 0.19 adds for its own: name, cp_comm_type, pp_layer_offset
+    ) -> None:
+        MegatronModule.__init__(self, config)  # mcore's own needs flash-linear-attention
+        assert pg_collection is not None
+        self.layer_number, self.pg_collection = layer_number, pg_collection
+        self.tp_group, self.cp_group, self.tp_size = pg_collection.tp, pg_collection.cp, pg_collection.tp.size()
+        self.key_head_dim, self.value_head_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        self.num_key_heads, self.num_value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+        self._set_sizes()
+        shared = {"config": config, "is_expert": False, "bias": False, "tp_group": self.tp_group}
+        self.in_proj = build_module(
+            submodules.in_proj,
+            config.hidden_size,
+            self.in_proj_dim,
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+            **shared,
+        )
+        self._make_own_parameters(config)
+        self.out_norm = build_module(
+            submodules.out_norm, config=config, hidden_size=self.value_head_dim, eps=config.layernorm_epsilon
+        )
+        self.out_proj = build_module(
+            submodules.out_proj,
+            self.v_dim,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="fc2",
+            **shared,
+        )
+
+    def _set_sizes(self) -> None:
+        """Under mcore's names, which its ``sharded_state_dict`` reads."""
+        self.conv_bias = False
+        self.qk_dim, self.v_dim = self.key_head_dim * self.num_key_heads, self.value_head_dim * self.num_value_heads
+        self.in_proj_dim = 2 * self.qk_dim + 2 * self.v_dim + 2 * self.num_value_heads
+        self.qk_dim_local_tp, self.v_dim_local_tp = self.qk_dim // self.tp_size, self.v_dim // self.tp_size
+        self.conv_dim_local_tp = 2 * self.qk_dim_local_tp + self.v_dim_local_tp
+        self.num_v_heads_local_tp = self.num_value_heads // self.tp_size
+        self.in_proj_split_names = ["query", "key", "value", "z", "beta", "alpha"]
+        self.in_proj_split_sections = (
+            *(self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp, self.v_dim_local_tp),
+            *(self.num_v_heads_local_tp, self.num_v_heads_local_tp),
+        )
+
+    def _make_own_parameters(self, config: TransformerConfig) -> None:
+        """Convolution, time step and decay, drawn apart on each rank, as its heads are its own."""
+        where = placement(config)
+        channels, heads = self.conv_dim_local_tp, self.num_v_heads_local_tp
+        drawn = config.perform_initialization
+        with get_cuda_rng_tracker().fork() if drawn else contextlib.nullcontext():
+            kernel = config.linear_conv_kernel_dim
+            self.conv1d = nn.Conv1d(channels, channels, kernel, groups=channels, bias=False, **where)
+            self.dt_bias = nn.Parameter(torch.ones(heads, **where))
+            self.A_log = nn.Parameter(torch.empty(heads, **where))
+            if drawn:
+                nn.init.uniform_(self.A_log, 1, 16).data.log_()
+        for parameter in (self.conv1d.weight, self.dt_bias, self.A_log):
+            parameter.tensor_model_parallel, parameter.partition_dim = True, 0  # type: ignore[attr-defined]
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        inference_context: Any = None,
+        packed_seq_params: Any = None,
+        *,
+        inference_params: Any = None,
+        **unused: Any,  # rope, and what else only full attention needs
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend to all that came before; ``attention_mask`` is taken to be causal.
+
+        Args:
+            hidden_states: ``[s, b, h]``, the tokens of this CP rank (and of this TP rank, under SP).
+            attention_mask: not read: the rule is causal by itself.
+            inference_context: refused.
+            packed_seq_params: where sequences begin that are packed; each begins with no state.
+            inference_params: refused.
+
+        Returns:
+            ``[s, b, h]``, and no bias.
+        """
+        if inference_context is not None or inference_params is not None:
+            raise ConfigError(
+                "TorchGatedDeltaNet takes no inference context; use backend te with flash-linear-attention installed "
+                f"and megatron-core {PACKED.version} or later"
+            )
+        mixed, _ = self.in_proj(hidden_states)
+        parts = mixed.split(packed_lengths(packed_seq_params, self.cp_group.size())) if packed_seq_params else [mixed]
+        out: tuple[Tensor, Tensor | None] = self.out_proj(torch.cat([self._sequence(part) for part in parts]))
+        return out
+
+    def _sequence(self, mixed: Tensor) -> Tensor:
+        """What comes before ``out_proj`` of texts that begin here: ``[s, b, n]`` of this CP rank to the same."""
+        mixed = rearrange(gather_text(mixed, self.cp_group), "s b n -> b s n")
+        *qkv, gate, beta, alpha = mixed.split(self.in_proj_split_sections, dim=-1)
+        query, key, value = self._convolved(torch.cat(qkv, dim=-1))
+        decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)
+        context = gated_delta_rule(query, key, value, decay, beta.sigmoid())
+        gate = rearrange(gate, "b s (n d) -> b s n d", d=self.value_head_dim)
+        gated = (self.out_norm(context) * F.silu(gate.float())).to(context.dtype)
+        return own_text(rearrange(gated, "b s n d -> s b (n d)"), self.cp_group)
+
+    def _convolved(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value ``[b, s, heads, dim]``: each channel over its last tokens."""
+        past = F.pad(rearrange(qkv, "b s n -> b n s"), (self.conv1d.kernel_size[0] - 1, 0))
+        mixed = rearrange(F.silu(self.conv1d(past)), "b n s -> b s n")
+        query, key, value = mixed.split(self.in_proj_split_sections[:3], dim=-1)
+        query, key = (rearrange(part, "b s (n d) -> b s n d", d=self.key_head_dim) for part in (query, key))
+        return query, key, rearrange(value, "b s (n d) -> b s n d", d=self.value_head_dim)
+
+
+def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """What each query reads from a state that forgets, and that learns at each token what it got wrong.
+
+    ``S[t] = exp(decay[t]) S[t-1] + key[t] (x) u[t]``, ``u[t] = beta[t] (value[t] - exp(decay[t]) S[t-1]^T key[t])``,
+    and the answer is ``S[t]^T query[t]``: in fp32, with queries and keys of length 1. A triangular system gives the
+    ``u`` of a chunk at once.
+
+    Args:
+        query: ``[b, s, key heads, key dim]``, scaled here by ``key dim ** -0.5``.
+        key: likewise; each key head belongs to as many value heads as there are per key head.
+        value: ``[b, s, value heads, value dim]``.
+        decay: ``[b, s, value heads]``, not above 0.
+        beta: ``[b, s, value heads]``, from 0 to 1.
+
+    Returns:
+        ``[b, s, value heads, value dim]`` in the dtype of ``query``.
+    """
+    each = value.size(2) // key.size(2)
+    queries, keys = (repeat(_unit(part.float()), "b s n d -> b (n each) s d", each=each) for part in (query, key))
+    queries = queries * key.size(-1) ** -0.5
+    values, decays, betas = (
+        rearrange(part.float(), "b s n ... -> b n s ...") for part in (value, decay, beta[..., None])
+    )
+    state = values.new_zeros(*keys.shape[:2], keys.size(-1), values.size(-1))
+    answers = []
+    parts = (part.split(CHUNK, dim=2) for part in (queries, keys, values, decays, betas))
+    for q, k, v, log_decay, b in zip(*parts, strict=True):
+        since = log_decay.cumsum(-1)  # log of what is left of the state that the chunk found
+        between = (since[..., :, None] - since[..., None, :]).masked_fill(_ahead(since), float("-inf")).exp()
+        kept = since.exp()[..., None]
+        learned = torch.linalg.solve_triangular(
+            b * (k @ k.mT) * between, b * (v - kept * (k @ state)), upper=False, unitriangular=True
+        )
+        answers.append(kept * (q @ state) + ((q @ k.mT) * between) @ learned)
+        left = (since[..., -1:] - since).exp()[..., None]
+        state = kept[..., -1:, :] * state + (left * k).mT @ learned
+    return rearrange(torch.cat(answers, dim=2), "b n s d -> b s n d").to(query.dtype)
+
+
+def _unit(heads: Tensor) -> Tensor:
+    return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def _ahead(since: Tensor) -> Tensor:
+    size = since.size(-1)
+    return torch.ones(size, size, dtype=torch.bool, device=since.device).triu(1)

@@ -1,0 +1,83 @@
+"""Two ropes in one model: layers with a window rotate by ``config.hf_sliding_rope``, the others by ``hf_rope``.
+
+mcore computes one tensor of angles for all layers. Here it holds those of both ropes, and each layer takes its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor, nn
+
+from mcore_bridge.config.rope import ATTENTION_FACTOR, Rope
+from mcore_bridge.factory.modules.rotary import HFRotaryEmbedding
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import TransformerConfig
+
+_FULL, _SLIDING = 0, 1
+
+
+def adapt_layer_rope(layer: Any, config: TransformerConfig, backend: str) -> None:
+    """Attention that takes the angles of its own rope, where ``config.hf_sliding_rope`` is set."""
+    if getattr(config, "hf_sliding_rope", None) is not None:
+        layer.self_attention.module = of_own_rope(layer.self_attention.module)
+
+
+def both_ropes(chunk: GPTModel) -> None:
+    """Put the rope of the sliding layers, if they have one, next to the one that the chunk has by now."""
+    config = chunk.config
+    if (rope := getattr(config, "hf_sliding_rope", None)) is not None:
+        sliding = HFRotaryEmbedding(rope, rotary_interleaved=config.rotary_interleaved, cp_group=chunk.pg_collection.cp)
+        chunk.rotary_pos_emb = BothRotaryEmbeddings(chunk.rotary_pos_emb, sliding)
+
+
+class BothRotaryEmbeddings(nn.Module):
+    """The angles of two ropes, stacked."""
+
+    def __init__(self, full: HFRotaryEmbedding, sliding: HFRotaryEmbedding) -> None:
+        super().__init__()
+        self.full, self.sliding = full, sliding
+
+    def get_rotary_seq_len(self, *arguments: Any, **options: Any) -> int:
+        """mcore's: the length for which angles are needed."""
+        length: int = self.full.get_rotary_seq_len(*arguments, **options)
+        return length
+
+    def forward(self, *arguments: Any, **options: Any) -> Tensor:
+        """``[2, s, 1, 1, rotated dims]``."""
+        return torch.stack((self.full(*arguments, **options), self.sliding(*arguments, **options)))
+
+
+@functools.cache
+def of_own_rope(attention: type) -> type:
+    """``attention`` that is given the angles of two ropes and takes its own."""
+    return type(f"{attention.__name__}OfOwnRope", (OwnRope, attention), {"__doc__": OwnRope.__doc__})
+
+
+class OwnRope(nn.Module):
+    """Attention with the angles, and the attention factor, of its own rope of two."""
+
+    def __init__(self, *places: Any, config: TransformerConfig, layer_number: int, **arguments: Any) -> None:
+        slides = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        if slides:
+            config = _with_attention_factor(config, config.hf_sliding_rope)
+        super().__init__(*places, config=config, layer_number=layer_number, **arguments)
+        self.rope = _SLIDING if slides else _FULL
+
+    def forward(self, *inputs: Any, rotary_pos_emb: Tensor, **options: Any) -> Any:
+        return super().forward(*inputs, rotary_pos_emb=rotary_pos_emb[self.rope], **options)
+
+
+def _with_attention_factor(config: TransformerConfig, rope: Rope) -> TransformerConfig:
+    """``config`` for layers of ``rope``: mcore's attention reads the attention factor from its config."""
+    own = copy.copy(config)
+    for name in ATTENTION_FACTOR:
+        vars(own).pop(name, None)
+    vars(own).update(rope.to_mcore())
+    return own

@@ -1,0 +1,51 @@
+"""What multiplies embeddings and caps logits: forward hooks, so that weights stay those of the checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from mcore_bridge.factory.modules.heads import output_weight
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+
+def scale_embedding(chunk: GPTModel) -> None:
+    """Word embeddings times ``config.embedding_scale``, where that is set. A tied output layer is not scaled."""
+    scale = getattr(chunk.config, "embedding_scale", None)
+    if scale is not None and hasattr(chunk, "embedding"):
+        chunk.embedding.word_embeddings.register_forward_hook(EmbeddingScale(scale))
+
+
+def cap_logits(chunk: GPTModel) -> None:
+    """Logits between minus and plus ``config.logit_softcap``, softly, where that is set; the weight says so too."""
+    cap = getattr(chunk.config, "logit_softcap", None)
+    if cap is not None and chunk.post_process:
+        chunk.output_layer.register_forward_hook(LogitSoftcap(cap))
+        output_weight(chunk).logit_softcap = cap
+
+
+class EmbeddingScale:
+    """A forward hook that multiplies by the scale as transformers rounds it: to the dtype of the embeddings."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __call__(self, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        return output * torch.tensor(self.scale).to(output.dtype).item()
+
+
+class LogitSoftcap:
+    """A forward hook of the LM head, which gives logits and a bias that is not added yet."""
+
+    def __init__(self, cap: float) -> None:
+        self.cap = cap
+
+    def __call__(
+        self, module: nn.Module, inputs: object, output: tuple[Tensor, Tensor | None]
+    ) -> tuple[Tensor, Tensor | None]:
+        logits, bias = output
+        return torch.tanh(logits / self.cap) * self.cap, bias

@@ -1,0 +1,68 @@
+"""Attention that needs its scores in memory, as no fused kernel of torch does these things: soft caps and sinks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mcore_bridge.factory.modules.fallback import say
+from mcore_bridge.factory.modules.torch_modules import CoreAttention, placement, sharded_tensors
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+
+def adapt_scores(layer: Any, config: TransformerConfig, backend: str) -> None:
+    """``ScoresCoreAttention`` for soft caps on either backend, as TE has none, and for sinks on the torch backend."""
+    capped = getattr(config, "attention_softcap", None) is not None
+    if capped and backend == "te":
+        say("TransformerEngine has no attention with soft caps: those layers have torch's")
+    if capped or (backend == "torch" and config.softmax_type == "learnable"):
+        layer.self_attention.submodules.core_attention = ScoresCoreAttention
+
+
+class ScoresCoreAttention(CoreAttention):
+    """``CoreAttention`` in the steps of transformers' eager attention.
+
+    ``config.attention_softcap`` holds scores between minus and plus that number by a tanh. With ``softmax_type``
+    "learnable", each head has a sink: a score of its own, ``softmax_offset``, that takes part in the softmax only.
+    """
+
+    softmax_types: ClassVar[tuple[str, ...]] = ("vanilla", "learnable")
+
+    def __init__(self, config: TransformerConfig, *places: Any, **arguments: Any) -> None:
+        super().__init__(config, *places, **arguments)
+        self.cap: float | None = getattr(config, "attention_softcap", None)
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = nn.Parameter(torch.empty(heads, **placement(config)))
+            if config.perform_initialization:
+                config.init_method(self.softmax_offset)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """For a checkpoint of megatron-core: the sinks are cut over TP, and taken for replicas otherwise."""
+        return sharded_tensors(self, prefix, sharded_offsets)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, *, causal: bool) -> Tensor:
+        repeats = query.size(1) // key.size(1)
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+        scores = query @ key.transpose(-1, -2) * self.softmax_scale
+        if self.cap is not None:
+            scores = torch.tanh(scores / self.cap) * self.cap
+        if hidden is None and causal:
+            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+        weights = self._softmax(scores)
+        return nn.functional.dropout(weights, self.dropout, self.training) @ value
+
+    def _softmax(self, scores: Tensor) -> Tensor:
+        if self.softmax_offset is None:
+            return scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
+        sinks = self.softmax_offset.to(scores.dtype)[:, None, None].expand(scores.size(0), -1, scores.size(2), 1)
+        return torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]

@@ -1,0 +1,76 @@
+"""Latent attention in which each query sees only the tokens that an indexer selects (megatron-core 0.19's "dsa").
+
+mcore's own classes compute it, in plain torch on either backend where no fused kernels are asked for. Around them, as
+for all latent attention: the latents' norms have an epsilon of their own, and the down projections are whole on every
+TP rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.modules.fallback import say
+
+if TYPE_CHECKING:
+    from mcore_bridge.factory.modules.backend import Backend
+
+
+def adapt_sparse(layer: Any, config: Any, backend: Backend) -> None:
+    """Gives a layer's spec sparse attention in the slots of our latent attention, if the model has it."""
+    if config.experimental_attention_variant != "dsa":
+        return
+    _require_no_recompute(config)
+    if backend == "te":
+        say("TransformerEngine has no attention to tokens that an indexer selects: megatron-core computes it in torch")
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.experimental_attention_variant.absorbed_mla import (
+        AbsorbedMLASelfAttentionSubmodules,
+    )
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from mcore_bridge.factory.modules.sparse_modules import SparseLatentAttention
+
+    latent = layer.self_attention.submodules
+    names = {field.name for field in dataclasses.fields(AbsorbedMLASelfAttentionSubmodules)} - {"core_attention"}
+    slots = {name: getattr(latent, name) for name in names}
+    layer.self_attention = ModuleSpec(
+        module=SparseLatentAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=AbsorbedMLASelfAttentionSubmodules(core_attention=_core(latent, backend), **slots),
+    )
+
+
+def _core(latent: Any, backend: Backend) -> Any:
+    from megatron.core.transformer.experimental_attention_variant.dsa import (
+        DSAIndexer,
+        DSAIndexerSubmodules,
+        DSAttention,
+        DSAttentionSubmodules,
+    )
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from mcore_bridge.factory.modules.backend import norm_of
+    from mcore_bridge.factory.modules.latent_modules import ReplicatedLinear
+
+    whole = ReplicatedLinear if backend == "torch" else latent.linear_kv_down_proj
+    indexer = DSAIndexerSubmodules(
+        linear_wq_b=whole, linear_wk=whole, k_norm=norm_of(backend), linear_weights_proj=whole
+    )
+    return ModuleSpec(
+        module=DSAttention,
+        submodules=DSAttentionSubmodules(indexer=ModuleSpec(module=DSAIndexer, submodules=indexer)),
+    )
+
+
+def _require_no_recompute(config: Any) -> None:
+    """mcore keeps the selections of the latest forward pass only, and those of another microbatch would be used."""
+    granularity = config.recompute_granularity
+    recomputed = granularity == "full" or (granularity == "selective" and "core_attn" in config.recompute_modules)
+    if recomputed and config.dsa_indexer_topk_freq > 1:
+        raise ConfigError(
+            f"recompute_granularity must not recompute attention where layers share what an indexer has selected, "
+            f"found {granularity!r} with recompute_modules={config.recompute_modules}: megatron-core has forgotten the "
+            "selection by then. Recompute other modules."
+        )

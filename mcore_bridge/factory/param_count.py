@@ -1,0 +1,156 @@
+"""How much an HF model holds, and where: counted from its config, without a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mcore_bridge.architecture import architecture_of
+from mcore_bridge.config.mesh.balance import balanced
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.config.tables.derived import layers_but_full
+from mcore_bridge.config.tables.derived_sparse import shares_selection
+from mcore_bridge.config.tables.moe import layers_of
+from mcore_bridge.config.transformer import to_transformer_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """Numbers that a checkpoint has: of each layer, of the embedding, of the LM head (0 when tied) and of the rest.
+
+    ``experts`` are those of the routed experts among a layer's.
+    """
+
+    layers: tuple[int, ...]
+    experts: tuple[int, ...]
+    embedding: int
+    lm_head: int
+    rest: int
+
+    @property
+    def total(self) -> int:
+        """Of the whole causal LM, counting once what is tied."""
+        return sum(self.layers) + self.embedding + self.lm_head + self.rest
+
+
+def census(hf: PretrainedConfig) -> Census:
+    """Count what the ``GPTModel`` of ``hf`` holds. What an architecture's own ``layer_spec`` adds is not counted.
+
+    Raises:
+        ConfigError: megatron-core cannot express this config.
+    """
+    config: Any = to_transformer_config(hf, architecture_of(hf).fields)
+    sparse = layers_of(vars(config)) if config.num_moe_experts else [0] * config.num_layers
+    experts = [each and config.num_moe_experts * _mlp(config, config.moe_ffn_hidden_size) for each in sparse]
+    mlps = [each + _around_experts(config) if each else _mlp(config, config.ffn_hidden_size) for each in experts]
+    linear = layers_but_full(vars(config), "linear_attention_freq", unset=0)
+    attentions = [_linear_attention(config) if each else _attention(config, layer) for layer, each in enumerate(linear)]
+    layers = tuple(_norms(config) + sum(parts) for parts in zip(attentions, mlps, strict=True))
+    vocabulary = config.hf_vocab_size * config.hidden_size
+    lm_head = 0 if hf.tie_word_embeddings else vocabulary
+    return Census(layers, tuple(experts), vocabulary, lm_head, _norm(config, config.hidden_size))
+
+
+def _linear(inputs: int, outputs: int, *, bias: bool) -> int:
+    return inputs * outputs + outputs * bias
+
+
+def _norm(config: Any, size: int) -> int:
+    return size * (2 if config.normalization == "LayerNorm" else 1)
+
+
+def _norms(config: Any) -> int:
+    """Of a layer, but for those of queries, keys and latents."""
+    return _norm(config, config.hidden_size) * (4 if getattr(config, "norm_placement", "pre") == "sandwich" else 2)
+
+
+def _mlp(config: Any, size: int) -> int:
+    hidden, bias = config.hidden_size, config.add_bias_linear
+    return _linear(hidden, size * (1 + config.gated_linear_unit), bias=bias) + _linear(size, hidden, bias=bias)
+
+
+def _around_experts(config: Any) -> int:
+    """The router and the shared experts."""
+    num_experts, shared = config.num_moe_experts, config.moe_shared_expert_intermediate_size
+    router = _linear(config.hidden_size, num_experts, bias=config.add_bias_linear)
+    router += num_experts * config.moe_router_enable_expert_bias
+    if not shared:
+        return router
+    return router + _mlp(config, shared) + config.hidden_size * config.moe_shared_expert_gate
+
+
+def _attention(config: Any, layer: int) -> int:
+    if config.multi_latent_attention:
+        return _latent_attention(config) + _indexer(config, layer)
+    hidden, dim = config.hidden_size, config.kv_channels
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    qkv = dim * (heads * (1 + config.attention_output_gate) + 2 * groups)
+    bias = config.add_bias_linear
+    found = _linear(hidden, qkv, bias=bias or config.add_qkv_bias)
+    found += _linear(heads * dim, hidden, bias=bias or getattr(config, "attention_output_bias", False))
+    if config.qk_layernorm:
+        together = getattr(config, "qk_norm_kind", "head") == "all_heads"
+        found += _norm(config, dim * (heads + groups if together else 2))
+    return found + heads * (config.softmax_type == "learnable")
+
+
+def _latent_attention(config: Any) -> int:
+    hidden, heads, rank, low = config.hidden_size, config.num_attention_heads, config.q_lora_rank, config.kv_lora_rank
+    plain, rotated, value = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
+    query = heads * (plain + rotated)
+    queries = hidden * query if rank is None else (hidden + query + 1) * rank
+    return queries + hidden * (low + rotated) + (heads * (plain + value) + 1) * low + heads * value * hidden
+
+
+def _indexer(config: Any, layer: int) -> int:
+    """What selects the tokens that a layer sees."""
+    if config.experimental_attention_variant != "dsa":
+        return 0
+    if shares_selection(layer, freq=config.dsa_indexer_topk_freq, offset=config.dsa_indexer_skip_topk_offset):
+        return 0
+    heads, dim = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
+    return config.q_lora_rank * heads * dim + config.hidden_size * (dim + heads) + 2 * dim
+
+
+def _linear_attention(config: Any) -> int:
+    """By the gated delta rule."""
+    heads, dim = config.linear_num_value_heads, config.linear_value_head_dim
+    qkv = 2 * config.linear_num_key_heads * config.linear_key_head_dim + heads * dim
+    found = config.hidden_size * (qkv + heads * dim + 2 * heads) + qkv * config.linear_conv_kernel_dim
+    return int(found + 2 * heads + dim + heads * dim * config.hidden_size)
+
+
+def resolve_layout(
+    dims: ParallelDims, hf: PretrainedConfig, *, dtype: torch.dtype, head: str = "lm", num_mtp_layers: int = 0
+) -> ParallelDims:
+    """``dims`` with ``layout="balanced"`` replaced by the explicit layout that balances the bytes of the ranks.
+
+    A rank holds ``1 / (ep * etp)`` of the routed experts and about ``1 / tp`` of all else.
+
+    Args:
+        dims: returned as they are when their layout is not "balanced".
+        hf: the model.
+        dtype: of its parameters.
+        head: the last stage holds a matrix of the vocabulary for "lm" (a copy when tied), and for no other.
+        num_mtp_layers: they go to the last stage, with a copy of the embedding.
+    """
+    if dims.layout != "balanced":
+        return dims
+    counted = census(hf)
+    each = dims.ep * dims.etp * dtype.itemsize  # bytes of a parameter on a rank, as multiples of 1 / (tp * ep * etp)
+    each_of_experts = dims.tp * dtype.itemsize
+    layers = [
+        (layer - experts) * each + experts * each_of_experts
+        for layer, experts in zip(counted.layers, counted.experts, strict=True)
+    ]
+    loss = (counted.rest + (counted.embedding if head == "lm" else 0)) * each
+    if num_mtp_layers:
+        loss += num_mtp_layers * (layers[-1] + 2 * hf.hidden_size**2 * each) + counted.embedding * each
+    found = balanced(dims, layer_bytes=layers, embedding_bytes=counted.embedding * each, loss_bytes=loss)
+    assert found.layout is not None
+    return replace(found, layout=f"{found.layout.removesuffix('L')}{'m' * num_mtp_layers}L")

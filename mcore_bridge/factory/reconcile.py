@@ -1,0 +1,70 @@
+"""What becomes of a blueprint whose config somebody changes in place, as trainers do before they build. Pure.
+
+A change of a field is an override like any other: it passes the same checks, and what follows from it is set on the
+same object. What is no name of megatron-core or ours stays there as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from mcore_bridge.config.overrides import gpt_argument_names
+from mcore_bridge.factory.blueprint import Blueprint, Overrides, draw
+
+if TYPE_CHECKING:
+    import torch
+
+    from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+
+_SPECS = frozenset({"transformer_layer_spec", "mtp_block_spec"})
+
+
+def settle(
+    blueprint: Blueprint,
+    *,
+    dims: ParallelDims | None = None,
+    dtype: torch.dtype | None = None,
+    head: str | None = None,
+    overrides: Overrides | None = None,
+) -> Blueprint:
+    """The blueprint that its config has come to ask for, with this very config.
+
+    Args:
+        blueprint: from ``draw``, or from here.
+        dims, dtype, head: where they have changed too.
+        overrides: the changes; None is what ``changes_of`` finds.
+
+    Raises:
+        ConfigError, MeshError: as for ``draw``.
+    """
+    known = blueprint.provenance
+    changes = changes_of(blueprint) if overrides is None else overrides
+    dims, dtype, head = dims or blueprint.dims, dtype or blueprint.dtype, head or known.head
+    if not changes and (dims, dtype, head) == (blueprint.dims, blueprint.dtype, known.head):
+        return blueprint
+    settled = draw(
+        known.folder or blueprint.origin,
+        dims=dims,
+        dtype=dtype,
+        device=blueprint.device,
+        backend=blueprint.backend,
+        head=head,
+        overrides={**blueprint.overrides, **changes},
+    )
+    held = vars(blueprint.config)
+    held.update(vars(settled.config))
+    held.update({name: value for name, value in settled.gpt_arguments.items() if name in held})
+    return replace(settled, config=blueprint.config)
+
+
+def changes_of(blueprint: Blueprint) -> dict[str, object]:
+    """What was set on the config since it was drawn: fields, arguments of ``GPTModel``, attributes of ours, specs."""
+    before = {**blueprint.drawn, **blueprint.gpt_arguments}
+    names = before.keys() | gpt_argument_names() | _SPECS
+    now = {name: value for name, value in vars(blueprint.config).items() if name in names}
+    return {name: value for name, value in now.items() if name not in before or _differ(value, before[name])}
+
+
+def _differ(value: object, before: object) -> bool:
+    return value is not before and value != before

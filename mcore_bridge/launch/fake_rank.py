@@ -1,0 +1,48 @@
+"""This process as any rank of a mesh, by torch's `fake` process group: nothing is started, and nothing is sent."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+
+
+@contextlib.contextmanager
+def rank_of(dims: ParallelDims, rank: int, world_size: int) -> Iterator[None]:
+    """Be one rank of a mesh."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from mcore_bridge.cpu import enable_cpu
+
+    enable_cpu()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        with _own_groups_only(rank):
+            parallel_state.initialize_model_parallel(**dims.to_group_sizes(), create_gloo_process_groups=False)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _own_groups_only(rank: int) -> Iterator[None]:
+    """megatron-core makes the groups of all ranks on each; here a rank is alone, and they would take it seconds."""
+    import torch.distributed as dist
+
+    made = dist.new_group
+
+    def new_group(ranks: Sequence[int] | None = None, **options: Any) -> object:
+        if ranks is None or rank in ranks:
+            return made(ranks, **options)
+        return dist.GroupMember.NON_GROUP_MEMBER
+
+    dist.new_group = new_group  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        dist.new_group = made

@@ -1,0 +1,1 @@
+"""What becomes what: layouts, names and rules, as data. It imports ``errors`` alone."""

@@ -1,0 +1,244 @@
+"""Rules pair canonical mcore names with HF names through a layout, and a mapping is a total set of rules.
+
+Names hold ``*`` for a layer or expert number (or a number, which stands for itself); an HF name that ends in ``[*]`` is
+that entry, along dim 0, of one tensor for all experts. Totality: every mcore parameter has exactly one rule, and every
+HF name leads to a rule or to the ignore list; anything else raises with the name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Literal
+
+from mcore_bridge.errors import MappingError
+from mcore_bridge.rules.layout import Axes, Layout, Split
+from mcore_bridge.rules.names import mtp_layer_of
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One canonical mcore name (pattern), its HF names (patterns, in the order of the layout's parts), the layout.
+
+    ``offset`` is added to the first number on the way to HF names (MTP layers count on after the decoder's), and that
+    number is below ``count``. ``exported`` is False for a copy whose HF tensor another parameter yields (a tied output
+    layer). ``axis`` is that of the mesh which the layout calls ``tp``: ``etp`` for routed experts. With ``copy``, the
+    HF names are further ones of a tensor that another rule has: what a source has under them must be the same. They are
+    written if ``exported``; if not, a source may have such a name alone.
+    """
+
+    mcore: str
+    hf: tuple[str, ...]
+    layout: Layout
+    offset: int = 0
+    exported: bool = True
+    axis: str = "tp"
+    copy: bool = False
+    count: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A rule applied to one canonical name."""
+
+    mcore: str
+    hf: tuple[str, ...]
+    layout: Layout
+    exported: bool
+    axis: str
+    copies: tuple[str, ...]
+
+
+Rules = tuple[Rule, ...]
+Dialect = Literal["split", "fused"]
+"""How HF holds the routed experts of a layer: one tensor for each, or one for all of them."""
+
+
+def table(*rows: tuple[str, str, Layout], exported: bool = True) -> Rules:
+    """Rules from rows ``(mcore name, HF names, layout)``, where ``{q,k,v}`` in the HF names lists the parts."""
+    return tuple(Rule(mcore, _parts(hf), layout, exported=exported) for mcore, hf, layout in rows)
+
+
+def under(mcore: str, hf: str, *rules: Rules) -> Rules:
+    """The rules of a module, placed at ``mcore`` on one side and at ``hf`` on the other."""
+    return tuple(
+        replace(rule, mcore=f"{mcore}.{rule.mcore}", hf=tuple(f"{hf}.{name}" for name in rule.hf))
+        for group in rules
+        for rule in group
+    )
+
+
+def numbered(rules: Rules, *, offset: int = 0, count: int | None = None) -> Rules:
+    """The rules for ``count`` modules whose first numbers HF counts from ``offset`` on."""
+    return tuple(replace(rule, offset=offset, count=count) for rule in rules)
+
+
+def experts(mcore: str, hf: str, *rules: Rules) -> Rules:
+    """``under`` for the rules of one routed expert, which expert tensor parallelism cuts."""
+    return tuple(replace(rule, axis="etp") for rule in under(mcore, hf, *rules))
+
+
+def fused(rules: Rules) -> Rules:
+    """The same rules with the routed experts of a layer in one tensor: ``gate_up_proj`` and ``down_proj``.
+
+    Of shape [experts, out, in], as transformers 5 holds them and some publishers write them. Rules that are so already
+    stay as they are.
+    """
+    return tuple(_fuse(rule) if rule.axis == "etp" and ".experts.*." in rule.hf[0] else rule for rule in rules)
+
+
+def _fuse(rule: Rule) -> Rule:
+    before = rule.hf[0].partition(".experts.*.")[0]
+    name, _, kind = rule.mcore.removeprefix(f"{rule.mcore.partition('.experts.')[0]}.experts.*.").rpartition(".")
+    whole = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}[name] + ("_bias" if kind == "bias" else "")
+    layout = rule.layout if len(rule.hf) == 1 else Split(0, (1,) * len(rule.hf)) >> rule.layout
+    return replace(rule, hf=(f"{before}.experts.{whole}[*]",), layout=layout)
+
+
+@lru_cache(maxsize=1 << 16)
+def pattern_of(name: str) -> str:
+    """A name with ``*`` for each of its numbers. Asked several times of every name of a checkpoint, at every load."""
+    return _NUMBER.sub("*", name)
+
+
+def unstacked(name: str) -> tuple[str, int | None]:
+    """An HF name without its ``[number]``, and that number, if it has one."""
+    if not name.endswith("]"):  # nearly always, and asked of every name of a model
+        return name, None
+    whole, _, number = name[:-1].rpartition("[")
+    return whole, int(number)
+
+
+def _parts(pattern: str) -> tuple[str, ...]:
+    before, brace, rest = pattern.partition("{")
+    inside, _, after = rest.partition("}")
+    return tuple(f"{before}{part}{after}" for part in inside.split(",")) if brace else (pattern,)
+
+
+@dataclass(frozen=True)
+class WeightMapping:
+    """All rules of a model, and (``fnmatch`` patterns) the HF names that may stay unused, or be missing in a source."""
+
+    rules: Rules
+    ignored: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    _by_mcore: dict[str, Rule] = field(init=False, repr=False, compare=False)
+    _by_hf: dict[str, list[Rule]] = field(init=False, repr=False, compare=False)
+    _copies: dict[str, tuple[str, ...]] = field(init=False, repr=False, compare=False)
+    twins: Mapping[str, str] = field(init=False, repr=False, compare=False)
+    """The HF names that are further ones of a tensor, and the name that it is read by."""
+    spare: Mapping[str, str] = field(init=False, repr=False, compare=False)
+    """Those of them that are not written, and that a source may have alone."""
+
+    def __post_init__(self) -> None:
+        by_mcore: dict[str, Rule] = {}
+        by_hf: dict[str, list[Rule]] = {}
+        copies: dict[str, tuple[str, ...]] = {}
+        for rule in self.rules:
+            if rule.copy:
+                if rule.exported:
+                    copies[rule.mcore] = (*copies.get(rule.mcore, ()), *rule.hf)
+                continue
+            if rule.mcore in by_mcore:
+                raise MappingError(f"two rules for {rule.mcore}: {by_mcore[rule.mcore].hf} and {rule.hf}; keep one")
+            if any(name.count("*") != rule.mcore.count("*") for name in rule.hf):
+                raise MappingError(
+                    f"{rule.mcore} must have as many numbers ('*') as its HF names {rule.hf}; fix the rule"
+                )
+            by_mcore[rule.mcore] = rule
+            for name in rule.hf:
+                by_hf.setdefault(name.removesuffix("[*]"), []).append(rule)
+        object.__setattr__(self, "_by_mcore", by_mcore)
+        object.__setattr__(self, "_by_hf", by_hf)
+        object.__setattr__(self, "_copies", copies)
+        further = [rule for rule in self.rules if rule.copy]
+        twins = {name: by_mcore[rule.mcore].hf[0] for rule in further for name in rule.hf}
+        object.__setattr__(self, "twins", twins)
+        spare = {name: twins[name] for rule in further if not rule.exported for name in rule.hf}
+        object.__setattr__(self, "spare", spare)
+
+    def bind(self, mcore: str) -> Binding:
+        """The binding of a canonical name.
+
+        Raises:
+            MappingError: when no rule has this name.
+        """
+        rule = self.rule_of(mcore)
+        numbers = _NUMBER.findall(mcore) if "*" in rule.mcore else []
+        names = tuple(_fill(name, numbers, rule.offset) for name in rule.hf)
+        return Binding(mcore, names, rule.layout, rule.exported, rule.axis, self._copies.get(mcore, ()))
+
+    def rule_of(self, mcore: str) -> Rule:
+        """The rule of a canonical name.
+
+        Raises:
+            MappingError: when none has this name.
+        """
+        pattern = pattern_of(mcore)
+        rule = self._by_mcore.get(mcore) or self._by_mcore.get(pattern)
+        if rule is None:
+            near = get_close_matches(pattern, self._by_mcore, n=3)
+            raise MappingError(
+                f"no rule for the mcore parameter {mcore}; the nearest rules are {near}. Add a rule for it to the "
+                "architecture, or build the model without it"
+            )
+        return rule
+
+    def consumers(self, hf: str) -> tuple[str, ...]:
+        """The canonical names of all parameters that an HF tensor goes into, whether or not a model has them.
+
+        Of a tensor for all experts, the name of the first.
+        """
+        numbers = _NUMBER.findall(hf)
+        found = (
+            _fill(rule.mcore, [*numbers, "0"][: rule.mcore.count("*")], -rule.offset)
+            for rule in self._by_hf.get(pattern_of(hf), ())
+            if _counts(rule, numbers)
+        )
+        return tuple(found)
+
+    def is_ignored(self, hf: str) -> bool:
+        """Whether the architecture allows this HF tensor to stay unused."""
+        return matches(hf, self.ignored) or hf in self.twins
+
+    def is_unused(self, hf: str, *, num_mtp_layers: int) -> bool:
+        """Whether no parameter of a model takes this HF tensor: it is ignored, or of an MTP layer that is not built."""
+        if not any(rule.mcore.startswith("mtp.") for rule in self._by_hf.get(pattern_of(hf), ())):
+            return self.is_ignored(hf)  # nearly always, and asked of every name of a checkpoint
+        layers = map(mtp_layer_of, self.consumers(hf))
+        return self.is_ignored(hf) or any(layer is not None and layer >= num_mtp_layers for layer in layers)
+
+    def is_copy(self, hf: str) -> bool:
+        """Whether an HF tensor is a further one of what another rule has, and is written."""
+        return any(hf in names for names in self._copies.values())
+
+    def is_optional(self, hf: str) -> bool:
+        """Whether a source may lack this HF tensor, so that what the constructor put there stays."""
+        return matches(hf, self.optional)
+
+
+def axes_of(rule: Rule | Binding, axes: Axes) -> Axes:
+    """``axes`` as the layout of ``rule`` takes them: its ``tp`` is the axis that cuts this parameter."""
+    return {**axes, "tp": axes[rule.axis]}
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether ``name`` matches one of the ``fnmatch`` patterns, case counting."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _counts(rule: Rule, numbers: list[str]) -> bool:
+    number = int(numbers[0]) - rule.offset if numbers else 0
+    return number >= 0 and (rule.count is None or number < rule.count)
+
+
+def _fill(pattern: str, numbers: list[str], offset: int) -> str:
+    values = [str(int(numbers[0]) + offset), *numbers[1:]] if numbers else []
+    head, *tails = pattern.split("*")
+    return head + "".join(value + tail for value, tail in zip(values, tails, strict=True))

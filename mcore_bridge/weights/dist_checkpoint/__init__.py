@@ -1,0 +1,1 @@
+"""Checkpoints of megatron-core's own format. It imports ``files``, ``transfer`` and the files of ``weights``."""

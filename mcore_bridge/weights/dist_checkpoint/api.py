@@ -1,0 +1,199 @@
+"""Models, and what trains them, in megatron-core's own format: written at one mesh, read at any other.
+
+megatron-core's ``dist_checkpointing`` writes and reads. Before it does, all that it would pass over is checked: which
+keys are there, how they are spelled, their shapes, and whether dtypes can hold what the folder has.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.weights.bound import Models, chunks_of, noted
+from mcore_bridge.weights.dist_checkpoint.compare import Check, chunk_names, sharded_states
+from mcore_bridge.weights.dist_checkpoint.extra_state import with_extra_states
+from mcore_bridge.weights.dist_checkpoint.folder import CONTENT, HEADS, VERSION, TorchDistFolder, dist_files, track
+from mcore_bridge.weights.dist_checkpoint.layer_stack import stack_layers
+from mcore_bridge.weights.dist_checkpoint.optimizer_chain import fit_chain
+from mcore_bridge.weights.files.atomic_folder import commit, require_files, target_of, updating_by_all
+from mcore_bridge.weights.files.sidecars import copy_companions
+from mcore_bridge.weights.model_tensors import held_tensors
+from mcore_bridge.weights.param_sync import gather_pending, require_gatherable
+from mcore_bridge.weights.provenance import HF, config_in
+from mcore_bridge.weights.transfer.collectives import Group
+from mcore_bridge.weights.transfer.endpoints import check_storage
+from mcore_bridge.weights.transfer.failures import on_all, require_alike
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+_OURS = "mcore_bridge_common"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointReport:
+    """What a load found.
+
+    Attributes:
+        folder: of the checkpoint that was read, such as the iteration that a tracker file names.
+        common: what was saved as ``common``; of a checkpoint that others wrote, all that is in no tensor
+            (``iteration``, ``args``, ...).
+        cast: keys whose dtype was changed on the way, as ``"float32 -> bfloat16"``.
+        missing, unexpected: with ``strict=False``, what would have been an error.
+    """
+
+    folder: Path
+    common: Mapping[str, Any]
+    cast: Mapping[str, str] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
+def save_checkpoint(
+    models: Models,
+    folder: str | os.PathLike[str],
+    *,
+    optimizer: Any = None,
+    common: Mapping[str, Any] | None = None,
+    hf: HF | None = None,
+    head: str = "lm",
+) -> None:
+    """Write a checkpoint of megatron-core (``torch_dist``), with the HF config and tokenizer files beside it.
+
+    Called by all ranks of the job together; ``folder`` is on a file system that they share. Its files change in one
+    step, as those of ``save_hf_checkpoint`` do. One with Megatron-LM's name for an iteration is then its latest.
+
+    Args:
+        models: this rank's chunks, wrapped or not.
+        optimizer: megatron-core's, whose state is written too, so that any mesh can go on from it.
+        common: what else a trainer needs to go on (iteration, scheduler): can be pickled, the same on every rank. Its
+            ``iteration`` stands where Megatron-LM looks for it as well.
+        hf, head: for models that ``build_model`` did not make: their HF config or folder, and their head.
+
+    Raises:
+        CheckpointError: on every rank, when any of them cannot write, the ranks pass different arguments, or another
+            job writes to the same folder. The target is then as it was.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+
+    from mcore_bridge.weights.dist_checkpoint.writer import InThisProcess
+
+    world = Group(None)
+    with on_all(world, f"{folder} was not written, and is as it was"):
+        target, chunks, provenance = target_of(folder), chunks_of(models), noted(models, hf, head)
+        check_storage(held_tensors(chunks))
+        pickle.dumps(common)  # only one rank would fail to write it
+    require_alike(world, {"head": head, "optimizer": type(optimizer), "common": sorted(common or ())})
+    together = partial(on_all, world, f"{target} was not written, and is as it was")
+    with updating_by_all(world, target) as update:
+        with together():
+            require_gatherable(models, Group.of_replica(chunks[0].pg_collection))
+        gather_pending(models)
+        with together():  # alone, as what follows communicates on its own
+            metadata = {**CONTENT, "dp_cp_group": chunks[0].pg_collection.dp_cp}
+            state = sharded_states(chunks, metadata)
+            said: dict[str, Any] = {name: with_extra_states(part) for name, part in state.items()}
+            if optimizer is not None:
+                said["optimizer"] = optimizer.sharded_state_dict(_parts(state), metadata=metadata)
+            said |= {_OURS: dict(common or {}), **VERSION, **_iteration_of(common or {})}
+        with together():
+            strategy = FullyParallelSaveStrategyWrapper(InThisProcess(), metadata["dp_cp_group"])
+            dist_checkpointing.save(said, str(update.new), strategy, content_metadata=dict(CONTENT))
+        with together():
+            if world.rank == 0:
+                require_files(update.new, TorchDistFolder.open(update.new).files)
+                tied = chunks[0].share_embeddings_and_output_weights
+                config_in(provenance, _dtype_of(chunks), tied=tied).save_pretrained(update.new)
+                copy_companions(provenance.folder, update.new)
+                commit(update, dist_files(target), HEADS)
+    with on_all(world, f"{target} was written"):
+        if world.rank == 0:
+            track(target)
+
+
+def load_checkpoint(
+    models: Models,
+    folder: str | os.PathLike[str],
+    *,
+    optimizer: Any = None,
+    hf: HF | None = None,
+    head: str = "lm",
+    dtype: torch.dtype | None = None,
+    strict: bool = True,
+) -> CheckpointReport:
+    """Read a checkpoint of megatron-core (``torch_dist``) that was written at any mesh, by us or by other trainers.
+
+    Called by all ranks of the job together. What else a training checkpoint holds is left alone.
+
+    Args:
+        models: this rank's chunks, wrapped or not.
+        folder: of the checkpoint; or one with ``latest_checkpointed_iteration.txt``, or with a ``dist_ckpt``.
+        optimizer: megatron-core's, whose state is read too.
+        hf, head: for models that ``build_model`` did not make: their HF config or folder, and their head.
+        dtype: what tensors are cast to on the way, where a parameter cannot hold every value of what the folder has. By
+            default that raises.
+        strict: whether missing and unexpected tensors of the model raise, or are reported.
+
+    Raises:
+        CheckpointError: on every rank. It names what is missing, unexpected, of another shape, or would lose bits, and
+            nothing was written to the models then; or a file that cannot be read.
+    """
+    from megatron.core import dist_checkpointing
+
+    world = Group(None)
+    with on_all(world, f"{folder} was not read, and the models are as they were"):
+        chunks = chunks_of(models)
+        check_storage(held_tensors(chunks))
+        found = TorchDistFolder.open(folder)
+        written = dist_checkpointing.load_content_metadata(str(found.path))
+        numbered = {"non_homogeneous_layers": True, "dp_cp_group": chunks[0].pg_collection.dp_cp}
+        metadata = {**found.spelling, **(written or {}), **numbered}
+        state = sharded_states(chunks, metadata)
+        if found.is_stacked:
+            for part in state.values():
+                stack_layers(part, chunks[0].config.num_layers)
+        check = Check(found, noted(models, hf, head).hf.vocab_size, dtype)
+        check.compare(state)
+    _require_one(world.exchange(os.path.relpath(found.path, folder)), folder)
+    with on_all(world, f"{found.path} was not read, and the models are as they were"):
+        missing, unexpected = check.agree(Group.of_replica(chunks[0].pg_collection), strict=strict)
+        if optimizer is not None:
+            state["optimizer"] = optimizer.sharded_state_dict(_parts(state), is_loading=True, metadata=metadata)
+    with on_all(world, f"{found.path} was not read, or in part"):
+        loaded = dist_checkpointing.load(state, str(found.path))
+    for name, chunk in zip(chunk_names(chunks), chunks, strict=True):
+        chunk.load_state_dict(loaded.pop(name), strict=False)
+    if optimizer is not None:
+        length = len(getattr(optimizer, "chained_optimizers", [optimizer]))
+        optimizer.load_state_dict(fit_chain(loaded.pop("optimizer"), length))
+    return CheckpointReport(found.path, loaded.get(_OURS, loaded), check.cast, missing, unexpected)
+
+
+def _require_one(found: Sequence[str], folder: str | os.PathLike[str]) -> None:
+    """Each rank looks for itself, and a trainer may write the next checkpoint meanwhile."""
+    if len({*found}) > 1:
+        raise CheckpointError(
+            f"ranks found different checkpoints in {folder}: {sorted({*found})}; load again, or name one of them"
+        )
+
+
+def _parts(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of the model as optimizers take it: that of one chunk, or of all by their names."""
+    return next(iter(state.values())) if len(state) == 1 else state
+
+
+def _iteration_of(common: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: common[key] for key in ("iteration",) if key in common}
+
+
+def _dtype_of(chunks: Sequence[GPTModel]) -> torch.dtype:
+    return max((parameter for chunk in chunks for parameter in chunk.parameters()), key=lambda each: each.nbytes).dtype

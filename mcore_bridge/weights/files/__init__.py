@@ -1,0 +1,1 @@
+"""File formats, and the disk. It imports ``errors``, ``rules`` and ``transfer/failures``."""

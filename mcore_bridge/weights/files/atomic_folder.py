@@ -1,0 +1,296 @@
+"""The files of a checkpoint change together: whoever reads the folder finds all of the old ones or all of the new.
+
+A save writes to a hidden folder in its target, ``.mcore_bridge.TOKEN`` (its *home*), and commits when all is there:
+
+1. Every file that is to change becomes a link through ``live`` in the home, which leads to the old files.
+2. ``live`` is replaced: it leads to the new files. This is one rename, and the commit.
+3. Every link is replaced by the file that it leads to, and the home is removed.
+
+A process may die between any two steps: all links lead to one set. The next save takes the last step. Files that are
+neither written nor replaced are never touched, and the folder itself stays what it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.weights.files.folder_lock import PREFIX, Writer, locked, require_held
+from mcore_bridge.weights.transfer.failures import on_all
+
+if TYPE_CHECKING:
+    from mcore_bridge.weights.transfer.collectives import Group
+
+CONVERSION = "convert"
+"""In place of a token: files of a conversion are kept for its next run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """New files for ``target``, which are written to ``new``. ``writer`` is who may commit; other ranks have none."""
+
+    target: Path
+    home: Path
+    writer: Writer | None = None
+
+    @property
+    def new(self) -> Path:
+        """Where files are written, under the names that they will have in the target."""
+        return self.home / "new"
+
+    @property
+    def old(self) -> Path:
+        """Where the files that are replaced can be read during a commit."""
+        return self.home / "old"
+
+    @property
+    def live(self) -> Path:
+        """Leads to ``old`` before the commit, and to ``new`` after it."""
+        return self.home / "live"
+
+    @property
+    def names_file(self) -> Path:
+        """Lists the names of all files that change."""
+        return self.home / "names.json"
+
+
+def target_of(folder: str | os.PathLike[str]) -> Path:
+    """The absolute path of a folder to write to; of a link, what it leads to.
+
+    Raises:
+        CheckpointError: ``folder`` is an empty string, is a file, or is no path.
+    """
+    if not os.fspath(folder):
+        raise CheckpointError("expected the path of a folder to save to, found an empty string: is a variable not set?")
+    try:
+        target = Path(os.path.realpath(folder))
+    except ValueError as error:  # a character that no path has
+        raise CheckpointError(f"expected the path of a folder to save to, found {folder!r}: {error}") from None
+    if os.path.exists(target) and not os.path.isdir(target):  # which raise nothing where a folder may not be entered
+        raise CheckpointError(f"expected the path of a folder to save to, found the file {target}: name another")
+    return target
+
+
+@contextmanager
+def updating(target: Path, name: str | None = None) -> Iterator[Update]:
+    """Hold the lock of ``target``, end what dead writers left unfinished, and give room for new files.
+
+    The room is removed with the block, whether it ended well or not. With a ``name`` it is kept for another block of
+    that name, if it holds files.
+
+    Raises:
+        CheckpointError: another writer is there, or the folder cannot be written to.
+    """
+    try:
+        with locked(target) as writer:
+            _recover(target)
+            update = Update(target, target / f"{PREFIX}{name or writer.token}", writer)
+            update.new.mkdir(parents=True, exist_ok=True)
+            try:
+                yield update
+            finally:
+                if name is None or not any(_files_in(update.new)):
+                    shutil.rmtree(update.home, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot write to {target}: {error}; it is as it was") from error
+
+
+@contextmanager
+def updating_by_all(world: Group, target: Path) -> Iterator[Update]:
+    """The same on all ranks of a job together; the first of them is the writer, for ``commit``.
+
+    Raises:
+        CheckpointError: on every rank, as ``updating`` does, or where a rank does not see the first one's files.
+    """
+    failed, update = f"{target} was not written, and is as it was", Update(target, target)
+    with ExitStack() as stack:
+        with on_all(world, failed):
+            if world.rank == 0:
+                update = stack.enter_context(updating(target))
+        update = replace(update, home=target / world.exchange(update.home.name)[0])
+        with on_all(world, failed):
+            if not update.new.is_dir():
+                raise CheckpointError(
+                    f"expected the folder {update.home} that rank 0 has made: name a folder on a file system that all "
+                    "ranks share, the same on each"
+                )
+        yield update
+
+
+def commit(update: Update, replaced: Iterable[str] = (), first: Iterable[str] = ()) -> None:
+    """Put all new files into the target at once, in the place of files of the same names and of those in ``replaced``.
+
+    Where a file system has no symbolic links, files change one after the other. Those in ``first`` are removed before
+    all others and come last, so that nobody takes for a checkpoint what is half of one.
+
+    Args:
+        replaced: names of files of the target that are part of what is replaced.
+        first: names of the files without which no reader finds a checkpoint.
+
+    Raises:
+        CheckpointError: a file cannot be replaced, or the lock was lost. Nothing has changed then.
+    """
+    new = sorted(_files_in(update.new))
+    names = sorted({*new, *(name for name in replaced if _is_there(update.target / name))})
+    _require_replaceable(update.target, names)
+    if any(_is_there(update.target / name) for name in names):
+        _flush(update.new)
+    require_held(update.target, update.writer)
+    update.names_file.write_text(json.dumps(names))
+    try:
+        _point(update, "old")
+    except OSError:
+        _put_one_by_one(update, new, names, first)
+    else:
+        try:
+            for name in names:
+                _keep(update.target / name, update.old / name)
+            for name in names:
+                _link(update, name)
+            require_held(update.target, update.writer)
+            _point(update, "new")
+        finally:
+            _settle(update)
+    shutil.rmtree(update.home, ignore_errors=True)
+
+
+def _point(update: Update, side: str) -> None:
+    """Have ``live`` lead to one side, in one step."""
+    link = update.home / "next"
+    link.symlink_to(side)
+    link.replace(update.live)
+
+
+def _keep(path: Path, kept: Path) -> None:
+    """Have a file under another name too."""
+    if not _is_there(path):
+        return
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_symlink():
+        kept.symlink_to(os.path.realpath(path))
+        return
+    try:
+        os.link(path, kept)
+    except OSError:  # a file system without hard links
+        shutil.copy2(path, kept)
+
+
+def _link(update: Update, name: str) -> None:
+    """Put a link through ``live`` in the place of a file, in one step."""
+    path, link = update.target / name, update.home / "link"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(os.path.relpath(update.live / name, path.parent))
+    link.replace(path)
+
+
+def _put_one_by_one(update: Update, new: Iterable[str], names: Iterable[str], first: Iterable[str]) -> None:
+    """The commit where there are no symbolic links; see ``commit``."""
+    heads, written = {*first}, {*new}
+    update.live.write_text("new")
+    for name in sorted(names, key=lambda name: name not in heads):
+        if name in heads or name not in written:
+            (update.target / name).unlink(missing_ok=True)
+    _settle(update, last=heads)
+
+
+def _settle(update: Update, last: Iterable[str] = ()) -> None:
+    """Put the files that ``live`` leads to into place, and remove links of ours that lead nowhere."""
+    live, names = update.live, json.loads(update.names_file.read_text())
+    side, heads = update.home / (os.readlink(live) if live.is_symlink() else live.read_text()), {*last}
+    for name in sorted(names, key=lambda name: name in heads):
+        path = update.target / name
+        if _is_there(side / name):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            (side / name).replace(path)
+        elif path.is_symlink() and Path(os.path.normpath(path.parent / os.readlink(path))) == live / name:
+            path.unlink()
+            _remove_empty(path.parent, update.target)
+    live.unlink()
+
+
+def _remove_empty(folder: Path, top: Path) -> None:
+    while folder != top:
+        try:
+            folder.rmdir()
+        except OSError:
+            return
+        folder = folder.parent
+
+
+def _recover(target: Path) -> None:
+    """End what writers left that died: the lock is ours, so none of them is alive."""
+    for home in target.glob(f"{PREFIX}*"):
+        update = Update(target, home)
+        if not home.is_dir():
+            if home.suffix in (".stale", ".probe"):
+                home.unlink(missing_ok=True)
+        elif _is_there(update.live):
+            _settle(update)
+            shutil.rmtree(home, ignore_errors=True)
+        elif home.name != f"{PREFIX}{CONVERSION}":
+            shutil.rmtree(home, ignore_errors=True)
+
+
+def _require_replaceable(target: Path, names: Iterable[str]) -> None:
+    """Raise where a file of the target cannot be replaced by a rename, before anything is."""
+    mounts, device = _mount_points(), target.stat().st_dev
+    problems = []
+    for name in names:
+        path = target / name
+        above = [folder for folder in path.parents if folder != target and target in folder.parents]
+        if path.is_dir() and not path.is_symlink():
+            problems.append(f"{path} is a folder where a file belongs")
+        elif str(path) in mounts:
+            problems.append(f"{path} is a mount point")
+        problems += (
+            f"{folder} is a link or another file system"
+            for folder in above
+            if folder.is_symlink() or (folder.exists() and (folder.stat().st_dev != device or str(folder) in mounts))
+        )
+    if problems:
+        raise CheckpointError(f"{'; '.join(dict.fromkeys(problems))}: move it away, or name another folder")
+
+
+def _mount_points() -> frozenset[str]:
+    """Where file systems are mounted, as far as the system says so."""
+    with suppress(OSError):
+        paths = (line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines())
+        return frozenset(re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), path) for path in paths)
+    return frozenset()
+
+
+def _files_in(folder: Path) -> Iterator[str]:
+    return (str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
+
+
+def _is_there(path: Path) -> bool:
+    return os.path.lexists(path)
+
+
+def _flush(folder: Path) -> None:
+    """Wait until the files of a folder are on disk; of another machine's, as far as the file system has them."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+def require_files(folder: Path, names: Iterable[str]) -> None:
+    """Raise where files that all ranks wrote are not in ``folder`` for this one.
+
+    Raises:
+        CheckpointError: as where ranks have folders of their own by the same name.
+    """
+    if absent := [name for name in names if not (folder / name).is_file()]:
+        raise CheckpointError(
+            f"{len(absent)} files that other ranks wrote are not in {folder}, such as {absent[0]}: name a folder on a "
+            "file system that all ranks share, the same on each"
+        )

@@ -1,0 +1,87 @@
+"""Which rank writes which tensors to which files of a checkpoint: data, the same on every rank."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.spec import TensorSpec
+
+MAX_SHARD_BYTES = 5 << 30
+MIN_SHARD_BYTES = 256 << 20
+FILES_AT_ONCE = 4
+"""Files that a rank writes to side by side: a kernel lets one thread at a time write to one file."""
+
+
+def require_positive(**sizes: object) -> None:
+    """Raise where a size in bytes is no positive whole number."""
+    wrong = [
+        f"{name}={size!r}"
+        for name, size in sizes.items()
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1
+    ]
+    if wrong:
+        raise CheckpointError(f"expected a positive whole number of bytes, found {', '.join(wrong)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A file, the rank that writes it, and what it holds."""
+
+    name: str
+    rank: int
+    tensors: tuple[TensorSpec, ...]
+
+
+def deal_shards(
+    specs: Sequence[TensorSpec], world_size: int, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> tuple[Shard, ...]:
+    """Deal tensors to ranks, so that all write about as much and all the time, and cut what each has into files.
+
+    Neighbours go to different ranks and files: an export yields one tensor after the other, and with
+    runs of them in one file only one thread would write at a time. While files would be small, there are fewer.
+
+    Args:
+        max_shard_bytes: size of a file at most, unless one tensor is larger.
+    """
+    num_files = max(1, min(len(specs), sum(spec.num_bytes for spec in specs) // min(MIN_SHARD_BYTES, max_shard_bytes)))
+    num_writers = min(num_files, world_size)
+    at_once = min(num_files // num_writers, FILES_AT_ONCE)
+    shares = _shares(specs, num_writers * at_once)
+    found = [
+        (share % num_writers * world_size // num_writers, part)
+        for share, names in enumerate(shares)
+        for part in _cut([spec for spec in specs if spec.name in names], max_shard_bytes)
+    ]
+    return tuple(
+        Shard(f"model-{number:05}-of-{len(found):05}.safetensors", rank, part)
+        for number, (rank, part) in enumerate(found, 1)
+    )
+
+
+def _shares(specs: Iterable[TensorSpec], num_writers: int) -> list[set[str]]:
+    """The names of each writer: largest tensors first, each to whoever has least."""
+    shares: list[set[str]] = [set() for _ in range(num_writers)]
+    loads = [(0, writer) for writer in range(num_writers)]
+    for spec in sorted(specs, key=lambda spec: -spec.num_bytes):
+        load, writer = heapq.heappop(loads)
+        shares[writer].add(spec.name)
+        heapq.heappush(loads, (load + spec.num_bytes, writer))
+    return shares
+
+
+def _cut(specs: list[TensorSpec], max_bytes: int) -> Iterator[tuple[TensorSpec, ...]]:
+    """Runs of even size, as few as ``max_bytes`` allows."""
+    total = sum(spec.num_bytes for spec in specs)
+    limit = -(-total // max(1, -(-total // max_bytes)))
+    part: list[TensorSpec] = []
+    filled = 0
+    for spec in specs:
+        if part and filled + spec.num_bytes > limit:
+            yield tuple(part)
+            part, filled = [], 0
+        part.append(spec)
+        filled += spec.num_bytes
+    yield tuple(part)

@@ -1,0 +1,228 @@
+"""A folder of safetensors as a lazy mapping: a tensor is a view of the mapped file until somebody copies from it.
+
+Files are mapped once; the pages of a tensor are given back when its reader moves on, so that reading a checkpoint of
+any size keeps one tensor resident. A load reads the files by position instead (``file_of``). The page cache is shared
+by all processes of a node.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.weights.files.positional_io import open_file
+from mcore_bridge.weights.files.safetensors import SafetensorsFile
+from mcore_bridge.weights.files.strict_json import parse
+
+if TYPE_CHECKING:
+    from mcore_bridge.rules.spec import TensorSpec
+
+SINGLE = "model.safetensors"
+INDEX = f"{SINGLE}.index.json"
+HEADS = ("config.json", INDEX, SINGLE)
+"""Without these nobody takes a folder for a checkpoint."""
+_ATTEMPTS = 5
+_SHARDS = "model-[0-9]*-of-[0-9]*.safetensors"
+_SUFFIX = ".safetensors"
+_INDEX_BYTES = 100_000_000
+"""As many as a header of the format may have: both name tensors."""
+
+
+class Checkpoint(Mapping[str, Tensor]):
+    """All tensors of a HF folder, with an index or without."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        if not os.path.isdir(self.folder):  # Path.is_dir raises where a folder above may not be entered
+            raise CheckpointError(f"no folder {self.folder}: expected one with *.safetensors files")
+        for _ in range(_ATTEMPTS):
+            before = _identity(self.folder)
+            try:
+                self._open()
+            except CheckpointError:
+                if _identity(self.folder) == before:
+                    raise
+            else:
+                if _identity(self.folder) == before:
+                    return
+        raise CheckpointError(
+            f"{self.folder} was changed {_ATTEMPTS} times while it was opened: wait for who saves there"
+        )
+
+    def _open(self) -> None:
+        self._index = _read_index(self.folder)
+        self._files = {name: SafetensorsFile(self.folder / name) for name in self._file_names()}
+        self._where = self._locate()
+        self._check_index()
+
+    def _file_names(self) -> list[str]:
+        if self._index is not None:
+            names = sorted(set(self._index.values()))
+            missing = [name for name in names if not os.path.lexists(self.folder / name)]
+            if missing:
+                raise CheckpointError(f"{self.folder / INDEX} names files that are missing: {missing}; copy them again")
+            return names
+        if _is_there(self.folder / SINGLE):
+            return [SINGLE]
+        names = [name for name in shard_names(self.folder) if not _leads_nowhere(self.folder / name)]
+        if not names:
+            raise CheckpointError(f"no *.safetensors in {self.folder}; other formats are not read: convert it first")
+        return names
+
+    def _locate(self) -> dict[str, SafetensorsFile]:
+        """The file of each tensor. The index may leave one out, as for transformers 5; it cannot choose of two."""
+        found: dict[str, SafetensorsFile] = {}
+        twice = [
+            f"{name} is in {other.path} and in {file_name}"
+            for file_name, file in self._files.items()
+            for name in file.entries
+            if (other := found.setdefault(name, file)) is not file
+        ]
+        if twice:
+            raise CheckpointError(
+                f"expected each tensor in one file, found {len(twice)} in two: {'; '.join(twice[:5])}; remove the "
+                "files that are left of another save"
+            )
+        return found
+
+    def _check_index(self) -> None:
+        wrong = [name for name, file in (self._index or {}).items() if name not in self._files[file].entries]
+        if wrong:
+            raise CheckpointError(
+                f"{self.folder / INDEX} promises {len(wrong)} tensors that its files lack: {wrong[:5]}"
+            )
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._where[name].tensor(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._where
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def file_of(self, name: str) -> SafetensorsFile:
+        """The file that holds the tensor ``name``."""
+        return self._where[name]
+
+    def rename(self, old: str, new: str) -> None:
+        """Have the tensor ``old`` under the name ``new``."""
+        file = self._where[new] = self._where.pop(old)
+        file.entries[new] = file.entries.pop(old)
+
+    def release(self, name: str) -> None:
+        """Give back the memory of pages that were read for ``name``; they stay in the page cache."""
+        self._where[name].release(name)
+
+    def pairs(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """``(name, tensor)`` for each of ``names``; a tensor's memory is given back when the next is asked for."""
+        for name in names:
+            yield name, self[name]
+            self.release(name)
+
+
+def names_in(folder: str | os.PathLike[str]) -> tuple[str, ...]:
+    """The names of all tensors of a HF folder, as its index has them if there is one; none where it has no weights."""
+    index = _read_index(Path(folder))
+    if index is not None or not shard_names(Path(folder)):
+        return tuple(index or ())
+    return tuple(Checkpoint(folder))
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The names of the files that hold the weights of a checkpoint, and its index; not all of them need be there.
+
+    Other ``*.safetensors``, such as those of an adapter, are not of the checkpoint: its index does not name them.
+    """
+    try:
+        listed = {Path(name).name for name in (_read_index(folder) or {}).values()}
+    except CheckpointError:  # a damaged one
+        listed = set()
+    return sorted({SINGLE, INDEX, *listed, *(path.name for path in folder.glob(_SHARDS))})
+
+
+def shard_names(folder: Path) -> list[str]:
+    """What a folder has by names of ``*.safetensors``, files or not; nothing where there is no folder.
+
+    Raises:
+        CheckpointError: the folder may not be read.
+    """
+    try:
+        return sorted(name for name in os.listdir(folder) if name.endswith(_SUFFIX))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(f"cannot list {folder}: {error.strerror}; make it a folder that you may read") from None
+
+
+def write_index(folder: Path, files: Mapping[str, Iterable[TensorSpec]]) -> None:
+    """Write the index of a folder, as transformers does: which of its ``files`` holds which tensors."""
+    held = [(spec, name) for name, specs in files.items() for spec in specs]
+    index = {
+        "metadata": {"total_size": sum(spec.num_bytes for spec, _ in held)},
+        "weight_map": {spec.name: name for spec, name in held},
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _identity(folder: Path) -> list[tuple[int, int] | None]:
+    """Which files the index and a single file of weights are: all files of a folder change together with these."""
+    found: list[tuple[int, int] | None] = []
+    for name in (INDEX, SINGLE):
+        try:
+            status = (folder / name).stat()
+            found.append((status.st_dev, status.st_ino))
+        except OSError:
+            found.append(None)
+    return found
+
+
+def _read_index(folder: Path) -> dict[str, str] | None:
+    """Which file each tensor is in; None without an index, or beside a single file, which transformers prefers too."""
+    path = folder / INDEX
+    if not _is_there(path) or _is_there(folder / SINGLE):
+        return None
+    try:
+        with open(open_file(path), "rb") as file:
+            data = file.read(_INDEX_BYTES + 1)
+        if len(data) > _INDEX_BYTES:
+            raise ValueError(f"more than {_INDEX_BYTES} bytes")
+        listed = parse(data)
+        if not isinstance(listed, dict) or not isinstance(listed.get("weight_map"), dict):
+            raise ValueError("no such object")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is damaged: expected JSON with an object weight_map, found: {error}; copy it again"
+        ) from None
+    files: dict[str, str] = listed["weight_map"]
+    wrong = {name: file for name, file in files.items() if not _is_file_name(file)}
+    if wrong:
+        some = ", ".join(f"{name!r}: {reprlib.repr(file)}" for name, file in list(wrong.items())[:5])
+        raise CheckpointError(
+            f"{path} is damaged: expected of each tensor the name of a *.safetensors file in the same folder, found "
+            f"{len(wrong)} others ({some}); put all files into one folder and save the index again"
+        )
+    return files
+
+
+def _is_there(path: Path) -> bool:
+    return os.path.lexists(path) and not _leads_nowhere(path)
+
+
+def _leads_nowhere(path: Path) -> bool:
+    """Whether it is a link to nothing, as a save leaves it where it dies: the name of a file of the other set."""
+    return os.path.islink(path) and not os.path.exists(path)
+
+
+def _is_file_name(value: object) -> bool:
+    return isinstance(value, str) and value.endswith(_SUFFIX) and os.path.basename(value) == value

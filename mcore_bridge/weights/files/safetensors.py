@@ -1,0 +1,226 @@
+"""One file of the safetensors format, read and written in place: a tensor is a range of bytes behind a JSON header.
+
+https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import struct
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors import __version__ as version
+from torch import Tensor
+
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.weights.files.positional_io import Array, array_of, open_file, read_array, write_bytes
+from mcore_bridge.weights.files.strict_json import parse
+
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F4": "float4_e2m1fn_x2",
+    "C64": "complex64",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, ours) for name, ours in _DTYPES.items() if hasattr(torch, ours)}
+"""By the format's names, those that the installed torch has. It has none for the format's two of 6 bits."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_PAIRS = "F4"
+"""Of this one torch has two values in an element, so that its last dim is half that of the format."""
+_FIELDS = ("dtype", "shape", "data_offsets")
+
+
+class _Entry(NamedTuple):
+    """A tensor as the header has it, and its first byte in the file and the one behind its last."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class SafetensorsFile:
+    """A file to read. Its whole header is checked when it is opened; data is touched when tensors are read.
+
+    What a header must be like, the ``safetensors`` library says, which opens the file for that and lets it go. We add
+    one rule: no key may be there twice, where the library takes the last. Header and data then come by one descriptor,
+    so that nothing is mixed where somebody puts another file in this place meanwhile.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = open_file(path)
+        weakref.finalize(self, os.close, self._fd)
+        self._require_whole()
+        try:
+            self._map = mmap.mmap(self._fd, 0, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"cannot map {path}: {error}; copy it to another file system") from None
+        self._address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
+        self.entries = self._read_header()
+
+    def _require_whole(self) -> None:
+        try:
+            with safe_open(self.path, "numpy"):
+                pass
+        except SafetensorError as error:
+            if "unknown variant" in str(error):  # whatever it is, the file need not be damaged
+                raise CheckpointError(
+                    f"{self.path} has a dtype that is not supported by the installed safetensors {version}: {error}; "
+                    "install a newer one, or save the file in other dtypes"
+                ) from None
+            raise CheckpointError(
+                f"{self.path} has {os.fstat(self._fd).st_size} bytes and is no whole file of the safetensors format, "
+                f"as the library of that name says ({error}): it is damaged or truncated; copy it again"
+            ) from None
+        except OSError as error:
+            raise CheckpointError(f"cannot map {self.path}: {error}; copy it to another file system") from None
+
+    def _read_header(self) -> dict[str, _Entry]:
+        base = 8 + struct.unpack("<Q", self._map[:8])[0]
+        try:
+            header = parse(self._map[8:base])
+        except ValueError as error:
+            raise CheckpointError(f"the header of {self.path} is damaged: {error}; save the file again") from None
+        return {name: _entry(value, base) for name, value in header.items() if name != "__metadata__"}
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor as a view of the mapped file.
+
+        Raises:
+            CheckpointError: the file is good, but torch lacks the dtype or cannot have the shape.
+        """
+        entry = self.entries[name]
+        dtype, shape = DTYPES.get(entry.dtype), _shape_in_torch(entry)
+        try:
+            if dtype is None or shape is None:
+                raise TypeError("torch has no such dtype" if dtype is None else "torch has two values in an element")
+            if entry.start == entry.stop:
+                return torch.empty(shape, dtype=dtype)
+            count = (entry.stop - entry.start) // dtype.itemsize
+            return torch.frombuffer(self._map, dtype=dtype, count=count, offset=entry.start).view(shape)
+        except (RuntimeError, TypeError, OverflowError) as error:
+            raise CheckpointError(
+                f"{name} in {self.path} is {entry.dtype} of shape {entry.shape}, which is not supported with torch "
+                f"{torch.__version__}: {error}; save the tensor in another dtype and shape"
+            ) from None
+
+    def read(self, views: Sequence[Tensor], out: Array) -> None:
+        """Copy ``views``, slices of its tensors of one dtype, one behind the other into ``out`` (of ``array_of``).
+
+        Not through the map; and what lies side by side in the file at once.
+
+        Raises:
+            CheckpointError: the file cannot be read, or has become shorter since it was opened.
+        """
+        left = out.reshape(-1)
+        try:
+            for address, shape, strides in _stretches(views):
+                size = math.prod(shape)
+                read_array(self._fd, address - self._address, left[:size].reshape(shape), strides)
+                left = left[size:]
+        except (OSError, EOFError) as error:
+            raise CheckpointError(f"cannot read {self.path}: {error}; copy it again") from None
+
+    def release(self, name: str) -> None:
+        """Give back the memory of pages that were read for ``name``; they stay in the page cache."""
+        entry = self.entries[name]
+        start = entry.start // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_DONTNEED, start, entry.stop - start)
+
+
+def _stretches(views: Iterable[Tensor]) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Address, shape and strides in bytes of each view; of dense ones that lie side by side, of all as one."""
+    start, num_bytes, itemsize = 0, 0, 1
+    for view in views:
+        address = view.data_ptr()
+        if view.is_contiguous() and address == start + num_bytes:
+            num_bytes += view.nbytes
+            continue
+        if num_bytes:
+            yield start, (num_bytes // itemsize,), (itemsize,)
+        start, num_bytes, itemsize = address, view.nbytes, view.itemsize
+        if not view.is_contiguous():
+            yield start, tuple(view.shape), tuple(stride * itemsize for stride in view.stride())
+            num_bytes = 0
+    if num_bytes:
+        yield start, (num_bytes // itemsize,), (itemsize,)
+
+
+def _entry(value: Any, base: int) -> _Entry:
+    """What the library has accepted: it also takes the fields in an array, and a dtype as a key whose value is null."""
+    fields = value if isinstance(value, dict) else dict(zip(_FIELDS, value, strict=True))
+    (dtype,) = [fields["dtype"]] if isinstance(fields["dtype"], str) else fields["dtype"]
+    start, stop = fields["data_offsets"]
+    return _Entry(dtype, tuple(fields["shape"]), base + start, base + stop)
+
+
+def _shape_in_torch(entry: _Entry) -> tuple[int, ...] | None:
+    if entry.dtype != _PAIRS:
+        return entry.shape
+    *rest, last = entry.shape
+    return None if last % 2 else (*rest, last // 2)
+
+
+class SafetensorsWriter:
+    """A new file. Its header is written at once; each tensor then as its bytes come, in any order, by any thread."""
+
+    def __init__(self, path: Path, tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> None:
+        header, self._starts = _lay_out(tensors)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            write_bytes(self._fd, 0, array_of(torch.frombuffer(bytearray(header), dtype=torch.uint8)))
+        except OSError:
+            os.close(self._fd)
+            raise
+
+    def write(self, name: str, start: int, data: Tensor) -> None:
+        """Write ``data`` (contiguous, on CPU) from byte ``start`` of the tensor ``name`` on."""
+        write_bytes(self._fd, self._starts[name] + start, array_of(data))
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        os.close(self._fd)
+
+
+def _lay_out(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> tuple[bytes, dict[str, int]]:
+    """The header, and where each tensor begins. Wide dtypes come first, so that each is aligned to its own."""
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offsets, stop = {}, 0
+    for name, shape, dtype in sorted(tensors, key=lambda tensor: -tensor[2].itemsize):
+        offsets[name], stop = stop, stop + math.prod(shape) * dtype.itemsize
+        own = _NAMES.get(dtype)
+        if own is None or (own == _PAIRS and not shape):
+            raise CheckpointError(f"{name} is {dtype} of shape {shape}, which safetensors lacks: cast it by dtype=")
+        logical = (*shape[:-1], 2 * shape[-1]) if own == _PAIRS else shape
+        fields[name] = {"dtype": own, "shape": logical, "data_offsets": (offsets[name], stop)}
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text, {name: 8 + len(text) + offset for name, offset in offsets.items()}

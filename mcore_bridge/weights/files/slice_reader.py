@@ -1,0 +1,125 @@
+"""A slice of an HF tensor on its way into a parameter: copied at once, or read from its file by threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby, islice
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.weights.files.positional_io import Array, array_of
+from mcore_bridge.weights.files.safetensors import SafetensorsFile
+from mcore_bridge.weights.files.staging import Slot, Staging
+
+_COMPARED = 4 << 20
+"""Bytes that are compared at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class SliceCopy:
+    """``source`` goes to ``target``, a view of the same shape, and crosses in the dtype ``crossing``."""
+
+    source: Tensor
+    target: Tensor
+    crossing: torch.dtype
+
+    def run(self) -> None:
+        """Copy from memory."""
+        self.target.copy_(self.source.to(self.crossing))
+
+    def is_in_place(self) -> bool:
+        """Whether the target holds the values of the source already."""
+        return all(
+            torch.equal(each.target, each.source.to(each.crossing).to(each.target)) for each in self.pieces(_COMPARED)
+        )
+
+    def pieces(self, num_bytes: int) -> Iterator[SliceCopy]:
+        """The same in parts of at most ``num_bytes`` (or one element), with dims in the order of the source."""
+        strides = self.source.stride()
+        if list(strides) == sorted(strides, reverse=True):
+            yield from self._split(num_bytes)
+            return
+        dims = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
+        yield from SliceCopy(self.source.permute(dims), self.target.permute(dims), self.crossing)._split(num_bytes)
+
+    def _split(self, num_bytes: int) -> Iterator[SliceCopy]:
+        if self.source.nbytes <= num_bytes or self.source.numel() == 1:
+            yield self
+            return
+        dim = next(dim for dim, size in enumerate(self.source.shape) if size > 1)
+        size = max(1, num_bytes * self.source.shape[dim] // self.source.nbytes)
+        for source, target in zip(self.source.split(size, dim), self.target.split(size, dim), strict=True):
+            yield from SliceCopy(source, target, self.crossing)._split(num_bytes)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What is equal for slices that can go together."""
+        return self.source.dtype, self.crossing, self.target.dtype, self.target.device, self.is_direct
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the bytes of the source can be read straight into place."""
+        return self.target.is_cpu and self.target.dtype == self.source.dtype and self.target.is_contiguous()
+
+
+_Batch: TypeAlias = tuple[SafetensorsFile, list[SliceCopy]]
+"""Pieces of a file that fit into one slot: of one dtype, for one device, so that they are one tensor on their way."""
+AHEAD = 64
+"""Batches that are worked out before threads begin to read them: these need Python's lock between two reads."""
+
+
+def read(slices: Iterable[tuple[SliceCopy, SafetensorsFile]], staging: Staging) -> None:
+    """Have threads read the sources of ``slices`` from their files. All is in place when ``staging`` has been left."""
+    batches = _batches(slices, staging.slot_bytes)
+    while portion := list(islice(batches, AHEAD)):
+        for batch in portion:
+            _submit(batch, staging)
+
+
+def _submit(batch: _Batch, staging: Staging) -> None:
+    slot, (file, pieces) = staging.take(), batch
+    first, sources = pieces[0], [piece.source for piece in pieces]
+    if first.is_direct:
+        staging.submit(slot, partial(_fill, file, sources, [array_of(piece.target) for piece in pieces]))
+        return
+    memory = slot.memory(sum(source.nbytes for source in sources), first.target.device).view(first.source.dtype)
+    staging.submit(slot, partial(file.read, sources, array_of(memory)), partial(_put, pieces, memory, slot))
+
+
+def _batches(slices: Iterable[tuple[SliceCopy, SafetensorsFile]], num_bytes: int) -> Iterator[_Batch]:
+    """To hand small pieces to a thread costs more than to read them."""
+    pieces = ((file, piece) for slice_copy, file in slices for piece in slice_copy.pieces(num_bytes))
+    for (file, *_), alike in groupby(pieces, lambda pair: (pair[0], *pair[1].kind)):
+        for batch in _packed((piece for _, piece in alike), num_bytes):
+            yield file, batch
+
+
+def _packed(pieces: Iterable[SliceCopy], num_bytes: int) -> Iterator[list[SliceCopy]]:
+    batch: list[SliceCopy] = []
+    filled = 0
+    for piece in pieces:
+        size = piece.source.nbytes
+        if batch and filled + size > num_bytes:
+            yield batch
+            batch, filled = [], 0
+        batch.append(piece)
+        filled += size
+    yield batch
+
+
+def _fill(file: SafetensorsFile, sources: Sequence[Tensor], places: Sequence[Array]) -> None:
+    for source, place in zip(sources, places, strict=True):
+        file.read([source], place)
+
+
+def _put(pieces: Sequence[SliceCopy], memory: Tensor, slot: Slot) -> None:
+    """Take what has arrived in a slot to the device at once, and from there into place, with casts and transposes."""
+    targets = [piece.target for piece in pieces]
+    arrived = memory.to(targets[0].device, non_blocking=True).to(pieces[0].crossing)
+    parts = arrived.split([target.numel() for target in targets])
+    torch._foreach_copy_(targets, [part.view(target.shape) for part, target in zip(parts, targets, strict=True)])
+    slot.mark(targets[0].device)

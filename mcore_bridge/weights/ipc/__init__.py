@@ -1,0 +1,1 @@
+"""Tensors handed to the process of an engine. It imports ``errors``, ``rules/spec`` and ``plan/alignment``."""

@@ -1,0 +1,97 @@
+"""The consumer's side: views of the slots that a sender's process fills, checked against the plan. Needs torch only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.errors import TransferError
+from mcore_bridge.weights.ipc.buckets import BucketPlan
+from mcore_bridge.weights.ipc.shared_memory import Handle, open_shared
+from mcore_bridge.weights.plan.alignment import ALIGNMENT
+
+
+class Receiver:
+    """The slots of a sender's ``BufferRing``, opened in this process. May be used for any number of rounds.
+
+    Args:
+        plan: that of the ring.
+        handles: what ``BufferRing.handles`` returned for this process.
+
+    Raises:
+        TransferError: when plan and slots do not fit, or this process does not see the sender's GPU.
+    """
+
+    def __init__(self, plan: BucketPlan, handles: Sequence[Handle]) -> None:
+        _check(plan)
+        self.plan = plan
+        self._slots = [open_shared(handle) for handle in handles]
+        sizes = [slot.numel() for slot in self._slots]
+        if sizes != [plan.slot_bytes] * plan.num_slots:
+            raise TransferError(f"expected {plan.num_slots} slots of {plan.slot_bytes} bytes, found slots of {sizes}")
+        self._next = 0
+
+    @contextmanager
+    def open(self, number: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """The tensors of bucket ``number``, as views of its slot. When the block ends they may be overwritten.
+
+        What the block has queued on the current stream has read them by then: acknowledge the bucket afterwards.
+
+        Raises:
+            TransferError: when another bucket is due.
+        """
+        if number != self._next or not 0 <= number < len(self.plan.buckets):
+            due = self._next if self._next < len(self.plan.buckets) else "finish()"
+            raise TransferError(
+                f"expected bucket {due} of {len(self.plan.buckets)}, found bucket {number}; send each in turn, and "
+                "after a round that broke off call restart()"
+            )
+        bucket = self.plan.buckets[number]
+        slot = self._slots[bucket.slot]
+        yield [(piece.name, piece.view(slot)) for piece in bucket.pieces]
+        if slot.is_cuda:
+            torch.cuda.current_stream(slot.device).synchronize()
+        self._next = number + 1
+
+    def finish(self) -> None:
+        """End a round.
+
+        Raises:
+            TransferError: when tensors of the plan have not come.
+        """
+        missing = [piece.name for bucket in self.plan.buckets[self._next :] for piece in bucket.pieces]
+        if missing:
+            raise TransferError(f"{len(missing)} tensors never came, from {missing[0]} to {missing[-1]}")
+        self._next = 0
+
+    def restart(self) -> None:
+        """Expect the first bucket again, after a round that broke off."""
+        self._next = 0
+
+    def close(self) -> None:
+        """Let go of the slots; views of them must be gone. The sender frees the memory afterwards."""
+        self._slots.clear()
+
+
+def _check(plan: BucketPlan) -> None:
+    """Every tensor lies within a slot, apart from the others, and has a name of its own."""
+    names: set[str] = set()
+    for place, bucket in enumerate(plan.buckets):
+        if bucket.number != place or bucket.slot != place % plan.num_slots:
+            raise TransferError(
+                f"expected bucket {place} in its turn, found number {bucket.number}, slot {bucket.slot}"
+            )
+        end = 0
+        for piece in bucket.pieces:
+            if piece.name in names:
+                raise TransferError(f"{piece.name} comes twice; expected each tensor once")
+            names.add(piece.name)
+            if piece.offset < end or piece.offset % ALIGNMENT or piece.offset + piece.num_bytes > plan.slot_bytes:
+                raise TransferError(
+                    f"{piece.name} takes {piece.num_bytes} bytes from byte {piece.offset} on; expected a multiple of "
+                    f"{ALIGNMENT}, from byte {end} on, and an end within the slot of {plan.slot_bytes} bytes"
+                )
+            end = piece.offset + piece.num_bytes

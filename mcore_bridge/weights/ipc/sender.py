@@ -1,0 +1,134 @@
+"""The sender's side: a ring of flat buffers, allocated once, filled in turn, and read by another process in place.
+
+What is said between the processes, and over which channel, is the caller's: the plan and the handles once, the number
+of each bucket when it is filled, and an answer when it has been read.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.errors import TransferError
+from mcore_bridge.weights.ipc.buckets import Bucket, BucketPlan
+from mcore_bridge.weights.ipc.shared_memory import Handle, allocate, share
+
+Pair = tuple[str, Tensor]
+
+
+class BufferRing:
+    """The slots of a plan, in memory that another process can open. May be used for any number of rounds.
+
+    Args:
+        plan: what ``plan_buckets`` made of the manifest.
+        device: a CUDA device, or the CPU; None is the current CUDA device where there is one.
+    """
+
+    def __init__(self, plan: BucketPlan, device: torch.device | str | None = None) -> None:
+        self.plan = plan
+        self.device = _indexed(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
+        self._slots = [allocate(plan.slot_bytes, self.device) for _ in range(plan.num_slots)]
+        self._unread: deque[int] = deque()
+
+    def handles(self) -> tuple[Handle, ...]:
+        """One handle for each slot, for one consumer. Every consumer needs handles of its own, and opens each once."""
+        return tuple(map(share, self._slots))
+
+    def slot(self, bucket: Bucket) -> Tensor:
+        """The memory that ``bucket`` lies in, uint8 [slot_bytes]: for channels of other processes' own."""
+        return self._slots[bucket.slot]
+
+    def fill(
+        self, pairs: Iterable[Pair], *, acknowledged: Callable[[], object], in_flight: int | None = None
+    ) -> Generator[Bucket, None, None]:
+        """Yield each bucket of the plan when it lies in its slot, complete for any process that reads it.
+
+        When this is exhausted, every bucket has been read. However it ends, ``pairs`` is closed, so that no rank of an
+        export is left waiting.
+
+        Args:
+            pairs: the tensors of the plan in its order, on any device: ``iter_hf_weights`` with the arguments of the
+                manifest.
+            acknowledged: waits until the oldest bucket that was yielded and not yet acknowledged has been read by all
+                consumers; it raises when there will be no answer. Called when no slot is free, and at the end.
+            in_flight: buckets that may be unread when the next is yielded, by default as many as there are slots; 1 for
+                a channel on which questions and answers alternate. The next slot is filled meanwhile either way.
+
+        Raises:
+            TransferError: when a tensor is not the one that the plan has next, or the last round broke off.
+        """
+        allowed = self.plan.num_slots if in_flight is None else in_flight
+        with _closing(pairs) as tensors:
+            self._check(allowed)
+            for bucket in self.plan.buckets:
+                self._wait(acknowledged, self.plan.num_slots - 1)
+                self._write(bucket, tensors)
+                self._wait(acknowledged, allowed - 1)
+                self._unread.append(bucket.number)
+                yield bucket
+            for name, _ in tensors:
+                raise TransferError(f"the plan ends before {name}; make it from the manifest of these tensors")
+        self._wait(acknowledged, 0)
+
+    def restart(self) -> None:
+        """Count all slots as read, after a round that broke off. Only when no consumer reads any of them any more."""
+        self._unread.clear()
+
+    def close(self) -> None:
+        """Let go of the memory, after the consumers have. On a GPU, torch keeps it for its next allocations."""
+        self._slots.clear()
+        if self.device.type == "cuda":
+            torch.cuda.ipc_collect()
+
+    def _check(self, allowed: int) -> None:
+        if allowed < 1:
+            raise TransferError(f"expected in_flight=1 or more, found {allowed}")
+        if self._unread or not self._slots:
+            state = f"buckets {list(self._unread)} were never acknowledged" if self._slots else "its memory was freed"
+            raise TransferError(
+                f"the ring cannot be filled: {state}; call restart() when nobody reads, or make another"
+            )
+
+    def _wait(self, acknowledged: Callable[[], object], allowed: int) -> None:
+        while len(self._unread) > allowed:
+            acknowledged()
+            self._unread.popleft()
+
+    def _write(self, bucket: Bucket, tensors: Iterator[Pair]) -> None:
+        on_gpu = self.device.type == "cuda"
+        for piece in bucket.pieces:
+            name, tensor = next(tensors, (None, None))
+            found = None if tensor is None else (name, tensor.dtype, tuple(tensor.shape))
+            if tensor is None or found != (piece.name, piece.dtype, piece.shape):
+                expected = (piece.name, piece.dtype, piece.shape)
+                raise TransferError(
+                    f"expected {expected}, found {found or 'no further tensor'}; make the plan from the manifest of "
+                    "these tensors"
+                )
+            piece.view(self._slots[bucket.slot]).copy_(tensor, non_blocking=on_gpu)
+        if on_gpu:  # the consumer's streams know nothing of ours
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+@contextmanager
+def _closing(pairs: Iterable[Pair]) -> Iterator[Iterator[Pair]]:
+    iterator = iter(pairs)
+    try:
+        yield iterator
+    finally:
+        if isinstance(iterator, Generator):
+            if inspect.getgeneratorstate(iterator) == inspect.GEN_CREATED:  # to close it would do nothing
+                with suppress(Exception):  # what brought us here is raised
+                    next(iterator, None)
+            iterator.close()
+
+
+def _indexed(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

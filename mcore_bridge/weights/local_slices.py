@@ -1,0 +1,96 @@
+"""What a rank holds of each HF tensor, and where it is there: for those who fetch weights themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mcore_bridge.rules.mapping import Dialect, unstacked
+from mcore_bridge.rules.trace import Copy, Shape
+from mcore_bridge.weights.bound import BoundModel, Models, bind, noted
+from mcore_bridge.weights.param_sync import require_gathered
+from mcore_bridge.weights.provenance import HF
+from mcore_bridge.weights.transfer.endpoints import check_storage
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPiece:
+    """``whole[index] == tensor``, where ``whole`` is the HF tensor ``name`` of ``shape``.
+
+    ``tensor`` is a view of the live parameter, in the orientation of HF: it changes with the parameter, is not always
+    contiguous, and is only to be read.
+    """
+
+    name: str
+    shape: Shape
+    index: tuple[slice, ...]
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a part of the parameter ``mcore`` is in the HF tensor ``name`` of ``shape``: at ``index``."""
+
+    name: str
+    shape: Shape
+    index: tuple[slice, ...]
+    mcore: str
+    copy: Copy
+    is_stacked: bool
+    """Whether the HF tensor has a leading dim for experts, which the part has not."""
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """The part, as a view of the parameter in the orientation of HF."""
+        held = self.copy.of_shard(parameter.detach())
+        part = held if self.copy.view is None else (~self.copy.view)((held,), {})[0]
+        return part[None] if self.is_stacked else part
+
+
+def iter_hf_pieces(
+    models: Models, *, hf: HF | None = None, head: str = "lm", dialect: Dialect | None = None
+) -> Iterator[HeldPiece]:
+    """Yield what this rank holds of each HF tensor. Nothing is copied and nothing communicates.
+
+    The pieces of all ranks of a model replica make up every HF tensor; what several ranks hold, each of them yields.
+    Each parameter comes as few slices as its layout allows: one, or one for each group of heads that q, k and v share.
+
+    Args:
+        models: this rank's chunks, wrapped or not.
+        hf, head: for models that ``build_model`` did not make: their HF config or folder, and their head.
+        dialect: how HF names the experts, as for ``iter_hf_weights``.
+
+    Raises:
+        MappingError: when it is not known where models come from, or a parameter has no rule.
+        ExportError: when a parameter has no storage, or with ``overlap_param_gather`` a step of the optimizer may have
+            left parameters for the next forward to gather (also before the first one).
+    """
+    require_gathered(models)
+    bound = bind(models, noted(models, hf, head), dialect=dialect)
+    check_storage(bound.tensors)
+    for place in places_of(bound):
+        yield HeldPiece(place.name, place.shape, place.index, place.of(bound.tensors[place.mcore]))
+
+
+def places_of(bound: BoundModel) -> Iterator[Place]:
+    """Where all that a rank holds is, parameter by parameter."""
+    for mcore in bound.tensors:
+        binding = bound.mapping.bind(mcore)
+        if not binding.exported:  # another parameter is the same HF tensor
+            continue
+        traced = bound.trace(binding)
+        for copy in traced.to_mcore:
+            if copy.shard == bound.ranks[binding.axis]:
+                for name in (binding.hf[copy.part], *(binding.copies if copy.part == 0 else ())):
+                    yield _place(name, traced.part_shapes[copy.part], copy, mcore, bound.axes["experts"])
+
+
+def _place(name: str, shape: Shape, copy: Copy, mcore: str, num_experts: int) -> Place:
+    index = [slice(None)] * len(shape)
+    stop = copy.part_start + (copy.size - 1) * copy.part_step + 1
+    index[copy.part_dim] = slice(copy.part_start, stop, copy.part_step)
+    whole, number = unstacked(name)
+    if number is None:
+        return Place(name, shape, tuple(index), mcore, copy, is_stacked=False)
+    return Place(whole, (num_experts, *shape), (slice(number, number + 1), *index), mcore, copy, is_stacked=True)

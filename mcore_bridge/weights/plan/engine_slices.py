@@ -1,0 +1,221 @@
+"""The parameters of a model as a rank of an engine takes them: slices of shards that become slices of HF tensors.
+
+What an engine cuts is read off the layouts at the engine's sizes, as what a trainer cuts is at its own. So any pair of
+the two fits: a slice is made of whatever each shard has of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from mcore_bridge.errors import TargetError
+from mcore_bridge.rules.layout import COLUMN, GROUPS, Axes, Chain, Concat, Layout
+from mcore_bridge.rules.mapping import Rule, WeightMapping, axes_of, unstacked
+from mcore_bridge.rules.names import expert_of, layer_of
+from mcore_bridge.rules.trace import Copy, Shape, Trace, line_starts, lines, trace
+from mcore_bridge.weights.plan.inventory import Entry
+from mcore_bridge.weights.plan.target import EngineRank, Target
+
+Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
+Sizes = tuple[tuple[str, int], ...]
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+_HEADS = "heads_per_group"
+
+
+def wanted_by(
+    target: Target, mapping: WeightMapping, axes: Axes, num_layers: int, entries: Sequence[Entry]
+) -> Sequence[Entry]:
+    """``entries`` as ``target`` takes them, in the same order; of an engine's rank, one for each shard that it needs.
+
+    Raises:
+        TargetError: when the model cannot be cut so, or it is no target.
+    """
+    if isinstance(target, EngineRank):
+        return tuple(Slicer(target, mapping, axes, num_layers).slices(entries))
+    if target not in ("everything", "nothing"):
+        raise TargetError(f'expected target="everything", "nothing" or an EngineRank, found {target!r}')
+    return entries if target == "everything" else ()
+
+
+class Slicer:
+    """The slices for one target; layers and experts that are alike are worked out once."""
+
+    def __init__(self, target: EngineRank, mapping: WeightMapping, axes: Axes, num_layers: int) -> None:
+        _check(target, axes)
+        self._target, self._mapping, self._axes = target, mapping, axes
+        self._stage, self._experts = target.stage(num_layers), target.experts(axes["experts"])
+        self._tied = any(rule.mcore == "output_layer.weight" and not rule.exported for rule in mapping.rules)
+        self._known: dict[tuple[object, ...], dict[int, tuple[Trace, tuple[int, ...]]]] = {}
+
+    def slices(self, entries: Sequence[Entry]) -> Iterator[Entry]:
+        """See ``wanted_by``."""
+        for entry in filter(None, map(self.named, entries)):
+            found = self._sliced(entry)
+            for shard, (traced, starts) in found.items():
+                holders = {shard: entry.holders[shard]} if traced.to_hf else {}
+                yield replace(entry, trace=traced, holders=holders, starts=starts)
+
+    def named(self, entry: Entry) -> Entry | None:
+        """``entry`` under the names that the target has for it; None where it does not have it."""
+        mcore, target = entry.held.mcore, self._target
+        layer, expert = layer_of(mcore), expert_of(mcore)
+        if mcore.startswith("embedding."):
+            return self._embedding(entry)
+        if (not target.is_last_stage) if layer is None else (layer not in self._stage):
+            return None
+        if layer is not None and target.local_names:
+            local = str(layer - self._stage.start)
+            entry = replace(entry, hf=tuple(_LAYER.sub(local, name, count=1) for name in entry.hf))
+        if expert is not None and expert not in self._experts:
+            return None
+        if not entry.stack:  # nothing else is numbered anew
+            return entry
+        first = self._experts.start
+        names = map(unstacked, entry.hf)
+        hf = tuple(name if number is None else f"{name}[{number - first}]" for name, number in names)
+        return replace(entry, hf=hf, stack=len(self._experts))
+
+    def _embedding(self, entry: Entry) -> Entry | None:
+        """Its further names are those of MTP layers, which are in the last stage, as is a head that is tied to it."""
+        target = self._target
+        if target.is_first_stage:
+            return entry if target.is_last_stage else replace(entry, copies=())
+        if not target.is_last_stage:
+            return None
+        if self._tied:
+            return entry
+        return replace(entry, hf=entry.copies[:1], copies=entry.copies[1:]) if entry.copies else None
+
+    def _sliced(self, entry: Entry) -> dict[int, tuple[Trace, tuple[int, ...]]]:
+        """By shard what the target takes of it: as a trace, and where each of its copies begins in what travels."""
+        rule = self._mapping.rule_of(entry.held.mcore)
+        key = (id(entry.trace), id(rule), self._cuts(entry, rule))
+        if key not in self._known:
+            self._known[key] = _of_shards(entry.trace, self.taken(entry))
+        return self._known[key]
+
+    def _cuts(self, entry: Entry, rule: Rule) -> tuple[tuple[int, int], ...]:
+        """For each part, among how many ranks it is cut, and which of them the target is."""
+        return tuple(self._target.cut(unstacked(name)[0], routed=rule.axis == "etp") for name in entry.hf)
+
+    def taken(self, entry: Entry) -> tuple[Indices, ...]:
+        """What the target takes of each part."""
+        rule, shapes = self._mapping.rule_of(entry.held.mcore), entry.trace.part_shapes
+        axes = axes_of(rule, self._axes)
+        found = []
+        for part, (tp, rank) in enumerate(self._cuts(entry, rule)):
+            sizes = {**axes, "padded_vocab": self._target.padded(axes["vocab"], tp)}
+            try:
+                found.append(_taken(rule.layout, shapes, tuple(sorted(sizes.items())), tp, rank)[part])
+            except (LookupError, ValueError, RuntimeError) as error:  # einops raises EinopsError, a RuntimeError
+                raise TargetError(
+                    f"{entry.hf[part]} of shape {list(shapes[part])} cannot be cut for {tp} ranks of the engine, which "
+                    "must divide what is cut (heads, or rows of an MLP): change tp, or etp of the experts, or name it "
+                    f"in whole= ({str(error).strip().splitlines()[-1]})"
+                ) from None
+        return tuple(found)
+
+
+def _check(target: EngineRank, axes: Axes) -> None:
+    groups, heads = axes["groups"], axes["groups"] * axes[_HEADS]
+    wrong = []
+    if heads % target.tp:
+        wrong.append(f"tp={target.tp} does not divide {heads} attention heads")
+    if groups % target.tp and target.tp % groups:
+        wrong.append(f"of tp={target.tp} and {groups} KV heads, neither divides the other")
+    if target.ep > max(axes["experts"], 1):
+        wrong.append(f"ep={target.ep} is more than {axes['experts']} experts")
+    if axes.get("key_heads", 0) % target.tp:
+        wrong.append(f"tp={target.tp} does not divide {axes['key_heads']} key heads of linear attention")
+    if wrong:
+        raise TargetError(f"the model cannot be cut for this engine: {'; '.join(wrong)}; change the sizes")
+
+
+def dims_of(traced: Trace) -> list[int]:
+    """For each part, the dim along which its elements move."""
+    dims = {copy.part: copy.part_dim for copy in traced.to_mcore}
+    return [dims[part] for part in range(len(traced.part_shapes))]
+
+
+def _of_shards(traced: Trace, taken: Sequence[Indices]) -> dict[int, tuple[Trace, tuple[int, ...]]]:
+    positions = []
+    shapes = []
+    for shape, dim, indices in zip(traced.part_shapes, dims_of(traced), taken, strict=True):
+        position = np.full(shape[dim], -1)
+        position[indices] = np.arange(len(indices))
+        positions.append(position)
+        shapes.append((*shape[:dim], len(indices), *shape[dim + 1 :]))
+    by_shard: dict[int, list[Copy]] = {}
+    for copy in sorted(traced.to_hf, key=lambda copy: copy.shard_start):
+        stop = copy.part_start + (copy.size - 1) * copy.part_step + 1
+        found = positions[copy.part][copy.part_start : stop : copy.part_step]
+        for offset, size, first, step in _runs(found):
+            part = replace(copy, part_start=first, part_step=step, shard_start=copy.shard_start + offset, size=size)
+            by_shard.setdefault(copy.shard, []).append(part)
+    if not by_shard:  # a slice of nothing, such as of a small vocabulary on the last rank
+        by_shard[0] = []
+    sliced = {}
+    for shard, copies in sorted(by_shard.items()):
+        starts = np.cumsum([0, *(copy.size for copy in copies)])[:-1].tolist()
+        sliced[shard] = Trace(tuple(shapes), traced.shard_shape, (), tuple(copies)), tuple(starts)
+    return sliced
+
+
+def _runs(positions: Indices) -> Iterator[tuple[int, int, int, int]]:
+    """``(offset, size, position, step)`` of stretches of elements that are taken and lie equally far apart there."""
+    wanted = np.flatnonzero(positions >= 0)
+    for stretch in np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1):
+        steps = np.diff(positions[stretch])
+        changes = [*(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)]
+        start = 0
+        while start < len(stretch):
+            last = next((change for change in changes if change > start), start)
+            first = int(positions[stretch[start]])
+            yield int(stretch[start]), last - start + 1, first, int(steps[start]) if last > start else 1
+            start = last + 1
+
+
+@lru_cache(maxsize=4096)
+def _taken(layout: Layout, part_shapes: tuple[Shape, ...], sizes: Sizes, tp: int, rank: int) -> tuple[Indices, ...]:
+    """What rank ``rank`` of ``tp`` has of each part: indices along the dim of the layout, ascending."""
+    axes = {**dict(sizes), "tp": tp}
+    if isinstance(layout, Chain) and len(layout.steps) > 2:
+        joined = layout.steps[-3]
+        if isinstance(joined, Concat) and _HEADS in joined.ratio and tp > axes["groups"]:
+            return _repeated(layout, joined, part_shapes, axes, rank)
+    (shards,) = layout(tuple(torch.empty(shape, device="meta") for shape in part_shapes), axes)
+    copies = [copy for copy in trace(layout, tuple(shards.shape[1:]), axes).to_mcore if copy.shard == rank]
+    found: list[list[Indices]] = [[np.arange(0)] for _ in part_shapes]
+    for copy in copies:
+        found[copy.part].append(copy.part_start + copy.part_step * np.arange(copy.size))
+    return tuple(np.sort(np.concatenate(each)) for each in found)
+
+
+def _repeated(
+    layout: Chain, joined: Concat, part_shapes: Sequence[Shape], axes: Axes, rank: int
+) -> tuple[Indices, ...]:
+    """With more ranks than KV heads: queries are cut within a group of heads, whose keys and values each rank has."""
+    assert layout.steps[-2:] == (~GROUPS, COLUMN)
+    share = axes["tp"] // axes["groups"]
+    (groups,) = Chain(layout.steps[:-2])(lines(part_shapes, 0), axes)
+    group = groups[rank // share].flatten().numpy()
+    ratio = [axes[size] if isinstance(size, str) else size for size in joined.ratio]
+    sections = np.split(group, np.cumsum(ratio)[:-1] * (len(group) // sum(ratio)))
+    kept = np.concatenate(
+        [
+            section.reshape(share, -1)[rank % share] if size == _HEADS else section
+            for section, size in zip(sections, joined.ratio, strict=True)
+        ]
+    )
+    lengths = [shape[0] for shape in part_shapes]
+    starts = line_starts(lengths)
+    return tuple(
+        np.sort(kept[(kept >= start) & (kept < start + length)] - start)
+        for start, length in zip(starts, lengths, strict=True)
+    )

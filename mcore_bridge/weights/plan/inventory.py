@@ -1,0 +1,169 @@
+"""What the ranks of a group hold, matched with the rules: the parameters that an export moves, and who has them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mcore_bridge.errors import MappingError
+from mcore_bridge.rules.layout import Axes
+from mcore_bridge.rules.mapping import Binding, WeightMapping, axes_of, unstacked
+from mcore_bridge.rules.names import expert_of, kind_of, layer_of
+from mcore_bridge.rules.trace import Copy, Shape, Trace, trace
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor that a rank holds, as the others need to know it."""
+
+    mcore: str
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the tensor takes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """All that one rank holds, in order, and its place on the axes ``pp``, ``tp`` and ``etp``."""
+
+    ranks: Mapping[str, int]
+    held: tuple[Held, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One parameter on its way: its HF names, what its layout does, and the ranks that hold its shards.
+
+    A shard that no HF tensor takes anything from (a replica) is not listed. The holders of one are of one stage.
+    """
+
+    held: Held
+    hf: tuple[str, ...]
+    trace: Trace
+    holders: Mapping[int, tuple[int, ...]]
+    """Ranks of the group, by tensor-parallel rank."""
+    stack: int = 0
+    """The number of entries of the HF tensor of which this is one; 0 where an HF name is that of a whole tensor."""
+    copies: tuple[str, ...] = ()
+    """Further names under which the first HF tensor is written."""
+    starts: tuple[int, ...] | None = None
+    """Where each copy of ``trace.to_hf`` begins in what travels, along its dim: one behind the other, for a target that
+    needs no more of a shard. None is where it begins in the shard, all of which travels as it is."""
+
+    @property
+    def sent(self) -> Shape:
+        """The shape of what travels of a shard."""
+        if self.starts is None:
+            return self.held.shape
+        copies = self.trace.to_hf
+        dim = copies[0].dim if copies else 0
+        return (*self.held.shape[:dim], sum(copy.size for copy in copies), *self.held.shape[dim + 1 :])
+
+    def copies_of(self, shard: int) -> Iterator[tuple[Copy, int]]:
+        """What of a shard goes where, and where it begins in what travels of it."""
+        copies = self.trace.to_hf
+        starts = self.starts or [copy.shard_start for copy in copies]
+        return ((copy, start) for copy, start in zip(copies, starts, strict=True) if copy.shard == shard)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of what travels: an index of its dim 0."""
+        return math.prod(self.sent[1:]) * self.held.dtype.itemsize
+
+
+def entries_of(
+    mapping: WeightMapping, axes: Axes, num_layers: int, inventories: Sequence[Inventory]
+) -> tuple[Entry, ...]:
+    """The parameters of a model, in the order of their first holders.
+
+    Raises:
+        MappingError: when a parameter has no rule, a needed shard no holder, an HF name two sources, a layer no rank,
+            or ranks disagree on a shape or dtype.
+    """
+    described: dict[str, Held] = {}
+    bindings: dict[str, Binding] = {}
+    holders: dict[str, dict[int, list[int]]] = {}
+    for rank, inventory in enumerate(inventories):
+        for held in inventory.held:
+            known = described.setdefault(held.mcore, held)
+            if known is not held and known != held:
+                raise MappingError(
+                    f"rank {rank} of the group holds {held}, another {described[held.mcore]}; make them equal"
+                )
+            if held.mcore not in bindings:
+                bindings[held.mcore] = mapping.bind(held.mcore)
+            place = inventory.ranks[bindings[held.mcore].axis]
+            holders.setdefault(held.mcore, {}).setdefault(place, []).append(rank)
+    stages = [inventory.ranks["pp"] for inventory in inventories]
+    entries = tuple(
+        _entry(described[name], bindings[name], axes, holders[name], stages)
+        for name in _in_order(inventories, {name: kind_of(name) for name in described})
+        if bindings[name].exported
+    )
+    _check_numbers(num_layers, axes["experts"], entries)
+    _check_unique(entries)
+    return entries
+
+
+def _in_order(inventories: Sequence[Inventory], kind_by_name: Mapping[str, str]) -> list[str]:
+    """Names as their first holder has them; the experts of one kind side by side, dealt in turn from their holders."""
+    kinds: dict[str, int] = {}
+    places: dict[str, tuple[int, int, int]] = {}
+    for rank, inventory in enumerate(inventories):
+        seen: dict[str, int] = {}
+        for held in inventory.held:
+            kind = kind_by_name[held.mcore]
+            seen[kind] = seen.get(kind, 0) + 1
+            places.setdefault(held.mcore, (kinds.setdefault(kind, len(kinds)), seen[kind], rank))
+    return sorted(places, key=places.__getitem__)
+
+
+def _entry(
+    held: Held, binding: Binding, axes: Axes, holders: Mapping[int, Sequence[int]], stages: Sequence[int]
+) -> Entry:
+    traced = trace(binding.layout, held.shape, axes_of(binding, axes))
+    needed = sorted({copy.shard for copy in traced.to_hf})
+    absent = [shard for shard in needed if shard not in holders]
+    if absent:
+        raise MappingError(f"no rank of the group holds the shards {absent} of {held.mcore}; is a rank missing in it?")
+    senders = {shard: _of_one_stage(holders[shard], stages) for shard in needed}
+    stack = axes["experts"] if any(unstacked(name)[1] is not None for name in binding.hf) else 0
+    return Entry(held, binding.hf, traced, senders, stack, binding.copies)
+
+
+def _of_one_stage(holders: Sequence[int], stages: Sequence[int]) -> tuple[int, ...]:
+    """Those of the first one's stage: tied copies of other stages would come at other times."""
+    return tuple(rank for rank in holders if stages[rank] == stages[holders[0]])
+
+
+def _check_numbers(num_layers: int, num_experts: int, entries: Sequence[Entry]) -> None:
+    found = {layer for entry in entries if (layer := layer_of(entry.held.mcore)) is not None}
+    if found != set(range(num_layers)):
+        raise MappingError(
+            f"the ranks of the group hold the layers {sorted(found)}, expected 0 to {num_layers - 1}; "
+            "the model was not built whole, or a chunk was not passed"
+        )
+    experts: dict[str, set[int]] = {}
+    for entry in entries:
+        if (expert := expert_of(entry.held.mcore)) is not None:
+            experts.setdefault(kind_of(entry.held.mcore), set()).add(expert)
+    for kind, numbers in experts.items():
+        if numbers != set(range(num_experts)):
+            absent = sorted(set(range(num_experts)) - numbers)
+            raise MappingError(f"no rank of the group holds the experts {absent} of {kind}; is a rank missing in it?")
+
+
+def _check_unique(entries: Sequence[Entry]) -> None:
+    seen: dict[str, str] = {}
+    for entry in entries:
+        for name in (*entry.hf, *entry.copies):
+            if name in seen:
+                raise MappingError(f"{name} would come from {seen[name]} and from {entry.held.mcore}; fix the rules")
+            seen[name] = entry.held.mcore

@@ -1,0 +1,208 @@
+"""Runs a program: while the tensors of one message are given out, the next two are on their way.
+
+A rank that stops early keeps sending until all have stopped; one that fails makes every rank of its group raise. What a
+rank says travels with its windows, so the others learn of it three messages later at most, or at the end, where all say
+whether they have come there well.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.errors import ExportError, by_ranks, told
+from mcore_bridge.weights.plan.budget import AHEAD
+from mcore_bridge.weights.plan.export_plan import Message
+from mcore_bridge.weights.transfer.collectives import Group, Memory, State, Windows
+from mcore_bridge.weights.transfer.copier import Buffers
+from mcore_bridge.weights.transfer.endpoints import Outputs, Sources
+from mcore_bridge.weights.transfer.program import OUTPUTS, Program
+
+Pairs = Iterator[tuple[str, Tensor]]
+
+
+def run_program(
+    program: Program, group: Group, tensors: Mapping[str, Tensor], *, lend: bool = False
+) -> Generator[tuple[str, Tensor], None, None]:
+    """Yield every HF tensor of ``program``, ready on the current stream: ``run_messages``, one tensor at a time."""
+    with closing(run_messages(program, group, tensors, lend=lend)) as messages:
+        for pairs in messages:
+            yield from pairs
+
+
+def run_messages(
+    program: Program, group: Group, tensors: Mapping[str, Tensor], *, lend: bool = False
+) -> Generator[Pairs, None, None]:
+    """Yield for each message the HF tensors that are complete with it, to be taken before the next is asked for.
+
+    Every rank gets as many of these as all others, so that who counts them knows how far all are.
+
+    Args:
+        tensors: what this rank holds, by canonical name.
+        lend: yield what lies whole in the windows as it lies there, until the next tensor is asked for. All others are
+            new and the caller's own. While they are looked at, one message less is on its way.
+
+    Raises:
+        ExportError: on every rank of the group, when any of them fails; names rank and parameter.
+    """
+    if group.size == 1:
+        yield from _alone(program, tensors, group.device)
+        return
+    exchange, problem = None, None
+    try:
+        exchange = _Exchange(program, group, tensors, lend=lend)
+    except Exception as error:  # such as no memory: the others must hear of it before they wait for a window
+        problem = error
+    require_all(group, problem)
+    assert exchange is not None
+    yield from exchange.messages()
+
+
+def raise_failures(messages: Sequence[str]) -> None:
+    """Raise ``ExportError`` if any rank sent a message."""
+    if failures := by_ranks(messages):
+        raise ExportError(failures)
+
+
+def require_all(group: Group, problem: Exception | None) -> None:
+    """Raise ``ExportError`` on every rank where any has a problem: the others would wait for it."""
+    if not group.agrees(problem is None):
+        raise_failures(group.exchange(told(problem) if problem else ""))
+
+
+def _alone(program: Program, tensors: Mapping[str, Tensor], device: torch.device) -> Iterator[Pairs]:
+    held, outputs = Sources(program, tensors), Outputs(program.plan, device)
+    nothing = [torch.empty(0, device=device)] * OUTPUTS
+    for number, message in enumerate(program.plan.messages):
+        step = program.step(number, None)
+        step.moves.make(held.read_by(step), Buffers([*nothing, *outputs.opened_by(step)]), device)
+        yield outputs.closed(message)
+
+
+class _Exchange:
+    """One run of a program in a group."""
+
+    def __init__(self, program: Program, group: Group, tensors: Mapping[str, Tensor], *, lend: bool) -> None:
+        self._program, self._group, self._lends = program, group, lend
+        self._messages = program.plan.messages
+        self._held = Sources(program, tensors)
+        self._outputs = Outputs(program.plan, group.device)
+        self._nothing = torch.empty(0, device=group.device)
+        self._memory = [Memory(group, *program.room(number)) for number in range(min(AHEAD, len(self._messages)))]
+        self._spare: list[Memory] = []
+        self._sent: deque[Windows] = deque()
+        self._arrived: Windows | None = None
+        self._closed = False
+        self._failure: ExportError | None = None
+        first = self._following(0)
+        self._steps(None, first)  # now, while whoever cannot move bytes at all can still say so
+        self._sent.append(first)
+
+    def messages(self) -> Generator[Pairs, None, None]:
+        """See ``run_messages``."""
+        try:
+            self._sent[0].send()
+            for number in range(1, len(self._memory)):
+                self._advance(None, number)
+            for number, message in enumerate(self._messages):
+                windows = self._arrived = self._sent.popleft()
+                windows.wait()
+                self._advance(windows, None if self._lends else number + AHEAD)
+                nobody_takes, failures = windows.said()
+                ends = nobody_takes or any(failures)
+                try:
+                    if not (ends or self._closed or self._failure):
+                        yield self._given_out(message)
+                except GeneratorExit:
+                    self._closed = True
+                if self._lends:  # what lies in these windows has been looked at
+                    self._advance(None, number + AHEAD)
+                raise_failures(failures)
+                if ends:
+                    return
+        finally:
+            for windows in self._sent:  # the same ones on every rank, as all read the same states
+                windows.wait()
+        require_all(self._group, self._failure)  # no window was left to say so
+
+    def _given_out(self, message: Message) -> Pairs:
+        """What is complete with a message. Who fails while these are looked at, fails for all."""
+        try:
+            yield from self._outputs.closed(message)
+        except Exception as problem:
+            self._fail(problem, message.number)
+
+    def _advance(self, arrived: Windows | None, number: int | None) -> None:
+        """Unpack the windows that have ``arrived``, and send message ``number``, where there is one."""
+        number = number if number is not None and number < len(self._messages) else None
+        if number is not None and self._memory[number % AHEAD].room != self._program.room(number):
+            if arrived:
+                self._advance(arrived, None)
+                arrived = None
+            self._take_other_memory(number)
+        following = self._following(number) if number is not None else None
+        try:
+            self._steps(arrived, following)
+        except Exception as problem:  # whatever it is, the others are waiting for this window
+            windows = following or arrived
+            assert windows is not None
+            self._fail(problem, windows.number)
+            self._steps(arrived, following)
+        if arrived:
+            arrived.mark()
+        if following:
+            following.send()
+            self._sent.append(following)
+
+    def _take_other_memory(self, number: int) -> None:
+        """For a message of another size than the one that has arrived: on all ranks at once, and none fails alone."""
+        assert self._arrived is not None
+        self._arrived.leave()
+        room, problem = self._program.room(number), None
+        if not (self._spare and self._spare[-1].room == room):
+            try:
+                self._spare = [Memory(self._group, *room) for _ in range(AHEAD)]
+            except Exception as error:
+                problem = error
+            require_all(self._group, problem)
+        self._memory[number % AHEAD] = self._spare.pop()
+
+    def _following(self, number: int) -> Windows:
+        received, sent = self._program.received(number), self._program.sent(number)
+        return Windows(self._group, self._memory[number % AHEAD], number, received, sent, self._program.lineup(number))
+
+    def _steps(self, arrived: Windows | None, following: Windows | None) -> None:
+        """Both in one step, where this rank's next window does not lie upon those that others have sent."""
+        if arrived and following and following.lies_upon(arrived):
+            self._step(arrived, None)
+            self._step(None, following)
+        elif arrived or following:
+            self._step(arrived, following)
+
+    def _step(self, arrived: Windows | None, following: Windows | None) -> None:
+        unpack, pack = not (self._closed or self._failure), not self._failure
+        numbers = arrived.number if arrived else None, following.number if following else None
+        step = self._program.step(*numbers, unpack=unpack, pack=pack, lend=self._lends)
+        if not unpack:
+            self._outputs.clear()
+        state = State.FAILED if self._failure else State.CLOSED if self._closed else State.CONSUMING
+        passing = [
+            arrived.all if arrived else self._nothing,
+            following.stamped(state, str(self._failure or "")) if following else self._nothing,
+            arrived.headers if arrived else self._nothing,
+            following.own if following else self._nothing,
+        ]
+        held, outputs = self._held.read_by(step), self._outputs.opened_by(step)
+        step.moves.make(held, Buffers([*passing, *outputs]), self._group.device)
+        if arrived:
+            self._outputs.lend(step, arrived.all)
+
+    def _fail(self, problem: Exception, number: int) -> None:
+        entries = self._program.plan.goods.entries
+        names = [entries[piece.entry].held.mcore for piece in self._messages[number].pieces]
+        where = f"in the message of {names[0]} to {names[-1]}" if names else "in a message for others"
+        self._failure = ExportError(f"{type(problem).__name__} {where}: {problem}")
