@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from mcore_bridge.convert.api import convert
-from tests import pool
-from tests.gpus import free_port
-from tests.strategies import random_state, save, tiny
-from tests.test_examples import torchrun
+from tests.project.test_examples import torchrun
+from tests.support import pool
+from tests.support.gpus import free_port
+from tests.support.strategies import random_state, save, tiny
 
 ROOT = Path(__file__).parent.parent
 WHOLE = """

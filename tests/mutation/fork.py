@@ -1,7 +1,7 @@
 """Runs some tests in a fork of a process that has imported torch, transformers and megatron-core, but nothing of ours.
 
-Each fork has a further one from which the workers of ``tests/pool.py`` are forked, as Python's own server has imported
-nothing yet.
+Each fork has a further one, from which the workers of ``tests/support/pool.py`` are forked: Python's own server has
+imported nothing yet.
 """
 
 import contextlib

@@ -72,7 +72,7 @@ class Tracing:
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
-        from tests import pool
+        from tests.support import pool
 
         self.coverage.switch_context(item.nodeid)
         real = pool._run

@@ -15,7 +15,7 @@ from typing import Any
 import transformers
 
 from mcore_bridge.architecture import architecture_of
-from tests.strategies import tiny
+from tests.support.strategies import tiny
 
 NEWEST = not transformers.__version__.startswith("4.")
 """Not 4.57, which computes some things otherwise than publishers and its successors do."""

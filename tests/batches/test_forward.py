@@ -1,0 +1,496 @@
+"""``forward`` on any mesh: log-probs, entropies and values of an unpacked batch are those of transformers' logits."""
+
+import contextlib
+import re
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core import parallel_state
+
+import mcore_bridge as mb
+from mcore_bridge.batches import packing
+from mcore_bridge.batches.microbatches import tokens_in_fp8
+from mcore_bridge.errors import BatchError, ConfigError
+from tests import zoo
+from tests.support import pool, stepping
+from tests.support.forward_batches import FAMILIES, LENGTHS, batch_of, expected_of
+from tests.support.parity import BATCH, LONG, reference_of
+from tests.support.strategies import random_state, tiny
+
+BOUND = 2e-5  # of the spread of logits, as in test_parity
+assert len(LENGTHS) == BATCH
+
+
+def run(hf, dims, options):
+    """What this rank says; or how the mesh was refused."""
+    dims.initialize(device="cpu")
+    try:
+        models = mb.build_model(hf, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(hf))
+        for model in models:
+            model.eval()
+        found = mb.forward(models, *batch_of(hf), **options)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        stepping.leave_mesh()
+    return found.log_probs, found.entropy
+
+
+def check(name, dims, **options):
+    """Compare on every rank; or say how the mesh was refused."""
+    hf, reference = zoo.cases()[name].hf, reference_of(name)
+    expected = expected_of(reference, hf, options.get("temperature", 1.0))
+    for found in pool.run(dims.smallest_world, run, hf, dims, options):
+        if isinstance(found, str):
+            return found
+        for ours, theirs in zip(found, expected, strict=True):
+            assert float((ours - theirs).abs().max() / reference.std()) < BOUND
+    return ""
+
+
+@pytest.mark.parametrize("name", ["mistral-window", *FAMILIES.values()])
+def test_packed_sequences_of_every_family(name):
+    """Each of them is cut for context parallelism as well, unless a family is refused there."""
+    if refusal := check(name, mb.ParallelDims(cp=2)):
+        assert "context parallel" in refusal
+        assert not check(name, mb.ParallelDims())
+
+
+MESHES = [
+    mb.ParallelDims(tp=2, sp=True),
+    mb.ParallelDims(cp=2),
+    mb.ParallelDims(tp=2, cp=2, sp=True),
+    mb.ParallelDims(tp=2, cp=2),
+    mb.ParallelDims(pp=2),
+    mb.ParallelDims(pp=2, vp=2),
+    mb.ParallelDims(tp=2, pp=2, sp=True),
+]
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "rows"])
+@pytest.mark.parametrize("dims", MESHES, ids=str)
+def test_every_mesh(dims, packed):
+    assert not check("qwen3", dims, packed=packed, micro_batch_size=1)
+
+
+@pytest.mark.parametrize("dims", [mb.ParallelDims(ep=2), mb.ParallelDims(tp=2, ep=2, sp=True)], ids=str)
+def test_experts_on_other_ranks(dims):
+    assert not check("qwen3_moe", dims)
+
+
+def of_replicas(dims, dispatcher, batches, options):
+    """What this rank's replica says of its batch, the numbers of rows of the zoo's."""
+    hf = zoo.cases()["qwen3_moe"].hf
+    with stepping.mesh(dims):
+        how = {"dims": dims, "dtype": torch.float32, "device": "cpu", "load_weights": random_state(hf)}
+        models = mb.build_model(hf, **how, overrides={"moe_token_dispatcher_type": dispatcher})
+        rows = batches[parallel_state.get_data_parallel_rank()]
+        try:
+            found = mb.forward(models, *(each[rows] for each in batch_of(hf)), **options)
+        except BatchError as error:
+            return str(error)
+    return rows, found.log_probs
+
+
+BALANCED = {
+    "aux_loss": ("qwen3_moe", {"moe_aux_loss_coeff": 0.05, "moe_router_load_balancing_type": "aux_loss"}),
+    "seq_aux_loss": ("qwen3_moe", {"moe_aux_loss_coeff": 0.05, "moe_router_load_balancing_type": "seq_aux_loss"}),
+    "z_loss": ("qwen3_moe", {"moe_z_loss_coeff": 0.05}),
+    "bias": ("deepseek_v3", {"moe_router_bias_update_rate": 1e-3}),
+    "softmax bias": ("ernie4_5_moe", {"moe_router_bias_update_rate": 1e-3}),
+}
+
+
+def balanced(kind, dims, ways):
+    """What routers learn of one batch, padded in each of some ways: gradients, and tokens of each expert."""
+    name, overrides = BALANCED[kind]
+    hf, found = zoo.cases()[name].hf, []
+    for options in ways:
+        with stepping.mesh(dims):
+            how = {"dims": dims, "dtype": torch.float32, "device": "cpu", "load_weights": random_state(hf)}
+            models = mb.build_model(hf, **how, overrides=overrides)
+            wrapped = stepping.wrap(models)
+            models[0].config.finalize_model_grads_func = None  # which takes the counts to other places
+            try:
+                mb.forward(wrapped, *batch_of(hf), loss=lambda out, rows: out.log_probs.sum() * 0, **options)
+            except BatchError as error:
+                return str(error)
+            routers = [module for chunk in models for name, module in chunk.named_modules() if name.endswith("router")]
+            learnt = [router.weight.main_grad for router in routers]
+            counts = [router.local_tokens_per_expert for router in routers if router.expert_bias is not None]
+            for each in (*learnt, *counts):
+                torch.distributed.all_reduce(each, group=models[0].pg_collection.tp_cp)
+            found.append([each.clone() for each in (counts or learnt)])
+    return found
+
+
+@pytest.mark.parametrize(
+    "dims", [mb.ParallelDims(), mb.ParallelDims(tp=2, sp=True), mb.ParallelDims(tp=2, pp=2, sp=True)], ids=str
+)
+@pytest.mark.parametrize("kind", BALANCED)
+def test_routers_learn_nothing_from_padding(kind, dims):
+    """All of it is one token, which goes to the same experts. Of ranks that have parts of a sequence, z_loss is a mean
+    over their own means, which depends on where they are cut."""
+    if kind == "z_loss" and dims.sp:
+        pytest.skip("megatron-core takes the mean of each rank's tokens")
+    packed = [{"multiple_of": 1}, {"multiple_of": 64}, {"multiple_of": 64, "packed": False}]
+    ways = packed[:2] if kind == "seq_aux_loss" else packed  # of rows, it is a mean over these
+    for found in pool.run(dims.smallest_world, balanced, kind, dims, [{"micro_batch_size": 1, **way} for way in ways]):
+        first, *others = found
+        assert first
+        assert all(float(each.abs().sum()) > 0 for each in first)
+        for other in others:
+            for known, each in zip(first, other, strict=True):
+                torch.testing.assert_close(each, known, rtol=1e-4, atol=1e-7)
+
+
+def test_microbatches_of_padding_alone_are_refused_where_they_would_be_divided_by():
+    dims = mb.ParallelDims(pp=2, vp=2)
+    message = "each microbatch must have a token that counts"
+    assert all(message in found for found in pool.run(2, balanced, "aux_loss", dims, [{"micro_batch_size": 3}]))
+
+
+SHARED = [mb.ParallelDims(ep=2), mb.ParallelDims(tp=2, ep=4, sp=True), mb.ParallelDims(pp=2, ep=2)]
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "rows"])
+@pytest.mark.parametrize("dims", SHARED, ids=str)
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_replicas_that_share_experts_have_tokens_of_their_own(dispatcher, dims, packed):
+    """Of different lengths: one dispatcher of megatron-core asks for these, the other would wait for ever."""
+    hf, reference = zoo.cases()["qwen3_moe"].hf, reference_of("qwen3_moe")
+    expected, _ = expected_of(reference, hf)
+    options = {"packed": packed}
+    for found in pool.run(dims.smallest_world, of_replicas, dims, dispatcher, [[0], [1]], options):
+        rows, log_probs = found
+        assert float((log_probs - expected[rows]).abs().max() / reference.std()) < BOUND
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "options", "words"),
+    [
+        ("alltoall", {"micro_batch_size": 1}, "equally many microbatches, found 1 to 2"),
+        ("allgather", {"packed": False}, "equally many rows in a microbatch, found 1 to 2"),
+    ],
+)
+def test_replicas_that_would_wait_for_each_other_are_refused(dispatcher, options, words):
+    assert all(words in found for found in pool.run(2, of_replicas, SHARED[0], dispatcher, [[0], [0, 1]], options))
+
+
+RECOMPUTED = {
+    "deepseek_v3": ["core_attn", "mla_up_proj", "moe", "shared_experts"],
+    "gpt_oss": ["core_attn", "moe"],
+    "gemma2": ["core_attn"],
+}
+
+
+def gradients(name, dims, modules):
+    """Of all parameters, where what some modules compute is computed again on the way back."""
+    hf = zoo.cases()[name].hf
+    again = {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
+    with stepping.mesh(dims):
+        how = {"dims": dims, "dtype": torch.float32, "device": "cpu", "load_weights": random_state(hf)}
+        models = mb.build_model(hf, **how, overrides=again)
+        mb.forward(stepping.wrap(models), *batch_of(hf), loss=lambda out, rows: out.log_probs.sum())
+        return {key: each.main_grad.clone() for key, each in models[0].named_parameters() if each.requires_grad}
+
+
+@pytest.mark.parametrize("dims", [mb.ParallelDims(), mb.ParallelDims(tp=2, sp=True)], ids=str)
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_what_is_computed_again_has_the_same_gradients(name, dims):
+    """Also where attention has sinks or caps, or is latent."""
+    known, again = (pool.run(dims.tp, gradients, name, dims, modules) for modules in ([], RECOMPUTED[name]))
+    for expected, found in zip(known, again, strict=True):
+        assert sum(float(each.abs().sum()) for each in expected.values()) > 0
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def refused_somewhere(dims, batches):
+    """How a rank raises whose replica, or whose neighbour, cannot take its batch."""
+    hf = zoo.cases()["qwen3_moe"].hf
+    with stepping.mesh(dims):
+        how = {"dims": dims, "dtype": torch.float32, "device": "cpu", "load_weights": random_state(hf)}
+        models = mb.build_model(hf, **how)
+        batch = batches[parallel_state.get_data_parallel_rank()]
+        fails = isinstance(batch, Exception)
+        failing = mock.patch("mcore_bridge.batches.forward.micro_batches", side_effect=batch)
+        with pytest.raises((BatchError, MemoryError)) as caught, failing if fails else contextlib.nullcontext():
+            mb.forward(models, batches[0] if fails else batch)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("dims", SHARED, ids=str)
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (torch.full((2, 3), 1 << 20), "input_ids must be 0 to 95"),
+        (torch.zeros(2, 0, dtype=torch.int64), "at least one token, found (2, 0)"),
+        (torch.zeros(4, dtype=torch.int64), "at least one token, found (4,)"),
+        (MemoryError("no memory for that"), "no memory for that"),
+    ],
+)
+def test_a_batch_that_one_replica_cannot_take_raises_on_all_that_share_its_experts(batch, message, dims):
+    batches = [torch.ones(2, 3, dtype=torch.int64), batch]
+    found = pool.run(dims.smallest_world, refused_somewhere, dims, batches, timeout=60)
+    assert sum(message in each for each in found) == len(found) // 2
+    assert sum("cannot take its batch" in each for each in found) == len(found) // 2
+
+
+@pytest.mark.parametrize(
+    ("recipe", "unit"), [(None, 1), ("delayed", 16), ("tensorwise", 16), ("blockwise", 128), ("mxfp8", 32)]
+)
+def test_tokens_are_padded_to_what_fp8_needs(recipe, unit):
+    assert tokens_in_fp8(SimpleNamespace(fp8=recipe and "hybrid", fp8_recipe=recipe or "delayed")) == unit
+
+
+def beyond(token):
+    hf = zoo.cases()["qwen3"].hf
+    with stepping.mesh(mb.ParallelDims()):
+        models = mb.build_model(hf, dims=mb.ParallelDims(), device="cpu", dtype=torch.float32, load_weights=False)
+        ids, mask = batch_of(hf)
+        mask[0, 0] = 0
+        ids[0, 0] = token
+        mb.forward(models, ids.clamp(0, hf.vocab_size), mask)
+        ids[1, 0] = token
+        with pytest.raises(BatchError, match=f"input_ids must be 0 to {hf.vocab_size - 1} .* found"):
+            mb.forward(models, ids, mask)
+
+
+@pytest.mark.parametrize("token", [-1, 10**6])
+def test_tokens_beyond_the_vocabulary_are_refused_where_they_count(token):
+    pool.run(1, beyond, token)
+
+
+def test_temperature_and_fp8_sizes():
+    assert not check("qwen3", mb.ParallelDims(tp=2, sp=True), temperature=0.6, multiple_of=16)
+
+
+def run_with_mistake(hf, dims, mistake):
+    """What this rank says when a mistake is planted."""
+    kept = packing._params, packing._cut
+    try:
+        if mistake == "sequences run into each other":
+            packing._params = lambda sizes, device: kept[0]([sum(sizes)], device)
+        else:  # context-parallel ranks have each other's tokens
+
+            def swapped(*arguments):
+                *others, cp, cp_rank = arguments
+                return kept[1](*others, cp, cp - 1 - cp_rank)
+
+            packing._cut = swapped
+        return run(hf, dims, {})
+    finally:
+        packing._params, packing._cut = kept
+
+
+@pytest.mark.parametrize("mistake", ["sequences run into each other", "ranks have each other's tokens"])
+def test_a_mistake_would_be_seen(mistake):
+    hf, reference = zoo.cases()["qwen3"].hf, reference_of("qwen3")
+    for found, _ in pool.run(2, run_with_mistake, hf, mb.ParallelDims(cp=2), mistake):
+        assert float((found - expected_of(reference, hf)[0]).abs().max() / reference.std()) > 50 * BOUND
+
+
+# backward -------------------------------------------------------------------------------------------------------------
+
+HF = tiny("qwen3", num_key_value_heads=2, num_hidden_layers=4, vocab_size=97)
+
+
+def weights_of(shape):
+    """What each token's log-probability and entropy count in a loss."""
+    return torch.randn(2, *shape, generator=torch.Generator().manual_seed(5))
+
+
+def loss_of(log_probs, entropies, rows):
+    of_log_probs, of_entropies = weights_of((BATCH, LONG))[:, rows]
+    return (log_probs * of_log_probs + entropies * of_entropies).sum()
+
+
+def by_forward(dims, options):
+    """Gradients that ``forward`` leaves in mcore's DDP, by HF name, and what it says."""
+    with stepping.mesh(dims):
+        chunks = mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
+        found = mb.forward(
+            stepping.wrap(chunks),
+            *batch_of(HF),
+            loss=lambda outputs, rows: loss_of(outputs.log_probs, outputs.entropy, rows),
+            **options,
+        )
+        assert not found.log_probs.requires_grad
+        return found.log_probs, gradients_of(chunks, "main_grad")
+
+
+def by_hand():
+    """The same of one rank that gives each row to the model without padding, and no microbatches."""
+    ids, _ = batch_of(HF)
+    with stepping.mesh(mb.ParallelDims()):
+        (model,) = mb.build_model(HF, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
+        loss = torch.zeros(())
+        for row, length in enumerate(LENGTHS):
+            own = ids[row : row + 1, LONG - length :]
+            logs = torch.log_softmax(model(own, torch.arange(length)[None], None)[0, :-1], -1)
+            log_probs, entropies = torch.zeros(1, LONG), torch.zeros(1, LONG)
+            log_probs[0, LONG - length + 1 :] = logs.gather(-1, own[0, 1:, None])[:, 0]
+            entropies[0, LONG - length + 1 :] = -(logs.exp() * logs).sum(-1)
+            loss = loss + loss_of(log_probs, entropies, slice(row, row + 1))
+        loss.backward()
+        return gradients_of([model], "grad")
+
+
+def gradients_of(chunks, name):
+    """Gradients have the places of their parameters, so that the export gives them HF names."""
+    with torch.no_grad():
+        for parameter in [each for chunk in chunks for each in chunk.parameters()]:
+            parameter.copy_(getattr(parameter, name))
+    return {name: tensor.clone() for name, tensor in mb.to_hf_state_dict(chunks).items()}
+
+
+@pytest.mark.parametrize("size", [1, BATCH])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "rows"])
+@pytest.mark.parametrize("dims", MESHES, ids=str)
+def test_gradients_are_those_of_unpadded_rows(dims, packed, size):
+    """Of the mean over two microbatches, or of one with both rows, beside which virtual stages have one of padding."""
+    (expected,) = pool.run(1, by_hand)
+    for _, found in pool.run(
+        dims.pp * dims.tp * dims.cp, by_forward, dims, {"packed": packed, "micro_batch_size": size}
+    ):
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            worst = (found[name] * (BATCH // size) - gradient).abs().max() / gradient.abs().max()
+            assert worst < 1e-4, f"{name}: {worst}"
+
+
+def test_microbatches_that_only_fill_a_round_change_nothing():
+    """Three rounds of one row on two virtual stages take four microbatches: one is of padding alone."""
+    dims = mb.ParallelDims(pp=2, vp=2)
+    for log_probs, gradients in pool.run(2, three_rows, dims):
+        for other, others in pool.run(1, three_rows, mb.ParallelDims()):
+            torch.testing.assert_close(log_probs, other, rtol=0, atol=1e-4)
+            for name, gradient in others.items():
+                assert (gradients[name] - gradient).abs().max() < 1e-4 * gradient.abs().max(), name
+
+
+def three_rows(dims):
+    ids = torch.randint(0, HF.vocab_size, (3, 7), generator=torch.Generator().manual_seed(7))
+    with stepping.mesh(dims):
+        chunks = mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
+        wrapped = stepping.wrap(chunks)
+        found = mb.forward(wrapped, ids, loss=lambda outputs, rows: outputs.log_probs.sum(), micro_batch_size=1)
+        return found.log_probs, gradients_of(chunks, "main_grad")
+
+
+def values_of(dims, hf, head):
+    with stepping.mesh(dims):
+        state = random_state(hf)
+        models = mb.build_model(hf, dims=dims, dtype=torch.float32, device="cpu", head=head, load_weights=state)
+        for model in models:
+            for parameter in model.output_layer.parameters() if model.post_process else ():
+                torch.nn.init.constant_(parameter, 0.5)
+            model.eval()
+        ids, mask = batch_of(hf)
+        found = mb.forward(models, ids, mask)
+        assert found.log_probs is None
+        if dims.pp * dims.cp > 1:
+            return found.values, None
+        with torch.no_grad():
+            rows = [ids[row : row + 1, LONG - length :] for row, length in enumerate(LENGTHS)]
+            return found.values, [models[0](row, torch.arange(row.size(1))[None], None)[0] for row in rows]
+
+
+@pytest.mark.parametrize("head", ["value", "classification"])
+def test_what_a_head_says_is_at_its_token(head):
+    hf = tiny("qwen3", num_key_value_heads=2, num_labels=3)
+    ((found, rows),) = pool.run(1, values_of, mb.ParallelDims(), hf, head)
+    assert found.shape == ((BATCH, LONG) if head == "value" else (BATCH, LONG, 3))
+    for values, row, length in zip(found, rows, LENGTHS, strict=True):
+        torch.testing.assert_close(values[LONG - length :].view(row.shape), row)
+        assert not values[: LONG - length].any()
+    for other, _ in pool.run(4, values_of, mb.ParallelDims(cp=2, pp=2), hf, head):
+        torch.testing.assert_close(other, found)
+
+
+def of_a_user(out, rows):
+    """On one tensor rank alone, and with the second microbatch alone."""
+    if rows.start and not parallel_state.get_tensor_model_parallel_rank():
+        raise KeyError("of a user")
+    return None if rows.start else out.entropy.sum()
+
+
+LOSSES = {
+    r"scalar tensor .* found torch.float32 of shape \(1, 40\)": lambda out, rows: out.log_probs,
+    "scalar tensor .* found tuple": lambda out, rows: (out.log_probs.sum(), {}),
+    "scalar tensor .* found NoneType": lambda out, rows: None,
+    "scalar tensor .* found float": lambda out, rows: out.log_probs.sum().item(),
+    "scalar tensor .* found one from which no gradient": lambda out, rows: out.log_probs.detach().sum(),
+    "scalar .* which no gradient": lambda out, rows: torch.ones((), requires_grad=True) * 2,
+    "of a user": of_a_user,
+}
+
+
+def losses_that_are_none(dims):
+    """How each of them ends on this rank, with which the same ranks go on."""
+    with stepping.mesh(dims):
+        chunks = mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
+        wrapped, found = stepping.wrap(chunks), []
+        for loss in LOSSES.values():
+            with pytest.raises((BatchError, KeyError)) as refused:
+                mb.forward(wrapped, *batch_of(HF), loss=loss, micro_batch_size=1)
+            found.append(str(refused.value))
+        mb.forward(wrapped, *batch_of(HF), loss=lambda out, rows: out.log_probs[:, :0].sum(), micro_batch_size=1)
+        return found, parallel_state.is_pipeline_last_stage(), parallel_state.get_tensor_model_parallel_rank()
+
+
+@pytest.mark.parametrize("dims", [mb.ParallelDims(), mb.ParallelDims(tp=2, pp=2)], ids=str)
+def test_a_loss_that_is_none_raises_on_all_ranks(dims):
+    for found, is_last, tp_rank in pool.run(dims.smallest_world, losses_that_are_none, dims, timeout=60):
+        for message, words in zip(found, LOSSES, strict=True):
+            knows = is_last and (words != "of a user" or not tp_rank)
+            other = "scalar tensor .* found NoneType" if is_last else "the loss failed on another rank of this replica"
+            assert re.search(words if knows else other, message), message
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(BatchError, match="at least one token, found"):
+        pool.run(1, refused)
+
+
+def refused():
+    with stepping.mesh(mb.ParallelDims()):
+        models = mb.build_model(HF, dtype=torch.float32, device="cpu", load_weights=False)
+        ids = torch.zeros(2, 4, dtype=torch.long)
+        with pytest.raises(BatchError, match=r"attention_mask \(3, 4\) must be as input_ids \(2, 4\)"):
+            mb.forward(models, ids, torch.ones(3, 4))
+        with pytest.raises(
+            BatchError, match=r"input_ids must be int64, found torch\.float32: pass input_ids\.long\(\)"
+        ):
+            mb.forward(models, ids.float())
+        with pytest.raises(BatchError, match="micro_batch_size must be at least 1, found -1"):
+            mb.forward(models, ids, micro_batch_size=-1)
+        for temperature in (0, -1.0, float("nan"), float("inf"), torch.ones(2)):
+            with pytest.raises(BatchError, match="temperature must be a number of at least 1e-06, found"):
+                mb.forward(models, ids, temperature=temperature)
+        added = torch.zeros(2, 4).masked_fill(torch.arange(4) > 2, -1e9)
+        for mask in (added, added.to(torch.bfloat16), torch.ones(2, 4, dtype=torch.int32) * torch.arange(4)):
+            with pytest.raises(BatchError, match=r"attention_mask must be 1 or True .* pass mask == 0"):
+                mb.forward(models, ids, mask)
+            with pytest.raises(BatchError, match="attention_mask must be 1 or True"):
+                mb.pack_sequences(ids, mask)
+        for mask in (added == 0, (added == 0).float()):
+            mb.forward(models, ids, mask)
+        models[0].config.context_parallel_size, models[0].config.cp_comm_type = 2, "all_gather"
+        with pytest.raises(BatchError, match="cp_comm_type='all_gather' sequences cannot be packed: packed=False"):
+            mb.forward(models, ids)
+        models[0].config.context_parallel_size, models[0].config.mtp_num_layers = 1, 1
+        with pytest.raises(BatchError, match="mtp_num_layers=1 has megatron-core add a loss of its own"):
+            mb.forward(models, ids)
+        models[0].config.mtp_num_layers, models[0].config.tensor_model_parallel_size = None, 2
+        models[0].parallel_output = False
+        with pytest.raises(BatchError, match="parallel_output=False gathers logits"):
+            mb.forward(models, ids)
+        models[0].config.tensor_model_parallel_size = 1
+        models[0].config.calculate_per_token_loss = True
+        with pytest.raises(BatchError, match="calculate_per_token_loss"):
+            mb.forward(models, ids, loss=lambda outputs, rows: outputs.log_probs.sum())
+        mb.forward(models, ids[:0])

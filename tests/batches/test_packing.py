@@ -1,0 +1,176 @@
+"""Packing and its inverse: every token once, in its place, with its successor, on any mesh; log-probs cut over tp."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mcore_bridge as mb
+from mcore_bridge.batches import logprobs
+from mcore_bridge.errors import BatchError
+from tests.support import pool
+
+
+@st.composite
+def batches(draw):
+    """A mask of any kind (left, right, holes, empty rows), tokens that tell places apart, a mesh, and options."""
+    rows, seq = draw(st.integers(1, 5)), draw(st.integers(1, 13))
+    mask = torch.tensor(draw(st.lists(st.booleans(), min_size=rows * seq, max_size=rows * seq))).view(rows, seq)
+    tp, cp = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 3]))
+    dims = mb.ParallelDims(tp=tp, cp=cp, sp=tp > 1 and draw(st.booleans()))
+    options = {
+        "packed": draw(st.booleans()),
+        "multiple_of": draw(st.sampled_from([1, 4])),
+        "min_tokens": draw(st.integers(0, 40)),
+    }
+    return torch.arange(1, 1 + rows * seq).view(rows, seq), mask, dims, options
+
+
+def dealt(cp, tokens):
+    """The places of each rank's tokens in a sequence, told in another way."""
+    chunks = torch.arange(tokens).chunk(2 * cp) if cp > 1 else [torch.arange(tokens)]
+    return [torch.cat((chunks[r], chunks[2 * cp - 1 - r])) if cp > 1 else chunks[0] for r in range(cp)]
+
+
+@given(batches())
+def test_every_token_is_in_one_place_with_its_successor(batch):
+    input_ids, mask, dims, options = batch
+    ranks = [mb.pack_sequences(input_ids, mask, dims=dims, cp_rank=rank, **options) for rank in range(dims.cp)]
+    first = ranks[0]
+    tokens = first.num_tokens // dims.cp
+    assert tokens % ((dims.tp if dims.sp else 1) * options["multiple_of"]) == 0
+    assert first.num_tokens >= options["min_tokens"]
+    # put the ranks' tokens together again, sequence by sequence
+    params = first.packed_seq_params
+    assert (params is not None) == options["packed"]
+    sizes = params.cu_seqlens_q.diff().tolist() if params else [first.num_tokens]
+    rows = [[] for _ in range(first.input_ids.size(0))]
+    for row, found in enumerate(rows):
+        start = 0
+        for size in sizes:
+            assert size % (2 * dims.cp if dims.cp > 1 else 1) == 0
+            whole = torch.full((3, size), -1)
+            for rank, places in zip(ranks, dealt(dims.cp, size), strict=True):
+                part = slice(start, start + size // dims.cp)
+                own = (rank.input_ids, rank.position_ids, torch.where(rank.loss_mask, rank.labels, 0))
+                whole[:, places] = torch.stack([each[row, part] for each in own])
+            start += size // dims.cp
+            assert whole[1].tolist() == list(range(size))
+            found.append((whole[0].tolist(), whole[2].tolist()))
+    expected = [row[keep].tolist() for row, keep in zip(input_ids, mask, strict=True)]
+    found = [(ids[: len(ids) - ids.count(0)], ids, labels) for row in rows for ids, labels in row]
+    assert [real for real, _, _ in found if real] == [row for row in expected if row]
+    for real, ids, labels in found:
+        assert ids == real + [0] * (len(ids) - len(real))  # padding is behind
+        assert labels == real[1:] + [0] * (len(ids) - max(len(real) - 1, 0))
+    if params:
+        longest = max(max((len(row) for row in expected), default=0), 512)  # padding is never longer
+        assert max(sizes) - longest < (2 * dims.cp if dims.cp > 1 else 1)
+        assert params.max_seqlen_q == max(sizes)
+        assert all(sizes)
+
+
+@given(batches())
+def test_unpacking_is_the_inverse(batch):
+    input_ids, mask, dims, options = batch
+    ranks = [mb.pack_sequences(input_ids, mask, dims=dims, cp_rank=rank, **options) for rank in range(dims.cp)]
+    own = torch.stack([rank.input_ids for rank in ranks])
+    assert torch.equal(mb.unpack_sequences(ranks[-1], own), input_ids * mask)
+    labels = torch.stack([rank.labels for rank in ranks])
+    behind = mask.long().cumsum(1) > 1  # all but the first of each row
+    assert torch.equal(mb.unpack_sequences(ranks[-1], labels, following=True), input_ids * (mask & behind))
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(BatchError, match=r"must both be \[batch, seq\]"):
+        mb.pack_sequences(torch.ones(2, 3, dtype=torch.long), torch.ones(2, 4))
+    with pytest.raises(BatchError, match="cp_rank must be 0 to 1 at cp=2, found 2"):
+        mb.pack_sequences(torch.ones(2, 3, dtype=torch.long), dims=mb.ParallelDims(cp=2), cp_rank=2)
+    packed = mb.pack_sequences(torch.ones(2, 3, dtype=torch.long))
+    with pytest.raises(BatchError, match=r"\(1, 1, 6\), found \(1, 6\)"):
+        mb.unpack_sequences(packed, torch.zeros(1, 6))
+
+
+# log-probabilities over a cut vocabulary ------------------------------------------------------------------------------
+
+VOCAB = 11
+
+
+def reference(logits, labels, temperature):
+    logs = torch.log_softmax(logits[..., :VOCAB] / temperature, -1)
+    return logs.gather(-1, labels[..., None])[..., 0], -(logs.exp() * logs).sum(-1)
+
+
+def on_this_rank(logits, labels, weights, temperature, chunk):
+    """This rank's log-probs, entropies and gradient of its logits."""
+    logprobs.CHUNK = chunk
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own = logits.chunk(size, -1)[rank].clone().requires_grad_()
+    options = {"vocab_size": VOCAB, "group": dist.group.WORLD, "temperature": temperature}
+    found = mb.log_probs(own, labels, **options)
+    (found[0] * weights[0] + found[1] * weights[1]).sum().backward()
+    return found[0].detach(), found[1].detach(), own.grad
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_and_entropies_of_a_cut_vocabulary(world_size, temperature):
+    """Padded to 16 columns: of four ranks the last has one that counts; and 24, of which it has none."""
+    for columns in (16, 24):
+        generator = torch.Generator().manual_seed(columns)
+        logits = torch.randn(3, 5, columns, generator=generator) * 4
+        labels = torch.randint(0, VOCAB, (3, 5), generator=generator)
+        weights = torch.randn(2, 3, 5, generator=generator)
+        whole = logits.clone().requires_grad_()
+        expected = reference(whole, labels, temperature)
+        (expected[0] * weights[0] + expected[1] * weights[1]).sum().backward()
+        for chunk in (1 << 26, 7):
+            found = pool.run(world_size, on_this_rank, logits, labels, weights, temperature, chunk)
+            for log_prob, entropy, _ in found:
+                torch.testing.assert_close(log_prob, expected[0].detach())
+                torch.testing.assert_close(entropy, expected[1].detach())
+            torch.testing.assert_close(torch.cat([grad for _, _, grad in found], -1), whole.grad)
+
+
+def peaks(num_tokens, vocab, chunk):
+    """Bytes that log-probs take, and their gradient, beside what they give, in fp32 chunks of logits in bf16."""
+    logprobs.CHUNK, kept = chunk, logprobs.CHUNK
+    logits = torch.randn(num_tokens, vocab).bfloat16().requires_grad_()
+    labels = torch.randint(0, vocab, (num_tokens,))
+    options = {"vocab_size": vocab, "group": dist.group.WORLD}
+    found, forward = peak_of(lambda: mb.log_probs(logits, labels, **options))
+    loss = found[0].sum() + found[1].sum()
+    _, backward = peak_of(loss.backward)
+    logprobs.CHUNK = kept
+    return [taken / (4 * chunk) for taken in (forward, backward - logits.nbytes)]
+
+
+def peak_of(function):
+    """What a function gives, and the most bytes that it has taken and not given back."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        found = function()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return found, max(
+        itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda each: each.start_ns()))
+    )
+
+
+def test_log_probs_take_few_chunks():
+    """Nothing that is as large as the logits: 64 MB four times are what the documentation says."""
+    ((forward, backward),) = pool.run(1, peaks, 4096, 1024, 1 << 18)
+    assert 1 < forward < 3.8
+    assert 1 < backward < 3.8
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    (message,) = pool.run(1, refused)
+    assert message == "1 ranks with 8 logits each are no vocabulary of 11"
+
+
+def refused():
+    with pytest.raises(BatchError) as caught:
+        mb.log_probs(torch.zeros(2, 8), torch.zeros(2, dtype=torch.long), vocab_size=11, group=dist.group.WORLD)
+    return str(caught.value)

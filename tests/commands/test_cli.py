@@ -1,0 +1,451 @@
+"""The command as users run it: what is right passes, what is off gives exit code 1 and one message that says why."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from safetensors.torch import load_file, save_file
+
+from mcore_bridge import BridgeError, Manifest, ParallelDims
+from mcore_bridge.commands import doctor, report, text
+from mcore_bridge.commands.plan.tables import plan
+from mcore_bridge.commands.verify.logits import Comparison
+from mcore_bridge.commands.verify.rank import Finding
+from mcore_bridge.commands.verify.verify import TOLERANCE, Verdict, _crossing, differences, widest
+from mcore_bridge.launch.processes import RankError, run_ranks
+from mcore_bridge.weights.dtypes import wanted_dtype
+from tests.support import tiny
+from tests.support.command import refused, run
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.random_checkpoint(
+        tiny.config("qwen3"), tmp_path_factory.mktemp("checkpoints") / "qwen3", dtype=torch.bfloat16
+    )
+
+
+@pytest.fixture
+def copied(checkpoint: Path, tmp_path: Path) -> Path:
+    """A checkpoint to break."""
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for path in checkpoint.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def edit(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def configured(folder: Path, **fields: object) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    return folder
+
+
+# verify ---------------------------------------------------------------------------------------------------------------
+
+
+def test_verify_says_that_all_is_well(checkpoint: Path, tmp_path: Path) -> None:
+    result = run("verify", checkpoint, "--tp", 2, "--pp", 2, "--vp", 2, "--sp", "--save", tmp_path / "saved")
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.output.split())
+    assert "exact yes: 47 tensors bit by bit, on all 4 ranks" in said
+    assert "saved yes: 47 tensors bit by bit" in said
+    assert "largest difference to transformers" in said
+    assert shards(tmp_path / "saved")
+
+
+def test_verify_of_a_context_parallel_mesh_in_another_dtype(checkpoint: Path) -> None:
+    result = run("verify", checkpoint, "--cp", 2, "--dtype", "float32", "--tokens", 9)
+    assert result.exit_code == 0, result.output
+    assert "of float32 in 47 tensors" in result.output
+
+
+def test_verify_keeps_each_dtype_of_a_mixed_checkpoint(copied: Path) -> None:
+    def to_fp32(tensors: dict[str, torch.Tensor]) -> None:
+        tensors.update({name: each.float() for name, each in tensors.items() if "norm" in name})
+
+    for shard in shards(copied):
+        edit(shard, to_fp32)
+    result = run("verify", copied, "--tp", 2, "--no-logits")
+    assert result.exit_code == 0, result.output
+    assert "bfloat16 and float32" in " ".join(result.output.split())
+
+
+def test_patterns_of_dtypes_are_as_many_as_tensors_of_the_rarer_ones_and_give_each_its_own() -> None:
+    dtypes = {"norm": torch.float32, "ids": torch.int64, **{f"experts.{i}": torch.bfloat16 for i in range(9)}}
+    checkpoint: Any = {name: torch.empty(1, dtype=dtype) for name, dtype in dtypes.items()}
+    crossing = _crossing(checkpoint, tuple(dtypes), None, {torch.float32, torch.bfloat16})
+    assert crossing == {"norm": torch.float32, "*": torch.bfloat16}
+    assert all(wanted_dtype(name, dtype, crossing) == dtype for name, dtype in dtypes.items())
+
+
+def test_verify_names_what_differs_from_another_folder(checkpoint: Path, copied: Path) -> None:
+    names = []
+
+    def flip(tensors: dict[str, torch.Tensor]) -> None:
+        names.append(sorted(tensors)[0])
+        tensors[names[0]].view(torch.int16).flatten()[-1] ^= 1  # the lowest bit of the last number
+
+    edit(shards(copied)[0], flip)
+    result = run("verify", checkpoint, "--against", copied, "--no-logits")
+    assert result.exit_code == 1
+    assert f"NO: 1 tensor of 47 differ on all 1 ranks: {names[0]}" in " ".join(result.output.split())
+
+
+def truncate(folder: Path) -> None:
+    os.truncate(shards(folder)[1], shards(folder)[1].stat().st_size - 1)
+
+
+def remove_a_shard(folder: Path) -> None:
+    shards(folder)[1].unlink()
+
+
+def remove_a_tensor(folder: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    name = "model.norm.weight"
+    edit(folder / index["weight_map"].pop(name), lambda tensors: tensors.__delitem__(name))
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def change_a_size(folder: Path) -> None:
+    configured(folder, intermediate_size=96)
+
+
+def unknown_architecture(folder: Path) -> None:
+    configured(folder, model_type="xglm")
+
+
+def unknown_field(folder: Path) -> None:
+    configured(folder, use_magic=True)
+
+
+def remove_the_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (truncate, "truncated"),
+        (remove_a_shard, "names files that are missing"),
+        (remove_a_tensor, "missing ['model.norm.weight']"),
+        (change_a_size, "is this the checkpoint of this config?"),
+        (unknown_architecture, "'xglm'; nearest names"),
+        (unknown_field, "use_magic"),
+        (remove_the_config, "config.json"),
+    ],
+)
+def test_verify_refuses_a_broken_checkpoint(copied: Path, damage: Callable[[Path], None], said: str) -> None:
+    damage(copied)
+    assert said in refused(run("verify", copied, "--tp", 2, "--no-logits"))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--tp", 3], "tp=3 must divide num_attention_heads=8"),
+        (["--pp", 3], "do not divide into"),
+        (["--sp"], "sp=True needs tp > 1"),
+        (["--vp", 2], "vp=2 needs pp > 1"),
+        (["--pp", 2, "--layout", "Et|t|tL"], "has 3 stages"),
+        (["--ep", 2], "expert"),
+        (["--backend", "mlx"], 'backend must be "auto"'),
+        (["--dtype", "float8"], "--dtype must be one of"),
+        (["--device", "tpu"], "--device must be one of"),
+        (["--device", "cuda", "--tp", 8, "--pp", 4, "--cp", 8], "needs one GPU for each of the 256 ranks"),
+    ],
+)
+def test_verify_refuses_a_mesh_that_does_not_fit(checkpoint: Path, options: list[Any], said: str) -> None:
+    assert said in refused(run("verify", checkpoint, *options))
+
+
+def test_a_refusal_is_one_line_on_stderr(copied: Path) -> None:
+    truncate(copied)
+    command = [sys.executable, "-m", "mcore_bridge.cli", "verify", str(copied)]
+    finished = subprocess.run(command, capture_output=True, text=True)
+    assert finished.returncode == 1
+    assert finished.stdout.strip() == ""
+    assert len(finished.stderr.strip().splitlines()) == 1, finished.stderr
+    assert "truncated" in finished.stderr
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    assert "no folder" in refused(run("verify", tmp_path / "nothing"))
+
+
+def _verdict(*, relative: float = 0.0, different: bool = False) -> Verdict:
+    spec = Manifest.from_json('[{"name": "a", "shape": [2], "dtype": "float32", "sha256": "0"}]').tensors[0]
+    other = replace(spec, sha256="1") if different else spec
+    finding = Finding(exported=Manifest((other,)), expected=(spec,), logits=Comparison(relative, 1.0, 10))
+    task: Any = type("Task", (), {"save": None})
+    nothing: Any = None
+    return Verdict(nothing, task, (finding,), ())
+
+
+def test_the_verdict() -> None:
+    assert _verdict().is_good
+    assert _verdict(relative=TOLERANCE).is_good
+    assert not _verdict(relative=TOLERANCE * 1.01).is_good
+    assert not _verdict(relative=float("nan")).is_good
+    assert not _verdict(different=True).is_good
+
+
+def test_differences_count_every_replica_and_missing_names() -> None:
+    one = Manifest.from_json('[{"name": "a", "shape": [2], "dtype": "float32", "sha256": "0"}]')
+    assert differences(one, [one, one]) == ()
+    assert differences(one, [one, Manifest(())]) == ("a",)
+    assert differences(Manifest(()), [one]) == ("a",)
+
+
+def test_the_dtype_of_a_checkpoint() -> None:
+    assert widest({torch.bfloat16}) is torch.bfloat16
+    assert widest({torch.bfloat16, torch.float16}) is torch.float32
+    with pytest.raises(BridgeError, match="float8_e4m3fn"):
+        widest({torch.bfloat16, torch.float8_e4m3fn})
+
+
+# processes ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_bar_of_a_phase_is_over_all_ranks_and_full_when_they_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    bars: list[Progress] = []
+
+    class Watched(Progress):
+        def __init__(self, *columns: Any, **options: Any) -> None:
+            super().__init__(*columns, **options)
+            bars.append(self)
+
+    monkeypatch.setattr(report, "Progress", Watched)
+    monkeypatch.setenv("TERM", "xterm")  # of a dumb one rich draws nothing
+    console = Console(force_terminal=True, file=StringIO())
+    with report.progress(console, 2) as on_event:
+        for rank, phase, done, total, completed in [
+            (0, "load", 1, 4, 0.25),
+            (1, "load", 1, 2, 0.75),
+            (0, "load", 4, 4, 1.5),
+            (0, "export", 0, 0, 0.0),  # nothing to do: nothing is divided by it
+            (1, "load", 2, 2, 2.0),
+            (0, "export", 3, 3, 1.0),
+            (1, "export", 3, 3, 2.0),
+        ]:
+            on_event(rank, phase, done, total)
+            (task,) = [task for task in bars[0].tasks if task.description == phase]
+            assert (task.completed, task.total) == (completed, 2), (rank, phase, done, total)
+    assert isinstance(console.file, StringIO)
+    assert "export" in console.file.getvalue(), "nothing was drawn on a terminal"
+
+
+def _wait_for_all(rank_that_leaves: int, report: Any) -> int:
+    rank = torch.distributed.get_rank()
+    report("work", 1, 2)
+    if rank == abs(rank_that_leaves):
+        if rank_that_leaves < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise KeyError("planted")
+    torch.distributed.barrier()
+    return rank
+
+
+def test_ranks_return_and_report() -> None:
+    events: list[Any] = []
+    found = run_ranks(_wait_for_all, 7, world_size=2, device="cpu", on_event=lambda *event: events.append(event))
+    assert found == [0, 1]
+    assert sorted(events) == [(0, "work", 1, 2), (1, "work", 1, 2)]
+
+
+@pytest.mark.parametrize(("leaver", "said"), [(1, "rank 1 of 3: KeyError"), (-1, "rank 1 of 3: died of SIGKILL")])
+def test_a_rank_that_leaves_ends_the_others(leaver: int, said: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError, match=said):
+        run_ranks(_wait_for_all, leaver, world_size=3, device="cpu", on_event=lambda *event: None)
+    assert time.monotonic() - start < 120  # not the half hour of a process group
+
+
+# plan -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def llama_70b(tmp_path: Path) -> Path:
+    """Only a config: Llama 3.1 70B."""
+    folder = tmp_path / "llama"
+    tiny.config(
+        "llama",
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=128,
+        num_hidden_layers=80,
+        vocab_size=128256,
+        attention_bias=False,
+        dtype="bfloat16",
+    ).save_pretrained(folder)
+    return folder
+
+
+def test_plan_of_a_folder_with_only_a_config(llama_70b: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "plan.svg"
+    options = ["--tp", 8, "--pp", 12, "--world", 768, "--layout", "balanced", "--picture", picture]
+    result = run("plan", llama_70b, *options)
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.output.split())
+    assert "70.6 B parameters in bfloat16: TP8 PP12, DP8, 768 ranks" in said
+    assert "723 HF tensors, 141 GB in all" in said
+    cells = [title.text or "" for title in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}title")]
+    assert len(cells) == 80 + 2
+    assert sum(cell.startswith("layer ") for cell in cells) == 80
+
+
+def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:
+    tiny.config("llama").save_pretrained(tmp_path)
+    for picture, why in ((tmp_path, "Is a directory"), (tmp_path / "none" / "plan.svg", "No such file or directory")):
+        result = run("plan", tmp_path, "--picture", picture)
+        assert result.exit_code == 1
+        assert f"--picture must be a file that can be written, found {picture}: {why}" in " ".join(
+            result.output.split()
+        )
+
+
+@pytest.mark.parametrize(
+    "dims", [ParallelDims(), ParallelDims(tp=2, pp=2, vp=2), ParallelDims(tp=4, pp=3, layout="balanced")]
+)
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+def test_plan_counts_what_transformers_counts(model_type: str, dims: ParallelDims, tmp_path: Path) -> None:
+    hf = tiny.config(model_type)
+    hf.save_pretrained(tmp_path)
+    found = plan(tmp_path, dims, dtype=torch.float32, world_size=None)
+    expected = {name: tuple(p.shape) for name, p in tiny.random_model(hf).named_parameters()}
+    assert {name: shape for name, shape, _ in found.export.tensors()} == expected
+    layers = [int(cell.name) for chunks in found.ranks for c in chunks for cell in c.cells if cell.name.isdigit()]
+    assert sorted(layers) == list(range(4))
+    held = sum(chunk.num_bytes for chunks in found.ranks for chunk in chunks)
+    assert held >= sum(4 * torch.Size(shape).numel() for shape in expected.values()) / dims.tp
+
+
+def test_plan_refuses_a_world_that_does_not_fit(llama_70b: Path) -> None:
+    assert "1000 ranks are not a multiple" in refused(run("plan", llama_70b, "--tp", 8, "--pp", 8, "--world", 1000))
+
+
+def test_plan_imports_no_compiler(llama_70b: Path) -> None:
+    """It would be a fifth of its time."""
+    script = (
+        "import sys\n"
+        "from mcore_bridge.commands.app import app\n"
+        "app(sys.argv[1:], standalone_mode=False)\n"
+        "print('megatron.core' in sys.modules, 'torch._inductor.compile_fx' in sys.modules)"
+    )
+    command = [sys.executable, "-c", script, "plan", llama_70b]
+    finished = subprocess.run(command, capture_output=True, text=True)
+    assert finished.stdout.splitlines()[-1:] == ["True False"], finished.stdout + finished.stderr
+
+
+def test_plan_leaves_no_process_group(llama_70b: Path) -> None:
+    plan(llama_70b, ParallelDims(tp=2), dtype=None, world_size=None)
+    assert not torch.distributed.is_initialized()
+
+
+# doctor ---------------------------------------------------------------------------------------------------------------
+
+
+def _installed(folder: Path, name: str, *, by_top_level: bool) -> Path:
+    info = folder / f"{name.replace('-', '_')}-1.6.5.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.6.5\n")
+    if by_top_level:
+        (info / "top_level.txt").write_text("mcore_bridge\n")
+    else:
+        (info / "RECORD").write_text("mcore_bridge/__init__.py,,\n")
+        (folder / "mcore_bridge").mkdir()
+        (folder / "mcore_bridge" / "__init__.py").touch()
+    return folder
+
+
+def _doctor(path: Path) -> subprocess.CompletedProcess[str]:
+    here = str(Path(__file__).parent.parent.parent)
+    return subprocess.run(
+        [sys.executable, "-m", "mcore_bridge.cli", "doctor"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([here, str(path)]), "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("by_top_level", [True, False])
+def test_doctor_names_a_distribution_with_our_import_name(tmp_path: Path, by_top_level: bool) -> None:
+    finished = _doctor(_installed(tmp_path, "mcore-bridge", by_top_level=by_top_level))
+    assert finished.returncode == 1, finished.stdout
+    said = " ".join(finished.stdout.split())
+    assert "name clash mcore-bridge 1.6.5" in said
+    assert "pip uninstall mcore-bridge mcore-hf" in said
+
+
+def test_doctor_finds_nothing_wrong_here(tmp_path: Path) -> None:
+    finished = _doctor(_installed(tmp_path, "mcore-hf", by_top_level=False))  # ours, under whatever spelling
+    assert finished.returncode == 0, finished.stdout
+    for name in ("python", "torch", "megatron-core", "transformers", "GPUs"):
+        assert name in finished.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "advice", "is_problem"),
+    [
+        ("transformers", "4.56.0", "too old", True),
+        ("transformers", "4.57.1", "", False),
+        ("transformers", "5.23.4", "", False),
+        ("transformers", "6.0", "not tested", False),
+        ("megatron-core", "0.15.3", "too old", True),
+        ("megatron-core", "0.19.2+git1", "", False),
+        ("megatron-core", "0.20.0rc1", "not tested", False),
+        ("torch", "2.7.1", "not tested", False),
+        ("python", "3.12.1", "", False),
+        ("torch", "a-fork", "no version", False),
+    ],
+)
+def test_doctor_judges_versions(name: str, version: str, advice: str, is_problem: bool) -> None:
+    line = doctor._judged(name, version)
+    assert line.advice.startswith(advice)
+    assert bool(line.advice) == bool(advice)
+    assert line.is_problem is is_problem
+
+
+# text -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (153_400_000, "153 MB"),
+        (6_380_000_000, "6.38 GB"),
+        (10**18, "1000 PB"),
+    ],
+)
+def test_bytes_as_people_read_them(value: int, said: str) -> None:
+    assert text.num_bytes(value) == said

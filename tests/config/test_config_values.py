@@ -1,0 +1,113 @@
+"""Biases, windows and refusals: what the tables derive, field by field."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from mcore_bridge.config.fields import to_mcore
+from mcore_bridge.config.transformer import to_transformer_config
+from mcore_bridge.errors import ConfigError
+from tests.support.families import FAMILIES, Json, family, read, table_of
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_act": "quick_gelu"}, "hidden_act must be one of .*found 'quick_gelu'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config must be None.*dequantize"),
+        ({"is_decoder": True}, "is_decoder must be False"),
+        ({"add_cross_attention": True}, "add_cross_attention must be False"),
+        ({"auto_map": {"AutoModel": "modeling_x.X"}}, "own modelling code"),
+        ({"use_mrope": True}, "use_mrope"),
+        ({"mlp_bias": True, "attention_bias": False}, "mlp_bias=True must come with attention_bias=True"),
+        ({"num_key_value_heads": 4}, "must be a multiple of num_key_value_heads=4"),
+        ({"vocab_size": -3}, "vocab_size must be a positive whole number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number, .*layernorm_epsilon is, found nan"),
+        ({"rope_theta": float("inf")}, "must have a number as 'rope_theta', found inf"),
+    ],
+)
+def test_what_mcore_cannot_express_is_refused_with_the_reason(change: Json, message: str, tmp_path: Path) -> None:
+    hf = read({**family("llama"), **change}, tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        to_transformer_config(hf, table_of(hf))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("attention_dropout", "x", "a finite number"),
+        ("initializer_range", True, "a finite number"),
+        ("intermediate_size", 72.5, "a whole number"),
+        ("tie_word_embeddings", "no", "true or false"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(name: str, value: object, expected: str) -> None:
+    """By us, since transformers 4 takes any value."""
+    hf = CONFIG_MAPPING["llama"]()
+    with pytest.raises(ConfigError, match=f"{name} must be {expected}, as megatron-core's .* is, found {value!r}"):
+        to_mcore(table_of(hf), {**hf.to_dict(), name: value})
+
+
+def test_layer_types_that_do_not_fit_are_refused() -> None:
+    hf = CONFIG_MAPPING["qwen3"](num_hidden_layers=2)
+    for kinds in (["full_attention"], ["full_attention", "chunked_attention"], None):
+        with pytest.raises(ConfigError, match="layer_types must"):
+            to_mcore(table_of(hf), {**hf.to_dict(), "layer_types": kinds})
+    with pytest.raises(ConfigError, match="sliding_window must be a positive whole number"):
+        to_mcore(table_of(hf), {**hf.to_dict(), "layer_types": ["full_attention", "sliding_attention"]})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "window", "layers"),
+    [
+        ("mistral", {}, (7, 0), None),
+        ("mistral", {"sliding_window": None}, None, None),
+        ("mistral", {"sliding_window": 1}, (0, 0), None),
+        ("qwen2", {}, (7, 0), [0, 1, 1, 1]),
+        ("qwen3", {"layer_types": None, "max_window_layers": 2}, (7, 0), [0, 0, 1, 1]),
+        ("qwen3", {"layer_types": None, "max_window_layers": 0}, (7, 0), None),
+        ("qwen3", {"layer_types": None, "max_window_layers": 4}, None, None),
+        ("qwen2", {"layer_types": None, "use_sliding_window": False}, None, None),
+    ],
+)
+def test_windows_are_mcores(model_type: str, change: Json, window: object, layers: object, tmp_path: Path) -> None:
+    hf = read({**family(model_type), **change}, tmp_path)
+    config = to_transformer_config(hf, table_of(hf))
+    assert config.window_size == window
+    assert config.window_attn_skip_freq == layers
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "expected"),  # expected: add_bias_linear, add_qkv_bias, attention_output_bias
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True}, (True, True, True)),
+        ("llama", {"attention_bias": True, "mlp_bias": False}, (False, True, True)),
+        ("llama", {"attention_bias": False, "mlp_bias": False}, (False, False, False)),
+        ("mistral", {}, (False, False, False)),
+        ("qwen2", {}, (False, True, False)),
+        ("qwen3", {"attention_bias": True}, (False, True, True)),
+        ("qwen3", {"attention_bias": False}, (False, False, False)),
+    ],
+)
+def test_biases_are_where_hf_has_them(model_type: str, change: Json, expected: object, tmp_path: Path) -> None:
+    hf = read({**family(model_type), **change}, tmp_path)
+    config = to_transformer_config(hf, table_of(hf))
+    assert (config.add_bias_linear, config.add_qkv_bias, config.attention_output_bias) == expected
+
+
+def test_the_parameters_of_hf_say_the_same_about_biases(tmp_path: Path) -> None:
+    """An oracle for the rows above: the bias names of transformers' own model."""
+    from transformers import AutoModelForCausalLM
+
+    for model_type in FAMILIES:
+        hf = read(family(model_type), tmp_path / model_type)
+        config = to_transformer_config(hf, table_of(hf))
+        with torch.device("meta"):
+            names = dict(AutoModelForCausalLM.from_config(hf).named_parameters())
+        layer = "model.layers.0."
+        assert (f"{layer}self_attn.q_proj.bias" in names) == (config.add_qkv_bias or config.add_bias_linear)
+        assert (f"{layer}self_attn.o_proj.bias" in names) == config.attention_output_bias
+        assert (f"{layer}mlp.up_proj.bias" in names) == config.add_bias_linear
+        assert (f"{layer}self_attn.q_norm.weight" in names) == config.qk_layernorm

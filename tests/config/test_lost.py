@@ -1,0 +1,89 @@
+"""A rank that is killed: the others say which one it was, at once, whatever they were at."""
+
+import datetime
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mcore_bridge as mb
+from mcore_bridge.config.mesh import lost_ranks
+from mcore_bridge.errors import CheckpointError, ExportError
+from tests.support import pool
+from tests.support.exports import built
+from tests.support.strategies import tiny
+
+DIMS = mb.ParallelDims(tp=3)
+
+
+def export(models, _):
+    mb.to_hf_state_dict(models)
+
+
+def save(models, folder):
+    mb.save_hf_checkpoint(models, os.path.join(folder, "out"))
+
+
+def forward(models, _):
+    mb.forward(models, torch.ones(1, 4, dtype=torch.int64))
+
+
+CALLS = {export: ExportError, save: CheckpointError, forward: ExportError}
+
+
+def survive(rank, folder, machines, seconds):
+    """Rank 1 is killed when all have begun; the others write down how each call ends."""
+    mock.patch.multiple(lost_ranks, this_machine=lambda: machines[rank], _SECONDS=seconds).start()
+    world = dist.FileStore(os.path.join(folder, "store"), 3)
+    timeout = datetime.timedelta(seconds=30)
+    dist.init_process_group("gloo", store=world, rank=rank, world_size=3, timeout=timeout)
+    models, _ = built(DIMS, tiny("qwen3", num_attention_heads=6, num_key_value_heads=3, intermediate_size=96))
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for call, kind in CALLS.items():
+        with pytest.raises(kind) as raised:
+            call(models, folder)
+        with Path(folder, str(rank)).open("a") as file:
+            file.write(f"{raised.value}\n")
+    ended = time.monotonic() + 30
+    while len(written(folder)) < 2 * len(CALLS) and time.monotonic() < ended:  # else it would be named as well
+        time.sleep(0.05)
+
+
+def written(folder):
+    """What survivors have written by now."""
+    paths = [path for path in (Path(folder, "0"), Path(folder, "2")) if path.exists()]
+    return [line for path in paths for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("machines", "seconds", "words"),
+    [("aab", 30.0, r"these have ended: 1 \(process {pid} on "), ("abc", 0.1, "Which one is not known")],
+    ids=["one sees it and tells", "nobody sees it"],
+)
+def test_survivors_say_who_was_lost_as_far_as_they_can_know(tmp_path, machines, seconds, words):
+    pool._grow(1)  # so that the server of its processes is there, which has imported everything
+    arguments = [(rank, str(tmp_path), machines, seconds) for rank in range(3)]
+    processes = [pool._context.Process(target=survive, args=each) for each in arguments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0, -signal.SIGKILL, 0]
+    found = written(tmp_path)
+    assert len(found) == 2 * len(CALLS)
+    assert all(re.search(words.format(pid=processes[1].pid), line) for line in found), found
+
+
+def test_what_breaks_elsewhere_is_left_as_it_is():
+    problem = RuntimeError("Connection refused by a reward server")
+    with pytest.raises(RuntimeError) as raised, lost_ranks.naming_lost_ranks("forward"):
+        raise problem
+    assert raised.value is problem

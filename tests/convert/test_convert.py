@@ -1,0 +1,360 @@
+"""HF folders to checkpoints of megatron-core and back: the same bits, whoever wrote them, and however often."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import mcore_bridge as mb
+from mcore_bridge import ParallelDims
+from mcore_bridge.commands.app import app
+from mcore_bridge.convert.api import convert
+from mcore_bridge.convert.reference_model import whole_model
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder, find_checkpoint
+from mcore_bridge.weights.files.hf_folder import Checkpoint
+from tests import zoo
+from tests.support import memory, mtp_checkpoints, pool, stepping
+from tests.support.conversions import MOE, StoppedError, assert_exact, mb_config, quiet, small, stop_half_way, written
+from tests.support.experts import fused
+from tests.support.strategies import random_state, save, tiny
+
+FAMILIES = [  # between them: every layout, and everything that megatron-core takes to pieces
+    *("llama", "gemma2", "gpt_oss", "olmo2", "phi3", "qwen2_moe", "hunyuan_v1_moe", "minimax_m2", "starcoder2"),
+    *("deepseek_v3", "deepseek_v32", "qwen3_next", "qwen3.5-moe", "bailing_moe_v2", "mixtral"),
+]
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name in zoo.cases()])
+def test_every_family_comes_back(name, tmp_path):
+    hf = zoo.cases()[name].hf
+    state = random_state(hf, dtype=torch.bfloat16)
+    source = written(state, hf, tmp_path / "hf")
+    convert(source, tmp_path / "dist", file_bytes=20_000, on_event=quiet)
+    convert(tmp_path / "dist", tmp_path / "back", file_bytes=30_000, on_event=quiet)
+    assert_exact(tmp_path / "back", state)
+    assert not list(tmp_path.glob("**/.mcore*"))
+    kinds = {path.suffix for path in (tmp_path / "dist").iterdir()}
+    assert kinds == {".distcp", ".json", ".pt", ""}, "something is left of the work"
+
+
+@pytest.mark.parametrize("name", mtp_checkpoints.CASES[:2])
+def test_layers_for_multi_token_prediction_come_back_when_they_are_asked_for(name, tmp_path):
+    hf = mtp_checkpoints.config(name)
+    state = mtp_checkpoints.published(hf)
+    source = written(state, hf, tmp_path / "hf")
+    for number in (0, 1):
+        dist, back = tmp_path / f"dist{number}", tmp_path / f"back{number}"
+        converted = convert(source, dist, num_mtp_layers=number, on_event=quiet)
+        convert(dist, back, hf=source, on_event=quiet)
+        kept = {name: tensor for name, tensor in state.items() if number or not mtp_checkpoints.is_mtp(hf, name)}
+        assert_exact(back, kept)
+        copies = {each for entry in converted.conversion.model.entries for each in entry.copies}
+        assert set(converted.conversion.ignored) == (state.keys() - kept.keys() or copies)
+
+
+# what megatron-core reads and writes ----------------------------------------------------------------------------------
+
+
+def read_and_write(sources: list[Path], converted: list[Path], folders: list[Path]) -> None:
+    """megatron-core loads what was converted, with no help of ours, and writes it as its trainers do."""
+    from megatron.core import dist_checkpointing
+
+    stepping.let_megatron_save()
+    for source, folder, target in zip(sources, converted, folders, strict=True):
+        experts = {"ep": 2, "etp": 1} if "moe" in (source / "config.json").read_text() else {}
+        dims = ParallelDims(tp=2, sp=True, **experts)
+        with stepping.mesh(dims):
+            (model,) = mb.build_model(source, dims=dims, device="cpu", load_weights=False)
+            metadata = dist_checkpointing.load_content_metadata(str(folder))
+            loaded = dist_checkpointing.load({"model": model.sharded_state_dict(metadata=metadata)}, str(folder))
+            model.load_state_dict(loaded["model"])
+            expected, found = Checkpoint(source), mb.to_hf_state_dict(model)
+            assert set(found) == set(expected)
+            assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+            for layer in model.decoder.layers:  # as a model whose specs have the norms apart says it
+                layer.submodules_config.sharded_state_dict_keys_map = {}
+            save_as_trainers_do(model, target, singleton_local_shards=bool(experts))
+        with stepping.mesh(ParallelDims(pp=2)):
+            (model,) = mb.build_model(source, dims=ParallelDims(pp=2), device="cpu", load_weights=False)
+            assert mb.load_checkpoint(model, target).common["iteration"] == 7
+            assert all(torch.equal(each, expected[name]) for name, each in mb.to_hf_state_dict(model).items())
+
+
+def save_as_trainers_do(model: Any, folder: Path, **metadata: bool) -> None:
+    """In Megatron-LM's layout, with an iteration and the states of an optimizer and of a generator beside the model."""
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+
+    target = folder / "iter_0000007"
+    target.mkdir(parents=True, exist_ok=True)
+    (folder / "latest_checkpointed_iteration.txt").write_text("7")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    state = {
+        "model": model.sharded_state_dict(metadata=metadata),
+        "optimizer": ShardedTensor.from_rank_offsets("optimizer.state.exp_avg", torch.ones(3), (0, rank, size)),
+        "rng_state": ShardedObject("rng_state", [rank], (size,), (rank,)),
+        "iteration": 7,
+    }
+    dist.barrier()
+    dist_checkpointing.save(state, str(target))
+
+
+def test_megatron_core_reads_it_and_what_it_writes_is_read(tmp_path):
+    """As its trainers wrote it: one tensor of all layers without experts; a tensor for each of the experts."""
+    sources, converted, saved = ([tmp_path / f"{name}{i}" for i in range(2)] for name in ("hf", "dist", "saved"))
+    for i, (model_type, fields) in enumerate((("qwen3_moe", MOE), ("qwen3", {"tie_word_embeddings": True}))):
+        hf = tiny(model_type, vocab_size=97, **fields)
+        convert(written(random_state(hf, dtype=torch.bfloat16), hf, sources[i]), converted[i], on_event=quiet)
+    pool.run(2, read_and_write, sources, converted, saved)
+    keys = [set(TorchDistFolder.open(folder).tensors) for folder in saved]
+    assert "decoder.layers.0.mlp.experts.experts.3.linear_fc1.weight_w" in keys[0]
+    assert {"decoder.layers.self_attention.linear_qkv.weight", "decoder.layers.input_layernorm.weight"} <= keys[1]
+    for i in range(2):
+        convert(saved[i], tmp_path / f"back{i}", hf=sources[i], on_event=quiet)
+        assert_exact(tmp_path / f"back{i}", Checkpoint(sources[i]))
+
+
+FUSED = {
+    "llama": ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"),
+    "qwen2_moe": ("self_attention.linear_qkv.layer_norm_weight", "pre_mlp_layernorm.weight"),
+    "qwen3_next": ("self_attention.in_proj.layer_norm_weight", "pre_mlp_layernorm.weight"),
+    "deepseek_v3": (
+        *("input_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+        *("self_attention.linear_q_up_proj.layer_norm_weight", "self_attention.linear_kv_up_proj.layer_norm_weight"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in FUSED if name in zoo.cases()])
+def test_norms_are_spelled_as_the_specs_of_transformer_engine_do(name, tmp_path):
+    """megatron-core 0.16.1 and 0.19.2, gpt_layer_specs.py and experimental_attention_variant_module_specs.py."""
+    zoo.cases()[name].hf.save_pretrained(tmp_path)
+    placed = whole_model(tmp_path, dtype=torch.bfloat16).placed
+    keys = {place.key for each in placed for place in each.places}
+    assert {f"decoder.layers.0.{key}" for key in FUSED[name]} <= keys
+
+
+def test_experts_are_read_as_their_own_folder_has_them_whatever_the_folder_of_the_config_has(tmp_path):
+    split = small(tmp_path / "split", num_experts=8)
+    hf, state = mb_config(split), dict(Checkpoint(split))
+    stacked = written(fused(state), hf, tmp_path / "stacked")
+    hf.save_pretrained(tmp_path / "config")
+    for source, config in ((stacked, tmp_path / "config"), (stacked, split), (split, stacked)):
+        dist, back = tmp_path / f"{source.name}_{config.name}", tmp_path / f"back_{source.name}_{config.name}"
+        convert(source, dist, hf=config, on_event=quiet)
+        convert(dist, back, on_event=quiet)
+        assert_exact(back, state)
+
+
+# the work -------------------------------------------------------------------------------------------------------------
+
+
+def test_two_runs_to_one_target_do_not_mix(tmp_path):
+    """The second begins while the first writes."""
+    source, target, refused = small(tmp_path / "hf"), tmp_path / "target", []
+
+    def begin_another(*event: object) -> None:
+        if not refused:
+            with pytest.raises(CheckpointError, match=r"process \d+ on .* writes to .*: wait for its end") as error:
+                convert(source, target, on_event=quiet)
+            refused.append(error)
+
+    convert(source, target, on_event=begin_another)
+    assert len(refused) == 1
+    convert(target, tmp_path / "back", on_event=quiet)
+    assert_exact(tmp_path / "back", Checkpoint(source))
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["to torch_dist", "to HF"])
+def test_an_interrupted_conversion_goes_on_where_it_was(back, tmp_path):
+    source = small(tmp_path / "hf")
+    if back:
+        convert(source, tmp_path / "dist", on_event=quiet)
+    first, target = tmp_path / ("dist" if back else "hf"), tmp_path / "target"
+
+    with pytest.raises(StoppedError):
+        convert(first, target, file_bytes=20_000, on_event=stop_half_way)
+    (partial,) = target.glob("*/new")
+    assert os.listdir(target) == [partial.parent.name]
+    kept = {
+        path.name: path.stat().st_mtime_ns for path in partial.iterdir() if path.suffix in (".distcp", ".safetensors")
+    }
+    converted = convert(first, target, file_bytes=20_000, on_event=quiet)
+    assert converted.num_kept == len(kept) > 1
+    assert all((target / name).stat().st_mtime_ns == when for name, when in kept.items())
+    if not back:
+        convert(target, tmp_path / "back", on_event=quiet)
+    assert_exact(target if back else tmp_path / "back", Checkpoint(source))
+    assert not list(target.glob(".mcore*"))
+
+
+def test_what_was_left_of_another_source_is_not_used(tmp_path):
+    source, target = small(tmp_path / "hf"), tmp_path / "target"
+
+    def stop(rank: int, phase: str, done: int, total: int) -> None:
+        raise StoppedError
+
+    with pytest.raises(StoppedError):
+        convert(source, target, file_bytes=20_000, on_event=stop)
+    save({name: -tensor for name, tensor in Checkpoint(source).items()}, mb_config(source), source)
+    assert convert(source, target, file_bytes=20_000, on_event=quiet).num_kept == 0
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["to torch_dist", "to HF"])
+def test_what_was_left_of_another_config_or_release_is_not_used(back, tmp_path, monkeypatch):
+    """Not even where all shapes are those of the other config, as with heads half as many and twice as large."""
+    hf = tiny("llama", num_attention_heads=4, num_key_value_heads=2)
+    source = written(random_state(hf, dtype=torch.bfloat16), hf, tmp_path / "hf")
+    tiny("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=48).save_pretrained(tmp_path / "other")
+    if back:
+        convert(source, tmp_path / "dist", on_event=quiet)
+    first, target = tmp_path / ("dist" if back else "hf"), tmp_path / "target"
+
+    for config, release in ((tmp_path / "other", mb.__version__), (source, "another")):
+        monkeypatch.setattr("mcore_bridge.convert.api.__version__", release)
+        with pytest.raises(StoppedError):
+            convert(first, target, hf=config, file_bytes=20_000, on_event=stop_half_way)
+        monkeypatch.undo()
+        assert convert(first, target, hf=source, file_bytes=20_000, on_event=quiet).num_kept == 0
+        if not back:
+            convert(target, tmp_path / "back", on_event=quiet)
+        assert_exact(target if back else tmp_path / "back", Checkpoint(source))
+
+
+def test_the_command_converts_with_several_processes(tmp_path):
+    source = small(tmp_path / "hf")
+    (source / "tokenizer.json").write_text("{}")
+    for first, second in (("hf", "dist"), ("dist", "back")):
+        result = CliRunner().invoke(app, ["convert", str(tmp_path / first), str(tmp_path / second), "--processes", "2"])
+        assert result.exit_code == 0, result.output
+    assert_exact(tmp_path / "back", Checkpoint(source))
+    assert (tmp_path / "back" / "tokenizer.json").is_file()
+    assert "parameters" in result.output
+
+
+def test_code_of_the_model_and_of_its_tokenizer_comes_along_with_what_it_imports(tmp_path):
+    source = small(tmp_path / "hf")
+    code = {"modeling_x.py", "tokenization_x.py", "processing_x.py", "declarations.py", "preprocessor_config.json"}
+    for name in code:
+        (source / name).write_text(name)
+    convert(source, tmp_path / "dist", on_event=quiet)
+    convert(tmp_path / "dist", tmp_path / "back", on_event=quiet)
+    for folder in ("dist", "back"):
+        assert {path.name for path in (tmp_path / folder).iterdir() if path.name in code} == code
+
+
+def test_memory_is_that_of_the_largest_parameters_and_not_of_the_model(tmp_path):
+    hf = tiny("llama", vocab_size=64, hidden_size=640, intermediate_size=2560, num_hidden_layers=16, head_dim=80)
+    source, largest = written(random_state(hf, dtype=torch.bfloat16), hf, tmp_path / "hf"), 2 * 2560 * 640 * 2
+    total = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    whole_model(source, dtype=torch.bfloat16)  # what megatron-core itself takes to say where all goes
+    for first, second in (("hf", "dist"), ("dist", "back")):
+        before = memory.begin()
+        convert(tmp_path / first, tmp_path / second, file_bytes=largest, on_event=quiet)
+        taken = memory.peak() - before
+        assert taken < 8 * largest < total / 3, f"{taken} bytes for {total}, the largest parameter of {largest}"
+    assert_exact(tmp_path / "back", Checkpoint(source))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there are GPUs")
+def test_gpus_that_are_not_there_are_refused(tmp_path):
+    result = CliRunner().invoke(app, ["convert", str(small(tmp_path / "hf")), str(tmp_path / "dist"), "--gpus", "2"])
+    assert result.exit_code == 1
+    assert "--gpus 2 needs as many GPUs, found 0; --processes 2 writes the same bytes" in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize("of_model", ["", "model"], ids=["before 0.9", "since 0.9"])
+def test_a_checkpoint_of_verl_is_found_and_its_config_beside_it(of_model, tmp_path):
+    source, actor = small(tmp_path / "hf"), tmp_path / "global_step_5" / "actor"
+    folder = actor / of_model
+    convert(source, folder / "dist_ckpt", on_event=quiet)
+    (folder / "huggingface").mkdir()
+    (folder / "dist_ckpt" / "config.json").rename(folder / "huggingface" / "config.json")
+    convert(actor, tmp_path / "back", on_event=quiet)
+    assert_exact(tmp_path / "back", Checkpoint(source))
+    (folder / "huggingface" / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no config\.json in any of .*huggingface.*--hf"):
+        convert(actor, tmp_path / "again", on_event=quiet)
+
+
+# refusals -------------------------------------------------------------------------------------------------------------
+
+
+def test_folders_with_nothing_to_convert_say_what_was_expected(tmp_path):
+    older = tmp_path / "older"
+    older.mkdir()
+    with pytest.raises(
+        CheckpointError, match=r"older is no checkpoint.* in it, in its dist_ckpt or model/dist_ckpt, or"
+    ):
+        convert(older, tmp_path / "back", on_event=quiet)
+    for name in ("config.json", "pytorch_model.bin"):
+        (older / name).write_text("{}")
+    with pytest.raises(CheckpointError, match=r"a config\.json, but neither \*\.safetensors nor .*save_pretrained"):
+        convert(older, tmp_path / "back", on_event=quiet)
+    source = small(tmp_path / "hf")
+    with pytest.raises(CheckpointError, match="hf is a folder of HF, not of megatron-core: load it by load_hf_weights"):
+        find_checkpoint(source)
+    for source in (tmp_path / "mistyped", older / "config.json"):
+        with pytest.raises(CheckpointError, match=f"{source.name} is no folder: expected one of HF, or"):
+            convert(source, tmp_path / "back", on_event=quiet)
+
+
+def test_what_does_not_fit_is_named(tmp_path):
+    source = small(tmp_path / "hf")
+    convert(source, tmp_path / "dist", on_event=quiet)
+    config = json.loads((source / "config.json").read_text())
+    for change, message in (
+        ({"num_hidden_layers": 3}, r"unexpected.*decoder\.layers\.3\."),
+        ({"num_hidden_layers": 5}, r"missing.*decoder\.layers\.4\."),
+        ({"hidden_size": 56}, r"has shape .*, the config takes"),
+        ({"vocab_size": 98}, r"has shape \(97, 48\), the config takes \(98, 48\)"),
+    ):
+        other = tmp_path / "other"
+        other.mkdir(exist_ok=True)
+        (other / "config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(CheckpointError, match=message):
+            convert(tmp_path / "dist", tmp_path / "back", hf=other, on_event=quiet)
+    state = dict(Checkpoint(source))
+    state["model.norm.weight"] = state["model.norm.weight"].float()
+    mixed = written(state, mb_config(source), tmp_path / "mixed")
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is float32, and bfloat16 cannot hold"):
+        convert(mixed, tmp_path / "back", on_event=quiet)
+    with pytest.raises(CheckpointError, match=r"no checkpoint of megatron-core.*no such file"):
+        convert(tmp_path, tmp_path / "back", on_event=quiet)
+    with pytest.raises(CheckpointError, match="into itself"):
+        convert(source, source, on_event=quiet)
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_folder_that_is_not_whole_is_not_taken_for_one(tmp_path):
+    source, dist, back = small(tmp_path / "hf"), tmp_path / "dist", tmp_path / "back"
+    convert(source, dist, file_bytes=20_000, on_event=quiet)
+    kept = (dist / ".metadata").read_bytes()
+    metadata = pickle.loads(kept)
+    metadata.state_dict_metadata["decoder.layers.0.mlp.experts.experts.linear_fc1.weight"].chunks.pop()
+    (dist / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"has 0 of the 1920 elements of decoder.*save did not come to an end"):
+        convert(dist, back, on_event=quiet)
+    (dist / ".metadata").write_bytes(kept)
+    file = dist / "__0_0.distcp"
+    whole = file.read_bytes()
+    for damaged in (whole[: len(whole) // 2], bytes(len(whole)), b"\x80\x02U\xff" * (len(whole) // 4), None):
+        file.write_bytes(damaged) if damaged else file.unlink()
+        with pytest.raises(CheckpointError, match=r"cannot read .* copy the folder again") as raised:
+            convert(dist, back, on_event=quiet)
+        assert "weights_only" not in str(raised.value), "torch says how to run what is there"
+    file.write_bytes(whole)
+    (dist / ".metadata").write_bytes(kept[:100])
+    with pytest.raises(CheckpointError, match=r"no readable \.metadata"):
+        convert(dist, back, on_event=quiet)
+    (dist / ".metadata").write_bytes(kept)
+    convert(dist, back, on_event=quiet)
+    assert_exact(back, Checkpoint(source))

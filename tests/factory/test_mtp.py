@@ -1,0 +1,128 @@
+"""MTP layers: built or not, in the file or not, in the last stage or in one of their own; one owner of each tensor."""
+
+import pytest
+import torch
+
+import mcore_bridge as mb
+from mcore_bridge import ParallelDims
+from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
+from mcore_bridge.factory.blueprint import draw
+from mcore_bridge.weights.load import load_hf_weights
+from tests import zoo
+from tests.support import fake_mesh, mtp_checkpoints, pool, stepping
+from tests.support.mtp import goes_round, published
+from tests.support.strategies import save
+from tests.support.tiny import relative_error, tokens
+
+LAYERS = 4
+MESHES = [
+    ParallelDims(),
+    ParallelDims(tp=2, sp=True),
+    ParallelDims(pp=2),
+    ParallelDims(pp=2, vp=2),
+    ParallelDims(tp=2, ep=2, sp=True, pp=2),
+    ParallelDims(pp=2, layout="balanced"),
+    ParallelDims(ep=2, etp=2),
+]
+
+
+@pytest.mark.parametrize(("name", "num_mtp_layers"), [("glm4_moe", 1), ("glm4_moe", 2), ("qwen3_next", 1)])
+@pytest.mark.parametrize("dims", MESHES, ids=str)
+def test_they_go_round(dims, name, num_mtp_layers):
+    goes_round(*published(num_mtp_layers, name), dims, num_mtp_layers)
+
+
+@pytest.mark.parametrize("layout", ["Ettt|tmL", "Etttt|mL", "Ett|tt|m|L", "Ettt|t|m|L"])
+def test_they_go_round_in_a_stage_of_their_own(layout):
+    goes_round(*published(1), ParallelDims(pp=layout.count("|") + 1, layout=layout), 1)
+
+
+@pytest.mark.parametrize("name", mtp_checkpoints.CASES)
+@pytest.mark.parametrize("dims", MESHES[2:3], ids=str)
+def test_in_the_file_and_not_built_they_are_ignored_and_reported(dims, name):
+    hf, state = published(1, name)
+    reports = []
+    held = fake_mesh.build_everywhere(
+        hf, dims, lambda chunks: reports.append(load_hf_weights(chunks, state)), dtype=torch.float32
+    )
+    extra = {name for name in state if mtp_checkpoints.is_mtp(hf, name)}
+    assert all(set(report.ignored) == extra for report in reports)
+    assert fake_mesh.export(held).keys() == state.keys() - extra
+
+
+def test_layers_beyond_those_that_the_config_has_are_unexpected():
+    hf, state = published(1)
+    more = {**state, f"model.layers.{LAYERS + 1}.enorm.weight": torch.ones(hf.hidden_size)}
+    with pytest.raises(CheckpointError, match=r"unexpected.*layers.5.enorm"):
+        fake_mesh.build_everywhere(hf, ParallelDims(), lambda c: load_hf_weights(c, more), dtype=torch.float32)
+
+
+def test_a_part_of_a_layer_is_missing():
+    hf, state = published(1)
+    state.pop(f"model.layers.{LAYERS}.eh_proj.weight")
+    with pytest.raises(CheckpointError, match=r"missing.*layers.4.eh_proj"):
+        goes_round(hf, state, ParallelDims(), 1)
+
+
+def drawn(hf, state, sizes):
+    """Runs in each worker: what is drawn where the file has no MTP layer, and what the load says of it."""
+    dims = ParallelDims(**sizes)
+    with stepping.mesh(dims):
+        models = mb.build_model(
+            hf, dims=dims, dtype=torch.float32, device="cpu", load_weights=state, overrides={"mtp_num_layers": 1}
+        )
+        report = load_hf_weights(models, state)
+        return report.initialised, mb.to_hf_state_dict(models)
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2, "sp": True}, {"pp": 2}, {"ep": 2}], ids=str)
+def test_built_and_not_in_the_file_they_are_drawn_and_reported(sizes):
+    hf, state = published(1)
+    plain = {name: tensor for name, tensor in state.items() if not name.startswith(f"model.layers.{LAYERS}.")}
+    results = pool.run(2, drawn, hf, plain, sizes)
+    named = {name for initialised, _ in results for name in initialised}
+    copies = {f"model.layers.{LAYERS}.embed_tokens.weight", f"model.layers.{LAYERS}.shared_head.head.weight"}
+    assert named == state.keys() - plain.keys() - copies
+    for _, exported in results:
+        assert exported.keys() == state.keys()
+        for name in named:
+            assert torch.equal(exported[name], results[0][1][name])
+            if "norm" not in name and "bias" not in name:
+                assert 0.01 < exported[name].std() < 0.03, name
+
+
+@pytest.mark.parametrize(("name", "count"), [("qwen3_moe", 1), ("glm4_moe", 2), ("qwen3_next", 2)])
+def test_more_than_have_names_are_refused(name, count):
+    hf = mtp_checkpoints.config(name) if count > 1 else zoo.cases()[name].hf
+    with pytest.raises(ConfigError, match=rf"mtp_num_layers={count} must be at most {count - 1}"):
+        draw(hf, dims=ParallelDims(), dtype=torch.float32, overrides={"mtp_num_layers": count})
+
+
+def test_like_a_layer_that_attends_linearly_they_are_refused():
+    hf = zoo.cases()["qwen3_next"].hf
+    hf.layer_types = ["full_attention", *["linear_attention"] * 3]
+    with pytest.raises(MeshError, match="attends linearly"):
+        draw(hf, dims=ParallelDims(), dtype=torch.float32, overrides={"mtp_num_layers": 1})
+
+
+def trained(folder, meshes):
+    """Runs in each worker: the gradients of a step on each mesh, whose loss has that of the MTP layer in it."""
+    found = []
+    for sizes in meshes:
+        dims = ParallelDims(**sizes)
+        with stepping.mesh(dims):
+            batch = tokens(8, seq_len=16, vocab_size=96)
+            found.append(stepping.train(folder, dims, batch, micro_batch_size=4, overrides={"mtp_num_layers": 1}))
+    return found
+
+
+def test_their_gradients_do_not_depend_on_the_mesh(tmp_path):
+    hf, state = published(1)
+    save(state, hf, tmp_path)
+    ((expected,),) = pool.run(1, trained, str(tmp_path), [{}])
+    assert expected["grads"][f"model.layers.{LAYERS}.eh_proj.weight"].any()
+    meshes = [{"tp": 2, "sp": True, "ep": 2}, {"pp": 2}, {"ep": 2}, {"pp": 2, "layout": "Etttt|mL"}]
+    for steps in pool.run(2, trained, str(tmp_path), meshes):
+        for sizes, step in zip(meshes, steps, strict=True):
+            errors = {name: relative_error(step["grads"][name], grad) for name, grad in expected["grads"].items()}
+            assert max(errors.values()) < 1e-4, (sizes, errors)

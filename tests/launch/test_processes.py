@@ -1,0 +1,261 @@
+"""Meshes from and to real processes: gloo, torchrun's environment, megatron-core's ``parallel_state``."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.errors import MeshError
+from tests.support import pool
+from tests.support.gpus import free_port
+
+SCRIPT = """
+import json, os, sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.errors import MeshError
+
+def refusal(action):
+    try:
+        action()
+    except MeshError as error:
+        return str(error)
+
+fields, wrong = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+dims = ParallelDims(**fields)
+found = {
+    "before": refusal(ParallelDims.from_mcore),
+    "world": refusal(ParallelDims(**wrong).initialize),
+    "untouched": not dist.is_initialized(),
+    "device": refusal(lambda: dims.initialize(device="cuda")),
+    "name": refusal(lambda: dims.initialize(device="tpu")),
+    "timeout": refusal(lambda: dims.initialize(device="cpu", timeout=30)),
+}
+dims.initialize(device="cpu", timeout=timedelta(minutes=7))
+group = dist.group.WORLD
+dims.initialize()  # the same again: nothing happens
+from megatron.core import parallel_state as state
+found |= {
+    "same": ParallelDims.from_mcore(sp=dims.sp) == dims and dist.group.WORLD is group,
+    "backend": dist.get_backend(),
+    "other": refusal(ParallelDims(cp=dims.dp(dist.get_world_size()) + 1).initialize),
+    "rank": [dist.get_rank(), state.get_tensor_model_parallel_rank(), state.get_pipeline_model_parallel_rank()],
+    "data": [state.get_data_parallel_world_size(), state.get_expert_data_parallel_world_size()],
+    "vp": state.get_virtual_pipeline_model_parallel_world_size(),
+    "timeouts": [
+        each._get_backend(torch.device("cpu")).options._timeout / timedelta(minutes=1)
+        for each in (group, state.get_pipeline_model_parallel_group(), state.get_expert_model_parallel_group())
+    ],
+}
+print("FOUND", json.dumps(found), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def _start(script: str, fields: dict[str, Any], wrong: dict[str, Any], **environment: str) -> "subprocess.Popen[str]":
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", script, json.dumps(fields), json.dumps(wrong)],
+        env={**clean, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _finish(process: "subprocess.Popen[str]") -> dict[str, Any]:
+    out, error = process.communicate(timeout=120)
+    assert process.returncode == 0, error[-3000:]
+    return dict(json.loads(next(line for line in out.splitlines() if line.startswith("FOUND "))[6:]))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what a machine without GPU answers")
+def test_a_single_process_needs_no_environment() -> None:
+    found = _finish(_start(SCRIPT, {}, {"tp": 2}))
+    assert "parallel_state is not initialized" in found["before"]
+    assert found["world"].startswith("1 ranks are not a multiple of tp=2")
+    assert found["untouched"]
+    assert found["same"]
+    assert "needs a GPU" in found["device"]
+    assert "found 'tpu'" in found["name"]
+    assert found["timeout"].startswith("timeout must be a positive datetime.timedelta, found 30")
+    assert (found["backend"], found["rank"], found["data"]) == ("gloo", [0, 0, 0], [1, 1])
+    assert "already initialized with other sizes; its own, and those here: {'cp': (1, 2)}" in found["other"]
+
+
+def test_two_processes_meet_as_torchrun_says() -> None:
+    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    fields = {"pp": 2, "vp": 3}
+    processes = [_start(SCRIPT, fields, {"tp": 3}, RANK=str(rank), **environment) for rank in range(2)]
+    found = [_finish(process) for process in processes]
+    assert all(f["same"] and f["untouched"] for f in found)
+    assert [f["rank"] for f in found] == [[0, 0, 0], [1, 0, 1]]
+    assert [f["data"] for f in found] == [[1, 1], [1, 1]]
+    assert [f["vp"] for f in found] == [3, 3]
+    assert [f["timeouts"] for f in found] == [[7.0] * 3] * 2
+
+
+GPU_SCRIPT = """
+import json, sys, torch, torch.distributed as dist
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+dims = ParallelDims(**json.loads(sys.argv[1]))
+dims.initialize()
+dims.initialize(device="cuda")
+from megatron.core import parallel_state as state
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+group = state.get_tensor_model_parallel_group()
+ones = torch.ones(1, device="cuda")
+dist.all_reduce(ones, group=group)
+found = {
+    "same": ParallelDims.from_mcore(sp=dims.sp) == dims,
+    "backend": dist.get_backend(group),
+    "device": torch.cuda.current_device(),
+    "sum": ones.item(),
+    "seeded": "model-parallel-rng" in get_cuda_rng_tracker().get_states(),
+}
+print("FOUND", json.dumps(found), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.multigpu
+def test_two_gpus_meet_over_nccl() -> None:
+    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    fields = {"tp": 2, "sp": True}
+    processes = [_start(GPU_SCRIPT, fields, {}, **environment, **rank) for rank in ranks]
+    wanted = {"same": True, "backend": "nccl", "sum": 2.0, "seeded": True}
+    assert [_finish(p) for p in processes] == [{**wanted, "device": rank} for rank in range(2)]
+
+
+def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(MeshError, match=r"WORLD_SIZE, MASTER_ADDR, MASTER_PORT missing in the environment"):
+        ParallelDims().initialize(device="cpu")
+
+
+def _initialize_each(meshes: list[ParallelDims]) -> list[tuple[bool, list[int]]]:
+    """In a process group that exists: read back the same, and where this rank stands on every axis."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state as state
+
+    found, group = [], dist.group.WORLD
+    for dims in meshes:
+        dims.initialize(device="cpu")
+        axes = (
+            *(state.get_tensor_model_parallel_group(), state.get_pipeline_model_parallel_group()),
+            *(state.get_context_parallel_group(), state.get_expert_model_parallel_group()),
+            *(state.get_expert_tensor_parallel_group(), state.get_data_parallel_group()),
+            state.get_expert_data_parallel_group(),
+        )
+        same = ParallelDims.from_mcore(sp=dims.sp) == dims and dist.group.WORLD is group
+        found.append((same, [axis.rank() for axis in axes]))
+        state.destroy_model_parallel()
+    return found
+
+
+def test_every_axis_is_initialized_in_megatrons_default_order() -> None:
+    axes = {"tp": 0, "pp": 1, "cp": 2, "ep": 3, "etp": 4}
+    meshes = [ParallelDims(**{name: 2}) for name in axes]
+    meshes += [ParallelDims(tp=2, sp=True, etp=2), ParallelDims(pp=2, vp=2), ParallelDims(tp=2, ep=2)]
+    data, experts = 5, 6
+    last = [{0, experts}, {1}, {2, experts}, {3, data}, {4, data}, {0, 4}, {1}, {0, 3}]
+    found = pool.run(2, _initialize_each, meshes)
+    assert found[0] == [(True, [0] * 7)] * len(meshes)
+    assert found[1] == [(True, [int(axis in ones) for axis in range(7)]) for ones in last]
+
+
+def _initialize_levels() -> tuple[bool, list[list[int]], str, bool]:
+    """Read back the same, ranks of both levels, what another mesh is told, and whether all is gone with the mesh."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state as state
+
+    dims = ParallelDims(cp=4, hierarchical_context_parallel_sizes=(2, 2))
+    dims.initialize(device="cpu")
+    same = ParallelDims.from_mcore() == dims
+    ParallelDims(cp=4).initialize(device="cpu")  # who wants no hierarchy may have one
+    levels = [dist.get_process_group_ranks(group) for group in state.get_hierarchical_context_parallel_groups()]
+    with pytest.raises(MeshError) as refused:
+        ParallelDims(cp=4, hierarchical_context_parallel_sizes=(4, 1)).initialize(device="cpu")
+    state.destroy_model_parallel()  # which leaves these groups
+    other = ParallelDims(tp=2, cp=4, sp=True)
+    other.initialize(device="cpu")
+    gone = ParallelDims.from_mcore(sp=True) == other
+    state.destroy_model_parallel()
+    return same, levels, str(refused.value), gone
+
+
+def test_context_parallelism_of_two_levels_has_neighbours_and_rings() -> None:
+    found = pool.run(8, _initialize_levels)
+    neighbours, rings = [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 2], [1, 3], [4, 6], [5, 7]]
+    for rank, (_, levels, _, _) in enumerate(found):
+        assert levels == [next(group for group in each if rank in group) for each in (neighbours, rings)]
+    assert all(same and gone for same, _, _, gone in found)
+    assert all("{'hierarchical_context_parallel_sizes': ((2, 2), (4, 1))}" in message for _, _, message, _ in found)
+
+
+def _read_what_a_trainer_made() -> list[ParallelDims]:
+    """By megatron-core's own call, with the sizes that it leaves at None."""
+    from megatron.core import parallel_state
+
+    found = []
+    for sizes in ({"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}, {"context_parallel_size": 2}):
+        parallel_state.initialize_model_parallel(**sizes)
+        found.append(ParallelDims.from_mcore(layout="Et|tL" if "pipeline_model_parallel_size" in sizes else None))
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def test_from_mcore_reads_what_a_trainer_initialised() -> None:
+    wanted = [ParallelDims(tp=2, etp=2), ParallelDims(pp=2, layout="Et|tL"), ParallelDims(cp=2)]
+    assert pool.run(2, _read_what_a_trainer_made) == [wanted, wanted]
+
+
+ENDING = """
+import os, sys, threading, time
+import torch
+import torch.distributed as dist
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+
+begun = threading.Event()
+
+class Busy:
+    def __del__(self):
+        begun.set()
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            pass
+
+child = os.fork()
+os.environ["RANK"] = "0" if child else "1"
+ParallelDims().initialize(device="cpu")
+store = dist.distributed_c10d._get_default_store()
+tensor = torch.ones(3)
+if child:
+    tensor.held = Busy()  # gone with the tensor, of which a thread of gloo lets go last
+    dist.all_reduce(tensor, async_op=True)
+    del tensor
+    store.set("let go", "")
+    assert begun.wait(30)
+else:
+    store.wait(["let go"])
+    dist.all_reduce(tensor)
+"""
+
+
+def test_a_process_ends_well_while_a_thread_of_gloo_is_at_work() -> None:
+    """Python ended the thread otherwise, and C++ the process: "terminate called without an active exception"."""
+    finished = _start(ENDING, {}, {}, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+    _, error = finished.communicate(timeout=120)
+    assert finished.returncode == 0, error[-3000:]

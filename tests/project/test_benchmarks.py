@@ -1,0 +1,51 @@
+"""The benchmarks of exports and files run, on two ranks without GPUs, and print what results are made of."""
+
+import contextlib
+import io
+import json
+import runpy
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from tests.support import pool
+
+FOLDER = Path(__file__).parent.parent.parent / "benchmarks"
+
+
+def printed(script, arguments):
+    """What a benchmark prints on this rank, which is in the process group that it would make."""
+    known, out = {*sys.modules}, io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", [script, "--device", "cpu", *arguments]),
+        mock.patch.object(sys, "path", [str(FOLDER), *sys.path]),
+        mock.patch.object(dist, "destroy_process_group"),  # by who made it
+        contextlib.redirect_stdout(out),
+    ):
+        runpy.run_path(str(FOLDER / script), run_name="__main__")
+    for name in ("common", "export"):  # names that others may have, too
+        if name not in known:
+            sys.modules.pop(name, None)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "seconds"),
+    [
+        ("export.py", ["tiny pp=2", "--repeats", "2"], ("first_s", "median_s")),
+        ("reshard.py", ["tiny-moe layers=1 ep=2 to tp=2", "--repeats", "2"], ("first_s", "median_s", "raw_s")),
+        ("load.py", ["--tp", "2", "--layers", "1", "--repeats", "2"], ("load", "raw")),
+        ("save.py", ["--tp", "2", "--layers", "1", "--repeats", "2"], ("save", "export", "raw")),
+    ],
+)
+def test_a_benchmark_runs_and_prints_a_ratio(script, arguments, seconds, tmp_path):
+    folder = ["--folder", str(tmp_path)] if script in ("load.py", "save.py") else []
+    first, second = pool.run(2, printed, script, [*arguments, *folder])
+    found = json.loads(first.splitlines()[-1])
+    assert found["ratio"] > 0
+    for name in seconds:
+        assert (found[name]["median_s"] if isinstance(found[name], dict) else found[name]) > 0
+    assert not second

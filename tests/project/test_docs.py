@@ -1,0 +1,101 @@
+"""What is written about the library is true of it: generated tables, the words of examples, names of files."""
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+
+import mcore_bridge
+from mcore_bridge.architecture import architectures
+from mcore_bridge.commands.doctor import MINIMUM, TESTED
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = [
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
+]
+
+
+@pytest.mark.skipif(transformers.__version__.startswith("4."), reason="transformers 4 has no configs of some families")
+def test_the_tables_of_families_are_those_of_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    made = importlib.import_module("make_families").wanted()
+    stale = [path.name for path, text in made.items() if path.read_text() != text]
+    assert not stale, "run: python docs/make_families.py"
+    for model_type in architectures():
+        assert f"| `{model_type}` |" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    path = ROOT / page
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text()):
+        assert (path.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_are_named_exist(page: str) -> None:
+    for name in re.findall(
+        r"`((?:mcore_bridge|tests|docs|examples|rules|config|weights|models|factory|launch|convert|trainers|commands)/[\w./]*)`",
+        (ROOT / page).read_text(),
+    ):
+        assert (ROOT / name).exists() or (ROOT / "mcore_bridge" / name).exists(), name
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_python_blocks_parse_and_use_public_names(page: str) -> None:
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
+        names = {
+            node.attr
+            for node in ast.walk(ast.parse(block))
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "mb"
+        }
+        assert names <= set(mcore_bridge.__all__)
+
+
+def test_the_picture_shows_the_newest_figures() -> None:
+    finished = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "picture.py"), "--check"])
+    assert finished.returncode == 0
+
+
+def test_the_commands_of_the_readme_exist() -> None:
+    from mcore_bridge.commands.app import app
+
+    known = {command.name for command in app.registered_commands}
+    text = "\n".join((ROOT / page).read_text() for page in PAGES)
+    assert set(re.findall(r"mcore-bridge (\w+)(?= path|`)", text)) == known
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"make (\w+)(?=[` ]|$)", text, re.MULTILINE))
+    assert named & {"demo", "test", "check", "docs", "mutants"} <= targets
+
+
+def test_versions_are_said_once() -> None:
+    """pyproject.toml, the package, the constraints and the doctor agree."""
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    assert f'version = "{mcore_bridge.__version__}"' in pyproject
+    for name in ("torch", "megatron-core", "transformers"):
+        assert f'"{name}>={MINIMUM[name]}"' in pyproject
+    assert f'requires-python = ">={MINIMUM["python"]}"' in pyproject
+    pins = [(ROOT / "constraints" / name).read_text() for name in ("py311.txt", "py312.txt")]
+    for name in ("torch", "megatron-core", "transformers"):
+        found = [match[1] for text in pins if (match := re.search(rf"^{name}==([\d.]+)$", text, re.MULTILINE))]
+        assert len(found) == 2
+        for bound, version in zip(TESTED[name], sorted(found), strict=True):
+            assert f"{version}.".startswith(f"{bound}."), (name, version)
+
+
+def test_ascii_only() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("no git checkout")
+    for name in listed.stdout.split():
+        path = ROOT / name
+        if path.is_file():
+            assert path.read_bytes().isascii(), name

@@ -1,0 +1,99 @@
+"""The training loop of ``examples``: engine and trainer agree at every step, and a stale weight ends the run."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.gpus import free_port
+
+ROOT = Path(__file__).parent.parent.parent
+EXAMPLES = ROOT / "examples"
+STALE = f"""
+import sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import rollout_engine
+
+class Stale(rollout_engine.RemoteEngine):  # it neither sleeps nor takes weights after the first time
+    fed = False
+
+    def __call__(self, method, *arguments):
+        return None if method == "sleep" or (method == "wake" and self.fed) else super().__call__(method, *arguments)
+
+    def sync(self, ring, pairs):
+        list(pairs) if self.fed else super().sync(ring, pairs)
+        self.fed = True
+
+if __name__ == "__main__":
+    rollout_engine.RemoteEngine = Stale
+    import grpo
+    grpo.main()
+"""
+
+DIGESTED = f"""
+import sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import rollout_engine
+from mcore_bridge.weights.manifest import digest
+
+class Digested(rollout_engine.Engine):
+    def digests(self):
+        return {{name: digest(weight) for name, weight in self._weights.items()}}
+
+class Checked(rollout_engine.RemoteEngine):  # what the engine holds after a round is what the trainer gave, bit for bit
+    before = None
+
+    def sync(self, ring, pairs):
+        given = {{}}
+
+        def noted():
+            for name, tensor in pairs:
+                given[name] = digest(tensor)
+                yield name, tensor
+
+        super().sync(ring, noted())
+        held = self("digests")
+        assert held == given, [name for name in given if held.get(name) != given[name]]
+        assert self.before is None or all(self.before[name] != given[name] for name in given)
+        self.before = given
+        print("the same,", len(given), "weights", flush=True)
+
+if __name__ == "__main__":
+    rollout_engine.Engine, rollout_engine.RemoteEngine = Digested, Checked
+    import grpo
+    grpo.main()
+"""
+
+
+def torchrun(script, num_ranks, *arguments):
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    run = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
+    command = [*run, "--master-port", free_port(), str(script), "--device", "cpu", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def test_engine_and_trainer_agree_at_every_step():
+    finished = torchrun(EXAMPLES / "grpo.py", 2, "--steps", "4", "--tp", "2")
+    assert finished.returncode == 0, finished.stderr
+    found = re.findall(r"^step (\d+): reward 0\.\d+, .* (\S+) apart$", finished.stdout, re.MULTILINE)
+    assert [int(step) for step, _ in found] == [0, 1, 2, 3]
+    assert all(float(apart) < 1e-5 for _, apart in found), finished.stdout
+
+
+def test_the_engine_holds_every_bit_at_every_step(tmp_path):
+    """Through the trainer's steps, and the engine's sleep in between; each step changes each weight."""
+    (tmp_path / "digested.py").write_text(DIGESTED)
+    finished = torchrun(tmp_path / "digested.py", 2, "--steps", "20", "--pp", "2")
+    assert finished.returncode == 0, finished.stderr
+    assert re.findall(r"^the same, (\d+) weights$", finished.stdout, re.MULTILINE) == ["47"] * 20
+
+
+def test_stale_weights_end_the_run(tmp_path):
+    (tmp_path / "stale.py").write_text(STALE)
+    finished = torchrun(tmp_path / "stale.py", 1, "--steps", "3")
+    assert finished.returncode
+    assert "step 0" in finished.stdout
+    assert "step 2" not in finished.stdout
+    assert "its weights are not the trainer's" in finished.stderr

@@ -1,0 +1,274 @@
+"""Importing the library costs next to nothing and changes nothing; its own modules import each other one way."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import mcore_bridge
+
+ROOT = Path(__file__).parent.parent.parent
+PACKAGE = ROOT / "mcore_bridge"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+ORDER = """
+errors <- cpu machine plugins <- rules config <- architecture <- weights models <- factory batches <- launch
+<- convert <- trainers commands <- cli
+"""
+INSIDE = {"config": "tables <- mesh", "weights": "plan <- transfer ipc <- files <- dist_checkpoint"}
+"""A module imports only what stands further left, or what is in its own folder; so do the folders in a folder."""
+
+DISTRIBUTED = {
+    "batches/collectives.py",
+    "commands/verify/free_memory.py",
+    "commands/verify/logits.py",
+    "config/mesh/lost_ranks.py",
+    "config/mesh/process_groups.py",
+    "convert/api.py",
+    "launch/fake_rank.py",
+    "launch/worker.py",
+    "weights/transfer/collectives.py",
+}
+"""The files that touch torch.distributed."""
+FILES = {"weights/dist_checkpoint/writer.py", "weights/dist_checkpoint/folder.py", "weights/dist_checkpoint/files.py"}
+"""They know of ``torch.distributed.checkpoint`` alone, by which torch calls the format of files."""
+
+WATCH = """
+import json, sys, types
+import torch, transformers, megatron.core
+import megatron.core.models.gpt, megatron.core.parallel_state, megatron.core.tensor_parallel.random
+import transformers.models.llama.modeling_llama
+
+def loaded():
+    return {name: module for name, module in sys.modules.items()
+            if name.partition(".")[0] in ("torch", "transformers", "megatron") and isinstance(module, types.ModuleType)}
+
+def snapshot():
+    seen = {}
+    for name, module in loaded().items():
+        for key, value in list(vars(module).items()):
+            seen[f"{name}.{key}"] = value
+            if isinstance(value, type) and value.__module__.partition(".")[0] in ("torch", "transformers", "megatron"):
+                seen.update({f"{name}.{key}.{attribute}": held for attribute, held in list(vars(value).items())})
+    return seen
+
+before_modules, before = set(sys.modules), snapshot()
+import mcore_bridge
+{action}
+after = snapshot()
+new = sorted(name for name in set(sys.modules) - before_modules)
+nothing = object()
+changed = sorted(n for n in {{*before, *after}} if before.get(n, nothing) is not after.get(n, nothing))
+print(json.dumps({{"new": new, "changed": changed, "watched": len(before),
+                  "cuda": torch.cuda.is_initialized(), "group": torch.distributed.is_initialized()}}))
+"""
+
+
+def watch(action: str = "") -> dict[str, list[str] | int | bool]:
+    """What ``import mcore_bridge`` and then ``action`` do in a fresh process that has imported the libraries."""
+    script = WATCH.replace("{action}", action).replace("{{", "{").replace("}}", "}")
+    finished = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert finished.returncode == 0, finished.stderr
+    found: dict[str, list[str] | int | bool] = json.loads(finished.stdout.splitlines()[-1])
+    return found
+
+
+USE_ALL = "for name in mcore_bridge.__all__: getattr(mcore_bridge, name)"
+
+
+def foreign(modules: object) -> list[str]:
+    """Modules that are neither ours nor of the standard library."""
+    assert isinstance(modules, list)
+    known = {"mcore_bridge", *sys.stdlib_module_names}
+    return [name for name in modules if name.partition(".")[0] not in known]
+
+
+def test_importing_brings_no_other_module() -> None:
+    found = watch()
+    assert foreign(found["new"]) == []
+    assert found["new"] == ["mcore_bridge"]
+
+
+def test_importing_changes_nothing() -> None:
+    found = watch()
+    assert isinstance(found["watched"], int)
+    assert found["watched"] > 10_000
+    assert found["changed"] == []
+    assert not found["cuda"]
+    assert not found["group"]
+
+
+def test_using_every_name_changes_nothing_and_brings_little() -> None:
+    found = watch(USE_ALL)
+    assert {name.partition(".")[0] for name in foreign(found["new"])} <= {"safetensors", "einops"}
+    assert found["changed"] == []
+
+
+def test_a_change_would_be_seen() -> None:
+    planted = "megatron.core.parallel_state.get_tensor_model_parallel_rank = None; torch.nn.Linear.forward = None"
+    changed = watch(planted)["changed"]
+    assert isinstance(changed, list)
+    assert "megatron.core.parallel_state.get_tensor_model_parallel_rank" in changed
+    assert "torch.nn.Linear.forward" in changed
+
+
+def test_importing_needs_neither_transformer_engine_nor_a_gpu() -> None:
+    block = (
+        "import sys\n"
+        "class Block:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in ('transformer_engine', 'apex', 'megatron', 'transformers'):\n"
+        "            raise ImportError(name)\n"
+        "sys.meta_path.insert(0, Block())\n"
+        "import mcore_bridge\n"
+        f"{USE_ALL}\n"
+    )
+    finished = subprocess.run([sys.executable, "-W", "error", "-c", block], capture_output=True, text=True, cwd=ROOT)
+    assert finished.returncode == 0, finished.stderr
+
+
+# the source -----------------------------------------------------------------------------------------------------------
+
+
+def imports(path: Path, *, types: bool = False) -> Iterator[str]:
+    """The modules and names that a file imports, at any depth; those for type checkers alone only with ``types``."""
+    waiting: list[ast.AST] = [ast.parse(path.read_text())]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not types:
+            waiting.extend(node.orelse)
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        waiting.extend(ast.iter_child_nodes(node))
+
+
+def module_of(path: Path) -> str:
+    """A file of ours without the package, such as ``weights/load``; a folder stands for its ``__init__``."""
+    return path.relative_to(PACKAGE.parent).with_suffix("").as_posix().removesuffix("/__init__").partition("/")[2]
+
+
+def import_graph() -> dict[str, set[str]]:
+    """What each module of ours imports of ours, in any way. The package itself only looks names up, and is left out."""
+    modules = {module_of(path): path for path in MODULES}
+
+    def owner(imported: str) -> str:
+        name = imported.removeprefix("mcore_bridge").lstrip(".").replace(".", "/")
+        return name if name in modules else name.rpartition("/")[0]
+
+    return {
+        module: {owner(name) for name in imports(path, types=True) if name.startswith("mcore_bridge.")} - {module, ""}
+        for module, path in modules.items()
+        if module
+    }
+
+
+def folders(graph: dict[str, set[str]], depth: int) -> dict[str, set[str]]:
+    """The graph of folders ``depth`` deep, and of the modules above them."""
+    merged: dict[str, set[str]] = {}
+    for module, targets in graph.items():
+        name, *others = ("/".join(each.split("/")[:depth]) for each in (module, *targets))
+        merged.setdefault(name, set()).update(set(others) - {name})
+    return merged
+
+
+def circles(graph: dict[str, set[str]]) -> set[str]:
+    """The largest sets of nodes that all lead to each other, in words."""
+    reached = {}
+    for start in graph:
+        reached[start], waiting = set[str](), [start]
+        while waiting:
+            new = graph.get(waiting.pop(), set()) - reached[start]
+            reached[start] |= new
+            waiting.extend(new)
+    return {" ".join(sorted(m for m in reached[n] if n in reached[m])) for n in graph if n in reached[n]}
+
+
+def test_no_modules_or_folders_import_each_other() -> None:
+    graph = import_graph()
+    assert all(targets <= graph.keys() for targets in graph.values())
+    found = {circle for depth in (1, 2, 3, 4) for circle in circles(folders(graph, depth))}
+    assert found == set()
+
+
+def test_a_circle_would_be_seen() -> None:
+    graph = {"a/x": {"b/y"}, "b/y": {"b/z"}, "b/z": {"c"}, "b/v": {"a/w"}, "a/w": set(), "c": {"d"}, "d": {"b/y"}}
+    assert circles(graph) == {"b/y b/z c d"}
+    assert circles(folders(graph, 1)) == {"a b c d"}
+
+
+def test_names_for_type_checkers_are_those_of_the_table() -> None:
+    package = PACKAGE / "__init__.py"
+    typed = set(imports(package, types=True)) - set(imports(package))
+    assert typed == {f"mcore_bridge.{home}.{name}" for name, home in mcore_bridge._HOMES.items()}
+
+
+def test_no_public_name_is_a_module() -> None:
+    """The first import below it would put the module in place of what users call."""
+    assert not set(mcore_bridge.__all__) & {module_of(path).split("/")[0] for path in MODULES}
+
+
+def levels(order: str) -> dict[str, int]:
+    """The place of each name in an order."""
+    return {name: place for place, names in enumerate(order.split("<-")) for name in names.split()}
+
+
+@pytest.mark.parametrize("folder", ["", *INSIDE])
+def test_imports_run_one_way(folder: str) -> None:
+    order = levels(INSIDE.get(folder, ORDER))
+    depth = len(folder.split("/")) + 1 if folder else 1
+    graph = {
+        name: targets for name, targets in import_graph().items() if name.startswith(f"{folder}/" if folder else "")
+    }
+    for module, targets in graph.items():
+        for target in targets & graph.keys():
+            here, there = (name.split("/")[depth - 1] for name in (module, target))
+            if here != there and {here, there} <= order.keys():
+                assert order[there] < order[here], f"{module} imports {target}"
+    if not folder:
+        assert {name.split("/")[0] for name in graph} == order.keys()
+
+
+def test_rooms_that_others_read_alone_import_little() -> None:
+    graph = import_graph()
+    for room, allowed in {
+        "rules": {"errors"},
+        "weights/ipc": {"errors", "rules/spec", "weights/plan/alignment"},
+        "models": {"architecture", "config", "rules"},
+    }.items():
+        inside = {name for name in graph if f"{name}/".startswith(f"{room}/")}
+        for name in sorted(inside):
+            for target in graph[name] - inside:
+                assert target in allowed or target.split("/")[0] in allowed, f"{name} imports {target}"
+
+
+def test_no_test_imports_from_a_test() -> None:
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        names = [name for module in imports(path) if module.startswith("tests.") for name in module.split(".")]
+        assert not [name for name in names if name.startswith("test_")], path
+
+
+def test_only_few_modules_know_of_processes() -> None:
+    found: dict[str, set[str]] = {}
+    for path in MODULES:
+        for module in imports(path):
+            if f"{module}.".startswith("torch.distributed."):
+                kind = "files" if module.startswith("torch.distributed.checkpoint.") else "processes"
+                found.setdefault(kind, set()).add(str(path.relative_to(PACKAGE)))
+    assert found["processes"] == DISTRIBUTED
+    assert found["files"] == FILES
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_sources_are_ascii_and_name_no_place_of_a_machine(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.isascii()
+    for place in ("/home/", "/root/", "/tmp/", "/work/", "/Users/"):
+        assert place not in text

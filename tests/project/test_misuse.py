@@ -1,0 +1,118 @@
+"""What a caller gets wrong is said in an error of ours, before anything is written."""
+
+import os
+
+import pytest
+import torch
+
+import mcore_bridge as mb
+from mcore_bridge.convert.api import convert
+from mcore_bridge.convert.hf_to_torch import rank_files
+from mcore_bridge.errors import BridgeError
+from mcore_bridge.weights.dist_checkpoint.folder import TRACKER
+from tests.support import fake_mesh
+from tests.support.strategies import random_state, tiny
+from tests.support.strategies import save as save_state
+
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "num_key_value_heads": 2}
+HF = tiny("qwen3_moe", vocab_size=97, num_hidden_layers=1, **MOE)
+EXPERT = "model.layers.0.mlp.experts.3.down_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source")
+    save_state(random_state(HF), HF, folder)
+    return folder
+
+
+@pytest.fixture
+def models(source):
+    with fake_mesh.rank_of(mb.ParallelDims(), 0, 1):
+        yield mb.build_model(source, dims=mb.ParallelDims(), dtype=torch.float32, device="cpu")
+
+
+def load(change):
+    """Load all pairs of a state, each as what ``change`` makes of it."""
+    pairs = [pair for name, tensor in random_state(HF).items() for pair in change(name, tensor)]
+    return lambda models, folder: mb.load_hf_weights(models, pairs)
+
+
+def fill(models, folder):
+    """A ring, in another order than that of its plan."""
+    ring = mb.BufferRing(mb.plan_buckets(mb.manifest(models), num_slots=2))
+    try:
+        list(ring.fill(iter([*mb.iter_hf_weights(models)][::-1]), acknowledged=lambda: None))
+    finally:
+        ring.close()
+
+
+CALLS = {
+    "dialect": (
+        lambda models, folder: mb.save_hf_checkpoint(models, folder, dialect="both"),
+        "dialect must be .*'both'",
+    ),
+    "no path": (lambda models, folder: mb.save_hf_checkpoint(models, None), "expected str, bytes or os.PathLike"),
+    "null byte": (
+        lambda models, folder: mb.save_hf_checkpoint(models, f"{folder}\0"),
+        "expected the path of .*null byte",
+    ),
+    "bytes": (lambda models, folder: mb.save_hf_checkpoint(models, folder, slot_bytes=1e9), "slot_bytes=1000000000"),
+    "size": (lambda models, folder: mb.EngineRank(tp="2"), r"expected sizes of at least 1, found \{'tp': '2'\}"),
+    "sizes": (lambda models, folder: mb.engine_ranks(tp="2"), "expected sizes of at least 1"),
+    "target": (lambda models, folder: list(mb.iter_hf_weights(models, target="all")), "expected target=.* found 'all'"),
+    "source": (lambda models, folder: mb.load_hf_weights(models, 7), "expected a folder, a mapping .* found 7"),
+    "arrays": (
+        load(lambda name, tensor: [(name, tensor.numpy())]),
+        "a dense torch.Tensor .* found ndarray: convert it",
+    ),
+    "sparse": (load(lambda name, tensor: [(name, tensor.to_sparse())]), "found torch.sparse_coo on cpu: convert it"),
+    "meta": (load(lambda name, tensor: [(name, tensor.to("meta"))]), "found torch.strided on meta: convert it"),
+    "an expert twice": (load(lambda name, tensor: [(name, tensor)] * (1 + (name == EXPERT))), f"{EXPERT} came twice"),
+    "an expert more": (
+        load(lambda name, tensor: [(name, tensor), (name.replace(".3.", ".4."), tensor)][: 1 + (name == EXPERT)]),
+        r"1 unexpected \['model\.layers\.0\.mlp\.experts\.4\.",
+    ),
+    "no slots": (lambda models, folder: mb.plan_buckets(mb.manifest(models), num_slots=0), "expected one slot or more"),
+    "order": (fill, "make the plan from the manifest of these tensors"),
+}
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_a_wrong_call_is_told_what_was_expected(tmp_path, models, what):
+    call, message = CALLS[what]
+    with pytest.raises(BridgeError, match=message):
+        call(models, tmp_path / "out")
+    assert os.listdir(tmp_path) == []
+
+
+def quiet(*event):
+    """Nobody looks on."""
+
+
+def assert_same(one, other):
+    one, other = (mb.Manifest.from_folder(folder, digests=True) for folder in (one, other))
+    assert one.differences(other) == ()
+
+
+def test_a_conversion_that_cannot_be_put_into_place_goes_on_when_that_is_mended(tmp_path, source):
+    target = tmp_path / "run" / "release"
+    (target / "common.pt").mkdir(parents=True)
+    (tmp_path / "run" / TRACKER).mkdir()
+    with pytest.raises(BridgeError, match=r"common\.pt is a folder where a file belongs: move it away"):
+        convert(source, target, on_event=quiet)
+    (target / "common.pt").rmdir()
+    with pytest.raises(BridgeError, match=f"is complete, but .*{TRACKER}, by which .* cannot be written"):
+        convert(source, target, on_event=quiet)
+    convert(target, tmp_path / "back", file_bytes=1, on_event=quiet)
+    assert_same(tmp_path / "back", source)
+    with pytest.raises(BridgeError, match="expected one process or more"):
+        convert(source, tmp_path / "out", num_processes=0, on_event=quiet)
+
+
+def test_the_files_of_another_mesh_do_not_stay_behind(tmp_path, source):
+    for dims in (mb.ParallelDims(tp=2, ep=2), mb.ParallelDims()):
+        convert(source, tmp_path / "files", rank_files=rank_files("torch", dims, "torch"), on_event=quiet)
+    assert os.listdir(tmp_path / "files" / "release") == ["mp_rank_00"]
+    convert(tmp_path / "files", tmp_path / "back", on_event=quiet)
+    assert_same(tmp_path / "back", source)

@@ -1,0 +1,163 @@
+"""Planted mistakes in what the families of ``zoo/plain.py`` add: fused projections, norms, MLPs, rope, temperature."""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import PropertyMock, patch
+
+import pytest
+import torch.nn.functional as F  # noqa: N812
+
+from mcore_bridge import architecture
+from mcore_bridge.config.fields import Const, Derive, Field
+from mcore_bridge.config.rope import Rope
+from mcore_bridge.config.tables import but
+from mcore_bridge.factory.modules import temperature
+from mcore_bridge.rules.layout import COLUMN, GATED_UP, QKV, REPLICATED, Layout, Rearrange, Split
+from tests import zoo
+from tests.support import mutants, pool
+from tests.support.bounds import BOUND, ONE
+from tests.support.mutants import ERRORS, exchange, fate, laid_out, of
+from tests.support.parity import reference_logits, reference_of, worst_differences
+from tests.support.strategies import tiny
+
+FUSED = tiny("phi3", vocab_size=97, num_hidden_layers=2, hidden_size=64, head_dim=8, pad_token_id=0)
+PLAIN = tiny("starcoder2", vocab_size=97, num_hidden_layers=2, hidden_size=64, head_dim=8)
+
+
+@dataclass(frozen=True)
+class SwapLast(Layout):
+    """The last two parts in the other order."""
+
+    def __call__(self, parts, axes):
+        return (*parts[:-2], parts[-1], parts[-2])
+
+    def __invert__(self):
+        return self
+
+
+DEALT = Rearrange("(n tp) ...", "tp n ...")
+HALVES = Split(0, (1, 1))
+DEALT_UP = HALVES >> DEALT >> GATED_UP.steps[1]
+UP_FIRST = HALVES >> SwapLast() >> GATED_UP
+V_FIRST = Split(0, ("heads_per_group", 1, 1)) >> SwapLast() >> QKV
+LAST_NORM = ("final_layernorm.bias", "final_layernorm.weight")
+LAYER_NORMS = ("input_layernorm.bias", "mlp_layernorm.bias")
+
+# fmt: off
+MUTANTS = {
+    # name                             model, killed by         mutation of the rules
+    "qkv by groups already":           (FUSED, "logits",         of("qkv.weight", laid_out(COLUMN))),
+    "v before k":                      (FUSED, "logits",         of("qkv.weight", laid_out(V_FIRST))),
+    "gate and up not split":           (FUSED, "logits at tp=2", of("fc1.weight", laid_out(COLUMN))),
+    "up before gate":                  (FUSED, "logits",         of("fc1.weight", laid_out(UP_FIRST))),
+    "gate and up dealt out":           (FUSED, "logits at tp=2", of("fc1.weight", laid_out(DEALT_UP))),
+    "one norm's bias for another's":   (PLAIN, "logits",         exchange(*LAYER_NORMS)),
+    "a norm's bias for its weight":    (PLAIN, "logits",         exchange(*LAST_NORM)),
+    "up dealt out":                    (PLAIN, "logits at tp=2", of("fc1.weight", laid_out(DEALT))),
+    "bias of up replicated":           (PLAIN, "shapes at tp=2", of("fc1.bias", laid_out(REPLICATED))),
+    "bias of down cut":                (PLAIN, "shapes at tp=2", of("fc2.bias", laid_out(COLUMN))),
+    "bias of the last norm forgotten": (PLAIN, "no rule",        of(LAST_NORM[0], lambda rule: None)),
+}
+# fmt: on
+
+
+def fates(tp: int, references: list[Any]) -> dict[str, str]:
+    """Runs in each worker: what becomes of each mutant on this mesh."""
+    mutants.MUTANTS.update({name: ("", mutation) for name, (_, _, mutation) in MUTANTS.items()})
+    try:
+        return {name: fate(name, hf, tp, references[hf is PLAIN]) for name, (hf, _, _) in MUTANTS.items()}
+    finally:
+        for name in MUTANTS:
+            del mutants.MUTANTS[name]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[int, dict[str, str]]:
+    references = [reference_logits(FUSED), reference_logits(PLAIN)]
+    return {tp: pool.run(tp, fates, tp, references, timeout=300)[0] for tp in (1, 2)}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_killed(found: dict[int, dict[str, str]], name: str) -> None:
+    tier, _, tp = MUTANTS[name][1].partition(" at tp=")
+    assert found[2][name] == tier if tier == "logits" else re.search(ERRORS[tier], found[2][name]), found[2][name]
+    if tp:
+        assert found[1][name] == "survives"
+
+
+# -- what no rule says: config tables and modules ----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def entries(model_type: str, *wrong: Field) -> Iterator[None]:
+    """The family with these entries in its table."""
+    true = architecture.architecture_of(model_type)
+    architecture._REGISTRY[model_type] = replace(true, fields=but(true.fields, *wrong))
+    try:
+        yield
+    finally:
+        architecture._REGISTRY[model_type] = true
+
+
+def derived(name: str, forward: Callable[[Any], dict[str, object]]) -> Derive:
+    return Derive((name,), forward, lambda mcore: {})
+
+
+def activation(function: Callable[..., Any]) -> Derive:
+    return derived("hidden_act", lambda hf: {"activation_func": function})
+
+
+def always(name: str, value: object) -> Any:
+    """Every rope has this value."""
+    return patch.object(Rope, name, new_callable=PropertyMock, return_value=value)
+
+
+def one_place_late(places: Any, beta: float, length: float) -> Any:
+    return TRUE_TEMPERATURE(places - 1, beta, length)
+
+
+TRUE_TEMPERATURE = temperature.temperature
+MISTAKES: dict[str, tuple[str, Callable[[], Any]]] = {
+    "halves rotated, not neighbours": ("helium", lambda: entries("helium", Const("rotary_interleaved", False))),
+    "neighbours rotated, not halves": ("arcee", lambda: entries("arcee", Const("rotary_interleaved", True))),
+    "a norm not around one": ("nemotron", lambda: entries("nemotron", Const("layernorm_zero_centered_gamma", False))),
+    "another epsilon": (
+        "starcoder2",
+        lambda: entries("starcoder2", derived("norm_epsilon", lambda hf: {"layernorm_epsilon": 1e-2})),
+    ),
+    "relu, not squared": ("arcee", lambda: entries("arcee", activation(F.relu))),
+    "gelu without tanh": ("starcoder2", lambda: entries("starcoder2", activation(F.gelu))),
+    "rope in every layer": (
+        "smollm3",
+        lambda: entries("smollm3", derived("no_rope_layers", lambda hf: {"no_rope_freq": None})),
+    ),
+    "rope in the other layers": (
+        "smollm3",
+        lambda: entries("smollm3", derived("no_rope_layers", lambda hf: {"no_rope_freq": hf["no_rope_layers"]})),
+    ),
+    "whole heads rotated": ("phi3-partial", lambda: always("rotary_dim", 16)),
+    "longrope for short texts only": ("phi3-longrope-beyond", lambda: always("longest_plain", float("inf"))),
+    "longrope without its attention factor": ("phi3-longrope-within", lambda: always("attention_factor", 1.0)),
+    "no temperature": ("ministral3", lambda: always("query_temperature", None)),
+    "temperature one place late": ("ministral3", lambda: patch.object(temperature, "temperature", one_place_late)),
+}
+
+
+def differences(references: dict[str, Any]) -> dict[str, Any]:
+    """Runs in a worker: the largest difference of logits with each mistake, or the error that it causes."""
+    found: dict[str, Any] = {}
+    for name, (case, mistake) in MISTAKES.items():
+        if case in references:
+            with mistake():
+                (found[name],) = worst_differences([(zoo.cases()[case].hf, ONE, references[case])])
+    return found
+
+
+def test_mistakes_in_tables_and_modules_change_the_logits() -> None:
+    cases = {case for case, _ in MISTAKES.values()} & zoo.cases().keys()
+    (found,) = pool.run(1, differences, {case: reference_of(case) for case in cases}, timeout=300)
+    assert len(found) >= len(MISTAKES) - 2
+    assert {name: difference for name, difference in found.items() if difference < 10 * BOUND} == {}

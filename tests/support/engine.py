@@ -1,0 +1,127 @@
+"""Another process that takes weights out of a sender's slots, as an inference engine does, and says what it read.
+
+It is started with nothing but a pipe. What it loads it copies on its own stream, as an engine does, and looks at only
+when the round is over: a slot that was overwritten too early shows.
+"""
+
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.ipc.receiver import Receiver
+from mcore_bridge.weights.ipc.sender import BufferRing
+from mcore_bridge.weights.manifest import Manifest, digest
+
+OPENED, FINISH, CLOSE = "opened", "finish", "close"
+
+
+def serve(pipe: Connection, environment: Mapping[str, str], seconds: float, dies_at: int | None) -> None:
+    """Answer every bucket with its number; the end of a round with digests of all tensors; errors with the error."""
+    os.environ.update(environment)
+    try:
+        receiver = Receiver(*pipe.recv())
+    except Exception as error:
+        pipe.send(error)
+        return
+    pipe.send(OPENED)
+    loaded: dict[str, Tensor] = {}
+    for message in iter(pipe.recv, CLOSE):
+        try:
+            if message == FINISH:
+                receiver.finish()
+                pipe.send({name: digest(tensor) for name, tensor in loaded.items()})
+                loaded.clear()
+                continue
+            if message == dies_at:
+                os._exit(1)
+            with receiver.open(message) as pairs:
+                pause(seconds, on_gpu=pairs[0][1].is_cuda)
+                loaded.update((name, tensor.clone()) for name, tensor in pairs)
+            del pairs
+            pipe.send(message)
+        except Exception as error:
+            pipe.send(error)
+    receiver.close()
+    pipe.send(CLOSE)
+
+
+def pause(seconds: float, *, on_gpu: bool) -> None:
+    """Be busy before what follows: on a GPU only the current stream is, and this returns at once."""
+    if on_gpu:
+        torch.cuda._sleep(int(seconds * 1e9))
+    else:
+        time.sleep(seconds)
+
+
+@contextmanager
+def engine(
+    ring: BufferRing,
+    *,
+    environment: Mapping[str, str] | None = None,
+    seconds: float = 0.0,
+    dies_at: int | None = None,
+) -> Iterator[Connection]:
+    """The pipe to an engine that has opened the slots of ``ring``: it is slow by ``seconds``, or dies at a bucket."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs, environment or {}, seconds, dies_at))
+    process.start()
+    theirs.close()
+    try:
+        ours.send((ring.plan, ring.handles()))
+        assert answer(ours) == OPENED
+        yield ours
+        if dies_at is None:
+            ours.send(CLOSE)
+            assert answer(ours) == CLOSE
+    finally:
+        ours.close()
+        process.join(30)
+        process.kill()
+
+
+def send_round(ring: BufferRing, pairs: object, pipe: Connection, **arguments: int) -> dict[str, str]:
+    """Everything, once: what the engine says that it read."""
+    for bucket in ring.fill(pairs, acknowledged=lambda: answer(pipe), **arguments):
+        pipe.send(bucket.number)
+    pipe.send(FINISH)
+    return answer(pipe)
+
+
+def answer(pipe: Connection) -> object:
+    """What the engine says next; raises what it raised."""
+    said = pipe.recv()
+    if isinstance(said, Exception):
+        raise said
+    return said
+
+
+def run_example(folder: Path, **environment: str) -> None:
+    """The example of docs/handing_on.md, as a file in ``folder``: its engine has as much as its trainer."""
+    root = Path(__file__).parent.parent.parent
+    (block,) = re.findall(r"```python\n(.*?)```", (root / "docs" / "handing_on.md").read_text(), re.DOTALL)
+    (folder / "example.py").write_text(block)
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, **environment}
+    command = [sys.executable, "-W", "ignore", "example.py"]
+    finished = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=300)
+    assert finished.returncode == 0, finished.stderr
+    numbers = dict(re.findall(r"the (trainer|engine) has (\d+ tensors, \d+ bytes)", finished.stdout))
+    assert numbers["trainer"] == numbers["engine"], finished.stdout
+    assert int(numbers["engine"].split()[0]) > 40
+
+
+def manifest_of(tensors: Mapping[str, Tensor]) -> Manifest:
+    """The manifest of tensors that no model made."""
+    return Manifest(tuple(TensorSpec(name, tuple(t.shape), t.dtype) for name, t in tensors.items()))

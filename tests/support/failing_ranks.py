@@ -1,0 +1,18 @@
+"""Failures on one rank."""
+
+import pkgutil
+from unittest import mock
+
+import torch.distributed as dist
+
+
+def only_on_1(name, after=0):
+    """What has this dotted name raises on rank 1, once, behind so many calls."""
+    calls, real = iter(range(1 << 30)), pkgutil.resolve_name(name)
+
+    def failing(*arguments, **named):
+        if dist.get_rank() == 1 and next(calls) == after:
+            raise RuntimeError("out of memory")
+        return real(*arguments, **named)
+
+    return mock.patch(name, failing)

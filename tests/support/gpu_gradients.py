@@ -1,0 +1,25 @@
+"""Models on GPUs, wrapped for training."""
+
+import mcore_bridge as mb
+
+
+def wrapped(chunks, **settings):
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **settings)
+    models = [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
+    syncs = [model.no_sync for model in models]
+    chunks[0].config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
+    chunks[0].config.finalize_model_grads_func = finalize_model_grads
+    return models
+
+
+def by_name(chunks, gradient_of):
+    """Gradients, which have the places of their parameters, by HF name; zeros where a parameter is not trained."""
+    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+        parameter.data.copy_(gradient_of(parameter)) if parameter.requires_grad else parameter.data.zero_()
+    return {
+        name: tensor
+        for name, tensor in mb.to_hf_state_dict(chunks).items()
+        if not name.endswith(("correction_bias", "expert_bias"))
+    }

@@ -1,0 +1,91 @@
+"""Models for tests on GPUs."""
+
+import importlib.util
+
+from tests.support import bailing, twins
+from tests.support.strategies import tiny
+
+BACKENDS = ["torch", *(["te"] if importlib.util.find_spec("transformer_engine") else [])]
+
+
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 8, "vocab_size": 515}
+
+
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 128, "num_key_value_heads": 2}
+
+
+SIGMOID = {**EXPERTS, "n_routed_experts": 8, "n_shared_experts": 2, "n_group": 1, "topk_group": 1}
+
+
+LATENT = {
+    **SIGMOID,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "head_dim": 32,
+    "v_head_dim": 64,
+    "first_k_dense_replace": 1,
+}
+
+
+LINEAR = {
+    **EXPERTS,
+    "num_experts": 8,
+    "shared_expert_intermediate_size": 256,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 64,
+}
+
+
+LING = {
+    **EXPERTS,
+    "max_position_embeddings": 128,
+    "moe_shared_expert_intermediate_size": 128,
+    "n_group": 1,
+    "num_shared_experts": 1,
+    "topk_group": 1,
+}
+
+
+DENSE = {
+    "llama": tiny("llama", **SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "qwen2": tiny("qwen2", **{**SIZES, "hidden_size": 512}),
+    "qwen3": tiny("qwen3", **SIZES),
+    "mistral": tiny("mistral", **SIZES, sliding_window=8),
+    "gemma2": tiny("gemma2", **SIZES, query_pre_attn_scalar=100, sliding_window=8),
+    "olmo2": tiny("olmo2", **{**SIZES, "head_dim": 32}),
+    "phi3": tiny("phi3", **{**SIZES, "hidden_size": 512, "pad_token_id": 0}),
+    "mimo": twins.read("mimo", {**tiny("qwen2", **{**SIZES, "hidden_size": 512}).to_dict(), "attention_bias": True}),
+}
+
+
+SPARSE = {
+    "qwen2_moe": tiny(
+        "qwen2_moe",
+        **{**SIZES, **EXPERTS, "hidden_size": 512},
+        num_experts=8,
+        shared_expert_intermediate_size=256,
+    ),
+    "qwen3_moe": tiny("qwen3_moe", **{**SIZES, **EXPERTS}, num_experts=8, mlp_only_layers=[1]),
+    "mixtral": tiny("mixtral", **SIZES, num_local_experts=8, num_key_value_heads=2, num_experts_per_tok=2),
+    "glm4_moe": tiny("glm4_moe", **{**SIZES, **SIGMOID}, use_qk_norm=True, attention_bias=True),
+    "deepseek_v3": tiny("deepseek_v3", **{**SIZES, **LATENT}),
+    "gpt_oss": tiny(
+        "gpt_oss",
+        **{**SIZES, "intermediate_size": 128},
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        sliding_window=8,
+        num_key_value_heads=2,
+    ),
+    "qwen3_next": tiny("qwen3_next", **{**SIZES, **LINEAR}),
+    "kimi_k2": twins.read("kimi_k2", tiny("deepseek_v3", **{**SIZES, **LATENT}).to_dict()),
+    "bailing_moe_v2": twins.read("bailing_moe_v2", {**bailing.TINY["grouped"], **SIZES, **LING}),
+}
+
+
+FAMILIES = {**DENSE, **SPARSE}

@@ -1,0 +1,119 @@
+"""Checkpoints with MTP layers, as publishers write them, and what transformers' own modules compute from them.
+
+transformers has no MTP layers: their tensors here are those of a model of one layer, under the names of the publisher.
+"""
+
+import tempfile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests import zoo
+from tests.support.parity import BATCH, SEQ, reference_model, tokens
+from tests.support.strategies import random_state
+
+AROUND = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+BESIDE = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+NAMES = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "qwen3.5", "qwen3.5-moe")
+_KINDS = {"layer_types": "full_attention", "mlp_layer_types": "sparse", "indexer_types": "full"}
+CASES = [name for name in NAMES if name in zoo.cases()]
+
+
+def config(name: str, num_mtp_layers: int = 1) -> Any:
+    """The HF config of a case of the zoo, with MTP layers. Its last layer is of the kind that they are."""
+    hf = zoo.cases()[name].hf
+    if getattr(hf, "mlp_layer_types", None):
+        hf.mlp_layer_types = [*hf.mlp_layer_types[:-1], "sparse"]
+    if not _are_beside(hf):
+        hf.num_nextn_predict_layers = num_mtp_layers
+    return hf
+
+
+def published(hf: Any, num_mtp_layers: int = 1) -> dict[str, Tensor]:
+    """The tensors of a checkpoint with MTP layers: behind the decoder's with copies, or one beside the decoder."""
+    state = random_state(hf)
+    for number in range(num_mtp_layers):
+        prefix, around = _names(hf, number)
+        drawn = random_state(one_layer(hf), seed=1 + number)
+        norm, width = drawn["model.norm.weight"], hf.hidden_size
+        for name, tensor in drawn.items():
+            if name.startswith("model.layers.0."):
+                state[name.replace("model.layers.0.", prefix)] = tensor
+        generator = torch.Generator().manual_seed(number)
+        state[around["eh_proj"]] = torch.randn(width, 2 * width, generator=generator) * (2 * width) ** -0.5
+        for shift, name in enumerate(("enorm", "hnorm", "shared_head.norm")):
+            state[around[name]] = norm.roll(shift).contiguous()
+        if not _are_beside(hf):
+            state[f"{prefix}embed_tokens.weight"] = state["model.embed_tokens.weight"].clone()
+            state[f"{prefix}shared_head.head.weight"] = state["lm_head.weight"].clone()
+    return state
+
+
+def is_mtp(hf: Any, name: str) -> bool:
+    """Whether an HF tensor belongs to the one MTP layer."""
+    return name.startswith(("mtp.", f"model.layers.{hf.num_hidden_layers}."))
+
+
+def one_layer(hf: Any) -> Any:
+    """``hf`` with one layer, of the kind that MTP layers are."""
+    fields = {**hf.to_dict(), "num_hidden_layers": 1, "first_k_dense_replace": 0, "mlp_only_layers": []}
+    for name, value in _KINDS.items():
+        if fields.get(name):
+            fields[name] = [value]
+    return type(hf).from_dict({name: value for name, value in fields.items() if hasattr(hf, name)})
+
+
+def reference_logits(hf: Any) -> Tensor:
+    """What the one MTP layer of ``published(hf)`` predicts, fp32 [BATCH, SEQ, vocab].
+
+    The projection of the next token's embedding and of the decoder's output, both through norms, goes through a model
+    of one layer, whose norm and head are those of the MTP layer.
+    """
+    state = published(hf)
+    prefix, around = _names(hf, 0)
+    inner = {name.replace(prefix, "model.layers.0."): state[name] for name in state if name.startswith(prefix)}
+    inner = {name: tensor for name, tensor in inner.items() if name.replace("model.layers.0.", "") not in _extra()}
+    inner |= {name: state[name] for name in ("model.embed_tokens.weight", "lm_head.weight") if name in state}
+    inner["model.norm.weight"] = state[around["shared_head.norm"]]
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:
+        model, last = reference_model(hf, folder), reference_model(one_layer(hf), other, inner)
+    ids = tokens(hf)
+    following = torch.cat([ids[:, 1:], torch.zeros(BATCH, 1, dtype=ids.dtype)], 1)
+    norm = model.model.norm
+    with torch.no_grad():
+        hidden = model.model(ids).last_hidden_state
+        norm.weight.copy_(state[around["enorm"]])
+        embedded = norm(model.model.embed_tokens(following))
+        norm.weight.copy_(state[around["hnorm"]])
+        joined = torch.cat([embedded, norm(hidden)], -1)
+        return last(inputs_embeds=joined @ state[around["eh_proj"]].T, use_cache=False).logits
+
+
+def predicted(model: Any, hf: Any) -> Tensor:
+    """What the one MTP layer of a chunk that holds it predicts, on the rank's part of the vocabulary."""
+    found: list[Tensor] = []
+    hook = model.mtp.register_forward_hook(lambda module, inputs, output: found.append(output.chunk(2)[1]))
+    ids = tokens(hf).to(next(model.parameters()).device)
+    with torch.no_grad():
+        model(ids, torch.arange(SEQ, device=ids.device).expand(BATCH, SEQ), None, labels=ids)
+        head = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+        logits: Tensor = model.output_layer(found[0], weight=head)[0]
+    hook.remove()
+    return logits.transpose(0, 1)
+
+
+def _are_beside(hf: Any) -> bool:
+    return hf.model_type.startswith("qwen")
+
+
+def _names(hf: Any, number: int) -> tuple[str, dict[str, str]]:
+    """What stands before the names of the inner layer, and the names of what is around it."""
+    if _are_beside(hf):
+        return "mtp.layers.0.", {name: f"mtp.{own}.weight" for name, own in zip(AROUND, BESIDE, strict=True)}
+    prefix = f"model.layers.{hf.num_hidden_layers + number}."
+    return prefix, {name: f"{prefix}{name}.weight" for name in AROUND}
+
+
+def _extra() -> set[str]:
+    return {f"{name}.weight" for name in (*AROUND, "embed_tokens", "shared_head.head")}

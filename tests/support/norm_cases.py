@@ -1,0 +1,30 @@
+"""Models whose norms stand elsewhere."""
+
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+from tests.support import tiny
+from tests.zoo.norms import HUNYUAN, WINDOWED, ropes
+
+
+def config(model_type: str, **changes: Any) -> PretrainedConfig:
+    """Two groups of keys, so that four ranks share them. transformers gives the row of a padding token no gradient."""
+    runs = {"pad_token_id": None, "attn_implementation": "eager"}  # the default of transformers 4 drops soft caps
+    sizes = {**tiny.DISTINCT, **tiny.COMMON, "num_key_value_heads": 2, **runs}
+    return AutoConfig.for_model(model_type, **{**sizes, **changes})
+
+
+CAPPED = {"query_pre_attn_scalar": 20, "attn_logit_softcapping": 0.7, "final_logit_softcapping": 2.0}
+
+
+CASES = {
+    "olmo2": config("olmo2", attention_bias=True),
+    "olmo3, tied": config(
+        "olmo3", tie_word_embeddings=True, **WINDOWED, **ropes({"rope_type": "default"}, sliding_base=50000.0)
+    ),
+    "gemma2": config("gemma2", **WINDOWED, **CAPPED, attention_bias=True, tie_word_embeddings=True),
+    "gemma3": config("gemma3_text", **WINDOWED, **ropes({"rope_type": "linear", "factor": 4.0})),
+    "hunyuan": config("hunyuan_v1_dense", attention_bias=True, rope_scaling=HUNYUAN),
+    "glm4": config("glm4", tie_word_embeddings=True, head_dim=16),
+}

@@ -1,0 +1,82 @@
+"""Logits of a model of ours against transformers': fp32, CPU, everything random."""
+
+import tempfile
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import mcore_bridge as mb
+from tests import zoo
+from tests.support.stepping import leave_mesh
+from tests.support.strategies import random_state, save
+from tests.support.twins import TWINS
+
+SEQ, BATCH = 24, 2
+LONG = 40
+"""Longer than every original rope length and every window of the zoo: positions past them are compared too."""
+
+
+def tokens(hf: Any, seq: int = SEQ) -> Tensor:
+    """Token ids, int64 [BATCH, seq]."""
+    return torch.randint(0, hf.vocab_size, (BATCH, seq), generator=torch.Generator().manual_seed(3))
+
+
+def reference_logits(hf: Any, seq: int = SEQ) -> Tensor:
+    """What transformers computes from ``random_state`` as a file, fp32 [BATCH, seq, vocab]."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = reference_model(hf, folder)
+    with torch.no_grad():
+        return model(tokens(hf, seq)).logits
+
+
+def reference_model(
+    hf: Any, folder: str, state: dict[str, Tensor] | None = None, dtype: torch.dtype = torch.float32
+) -> Any:
+    """transformers' model with ``state`` or ``random_state``, all of which it takes, and nothing else in it.
+
+    That of a twin where it has none. As it loads in ``dtype``, which leaves the frequencies of rope in fp32;
+    ``model.to(dtype)`` would round them.
+    """
+    from transformers import AutoModelForCausalLM
+
+    state = state or random_state(hf)
+    if twin := TWINS.get(hf.model_type):
+        state, hf = twin.unnamed(state, hf), twin.config(hf)
+    save(state, hf, folder)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=dtype, output_loading_info=True
+    )
+    assert not info["unexpected_keys"], info["unexpected_keys"]
+    assert set(info["missing_keys"]) <= ({"lm_head.weight"} if hf.tie_word_embeddings else set()), info["missing_keys"]
+    return model.eval()
+
+
+@cache
+def reference_of(name: str) -> Tensor:
+    """``reference_logits`` of a case of the zoo."""
+    return reference_logits(zoo.cases()[name].hf, seq=LONG)
+
+
+def our_logits(hf: Any, dims: mb.ParallelDims, seq: int = SEQ) -> Tensor:
+    """What this mesh (one pipeline stage) computes from the same state; gathered over tp, padding cut off."""
+    dims.initialize(device="cpu")
+    (model,) = mb.build_model(hf, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(hf))
+    model.eval()
+    with torch.no_grad():
+        logits = model(tokens(hf, seq), torch.arange(seq).expand(BATCH, seq), None)
+    parts = [torch.empty_like(logits) for _ in range(dims.tp)]
+    dist.all_gather(parts, logits.contiguous(), group=model.pg_collection.tp)
+    return torch.cat(parts, -1)[..., : hf.vocab_size]
+
+
+def worst_differences(cases: list[tuple[Any, mb.ParallelDims, Tensor]]) -> list[float]:
+    """The largest difference of each case (config, mesh, reference), relative to the spread of the reference."""
+    worst = []
+    for hf, dims, reference in cases:
+        logits = our_logits(hf, dims, reference.shape[1])
+        worst.append(float((logits - reference).abs().max() / reference.std()))
+        leave_mesh()
+    return worst

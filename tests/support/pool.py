@@ -1,0 +1,211 @@
+"""A pool of gloo processes that start once and serve the whole session: importing torch costs more than most tests.
+
+``run(world_size, function, *args)`` runs ``function(*args)`` on the first ``world_size`` workers, in a fresh default
+process group, and returns what each rank returned. The function must be importable by name from its module. A rank that
+raises makes ``run`` raise its error, with rank and traceback in the notes; a rank that hangs costs the pool its life,
+and the next ``run`` a new one.
+"""
+
+import contextlib
+import faulthandler
+import fcntl
+import functools
+import gc
+import itertools
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_GRACE = 10.0  # seconds in which the other ranks may report after the first one failed
+_context = multiprocessing.get_context("forkserver")
+_jobs = itertools.count()
+_workers: list["_Worker"] = []
+
+
+@dataclass
+class _Worker:
+    process: Any
+    pipe: Any
+
+
+class PoolTimeoutError(Exception):
+    """A rank did not come back in time; the stacks of all ranks are on stderr."""
+
+
+def run(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:
+    """``function(*args)`` on ``world_size`` ranks: what each of them returned, by rank.
+
+    Args:
+        world_size: ranks of the default process group that the function finds initialised (gloo).
+        function: importable by name; it may build any number of meshes, one after the other.
+        args: picklable.
+        timeout: seconds for all ranks together.
+    """
+    with _alone():
+        return _run(world_size, function, args, timeout)
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """One job of pytest-xdist at a time: two pools have more processes than cores, and collectives would wait long."""
+    name = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if name is None:
+        yield
+        return
+    with (Path(tempfile.gettempdir()) / f"pool-{name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """For the stores of jobs; workers, which import this module too, need none."""
+    return tempfile.TemporaryDirectory(prefix="pool-")
+
+
+def _run(world_size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+    _grow(world_size)
+    workers = _workers[:world_size]
+    store = Path(_folder().name) / f"store-{next(_jobs)}"
+    for rank, worker in enumerate(workers):
+        worker.pipe.send_bytes(pickle.dumps((list(sys.path), rank, world_size, str(store))))
+        worker.pipe.send_bytes(pickle.dumps((function, args)))
+    outcomes = _collect(workers, time.monotonic() + timeout)
+    failures = sorted((when, rank) for rank, (when, failed, _, _) in outcomes.items() if failed)
+    if len(outcomes) < world_size:
+        missing = sorted(set(range(world_size)) - outcomes.keys())
+        _stop(dump=not failures)
+        if not failures:
+            raise PoolTimeoutError(
+                f"ranks {missing} of {world_size} did not return from {function.__name__} in {timeout} s"
+            )
+    if failures:
+        rank = failures[0][1]
+        _, _, error, text = outcomes[rank]
+        error.add_note(f"on rank {rank} of {world_size}:\n{text}")
+        raise error
+    return [outcomes[rank][2] for rank in range(world_size)]
+
+
+def _collect(workers: list[_Worker], deadline: float) -> dict[int, tuple[float, bool, Any, str]]:
+    outcomes: dict[int, tuple[float, bool, Any, str]] = {}
+    waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for pipe in multiprocessing.connection.wait(list(waiting), left):
+            rank = waiting.pop(pipe)
+            try:
+                outcomes[rank] = pickle.loads(pipe.recv_bytes())
+            except (EOFError, OSError):
+                outcomes[rank] = (time.time(), True, RuntimeError(f"rank {rank} died"), "")
+                deadline = 0.0
+            if outcomes[rank][1]:
+                deadline = min(deadline, time.monotonic() + _GRACE)
+    return outcomes
+
+
+def _grow(world_size: int) -> None:
+    if any(not worker.process.is_alive() for worker in _workers):
+        _stop(dump=False)
+    _context.set_forkserver_preload(["tests.support.preload"])
+    with _python_path():
+        while len(_workers) < world_size:
+            ours, theirs = _context.Pipe()
+            process = _context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            _workers.append(_Worker(process, ours))
+
+
+@contextlib.contextmanager
+def _python_path() -> Iterator[None]:
+    """The server that workers are forked from starts with the environment's path, not with ours."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent.parent.parent), *sys.path])
+    try:
+        yield
+    finally:
+        os.environ.pop("PYTHONPATH")
+        os.environ.update({} if before is None else {"PYTHONPATH": before})
+
+
+def _stop(*, dump: bool) -> None:
+    for worker in _workers:
+        if dump and worker.process.is_alive():
+            os.kill(worker.process.pid, signal.SIGUSR1)
+    time.sleep(0.5 if dump else 0.0)
+    for worker in _workers:
+        worker.process.kill()
+        worker.process.join()
+        worker.pipe.close()
+    _workers.clear()
+
+
+def _serve(pipe: Any) -> None:
+    import torch
+
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    while True:
+        try:
+            path, rank, world_size, store = pickle.loads(pipe.recv_bytes())
+            job = pipe.recv_bytes()
+        except EOFError:
+            return
+        sys.path[:] = path
+        pipe.send_bytes(_outcome(job, rank, world_size, store))
+        gc.collect()  # what the job's frames held until they were left, groups of gloo among it
+        gc.freeze()  # what is left is modules, which need no second look
+
+
+def _outcome(job: bytes, rank: int, world_size: int, store: str) -> bytes:
+    when = None  # of the failure itself: leaving the group makes the other ranks fail as well
+    try:
+        with _process_group(rank, world_size, store):
+            try:
+                function, args = pickle.loads(job)
+                result = function(*args)
+            except BaseException:
+                when = time.time()
+                raise
+        return pickle.dumps((time.time(), False, result, ""))
+    except BaseException as error:
+        when, text = when or time.time(), traceback.format_exc()
+        try:
+            packed = pickle.dumps((when, True, error, text))
+            pickle.loads(packed)
+            return packed
+        except Exception:
+            return pickle.dumps((when, True, RuntimeError(f"{type(error).__name__}: {error}"), text))
+
+
+@contextlib.contextmanager
+def _process_group(rank: int, world_size: int, store: str) -> Iterator[None]:
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    from tests.support.stepping import leave_mesh
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    timeout = datetime.timedelta(seconds=60)
+    torch.manual_seed(1234)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timeout
+    )
+    try:
+        yield
+    finally:
+        leave_mesh()
+        dist.destroy_process_group()

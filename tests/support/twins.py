@@ -1,0 +1,51 @@
+"""Families that transformers lacks, and for each of them one that it has and that computes the same: its twin."""
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import AutoConfig
+
+from mcore_bridge.architecture import read_hf
+from tests.support import bailing
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Twin:
+    """What takes a family to its twin and back; both from an HF config of the family."""
+
+    config: Callable[[Any], Any]
+    """That of the twin."""
+    named: Callable[[State], State] = dict
+    """The twin's tensors, as the family names them."""
+    unnamed: Callable[[State, Any], State] = lambda state, hf: state
+    """The family's tensors, as the twin names them."""
+
+
+def _called(model_type: str) -> Callable[[Any], Any]:
+    return lambda hf: AutoConfig.for_model(**{**hf.to_dict(), "model_type": model_type})
+
+
+def _of_ling(hf: Any) -> Any:
+    fields = hf.to_dict()
+    return bailing.twin({**fields.get("rope_parameters", {}), **fields})  # where transformers 5 keeps some
+
+
+TWINS = {
+    "mimo": Twin(_called("qwen2")),
+    "kimi_k2": Twin(_called("deepseek_v3")),
+    "bailing_moe_v2": Twin(_of_ling, bailing.renamed, bailing.unnamed),
+}
+
+
+def read(model_type: str, fields: Mapping[str, Any]) -> Any:
+    """The config of a family that transformers lacks, as the library reads it from a checkpoint's."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps({**fields, "model_type": model_type}))
+        return read_hf(folder)

@@ -1,0 +1,122 @@
+"""NeMo-RL's map: what each rank gives is its shard of the HF tensor, at the moment it is asked for."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import mcore_bridge as mb
+from mcore_bridge import ParallelDims
+from mcore_bridge.errors import ExportError, MappingError
+from mcore_bridge.trainers.nemo_rl import local_params
+from tests.support import fake_mesh
+from tests.support.strategies import random_state, tiny
+
+HF = tiny(
+    "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40, mlp_only_layers=[1], vocab_size=97
+)
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+NAMES = {
+    f"model.layers.{layer}": [
+        f"model.layers.{layer}.mlp.{'experts.' if layer != 1 else ''}{projection}.weight" for projection in PROJECTIONS
+    ]
+    for layer in range(4)
+}
+
+
+@dataclass
+class Context:
+    """NeMo-RL's ``RefitCtx``, as far as a sender has to do with it."""
+
+    buf: torch.Tensor
+
+
+@dataclass
+class Spec:
+    """NeMo-RL's ``LocalParamSpec``."""
+
+    base: Any
+    pre: Any = None
+    post: Any = None
+
+
+def refit_info(names):
+    return {"layer_names": list(names), "per_layer_params": {key: [{"name": n} for n in names[key]] for key in names}}
+
+
+def expected(state, name):
+    """The shard of this rank, as NeMo-RL's placements have it: experts by number, all else along the tp dim."""
+    from megatron.core import parallel_state
+
+    if ".experts." in name:
+        prefix, _, rest = name.partition(".experts.")
+        whole = torch.stack([state[f"{prefix}.experts.{number}.{rest}"] for number in range(HF.num_experts)])
+        sizes = parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_model_parallel_rank()
+        return whole.chunk(sizes[0])[sizes[1]]
+    tp, rank = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    return state[name].chunk(tp, dim=int("down_proj" in name))[rank]
+
+
+@pytest.mark.parametrize("dims", [ParallelDims(tp=2, pp=2, ep=2, sp=True), ParallelDims(tp=2, sp=True)], ids=str)
+def test_every_rank_gives_its_shards(dims):
+    state, seen = random_state(HF), set()
+
+    def load(chunks):
+        found = local_params(chunks, refit_info(NAMES), spec=Spec, context=Context)
+        for chunk in chunks:  # after the map was made, to other memory
+            for parameter in chunk.parameters():
+                parameter.data = torch.empty_like(parameter)
+        mb.load_hf_weights(chunks, state)
+        for name, spec in found.items():
+            sent = spec.pre(spec.base).buf
+            assert sent.is_contiguous()
+            assert torch.equal(sent, expected(state, name)), name
+        seen.update(found)
+
+    fake_mesh.build_everywhere(HF, dims, load, dtype=torch.float32)
+    assert seen == {name for names in NAMES.values() for name in names}
+
+
+def test_what_is_not_one_block_is_named():
+    def load(chunks):
+        mb.load_hf_weights(chunks, random_state(HF))
+        with pytest.raises(
+            MappingError, match=r"this rank has 4 blocks of model\.layers\.0\.self_attn\.q_proj\.weight"
+        ):
+            local_params(
+                chunks,
+                refit_info({"model.layers.0": ["model.layers.0.self_attn.q_proj.weight"]}),
+                spec=Spec,
+                context=Context,
+            )
+
+    fake_mesh.build_everywhere(HF, ParallelDims(), load, dtype=torch.float32)
+
+
+def test_what_no_rule_knows_is_named():
+    unknown = ["model.layers.0.mlp.experts.gate_up_proj", "no.such.tensor"]
+
+    def load(chunks):
+        with pytest.raises(
+            MappingError, match=r"found 2 others: \['model\.layers\.0\.mlp\.experts\.gate_up_proj', 'no"
+        ):
+            local_params(chunks, refit_info({**NAMES, "others": unknown}), spec=Spec, context=Context)
+
+    fake_mesh.build_everywhere(HF, ParallelDims(pp=2), load, dtype=torch.float32)
+
+
+def test_parameters_without_storage_are_no_shards():
+    def load(chunks):
+        found = local_params(chunks, refit_info(NAMES), spec=Spec, context=Context)
+        spec = next(iter(found.values()))
+        mb.load_hf_weights(chunks, random_state(HF))
+        spec.base[0].untyped_storage().resize_(0)
+        with pytest.raises(ExportError, match="storage"):
+            spec.pre(spec.base)
+        spec.base[0].data = torch.zeros(spec.base[0].shape)
+
+    fake_mesh.build_everywhere(HF, ParallelDims(), load, dtype=torch.float32)

@@ -1,0 +1,314 @@
+"""SGLang takes our stream, family by family: it holds then, bit for bit, what it reads from files of transformers.
+
+Runs where SGLang is installed: docs/embedding.md says how.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+import mcore_bridge as mb
+from mcore_bridge.architecture import architectures
+from mcore_bridge.weights.plan.alignment import aligned
+from tests import zoo
+from tests.support import pool
+from tests.support.fusions import smallest_buckets
+from tests.support.strategies import random_state, save
+from tests.zoo.latent import YARN
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
+
+ALIASES = {"Ernie4_5ForCausalLM": "Ernie4_5_ForCausalLM"}
+"""Classes that SGLang has under another name than transformers writes."""
+
+
+@dataclass(frozen=True)
+class Fed:
+    """A case of the zoo, changed to what SGLang can hold of its family."""
+
+    case: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    published: Mapping[str, Any] = field(default_factory=dict)
+    """What SGLang reads in configs as they are published, and transformers does not write."""
+
+    @property
+    def hf(self) -> Any:
+        """A new HF config. Of an expert's rows, a rank on CPU takes no fewer than 32."""
+        case = zoo.cases()[self.case]
+        wide = {"moe_intermediate_size": 64} if "moe_intermediate_size" in case.fields else {}
+        return zoo.Case(case.model_type, {**case.fields, **wide, **self.changes}).hf
+
+
+WIDE = {"hidden_size": 192}
+"""The heads of one token are as wide as its hidden state: SGLang sizes norms by it, or derives ``head_dim`` from it."""
+ROPE = zoo.rope("yarn", **YARN, mscale=1.3, mscale_all_dim=0.7)
+"""Latent attention has no other on SGLang's CPUs."""
+UNGROUPED = {"n_group": 1, "topk_group": 1}
+SOFTMAX = {"moe_layer_freq": 1, "scoring_func": "softmax"}
+SIGMOID = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+INTERVAL = {"full_attention_interval": 2}
+QK_NORM = {"use_qk_norm": True}
+HY_V3 = {"first_k_dense_replace": 1, "route_norm": True, "qk_norm": True}
+EXPERTS_OF_ONE_SIZE = {"moe_intermediate_size": 80, "num_shared_expert": 1, "use_mixed_mlp_moe": True}
+FED = {
+    "arcee": Fed("arcee-no-bias", {"tie_word_embeddings": False}),
+    "deepseek_v2": Fed("deepseek_v2", {**UNGROUPED, "q_lora_rank": 28}, SOFTMAX),
+    "deepseek_v2-whole-queries": Fed("deepseek_v2", UNGROUPED, SOFTMAX),
+    "deepseek_v3": Fed("deepseek_v3", ROPE, SIGMOID),
+    "deepseek_v3-whole-queries": Fed("deepseek_v3-whole-queries", ROPE, SIGMOID),
+    "deepseek_v32": Fed("deepseek_v32", ROPE, SIGMOID),
+    "ernie4_5": Fed("ernie4_5-no-bias"),
+    "ernie4_5_moe": Fed("ernie4_5_moe"),
+    "ernie4_5_moe-tied": Fed("ernie4_5_moe-alone-tied"),
+    "exaone4": Fed("exaone4", WIDE, {"sliding_window_pattern": "LG"}),
+    "exaone_moe": Fed("exaone_moe", WIDE, {"is_moe_layer": [False, True, True, True]}),
+    "gemma": Fed("gemma"),
+    "gemma2": Fed("gemma2", {}, {"hidden_act": "gelu_pytorch_tanh"}),
+    "gemma3_text": Fed("gemma3"),
+    "glm4": Fed("glm4"),
+    "glm4-tied": Fed("glm4-no-bias-quarter"),
+    "glm4_moe": Fed("glm4_moe"),
+    "glm4_moe-groups": Fed("glm4_moe-groups"),
+    "glm4_moe_lite": Fed(
+        "glm4_moe_lite",
+        {**UNGROUPED, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+        {"first_k_dense_replace": 1, "moe_layer_freq": 1},
+    ),
+    "glm_moe_dsa": Fed("glm_moe_dsa", ROPE, SIGMOID),
+    "gpt_oss": Fed("gpt_oss"),
+    "gpt_oss-uneven": Fed("gpt_oss-uneven-clamped"),
+    "hunyuan_v1_dense": Fed("hunyuan", {}, QK_NORM),
+    "hunyuan_v1_dense-tied": Fed("hunyuan-plain-rope", {}, QK_NORM),
+    "hunyuan_v1_moe": Fed("hunyuan_v1_moe", {}, {**QK_NORM, **EXPERTS_OF_ONE_SIZE}),
+    "hy_v3": Fed("hy_v3", {"attention_bias": False}, HY_V3),
+    "llama": Fed("llama"),
+    "llama-tied": Fed("llama-biases-tied", {"mlp_bias": False}),
+    "minimax_m2": Fed("minimax_m2", {}, {**QK_NORM, "scoring_func": "sigmoid", "use_routing_bias": True}),
+    "ministral3": Fed("ministral3"),
+    "mistral": Fed("mistral-window"),
+    "mixtral": Fed("mixtral", WIDE),
+    "olmo2": Fed("olmo2", WIDE),
+    "olmoe": Fed("olmoe-normalised", {"num_key_value_heads": 8}),
+    "phi3": Fed("phi3"),
+    "phi3-tied": Fed("phi3-partial"),
+    "qwen2": Fed("qwen2"),
+    "qwen2_moe": Fed("qwen2_moe"),
+    "qwen3": Fed("qwen3"),
+    "qwen3-tied": Fed("qwen3-yarn-tied"),
+    "qwen3_5_moe_text": Fed("qwen3.5-moe", {}, INTERVAL),
+    "qwen3_5_text": Fed("qwen3.5", {}, INTERVAL),
+    "qwen3_moe": Fed("qwen3_moe", {"mlp_only_layers": []}),
+    "qwen3_moe-bias": Fed("qwen3_moe-window-bias", {"decoder_sparse_step": 1}),
+    "qwen3_next": Fed("qwen3_next", {}, INTERVAL),
+    "starcoder2": Fed("starcoder2"),
+    "starcoder2-tied": Fed("starcoder2-no-bias"),
+}
+
+
+def at_once(updater: Any, models: Any) -> None:
+    """All tensors in one call."""
+    updater.update_weights_from_tensor(list(mb.iter_hf_weights(models)))
+
+
+def in_buckets(updater: Any, models: Any) -> None:
+    """A call for each bucket, of slots as small as the model allows."""
+    for pairs, _, _ in received(smallest_buckets(mb.manifest(models)), models):
+        updater.update_weights_from_tensor(pairs)
+
+
+def flattened(updater: Any, models: Any) -> None:
+    """A call for each slot as it lies there, in SGLang's own format of buckets."""
+    from tests.workers.sglang_engine import bucket_of
+
+    manifest = mb.manifest(models)
+    smallest = smallest_buckets(manifest).slot_bytes
+    plan = mb.plan_buckets(manifest, slot_bytes=max(aligned(manifest.num_bytes) // 2, smallest))
+    for _, slot, columns in received(plan, models):
+        updater.update_weights_from_tensor(bucket_of(slot, columns), "flattened_bucket")
+
+
+WAYS: Sequence[Callable[[Any, Any], None]] = (at_once, in_buckets, flattened)
+
+
+def received(plan: Any, models: Any) -> Iterator[tuple[list[tuple[str, Tensor]], Tensor, dict[str, Any]]]:
+    """What comes through the slots of a ring: for each bucket its tensors, its slot, and the index of that."""
+    with closing(mb.BufferRing(plan, "cpu")) as ring, closing(mb.Receiver(plan, ring.handles())) as receiver:
+        for bucket in ring.fill(mb.iter_hf_weights(models), acknowledged=lambda: None, in_flight=1):
+            with receiver.open(bucket.number) as pairs:
+                yield pairs, ring.slot(bucket), bucket.columns()
+        receiver.finish()
+
+
+def trained(fed: Fed) -> Any:
+    """Our model of this rank: the mesh is as wide as the engine."""
+    dims = mb.ParallelDims(tp=dist.get_world_size(), sp=dist.get_world_size() > 1)
+    dims.initialize(device="cpu")
+    return mb.build_model(fed.hf, dims=dims, dtype=torch.bfloat16, device="cpu", load_weights=False)
+
+
+def write(fed: Fed, state: dict[str, Tensor], folder: Path) -> None:
+    """``state`` as a published checkpoint: transformers writes the same, but may round what that has in fp32."""
+    own = folder / "own"
+    own.mkdir(parents=True)
+    save(state, fed.hf, folder)
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(own)
+    written = load_file(own / "model.safetensors")
+    assert written.keys() == state.keys()
+    assert all(torch.equal(tensor, state[name].to(tensor.dtype)) for name, tensor in written.items())
+    fields = json.loads((own / "config.json").read_text())
+    names = [ALIASES.get(name, name) for name in fields["architectures"]]
+    (folder / "config.json").write_text(json.dumps({**fields, **fed.published, "architectures": names}))
+
+
+def feed(name: str, out: str) -> tuple[list[str], set[str]]:
+    """Runs in a worker, which trains and serves: what is not as it should be after each round, and names left out."""
+    from tests.workers import sglang_engine
+
+    fed, folders = FED[name], [Path(out, way.__name__) for way in WAYS]
+    states = [random_state(fed.hf, dtype=torch.bfloat16, seed=seed) for seed in range(len(WAYS))]
+    models = trained(fed)
+    if dist.get_rank() == 0:
+        for state, folder in zip(states, folders, strict=True):
+            write(fed, state, folder)
+    dist.barrier()
+    found = []
+    with sglang_engine.server(str(folders[0])) as server:
+        served = server.read(str(folders[0]))
+        updater = server.updater(served)
+        sglang_engine.forget(served)
+        for state, folder, way in zip(states, folders, WAYS, strict=True):
+            mb.load_hf_weights(models, state)
+            with sglang_engine.warned() as warnings:
+                updater.begin_weight_update()
+                way(updater, models)
+                updater.end_weight_update(run_post_load=False)
+            off = sglang_engine.differences(served, server.read(str(folder)))
+            found += [f"{way.__name__}: {each}" for each in (*warnings, *off)]
+        exported = mb.to_hf_state_dict(models)
+        groups = [[piece.name for piece in bucket.pieces] for bucket in smallest_buckets(mb.manifest(models)).buckets]
+        return found, sglang_engine.unused(updater, served, [[(n, exported[n]) for n in group] for group in groups])
+
+
+WHOLE = {"gemma3_text": ("model.embed_tokens.weight",)}
+"""What SGLang keeps whole."""
+CUT = {"minimax_m2": ("q_norm", "k_norm")}
+"""What it cuts, and megatron-core does not: norms over all heads."""
+CHANGED = ("gemma", "gpt_oss", "gpt_oss-uneven")
+"""Families of which SGLang transposes tensors, or adds to them, as it reads them."""
+
+
+def slices(name: str, out: str) -> tuple[int, int, int]:
+    """Runs in a worker, which trains a stage and serves a rank: how many rows of its slices and of the engine's
+    parameters are alike, and how many each has alone."""
+    from tests.workers import sglang_engine
+
+    fed, folder, rank, size = FED[name], Path(out), dist.get_rank(), dist.get_world_size()
+    fed = replace(fed, changes={**fed.changes, "intermediate_size": 128})  # on CPU alone, others are padded first
+    if "shared_expert_intermediate_size" in fed.hf.to_dict():
+        fed = replace(fed, changes={**fed.changes, "shared_expert_intermediate_size": 64})
+    dims, state = mb.ParallelDims(pp=size), random_state(fed.hf, dtype=torch.bfloat16)
+    dims.initialize(device="cpu")
+    models = mb.build_model(fed.hf, dims=dims, dtype=torch.bfloat16, device="cpu", load_weights=state)
+    if rank == 0:
+        write(fed, state, folder)
+    dist.barrier()
+    target = mb.engine_ranks(tp=size, whole=WHOLE.get(name, ()))[rank]
+    ours = mb.to_hf_state_dict(models, target=target)
+    for each in [each for each in ours if each.endswith(tuple(f"{norm}.weight" for norm in CUT.get(name, ())))]:
+        ours[each] = ours[each].chunk(size)[rank]
+    with sglang_engine.server(out) as server:
+        theirs = dict(server.read(out).named_parameters())
+        mine, served = rows_of(ours.values()), rows_of(theirs.values())
+    return (mine & served).total(), (mine - served).total(), (served - mine).total()
+
+
+def rows_of(tensors: Iterable[Tensor]) -> Counter[bytes]:
+    """All rows but those of zeros, which pad: an engine may have several tensors in one, one behind the other.
+
+    Of vectors, which it cuts and joins as well, each number is a row.
+    """
+    found: Counter[bytes] = Counter()
+    for tensor in tensors:
+        rows = tensor.detach().bfloat16().float().reshape(-1, tensor.shape[-1] if tensor.dim() > 1 else 1)
+        found.update(row.tobytes() for row in rows[rows.any(1)].numpy())
+    return found
+
+
+def in_halves(name: str, out: str) -> list[str]:
+    """Runs in a worker: what differs when each tensor comes in a call of its own."""
+    from tests.workers import sglang_engine
+
+    fed, folder = FED[name], Path(out)
+    state = random_state(fed.hf, dtype=torch.bfloat16)
+    models = trained(fed)
+    mb.load_hf_weights(models, state)
+    write(fed, state, folder)
+    with sglang_engine.server(out) as server:
+        served = server.read(out)
+        updater = server.updater(served)
+        sglang_engine.forget(served)
+        with sglang_engine.warned() as warnings:
+            for pair in mb.iter_hf_weights(models):
+                updater.update_weights_from_tensor([pair])
+        return warnings + sglang_engine.differences(served, server.read(out))
+
+
+def classes() -> set[str]:
+    """Runs in a worker."""
+    from tests.workers import sglang_engine
+
+    return sglang_engine.architectures()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _workers() -> Iterator[None]:
+    """What SGLang changes in a process lasts as long as that."""
+    yield
+    pool._stop(dump=False)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", FED)
+def test_the_engine_holds_what_it_reads_from_files(name, tp, tmp_path):
+    """In three rounds of three states, each in another way; no name is warned of, and none left out by all ranks."""
+    found, unused = zip(*pool.run(tp, feed, name, str(tmp_path)), strict=True)
+    assert found == ([],) * tp
+    assert set.intersection(*unused) == set()
+
+
+@pytest.mark.parametrize("name", [name for name in FED if name not in CHANGED])
+def test_slices_are_what_each_rank_of_the_engine_holds(name, tmp_path):
+    """What ``engine_ranks`` cuts, from a trainer that is cut otherwise, is what SGLang cuts by itself."""
+    for alike, ours, theirs in pool.run(2, slices, name, str(tmp_path)):
+        assert alike > 100
+        assert (ours, theirs) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite", "qwen3"])
+def test_latents_are_lost_without_a_word_when_they_come_apart(name, tmp_path):
+    """Why ``plan_buckets`` keeps them together: nothing else of SGLang needs it."""
+    (found,) = pool.run(1, in_halves, name, str(tmp_path))
+    layers = range(FED[name].hf.num_hidden_layers if name != "qwen3" else 0)
+    assert found == [f"model.layers.{layer}.self_attn.fused_qkv_a_proj_with_mqa.weight" for layer in layers]
+
+
+def test_every_family_that_both_have_is_fed():
+    """Of those whose config transformers has as well."""
+    (theirs,) = pool.run(1, classes)
+    both = {each for each in architectures() if ALIASES.get(CLASSES.get(each), CLASSES.get(each)) in theirs}
+    assert {zoo.described()[fed.case].model_type for fed in FED.values()} == both

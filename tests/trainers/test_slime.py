@@ -1,0 +1,152 @@
+"""slime's ``convert_to_hf``: the parameters of a real model, one by one, give every HF tensor."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import mcore_bridge as mb
+from mcore_bridge import ParallelDims
+from mcore_bridge.errors import ConfigError, ExportError, MappingError
+from mcore_bridge.launch.fake_rank import rank_of
+from mcore_bridge.trainers.slime import convert_to_hf
+from tests import zoo
+from tests.support import mtp_checkpoints, twins
+from tests.support.rlinf_models import LATENT, SPARSE
+from tests.support.strategies import random_state, tiny
+from tests.support.target_models import assert_gets
+
+LATENTS = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
+QUERIES = [
+    name
+    for name in ("deepseek_v3", "deepseek_v2-groups", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")
+    if name in zoo.cases()
+]
+
+
+def parameters(hf, state, **overrides):
+    """All that slime hands over, by the names that it has there: parameters, and biases of routers, padded."""
+    with rank_of(ParallelDims(), 0, 1):
+        (model,) = mb.build_model(hf, dtype=torch.float32, device="cpu", load_weights=state, overrides=overrides)
+    biases = [(name, tensor) for name, tensor in model.named_buffers() if name.endswith("expert_bias")]
+    found = {f"module.module.{name}": tensor for name, tensor in (*model.named_parameters(), *biases)}
+    word = "module.module.embedding.word_embeddings.weight"
+    return found | {word: torch.cat((found[word], torch.zeros(32, hf.hidden_size)))}
+
+
+def union(args, params):
+    """The tensors of all calls, of which none gives what another gave."""
+    found = {}
+    for name, param in params.items():
+        given = convert_to_hf(args, "any", name, param)
+        assert len(dict(given)) == len(given)
+        assert not found.keys() & dict(given).keys()
+        found.update(given)
+    own = {tensor.untyped_storage().data_ptr() for tensor in params.values()}
+    assert not own & {tensor.untyped_storage().data_ptr() for tensor in found.values()}
+    return found
+
+
+@pytest.mark.parametrize(
+    "hf",
+    [
+        *(SPARSE, tiny("qwen2", tie_word_embeddings=True), tiny("phi3", pad_token_id=0)),
+        zoo.cases()["deepseek_v3-whole-queries"].hf,
+    ],
+    ids=["experts", "tied", "fused", "whole-queries"],
+)
+def test_all_parameters_give_all_tensors(hf, tmp_path):
+    hf.save_pretrained(tmp_path)
+    state = random_state(hf)
+    assert_gets(union(SimpleNamespace(hf_checkpoint=tmp_path), parameters(hf, state)), state)
+
+
+@pytest.mark.parametrize("first", LATENTS)
+@pytest.mark.parametrize("name", [*QUERIES, "kimi_k2", "mtp"])
+def test_latents_are_given_out_in_pairs_in_whatever_order_they_come(name, first, tmp_path):
+    if name == "mtp":
+        hf = mtp_checkpoints.config("deepseek_v3")
+        state = mtp_checkpoints.published(hf)
+    else:
+        hf = twins.read(name, LATENT.to_dict()) if name == "kimi_k2" else zoo.cases()[name].hf
+        state = random_state(hf)
+    hf.save_pretrained(tmp_path)
+    args = SimpleNamespace(hf_checkpoint=tmp_path, mtp_num_layers=1 if name == "mtp" else None)
+    params = parameters(hf, state, **({"mtp_num_layers": 1} if name == "mtp" else {}))
+    near = sorted(params, key=lambda name: (name.rpartition("self_attention")[0], not name.endswith(first)))
+    apart = sorted(params, key=lambda name: not name.endswith(first))  # those of all layers before anything else
+    for order in (near, apart):
+        assert_gets(union(args, {name: params[name] for name in order}), state)
+
+
+def pair_of_latents(folder, scale=1.0):
+    """One layer's parameters by name, both ``scale`` all over, and slime's arguments."""
+    LATENT.save_pretrained(folder)
+    shapes = ((LATENT.q_lora_rank, 48), (LATENT.kv_lora_rank + LATENT.qk_rope_head_dim, 48))
+    names = (f"module.module.decoder.layers.2.self_attention.{name}" for name in LATENTS)
+    params = zip(names, (torch.full(shape, scale) for shape in shapes), strict=True)
+    return SimpleNamespace(hf_checkpoint=folder), list(params)
+
+
+Q_A, KV_A = (f"model.layers.2.self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa"))
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_first_latent_waits_for_the_second_as_it_was(order, tmp_path):
+    args, params = pair_of_latents(tmp_path)
+    (first, held), (second, last) = (params[number] for number in order)
+    for value in (1.0, 2.0):  # passes
+        held.fill_(value)
+        last.fill_(value)
+        assert convert_to_hf(args, "any", first, held) == []
+        held.fill_(-1.0)  # its memory is the trainer's, which may use it again
+        found = dict(convert_to_hf(args, "any", second, last))
+        assert found.keys() == {Q_A, KV_A}
+        assert all((tensor == value).all() for tensor in found.values())
+
+
+def test_each_folder_has_latents_of_its_own(tmp_path):
+    args, (latent, other) = pair_of_latents(tmp_path / "one")
+    others, (_, doubled) = pair_of_latents(tmp_path / "two", 2.0)
+    assert convert_to_hf(args, "any", *latent) == []
+    assert convert_to_hf(others, "any", *doubled) == []
+    assert all((tensor == 1).all() for _, tensor in convert_to_hf(args, "any", *other))
+
+
+@pytest.mark.parametrize(("again", "missing"), [(0, KV_A), (1, Q_A)])
+def test_a_latent_that_comes_again_before_the_other_is_refused_once(again, missing, tmp_path):
+    args, params = pair_of_latents(tmp_path)
+    found = (Q_A, KV_A)[again]
+    name, param = params[again]
+    assert convert_to_hf(args, "any", name.replace(".2.", ".1."), param) == []  # of an earlier pass too
+    assert convert_to_hf(args, "any", name, param) == []
+    with pytest.raises(ExportError, match=f"expected {missing}, found {found} a second time") as raised:
+        convert_to_hf(args, "any", name, param)
+    assert "begin this pass again" in str(raised.value)
+    for layer in (1, 2):  # from the start again, as it says
+        assert convert_to_hf(args, "any", name.replace(".2.", f".{layer}."), 3 * param) == []
+        other, tensor = params[1 - again]
+        given = convert_to_hf(args, "any", other.replace(".2.", f".{layer}."), 3 * tensor)
+        assert [bool((tensor == 3).all()) for _, tensor in given] == [True, True]
+
+
+def test_grouped_experts_by_their_numbers(tmp_path):
+    SPARSE.save_pretrained(tmp_path)
+    args = SimpleNamespace(hf_checkpoint=tmp_path)
+    state = random_state(SPARSE)
+    expert = "model.layers.1.mlp.experts.5"
+    fc1 = torch.cat([state[f"{expert}.gate_proj.weight"], state[f"{expert}.up_proj.weight"]])
+    found = convert_to_hf(args, "any", "module.decoder.layers.1.mlp.experts.linear_fc1.weight5", fc1)
+    assert_gets(dict(found), {name: state[name] for name in (f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight")})
+
+
+def test_what_it_cannot_do_is_refused(tmp_path):
+    SPARSE.save_pretrained(tmp_path / "sparse")
+    zoo.cases()["gpt_oss"].hf.save_pretrained(tmp_path / "fused")
+    args, fused = (SimpleNamespace(hf_checkpoint=tmp_path / name) for name in ("sparse", "fused"))
+    with pytest.raises(ConfigError, match="quantization_config must be None"):
+        convert_to_hf(args, "any", "module.decoder.final_layernorm.weight", torch.zeros(48), {"bits": 8})
+    with pytest.raises(ConfigError, match="gpt_oss has one tensor for all experts"):
+        convert_to_hf(fused, "any", "module.decoder.final_layernorm.weight", torch.zeros(48))
+    with pytest.raises(MappingError, match="no rule"):
+        convert_to_hf(args, "any", "module.decoder.layers.0.nothing.weight", torch.zeros(48))

@@ -1,0 +1,242 @@
+"""verl's own engine and checkpoint manager, driving us. Runs where verl is installed: docs/verl.md says how."""
+
+import importlib.util
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_bridge import ParallelDims
+from mcore_bridge.convert.api import convert
+from mcore_bridge.errors import ConfigError
+from tests import zoo
+from tests.support import pool, stepping, tiny
+from tests.support.conversions import quiet
+from tests.support.settings_of_trainers import BECOMES, ENGINE, SIIRL
+from tests.support.strategies import random_state, save
+from tests.support.trainer_calls import attention_switches
+from tests.support.written_weights import read
+from tests.workers.verl_engine import SWITCH, CpuForCuda, engine_of, kernels_on_cpu, own_processes, use_us_on_cpu
+from tests.workers.verl_life import (
+    batch_of,
+    copied,
+    differing,
+    inferred,
+    life,
+    padded,
+    problems,
+    resumed,
+    step,
+    with_tokenizer,
+)
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
+
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "verl.md").read_text()
+FLAVOURS = (True, False)
+
+
+def in_verl(dims: ParallelDims, function: Any, *args: Any) -> Any:
+    """Runs in a worker, with what verl sets on the process undone afterwards."""
+    os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # under which verl registers its engine; others do not look at it
+    use_us_on_cpu()
+    with own_processes(), attention_switches(), stepping.mesh(dims), CpuForCuda():
+        return function(dims, *args)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen2")
+    tiny.random_checkpoint(tiny.config("qwen2", use_sliding_window=False), folder, dtype=torch.bfloat16)
+    return with_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("deepseek_v3")
+    hf = zoo.cases()["deepseek_v3"].hf
+    hf.architectures = ["DeepseekV3ForCausalLM"]
+    save(random_state(hf, dtype=torch.bfloat16), hf, folder)
+    return with_tokenizer(folder)
+
+
+def test_the_line_of_the_page_reaches_every_process():
+    """What docs/verl.md has users write, through the config and the environment that verl makes for its processes."""
+    from hydra import compose, initialize_config_module
+    from omegaconf import OmegaConf
+
+    (line,) = re.findall(r"^\+ray_kwargs.*$", PAGE, re.MULTILINE)
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_megatron_trainer", overrides=[line])
+    given = config.ray_kwargs.ray_init.runtime_env
+    assert OmegaConf.merge({"env_vars": {"OTHER": "1"}}, given).env_vars == {**SWITCH, "OTHER": "1"}
+
+
+MESHES = {"dense": ParallelDims(tp=2, pp=2, vp=2, sp=True), "sparse": ParallelDims(tp=2, ep=2, sp=True)}
+
+
+@pytest.mark.parametrize("vanilla", FLAVOURS, ids=["mbridge", "megatron_bridge"])
+@pytest.mark.parametrize("value", [False, True], ids=["actor", "critic"])
+@pytest.mark.parametrize("kind", MESHES)
+def test_a_life(kind, value, vanilla, request, tmp_path):
+    folder, dims = request.getfixturevalue(kind), MESHES[kind]
+    options = {"vanilla": vanilla, "value": value}
+    ranks = pool.run(dims.tp * dims.pp, in_verl, dims, life, folder, str(tmp_path), options)
+    assert problems(ranks, folder, tmp_path, vanilla=vanilla) == []
+
+
+def test_a_life_of_padded_rows(dense, tmp_path):
+    """Without ``use_remove_padding``, as verl asks for where a model takes no packed sequences."""
+    dims, options = MESHES["dense"], {"vanilla": False, "use_remove_padding": False}
+    ranks = pool.run(dims.tp * dims.pp, in_verl, dims, life, dense, str(tmp_path), options)
+    assert problems(ranks, dense, tmp_path, vanilla=False) == []
+
+
+def from_files_of_megatron(dims: ParallelDims, folder: str, files: str, out: str) -> list[str]:
+    """Runs in a worker: what an engine that verl itself loads gives otherwise than the HF file, and after a resume."""
+    options = {"vanilla": False, "use_dist_checkpointing": True, "dist_checkpointing_path": files}
+    options["overrides"] = {"hetereogenous_dist_checkpoint": True}  # keys for each layer, of dense models too
+    engine = engine_of(folder, dims, **options)
+    broken = differing(copied(engine), read(folder))
+    vocab_size = engine.model_config.hf_config.vocab_size
+    said = inferred(engine, vocab_size)
+    step(engine, vocab_size, said)
+    trained = copied(engine)
+    engine.save_checkpoint(out, global_step=1)
+    other = resumed(engine_of(folder, dims, **options), out, vocab_size, said)
+    return broken + [f"{name} is lost" for name in differing(copied(other), trained)]
+
+
+@pytest.mark.parametrize("kind", MESHES)
+def test_verl_loads_what_convert_writes_and_resumes_from_its_own(kind, request, tmp_path):
+    """``use_dist_checkpointing``: verl loads and saves megatron-core's files, and we only build the model.
+
+    Without virtual stages: it loads chunk by chunk, of which megatron-core finds the first without tied embeddings.
+    """
+    folder, dims = request.getfixturevalue(kind), replace(MESHES[kind], vp=1)
+    convert(Path(folder), tmp_path / "files", on_event=quiet)
+    ranks = pool.run(
+        dims.tp * dims.pp,
+        in_verl,
+        dims,
+        from_files_of_megatron,
+        folder,
+        str(tmp_path / "files"),
+        str(tmp_path / "out"),
+    )
+    assert ranks == [[]] * (dims.tp * dims.pp)
+
+
+def test_the_page_has_every_key_of_the_engine():
+    import yaml
+
+    (path,) = importlib.util.find_spec("verl").submodule_search_locations
+    theirs = yaml.safe_load((Path(path) / "trainer" / "config" / "engine" / "megatron.yaml").read_text())
+    assert SIIRL | theirs.keys() - {"_target_"} == ENGINE
+    assert theirs["override_transformer_config"].keys() <= BECOMES.keys()
+
+
+REFUSED = {
+    "use_mbridge must be True": {"use_mbridge": False},
+    "use_megatron_fsdp must be False": {"use_megatron_fsdp": True},
+    "Dynamic CP requires": {"dynamic_context_parallel": True, "max_seqlen_per_dp_cp_rank": 64},
+}
+
+
+def refusals(dims: ParallelDims, folder: str) -> list[str]:
+    """Runs in a worker: how an engine fails with each of these."""
+    said = []
+    for fields in REFUSED.values():
+        with pytest.raises((AssertionError, ConfigError, RuntimeError)) as caught:
+            engine_of(folder, dims, vanilla=False, **fields)
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_the_page_says_is_refused_is(dense):
+    (said,) = pool.run(1, in_verl, ParallelDims(), refusals, dense)
+    assert [found for words, found in zip(REFUSED, said, strict=True) if words not in found] == []
+
+
+def fused_life(dims: ParallelDims, folder: str, out: str, vanilla: bool) -> Any:
+    """Runs in a worker: a life whose log-probs go around the output layer."""
+    kernels_on_cpu()
+    return life(dims, folder, out, {"vanilla": vanilla, "use_fused_kernels": True})
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("vanilla", FLAVOURS, ids=["mbridge", "megatron_bridge"])
+def test_fused_kernels_see_no_padding(vanilla, tied, tmp_path):
+    """With nine tokens, one of padding in a softmax is more than what is allowed."""
+    folder, out = tmp_path / "hf", tmp_path / "out"
+    hf = tiny.config("qwen2", use_sliding_window=False, vocab_size=9, tie_word_embeddings=tied)
+    tiny.random_checkpoint(hf, folder, dtype=torch.bfloat16)
+    dims = ParallelDims(tp=2, sp=True)
+    ranks = pool.run(2, in_verl, dims, fused_life, with_tokenizer(folder), str(out), vanilla)
+    assert problems(ranks, str(folder), out, vanilla=vanilla) == []
+
+
+def capped(dims: ParallelDims, folder: str) -> str:
+    """Runs in a worker: how verl's fused kernels fail with a model that does more to logits."""
+    engine = engine_of(folder, dims, vanilla=True, use_fused_kernels=True)
+    with pytest.raises(ConfigError) as caught:
+        inferred(engine, engine.model_config.hf_config.vocab_size)
+    return str(caught.value)
+
+
+def test_fused_kernels_are_refused_where_logits_are_capped(tmp_path):
+    hf = zoo.cases()["gemma2"].hf
+    hf.architectures = ["Gemma2ForCausalLM"]
+    save(random_state(hf, dtype=torch.bfloat16), hf, tmp_path)
+    (said,) = pool.run(1, in_verl, ParallelDims(), capped, with_tokenizer(tmp_path))
+    assert "caps them at" in said
+    assert "use_fused_kernels=False" in said
+
+
+def superseded(dims: ParallelDims) -> tuple[list[str], str]:
+    """Runs in a worker: how verl's functions of the time before bridges fail, and where another one is from."""
+    import verl.models.mcore as theirs
+    from verl.models.mcore.registry import get_supported_model
+
+    said = []
+    for name in ("hf_to_mcore_config", "init_mcore_model", "get_mcore_weight_converter"):
+        with pytest.raises(ConfigError, match=f"{name} is not served") as caught:
+            getattr(theirs, name)(tiny.config("qwen3"), torch.bfloat16)
+        said.append(str(caught.value))
+    return said, get_supported_model("Qwen3ForCausalLM").name
+
+
+def test_what_verl_had_before_bridges_is_refused_by_name():
+    ((said, name),) = pool.run(1, in_verl, ParallelDims(), superseded)
+    assert all("up to 0.7.1" in each and "mcore-bridge convert" in each for each in said)
+    assert name == "QWEN3"
+
+
+def replay(dims: ParallelDims, folder: str, vanilla: bool) -> tuple[int, int, list[Any]]:
+    """Runs in a worker: the routers that verl knows, those that there are, and the routes that it records."""
+    from megatron.core.transformer.moe.router import TopKRouter
+    from verl.utils import tensordict_utils as tu
+    from verl.utils.megatron.router_replay_patch import RouterReplay
+
+    engine = engine_of(folder, dims, vanilla=vanilla, replay="R2")
+    batch = batch_of(engine.model_config.hf_config.vocab_size, slice(2))
+    tu.assign_non_tensor(batch, enable_routing_replay=True)
+    with engine.eval_mode():
+        routes = engine.infer_batch(batch)["model_output"]["routed_experts"]
+    routers = [module for module in engine.module[0].modules() if isinstance(module, TopKRouter)]
+    return len(RouterReplay.router_instances), len(routers), [tuple(row.shape) for row in routes.unbind()]
+
+
+@pytest.mark.parametrize("vanilla", FLAVOURS, ids=["mbridge", "megatron_bridge"])
+def test_router_replay(vanilla, sparse):
+    """verl counts routers as they are constructed, and finds them by their number: none may be built in vain."""
+    try:
+        ((known, built, routes),) = pool.run(1, in_verl, ParallelDims(), replay, sparse, vanilla)
+    finally:
+        pool._stop(dump=False)  # verl's patches last as long as the process
+    assert known == built == 3
+    assert routes == [(int(row.sum()), 3, 4) for row in padded(2)[1][:2]]  # each token has four experts

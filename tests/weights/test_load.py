@@ -1,0 +1,366 @@
+"""Loading: strict both ways, from any kind of source, reading only what the rank owns."""
+
+import json
+import os
+import re
+import shutil
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+import mcore_bridge as mb
+from mcore_bridge.errors import CheckpointError, ConfigError
+from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.load import load_hf_weights
+from mcore_bridge.weights.manifest import Manifest
+from tests.support import fake_mesh, memory, pool
+from tests.support.strategies import random_state, tiny
+
+HF = tiny("qwen3", vocab_size=97, num_hidden_layers=2)
+ONE = mb.ParallelDims()
+
+
+@pytest.fixture
+def state():
+    return random_state(HF)
+
+
+@pytest.fixture
+def folder(tmp_path, state):
+    """A folder of three files with an index, as transformers writes it."""
+    names = list(state)
+    weight_map = {}
+    for index in range(3):
+        file = f"model-0000{index + 1}-of-00003.safetensors"
+        part = {name: state[name] for name in names[index::3]}
+        save_file(part, tmp_path / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(part, file))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    HF.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def loaded(source, dims=ONE, hf=HF, *, dtype=torch.float32, crossing=None, **arguments):
+    """The exported state, and the report of rank 0."""
+    reports = []
+
+    def load(chunks):
+        reports.append(load_hf_weights(chunks, source, dtype=crossing, **arguments))
+
+    held = fake_mesh.build_everywhere(hf, dims, load, dtype=dtype)
+    return fake_mesh.export(held), reports[0]
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_from_a_folder_with_an_index(folder, state):
+    assert same(loaded(folder, mb.ParallelDims(tp=2, pp=2))[0], state)
+
+
+def test_from_a_folder_without_an_index(folder, state):
+    (folder / "model.safetensors.index.json").unlink()
+    assert same(loaded(str(folder))[0], state)
+
+
+def test_from_one_file(tmp_path, state):
+    save_file(state, tmp_path / "model.safetensors")
+    assert same(loaded(tmp_path)[0], state)
+
+
+def test_from_a_mapping_and_from_pairs_in_any_order(state):
+    assert same(loaded(state)[0], state)
+    bound, report = loaded(iter(reversed(state.items())))
+    assert same(bound, state)
+    assert report.num_tensors == len(state)
+
+
+def test_pairs_that_come_twice_raise(state):
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight came twice"):
+        loaded([*state.items(), ("model.norm.weight", state["model.norm.weight"])])
+
+
+@pytest.mark.parametrize("kind", ["mapping", "pairs", "folder"])
+@pytest.mark.parametrize("dims", [ONE, mb.ParallelDims(tp=2, pp=2)], ids=str)
+def test_missing_and_unexpected_tensors_raise_with_their_names(state, tmp_path, kind, dims):
+    def source(changed):
+        if kind == "folder":
+            save_file(changed, tmp_path / "model.safetensors")
+            return tmp_path
+        return changed if kind == "mapping" else list(changed.items())
+
+    missing = dict(state)
+    del missing["model.layers.0.self_attn.k_proj.weight"]
+    with pytest.raises(CheckpointError, match=r"1 tensors missing \['model\.layers\.0\.self_attn\.k_proj\.weight'\]"):
+        loaded(source(missing), dims)
+    for surplus in ("model.layers.0.self_attn.q_proj.bias", "model.layers.2.mlp.up_proj.weight", "visual.weight"):
+        with pytest.raises(CheckpointError, match=rf"unexpected \['{re.escape(surplus)}'\]"):
+            loaded(source({**state, surplus: torch.ones(4)}), dims)
+
+
+def test_not_strict_reports_what_strict_raises(state):
+    surplus = {**state, "visual.weight": torch.ones(4)}
+    del surplus["model.norm.weight"]
+    report = []
+    with fake_mesh.rank_of(ONE, 0, 1):
+        chunks = mb.build_model(HF, dims=ONE, load_weights=False, device="cpu", dtype=torch.float32)
+        report = load_hf_weights(chunks, surplus, strict=False)
+    assert report.missing == ("model.norm.weight",)
+    assert report.unexpected == ("visual.weight",)
+
+
+def test_nothing_is_written_when_a_folder_or_mapping_does_not_fit(state):
+    state["lm_head.weight"] = torch.ones(98, 48)
+    with fake_mesh.rank_of(ONE, 0, 1):
+        chunks = mb.build_model(HF, dims=ONE, load_weights=False, device="cpu", dtype=torch.float32)
+        before = [parameter.clone() for parameter in chunks[0].parameters()]
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight has shape \(98, 48\).*takes \(97, 48\)"):
+            load_hf_weights(chunks, state)
+        assert all(torch.equal(a, b) for a, b in zip(before, chunks[0].parameters(), strict=True))
+
+
+def test_casts_only_on_request(state):
+    with pytest.raises(CheckpointError, match=r"is float32 and .* bfloat16.*pass dtype=torch\.bfloat16"):
+        loaded(state, dtype=torch.bfloat16)
+    exported, report = loaded(state, dtype=torch.bfloat16, crossing={"*": torch.bfloat16})
+    assert all(torch.equal(exported[name], state[name].to(torch.bfloat16)) for name in state)
+    assert report.cast["lm_head.weight"] == "float32 -> bfloat16"
+
+
+def test_a_wider_parameter_holds_every_value(state):
+    narrow = {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}
+    exported, report = loaded(narrow)
+    assert all(torch.equal(exported[name], narrow[name].float()) for name in state)
+    assert report.cast["lm_head.weight"] == "bfloat16 -> float32"
+
+
+def test_meta_models_cannot_be_loaded():
+    with fake_mesh.rank_of(ONE, 0, 1):
+        chunks = mb.build_model(HF, dims=ONE, load_weights=False, device="meta")
+        with pytest.raises(CheckpointError, match="meta device"):
+            load_hf_weights(chunks, random_state(HF))
+
+
+def truncate(folder):
+    path = folder / "model-00002-of-00003.safetensors"
+    os.truncate(path, path.stat().st_size - 100)
+
+
+def truncate_header(folder):
+    os.truncate(folder / "model-00002-of-00003.safetensors", 20)
+
+
+def remove(folder):
+    (folder / "model-00003-of-00003.safetensors").unlink()
+
+
+def scramble(folder):
+    path = folder / "model-00001-of-00003.safetensors"
+    path.write_bytes(path.read_bytes()[:8] + b"\xff" * 64 + path.read_bytes()[72:])
+
+
+def promise(folder):
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.layers.7.extra"] = "model-00001-of-00003.safetensors"
+    path.write_text(json.dumps(index))
+
+
+def empty(folder):
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+
+
+def change_index(**changes):
+    """A harm: these tensors are in those files, as the index has it."""
+
+    def harm(folder):
+        path = folder / "model.safetensors.index.json"
+        index = json.loads(path.read_text())
+        index["weight_map"].update({f"model.{name}.weight": value for name, value in changes.items()})
+        path.write_text(json.dumps(index))
+
+    return harm
+
+
+def write(name, data):
+    """A harm: this file has these bytes."""
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def put(name, make):
+    """A harm: by this name there is something else than a file."""
+
+    def harm(folder):
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+
+    return harm
+
+
+INDEX, SECOND = "model.safetensors.index.json", "model-00002-of-00003.safetensors"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n"
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (truncate, rf"{SECOND} has \d+ bytes and is no whole file .*not fully covered\): it is damaged or truncated"),
+        (truncate_header, rf"{SECOND} has 20 bytes and is no whole file .*invalid header length\)"),
+        (scramble, r"model-00001-of-00003\.safetensors has \d+ bytes and is no whole file .*invalid UTF-8"),
+        (write(SECOND, b""), rf"{SECOND} has 0 bytes and is no whole file .*header too small"),
+        (write(SECOND, POINTER), rf"{SECOND} is a pointer of git-lfs, .* run `git lfs pull`"),
+        (write(INDEX, POINTER), rf"{INDEX} is a pointer of git-lfs"),
+        (put(SECOND, os.mkfifo), rf"{SECOND} is a FIFO, expected a file"),
+        (put(SECOND, os.mkdir), rf"{SECOND} is a folder, expected a file"),
+        (put(SECOND, lambda path: path.symlink_to("/dev/null")), rf"{SECOND} is a device, expected a file"),
+        (put(SECOND, lambda path: path.symlink_to("nowhere")), rf"cannot open .*{SECOND}: No such file"),
+        (put("model.safetensors", os.mkfifo), r"model\.safetensors is a FIFO, expected a file"),
+        (put(INDEX, os.mkfifo), rf"{INDEX} is a FIFO, expected a file"),
+        (remove, r"names files that are missing: \['model-00003-of-00003\.safetensors'\]"),
+        (change_index(norm="\0.safetensors"), r"names files that are missing: \['\\x00\.safetensors'\]"),
+        (write(INDEX, b"{"), rf"{INDEX} is damaged: expected JSON with an object weight_map"),
+        (write(INDEX, b"[]"), rf"{INDEX} is damaged: expected JSON with an object weight_map"),
+        (write(INDEX, b'{"weight_map": []}'), rf"{INDEX} is damaged: expected JSON with an object weight_map"),
+        (write(INDEX, b'{"weight_map": {"\xff": "a"}}'), rf"{INDEX} is damaged: .*byte 17 is not of UTF-8"),
+        (write(INDEX, b"[" * 100_000), rf"{INDEX} is damaged: .*nested too deep"),
+        (write(INDEX, b'{"weight_map": {"a": "b", "a": "b"}}'), rf"{INDEX} is damaged: .*found 1 twice: \['a'\]"),
+        (lambda folder: os.truncate(folder / INDEX, 1 << 30), rf"{INDEX} is damaged: .*more than 100000000 bytes"),
+        (
+            change_index(norm=3, a="../b.safetensors", b="/b.safetensors", c="c/b.safetensors", d="b.bin"),
+            rf"{INDEX} is damaged: expected of each tensor the name of a .* found 5 others \(.*norm.*: 3, .*'\.\./b\.",
+        ),
+        (promise, r"promises 1 tensors that its files lack: \['model\.layers\.7\.extra'\]"),
+        (empty, r"no \*\.safetensors in"),
+        (shutil.rmtree, r"no folder"),
+    ],
+)
+def test_broken_folders_say_what_is_broken(folder, harm, message):
+    harm(folder)
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint(folder)
+
+
+def test_a_tensor_in_two_files_is_refused_unless_the_index_leaves_one_of_them_out(folder, state):
+    """As where files of one save lie beside those of another, of the same names or not."""
+    name, path = "model.norm.weight", folder / INDEX
+    save_file({name: -state[name]}, folder / "stale.safetensors")
+    assert torch.equal(Checkpoint(folder)[name], state[name])
+    index = path.read_bytes()
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"found 1 in two: model\.norm\.weight is in .*; remove the files"):
+        Checkpoint(folder)
+    path.write_bytes(index)
+    listed = json.loads(index)["weight_map"]
+    other = min(set(listed.values()) - {listed[name]})
+    save_file({**load_file(folder / other), name: -state[name]}, folder / other)
+    with pytest.raises(CheckpointError, match=r"found 1 in two: model\.norm\.weight is in .*; remove the files"):
+        Checkpoint(folder)
+
+
+def test_a_checkpoint_is_what_was_saved(folder, state):
+    checkpoint = Checkpoint(folder)
+    assert checkpoint.keys() == state.keys()
+    assert all(torch.equal(checkpoint[name], tensor) for name, tensor in state.items())
+    by_name = {spec.name: spec for spec in Manifest.from_folder(folder)}
+    assert all(by_name[name].shape == tuple(tensor.shape) for name, tensor in state.items())
+
+
+def test_a_rank_copies_only_its_own_slices(folder, state):
+    total = sum(tensor.nbytes for tensor in state.values())
+    shares = []
+    fake_mesh.build_everywhere(
+        HF,
+        mb.ParallelDims(tp=2, pp=2),
+        lambda chunks: shares.append((load_hf_weights(chunks, folder), chunks)),
+        dtype=torch.float32,
+    )
+    replicated = sum(tensor.nbytes for name, tensor in state.items() if "norm" in name)
+    assert sum(report.num_bytes for report, _ in shares) == total + replicated
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+def test_a_file_is_opened_once(folder, state, monkeypatch, has_index):
+    """Opening takes long on a file system of many machines."""
+    opened, open_file = [], os.open
+    monkeypatch.setattr(os, "open", lambda path, *more: (opened.append(os.fspath(path)), open_file(path, *more))[1])
+    if not has_index:
+        (folder / "model.safetensors.index.json").unlink()
+    assert same(loaded(folder)[0], state)
+    assert sorted(name for name in opened if name.endswith(".safetensors")) == [
+        str(path) for path in sorted(folder.glob("*.safetensors"))
+    ]
+
+
+def hungry(folder, hf):
+    """Bytes that a load reads from disk, and what it adds to resident memory, against this rank's share."""
+    mb.ParallelDims(tp=2).initialize(device="cpu")
+    models = mb.build_model(hf, dims=mb.ParallelDims(tp=2), dtype=torch.float32, device="cpu", load_weights=False)
+    for parameter in models[0].parameters():
+        parameter.data.fill_(1.0)  # the share is resident before we measure: what is added is overhead
+    before, read = memory.begin(), memory.read_from_disk()
+    dist.barrier()
+    mb.load_hf_weights(models, folder)
+    return memory.peak() - before, memory.resident() - before, memory.read_from_disk() - read
+
+
+def test_memory_and_disk_are_used_once(tmp_path):
+    """A checkpoint of 92 MB, its largest tensor 12 MB, not in the page cache: pages are read once and given back."""
+    hf = tiny("llama", vocab_size=8000, hidden_size=384, intermediate_size=1536, num_hidden_layers=7, head_dim=48)
+    state = random_state(hf)
+    path = tmp_path / "model.safetensors"
+    save_file(state, path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    largest, total = max(tensor.nbytes for tensor in state.values()), sum(tensor.nbytes for tensor in state.values())
+    assert total > 5 * largest
+    costs = pool.run(2, hungry, str(tmp_path), hf)
+    for peak, after, _ in costs:
+        assert peak <= 2 * largest
+        assert after <= largest
+    read = sum(read for _, _, read in costs)
+    if read:  # 0 on a file system in memory, which no disk serves
+        assert 0.9 * total <= read <= 1.1 * total
+
+
+def storages_stay_resizable(folder):
+    """A trainer that moves its parameters away gives their memory back by making it smaller."""
+    ONE.initialize(device="cpu")
+    (model,) = mb.build_model(folder, dims=ONE, dtype=torch.float32, device="cpu", load_weights=True)
+    mb.manifest(model, digests=True)
+    mb.save_hf_checkpoint(model, folder / "saved")
+    for parameter in model.parameters():
+        parameter.untyped_storage().resize_(0)
+
+
+def test_no_parameter_loses_that_its_memory_can_be_given_back(folder):
+    pool.run(1, storages_stay_resizable, folder)
+
+
+@pytest.mark.parametrize("dims", [ONE, mb.ParallelDims(tp=2, pp=2)], ids=str)
+@pytest.mark.parametrize("slot_bytes", [60, 5000])
+def test_tensors_larger_than_a_slot_come_in_pieces(folder, state, dims, slot_bytes):
+    assert same(loaded(folder, dims, slot_bytes=slot_bytes)[0], state)
+    half = {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}
+    exported, _ = loaded(folder, dims, dtype=torch.bfloat16, slot_bytes=slot_bytes, crossing=torch.bfloat16)
+    assert same(exported, half)
+
+
+@pytest.mark.parametrize("slot_bytes", [100, 1 << 20])
+def test_a_file_that_became_shorter_raises_and_leaves_no_thread(folder, slot_bytes):
+    checkpoint = Checkpoint(folder)
+    path = folder / "model-00002-of-00003.safetensors"
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match=r"cannot read .*model-00002-of-00003\.safetensors: the file ends"):
+        loaded(checkpoint, slot_bytes=slot_bytes)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("staging")]
+
+
+def test_unknown_folders_and_names_are_config_errors():
+    with pytest.raises((ConfigError, CheckpointError), match=r"nowhere"):
+        mb.mapping("/nowhere/at/all")

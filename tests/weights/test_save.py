@@ -1,0 +1,195 @@
+"""Saving: what is written loads again, everywhere and in transformers, and no file is held in memory.
+
+What happens to the target when processes die or meet each other there is in ``test_swap.py``.
+"""
+
+import json
+import os
+import resource
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import mcore_bridge as mb
+from mcore_bridge.errors import CheckpointError
+from tests.support import fake_mesh, memory, pool
+from tests.support.limits import limited
+from tests.support.strategies import random_state, tiny
+
+HF = tiny("qwen3", vocab_size=97, architectures=["Qwen3ForCausalLM"])
+
+
+def save_everywhere(folder, dims, dtype, max_shard_bytes):
+    dims.initialize(device="cpu")
+    state = random_state(HF)
+    models = mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=state)
+    return mb.save_hf_checkpoint(models, folder, dtype=dtype, max_shard_bytes=max_shard_bytes)
+
+
+@pytest.mark.parametrize("dims", [mb.ParallelDims(tp=2, pp=2), mb.ParallelDims(tp=2)], ids=str)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_what_is_saved_is_the_manifest_and_loads_in_transformers(tmp_path, dims, dtype):
+    """On 4 ranks, with one replica or two."""
+    manifests = pool.run(4, save_everywhere, str(tmp_path / "out"), dims, dtype, 40_000)
+    assert all(manifest == manifests[0] for manifest in manifests)
+    found = mb.Manifest.from_folder(tmp_path / "out")
+    assert found.differences(manifests[0]) == ()
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == found.num_bytes
+    assert set(index["weight_map"]) == {spec.name for spec in found}
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True, dtype="auto")
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    state = random_state(HF)
+    assert model.dtype == (dtype or torch.float32)
+    assert all(torch.equal(tensor, state[name].to(tensor.dtype)) for name, tensor in model.state_dict().items())
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def build_one(value=1.0, head="lm"):
+    state = {name: tensor * value for name, tensor in random_state(HF).items()}
+    return mb.build_model(HF, dims=mb.ParallelDims(), dtype=torch.float32, device="cpu", load_weights=state, head=head)
+
+
+@pytest.fixture
+def alone():
+    with fake_mesh.rank_of(mb.ParallelDims(), 0, 1):
+        yield
+
+
+def test_tokenizer_files_come_along_and_other_files_stay(tmp_path, alone):
+    source = tmp_path / "source"
+    source.mkdir()
+    mb.save_hf_checkpoint(build_one(), source)
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "chat_template.jinja"):
+        (source / name).write_text(name)
+    (source / "notes.txt").write_text("not of the model")
+    target = tmp_path / "target"
+    (target / "logs").mkdir(parents=True)
+    (target / "logs" / "train.log").write_text("kept")
+    (target / "model-00001-of-00009.safetensors").write_text("old weights")
+    (target / "old-of-its-index.safetensors").write_text("old weights")
+    (target / "model.safetensors.index.json").write_text('{"weight_map": {"a": "old-of-its-index.safetensors"}}')
+    (target / "adapter_model.safetensors").write_text("somebody else's")
+    models = mb.build_model(source, dims=mb.ParallelDims(), dtype=torch.float32, device="cpu")
+    mb.save_hf_checkpoint(models, target)
+    assert (target / "tokenizer.json").read_text() == "tokenizer.json"
+    assert (target / "chat_template.jinja").exists()
+    assert not (target / "notes.txt").exists()
+    assert (target / "logs" / "train.log").read_text() == "kept"
+    assert not (target / "model-00001-of-00009.safetensors").exists()
+    assert not (target / "old-of-its-index.safetensors").exists()
+    assert (target / "adapter_model.safetensors").read_text() == "somebody else's"
+    assert (
+        mb.Manifest.from_folder(target, digests=True).differences(mb.Manifest.from_folder(source, digests=True)) == ()
+    )
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_a_config_and_a_tokenizer_that_are_there_stay_where_it_is_asked(tmp_path, alone, head):
+    source, target = tmp_path / "source", tmp_path / "target"
+    mb.save_hf_checkpoint(build_one(), source)
+    target.mkdir()
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "modeling_own.py"):
+        (source / name).write_text("of the source")
+    for name in ("tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        (target / name).write_text("of a trainer")
+    changed = json.loads((source / "config.json").read_text()) | {"max_position_embeddings": 777}
+    (target / "config.json").write_text(json.dumps(changed))
+    models = mb.build_model(source, dims=mb.ParallelDims(), dtype=torch.float32, device="cpu", head=head)
+    mb.save_hf_checkpoint(models, target, keep=True)
+    for name in ("tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        assert (target / name).read_text() == "of a trainer"
+    assert not (target / "special_tokens_map.json").exists(), "it is of another tokenizer"
+    assert (target / "modeling_own.py").exists()
+    config = json.loads((target / "config.json").read_text())
+    kind = {"lm": "Qwen3ForCausalLM", "value": "Qwen3ForSequenceClassification"}[head]
+    assert (config["max_position_embeddings"], config["architectures"]) == (777, [kind])
+    mb.save_hf_checkpoint(models, target)
+    assert json.loads((target / "config.json").read_text())["max_position_embeddings"] == HF.max_position_embeddings
+    assert (target / "tokenizer_config.json").read_text() == "of the source"
+
+
+def test_a_value_head_saves_as_a_classifier_that_transformers_loads(tmp_path, alone):
+    mb.save_hf_checkpoint(build_one(head="value"), tmp_path / "critic")
+    model, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.score.weight.shape == (1, HF.hidden_size)
+    again = mb.build_model(tmp_path / "critic", dims=mb.ParallelDims(), dtype=torch.float32, device="cpu", head="value")
+    assert torch.equal(again[0].output_layer.weight, model.score.weight)
+
+
+def fail_to_write(folder, rank):
+    """Save where files of one rank can hold its headers, but not its tensors: a thread that writes finds out."""
+    models = build_two()
+    try:
+        with limited(resource.RLIMIT_FSIZE, 20_000, dist.get_rank() == rank):
+            mb.save_hf_checkpoint(models, folder, max_shard_bytes=40_000, slot_bytes=1000)
+    except CheckpointError as error:
+        return str(error), threads()
+    return "nothing raised", []
+
+
+def build_two():
+    mb.ParallelDims(tp=2).initialize(device="cpu")
+    return mb.build_model(
+        HF, dims=mb.ParallelDims(tp=2), dtype=torch.float32, device="cpu", load_weights=random_state(HF)
+    )
+
+
+def threads():
+    """Those of ours that are running."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("staging")]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_write_raises_on_all_and_leaves_the_target_alone(tmp_path, rank):
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "config.json").write_text("old")
+    for message, left in pool.run(2, fail_to_write, str(target), rank, timeout=60):
+        assert message.endswith(f"rank {rank} of the group: OSError: [Errno 27] File too large")
+        assert left == []
+    assert (target / "config.json").read_text() == "old"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def fail_to_open(folder, rank):
+    models = build_two()
+    used = len(os.listdir("/proc/self/fd"))
+    try:
+        with limited(resource.RLIMIT_NOFILE, used + 2, dist.get_rank() == rank):
+            mb.save_hf_checkpoint(models, folder, max_shard_bytes=10_000)
+    except CheckpointError as error:
+        return str(error)
+    return "nothing raised"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_even_begin_raises_on_all(tmp_path, rank):
+    for message in pool.run(2, fail_to_open, str(tmp_path / "out"), rank, timeout=60):
+        assert "OSError: [Errno 24] Too many open files" in message.split(f"rank {rank} of the group: ")[1]
+    assert os.listdir(tmp_path) == []
+
+
+def save_hungrily(folder, hf):
+    """Bytes that a save adds to resident memory while it runs."""
+    mb.ParallelDims().initialize(device="cpu")
+    models = mb.build_model(hf, dims=mb.ParallelDims(), dtype=torch.float32, device="cpu", load_weights=False)
+    for parameter in models[0].parameters():
+        parameter.data.fill_(1.0)
+    before = memory.begin()
+    mb.save_hf_checkpoint(models, folder, slot_bytes=1 << 20)
+    return memory.peak() - before
+
+
+def test_a_file_is_never_held_in_memory(tmp_path):
+    """One of 154 MB, the largest tensor 12 MB."""
+    hf = tiny("llama", vocab_size=8000, hidden_size=384, intermediate_size=1536, num_hidden_layers=14, head_dim=48)
+    (added,) = pool.run(1, save_hungrily, str(tmp_path / "out"), hf)
+    (path,) = (tmp_path / "out").glob("*.safetensors")
+    assert path.stat().st_size > 10 * 8000 * 384 * 4
+    assert added <= path.stat().st_size // 2

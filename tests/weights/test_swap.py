@@ -1,0 +1,505 @@
+"""What happens to a folder that is saved to: nothing of others is lost, and readers find the old files or the new ones.
+
+Savers here are processes forked from this one, which has torch imported: they are killed, stopped and started at will.
+"""
+
+import ctypes
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from transformers import AutoConfig
+
+import mcore_bridge as mb
+from mcore_bridge.convert.api import convert
+from mcore_bridge.errors import BridgeError, CheckpointError
+from mcore_bridge.machine import start_time
+from mcore_bridge.weights.files import atomic_folder, folder_lock
+from mcore_bridge.weights.files.folder_lock import LOCK, STALE, Writer
+from mcore_bridge.weights.files.hf_folder import Checkpoint
+from tests.support import fake_mesh, pool
+from tests.support.strategies import random_state, tiny
+from tests.support.strategies import save as save_state
+
+ROUNDS = int(os.environ.get("STRESS_ROUNDS", "20"))
+"""Of savers to one folder: ``STRESS_ROUNDS=200 pytest tests/weights/test_swap.py -k stress`` tries longer."""
+HF = {name: tiny("qwen3", vocab_size=97 + number, num_hidden_layers=1) for number, name in enumerate("abc")}
+
+
+def built(name):
+    """A model of its own: another vocabulary, so that its config fits no other weights, and other numbers."""
+    return mb.build_model(
+        HF[name], dims=mb.ParallelDims(), dtype=torch.float32, device="cpu", load_weights=state_of(name)
+    )
+
+
+def state_of(name):
+    return {key: tensor + ord(name) for key, tensor in random_state(HF[name]).items()}
+
+
+def save(models, folder, **options):
+    """In files of other sizes for each model, so that their names differ too."""
+    size = 16_000 + 3000 * models[0].config.hidden_size % 7 + models[0].vocab_size * 100
+    mb.save_hf_checkpoint(models, folder, max_shard_bytes=size, **options)
+
+
+@pytest.fixture(scope="module")
+def convertible(tmp_path_factory):
+    """A checkpoint of megatron-core that becomes model "c"."""
+    folder = tmp_path_factory.mktemp("dist")
+    (folder / "hf").mkdir()
+    save_state(state_of("c"), HF["c"], folder / "hf")
+    convert(folder / "hf", folder / "dist", on_event=lambda *event: None)
+    return folder / "dist"
+
+
+def converting(source, target):
+    """Convert in a child of a process that is a rank already."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    convert(source, target, file_bytes=20_000, on_event=lambda *event: None)
+
+
+@pytest.fixture(scope="module")
+def alone(convertible):
+    with fake_mesh.rank_of(mb.ParallelDims(), 0, 1):
+        yield
+
+
+@pytest.fixture(scope="module")
+def models(alone):
+    return {name: built(name) for name in HF}
+
+
+@pytest.fixture(scope="module")
+def digests(models, tmp_path_factory):
+    """What each model's folder holds."""
+    found = {}
+    for name, each in models.items():
+        folder = tmp_path_factory.mktemp("sample") / "out"
+        save(each, folder)
+        found[name] = mb.Manifest.from_folder(folder, digests=True)
+    return found
+
+
+def whose(folder, digests):
+    """The name of the model whose files a folder holds, all of them: weights, index and config."""
+    manifest = mb.Manifest.from_folder(folder, digests=True)
+    (name,) = (name for name, other in digests.items() if not manifest.differences(other))
+    assert AutoConfig.from_pretrained(folder).vocab_size == HF[name].vocab_size
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert {path.name for path in folder.glob("*.safetensors") if path.is_file()} == set(index.values())
+    return name
+
+
+def forked(act):
+    """Run ``act`` in a child, which writes what it raises of ours to a pipe. Return its number, and the pipe."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            os.close(reading)
+            act()
+            code = 0
+        except CheckpointError as error:
+            os.write(writing, str(error).encode()[:4000])
+            code = 3
+        finally:
+            os._exit(code)
+    os.close(writing)
+    return child, reading
+
+
+def outcome(child, reading):
+    """How a child ended: "saved", "killed", or what it raised."""
+    _, status = os.waitpid(child, 0)
+    with os.fdopen(reading, "rb") as pipe:
+        said = pipe.read().decode()
+    if os.WIFSIGNALED(status):
+        return "killed"
+    assert os.WEXITSTATUS(status) in (0, 3), "a saver ended with an error that is not ours"
+    return said or "saved"
+
+
+# a crash --------------------------------------------------------------------------------------------------------------
+
+
+def crash_at(event, act, folder):
+    """Run ``act`` in a child that kills itself at its n-th operation on the file system; whether it died."""
+
+    def doomed():
+        seen = itertools.count()
+
+        def hook(name, arguments):
+            on_disk = name.split(".")[0] in ("os", "shutil", "open") and str(folder.parent) in repr(arguments)
+            if on_disk and next(seen) == event:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(hook)
+        act()
+
+    return outcome(*forked(doomed)) == "killed"
+
+
+def without(*names):
+    """A file system that cannot do these."""
+
+    def refuse(*paths, **options):
+        raise PermissionError(1, "not supported")
+
+    for name in names:
+        setattr(os, name, refuse)
+
+
+@pytest.mark.parametrize(
+    ("exists", "lacks"),
+    [(True, ()), (False, ()), (True, ("link",)), (True, ("symlink", "link"))],
+    ids=["replaced", "new", "no hard links", "no links"],
+)
+def test_a_crash_at_any_moment_leaves_the_old_files_or_the_new_ones(
+    tmp_path, models, digests, exists, lacks, monkeypatch
+):
+    """Without links also neither: then nobody takes the folder for a checkpoint."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # the machine stays alive
+    outcomes, step = set(), 3 if exists and not lacks else 7
+    for event in itertools.count(0, step):
+        target = tmp_path / f"crash-{event}" / "out"
+        (target / "logs").mkdir(parents=True)
+        (target / "logs" / "log").write_text("kept")
+        if exists:
+            save(models["a"], target)
+            (target / "tokenizer.json").write_text("kept")
+
+        def act(target=target):
+            without(*lacks)
+            save(models["b"], target)
+
+        died = crash_at(event, act, target)
+        if (target / "config.json").is_file() or "symlink" not in lacks:
+            outcomes.add(whose(target, digests) if exists or (target / "config.json").is_file() else "nothing")
+        else:
+            outcomes.add("neither")
+            with pytest.raises(BridgeError):
+                mb.build_model(target, dims=mb.ParallelDims(), device="cpu")
+        save(models["b"], target)
+        assert whose(target, digests) == "b", "a later save ends what a crash left"
+        assert not list(target.glob(".mcore_bridge*"))
+        assert (target / "logs" / "log").read_text() == "kept"
+        assert not exists or (target / "tokenizer.json").read_text() == "kept"
+        shutil.rmtree(target.parent)
+        if not died:
+            break
+    assert event > 5 * step, "the save was never interrupted"
+    assert outcomes == {"a" if exists else "nothing", "b", *(["neither"] if "symlink" in lacks else [])}
+
+
+def test_what_takes_the_place_of_files_is_on_disk_before(tmp_path, models, monkeypatch):
+    flushed, at_commit, flush, point = set(), [], os.fsync, atomic_folder._point
+    monkeypatch.setattr(os, "fsync", lambda file: (flushed.add(os.fstat(file).st_ino), flush(file)))
+    monkeypatch.setattr(
+        atomic_folder, "_point", lambda *rest: (at_commit.append((rest[1], {*flushed})), point(*rest))[1]
+    )
+    for name in ("a", "b"):
+        save(models[name], tmp_path / "out")
+    found = [inodes for side, inodes in at_commit if side == "new"]
+    assert found[0] == set(), "there was nothing to lose at first"
+    assert {path.stat().st_ino for path in (tmp_path / "out").iterdir()} <= found[1]
+
+
+# several savers -------------------------------------------------------------------------------------------------------
+
+
+class Logger(threading.Thread):
+    """Somebody who writes into the target all the time: new files, and through one that is open."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder, self.stop, self.count = folder, threading.Event(), 0
+        folder.mkdir(parents=True)
+        self.open = (folder / "open").open("w")
+
+    def run(self):
+        while not self.stop.wait(0.001):
+            self.open.write(f"{self.count}\n")
+            (self.folder / str(self.count)).write_text(str(self.count))
+            self.count += 1
+
+    def check(self):
+        self.stop.set()
+        self.join()
+        self.open.close()
+        assert self.count > 0
+        assert (self.folder / "open").read_text() == "".join(f"{number}\n" for number in range(self.count))
+        assert all((self.folder / str(number)).read_text() == str(number) for number in range(self.count))
+
+
+def test_stress_of_savers_that_are_killed(tmp_path, models, digests, convertible):
+    """Each save becomes the whole target, or raises and names the other; what others write there stays."""
+    draw, target, seen = random.Random(5), tmp_path / "out", {"saved": 0, "killed": 0, "refused": 0}
+    logger = Logger(target / "logs")
+    logger.start()
+    save(models["a"], target)
+    for number in range(ROUNDS):
+        acts = [lambda name=name: save(models[name], target) for name in draw.sample("ab", draw.choice((1, 2)))]
+        acts.append(lambda: converting(convertible, target))
+        before = whose(target, digests)
+        children = [forked(act) for act in draw.sample(acts, len(acts))]
+        if number % 4:
+            time.sleep(draw.uniform(0, 0.15))
+            os.kill(draw.choice(children)[0], signal.SIGKILL)
+        outcomes = [outcome(*child) for child in children]
+        after = whose(target, digests)
+        assert after == before or {"saved", "killed"} & {*outcomes}
+        for each in outcomes:
+            seen[each if each in seen else "refused"] += 1
+            assert each in seen or "process " in each or "was lost while" in each, each
+    logger.check()
+    assert all(seen.values()), seen
+    save(models["b"], target)
+    assert outcome(*forked(lambda: converting(convertible, target))) == "saved"
+    assert whose(target, digests) == "c"
+    assert not list(target.glob(".mcore_bridge*"))
+
+
+def lock_of(folder, **changes):
+    """The lock of another writer."""
+    known = {"token": "0123abcd", "host": "far", "pid": 77, "machine": "another", "started": "1", "since": "yesterday"}
+    (folder / LOCK).write_text(json.dumps(known | changes))
+    return folder / LOCK
+
+
+def test_another_writer_is_judged_by_its_process_or_by_its_last_sign_of_life(tmp_path, models, digests):
+    def taken_over(lock):
+        save(models["b"], tmp_path)
+        assert not lock.exists()
+
+    def refused(lock, message):
+        with pytest.raises(CheckpointError, match=message):
+            save(models["b"], tmp_path)
+        lock.unlink()
+
+    save(models["a"], tmp_path)
+    here = {"machine": Writer().machine, "host": "here"}
+    alive = {**here, "pid": os.getppid(), "started": start_time(os.getppid())}
+    refused(lock_of(tmp_path, **alive), f"process {os.getppid()} on here .since yesterday. writes to .*remove .*{LOCK}")
+    refused(lock_of(tmp_path), "process 77 on far .*a sign of life [01] s ago.*remove .*try again when")
+    (tmp_path / LOCK).write_text("{")
+    refused(tmp_path / LOCK, f"{LOCK} does not say who writes to .*: remove it if nobody does")
+    assert whose(tmp_path, digests) == "a"
+    taken_over(lock_of(tmp_path, **{**alive, "started": "1"}))  # another process has its number by now
+    taken_over(lock_of(tmp_path, **here, pid=1 << 22))
+    os.utime(old := lock_of(tmp_path), (time.time() - STALE - 5,) * 2)
+    taken_over(old)
+    assert not list(tmp_path.glob(".mcore_bridge*"))
+
+
+def test_a_writer_renews_its_lock_and_commits_nothing_without_it(tmp_path, models, digests, monkeypatch):
+    """As one that was suspended until another machine took it for dead."""
+    save(models["a"], tmp_path)
+    monkeypatch.setattr(folder_lock, "BEAT", 0.01)
+    ages = []
+
+    def taken(shards, specs, provenance, staging, kept):
+        os.utime(tmp_path / LOCK, (1, 1))
+        time.sleep(0.2)
+        ages.append(time.time() - (tmp_path / LOCK).stat().st_mtime)
+        lock_of(tmp_path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("mcore_bridge.weights.save._write_rest", taken)
+        with pytest.raises(CheckpointError, match=r"lock .* was lost while process .*: process 77 on far .*save again"):
+            save(models["b"], tmp_path)
+    assert ages[0] < 5
+    assert (tmp_path / LOCK).exists(), "it is the other's"
+    assert whose(tmp_path, digests) == "a"
+
+
+# where it is saved ----------------------------------------------------------------------------------------------------
+
+
+def test_a_working_folder_stays_under_those_who_stand_in_it(tmp_path, models, digests, monkeypatch):
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    for place, folder in (("run", "."), ("run/logs", ".."), ("run", os.path.join("..", "run"))):
+        monkeypatch.chdir(tmp_path / place)
+        before = os.stat(".").st_ino
+        save(models["a"], folder)
+        assert os.stat(".").st_ino == before
+        assert os.getcwd() == str(tmp_path / place)
+        assert whose(tmp_path / "run", digests) == "a"
+    for act in (lambda: save(models["a"], ""), lambda: convert(tmp_path / "run", Path(), on_event=print)):
+        with pytest.raises(CheckpointError, match=r"empty string|written into itself"):
+            act()
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CheckpointError, match="found the file"):
+        save(models["a"], tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@contextmanager
+def own_mounts(*, threads=False):
+    """Mounts of this process alone, which end with it; of this thread where there are others."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    user, mounts = 0x10000000, 0x20000
+    ids = os.getuid(), os.getgid()
+    if libc.unshare(mounts) and (threads or libc.unshare(user | mounts)):
+        raise PermissionError(ctypes.get_errno(), "user namespaces are forbidden")
+    if ids[0] and not threads:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {ids[0]} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {ids[1]} 1")
+    private = 1 << 18 | 1 << 14
+    assert not libc.mount(b"none", b"/", None, private, None)
+    bind = 1 << 12
+    yield (
+        lambda path, size=b"1g": libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", 0, b"size=" + size),
+        lambda source, path: libc.mount(os.fsencode(source), os.fsencode(path), None, bind, None),
+    )
+
+
+def can_mount():
+    def act():
+        with own_mounts():
+            pass
+
+    try:
+        return outcome(*forked(act)) == "saved"
+    except AssertionError:
+        return False
+
+
+needs_mounts = pytest.mark.skipif(not can_mount(), reason="user namespaces are forbidden here")
+
+
+@needs_mounts
+def test_mounts_stay_where_they_are(tmp_path, models, digests):
+    """In a folder of the target, on the target itself; one on a file that would be replaced is named before."""
+    target, mine = tmp_path / "out", tmp_path / "mine.json"
+    (target / "logs").mkdir(parents=True)
+    (tmp_path / "mounted").mkdir()
+    save(models["a"], target)
+    mine.write_text((target / "config.json").read_text())
+
+    def act():
+        with own_mounts() as (tmpfs, bind):
+            assert not tmpfs(target / "logs")
+            (target / "logs" / "log").write_text("kept")
+            save(models["b"], target)
+            assert whose(target, digests) == "b"
+            assert (target / "logs" / "log").read_text() == "kept"
+            assert os.path.ismount(target / "logs")
+            assert not tmpfs(tmp_path / "mounted")
+            for name in "ab":
+                save(models[name], tmp_path / "mounted")
+                assert whose(tmp_path / "mounted", digests) == name
+            assert not bind(mine, target / "config.json")
+            mine.write_text("mine")
+            save(models["a"], target)
+
+    assert "config.json is a mount point: move it away, or name another folder" in outcome(*forked(act))
+    assert whose(target, digests) == "b"
+    assert not list(target.glob(".mcore_bridge*"))
+    assert mine.read_text() == "mine"
+
+
+@needs_mounts
+def test_a_conversion_to_a_disk_that_is_full_says_what_to_do(tmp_path, convertible, alone):
+    target = tmp_path / "out"
+    target.mkdir()
+
+    def act():
+        with own_mounts() as (tmpfs, _):
+            assert not tmpfs(target, b"120k")
+            converting(convertible, target)
+
+    message = outcome(*forked(act))
+    assert re.search("cannot write to .*No space left on device; mend that and run the same command again", message)
+
+
+# several ranks --------------------------------------------------------------------------------------------------------
+
+
+def differing(folder, rank, what):
+    """What a save of two ranks raises where one of them differs from the other."""
+    mb.ParallelDims(tp=2).initialize(device="cpu")
+    models = mb.build_model(HF["a"], dims=mb.ParallelDims(tp=2), dtype=torch.float32, device="cpu", load_weights=False)
+    options, save = {}, mb.save_hf_checkpoint
+    if dist.get_rank() == rank:
+        folder = "" if what == "empty" else f"{folder}-of-another" if "folder" in what else folder
+        changes = {"dtype": {"dtype": torch.bfloat16}, "size": {"max_shard_bytes": 0}, "wrong": {"dtype": "bf16"}}
+        options = changes.get(what, {})
+    if what in ("dist", "dist folder"):
+        save, options = mb.save_checkpoint, {"common": {"iteration": 1} if dist.get_rank() == rank else None}
+        options = {} if "folder" in what else options
+
+    def act():
+        try:
+            if what == "mount" and dist.get_rank() == rank:
+                with own_mounts(threads=True) as (tmpfs, _):
+                    assert not tmpfs(folder)
+                    save(models, folder, **options)
+            else:
+                save(models, folder, **options)
+        except CheckpointError as error:
+            said.append(str(error))
+
+    said = []
+    thread = threading.Thread(target=act)  # whose mounts end with it
+    thread.start()
+    thread.join()
+    return said[0]
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("empty", "was not written, and is as it was: rank RANK of the group: .*found an empty string"),
+        ("size", "rank RANK of the group: expected a positive whole number of bytes, found max_shard_bytes=0"),
+        ("dtype", r"expected the same dtype on every rank, found .*dtype=torch\.bfloat16"),
+        ("wrong", "expected the same dtype on every rank, found .*dtype='bf16'"),
+        ("folder", "rank OTHER of the group: expected the folder .* that rank 0 has made"),
+        ("dist", "expected the same common on every rank"),
+        ("dist folder", "rank OTHER of the group: expected the folder .* that rank 0 has made"),
+        pytest.param("mount", "rank OTHER of the group: expected the folder .* that rank 0", marks=needs_mounts),
+    ],
+)
+def test_ranks_that_differ_raise_on_all_and_leave_nothing(tmp_path, what, message):
+    for rank in (0, 1):
+        (tmp_path / "out").mkdir(exist_ok=True)
+        found = pool.run(2, differing, str(tmp_path / "out"), rank, what, timeout=60)
+        assert len({each.rpartition("as it was")[2] for each in found}) == 1
+        expected = message.replace("RANK", str(rank)).replace("OTHER", "1")
+        assert re.search(expected, found[0]), found[0]
+        assert list(tmp_path.rglob("*")) == [tmp_path / "out"]
+
+
+def test_a_reader_is_not_disturbed_by_what_a_save_has_put_there(tmp_path, models, digests):
+    """While another process saves, over and over, a folder is always whole for who opens it by its index."""
+    target = tmp_path / "out"
+    save(models["a"], target)
+    child = forked(lambda: [save(models[name], target) for name in "ba" * 4])
+    seen = set()
+    while not os.waitid(os.P_PID, child[0], os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        try:
+            checkpoint = Checkpoint(target)
+        except CheckpointError as error:
+            assert "was changed 5 times while it was opened" in str(error)  # noqa: PT017
+            continue
+        rows = {len(checkpoint["model.embed_tokens.weight"]), len(checkpoint["lm_head.weight"])}
+        seen |= rows
+        assert len(rows) == 1, "weights of two models"
+    assert outcome(*child) == "saved"
+    assert seen <= {HF["a"].vocab_size, HF["b"].vocab_size}

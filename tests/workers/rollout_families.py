@@ -1,0 +1,159 @@
+"""Families in sizes that a rollout engine's kernels take, and what vLLM reads of a config that transformers leaves out.
+
+Published files have those fields; transformers drops them, or moves them elsewhere.
+"""
+
+from typing import Any
+
+from tests import zoo
+from tests.support import twins
+from tests.support.gpu_models import DENSE, EXPERTS, LATENT, LINEAR, SIZES, SPARSE
+from tests.support.strategies import tiny
+
+SMALL = ("starcoder2", "smollm3", "seed_oss", "arcee-no-bias", "glm4", "exaone4", "gemma3", "gemma")
+"""Of the zoo, what vLLM can read but for its sizes, with positions for all that is generated."""
+WIDE = {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 32}
+NARROW = {name: {"hidden_size": 64} for name in ("gemma", "gemma3")}
+"""Their embedding, which grows with the width and is the output layer too, would leave each time one token likely."""
+ABSORBED = {
+    **SIZES,
+    **LATENT,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "head_dim": 64,
+    "v_head_dim": 128,
+}
+"""Latent attention in the only dims for which vLLM has kernels."""
+HEADS_OF_M2 = {"head_dim": 128, "num_attention_heads": 48, "num_key_value_heads": 8}
+"""As published: of others vLLM's kernel for norms over tensor-parallel heads leaves the keys unwritten."""
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+LATENT_YARN = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}
+"""Of the keys of latent attention without YaRN, vLLM's kernel on CPU turns what it should not."""
+MINISTRAL_ROPE = {**YARN, "llama_4_scaling_beta": 0.4, "max_position_embeddings": 128}
+
+
+def configs() -> dict[str, Any]:
+    """HF configs by family; transformers must have all of them."""
+    return {
+        **DENSE,
+        **SPARSE,
+        **{
+            case.model_type: tiny(case.model_type, **{**case.fields, **WIDE, **NARROW.get(name, {})})
+            for name, case in zoo.cases().items()
+            if name in SMALL
+        },
+        "gemma2": tiny("gemma2", **SIZES, query_pre_attn_scalar=100, sliding_window=8, tie_word_embeddings=True),
+        "nemotron": tiny("nemotron", **SIZES, attention_bias=True, mlp_bias=True),
+        "ministral3": tiny("ministral3", **SIZES, rope_parameters=MINISTRAL_ROPE, sliding_window=None),
+        "ernie4_5": tiny("ernie4_5", **SIZES, use_bias=False),
+        "hunyuan_v1_dense": tiny("hunyuan_v1_dense", **SIZES),
+        "olmo3": tiny("olmo3", **{**SIZES, "head_dim": 32}, sliding_window=8),
+        "qwen3_next": tiny("qwen3_next", **{**SIZES, **LINEAR, "linear_key_head_dim": 64}),
+        "hunyuan_v1_moe": tiny("hunyuan_v1_moe", **SIZES, num_experts=8, moe_topk=2),
+        "minimax_m2": tiny("minimax_m2", **{**SIZES, **HEADS_OF_M2}, num_local_experts=8, num_experts_per_tok=2),
+        "olmoe": tiny(
+            "olmoe", **{**SIZES, "hidden_size": 512, "intermediate_size": 128}, num_experts=8, num_experts_per_tok=2
+        ),
+        "hy_v3": tiny(
+            "hy_v3",
+            **{**SIZES, **EXPERTS},
+            num_experts=8,
+            num_shared_experts=1,
+            mlp_layer_types=["dense", *["sparse"] * 3],
+        ),
+        "exaone_moe": tiny(
+            "exaone_moe",
+            **{**SIZES, **EXPERTS},
+            num_experts=8,
+            num_shared_experts=1,
+            sliding_window=8,
+            first_k_dense_replace=1,
+        ),
+        "ernie4_5_moe": tiny(
+            "ernie4_5_moe",
+            **SIZES,
+            moe_intermediate_size=128,
+            moe_num_experts=8,
+            moe_k=2,
+            moe_num_shared_experts=2,
+            moe_layer_start_index=1,
+            moe_layer_end_index=3,
+            moe_layer_interval=1,
+        ),
+        "deepseek_v3": tiny("deepseek_v3", **ABSORBED, rope_parameters=LATENT_YARN),
+        "deepseek_v2": tiny(
+            "deepseek_v2",
+            **{**ABSORBED, "q_lora_rank": None},
+            topk_method="greedy",
+            norm_topk_prob=False,
+            rope_parameters=LATENT_YARN,
+        ),
+        "glm4_moe_lite": tiny("glm4_moe_lite", **ABSORBED, rope_parameters=LATENT_YARN),
+        "kimi_k2": twins.read("kimi_k2", tiny("deepseek_v3", **ABSORBED, rope_parameters=LATENT_YARN).to_dict()),
+    }
+
+
+UNLOADABLE = ("gpt_oss", "olmo3")
+"""vLLM 0.24 raises KeyError 'layers.0.mlp.experts.w13_weight' of weights in bf16, 'rope_theta' since transformers 5."""
+NOT_ON_CPU = {
+    "gpt_oss": "vLLM 0.24 does not load it unquantized, and 0.32 no second time",
+    "minimax_m2": "vLLM's CPUs select experts by softmax, or in groups",
+    "olmo3": "vLLM 0.24 looks for rope_theta where transformers 5 has none, and 0.32 for do_not_compile",
+    "qwen3_next": "vLLM's CPUs compute gated delta nets in bf16 alone",
+}
+UNTIED_ON_CPU = ("arcee", "gemma3_text", "llama")
+"""vLLM packs the output layer there, and does not pack it again when the embedding that it shares is loaded again."""
+UNBIASED_ON_CPU = ("ernie4_5_moe",)
+"""vLLM's softmax over experts passes over their biases there."""
+LEFT_OUT = {
+    "bailing_moe": "it is bailing_moe_v2, as the first files spell it",
+    "deepseek_v32": "megatron-core has it from 0.19 on, and GPUs had 0.16.1",
+    "dots1": "vLLM dropped it in 0.23",
+    "glm_moe_dsa": "megatron-core has it from 0.19 on, and GPUs had 0.16.1",
+    "helium": "vLLM has none",
+    "qwen3_5_moe_text": "vLLM has it with images alone",
+    "qwen3_5_text": "vLLM has it with images alone",
+}
+"""Families that no engine is fed with, and why."""
+NO_AUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+ENGINE_FIELDS: dict[str, dict[str, Any]] = {
+    "ministral3": {
+        "llama_4_scaling": {"original_max_position_embeddings": 16, "beta": 0.4},
+        "rope_parameters": {**MINISTRAL_ROPE, "apply_yarn_scaling": False},
+    },
+    "deepseek_v3": NO_AUX,
+    "kimi_k2": {**NO_AUX, "architectures": ["DeepseekV3ForCausalLM"]},
+    "mimo": {"architectures": ["MiMoForCausalLM"]},
+    "bailing_moe_v2": {"architectures": ["BailingMoeV2ForCausalLM"]},
+    "hunyuan_v1_dense": {"use_qk_norm": True},
+    "hunyuan_v1_moe": {
+        "use_qk_norm": True,
+        "use_mixed_mlp_moe": True,
+        "num_shared_expert": 1,
+        "moe_intermediate_size": SIZES["intermediate_size"],
+    },
+    "exaone_moe": {"architectures": ["ExaoneMoEForCausalLM"], "is_moe_layer": [False, True, True, True]},
+    "minimax_m2": {
+        "rotary_dim": HEADS_OF_M2["head_dim"],
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "num_mtp_modules": 0,
+    },
+    "hy_v3": {
+        "expert_hidden_dim": EXPERTS["moe_intermediate_size"],
+        "first_k_dense_replace": 1,
+        "route_norm": True,
+        "qk_norm": True,
+        "num_nextn_predict_layers": 0,
+    },
+}
