@@ -60,7 +60,7 @@ def recorded(tree: Path, folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     code = b"".join(path.read_bytes() for path in sorted((tree / "mcore_bridge").rglob("*.py")))
     whole: dict[str, Any] = {"seconds": {}, "reached": {}}
-    for path in sorted((tree / "tests").glob("test_*.py")):
+    for path in sorted((tree / "tests").rglob("test_*.py")):
         if any(fnmatch.fnmatch(path.name, each) for each in TESTS_LEFT_OUT):
             continue
         kept = folder / f"{path.stem}-{hashlib.sha256(code + path.read_bytes()).hexdigest()[:16]}.json"
@@ -68,7 +68,7 @@ def recorded(tree: Path, folder: Path) -> dict[str, Any]:
             begin = time.monotonic()
             notes = folder / "notes"
             shutil.rmtree(notes, ignore_errors=True)
-            found = fork.forked(tree, 1800.0, "record", f"tests/{path.name}", str(notes))
+            found = fork.forked(tree, 1800.0, "record", str(path.relative_to(tree)), str(notes))
             kept.write_text(json.dumps(found or {"seconds": {}, "reached": {}}))
             print(f"recorded {path.name} in {time.monotonic() - begin:.0f} s", flush=True)
         found = json.loads(kept.read_text())
@@ -86,7 +86,7 @@ def tests_for(mutant: Mutant, tree: Path, record: dict[str, Any]) -> list[str]:
     names, before = {name for line in lines for name in reached.get(line, [])}, set[str]()
     if is_run_at_import or "" in names:
         patterns = next((tests for files, tests in OF_TABLES.items() if fnmatch.fnmatch(mutant.file, files)), ())
-        before = {name for each in patterns for name in fnmatch.filter(record["seconds"], f"tests/{each}")}
+        before = {name for each in patterns for name in fnmatch.filter(record["seconds"], f"tests/*/{each}")}
         names = before.union(*reached.values()) - {""}
     seconds, seen, found = record["seconds"], Counter[str](), []
     for name in sorted(names, key=lambda name: (seconds[name], name)):

@@ -1,15 +1,10 @@
 """What is mutated, and what is not: everything that names files of the project is in this module."""
 
-WEIGHTS = (
-    *("layout*", "trace", "mapping", "names", "layer_stack", "entries", "cut", "plan", "planning", "lanes", "turns"),
-    *("sizes", "footprint", "program", "exchange", "moves", "rectangles", "outputs", "lineup", "slices", "target"),
-    *("load", "save", "shards", "staging", "reading", "disk", "safetensors_file", "checkpoint", "swap"),
-)
-CONFIG = ("fields", "tables*", "derived*", "moe*", "hf", "transformer", "*rope*", "spelling", "checks")
 CODE = (
-    *(f"weights/{name}.py" for name in WEIGHTS),
-    *(f"config/{name}.py" for name in CONFIG),
-    "batches/*.py",
+    *("rules/*.py", "batches/*.py", "weights/load.py", "weights/save.py"),
+    *(f"weights/{folder}/*.py" for folder in ("plan", "transfer", "files")),
+    *("config/tables/*.py", "config/fields.py", "config/hf.py", "config/transformer.py", "config/overrides.py"),
+    *("config/effective.py", "config/rope*.py"),
 )
 """Files of ``mcore_bridge`` from which mutants are drawn."""
 
@@ -26,6 +21,6 @@ VARIANTS = 6
 
 OF_TABLES = {
     "*/config/*": ("test_docs*tables*", "test_refused*", "test_config_norms*", "test_families*", "test_parity*"),
-    "*/weights/layout*": ("test_layout*", "test_mapping*", "test_roundtrip*", "test_parity*"),
+    "*/rules/layout*": ("test_layout*", "test_mapping*", "test_roundtrip*", "test_parity*"),
 }
 """Tests that come first for what runs at import in files of tables, which have few functions to reach."""

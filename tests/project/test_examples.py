@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.gpus import free_port
+from tests.support.torchrun import torchrun
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples"
@@ -64,14 +64,6 @@ if __name__ == "__main__":
     import grpo
     grpo.main()
 """
-
-
-def torchrun(script, num_ranks, *arguments):
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    run = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
-    command = [*run, "--master-port", free_port(), str(script), "--device", "cpu", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
 
 def test_engine_and_trainer_agree_at_every_step():

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from mcore_bridge.convert.api import convert
-from tests.project.test_examples import torchrun
 from tests.support import pool
 from tests.support.gpus import free_port
 from tests.support.strategies import random_state, save, tiny
+from tests.support.torchrun import torchrun
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 WHOLE = """
 import os
 os.chdir({folder!r})
