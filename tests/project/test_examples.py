@@ -1,9 +1,6 @@
 """The training loop of ``examples``: engine and trainer agree at every step, and a stale weight ends the run."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from tests.support.torchrun import torchrun
