@@ -19,7 +19,7 @@ from common import case_arguments, from_the_first, most, report, timed
 from export import build, drain, leave_mesh
 
 import mcore_bridge as mb
-from mcore_bridge.weights.export import open_export
+from mcore_bridge.weights.agreement import agree_on_plan
 from mcore_bridge.weights.plan.target import Target
 
 
@@ -60,7 +60,7 @@ def measure(case: str, models: list[torch.nn.Module], target: Target, repeats: i
 
 def received_bytes(models: list[torch.nn.Module], target: Target) -> int:
     """Bytes that travel to this rank."""
-    program = open_export(models, None, "lm", target=target).program
+    program = agree_on_plan(models, None, "lm", target=target).program
     return sum(sum(program.received(message.number)) for message in program.plan.messages)
 
 

@@ -20,9 +20,10 @@ from torch import Tensor
 from mcore_bridge.errors import told
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.agreement import agree_on_plan
 from mcore_bridge.weights.bound import Models
 from mcore_bridge.weights.dtypes import Dtypes, dtype_name, problem_of, wanted_dtype
-from mcore_bridge.weights.export import iter_hf_weights, open_export
+from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.positional_io import array_of
 from mcore_bridge.weights.plan.target import Target
@@ -102,7 +103,7 @@ def manifest(
     the hashing.
     """
     options: dict[str, Any] = {"dialect": dialect, "bucket_bytes": bucket_bytes, "target": target}
-    export = open_export(models, hf, head, **options, problem=problem_of(dtype))
+    export = agree_on_plan(models, hf, head, **options, problem=problem_of(dtype))
     specs = tuple(TensorSpec(n, shape, wanted_dtype(n, own, dtype)) for n, shape, own in export.program.plan.tensors())
     if not digests:
         return Manifest(specs)

@@ -9,7 +9,7 @@ import torch
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.errors import BridgeError, CheckpointError, ExportError
-from mcore_bridge.weights.export import open_export
+from mcore_bridge.weights.agreement import agree_on_plan
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.load import load_hf_weights
 from mcore_bridge.weights.plan.stream import HEADER
@@ -36,7 +36,7 @@ def export_in_shifts(dims):
     state = random_state(hf)
     dims.initialize(device="cpu")
     models = mb.build_model(hf, dims=dims, dtype=torch.float32, device="cpu", load_weights=state)
-    plan = open_export(models, None, "lm", bucket_bytes=1 << 12).program.plan
+    plan = agree_on_plan(models, None, "lm", bucket_bytes=1 << 12).program.plan
     exported = mb.to_hf_state_dict(models, bucket_bytes=1 << 12)
     assert exported.keys() == state.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in state.items())

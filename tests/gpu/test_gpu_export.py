@@ -9,7 +9,7 @@ import torch
 
 import mcore_bridge as mb
 from mcore_bridge.errors import ExportError
-from mcore_bridge.weights.export import open_export
+from mcore_bridge.weights.agreement import agree_on_plan
 from mcore_bridge.weights.plan.budget import MEMORY
 from mcore_bridge.weights.plan.memory import footprint
 from mcore_bridge.weights.transfer import collectives
@@ -197,7 +197,7 @@ def peaks(rank, world_size):
         known = mb.manifest(models, bucket_bytes=32 << 20, digests=True)
         largest = max(spec.num_bytes for spec in known)
         for bucket_bytes in (64 << 20, 128 << 20, 256 << 20, None):
-            plan = open_export(models, None, "lm", bucket_bytes=bucket_bytes).program.plan
+            plan = agree_on_plan(models, None, "lm", bucket_bytes=bucket_bytes).program.plan
             for _ in range(2):  # the first makes tables, which stay
                 before = torch.cuda.memory_allocated()
                 torch.cuda.reset_peak_memory_stats()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import mcore_bridge as mb
 from mcore_bridge.errors import ExportError, MappingError, by_ranks
-from mcore_bridge.weights.export import open_export
+from mcore_bridge.weights.agreement import agree_on_plan
 from mcore_bridge.weights.manifest import digest
 from mcore_bridge.weights.plan.budget import AHEAD
 from mcore_bridge.weights.transfer import collectives
@@ -302,7 +302,7 @@ def test_all_ranks_issue_the_same_collectives_and_a_second_export_exchanges_noth
 def on_their_way(lends):
     """For each tensor that is given out, the number of its message, and how many messages have been sent by then."""
     models, _ = built(mb.ParallelDims(tp=4, sp=True))
-    messages = open_export(models, None, "lm", bucket_bytes=BUCKET).program.plan.messages
+    messages = agree_on_plan(models, None, "lm", bucket_bytes=BUCKET).program.plan.messages
     numbers = [message.number for message in messages for _ in message.done]
     with Trace() as trace:
         pairs = mb.iter_hf_weights(models, bucket_bytes=BUCKET, copy=not lends)
@@ -378,9 +378,9 @@ def change_and_export(change):
     mb.to_hf_state_dict(models, bucket_bytes=BUCKET)
     change(models, state)
     cached = mb.to_hf_state_dict(models, bucket_bytes=BUCKET)
-    from mcore_bridge.weights import export
+    from mcore_bridge.weights import agreement
 
-    export._plans.clear()
+    agreement._plans.clear()
     fresh = mb.to_hf_state_dict(models, bucket_bytes=BUCKET)
     assert cached.keys() == fresh.keys() == state.keys()
     for name in fresh:

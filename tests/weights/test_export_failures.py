@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import mcore_bridge as mb
 from mcore_bridge.errors import BridgeError, ExportError
-from mcore_bridge.weights import export
+from mcore_bridge.weights import agreement
 from mcore_bridge.weights.plan.all_to_all import plan_targets
 from mcore_bridge.weights.plan.gather import planned
 from mcore_bridge.weights.plan.stream import cut
@@ -45,7 +45,7 @@ THE_ONE = r"embedding\.word_embeddings\.weight to decoder\.layers\.2\.self_atten
         ),
         ("mcore_bridge.weights.transfer.copier.Moves.make", 0, "rank 1 of the group: RuntimeError: out of memory"),
         ("mcore_bridge.weights.transfer.copier.Moves.make", 1, "out of memory"),
-        ("mcore_bridge.weights.export.noted", 0, "RuntimeError: out of memory"),
+        ("mcore_bridge.weights.agreement.noted", 0, "RuntimeError: out of memory"),
         ("mcore_bridge.weights.export.wanted_dtype", 3, "RuntimeError in the message of .*: out of memory"),
     ],
 )
@@ -57,7 +57,7 @@ def test_all_ranks_raise(name, after, message):
 def fail_with_the_first_tensor(copy):
     """The number of messages, that of the first which completes a tensor, and of the last of which a tensor came."""
     models, _ = built(mb.ParallelDims(tp=4, sp=True))
-    messages = export.open_export(models, None, "lm", bucket_bytes=BUCKET).program.plan.messages
+    messages = agreement.agree_on_plan(models, None, "lm", bucket_bytes=BUCKET).program.plan.messages
     numbers, taken = [message.number for message in messages for _ in message.done], []
     with only_on_1("export.wanted_dtype"), pytest.raises(ExportError, match="rank 1 of the group: RuntimeError in the"):
         taken.extend(mb.iter_hf_weights(models, dtype=torch.bfloat16, bucket_bytes=BUCKET, copy=copy))
@@ -114,11 +114,11 @@ def unable(*arguments, **named):
             mb.ParallelDims(tp=2, pp=2),
             mb.engine_ranks(tp=2),
         ),
-        ("mcore_bridge.weights.export.plan_targets", for_each_other, mb.ParallelDims(tp=4), mb.engine_ranks(tp=2)),
+        ("mcore_bridge.weights.agreement.plan_targets", for_each_other, mb.ParallelDims(tp=4), mb.engine_ranks(tp=2)),
         ("mcore_bridge.weights.plan.gather.window_of", all_of_it, mb.ParallelDims(tp=2, pp=2), ["everything"]),
         ("mcore_bridge.weights.plan.gather.cut", one_row_further, mb.ParallelDims(tp=2, pp=2), ["everything"]),
         ("mcore_bridge.weights.plan.gather.planned", of_another_size, mb.ParallelDims(tp=2, pp=2), ["everything"]),
-        ("mcore_bridge.weights.export.plan_export", unable, mb.ParallelDims(tp=2, pp=2), ["everything"]),
+        ("mcore_bridge.weights.agreement.plan_export", unable, mb.ParallelDims(tp=2, pp=2), ["everything"]),
     ],
 )
 def test_nothing_is_sent_where_plans_do_not_fit(name, result, dims, targets):
@@ -203,7 +203,7 @@ def test_who_writes_to_a_tensor_writes_to_no_other_name_of_it():
 def exports_of_two_kinds():
     """Rank 0 always asks for the same, and the other for one thing and another."""
     models, _ = built(mb.ParallelDims(tp=2))
-    with mock.patch.object(export, "_planned", wraps=export._planned) as planned:
+    with mock.patch.object(agreement, "_planned", wraps=agreement._planned) as planned:
         for number in range(6):
             target = "nothing" if dist.get_rank() and number % 2 else "everything"
             mb.to_hf_state_dict(models, target=target)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.errors import ExportError
-from mcore_bridge.weights.export import open_export
+from mcore_bridge.weights.agreement import agree_on_plan
 from mcore_bridge.weights.plan import memory as footprint
 from mcore_bridge.weights.transfer import collectives
 from tests.support import pool
@@ -82,7 +82,7 @@ def export_in_two_sizes(model, dims):
     models, state = built(dims, HF[model])
     Counted.now = Counted.most = 0
     with scaled_down():
-        plan = open_export(models, None, "lm").program.plan
+        plan = agree_on_plan(models, None, "lm").program.plan
         assert_exact(mb.to_hf_state_dict(models), state)
         most = Counted.most
         assert_exact({name: tensor.clone() for name, tensor in mb.iter_hf_weights(models, copy=False)}, state)

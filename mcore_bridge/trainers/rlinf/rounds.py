@@ -8,7 +8,7 @@ from itertools import chain, islice, pairwise
 
 from torch import Tensor
 
-from mcore_bridge.weights.export import Export
+from mcore_bridge.weights.agreement import Export
 from mcore_bridge.weights.transfer.executor import run_messages
 
 

@@ -13,9 +13,8 @@ from torch import Tensor
 from mcore_bridge.errors import ExportError, told
 from mcore_bridge.trainers.rlinf.engine import Destination
 from mcore_bridge.trainers.rlinf.rounds import run_rounds
+from mcore_bridge.weights.agreement import Export, open_export
 from mcore_bridge.weights.bound import Models
-from mcore_bridge.weights.export import Export, open_export
-from mcore_bridge.weights.param_sync import gather_pending, heard_by_replicas, require_gatherable
 from mcore_bridge.weights.plan.budget import AHEAD
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import HF
@@ -79,16 +78,13 @@ class Sync:
         except Exception as error:  # the others are about to wait for this rank
             problem = told(error)
         self.destination = destination
-        with heard_by_replicas(self.models):
-            self.export = open_export(
-                *(self.models, self.hf, self.head),
-                dialect="split",
-                bucket_bytes=AHEAD * self.bucket_bytes,
-                target=target,
-                problem=problem,
-            )
-            require_gatherable(self.models, self.export.group)
-        gather_pending(self.models)
+        self.export = open_export(
+            *(self.models, self.hf, self.head),
+            dialect="split",
+            bucket_bytes=AHEAD * self.bucket_bytes,
+            target=target,
+            problem=problem,
+        )
         return run_rounds(self.export, self.num_buckets)
 
 

@@ -11,8 +11,8 @@ from mcore_bridge.errors import BridgeError, ExportError
 from mcore_bridge.trainers.rlinf.engine import Destination, Engine
 from mcore_bridge.trainers.rlinf.shares import Share, shares_of
 from mcore_bridge.trainers.rlinf.sync import Bucket, FullBucket, Sync
+from mcore_bridge.weights.agreement import Export
 from mcore_bridge.weights.bound import Models, chunks_of
-from mcore_bridge.weights.export import Export
 from mcore_bridge.weights.model_tensors import held_tensors
 from mcore_bridge.weights.plan.export_plan import ExportPlan
 from mcore_bridge.weights.plan.target import EngineRank, Target
