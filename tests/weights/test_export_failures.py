@@ -59,7 +59,10 @@ def fail_with_the_first_tensor(copy):
     models, _ = built(mb.ParallelDims(tp=4, sp=True))
     messages = agreement.agree_on_plan(models, None, "lm", bucket_bytes=BUCKET).program.plan.messages
     numbers, taken = [message.number for message in messages for _ in message.done], []
-    with only_on_1("export.wanted_dtype"), pytest.raises(ExportError, match="rank 1 of the group: RuntimeError in the"):
+    with (
+        only_on_1("mcore_bridge.weights.export.wanted_dtype"),
+        pytest.raises(ExportError, match="rank 1 of the group: RuntimeError in the"),
+    ):
         taken.extend(mb.iter_hf_weights(models, dtype=torch.bfloat16, bucket_bytes=BUCKET, copy=copy))
     return len(messages), numbers[0], numbers[: len(taken)]
 
