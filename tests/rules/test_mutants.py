@@ -11,7 +11,8 @@ import torch
 
 import mcore_bridge as mb
 from mcore_bridge.errors import BridgeError
-from mcore_bridge.rules import names
+from mcore_bridge.rules.names import Numbering
+from mcore_bridge.weights import model_tensors
 from tests.support import pool
 from tests.support.mutants import ERRORS, MUTANTS, fate
 from tests.support.parity import reference_logits
@@ -62,8 +63,8 @@ def fates_unmutated(tp, hf, reference):
 
 def local_layer_numbers():
     """``canonical`` that takes a stage's own layer numbers for global ones."""
-    true = names.canonical
-    names.canonical = lambda name, numbering: true(name, names.Numbering(tuple(range(len(numbering.layers)))))
+    true = model_tensors.canonical
+    model_tensors.canonical = lambda name, numbering: true(name, Numbering(tuple(range(len(numbering.layers)))))
     dims = mb.ParallelDims(pp=2)
     try:
         dims.initialize(device="cpu")
@@ -72,7 +73,7 @@ def local_layer_numbers():
     except BridgeError as error:
         return str(error)
     finally:
-        names.canonical = true
+        model_tensors.canonical = true
     return "survives"
 
 

@@ -12,8 +12,8 @@ import mcore_bridge as mb
 from mcore_bridge.errors import BridgeError
 from mcore_bridge.factory.modules.experts import Router
 from mcore_bridge.factory.modules.scores import ScoresCoreAttention
-from mcore_bridge.rules import names
 from mcore_bridge.rules.layout import COLUMN, GATED_UP, INTERLEAVED, REPLICATED, ROW, TRANSPOSED, Split
+from mcore_bridge.weights import model_tensors
 from tests import zoo
 from tests.support import mutants, pool, stepping
 from tests.support.bounds import BOUND, ONE
@@ -133,13 +133,13 @@ def test_killed_local_expert_numbers():
 
 def exported_with_local_numbers(state):
     """Runs in each worker."""
-    true = names.canonical
+    true = model_tensors.canonical
     dims = mb.ParallelDims(ep=2)
 
     def mistaken(name, numbering):
         return true(name, replace(numbering, experts=tuple(range(len(numbering.experts)))))
 
-    with mock.patch.object(names, "canonical", mistaken), stepping.mesh(dims):
+    with mock.patch.object(model_tensors, "canonical", mistaken), stepping.mesh(dims):
         try:
             models = mb.build_model(SHARED, dims=dims, dtype=torch.float32, device="cpu", load_weights=state)
             mb.to_hf_state_dict(models)

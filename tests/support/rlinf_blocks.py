@@ -4,7 +4,7 @@ from pathlib import Path
 
 import yaml
 
-BLOCKS = Path(__file__).parent / "rlinf"
+BLOCKS = Path(__file__).parent.parent / "trainers" / "rlinf"
 
 
 def block(name, **model):
