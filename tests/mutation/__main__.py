@@ -83,16 +83,16 @@ def tests_for(mutant: Mutant, tree: Path, record: dict[str, Any]) -> list[str]:
     """The tests that reach a mutant, quickest first, but behind others where they have only other parameters."""
     lines, is_run_at_import = statement_at(ast.parse((tree / mutant.file).read_text()), mutant.line)
     reached = record["reached"].get(mutant.file, {})
-    names, before = {name for line in lines for name in reached.get(line, [])}, set[str]()
-    if is_run_at_import or "" in names:
+    first, further = {name for line in lines for name in reached.get(line, [])}, set[str]()
+    if is_run_at_import or "" in first:
         patterns = next((tests for files, tests in OF_TABLES.items() if fnmatch.fnmatch(mutant.file, files)), ())
-        before = {name for each in patterns for name in fnmatch.filter(record["seconds"], f"tests/*/{each}")}
-        names = before.union(*reached.values()) - {""}
+        first.update(name for each in patterns for name in fnmatch.filter(record["seconds"], f"tests/*/{each}"))
+        further = further.union(*reached.values()) - first
     seconds, seen, found = record["seconds"], Counter[str](), []
-    for name in sorted(names, key=lambda name: (seconds[name], name)):
+    for name in sorted((first | further) - {""}, key=lambda name: (seconds[name], name)):
         function = name.partition("[")[0]
         seen[function] += 1
-        found.append((name not in before, (0.05 + seconds[name]) * seen[function], name))
+        found.append((name in further, (0.05 + seconds[name]) * seen[function], name))
     return [name for *_, name in sorted(found)]
 
 
