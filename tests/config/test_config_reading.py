@@ -104,6 +104,7 @@ def test_a_config_object_in_the_other_spelling_is_translated(tmp_path: Path) -> 
 def test_read_config_copies(tmp_path: Path) -> None:
     hf = read(family("llama"), tmp_path)
     copy = read_config(hf)
+    assert copy.to_dict() == hf.to_dict()
     copy.num_hidden_layers = 99
     assert hf.num_hidden_layers == 4
 

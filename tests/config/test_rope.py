@@ -217,3 +217,18 @@ def test_fused_latent_attention_gets_the_cosines_that_mcore_would_give_it(monkey
             assert mine.dtype == own.dtype == dtype
             torch.testing.assert_close(mine, own, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
     assert float(ours.get_cached_cos_sin(1)[0].max()) != 1.0
+
+
+PLAIN_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def test_the_scale_of_latent_attention_is_that_of_the_rope_or_none() -> None:
+    for own in ({}, {"mscale_all_dim": 0.5}):
+        rope = Rope(parameters={**PLAIN_YARN, **own}, head_dim=16, max_position_embeddings=256)
+        assert rope.to_latent()["mscale_all_dim"] == own.get("mscale_all_dim", 0.0)
+        assert rope.query_temperature is None
+
+
+def test_queries_grow_with_their_place_where_the_rope_says_how() -> None:
+    rope = Rope(parameters={**PLAIN_YARN, "llama_4_scaling_beta": 0.1}, head_dim=16, max_position_embeddings=256)
+    assert rope.query_temperature == (0.1, 64)

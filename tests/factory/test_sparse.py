@@ -146,7 +146,9 @@ def test_what_layers_share_comes_back(num_layers, freq, offset):
     found = {"num_layers": num_layers, **SHARING.to_mcore(hf)}
     assert SHARING.to_hf(found) == {"indexer_types": hf["indexer_types"]}
     schedule = {"index_topk_freq": freq, "index_skip_topk_offset": max(offset, 1)}  # transformers counts as mcore does
-    assert SHARING.to_mcore({**hf, **schedule}) == SHARING.to_mcore(hf)
+    letters = "".join("FS"[each] for each in shared)
+    for fields in (schedule, {"index_topk_pattern": letters}, {"index_topk_pattern": [*letters]}):
+        assert SHARING.to_mcore({**hf, **fields}) == SHARING.to_mcore(hf)
 
 
 @built

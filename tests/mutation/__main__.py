@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--budget", type=float, default=90.0, help="seconds of tests for a mutant that survives")
     parser.add_argument("--folder", type=Path, default=ROOT / "mutants", help="of the record, the copy and the results")
-    parser.add_argument("--again", action="store_true", help="run those once more that have survived")
+    parser.add_argument("--again", action="store_true", help="run those once more that no test has killed")
     asked = parser.parse_args()
     tree = asked.folder.resolve() / "tree"
     copy(tree)
@@ -120,7 +120,7 @@ def run(tree: Path, mutants: list[Mutant], record: dict[str, Any], asked: argpar
     believed = {AT_IMPORT: True}
     for number, mutant in enumerate(mutants):
         key = tuple(asdict(mutant).values())
-        if key in results and not (asked.again and results[key]["outcome"] == "survived"):
+        if key in results and not (asked.again and results[key]["outcome"] not in ("killed", "equivalent")):
             continue
         begin = time.monotonic()
         was = (tree / mutant.file).read_text()
