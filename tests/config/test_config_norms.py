@@ -98,6 +98,12 @@ def test_windows_come_back_by_layer_however_mcore_says_them(freq: object, found:
     assert WINDOWS.to_hf(mcore) == {"sliding_window": 5, "layer_types": kinds}
 
 
+@pytest.mark.parametrize("window", [(-1, 0), (4, 1), (4, 0, 0), 4])
+def test_windows_that_hf_cannot_say_are_refused(window: object) -> None:
+    with pytest.raises(ConfigError, match="window_size"):
+        WINDOWS.to_hf({"num_layers": 1, "window_size": window, "window_attn_skip_freq": None})
+
+
 @pytest.mark.parametrize("fields", [GEMMA3, GEMMA3_OF_5], ids=["spelled as 4", "spelled as 5"])
 def test_gemma3_rotates_by_two_bases(tmp_path: Path, fields: Json) -> None:
     hf = config("gemma3_text", tmp_path, **fields, sliding_window=5, sliding_window_pattern=2, cache_implementation="x")
