@@ -460,6 +460,8 @@ def refused():
     with stepping.mesh(mb.ParallelDims()):
         models = mb.build_model(HF, dtype=torch.float32, device="cpu", load_weights=False)
         ids = torch.zeros(2, 4, dtype=torch.long)
+        with pytest.raises(BatchError, match=r"must be \[batch, seq\] with at least one token, found \(1, 2, 4\)"):
+            mb.forward(models, ids[None])
         with pytest.raises(BatchError, match=r"attention_mask \(3, 4\) must be as input_ids \(2, 4\)"):
             mb.forward(models, ids, torch.ones(3, 4))
         with pytest.raises(

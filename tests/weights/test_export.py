@@ -150,6 +150,10 @@ class Quantized(torch.Tensor):
         return cls(arguments[0])
 
 
+class Named(torch.Tensor):
+    """A tensor of another name, with memory of its own."""
+
+
 def refuse_quantized():
     """What every way to the values of a model says of a parameter that has none of its own."""
     models, state = built(mb.ParallelDims())
@@ -160,8 +164,8 @@ def refuse_quantized():
             mb.BridgeError, match=r"linear_fc1\.weight is a Quantized, whose values are in other tensors"
         ):
             run(models)
-    linear.weight = kept
-    assert mb.to_hf_state_dict(models).keys() == state.keys()
+    linear.weight = torch.nn.Parameter(kept.detach().as_subclass(Named))
+    assert_exact(mb.to_hf_state_dict(models), state)
 
 
 def test_a_parameter_that_stands_for_other_tensors_is_refused():

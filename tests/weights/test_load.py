@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import mcore_bridge as mb
 from mcore_bridge.errors import CheckpointError, ConfigError
-from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.files.hf_folder import Checkpoint, names_in
 from mcore_bridge.weights.load import load_hf_weights
 from mcore_bridge.weights.manifest import Manifest
 from tests.support import fake_mesh, memory, pool
@@ -68,7 +68,9 @@ def test_from_a_folder_without_an_index(folder, state):
 
 
 def test_from_one_file(tmp_path, state):
+    assert names_in(tmp_path) == ()
     save_file(state, tmp_path / "model.safetensors")
+    assert set(names_in(tmp_path)) == state.keys()
     assert same(loaded(tmp_path)[0], state)
 
 
