@@ -41,7 +41,7 @@ def survive(rank, folder, machines, seconds):
     """Rank 1 is killed when all have begun; the others write down how each call ends."""
     mock.patch.multiple(lost_ranks, this_machine=lambda: machines[rank], _SECONDS=seconds).start()
     world = dist.FileStore(os.path.join(folder, "store"), 3)
-    timeout = datetime.timedelta(seconds=30)
+    timeout = datetime.timedelta(seconds=90)
     dist.init_process_group("gloo", store=world, rank=rank, world_size=3, timeout=timeout)
     models, _ = built(DIMS, tiny("qwen3", num_attention_heads=6, num_key_value_heads=3, intermediate_size=96))
     dist.barrier()
@@ -52,7 +52,7 @@ def survive(rank, folder, machines, seconds):
             call(models, folder)
         with Path(folder, str(rank)).open("a") as file:
             file.write(f"{raised.value}\n")
-    ended = time.monotonic() + 30
+    ended = time.monotonic() + 90
     while len(written(folder)) < 2 * len(CALLS) and time.monotonic() < ended:  # else it would be named as well
         time.sleep(0.05)
 
