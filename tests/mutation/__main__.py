@@ -41,7 +41,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "mutants", help="of the record, the copy and the results")
     parser.add_argument("--again", action="store_true", help="run those once more that no test has killed")
     asked = parser.parse_args()
-    tree = asked.folder.resolve() / "tree"
+    asked.folder = asked.folder.resolve()  # runs are elsewhere
+    tree = asked.folder / "tree"
     copy(tree)
     fork.warm()
     record = recorded(tree, asked.folder / "record")
