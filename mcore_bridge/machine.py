@@ -25,3 +25,8 @@ def start_time(pid: int) -> str:
     except OSError:
         return ""
     return "" if fields[0] in "ZX" else fields[19]
+
+
+def is_alive(pid: int, started: str) -> bool:
+    """Whether the process of this number still runs that ``start_time`` once said to have ``started`` then."""
+    return start_time(pid) == started

@@ -108,7 +108,8 @@ def convert(
         BridgeError: the source does not fit its config, a process failed, or another run writes the same target. Files
             that are whole by then are kept for the next run, and the target is as it was.
     """
-    require_positive(**{} if file_bytes is None else {"file_bytes": file_bytes})
+    if file_bytes is not None:
+        require_positive(file_bytes=file_bytes)
     target = target_of(target)
     if target == source.resolve():
         raise CheckpointError(f"{target} would be written into itself; name another folder")

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mcore_bridge.errors import LostRankError
-from mcore_bridge.machine import start_time, this_machine
+from mcore_bridge.machine import is_alive, start_time, this_machine
 
 _SECONDS = 3.0
 """How long the first failure of a job waits for word of who was lost."""
@@ -78,9 +78,10 @@ def _ask(found: list[str], world: Any) -> None:
         )  # what fails behind the first waits no more
         notes = _Notes()
         while True:
-            ended = [entry for entry in notes.of(this_machine()) if not _is_alive(*entry.split()[1:])]
+            noted = [entry.split() for entry in notes.of(this_machine())]
             told = set(notes.of("ended"))
-            here = {f"{rank} (process {pid} on {socket.gethostname()})" for rank, pid, _ in map(str.split, ended)}
+            ended = [(rank, pid) for rank, pid, started in noted if not is_alive(int(pid), started)]
+            here = {f"{rank} (process {pid} on {socket.gethostname()})" for rank, pid in ended}
             for name in here - told:
                 notes.add("ended", name)
             found.extend(here | told)
@@ -103,7 +104,3 @@ class _Notes:
     def of(self, name: str) -> list[str]:
         keys = [f"{name}/{number}" for number in range(1, self._store.add(name, 0) + 1)]
         return [self._store.get(key).decode() for key in keys if self._store.check([key])]
-
-
-def _is_alive(pid: str, started: str) -> bool:
-    return start_time(int(pid)) == started

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.machine import start_time, this_machine
+from mcore_bridge.machine import is_alive, start_time, this_machine
 
 PREFIX = ".mcore_bridge."
 """How everything begins that a save puts into its target besides the result."""
@@ -48,11 +48,6 @@ class Writer:
         """Whether it runs, or ran, where this process could see it."""
         return bool(self.machine) and self.machine == this_machine()
 
-    @property
-    def is_dead(self) -> bool:
-        """Of a writer that is here: whether its process has ended."""
-        return start_time(self.pid) != self.started
-
 
 @contextmanager
 def locked(folder: Path) -> Iterator[Writer]:
@@ -61,7 +56,7 @@ def locked(folder: Path) -> Iterator[Writer]:
     Raises:
         CheckpointError: another writer holds it, or may hold it; the message names it, and the file to remove.
     """
-    made = _make(folder)
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     own = Writer()
     _acquire(folder, own)
     stop = threading.Event()
@@ -74,7 +69,7 @@ def locked(folder: Path) -> Iterator[Writer]:
         beats.join()
         if _holder(folder) == own:
             (folder / LOCK).unlink(missing_ok=True)
-        for path in reversed(made):
+        for path in missing:  # the innermost first
             with suppress(OSError):  # it has files by now
                 path.rmdir()
 
@@ -86,17 +81,10 @@ def require_held(folder: Path, own: Writer | None) -> None:
         raise CheckpointError(f"the lock {folder / LOCK} was lost while {own} wrote: {who}; save again")
 
 
-def _make(folder: Path) -> list[Path]:
-    """Make a folder and its parents; those that are new, outermost first."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
-    folder.mkdir(parents=True, exist_ok=True)
-    return missing
-
-
 def _acquire(folder: Path, own: Writer) -> None:
     path, text = folder / LOCK, json.dumps(asdict(own)).encode()
     while True:
-        folder.mkdir(parents=True, exist_ok=True)  # whoever made it may have failed and removed it
+        folder.mkdir(parents=True, exist_ok=True)  # again, if another writer has made it, failed and removed it
         try:
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except FileExistsError:
@@ -127,7 +115,7 @@ def _take_over(folder: Path, own: Writer) -> None:
             raise CheckpointError(f"{path} does not say who writes to {folder}: remove it if nobody does")
         return
     if holder.is_here:
-        if not holder.is_dead:
+        if is_alive(holder.pid, holder.started):
             raise CheckpointError(
                 f"{holder} writes to {folder}: wait for its end, or name another folder. If that process does "
                 f"something else, remove {path}"
