@@ -13,7 +13,7 @@ from mcore_bridge.convert.parameters import check_source, parts_of
 from mcore_bridge.convert.reference_model import WholeModel, whole_model
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.sidecars import copy_companions
-from mcore_bridge.weights.plan.inventory import Entry
+from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.provenance import config_in
 from mcore_bridge.weights.ties import HEAD, renamed
 
@@ -101,7 +101,7 @@ def widespread(sizes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
     return max(totals, key=totals.__getitem__, default=torch.bfloat16)
 
 
-def units_of(entries: Sequence[Entry], file_bytes: int) -> Iterator[Unit]:
+def units_of(entries: Sequence[ParamEntry], file_bytes: int) -> Iterator[Unit]:
     """Runs of parameters for a file each, of at most ``file_bytes``; those of one HF tensor stay together."""
     unit: list[int] = []
     filled = 0
@@ -116,7 +116,7 @@ def units_of(entries: Sequence[Entry], file_bytes: int) -> Iterator[Unit]:
         yield tuple(unit)
 
 
-def _groups(entries: Sequence[Entry]) -> Iterator[list[int]]:
+def _groups(entries: Sequence[ParamEntry]) -> Iterator[list[int]]:
     group: list[int] = []
     last = ""
     for number, entry in enumerate(entries):

@@ -18,7 +18,7 @@ from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.trace import Shape, Trace
 from mcore_bridge.weights.dtypes import dtype_name, is_exact
 from mcore_bridge.weights.files.hf_folder import Checkpoint
-from mcore_bridge.weights.plan.inventory import Entry
+from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.ties import require_equal
 
 
@@ -31,7 +31,7 @@ class Part:
     index: int | None
 
 
-def parts_of(entry: Entry) -> tuple[Part, ...]:
+def parts_of(entry: ParamEntry) -> tuple[Part, ...]:
     """The HF tensors of a parameter, in the order of its layout."""
     return tuple(
         Part(name, shape, index)
@@ -39,13 +39,13 @@ def parts_of(entry: Entry) -> tuple[Part, ...]:
     )
 
 
-def names_of(entry: Entry) -> Iterator[str]:
+def names_of(entry: ParamEntry) -> Iterator[str]:
     """The HF tensors that a parameter is written to, further names of the first one among them."""
     yield from (part.name for part in parts_of(entry))
     yield from entry.copies
 
 
-def specs_of(entries: Iterable[Entry]) -> Iterator[TensorSpec]:
+def specs_of(entries: Iterable[ParamEntry]) -> Iterator[TensorSpec]:
     """The HF tensors of a model, each once, in the dtypes of its parameters."""
     seen: set[str] = set()
     for entry in entries:
@@ -67,7 +67,7 @@ class Source(Protocol):
         """Give back what was read for ``name``."""
 
 
-def assemble(entry: Entry, source: Source, device: str = "cpu") -> Tensor:
+def assemble(entry: ParamEntry, source: Source, device: str = "cpu") -> Tensor:
     """The parameter of an entry, from HF tensors."""
     return assemble_shard(entry.trace, 0, entry.hf, source, entry.held.dtype, device)
 
@@ -93,7 +93,7 @@ def _hf_tensor(source: Source, hf: str) -> Tensor:
     return source[name] if index is None else source[name][index]
 
 
-def take_apart(entry: Entry, shards: Mapping[int, Tensor], device: str = "cpu") -> Iterator[tuple[Part, Tensor]]:
+def take_apart(entry: ParamEntry, shards: Mapping[int, Tensor], device: str = "cpu") -> Iterator[tuple[Part, Tensor]]:
     """What the HF tensors of an entry have of its parameter, on the CPU.
 
     Args:
@@ -106,7 +106,7 @@ def take_apart(entry: Entry, shards: Mapping[int, Tensor], device: str = "cpu") 
 
 
 def check_source(
-    entries: Iterable[Entry],
+    entries: Iterable[ParamEntry],
     source: Checkpoint,
     mapping: WeightMapping,
     *,

@@ -22,7 +22,7 @@ from mcore_bridge.weights.dist_checkpoint.compare import sharded_states
 from mcore_bridge.weights.dist_checkpoint.extra_state import with_extra_states
 from mcore_bridge.weights.dist_checkpoint.files import Place, Placed
 from mcore_bridge.weights.dist_checkpoint.folder import CONTENT
-from mcore_bridge.weights.plan.inventory import Entry, entries_of
+from mcore_bridge.weights.plan.inventory import ParamEntry, merge_inventories
 from mcore_bridge.weights.provenance import Provenance, dialect_of
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class WholeModel:
 
     provenance: Provenance
     mapping: WeightMapping
-    entries: tuple[Entry, ...]
+    entries: tuple[ParamEntry, ...]
     placed: tuple[Placed, ...]
     objects: tuple[str, ...]
     """What modules keep beside tensors: nothing, under these keys, without which megatron-core does not load."""
@@ -69,7 +69,7 @@ def whole_model(
             hf, dims=dims, dtype=dtype, device="meta", backend="torch", overrides=overrides, load_weights=False
         )
         bound = bind(chunk, dialect=dialect_of(names, chunk.bridge.rules))
-        entries = entries_of(bound.mapping, bound.axes, chunk.config.num_layers, [bound.inventory()])
+        entries = merge_inventories(bound.mapping, bound.axes, chunk.config.num_layers, [bound.inventory()])
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         state = with_extra_states(sharded_states([chunk], {**metadata, "dp_cp_group": group})["model"])
     objects = tuple(each.unique_key for each in state.values() if hasattr(each, "unique_key"))
@@ -78,7 +78,7 @@ def whole_model(
     return WholeModel(chunk.bridge, bound.mapping, entries, placed, objects)
 
 
-def _placed(number: int, entry: Entry, tensors: Mapping[str, Tensor], sharded: Mapping[int, Any]) -> Placed:
+def _placed(number: int, entry: ParamEntry, tensors: Mapping[str, Tensor], sharded: Mapping[int, Any]) -> Placed:
     places = tuple(_places(sharded[id(tensors[entry.held.mcore])], entry.held.shape))
     if sum(stop - start for start, stop in (place.rows for place in places)) != (entry.held.shape or (1,))[0]:
         raise CheckpointError(f"sharded_state_dict does not say where all of {entry.held.mcore} goes; report this")

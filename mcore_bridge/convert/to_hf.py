@@ -17,7 +17,7 @@ from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.dtypes import dtype_name, is_exact
 from mcore_bridge.weights.files.hf_folder import HEADS, weight_files, write_index
 from mcore_bridge.weights.files.safetensors import SafetensorsWriter
-from mcore_bridge.weights.plan.inventory import Entry
+from mcore_bridge.weights.plan.inventory import ParamEntry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class ToHF(Conversion):
         return list(specs_of(self.model.entries[each] for each in self.units[number]))
 
 
-def _write(writer: SafetensorsWriter, entry: Entry, part: Part, tensor: Tensor) -> None:
+def _write(writer: SafetensorsWriter, entry: ParamEntry, part: Part, tensor: Tensor) -> None:
     flat = tensor.flatten().view(torch.uint8)
     writer.write(part.name, (part.index or 0) * flat.nbytes, flat)
     if part == parts_of(entry)[0]:
@@ -73,7 +73,7 @@ def _write(writer: SafetensorsWriter, entry: Entry, part: Part, tensor: Tensor) 
             writer.write(name, 0, flat)
 
 
-def stored_as(entry: Entry, stored: torch.dtype, dtype: torch.dtype | None) -> Entry:
+def stored_as(entry: ParamEntry, stored: torch.dtype, dtype: torch.dtype | None) -> ParamEntry:
     """An entry in the dtype that it is stored in, or in its own where a dtype was asked for."""
     own = entry.held.dtype
     if dtype is None:

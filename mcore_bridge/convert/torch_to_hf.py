@@ -17,7 +17,7 @@ from mcore_bridge.convert.reference_model import whole_model
 from mcore_bridge.convert.to_hf import ToHF, stored_as
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.trace import Shape
-from mcore_bridge.weights.plan.inventory import Entry
+from mcore_bridge.weights.plan.inventory import ParamEntry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +52,11 @@ class FromTorch(ToHF):
         return RankFolder.open(self.source, self.hf)
 
     @cached_property
-    def _entries(self) -> Mapping[str, Entry]:
+    def _entries(self) -> Mapping[str, ParamEntry]:
         return {entry.held.mcore: entry for entry in self._folder.entries}
 
 
-def _shapes(entries: Iterable[Entry]) -> Mapping[str, Shape]:
+def _shapes(entries: Iterable[ParamEntry]) -> Mapping[str, Shape]:
     return {spec.name: spec.shape for spec in specs_of(entries)}
 
 

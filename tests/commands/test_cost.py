@@ -15,11 +15,11 @@ from mcore_bridge.commands.plan.mesh_plan import MeshPlan, plan_mesh
 from mcore_bridge.factory.blueprint import draw
 from mcore_bridge.weights.plan.alignment import aligned
 from mcore_bridge.weights.plan.all_to_all import plan_targets
-from mcore_bridge.weights.plan.budget import AHEAD, MEMORY, SLAB
+from mcore_bridge.weights.plan.budget import MEMORY, MESSAGES_IN_FLIGHT, SLAB
 from mcore_bridge.weights.plan.export_plan import ExportPlan
 from mcore_bridge.weights.plan.gather import plan_export
-from mcore_bridge.weights.plan.memory import footprint
-from mcore_bridge.weights.plan.stream import HEADER, Part, cut, num_messages, pieces, widths
+from mcore_bridge.weights.plan.memory import peak_bytes
+from mcore_bridge.weights.plan.stream import HEADER, SendRange, cut, num_messages, pieces, widths
 from mcore_bridge.weights.transfer.byte_copy import Move
 from mcore_bridge.weights.transfer.program import HEADERS, Program
 from tests.support import fake_mesh
@@ -42,7 +42,7 @@ def open_bytes(plan: ExportPlan) -> int:
         numbers: dict[int, list[Move]] = {}
         for piece in message.pieces:
             program._unpack(piece, 0, numbers)
-        held |= {output: plan.goods.outputs[output].num_bytes for output in numbers}
+        held |= {output: plan.payload.outputs[output].num_bytes for output in numbers}
         most = max(most, sum(held.values()) + before)
         given = sum(held.pop(output) for output in message.done)
         before = given or before  # a consumer holds a tensor, which shares its memory with the others
@@ -59,8 +59,8 @@ def test_the_memory_of_an_export_is_that_of_its_program(dims: ParallelDims, buck
     plan = fake_mesh.plan_of(held, bucket_bytes=bucket_bytes)
     cost = cost_of(plan, bandwidth=2.0)
     received = max(sum(message.widths) for message in plan.messages)
-    in_flight = min(AHEAD, len(plan.messages)) * received
-    assert max(output.num_bytes for output in plan.goods.outputs) < SLAB // 100  # all of them are small
+    in_flight = min(MESSAGES_IN_FLIGHT, len(plan.messages)) * received
+    assert max(output.num_bytes for output in plan.payload.outputs) < SLAB // 100  # all of them are small
     assert cost.memory == in_flight + open_bytes(plan)
     sent = [sum(message.widths[rank] for message in plan.messages) for rank in range(len(held))]
     assert cost.sent == max(sent)
@@ -94,11 +94,11 @@ def test_stages_take_turns_where_memory_asks_for_it(
     dims = ParallelDims(tp=tp, pp=pp, vp=vp)
     plan_mesh(draw(hf, dims=dims, dtype=torch.bfloat16, device="meta"), world_size=dims.smallest_world)
     for bucket_bytes, plan in found.items():
-        largest = max(output.num_bytes for output in plan.goods.outputs)
+        largest = max(output.num_bytes for output in plan.payload.outputs)
         allowed = 3 * bucket_bytes + largest if bucket_bytes else max(MEMORY, largest * 3 // 2)
-        assert footprint(plan) < 1.001 * allowed
+        assert peak_bytes(plan) < 1.001 * allowed
         sent = sum(map(sum, (message.widths for message in plan.messages)))
-        assert sent < 1.02 * sum(output.num_bytes for output in plan.goods.outputs)
+        assert sent < 1.02 * sum(output.num_bytes for output in plan.payload.outputs)
 
 
 QWEN3_32B = {"vocab_size": 151936, "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64}
@@ -109,7 +109,7 @@ def test_messages_are_large_but_beside_an_embedding_that_takes_most_of_the_memor
     """An embedding of 1.6 GB once made all of them small, of which there were 328, and yet took 2.4 GB."""
     hf = tiny("llama", **QWEN3_32B, num_attention_heads=64, num_key_value_heads=8, head_dim=128)
     plan = plan_mesh(draw(hf, dims=dims, dtype=torch.bfloat16, device="meta"), world_size=dims.smallest_world).export
-    assert footprint(plan) < 1.001 * MEMORY
+    assert peak_bytes(plan) < 1.001 * MEMORY
     sent = sum(map(sum, (message.widths for message in plan.messages)))
     assert len(plan.messages) < sent / (320 << 20)
 
@@ -132,9 +132,9 @@ def test_experts_go_in_shifts_where_memory_asks_for_it(dims: ParallelDims, world
     """As many ranks as there are experts, and each with one on its way, would take 6 GB."""
     hf = sparse(4, **WIDE, mlp_only_layers=[], num_attention_heads=32, num_key_value_heads=8)
     plan = plan_mesh(draw(hf, dims=dims, dtype=torch.bfloat16, device="meta"), world_size=world_size).export
-    assert footprint(plan) < 1.001 * MEMORY
+    assert peak_bytes(plan) < 1.001 * MEMORY
     sent = sum(map(sum, (message.widths for message in plan.messages)))
-    assert sent < 1.03 * sum(output.num_bytes for output in plan.goods.outputs)
+    assert sent < 1.03 * sum(output.num_bytes for output in plan.payload.outputs)
 
 
 def test_headers_of_many_ranks_are_few_moves() -> None:
@@ -189,7 +189,7 @@ def taken_by(
     feeds = plan_targets(*asked, targets, bucket_bytes=bucket_bytes)
     for rank in {0, num_ranks // 2, num_ranks - 1}:
         program = Program(feeds.plans_of(rank), rank)
-        yield max(program.plan.opened) + AHEAD * sum(program.room(0))
+        yield max(program.plan.open_bytes_by_message) + MESSAGES_IN_FLIGHT * sum(program.room(0))
 
 
 @pytest.mark.parametrize("bucket_bytes", [*BUCKETS, None])
@@ -231,7 +231,7 @@ def test_one_rank_alone_sends_nothing() -> None:
     assert cost.memory > 0
 
 
-def row_by_row(stream: Sequence[Part], row_bytes: Sequence[int], window: int) -> dict[tuple[int, int, int], int]:
+def row_by_row(stream: Sequence[SendRange], row_bytes: Sequence[int], window: int) -> dict[tuple[int, int, int], int]:
     """The message of each row, found the slow way: pieces end where a window is full or a part ends."""
     found, message, filled = {}, 0, HEADER
     for entry, shard, first, rows in stream:
@@ -247,7 +247,11 @@ def row_by_row(stream: Sequence[Part], row_bytes: Sequence[int], window: int) ->
 
 @pytest.mark.parametrize("window", [HEADER + 1, HEADER + 256, 4096, 10_000, 1 << 20])
 def test_runs_are_the_rows_in_order(window: int) -> None:
-    streams = [[Part(0, 0, 0, 50), Part(1, 0, 3, 17), Part(2, 1, 0, 1)], [], [Part(1, 1, 0, 400), Part(0, 1, 5, 9)]]
+    streams = [
+        [SendRange(0, 0, 0, 50), SendRange(1, 0, 3, 17), SendRange(2, 1, 0, 1)],
+        [],
+        [SendRange(1, 1, 0, 400), SendRange(0, 1, 5, 9)],
+    ]
     row_bytes = [130, 700, 5000]
     found = cut(streams, row_bytes, [window] * len(streams))
     count = num_messages(found)
@@ -270,7 +274,7 @@ def calls(num_layers: int, dims: ParallelDims, num_entries: list[int], num_runs:
     held = fake_mesh.build_everywhere(sparse(num_layers), dims, lambda chunks: None, dtype=torch.bfloat16)
     bound, inventories = held[0][0], [inventory for _, inventory in held]
     arguments = (bound.mapping, bound.axes, num_layers, inventories)
-    num_entries.append(len(plan_export(*arguments, bucket_bytes=1 << 14).goods.entries))  # layouts are traced once
+    num_entries.append(len(plan_export(*arguments, bucket_bytes=1 << 14).payload.entries))  # layouts are traced once
     counted = 0
 
     def count(frame: object, event: str, argument: object) -> None:
@@ -303,7 +307,7 @@ def test_the_cost_of_planning_does_not_depend_on_the_number_of_messages() -> Non
         found.append(fake_mesh.plan_of(held, bucket_bytes=bucket_bytes))
     many, few = found
     assert len(many.messages) > 5 * len(few.messages)
-    num_parts = 2 * len(many.goods.entries)
+    num_parts = 2 * len(many.payload.entries)
     assert sum(map(len, many.streams)) <= 3 * num_parts
 
 
@@ -315,7 +319,7 @@ def test_the_number_of_messages_depends_on_bytes_and_bucket_size_alone(dims: Par
         hf = sparse(num_layers, num_experts=experts, moe_intermediate_size=width, mlp_only_layers=[])
         held = fake_mesh.build_everywhere(hf, dims, lambda chunks: None, dtype=torch.bfloat16)
         plan = fake_mesh.plan_of(held, bucket_bytes=1 << 18)
-        found.append((sum(output.num_bytes for output in plan.goods.outputs), len(plan.messages)))
+        found.append((sum(output.num_bytes for output in plan.payload.outputs), len(plan.messages)))
     sizes, counts = zip(*found, strict=True)
     assert min(counts) > 15
     for size, count in found:

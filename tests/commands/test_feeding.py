@@ -13,7 +13,7 @@ from mcore_bridge.commands.plan.engine_cost import feed
 from mcore_bridge.commands.plan.mesh_plan import MeshPlan, plan_mesh
 from mcore_bridge.errors import TargetError
 from mcore_bridge.factory.blueprint import draw
-from mcore_bridge.weights.plan.budget import AHEAD
+from mcore_bridge.weights.plan.budget import MESSAGES_IN_FLIGHT
 from mcore_bridge.weights.plan.stream import HEADER
 from tests.support import fake_mesh
 from tests.support.sparse_models import sparse
@@ -46,7 +46,10 @@ def test_it_is_what_the_programs_of_all_ranks_do(dims: ParallelDims, engine: tup
     for each, known in ((found.received, max(received)), (found.sent, max(sent)), (found.total, sum(sent))):
         assert abs(each - known) < 0.03 * known  # windows of a lane are as wide as its fullest
     most = max(ranks, key=received.__getitem__)
-    taken = [max(each.plan.opened) + min(AHEAD, found.num_messages) * sum(each.room(0)) for each in programs]
+    taken = [
+        max(each.plan.open_bytes_by_message) + min(MESSAGES_IN_FLIGHT, found.num_messages) * sum(each.room(0))
+        for each in programs
+    ]
     assert found.memory == taken[most]
     assert found.seconds == max(found.received, found.sent) / 2e9
 

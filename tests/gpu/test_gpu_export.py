@@ -11,7 +11,7 @@ import mcore_bridge as mb
 from mcore_bridge.errors import ExportError
 from mcore_bridge.weights.agreement import agree_on_plan
 from mcore_bridge.weights.plan.budget import MEMORY
-from mcore_bridge.weights.plan.memory import footprint
+from mcore_bridge.weights.plan.memory import peak_bytes
 from mcore_bridge.weights.transfer import collectives
 from tests.support import mtp_checkpoints
 from tests.support.gpu_models import BACKENDS, SPARSE
@@ -208,7 +208,7 @@ def peaks(rank, world_size):
             assert not mb.manifest(models, bucket_bytes=bucket_bytes, digests=True).differences(known)
             assert len({message.room for message in plan.messages}) == 1 + (sizes == large and not bucket_bytes)
             bound = 3 * bucket_bytes + largest if bucket_bytes else MEMORY
-            found[str(dims), tied, sizes, bucket_bytes] = peak, footprint(plan), bound
+            found[str(dims), tied, sizes, bucket_bytes] = peak, peak_bytes(plan), bound
         del models
         parallel_state.destroy_model_parallel()
     return found

@@ -95,7 +95,7 @@ def export_to(
         for rank, program in enumerate(programs):
             windows = torch.cat([sent[sender][rank] for sender in ranks])
             assert len(windows) == sum(program.received(number))
-            outputs, open_ = program.plan.goods.outputs, opened[rank]
+            outputs, open_ = program.plan.payload.outputs, opened[rank]
             step = program.step(number, None)
             for i in step.outputs:
                 open_.setdefault(i, torch.full(outputs[i].shape, float("nan"), dtype=outputs[i].dtype))
@@ -130,15 +130,15 @@ def export(held: Sequence[Any], *, bucket_bytes: int = 1 << 16) -> dict[str, Ten
         for rank in [0, number % len(held)]:  # others would do the same
             step = programs[rank].step(number, None)
             for i in step.outputs:
-                shape, dtype = plan.goods.outputs[i].shape, plan.goods.outputs[i].dtype
+                shape, dtype = plan.payload.outputs[i].shape, plan.payload.outputs[i].dtype
                 outputs.setdefault(i, torch.full(shape, float("nan"), dtype=dtype))
             headers = torch.full((len(held), HEADER), rank, dtype=torch.uint8)
             passing = Buffers([windows, NOTHING, headers, NOTHING, *(outputs[i] for i in step.outputs)])
             step.moves.make(staying[rank], passing, CPU)
             assert (headers == torch.arange(len(held))[:, None]).all()
         for i in message.done:
-            for name in (plan.goods.outputs[i].name, *plan.goods.outputs[i].copies):
+            for name in (plan.payload.outputs[i].name, *plan.payload.outputs[i].copies):
                 assert name not in state, f"{name} came twice"
                 state[name] = outputs[i]
-    assert outputs.keys() == set(range(len(plan.goods.outputs)))
+    assert outputs.keys() == set(range(len(plan.payload.outputs)))
     return state

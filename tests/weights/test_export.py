@@ -12,7 +12,7 @@ import mcore_bridge as mb
 from mcore_bridge.errors import ExportError, MappingError, by_ranks
 from mcore_bridge.weights.agreement import agree_on_plan
 from mcore_bridge.weights.manifest import digest
-from mcore_bridge.weights.plan.budget import AHEAD
+from mcore_bridge.weights.plan.budget import MESSAGES_IN_FLIGHT
 from mcore_bridge.weights.transfer import collectives
 from tests.support import pool, stepping
 from tests.support.exports import BUCKET, MESH, assert_exact, built
@@ -317,7 +317,7 @@ def on_their_way(lends):
 @pytest.mark.parametrize("lends", [False, True])
 def test_further_messages_are_on_their_way_while_tensors_are_given_out(lends):
     """Two, or one where tensors are looked at in the memory of the next."""
-    ahead = AHEAD - lends
+    ahead = MESSAGES_IN_FLIGHT - lends
     for pairs, count in pool.run(4, on_their_way, lends):
         assert count > 10
         assert all(sent == min(number + 1 + ahead, count) for number, sent in pairs)

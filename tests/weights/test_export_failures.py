@@ -14,7 +14,7 @@ import mcore_bridge as mb
 from mcore_bridge.errors import BridgeError, ExportError
 from mcore_bridge.weights import agreement
 from mcore_bridge.weights.plan.all_to_all import plan_targets
-from mcore_bridge.weights.plan.gather import planned
+from mcore_bridge.weights.plan.gather import assemble_plan
 from mcore_bridge.weights.plan.stream import cut
 from mcore_bridge.weights.transfer import collectives
 from tests.support import mtp_checkpoints, pool, stepping
@@ -96,7 +96,7 @@ def one_row_further(*arguments, **named):
 
 
 def of_another_size(wanted, streams, needed, rooms):
-    return planned(wanted, streams, needed, [room + 1 for room in rooms])
+    return assemble_plan(wanted, streams, needed, [room + 1 for room in rooms])
 
 
 def for_each_other(*arguments, **named):
@@ -112,7 +112,7 @@ def unable(*arguments, **named):
     ("name", "result", "dims", "targets"),
     [
         (
-            "mcore_bridge.weights.plan.all_to_all.Lanes.in_the_making",
+            "mcore_bridge.weights.plan.all_to_all.ReceiverPlan.in_the_making",
             all_of_it,
             mb.ParallelDims(tp=2, pp=2),
             mb.engine_ranks(tp=2),
@@ -120,7 +120,12 @@ def unable(*arguments, **named):
         ("mcore_bridge.weights.agreement.plan_targets", for_each_other, mb.ParallelDims(tp=4), mb.engine_ranks(tp=2)),
         ("mcore_bridge.weights.plan.gather.window_of", all_of_it, mb.ParallelDims(tp=2, pp=2), ["everything"]),
         ("mcore_bridge.weights.plan.gather.cut", one_row_further, mb.ParallelDims(tp=2, pp=2), ["everything"]),
-        ("mcore_bridge.weights.plan.gather.planned", of_another_size, mb.ParallelDims(tp=2, pp=2), ["everything"]),
+        (
+            "mcore_bridge.weights.plan.gather.assemble_plan",
+            of_another_size,
+            mb.ParallelDims(tp=2, pp=2),
+            ["everything"],
+        ),
         ("mcore_bridge.weights.agreement.plan_export", unable, mb.ParallelDims(tp=2, pp=2), ["everything"]),
     ],
 )

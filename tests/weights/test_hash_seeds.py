@@ -25,7 +25,7 @@ for dims in (dims for dims in target_models.GRID if dims.pp == 2 and dims.vp == 
             targets = [ranks[rank % len(ranks)] for rank in range(len(held))]
             plans += [program.plan for program in fake_mesh.programs_for(held, targets, bucket_bytes=bucket_bytes)]
         for plan in plans:
-            said = [plan.streams, plan.messages, plan.goods.outputs]
+            said = [plan.streams, plan.messages, plan.payload.outputs]
             print(dims, bucket_bytes, zlib.crc32(repr(said).encode()))
 """
 

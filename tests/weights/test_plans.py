@@ -17,7 +17,7 @@ from mcore_bridge.errors import MappingError
 from mcore_bridge.factory.blueprint import draw
 from mcore_bridge.weights.plan.all_to_all import plan_targets
 from mcore_bridge.weights.plan.gather import plan_export
-from mcore_bridge.weights.plan.memory import footprint
+from mcore_bridge.weights.plan.memory import peak_bytes
 from mcore_bridge.weights.transfer.program import Program
 from tests.support.strategies import tiny
 
@@ -128,8 +128,8 @@ def planned(model: str, mesh: str, engine: str, megabytes: float | None) -> tupl
     own = [program.plan for program in programs]
     numbers = range(len(own[0].messages))
     moves = sum(len(programs[0].step(number, number).moves.table) for number in numbers)
-    number = hash(tuple(plan.number() for plan in own)) % (1 << 32)
-    return len(numbers), max(map(footprint, own)), moves, number
+    number = hash(tuple(plan.checksum() for plan in own)) % (1 << 32)
+    return len(numbers), max(map(peak_bytes, own)), moves, number
 
 
 @pytest.mark.parametrize("kind", sorted({model.split()[0] for model in MODELS}))

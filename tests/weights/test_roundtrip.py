@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mcore_bridge import ParallelDims
 from mcore_bridge.weights.load import load_hf_weights
 from mcore_bridge.weights.plan.alignment import ALIGNMENT
-from mcore_bridge.weights.plan.budget import AHEAD
+from mcore_bridge.weights.plan.budget import MESSAGES_IN_FLIGHT
 from mcore_bridge.weights.plan.schedule import MIN_WINDOW
 from mcore_bridge.weights.plan.stream import HEADER
 from tests.support import fake_mesh
@@ -85,15 +85,15 @@ def test_what_engines_fuse_comes_together_and_the_manifest_is_known_first(proble
     plan = fake_mesh.plan_of(held, bucket_bytes=bucket_bytes)
     assert [name for name, _, _ in plan.tensors()] == list(fake_mesh.export(held, bucket_bytes=bucket_bytes))
     assert {name: shape for name, shape, _ in plan.tensors()} == {n: tuple(t.shape) for n, t in state.items()}
-    message_of = {plan.goods.outputs[i].name: n for n, message in enumerate(plan.messages) for i in message.done}
+    message_of = {plan.payload.outputs[i].name: n for n, message in enumerate(plan.messages) for i in message.done}
     for name, index in message_of.items():
         for fused in (("q_proj", "k_proj"), ("k_proj", "v_proj"), ("gate_proj", "up_proj")):
             if fused[0] in name:
                 assert message_of[name.replace(*fused)] == index
-    row = max(entry.row_bytes for entry in plan.goods.entries)
+    row = max(entry.row_bytes for entry in plan.payload.entries)
     for message in plan.messages[:-1]:
         sending = [width for width in message.widths if width > HEADER] or [HEADER]
-        window = max(bucket_bytes // AHEAD // len(sending), MIN_WINDOW, row + HEADER)
+        window = max(bucket_bytes // MESSAGES_IN_FLIGHT // len(sending), MIN_WINDOW, row + HEADER)
         assert max(sending) <= window + ALIGNMENT
 
 
@@ -106,6 +106,6 @@ def test_replicas_send_once():
     )
     plan = fake_mesh.plan_of(held, bucket_bytes=1 << 20)
     (message,) = plan.messages
-    sent = Counter(plan.goods.entries[piece.entry].held.mcore for piece in message.pieces)
+    sent = Counter(plan.payload.entries[piece.entry].held.mcore for piece in message.pieces)
     assert sent["decoder.final_layernorm.weight"] == 1
     assert sent["decoder.layers.0.mlp.linear_fc1.weight"] == 4

@@ -91,9 +91,9 @@ def export_in_two_sizes(model, dims):
                 if number == 5 * (1 + dist.get_rank()):
                     break
         assert_exact(mb.to_hf_state_dict(models), state)
-        counted = footprint.footprint(plan)
+        counted = footprint.peak_bytes(plan)
     rooms = [message.room for message in plan.messages]
-    largest = max(output.num_bytes for output in plan.goods.outputs)
+    largest = max(output.num_bytes for output in plan.payload.outputs)
     return rooms, counted, largest, most, max(footprint._for_messages(rooms, number) for number in range(len(rooms)))
 
 

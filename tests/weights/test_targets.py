@@ -11,7 +11,7 @@ from mcore_bridge import EngineRank, ParallelDims, engine_ranks
 from mcore_bridge.errors import ExportError, TargetError
 from mcore_bridge.trainers.rlinf.shares import shares_of
 from mcore_bridge.weights.manifest import digest
-from mcore_bridge.weights.plan.inventory import entries_of
+from mcore_bridge.weights.plan.inventory import merge_inventories
 from mcore_bridge.weights.plan.stream import HEADER
 from tests.support import fake_mesh, pool
 from tests.support.strategies import problems, random_state, sparse_problems, tiny
@@ -56,7 +56,7 @@ def test_any_model_on_any_mesh_to_any_engine(data, problem, bucket_bytes):
     for target, found in zip(targets, states, strict=True):
         assert_gets(found, expected(hf, state, target))
     for plan in (program.plan for program in fake_mesh.programs_for(held, targets, bucket_bytes=bucket_bytes)):
-        message_of = {plan.goods.outputs[i].name: n for n, message in enumerate(plan.messages) for i in message.done}
+        message_of = {plan.payload.outputs[i].name: n for n, message in enumerate(plan.messages) for i in message.done}
         for name, number in message_of.items():  # what an engine fuses in one load call
             for fused in (("q_proj", "k_proj"), ("k_proj", "v_proj"), ("gate_proj", "up_proj")):
                 if fused[0] in name:
@@ -125,7 +125,7 @@ def test_what_is_there_whole_is_cut_alike(family):
     hf = FAMILIES[family]
     state = random_state(hf)
     ((bound, inventory),) = held_by(hf, ParallelDims(), state)
-    entries = entries_of(bound.mapping, bound.axes, hf.num_hidden_layers, [inventory])
+    entries = merge_inventories(bound.mapping, bound.axes, hf.num_hidden_layers, [inventory])
     for sizes in ENGINES.values():
         if sizes.get("ep", 1) > 1 and family in ("tied", "fused"):
             continue
@@ -167,7 +167,7 @@ def test_what_a_rank_has_itself_is_not_made_all_at_once(tp):
     held = held_by(hf, ParallelDims(tp=4, sp=True), random_state(hf))
     targets = [EngineRank(tp=tp, tp_rank=rank * tp // 4) for rank in range(4)]
     for program in fake_mesh.programs_for(held, targets, bucket_bytes=1 << 19):
-        assert program.plan.open_bytes < sum(output.num_bytes for output in program.plan.goods.outputs) / 2
+        assert program.plan.open_bytes < sum(output.num_bytes for output in program.plan.payload.outputs) / 2
 
 
 @pytest.mark.parametrize("engine", [engine_ranks(), engine_ranks(tp=2)], ids=["TP1", "TP2"])
@@ -180,7 +180,7 @@ def test_a_large_tensor_begins_when_those_before_it_are_complete(engine):
     for target, found in zip(targets, fake_mesh.export_to(held, targets, bucket_bytes=1 << 18)[0], strict=True):
         assert_gets(found, expected(hf, state, target))
     for program in fake_mesh.programs_for(held, targets, bucket_bytes=1 << 18):
-        goods, making = program.plan.goods, set()
+        goods, making = program.plan.payload, set()
         for message in program.plan.messages:
             entries = {goods.entries[piece.entry].held.mcore: goods.places[piece.entry] for piece in message.pieces}
             making |= {output for places in entries.values() for output, _ in places}
@@ -207,7 +207,7 @@ def test_stages_take_turns_to_send_to_each_rank_where_memory_asks_for_it(bucket_
         num_busy = sum(any(senders[rank] for senders in busy) for rank in range(8))
         assert num_busy >= 6 or not num_busy  # others have what is a receiver's own; the last of a turn is empty
     making = max(program.plan.open_bytes for program in programs)
-    largest = max(output.num_bytes for output in programs[0].plan.goods.outputs)
+    largest = max(output.num_bytes for output in programs[0].plan.payload.outputs)
     assert making <= 4 * largest if bucket_bytes == 1 << 14 else making > 4 * largest
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import mul
 
 from mcore_bridge.weights.plan.export_plan import ExportPlan
-from mcore_bridge.weights.plan.memory import footprint
+from mcore_bridge.weights.plan.memory import peak_bytes
 
 BANDWIDTH = 255.0
 """GB/s of the windows of others that a rank receives: measured, of exports of 16 and 61 GB among 4 H200s by NVLink."""
@@ -49,7 +49,7 @@ def cost_of(plan: ExportPlan, *, bandwidth: float = BANDWIDTH) -> Cost:
     num_ranks = len(plan.streams)
     totals = [sum(map(mul, widths, plan.widths.values())) for widths in zip(*plan.widths, strict=True)]
     sent = max(totals) if num_ranks > 1 else 0
-    row_bytes = [entry.row_bytes for entry in plan.goods.entries]
+    row_bytes = [entry.row_bytes for entry in plan.payload.entries]
     weights = max(sum(run.rows * run.times * row_bytes[run.entry] for run in stream) for stream in plan.streams)
     received = sum(totals) - min(totals)
     return Cost(
@@ -58,6 +58,6 @@ def cost_of(plan: ExportPlan, *, bandwidth: float = BANDWIDTH) -> Cost:
         sent=sent,
         weights=weights if num_ranks > 1 else 0,
         received=received,
-        memory=footprint(plan),
+        memory=peak_bytes(plan),
         seconds=received / bandwidth / 1e9,
     )

@@ -11,7 +11,7 @@ from mcore_bridge.commands.plan.mesh_plan import MeshPlan
 from mcore_bridge.commands.plan.replicas import members
 from mcore_bridge.errors import TargetError
 from mcore_bridge.weights.plan.all_to_all import plan_targets
-from mcore_bridge.weights.plan.budget import AHEAD
+from mcore_bridge.weights.plan.budget import MESSAGES_IN_FLIGHT
 from mcore_bridge.weights.plan.target import EngineRank
 from mcore_bridge.weights.transfer.program import Program
 
@@ -61,6 +61,6 @@ def feed(found: MeshPlan, engine: Sequence[EngineRank], *, bandwidth: float = BA
     most = max(ranks, key=received.__getitem__)
     program = Program(feeds.plans_of(most), most)
     num_messages = len(program.plan.messages)
-    memory = program.plan.open_bytes + min(AHEAD, num_messages) * sum(program.room(0))
+    memory = program.plan.open_bytes + min(MESSAGES_IN_FLIGHT, num_messages) * sum(program.room(0))
     seconds = max(*received, *sent) / bandwidth / 1e9
     return Feeding(num_messages, max(received), max(sent), sum(received), memory, seconds)

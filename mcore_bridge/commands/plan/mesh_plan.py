@@ -24,7 +24,7 @@ from mcore_bridge.rules.names import count_mtp_layers, expert_of, layer_of, mtp_
 from mcore_bridge.weights.bound import BoundModel, bind
 from mcore_bridge.weights.plan.export_plan import ExportPlan
 from mcore_bridge.weights.plan.gather import plan_export
-from mcore_bridge.weights.plan.inventory import Held, Inventory
+from mcore_bridge.weights.plan.inventory import HeldTensor, Inventory
 
 if TYPE_CHECKING:
     from mcore_bridge.factory.blueprint import Blueprint
@@ -35,7 +35,7 @@ class Cell:
     """A layer of a chunk ("7"), an MTP layer ("mtp 0"), or what stands before the first or behind the last one."""
 
     name: str
-    held: tuple[Held, ...]
+    held: tuple[HeldTensor, ...]
 
     @property
     def num_parameters(self) -> int:
@@ -53,13 +53,13 @@ class Chunk:
     """One pipeline stage, as one of its ranks holds it."""
 
     stage: Stage
-    held: tuple[Held, ...]
+    held: tuple[HeldTensor, ...]
     """All tensors, in order: parameters, then buffers."""
 
     @property
     def cells(self) -> tuple[Cell, ...]:
         """The tensors by layer, in order, the output last."""
-        cells: dict[str, list[Held]] = {}
+        cells: dict[str, list[HeldTensor]] = {}
         for held in self.held:
             cells.setdefault(_cell_name(held), []).append(held)
         return tuple(Cell(name, tuple(cells[name])) for name in sorted(cells, key=lambda name: name == "output"))
@@ -156,12 +156,12 @@ class _Layers:
     def __init__(self, blueprint: Blueprint) -> None:
         self._blueprint = blueprint
         self._sizes = census(blueprint.hf).layers
-        self._known: dict[object, tuple[list[Held], list[Held]]] = {}
+        self._known: dict[object, tuple[list[HeldTensor], list[HeldTensor]]] = {}
 
     def learn(self, stage: Stage, bound: BoundModel) -> Chunk:
         """The chunk of a stage that was built."""
         self.bound, chunk = bound, Chunk(stage, bound.inventory().held)
-        found: dict[int, tuple[list[Held], list[Held]]] = {layer: ([], []) for layer in stage.layers}
+        found: dict[int, tuple[list[HeldTensor], list[HeldTensor]]] = {layer: ([], []) for layer in stage.layers}
         for held in chunk.held:
             if (layer := layer_of(held.mcore)) is not None:
                 found[layer][not isinstance(bound.tensors[held.mcore], nn.Parameter)].append(held)
@@ -183,8 +183,8 @@ class _Layers:
         return [(repr(spec), self._sizes[layer]) for spec, layer in zip(specs, stage.layers, strict=True)]
 
 
-def _of_layer(held: Held, layer: int) -> Held:
-    return Held(renumber_layer(held.mcore, layer), held.shape, held.dtype)
+def _of_layer(held: HeldTensor, layer: int) -> HeldTensor:
+    return HeldTensor(renumber_layer(held.mcore, layer), held.shape, held.dtype)
 
 
 def _chunks(blueprint: Blueprint, pp_rank: int, layers: _Layers) -> tuple[Chunk, ...]:
@@ -215,7 +215,7 @@ def _build(blueprint: Blueprint) -> list[BoundModel]:
     return list(map(bind, models))
 
 
-def _cell_name(held: Held) -> str:
+def _cell_name(held: HeldTensor) -> str:
     layer = layer_of(held.mcore)
     if layer is not None:
         return str(layer)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.rules.names import expert_of, shift_expert
-from mcore_bridge.weights.plan.inventory import Held, Inventory
+from mcore_bridge.weights.plan.inventory import HeldTensor, Inventory
 
 
 def replicas(firsts: Sequence[Inventory], dims: ParallelDims, *, num_experts: int, world_size: int) -> list[Inventory]:
@@ -49,8 +49,8 @@ def _stage(first: Inventory, dims: ParallelDims, ranks: range, num_local: int) -
     ]
 
 
-def _shifted(held: Held, shift: int) -> Held:
+def _shifted(held: HeldTensor, shift: int) -> HeldTensor:
     """The tensor of an expert for that of another, and any other as it is."""
     if expert_of(held.mcore) is None:
         return held
-    return Held(shift_expert(held.mcore, shift), held.shape, held.dtype)
+    return HeldTensor(shift_expert(held.mcore, shift), held.shape, held.dtype)

@@ -21,7 +21,7 @@ from mcore_bridge.rules.names import count_mtp_layers
 from mcore_bridge.weights.bound import axes_of_config
 from mcore_bridge.weights.dist_checkpoint.folder import latest_in
 from mcore_bridge.weights.files.torch_save import release
-from mcore_bridge.weights.plan.inventory import Entry, Held, Inventory, entries_of
+from mcore_bridge.weights.plan.inventory import HeldTensor, Inventory, ParamEntry, merge_inventories
 from mcore_bridge.weights.provenance import HF, provenance_of
 from mcore_bridge.weights.ties import are_equal
 
@@ -34,7 +34,7 @@ class RankFolder:
 
     path: Path
     tensors: tuple[Named, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[ParamEntry, ...]
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], hf: HF) -> RankFolder:
@@ -63,11 +63,11 @@ class RankFolder:
         """Layers for multi-token prediction."""
         return count_mtp_layers(entry.held.mcore for entry in self.entries)
 
-    def shards(self, entry: Entry) -> Mapping[int, Tensor]:
+    def shards(self, entry: ParamEntry) -> Mapping[int, Tensor]:
         """What the files hold of a parameter, by the numbers of its shards."""
         return {shard: self.tensors[holders[0]][entry.held.mcore] for shard, holders in entry.holders.items()}
 
-    def release(self, entry: Entry) -> None:
+    def release(self, entry: ParamEntry) -> None:
         """Give back the memory of pages that were read for a parameter."""
         for shard in self.shards(entry).values():
             release(shard)
@@ -110,7 +110,7 @@ def _dims_of(files: Sequence[RankFile]) -> ParallelDims:
     return ParallelDims(tp=tp, ep=ep, etp=etp)
 
 
-def _entries(files: Sequence[RankFile], tensors: Sequence[Named], dims: ParallelDims, hf: HF) -> tuple[Entry, ...]:
+def _entries(files: Sequence[RankFile], tensors: Sequence[Named], dims: ParallelDims, hf: HF) -> tuple[ParamEntry, ...]:
     provenance = provenance_of(hf)
     vocab, rows = provenance.hf.vocab_size, dims.tp * max(len(held.get(EMBEDDING, ())) for held in tensors)
     if rows < vocab:
@@ -124,12 +124,12 @@ def _entries(files: Sequence[RankFile], tensors: Sequence[Named], dims: Parallel
     inventories = [
         Inventory(
             {"pp": file.pp_rank, "tp": file.tp_rank, "etp": file.etp_rank},
-            tuple(Held(name, tuple(tensor.shape), tensor.dtype) for name, tensor in held.items()),
+            tuple(HeldTensor(name, tuple(tensor.shape), tensor.dtype) for name, tensor in held.items()),
         )
         for file, held in zip(files, tensors, strict=True)
     ]
     axes = axes_of_config(config, vocab=vocab, padded_vocab=rows)
-    return entries_of(mapping, axes, config.num_layers, inventories)
+    return merge_inventories(mapping, axes, config.num_layers, inventories)
 
 
 def _require_tied(files: Sequence[RankFile], tensors: Sequence[Named], vocab: int) -> None:

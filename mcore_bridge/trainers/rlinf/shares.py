@@ -12,7 +12,7 @@ from torch import Tensor
 from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import WeightMapping, unstacked
 from mcore_bridge.weights.plan.engine_slices import Indices, Slicer, dims_of
-from mcore_bridge.weights.plan.inventory import Entry
+from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.plan.target import EngineRank
 
 
@@ -42,7 +42,7 @@ class Share:
 
 
 def shares_of(
-    target: EngineRank, mapping: WeightMapping, axes: Axes, num_layers: int, entries: Sequence[Entry]
+    target: EngineRank, mapping: WeightMapping, axes: Axes, num_layers: int, entries: Sequence[ParamEntry]
 ) -> Mapping[str, Share]:
     """By the name of each HF tensor of which ``target`` takes any, what it takes: what an export to it would yield.
 

@@ -15,7 +15,7 @@ from mcore_bridge.trainers.rlinf.engine import Destination
 from mcore_bridge.trainers.rlinf.rounds import run_rounds
 from mcore_bridge.weights.agreement import Export, open_export
 from mcore_bridge.weights.bound import Models
-from mcore_bridge.weights.plan.budget import AHEAD
+from mcore_bridge.weights.plan.budget import MESSAGES_IN_FLIGHT
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import HF
 
@@ -81,7 +81,7 @@ class Sync:
         self.export = open_export(
             *(self.models, self.hf, self.head),
             dialect="split",
-            bucket_bytes=AHEAD * self.bucket_bytes,
+            bucket_bytes=MESSAGES_IN_FLIGHT * self.bucket_bytes,
             target=target,
             problem=problem,
         )

@@ -138,7 +138,7 @@ class MegatronCoreWeightReshard:
         known = self._known[1]
         if target not in known:
             num_layers = bound.chunks[0].config.num_layers
-            known[target] = shares_of(target, bound.mapping, bound.axes, num_layers, plan.goods.entries)
+            known[target] = shares_of(target, bound.mapping, bound.axes, num_layers, plan.payload.entries)
         return known[target]
 
     def _begin(self, models: Models, num_buckets: int) -> list[Bucket]:

@@ -11,13 +11,13 @@ from operator import sub
 from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.weights.plan.alignment import ALIGNMENT, aligned
-from mcore_bridge.weights.plan.budget import AHEAD, MEMORY
+from mcore_bridge.weights.plan.budget import MEMORY, MESSAGES_IN_FLIGHT
 from mcore_bridge.weights.plan.engine_slices import wanted_by
 from mcore_bridge.weights.plan.export_plan import ExportPlan, Message
-from mcore_bridge.weights.plan.gather import Shard, Wanted, dealt, planned, shards_of
-from mcore_bridge.weights.plan.inventory import Inventory, entries_of
+from mcore_bridge.weights.plan.gather import Request, SourceShard, assemble_plan, assign_senders, shards_of
+from mcore_bridge.weights.plan.inventory import Inventory, merge_inventories
 from mcore_bridge.weights.plan.schedule import MIN_WINDOW
-from mcore_bridge.weights.plan.stream import HEADER, Part, Run, Streams, cut, num_messages, widths
+from mcore_bridge.weights.plan.stream import HEADER, SendRange, Streams, WindowRun, cut, num_messages, widths
 from mcore_bridge.weights.plan.target import Target
 
 TO_TARGETS = 1 << 30
@@ -38,7 +38,7 @@ def plan_targets(
     targets: Sequence[Target],
     *,
     bucket_bytes: int | None,
-) -> Feeds:
+) -> TargetPlans:
     """Plan the export of what each rank asks for. Only what is needed travels.
 
     Args:
@@ -47,34 +47,34 @@ def plan_targets(
             None leaves room for the largest tensor within ``MEMORY``, and for what else is in the making.
 
     Raises:
-        MappingError: what ``entries_of`` raises.
+        MappingError: what ``merge_inventories`` raises.
         TargetError: when the model cannot be cut as a target says.
     """
-    entries = entries_of(mapping, axes, num_layers, inventories)
+    entries = merge_inventories(mapping, axes, num_layers, inventories)
     found = {
-        target: Wanted.of(wanted_by(target, mapping, axes, num_layers, entries), bucket_bytes)
+        target: Request.of(wanted_by(target, mapping, axes, num_layers, entries), bucket_bytes)
         for target in dict.fromkeys(targets)
     }
     loads, shards = [0] * len(targets), {target: shards_of(wanted, SHARED) for target, wanted in found.items()}
-    lanes = tuple(Lanes(found[each], shards[each], loads, receiver) for receiver, each in enumerate(targets))
+    lanes = tuple(ReceiverPlan(found[each], shards[each], loads, receiver) for receiver, each in enumerate(targets))
     most = max(lane.taken + sum(each.bytes_of(rank) for each in lanes) for rank, lane in enumerate(lanes))
-    largest = max((output.num_bytes for wanted in found.values() for output in wanted.goods.outputs), default=0)
+    largest = max((output.num_bytes for wanted in found.values() for output in wanted.payload.outputs), default=0)
     room = 2 * bucket_bytes + largest if bucket_bytes else MEMORY // 2  # for outputs, beside messages
     beside = max(MEMORY, largest * 5 // 4) - largest  # for messages, and for what is in the making with the largest
     bucket_bytes = bucket_bytes or min(max((MEMORY - largest * 3 // 2) // 2, beside // 3), TO_TARGETS)
-    count = max(-(-most // max(bucket_bytes // AHEAD, MIN_WINDOW * len(targets))), 1)
+    count = max(-(-most // max(bucket_bytes // MESSAGES_IN_FLIGHT, MIN_WINDOW * len(targets))), 1)
     stages = [inventory.ranks["pp"] for inventory in inventories]
     of_each = dict(zip(reversed(targets), reversed(lanes), strict=True))  # the first of those who ask for the same
     together = all(lane.in_the_making() <= room for lane in of_each.values())
-    return Feeds(lanes, Pace(count, [0] * len(stages) if together else stages, targets))
+    return TargetPlans(lanes, SendSchedule(count, [0] * len(stages) if together else stages, targets))
 
 
 @dataclass(frozen=True, slots=True)
-class Feeds:
+class TargetPlans:
     """What travels to all ranks: the lanes to each, and when they are busy."""
 
-    lanes: tuple[Lanes, ...]
-    pace: Pace
+    lanes: tuple[ReceiverPlan, ...]
+    pace: SendSchedule
 
     def plans_of(self, rank: int) -> tuple[ExportPlan, ...]:
         """For each rank what travels to it, as ``rank`` has to know it: to itself from everybody, to others from it."""
@@ -84,7 +84,7 @@ class Feeds:
         )
 
 
-class Pace:
+class SendSchedule:
     """When each rank sends to each receiver: always; or stage by stage, so that less is in the making there.
 
     Receivers begin with different stages, those who ask for the same among them too. So all stages send all the time.
@@ -124,7 +124,7 @@ class Pace:
         return needed
 
 
-class Lanes:
+class ReceiverPlan:
     """What travels to one receiver: a lane from each rank. What it has itself, it takes at the same pace.
 
     Args:
@@ -132,10 +132,10 @@ class Lanes:
         loads: bytes that each rank has to send; counted on.
     """
 
-    def __init__(self, wanted: Wanted, shards: Sequence[Shard], loads: list[int], receiver: int) -> None:
+    def __init__(self, wanted: Request, shards: Sequence[SourceShard], loads: list[int], receiver: int) -> None:
         self._wanted, self._row_bytes, self._receiver = wanted, wanted.row_bytes, receiver
         before = list(loads)
-        self._parts = dealt(shards, loads, receiver)
+        self._parts = assign_senders(shards, loads, receiver)
         self._bytes = list(map(sub, loads, before))
         self._bytes[receiver] = sum(aligned(part.rows * self._row_bytes[part.entry]) for part in self._parts[receiver])
         self.taken = sum(self._bytes)
@@ -157,38 +157,38 @@ class Lanes:
         shared = {max((key for key in lane if times[key] > 1), key=sizes.__getitem__, default=None) for lane in lanes}
         return sum(own) + sum(sizes[key] for key in shared if key is not None)
 
-    def arriving(self, pace: Pace) -> ExportPlan:
+    def arriving(self, pace: SendSchedule) -> ExportPlan:
         """All lanes."""
         ranks = range(len(self._parts))
         streams = tuple(self._cut(sender, pace) for sender in ranks)
         needed = self._needed(ranks, streams, pace)
-        return planned(self._wanted, streams, needed, _rooms(needed))
+        return assemble_plan(self._wanted, streams, needed, _rooms(needed))
 
-    def sent_by(self, sender: int, pace: Pace) -> ExportPlan:
+    def sent_by(self, sender: int, pace: SendSchedule) -> ExportPlan:
         """One lane, with whose messages nothing is given out."""
         streams = tuple(self._cut(sender, pace) if rank == sender else () for rank in range(len(self._parts)))
         needed = self._needed([sender], streams, pace)
         messages = zip(range(len(needed)), needed, _rooms(needed), strict=True)
-        return ExportPlan(self._wanted.goods, streams, tuple(Message(*each, (), streams) for each in messages))
+        return ExportPlan(self._wanted.payload, streams, tuple(Message(*each, (), streams) for each in messages))
 
-    def _cut(self, sender: int, pace: Pace) -> tuple[Run, ...]:
+    def _cut(self, sender: int, pace: SendSchedule) -> tuple[WindowRun, ...]:
         """A window has room for its share, for a row that does not fit any more, and for what alignment takes."""
         begins = first = pace.first(sender, self._receiver)
-        parts: Sequence[Part] = self._parts[sender]
+        parts: Sequence[SendRange] = self._parts[sender]
         if pace.num_turns > 1:
             parts = _large_last(parts, self._wanted.large)
         longest = max((self._row_bytes[part.entry] for part in parts), default=0)
         stretches = _before_large(parts, self._wanted.large, pace.times // RARE)
         times = pace.times - GAP * (len(stretches) - 1)
         window = HEADER + aligned(-(-self._bytes[sender] // times)) + longest + ALIGNMENT
-        stream: tuple[Run, ...] = ()
+        stream: tuple[WindowRun, ...] = ()
         for stretch in stretches:
             stream += cut([stretch], self._row_bytes, [window], first=begins)[0]
             begins = stream[-1].last() + GAP if stream else begins
         assert num_messages((stream,)) <= first + pace.times
         return stream
 
-    def _needed(self, senders: Sequence[int], streams: Streams, pace: Pace) -> list[tuple[int, ...]]:
+    def _needed(self, senders: Sequence[int], streams: Streams, pace: SendSchedule) -> list[tuple[int, ...]]:
         """Bytes of all windows with each message: of ranks that send, but for the receiver, a header at least."""
         travelling = [sender for sender in senders if sender != self._receiver]
         firsts = {sender: pace.first(sender, self._receiver) for sender in travelling}
@@ -196,13 +196,13 @@ class Lanes:
         return pace.widths(own, firsts, [HEADER if rank in own else 0 for rank in range(len(streams))])
 
 
-def _large_last(parts: Sequence[Part], large: Collection[int]) -> Sequence[Part]:
+def _large_last(parts: Sequence[SendRange], large: Collection[int]) -> Sequence[SendRange]:
     """An embedding behind the layers: a consumer may hold the output layer of another stage while this one begins."""
     ends_large = bool(parts) and parts[-1].entry in large
     return parts if ends_large else sorted(parts, key=lambda part: part.entry in large)
 
 
-def _before_large(parts: Sequence[Part], large: Collection[int], most: int) -> list[Sequence[Part]]:
+def _before_large(parts: Sequence[SendRange], large: Collection[int], most: int) -> list[Sequence[SendRange]]:
     """Parts, apart where a large one follows others, which are complete then; together if that is so more often."""
     are_large = [part.entry in large for part in parts]
     borders = [number for number, pair in enumerate(pairwise(are_large), 1) if pair == (False, True)]

@@ -1,6 +1,6 @@
 """How much memory an export may take beside the model."""
 
-AHEAD = 2
+MESSAGES_IN_FLIGHT = 2
 """Messages that are on their way at once, each in memory of its own."""
 MEMORY = 2_000_000_000
 """Bytes that an export takes beside the model, where nothing else is asked for and no HF tensor is too large."""

@@ -19,7 +19,7 @@ from mcore_bridge.rules.layout import COLUMN, GROUPS, Axes, Chain, Concat, Layou
 from mcore_bridge.rules.mapping import Rule, WeightMapping, axes_of, unstacked
 from mcore_bridge.rules.names import expert_of, layer_of
 from mcore_bridge.rules.trace import Copy, Shape, Trace, line_starts, lines, trace
-from mcore_bridge.weights.plan.inventory import Entry
+from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.plan.target import EngineRank, Target
 
 Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -29,8 +29,8 @@ _HEADS = "heads_per_group"
 
 
 def wanted_by(
-    target: Target, mapping: WeightMapping, axes: Axes, num_layers: int, entries: Sequence[Entry]
-) -> Sequence[Entry]:
+    target: Target, mapping: WeightMapping, axes: Axes, num_layers: int, entries: Sequence[ParamEntry]
+) -> Sequence[ParamEntry]:
     """``entries`` as ``target`` takes them, in the same order; of an engine's rank, one for each shard that it needs.
 
     Raises:
@@ -53,7 +53,7 @@ class Slicer:
         self._tied = any(rule.mcore == "output_layer.weight" and not rule.exported for rule in mapping.rules)
         self._known: dict[tuple[object, ...], dict[int, tuple[Trace, tuple[int, ...]]]] = {}
 
-    def slices(self, entries: Sequence[Entry]) -> Iterator[Entry]:
+    def slices(self, entries: Sequence[ParamEntry]) -> Iterator[ParamEntry]:
         """See ``wanted_by``."""
         for entry in filter(None, map(self.named, entries)):
             found = self._sliced(entry)
@@ -61,7 +61,7 @@ class Slicer:
                 holders = {shard: entry.holders[shard]} if traced.to_hf else {}
                 yield replace(entry, trace=traced, holders=holders, starts=starts)
 
-    def named(self, entry: Entry) -> Entry | None:
+    def named(self, entry: ParamEntry) -> ParamEntry | None:
         """``entry`` under the names that the target has for it; None where it does not have it."""
         mcore, target = entry.held.mcore, self._target
         layer, expert = layer_of(mcore), expert_of(mcore)
@@ -81,7 +81,7 @@ class Slicer:
         hf = tuple(name if number is None else f"{name}[{number - first}]" for name, number in names)
         return replace(entry, hf=hf, stack=len(self._experts))
 
-    def _embedding(self, entry: Entry) -> Entry | None:
+    def _embedding(self, entry: ParamEntry) -> ParamEntry | None:
         """Its further names are those of MTP layers, which are in the last stage, as is a head that is tied to it."""
         target = self._target
         if target.is_first_stage:
@@ -92,7 +92,7 @@ class Slicer:
             return entry
         return replace(entry, hf=entry.copies[:1], copies=entry.copies[1:]) if entry.copies else None
 
-    def _sliced(self, entry: Entry) -> dict[int, tuple[Trace, tuple[int, ...]]]:
+    def _sliced(self, entry: ParamEntry) -> dict[int, tuple[Trace, tuple[int, ...]]]:
         """By shard what the target takes of it: as a trace, and where each of its copies begins in what travels."""
         rule = self._mapping.rule_of(entry.held.mcore)
         key = (id(entry.trace), id(rule), self._cuts(entry, rule))
@@ -100,11 +100,11 @@ class Slicer:
             self._known[key] = _of_shards(entry.trace, self.taken(entry))
         return self._known[key]
 
-    def _cuts(self, entry: Entry, rule: Rule) -> tuple[tuple[int, int], ...]:
+    def _cuts(self, entry: ParamEntry, rule: Rule) -> tuple[tuple[int, int], ...]:
         """For each part, among how many ranks it is cut, and which of them the target is."""
         return tuple(self._target.cut(unstacked(name)[0], routed=rule.axis == "etp") for name in entry.hf)
 
-    def taken(self, entry: Entry) -> tuple[Indices, ...]:
+    def taken(self, entry: ParamEntry) -> tuple[Indices, ...]:
         """What the target takes of each part."""
         rule, shapes = self._mapping.rule_of(entry.held.mcore), entry.trace.part_shapes
         axes = axes_of(rule, self._axes)

@@ -19,8 +19,8 @@ import torch
 
 from mcore_bridge.rules.trace import Shape
 from mcore_bridge.weights.plan.budget import SLAB
-from mcore_bridge.weights.plan.payload import Goods, Output
-from mcore_bridge.weights.plan.stream import HEADER, Piece, Streams, pieces
+from mcore_bridge.weights.plan.payload import OutputTensor, Payload
+from mcore_bridge.weights.plan.stream import HEADER, Streams, WindowSlice, pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,12 @@ class Message:
     """Those of the plan."""
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[WindowSlice, ...]:
         """What lies in the windows, found anew each time: all pieces of all messages would be many millions."""
         senders = (sender for sender, width in enumerate(self.widths) if width != HEADER)  # which is all of an idle one
         return tuple(piece for sender in senders for piece in self.pieces_of(sender))
 
-    def pieces_of(self, sender: int) -> Iterator[Piece]:
+    def pieces_of(self, sender: int) -> Iterator[WindowSlice]:
         """What lies in the window of one rank."""
         return pieces(self.streams[sender], sender, self.number)
 
@@ -50,7 +50,7 @@ class Message:
 class ExportPlan:
     """What travels to one receiver, or to every rank alike: messages, in the order in which they travel."""
 
-    goods: Goods
+    payload: Payload
     streams: Streams
     messages: tuple[Message, ...]
 
@@ -63,41 +63,41 @@ class ExportPlan:
         return found
 
     @cached_property
-    def opened(self) -> tuple[int, ...]:
+    def open_bytes_by_message(self) -> tuple[int, ...]:
         """With each message, the bytes of the outputs that are there at once: from the message that first writes to one
         to its last, and those that a consumer holds a little longer."""
         return tuple(_opened(self))
 
-    def number(self) -> int:
+    def checksum(self) -> int:
         """A number for all of it: the same in every process."""
         messages = tuple((message.widths, message.room, message.done) for message in self.messages)
-        return hash((self.goods.number, self.streams, messages))
+        return hash((self.payload.checksum, self.streams, messages))
 
-    def number_of_lane(self, sender: int, receiver: int) -> int:
+    def lane_checksum(self, sender: int, receiver: int) -> int:
         """The same for what travels from one rank to another."""
         widths = tuple(message.widths[sender] for message in self.messages)
-        return hash((sender, receiver, self.goods.number, self.streams[sender], widths))
+        return hash((sender, receiver, self.payload.checksum, self.streams[sender], widths))
 
     @property
     def open_bytes(self) -> int:
         """Bytes of the outputs that are there at once at most."""
-        return max(self.opened)
+        return max(self.open_bytes_by_message)
 
     @cached_property
     def dtypes(self) -> frozenset[torch.dtype]:
         """Those of the outputs."""
-        return frozenset(output.dtype for output in self.goods.outputs)
+        return frozenset(output.dtype for output in self.payload.outputs)
 
     def tensors(self) -> Iterator[tuple[str, Shape, torch.dtype]]:
         """Name, shape and dtype of every HF tensor, in the order in which they are given out."""
         for message in self.messages:
-            for output in map(self.goods.outputs.__getitem__, message.done):
+            for output in map(self.payload.outputs.__getitem__, message.done):
                 for name in (output.name, *output.copies):
                     yield name, output.shape, output.dtype
 
 
 def _opened(plan: ExportPlan) -> Iterator[int]:
-    outputs = plan.goods.outputs
+    outputs = plan.payload.outputs
     sizes = [output.num_bytes for output in outputs]
     new = [0] * len(plan.messages)
     for output, number in _first_messages(plan).items():
@@ -111,7 +111,7 @@ def _opened(plan: ExportPlan) -> Iterator[int]:
         kept = _still_there(done) if done else kept
 
 
-def _still_there(done: Sequence[Output]) -> int:
+def _still_there(done: Sequence[OutputTensor]) -> int:
     """Bytes of what a message gave out that a consumer holds while the next is unpacked: the last one, and what shares
     memory with it."""
     if done and 2 * done[-1].num_bytes > SLAB:
@@ -124,7 +124,7 @@ def _first_messages(plan: ExportPlan) -> dict[int, int]:
     found: dict[int, int] = {}
     for stream in plan.streams:
         for entry, shard, first, rows, _, message, times in stream:
-            for output, start, end in plan.goods.stretches(entry, shard):
+            for output, start, end in plan.payload.row_ranges(entry, shard):
                 begin = max(start, first)
                 if begin < min(end, first + rows * times):
                     number = message + (begin - first) // rows

@@ -14,14 +14,14 @@ from typing import NamedTuple
 from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.weights.plan.alignment import aligned
-from mcore_bridge.weights.plan.budget import AHEAD, MEMORY
+from mcore_bridge.weights.plan.budget import MEMORY, MESSAGES_IN_FLIGHT
 from mcore_bridge.weights.plan.export_plan import ExportPlan, Message
-from mcore_bridge.weights.plan.inventory import Entry, Inventory, entries_of
-from mcore_bridge.weights.plan.memory import footprint
+from mcore_bridge.weights.plan.inventory import Inventory, ParamEntry, merge_inventories
+from mcore_bridge.weights.plan.memory import peak_bytes
 from mcore_bridge.weights.plan.message_sizes import Sizes, large_entries, sized
-from mcore_bridge.weights.plan.payload import Goods
-from mcore_bridge.weights.plan.schedule import MANY, Way, phases_of, turns_of, ways_of, window_of
-from mcore_bridge.weights.plan.stream import HEADER, Part, Run, Streams, cut, num_messages, widths
+from mcore_bridge.weights.plan.payload import Payload
+from mcore_bridge.weights.plan.schedule import MANY, Schedule, candidate_schedules, phases_of, turns_of, window_of
+from mcore_bridge.weights.plan.stream import HEADER, SendRange, Streams, WindowRun, cut, num_messages, widths
 
 MESSAGE_BYTES = tuple(megabytes << 20 for megabytes in (512, 384, 320, 256, 192, 128))
 """What to choose the bytes that a rank receives with a message from: fewer are slow, more no faster."""
@@ -31,10 +31,10 @@ OTHERWISE = 192 << 20
 """The same where none leaves the export within ``MEMORY``, since the largest tensors alone take it, or nearly."""
 
 
-class Wanted(NamedTuple):
+class Request(NamedTuple):
     """What is asked for."""
 
-    goods: Goods
+    payload: Payload
     keys: Sequence[object]
     """For each entry, what is given out together."""
     sizes: Mapping[object, int]
@@ -47,10 +47,10 @@ class Wanted(NamedTuple):
     """Of each entry."""
 
     @classmethod
-    def of(cls, entries: Sequence[Entry], bucket_bytes: int | None) -> Wanted:
+    def of(cls, entries: Sequence[ParamEntry], bucket_bytes: int | None) -> Request:
         """Whose experts of a layer are given out together where they take no more than a bucket."""
-        goods = Goods.of(entries)
-        keys = goods.together(bucket_bytes or MEMORY // 8)
+        goods = Payload.of(entries)
+        keys = goods.load_groups(bucket_bytes or MEMORY // 8)
         sizes = goods.sizes_together(keys)
         rows, row_bytes = [entry.sent[0] for entry in entries], [entry.row_bytes for entry in entries]
         return cls(goods, keys, sizes, large_entries(keys, sizes), rows, row_bytes)
@@ -66,20 +66,22 @@ def plan_export(
             leave the whole export within ``MEMORY``.
 
     Raises:
-        MappingError: what ``entries_of`` raises.
+        MappingError: what ``merge_inventories`` raises.
     """
-    wanted = Wanted.of(entries_of(mapping, axes, num_layers, inventories), bucket_bytes)
+    wanted = Request.of(merge_inventories(mapping, axes, num_layers, inventories), bucket_bytes)
     stages = [inventory.ranks["pp"] for inventory in inventories]
-    size, fused = bucket_bytes // AHEAD if bucket_bytes else OTHERWISE, max(wanted.sizes.values())
+    size, fused = bucket_bytes // MESSAGES_IN_FLIGHT if bucket_bytes else OTHERWISE, max(wanted.sizes.values())
     allowed = 3 * bucket_bytes + fused if bucket_bytes else max(MEMORY, fused * 3 // 2)
-    ways = ways_of(wanted.goods, wanted.keys, stages, max(fused // 2, 4 * size), allowed - AHEAD * size)
-    parts = dealt(shards_of(wanted, window_of(size, len(stages)) // 8), [0] * len(stages))
+    ways = candidate_schedules(
+        wanted.payload, wanted.keys, stages, max(fused // 2, 4 * size), allowed - MESSAGES_IN_FLIGHT * size
+    )
+    parts = assign_senders(shards_of(wanted, window_of(size, len(stages)) // 8), [0] * len(stages))
     for way in ways:
         gathered = cache(partial(_gathered, wanted, stages, parts, way))
         plan = gathered(Sizes(size, size))
         if not bucket_bytes and len(stages) <= MANY:
             plan = _filling(gathered, plan, wanted.large, allowed)
-        if footprint(plan) <= allowed:
+        if peak_bytes(plan) <= allowed:
             break
     return plan
 
@@ -88,14 +90,14 @@ def _filling(
     gathered: Callable[[Sizes], ExportPlan], otherwise: ExportPlan, large: frozenset[int], allowed: int
 ) -> ExportPlan:
     """With messages as large as leave the whole within ``MEMORY``, or else within what is ``allowed``."""
-    largest = max(output.num_bytes for output in otherwise.goods.outputs)
+    largest = max(output.num_bytes for output in otherwise.payload.outputs)
     rest = MEMORY - max(largest, otherwise.open_bytes - largest)  # no size helps where many are in the making
-    sizes = [size for size in (BESIDE if large else MESSAGE_BYTES) if AHEAD * size < rest]
+    sizes = [size for size in (BESIDE if large else MESSAGE_BYTES) if MESSAGES_IN_FLIGHT * size < rest]
     choices = [Sizes(max(size, MESSAGE_BYTES[-1]), size, large) for size in sizes]
-    place = bisect_left(choices, True, key=lambda each: footprint(gathered(each)) <= MEMORY)
+    place = bisect_left(choices, True, key=lambda each: peak_bytes(gathered(each)) <= MEMORY)
     if place < len(choices):
         return _larger(gathered, gathered(choices[place]), sizes[place], large, MEMORY)
-    return _larger(gathered, otherwise, OTHERWISE, large, allowed) if footprint(otherwise) <= allowed else otherwise
+    return _larger(gathered, otherwise, OTHERWISE, large, allowed) if peak_bytes(otherwise) <= allowed else otherwise
 
 
 def _larger(
@@ -104,16 +106,16 @@ def _larger(
     """With messages as large as is ``allowed`` but ``beside`` large entries; or ``plan``, where that has fewer."""
     for size in (size for size in MESSAGE_BYTES if size > beside and large):
         larger = gathered(Sizes(size, beside, large))
-        if footprint(larger) <= allowed and len(larger.messages) < len(plan.messages):
+        if peak_bytes(larger) <= allowed and len(larger.messages) < len(plan.messages):
             return larger
     return plan
 
 
 def _gathered(
-    wanted: Wanted, stages: Sequence[int], parts: Sequence[Sequence[Part]], way: Way, sizes: Sizes
+    wanted: Request, stages: Sequence[int], parts: Sequence[Sequence[SendRange]], way: Schedule, sizes: Sizes
 ) -> ExportPlan:
     row_bytes = wanted.row_bytes
-    streams: list[list[Run]] = [[] for _ in stages]
+    streams: list[list[WindowRun]] = [[] for _ in stages]
     needed: list[tuple[int, ...]] = []
     size_of: list[int] = []
     turns = turns_of(way, parts, stages)
@@ -136,34 +138,36 @@ def _gathered(
     rooms: dict[int, int] = {}
     for size, each in zip(size_of, map(sum, needed), strict=True):
         rooms[size] = max(rooms.get(size, 0), each)
-    return planned(wanted, tuple(map(tuple, streams)), needed, [rooms[size] for size in size_of])
+    return assemble_plan(wanted, tuple(map(tuple, streams)), needed, [rooms[size] for size in size_of])
 
 
-class Shard(NamedTuple):
+class SourceShard(NamedTuple):
     """What travels of a shard of an entry, and who may send it."""
 
-    whole: Part
+    whole: SendRange
     holders: tuple[int, ...]
-    shares: tuple[tuple[Part, int], ...]
+    shares: tuple[tuple[SendRange, int], ...]
     """What each holder sends, and the bytes of that; or what one of them does, all of it."""
 
 
-def shards_of(wanted: Wanted, shared: int) -> list[Shard]:
+def shards_of(wanted: Request, shared: int) -> list[SourceShard]:
     """All shards, in order; found once for all who want the same. Holders share one of more than ``shared`` bytes."""
     found = []
     for index, (entry, rows, row_bytes) in enumerate(
-        zip(wanted.goods.entries, wanted.rows, wanted.row_bytes, strict=True)
+        zip(wanted.payload.entries, wanted.rows, wanted.row_bytes, strict=True)
     ):
         for shard, holders in entry.holders.items():
             count = len(holders) if rows * row_bytes > shared and rows >= len(holders) else 1
             borders = [rows * share // count for share in range(count + 1)]
-            parts = [Part(index, shard, first, last - first) for first, last in pairwise(borders)]
+            parts = [SendRange(index, shard, first, last - first) for first, last in pairwise(borders)]
             shares = tuple((part, aligned(part.rows * row_bytes)) for part in parts)
-            found.append(Shard(Part(index, shard, 0, rows), holders, shares))
+            found.append(SourceShard(SendRange(index, shard, 0, rows), holders, shares))
     return found
 
 
-def dealt(shards: Sequence[Shard], loads: list[int], receiver: int | None = None) -> list[list[Part]]:
+def assign_senders(
+    shards: Sequence[SourceShard], loads: list[int], receiver: int | None = None
+) -> list[list[SendRange]]:
     """What each rank sends. What is not shared goes to whoever has least to send so far.
 
     Args:
@@ -171,7 +175,7 @@ def dealt(shards: Sequence[Shard], loads: list[int], receiver: int | None = None
         loads: bytes that each rank has to send; counted on.
         receiver: the rank that all is for, who need not be sent what it holds.
     """
-    streams: list[list[Part]] = [[] for _ in loads]
+    streams: list[list[SendRange]] = [[] for _ in loads]
     for whole, holders, shares in shards:
         if receiver in holders:
             streams[receiver].append(whole)
@@ -183,9 +187,11 @@ def dealt(shards: Sequence[Shard], loads: list[int], receiver: int | None = None
     return streams
 
 
-def planned(wanted: Wanted, streams: Streams, needed: Sequence[tuple[int, ...]], rooms: Sequence[int]) -> ExportPlan:
+def assemble_plan(
+    wanted: Request, streams: Streams, needed: Sequence[tuple[int, ...]], rooms: Sequence[int]
+) -> ExportPlan:
     """A message for each of the widths that are ``needed``, with what is complete by then."""
-    goods, keys = wanted.goods, wanted.keys
+    goods, keys = wanted.payload, wanted.keys
     last = dict.fromkeys(keys, 0)
     for stream in streams:
         for run in stream:

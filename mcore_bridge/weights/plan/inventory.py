@@ -16,7 +16,7 @@ from mcore_bridge.rules.trace import Copy, Shape, Trace, trace
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldTensor:
     """A tensor that a rank holds, as the others need to know it."""
 
     mcore: str
@@ -34,17 +34,17 @@ class Inventory:
     """All that one rank holds, in order, and its place on the axes ``pp``, ``tp`` and ``etp``."""
 
     ranks: Mapping[str, int]
-    held: tuple[Held, ...]
+    held: tuple[HeldTensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ParamEntry:
     """One parameter on its way: its HF names, what its layout does, and the ranks that hold its shards.
 
     A shard that no HF tensor takes anything from (a replica) is not listed. The holders of one are of one stage.
     """
 
-    held: Held
+    held: HeldTensor
     hf: tuple[str, ...]
     trace: Trace
     holders: Mapping[int, tuple[int, ...]]
@@ -78,16 +78,16 @@ class Entry:
         return math.prod(self.sent[1:]) * self.held.dtype.itemsize
 
 
-def entries_of(
+def merge_inventories(
     mapping: WeightMapping, axes: Axes, num_layers: int, inventories: Sequence[Inventory]
-) -> tuple[Entry, ...]:
+) -> tuple[ParamEntry, ...]:
     """The parameters of a model, in the order of their first holders.
 
     Raises:
         MappingError: when a parameter has no rule, a needed shard no holder, an HF name two sources, a layer no rank,
             or ranks disagree on a shape or dtype.
     """
-    described: dict[str, Held] = {}
+    described: dict[str, HeldTensor] = {}
     bindings: dict[str, Binding] = {}
     holders: dict[str, dict[int, list[int]]] = {}
     for rank, inventory in enumerate(inventories):
@@ -126,8 +126,8 @@ def _in_order(inventories: Sequence[Inventory], kind_by_name: Mapping[str, str])
 
 
 def _entry(
-    held: Held, binding: Binding, axes: Axes, holders: Mapping[int, Sequence[int]], stages: Sequence[int]
-) -> Entry:
+    held: HeldTensor, binding: Binding, axes: Axes, holders: Mapping[int, Sequence[int]], stages: Sequence[int]
+) -> ParamEntry:
     traced = trace(binding.layout, held.shape, axes_of(binding, axes))
     needed = sorted({copy.shard for copy in traced.to_hf})
     absent = [shard for shard in needed if shard not in holders]
@@ -135,7 +135,7 @@ def _entry(
         raise MappingError(f"no rank of the group holds the shards {absent} of {held.mcore}; is a rank missing in it?")
     senders = {shard: _of_one_stage(holders[shard], stages) for shard in needed}
     stack = axes["experts"] if any(unstacked(name)[1] is not None for name in binding.hf) else 0
-    return Entry(held, binding.hf, traced, senders, stack, binding.copies)
+    return ParamEntry(held, binding.hf, traced, senders, stack, binding.copies)
 
 
 def _of_one_stage(holders: Sequence[int], stages: Sequence[int]) -> tuple[int, ...]:
@@ -143,7 +143,7 @@ def _of_one_stage(holders: Sequence[int], stages: Sequence[int]) -> tuple[int, .
     return tuple(rank for rank in holders if stages[rank] == stages[holders[0]])
 
 
-def _check_numbers(num_layers: int, num_experts: int, entries: Sequence[Entry]) -> None:
+def _check_numbers(num_layers: int, num_experts: int, entries: Sequence[ParamEntry]) -> None:
     found = {layer for entry in entries if (layer := layer_of(entry.held.mcore)) is not None}
     if found != set(range(num_layers)):
         raise MappingError(
@@ -160,7 +160,7 @@ def _check_numbers(num_layers: int, num_experts: int, entries: Sequence[Entry]) 
             raise MappingError(f"no rank of the group holds the experts {absent} of {kind}; is a rank missing in it?")
 
 
-def _check_unique(entries: Sequence[Entry]) -> None:
+def _check_unique(entries: Sequence[ParamEntry]) -> None:
     seen: dict[str, str] = {}
     for entry in entries:
         for name in (*entry.hf, *entry.copies):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mcore_bridge.weights.plan.budget import AHEAD
+from mcore_bridge.weights.plan.budget import MESSAGES_IN_FLIGHT
 from mcore_bridge.weights.plan.export_plan import ExportPlan
 
 
-def footprint(plan: ExportPlan) -> int:
+def peak_bytes(plan: ExportPlan) -> int:
     """Bytes on the receiver: memory for messages, and outputs."""
     if len(plan.streams) == 1:
         return plan.open_bytes
     rooms = [message.room for message in plan.messages]
-    return max(held + _for_messages(rooms, number) for number, held in enumerate(plan.opened))
+    return max(held + _for_messages(rooms, number) for number, held in enumerate(plan.open_bytes_by_message))
 
 
 def _for_messages(rooms: Sequence[int], number: int) -> int:
@@ -22,9 +22,9 @@ def _for_messages(rooms: Sequence[int], number: int) -> int:
     Where their size changes, there is as much as for all that will be on their way, beside what has not arrived yet.
     """
     if number + 1 == len(rooms):
-        return sum(rooms[-AHEAD:])
-    now, following, *_ = rooms[number : number + AHEAD]
+        return sum(rooms[-MESSAGES_IN_FLIGHT:])
+    now, following, *_ = rooms[number : number + MESSAGES_IN_FLIGHT]
     if now != following:
-        return now + AHEAD * following
-    further = rooms[min(number + AHEAD, len(rooms) - 1)]
-    return following + max(now, AHEAD * further if further != following else 0)
+        return now + MESSAGES_IN_FLIGHT * following
+    further = rooms[min(number + MESSAGES_IN_FLIGHT, len(rooms) - 1)]
+    return following + max(now, MESSAGES_IN_FLIGHT * further if further != following else 0)

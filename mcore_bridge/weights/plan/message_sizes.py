@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from mcore_bridge.weights.plan.budget import AHEAD
+from mcore_bridge.weights.plan.budget import MESSAGES_IN_FLIGHT
 from mcore_bridge.weights.plan.schedule import Parts, bytes_of, split, window_of
 
 FEW = 4
@@ -52,7 +52,9 @@ def sized(phases: Iterable[Parts], row_bytes: Sequence[int], sizes: Sizes) -> It
     for phase in phases:
         small, usual = (window_of(size, len(phase)) for size in (sizes.beside, sizes.usual))
         rest, sent = dict(phase), Counter[int]()
-        for span in _spans(phase, row_bytes, sizes.large, behind * small, (AHEAD + 1) * small, usual, small):
+        for span in _spans(
+            phase, row_bytes, sizes.large, behind * small, (MESSAGES_IN_FLIGHT + 1) * small, usual, small
+        ):
             starts, ends = dict.fromkeys(phase, span.start) | span.starts, dict.fromkeys(phase, span.end)
             for size, until in ((sizes.usual, starts), (sizes.beside, ends)):
                 halves = {rank: split(each, row_bytes, until[rank] - sent[rank]) for rank, each in rest.items()}
@@ -61,7 +63,7 @@ def sized(phases: Iterable[Parts], row_bytes: Sequence[int], sizes: Sizes) -> It
                     sent[rank] += bytes_of(each, row_bytes)
                 if sending := _some(head):
                     yield size, sending
-            behind = AHEAD + 1
+            behind = MESSAGES_IN_FLIGHT + 1
         if sending := _some(rest):
             behind = 0
             yield sizes.usual, sending

@@ -15,13 +15,13 @@ import torch
 from mcore_bridge.rules.mapping import unstacked
 from mcore_bridge.rules.names import expert_of
 from mcore_bridge.rules.trace import Shape
-from mcore_bridge.weights.plan.inventory import Entry
+from mcore_bridge.weights.plan.inventory import ParamEntry
 
 _FUSED = re.compile(r"^(.*\.self_attention)\.(?!linear_proj\.)")
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class OutputTensor:
     """An HF tensor: its name, shape and dtype, and further names under which it is written."""
 
     name: str
@@ -35,7 +35,7 @@ class Output:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Stretch(NamedTuple):
+class RowRange(NamedTuple):
     """Rows of what travels of a shard that become a part of one output."""
 
     output: int
@@ -44,19 +44,19 @@ class Stretch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Goods:
+class Payload:
     """What a receiver gets, in order; entries and outputs go by their places."""
 
-    entries: tuple[Entry, ...]
-    outputs: tuple[Output, ...]
+    entries: tuple[ParamEntry, ...]
+    outputs: tuple[OutputTensor, ...]
     places: tuple[tuple[tuple[int, int], ...], ...]
     """For each part of each entry, its output and the byte at which it begins there."""
-    _stretches: dict[tuple[int, int], tuple[Stretch, ...]] = field(default_factory=dict, repr=False, compare=False)
+    _stretches: dict[tuple[int, int], tuple[RowRange, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def of(cls, entries: Sequence[Entry]) -> Goods:
+    def of(cls, entries: Sequence[ParamEntry]) -> Payload:
         """What becomes of ``entries``. Several may make up one output."""
-        outputs: list[Output] = []
+        outputs: list[OutputTensor] = []
         numbers: dict[str, int] = {}
         places = []
         for entry in entries:
@@ -66,27 +66,27 @@ class Goods:
                 if name not in numbers:
                     numbers[name] = len(outputs)
                     whole = shape if number is None else (entry.stack, *shape)
-                    outputs.append(Output(name, whole, entry.held.dtype, entry.copies if index == 0 else ()))
+                    outputs.append(OutputTensor(name, whole, entry.held.dtype, entry.copies if index == 0 else ()))
                 found.append((numbers[name], (number or 0) * math.prod(shape) * entry.held.dtype.itemsize))
             places.append(tuple(found))
         return cls(tuple(entries), tuple(outputs), tuple(places))
 
-    def stretches(self, number: int, shard: int) -> tuple[Stretch, ...]:
+    def row_ranges(self, number: int, shard: int) -> tuple[RowRange, ...]:
         """What becomes of a shard of an entry; found once, as many ranks send a part each, and plans are tried."""
         if (number, shard) not in self._stretches:
             entry = self.entries[number]
             outputs = [output for output, _ in self.places[number]]
             if len(outputs) == 1:
-                found = [Stretch(outputs[0], 0, entry.sent[0])]
+                found = [RowRange(outputs[0], 0, entry.sent[0])]
             else:
                 copies = entry.copies_of(shard)
                 rows = [(c.part, *((at, c.size) if c.dim == 0 else (0, entry.sent[0]))) for c, at in copies]
-                found = [Stretch(outputs[part], first, first + size) for part, first, size in rows]
+                found = [RowRange(outputs[part], first, first + size) for part, first, size in rows]
             self._stretches[number, shard] = tuple(found)
         return self._stretches[number, shard]
 
     @cached_property
-    def number(self) -> int:
+    def checksum(self) -> int:
         """A number for what is got and in which order: the same in every process, as hashes of numbers are."""
         traces = {id(entry.trace): entry.trace for entry in self.entries}  # which many entries share
         copies = {key: _number(repr(trace.to_hf)) for key, trace in traces.items()}
@@ -107,7 +107,7 @@ class Goods:
             found.setdefault(key, {}).update(places)
         return {key: self.size_of(places.items()) for key, places in found.items()}
 
-    def together(self, bucket_bytes: int) -> tuple[object, ...]:
+    def load_groups(self, bucket_bytes: int) -> tuple[object, ...]:
         """For each entry a key: what becomes of those of one key is given out together.
 
         An engine fuses, within one load call, projections of an attention; the parts of one parameter, such as gate and
@@ -122,7 +122,7 @@ class Goods:
         return tuple(self._key(*each, kept) for each in zip(self.entries, self.places, strict=True))
 
     @staticmethod
-    def _key(entry: Entry, found: Sequence[tuple[int, int]], kept: Collection[str]) -> object:
+    def _key(entry: ParamEntry, found: Sequence[tuple[int, int]], kept: Collection[str]) -> object:
         if expert_of(entry.held.mcore) is not None:
             return _experts(entry) if _experts(entry) in kept else found[0][0]
         fused = _FUSED.match(entry.held.mcore)
@@ -133,5 +133,5 @@ def _number(text: str) -> int:
     return zlib.crc32(text.encode())
 
 
-def _experts(entry: Entry) -> str:
+def _experts(entry: ParamEntry) -> str:
     return entry.held.mcore.partition(".experts.")[0]

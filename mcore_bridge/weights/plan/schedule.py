@@ -12,25 +12,27 @@ from itertools import groupby
 from typing import NamedTuple
 
 from mcore_bridge.rules.names import expert_of
-from mcore_bridge.weights.plan.payload import Goods
-from mcore_bridge.weights.plan.stream import Part
+from mcore_bridge.weights.plan.payload import Payload
+from mcore_bridge.weights.plan.stream import SendRange
 
 MANY = 128
 """Ranks from which on only what takes least memory is planned: all of them at once would have too much on its way."""
 MIN_WINDOW = 4096
 """Bytes that a rank sends per message at least."""
-Parts = Mapping[int, Sequence[Part]]
+Parts = Mapping[int, Sequence[SendRange]]
 """What some ranks send, by rank."""
 
 
-class Way(NamedTuple):
+class Schedule(NamedTuple):
     """How turns are taken: all stages together; or one after the other, each between these entries."""
 
     together: bool
     borders: Sequence[int] = ()
 
 
-def ways_of(goods: Goods, keys: Sequence[object], stages: Sequence[int], large: int, room: int) -> Iterator[Way]:
+def candidate_schedules(
+    goods: Payload, keys: Sequence[object], stages: Sequence[int], large: int, room: int
+) -> Iterator[Schedule]:
     """Ways to take turns, from the fastest to that which takes least memory.
 
     Each rank that sends has tensors in the making: so one stage sends after the other. Where one tensor ends and the
@@ -42,15 +44,15 @@ def ways_of(goods: Goods, keys: Sequence[object], stages: Sequence[int], large: 
         stages: of each rank.
     """
     if len(stages) <= MANY:
-        yield Way(together=True)
+        yield Schedule(together=True)
         if len(set(stages)) > 1:
-            yield Way(together=False)
+            yield Schedule(together=False)
     sizes = [goods.size_of(places) for places in goods.places]
     alone = {border for number, size in enumerate(sizes) if size >= large for border in (number, number + 1)}
-    yield Way(together=False, borders=sorted(alone.union(_shifts(goods, keys, sizes, room))))
+    yield Schedule(together=False, borders=sorted(alone.union(_shifts(goods, keys, sizes, room))))
 
 
-def _shifts(goods: Goods, keys: Sequence[object], sizes: Sequence[int], room: int) -> Iterator[int]:
+def _shifts(goods: Payload, keys: Sequence[object], sizes: Sequence[int], room: int) -> Iterator[int]:
     """Borders between experts that are given out one by one. In a shift each holder sends as many as the others."""
     times = Counter(keys)
 
@@ -68,7 +70,7 @@ def _shifts(goods: Goods, keys: Sequence[object], sizes: Sequence[int], room: in
             yield from (*range(numbers[0], numbers[-1] + 1, count), numbers[-1] + 1)
 
 
-def turns_of(way: Way, parts: Sequence[Sequence[Part]], stages: Sequence[int]) -> list[Parts]:
+def turns_of(way: Schedule, parts: Sequence[Sequence[SendRange]], stages: Sequence[int]) -> list[Parts]:
     """What ranks send in each turn.
 
     Args:
@@ -77,7 +79,7 @@ def turns_of(way: Way, parts: Sequence[Sequence[Part]], stages: Sequence[int]) -
     """
     if way.together:
         return [dict(enumerate(parts))]
-    found: dict[tuple[int, int], dict[int, list[Part]]] = {}
+    found: dict[tuple[int, int], dict[int, list[SendRange]]] = {}
     for rank, (stage, each) in enumerate(zip(stages, parts, strict=True)):
         for part in each:
             turn = stage, bisect_right(way.borders, part.entry)
@@ -89,7 +91,7 @@ def window_of(message_bytes: int, num_senders: int) -> int:
     return max(message_bytes // num_senders, MIN_WINDOW)
 
 
-def bytes_of(parts: Sequence[Part], row_bytes: Sequence[int]) -> int:
+def bytes_of(parts: Sequence[SendRange], row_bytes: Sequence[int]) -> int:
     return sum(part.rows * row_bytes[part.entry] for part in parts)
 
 
@@ -109,7 +111,7 @@ def phases_of(turn: Parts, row_bytes: Sequence[int], stages: Sequence[int], mess
         if max(totals[rank] for rank in senders) - least < window // 4:
             continue
         begins = 2 * place < len(places)
-        alone: dict[int, Sequence[Part]] = {}
+        alone: dict[int, Sequence[SendRange]] = {}
         for rank in senders:
             halves = split(rest[rank], row_bytes, totals[rank] - least if begins else least)
             alone[rank], rest[rank] = halves if begins else halves[::-1]
@@ -121,12 +123,14 @@ def phases_of(turn: Parts, row_bytes: Sequence[int], stages: Sequence[int], mess
     yield from ends
 
 
-def split(parts: Sequence[Part], row_bytes: Sequence[int], num_bytes: int) -> tuple[Sequence[Part], Sequence[Part]]:
+def split(
+    parts: Sequence[SendRange], row_bytes: Sequence[int], num_bytes: int
+) -> tuple[Sequence[SendRange], Sequence[SendRange]]:
     """The rows that begin within the first ``num_bytes``, and all others."""
     for number, (entry, shard, first, rows) in enumerate(parts):
         count = max(-(-num_bytes // row_bytes[entry]), 0)
         if count < rows:
-            head, tail = Part(entry, shard, first, count), Part(entry, shard, first + count, rows - count)
+            head, tail = SendRange(entry, shard, first, count), SendRange(entry, shard, first + count, rows - count)
             return (*parts[:number], *([head] if count else [])), (tail, *parts[number + 1 :])
         num_bytes -= rows * row_bytes[entry]
     return parts, ()

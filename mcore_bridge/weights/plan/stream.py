@@ -17,7 +17,7 @@ HEADER = 1024
 """Bytes at the beginning of each window, in which its sender says how it is."""
 
 
-class Part(NamedTuple):
+class SendRange(NamedTuple):
     """What a rank sends at a stretch: of a shard of an entry, so many rows from the first on."""
 
     entry: int
@@ -27,7 +27,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WindowSlice:
     """Rows ``first`` to ``first + count`` of a shard of an entry, in its sender's window from byte ``start`` on."""
 
     entry: int
@@ -38,7 +38,7 @@ class Piece:
     start: int
 
 
-class Run(NamedTuple):
+class WindowRun(NamedTuple):
     """Pieces of one shard, one behind the other: ``rows`` rows in each of ``times`` messages from ``message`` on."""
 
     entry: int
@@ -54,12 +54,12 @@ class Run(NamedTuple):
         return self.message + self.times - 1
 
 
-Streams = tuple[tuple[Run, ...], ...]
+Streams = tuple[tuple[WindowRun, ...], ...]
 """The runs of each rank, in the order in which they travel."""
 
 
 def cut(
-    streams: Sequence[Sequence[Part]], row_bytes: Sequence[int], windows: Sequence[int], *, first: int = 0
+    streams: Sequence[Sequence[SendRange]], row_bytes: Sequence[int], windows: Sequence[int], *, first: int = 0
 ) -> Streams:
     """Streams, cut into messages: at the end of a row, where the window is full.
 
@@ -78,7 +78,7 @@ def num_messages(streams: Streams) -> int:
     return 1 + max((stream[-1].last() for stream in streams if stream), default=0)
 
 
-def widths(stream: Sequence[Run], row_bytes: Sequence[int], count: int) -> tuple[int, int]:
+def widths(stream: Sequence[WindowRun], row_bytes: Sequence[int], count: int) -> tuple[int, int]:
     """Bytes that a rank's window takes: in any but the last of ``count`` messages, and in the last."""
     width, last_width = HEADER, HEADER
     for run in stream:
@@ -90,7 +90,7 @@ def widths(stream: Sequence[Run], row_bytes: Sequence[int], count: int) -> tuple
     return width, last_width
 
 
-def _runs(stream: Sequence[Part], row_bytes: Sequence[int], window: int, message: int) -> Iterator[Run]:
+def _runs(stream: Sequence[SendRange], row_bytes: Sequence[int], window: int, message: int) -> Iterator[WindowRun]:
     filled = HEADER
     for entry, shard, first, left in stream:
         size = row_bytes[entry]
@@ -101,16 +101,16 @@ def _runs(stream: Sequence[Part], row_bytes: Sequence[int], window: int, message
                 continue
             count = max(count, 1)
             times = left // count if filled == HEADER else 1
-            yield Run(entry, shard, first, count, filled, message, times)
+            yield WindowRun(entry, shard, first, count, filled, message, times)
             message += times - 1
             filled = aligned(filled + count * size)
             first, left = first + count * times, left - count * times
 
 
-def pieces(stream: Sequence[Run], sender: int, number: int) -> Iterator[Piece]:
+def pieces(stream: Sequence[WindowRun], sender: int, number: int) -> Iterator[WindowSlice]:
     """The pieces of one message in a stream."""
-    for index in range(bisect_left(stream, number, key=Run.last), len(stream)):
+    for index in range(bisect_left(stream, number, key=WindowRun.last), len(stream)):
         entry, shard, first, count, start, message, _ = stream[index]
         if message > number:
             break
-        yield Piece(entry, shard, first + (number - message) * count, count, sender, start)
+        yield WindowSlice(entry, shard, first + (number - message) * count, count, sender, start)

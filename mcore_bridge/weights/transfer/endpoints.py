@@ -11,7 +11,7 @@ from mcore_bridge.errors import ExportError
 from mcore_bridge.weights.plan.alignment import ALIGNMENT
 from mcore_bridge.weights.plan.budget import SLAB
 from mcore_bridge.weights.plan.export_plan import ExportPlan, Message
-from mcore_bridge.weights.plan.payload import Output
+from mcore_bridge.weights.plan.payload import OutputTensor
 from mcore_bridge.weights.transfer.copier import Buffers
 from mcore_bridge.weights.transfer.program import Program, Step
 
@@ -56,7 +56,7 @@ class Outputs:
     """HF tensors in the making."""
 
     def __init__(self, plan: ExportPlan, device: torch.device) -> None:
-        self._outputs = plan.goods.outputs
+        self._outputs = plan.payload.outputs
         self._like = {dtype: torch.empty(0, dtype=dtype, device=device) for dtype in plan.dtypes}
         self._open: dict[int, Tensor] = {}
 
@@ -68,7 +68,7 @@ class Outputs:
             self._open.update(zip(new, self._allocated(output, len(new)), strict=True))
         return map(self._open.__getitem__, step.outputs)
 
-    def _allocated(self, output: Output, count: int) -> Sequence[Tensor]:
+    def _allocated(self, output: OutputTensor, count: int) -> Sequence[Tensor]:
         """``count`` new tensors like ``output``. On GPUs small ones share memory, as the allocator takes longer than
         the wire; they are cut out without the memory of being parts of one tensor. To pickle one writes all of it."""
         like, num_bytes = self._like[output.dtype], output.num_bytes

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import ExportError, by_ranks, told
-from mcore_bridge.weights.plan.budget import AHEAD
+from mcore_bridge.weights.plan.budget import MESSAGES_IN_FLIGHT
 from mcore_bridge.weights.plan.export_plan import Message
 from mcore_bridge.weights.transfer.collectives import Group, Memory, State, Windows
 from mcore_bridge.weights.transfer.copier import Buffers
@@ -92,7 +92,9 @@ class _Exchange:
         self._held = Sources(program, tensors)
         self._outputs = Outputs(program.plan, group.device)
         self._nothing = torch.empty(0, device=group.device)
-        self._memory = [Memory(group, *program.room(number)) for number in range(min(AHEAD, len(self._messages)))]
+        self._memory = [
+            Memory(group, *program.room(number)) for number in range(min(MESSAGES_IN_FLIGHT, len(self._messages)))
+        ]
         self._spare: list[Memory] = []
         self._sent: deque[Windows] = deque()
         self._arrived: Windows | None = None
@@ -111,7 +113,7 @@ class _Exchange:
             for number, message in enumerate(self._messages):
                 windows = self._arrived = self._sent.popleft()
                 windows.wait()
-                self._advance(windows, None if self._lends else number + AHEAD)
+                self._advance(windows, None if self._lends else number + MESSAGES_IN_FLIGHT)
                 nobody_takes, failures = windows.said()
                 ends = nobody_takes or any(failures)
                 try:
@@ -120,7 +122,7 @@ class _Exchange:
                 except GeneratorExit:
                     self._closed = True
                 if self._lends:  # what lies in these windows has been looked at
-                    self._advance(None, number + AHEAD)
+                    self._advance(None, number + MESSAGES_IN_FLIGHT)
                 raise_failures(failures)
                 if ends:
                     return
@@ -139,7 +141,7 @@ class _Exchange:
     def _advance(self, arrived: Windows | None, number: int | None) -> None:
         """Unpack the windows that have ``arrived``, and send message ``number``, where there is one."""
         number = number if number is not None and number < len(self._messages) else None
-        if number is not None and self._memory[number % AHEAD].room != self._program.room(number):
+        if number is not None and self._memory[number % MESSAGES_IN_FLIGHT].room != self._program.room(number):
             if arrived:
                 self._advance(arrived, None)
                 arrived = None
@@ -165,15 +167,17 @@ class _Exchange:
         room, problem = self._program.room(number), None
         if not (self._spare and self._spare[-1].room == room):
             try:
-                self._spare = [Memory(self._group, *room) for _ in range(AHEAD)]
+                self._spare = [Memory(self._group, *room) for _ in range(MESSAGES_IN_FLIGHT)]
             except Exception as error:
                 problem = error
             require_all(self._group, problem)
-        self._memory[number % AHEAD] = self._spare.pop()
+        self._memory[number % MESSAGES_IN_FLIGHT] = self._spare.pop()
 
     def _following(self, number: int) -> Windows:
         received, sent = self._program.received(number), self._program.sent(number)
-        return Windows(self._group, self._memory[number % AHEAD], number, received, sent, self._program.lineup(number))
+        return Windows(
+            self._group, self._memory[number % MESSAGES_IN_FLIGHT], number, received, sent, self._program.lineup(number)
+        )
 
     def _steps(self, arrived: Windows | None, following: Windows | None) -> None:
         """Both in one step, where this rank's next window does not lie upon those that others have sent."""
@@ -202,7 +206,7 @@ class _Exchange:
             self._outputs.lend(step, arrived.all)
 
     def _fail(self, problem: Exception, number: int) -> None:
-        entries = self._program.plan.goods.entries
+        entries = self._program.plan.payload.entries
         names = [entries[piece.entry].held.mcore for piece in self._messages[number].pieces]
         where = f"in the message of {names[0]} to {names[-1]}" if names else "in a message for others"
         self._failure = ExportError(f"{type(problem).__name__} {where}: {problem}")

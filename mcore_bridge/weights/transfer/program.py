@@ -8,9 +8,9 @@ from functools import cached_property
 from itertools import accumulate
 
 from mcore_bridge.weights.plan.export_plan import ExportPlan
-from mcore_bridge.weights.plan.inventory import Entry
-from mcore_bridge.weights.plan.payload import Output
-from mcore_bridge.weights.plan.stream import HEADER, Piece
+from mcore_bridge.weights.plan.inventory import ParamEntry
+from mcore_bridge.weights.plan.payload import OutputTensor
+from mcore_bridge.weights.plan.stream import HEADER, WindowSlice
 from mcore_bridge.weights.transfer.byte_copy import Move
 from mcore_bridge.weights.transfer.copier import Moves
 from mcore_bridge.weights.transfer.strided import Place, moves_of, stacked
@@ -30,7 +30,7 @@ class Step:
     """Tensors of this rank that are read."""
     outputs: tuple[int, ...]
     """Outputs that something is written to."""
-    alike: tuple[tuple[Output, tuple[int, ...]], ...]
+    alike: tuple[tuple[OutputTensor, tuple[int, ...]], ...]
     """The same by shape and dtype: one of them, and all like it."""
     lent: tuple[tuple[int, int], ...]
     """Outputs that lie whole in the windows that have arrived, and the byte at which they begin there."""
@@ -52,7 +52,9 @@ class Program:
         self._num_stages = num_stages if self.is_gather else 1
         self.plan = plans[0 if self.is_gather else rank]
         """What this rank gets."""
-        goods = {id(plan.goods): plan.goods for plan in plans}.values()  # which those who ask for the same have alike
+        goods = {
+            id(plan.payload): plan.payload for plan in plans
+        }.values()  # which those who ask for the same have alike
         held = {entry.held.mcore: None for each in goods for entry in each.entries if rank in _holders(entry)}
         self.names = tuple(held)
         """What this rank sends or keeps, by canonical name."""
@@ -67,9 +69,9 @@ class Program:
         """
         own, ranks = self._rank, range(len(self.plan.streams))
         if self.is_gather:
-            return self.plan.number() * (len(ranks) * (own == 0) - 1)
-        sent = sum(plan.number_of_lane(own, receiver) for receiver, plan in enumerate(self._plans))
-        return sent - sum(self.plan.number_of_lane(sender, own) for sender in ranks)
+            return self.plan.checksum() * (len(ranks) * (own == 0) - 1)
+        sent = sum(plan.lane_checksum(own, receiver) for receiver, plan in enumerate(self._plans))
+        return sent - sum(self.plan.lane_checksum(sender, own) for sender in ranks)
 
     def received(self, number: int) -> tuple[int, ...]:
         """Bytes of each rank's window of a message, as they arrive here."""
@@ -115,7 +117,7 @@ class Program:
             for piece in self.plan.messages[arrived].pieces if unpack else ():
                 self._unpack(piece, windows.starts[piece.sender], outputs)
                 if piece.sender == self._rank:
-                    held.add(self._number(self.plan.goods.entries[piece.entry]))
+                    held.add(self._number(self.plan.payload.entries[piece.entry]))
             done = self.plan.messages[arrived].done if lend else ()
             lent = {number: outputs.pop(number)[0].source_start for number in done if self._is_whole(number, outputs)}
             for place, found in enumerate(outputs.values(), len(self.names) + OUTPUTS):
@@ -126,20 +128,20 @@ class Program:
                 if self.is_gather or receiver != self._rank:
                     moves.append(self._header(HEADER_SENT, 0, OWN_WINDOWS, start))
                     for piece in plan.messages[following].pieces_of(self._rank) if pack else ():
-                        entry = plan.goods.entries[piece.entry]
+                        entry = plan.payload.entries[piece.entry]
                         moves += self._packed(entry, piece, start)
                         held.add(self._number(entry))
         return Step(Moves(moves), tuple(sorted(held)), tuple(outputs), tuple(self._alike(outputs)), tuple(lent.items()))
 
-    def _alike(self, outputs: Iterable[int]) -> Iterator[tuple[Output, tuple[int, ...]]]:
+    def _alike(self, outputs: Iterable[int]) -> Iterator[tuple[OutputTensor, tuple[int, ...]]]:
         groups: dict[tuple[object, ...], list[int]] = {}
         for number in outputs:
-            output = self.plan.goods.outputs[number]
+            output = self.plan.payload.outputs[number]
             groups.setdefault((output.dtype, output.shape), []).append(number)
         for numbers in groups.values():
-            yield self.plan.goods.outputs[numbers[0]], tuple(numbers)
+            yield self.plan.payload.outputs[numbers[0]], tuple(numbers)
 
-    def _number(self, entry: Entry) -> int:
+    def _number(self, entry: ParamEntry) -> int:
         return self._numbers[entry.held.mcore]
 
     def _header(self, source: int, source_start: int, target: int, target_start: int) -> Move:
@@ -156,7 +158,7 @@ class Program:
                     header = self._header(WINDOWS, windows.starts[first], HEADERS, first * HEADER)
                     yield header._replace(rows=last - first, source_row=row.distance or HEADER)
 
-    def _packed(self, entry: Entry, piece: Piece, window: int) -> Iterator[Move]:
+    def _packed(self, entry: ParamEntry, piece: WindowSlice, window: int) -> Iterator[Move]:
         target, start = len(self.names) + OWN_WINDOWS, window + piece.start
         if entry.starts is None:
             first, size = piece.first * entry.row_bytes, piece.count * entry.row_bytes
@@ -166,10 +168,10 @@ class Program:
         for move in self._moves(entry, piece, "held", "sent")[0]:
             yield move._replace(source=self._number(entry), target=target, target_start=start + move.target_start)
 
-    def _unpack(self, piece: Piece, window: int, outputs: dict[int, list[Move]]) -> None:
+    def _unpack(self, piece: WindowSlice, window: int, outputs: dict[int, list[Move]]) -> None:
         """Add the moves of a piece to those of the outputs that it is a part of."""
         behind = len(self.names)
-        entry, places = self.plan.goods.entries[piece.entry], self.plan.goods.places[piece.entry]
+        entry, places = self.plan.payload.entries[piece.entry], self.plan.payload.places[piece.entry]
         is_own = piece.sender == self._rank
         source, start = (self._number(entry), 0) if is_own else (behind + WINDOWS, window + piece.start)
         for part, moves in enumerate(self._moves(entry, piece, "held" if is_own else "sent", "part")):
@@ -180,13 +182,13 @@ class Program:
 
     def _is_whole(self, number: int, outputs: Mapping[int, Sequence[Move]]) -> bool:
         """Whether an output is one stretch of the windows, in the order of its elements."""
-        moves, output = outputs.get(number, ()), self.plan.goods.outputs[number]
+        moves, output = outputs.get(number, ()), self.plan.payload.outputs[number]
         if len(moves) != 1 or moves[0].source != len(self.names) + WINDOWS:
             return False
         is_viewable = moves[0].source_start % output.dtype.itemsize == 0
         return is_viewable and moves[0].is_dense() and moves[0].num_bytes() == output.num_bytes
 
-    def _moves(self, entry: Entry, piece: Piece, source: Place, target: Place) -> list[list[Move]]:
+    def _moves(self, entry: ParamEntry, piece: WindowSlice, source: Place, target: Place) -> list[list[Move]]:
         """What of an entry is in a piece, from one place to another: for each part, or all at once where none is meant.
 
         Bytes count from the beginning of what is held, of the piece, and of the part.
@@ -200,5 +202,5 @@ class Program:
         return self._known[key]
 
 
-def _holders(entry: Entry) -> set[int]:
+def _holders(entry: ParamEntry) -> set[int]:
     return {rank for holders in entry.holders.values() for rank in holders}

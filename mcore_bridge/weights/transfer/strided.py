@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.rules.trace import Copy
-from mcore_bridge.weights.plan.inventory import Entry
-from mcore_bridge.weights.plan.stream import Piece
+from mcore_bridge.weights.plan.inventory import ParamEntry
+from mcore_bridge.weights.plan.stream import WindowSlice
 from mcore_bridge.weights.transfer.byte_copy import Move
 
 Place = Literal["held", "sent", "part"]
 """Where an element is: in the tensor of a rank, in what travels of it, in the HF tensor."""
 
 
-def moves_of(entry: Entry, piece: Piece, copy: Copy, start: int, source: Place, target: Place) -> Iterator[Move]:
+def moves_of(
+    entry: ParamEntry, piece: WindowSlice, copy: Copy, start: int, source: Place, target: Place
+) -> Iterator[Move]:
     """What of ``copy``, which begins at ``start`` in what travels, lies in the rows of ``piece``."""
     offset = start if copy.dim == 0 else 0  # the row of what travels that is row 0 of the views
     near, far = (_view(entry, copy, start, place) for place in (source, target))
@@ -38,7 +40,7 @@ def moves_of(entry: Entry, piece: Piece, copy: Copy, start: int, source: Place, 
     )
 
 
-def _view(entry: Entry, copy: Copy, start: int, place: Place) -> Tensor:
+def _view(entry: ParamEntry, copy: Copy, start: int, place: Place) -> Tensor:
     """The elements of ``copy`` at a place, without storage."""
     if place == "held":
         return copy.of_shard(torch.empty(entry.held.shape, device="meta"))
