@@ -122,7 +122,7 @@ def agree_on_plan(
     if kept is None:
         found = (bound.mapping.rules, bound.inventory()) if bound else ()
         answer = _Answer(error, bucket_bytes, target, group.num_stages, *found)
-        answers = group.exchange((answer, plans[0].number if plans else 0))
+        answers = group.all_gather_object((answer, plans[0].number if plans else 0))
         program = _agreed(group, bound, first, [each for each, _ in answers])
         kept = _Kept(fingerprint, 1 + max(number for _, number in answers), program)
         _plans[first] = (kept, *plans)[:_NUM_PLANS]
@@ -150,9 +150,9 @@ def _agreed(group: Group, bound: BoundModel | None, chunk: GPTModel, answers: Se
             program = Program(made, group.rank, stages.pop() if len(stages) == 1 else 1)
             balance = program.balance()
     except Exception:  # the same on every rank, or else the others must hear of it
-        group.adds_up(1)
+        group.sums_to_zero(1)
         raise
-    if not group.adds_up(balance):
+    if not group.sums_to_zero(balance):
         raise ExportError(
             "the ranks made plans that do not fit together, or another rank made none, so nothing was sent: run one "
             "version of Python and of mcore_bridge on all of them; if that is so, please report it, with the mesh"

@@ -115,7 +115,7 @@ def manifest(
             found = {name: digest(tensor) for i, (name, tensor) in enumerate(pairs) if i % size == rank}
     except Exception as failure:  # such as no memory: the others must hear of it
         problem = told(failure)
-    answers = export.group.exchange((found, problem))
+    answers = export.group.all_gather_object((found, problem))
     raise_failures([problem for _, problem in answers])
     if export.program.is_gather:
         found = {name: value for part, _ in answers for name, value in part.items()}

@@ -58,8 +58,8 @@ def _all_gather(models: Models, is_well: bool) -> bool:
     if not list(_wrappers(models)):  # a setting of the trainer, and so the same on every rank
         return True
     groups = chunks_of(models)[0].pg_collection
-    somewhere = Group.of_replica(groups).largest(is_pending(models))  # a stage may be frozen
-    return not somewhere or Group.across_replicas(groups).agrees(is_well)
+    somewhere = Group.of_replica(groups).max(is_pending(models))  # a stage may be frozen
+    return not somewhere or Group.across_replicas(groups).all_true(is_well)
 
 
 def require_gatherable(models: Models, group: Group) -> None:

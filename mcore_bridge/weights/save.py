@@ -31,7 +31,7 @@ from mcore_bridge.weights.manifest import Manifest, manifest
 from mcore_bridge.weights.provenance import HF, Provenance, config_in
 from mcore_bridge.weights.ties import HEAD
 from mcore_bridge.weights.transfer.collectives import Group
-from mcore_bridge.weights.transfer.failures import on_all, require_alike
+from mcore_bridge.weights.transfer.failures import raise_on_all, require_alike
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -75,12 +75,12 @@ def save_hf_checkpoint(
         >>> save_hf_checkpoint(models, "run/step_100", dtype=torch.bfloat16)  # doctest: +SKIP
     """
     world = Group(None)
-    with on_all(world, f"{folder} was not written, and is as it was"):
+    with raise_on_all(world, f"{folder} was not written, and is as it was"):
         target, provenance = target_of(folder), noted(models, hf, head)
         require_positive(max_shard_bytes=max_shard_bytes, slot_bytes=slot_bytes)
     sizes = {"max_shard_bytes": max_shard_bytes, "slot_bytes": slot_bytes}
     require_alike(world, {"dtype": dtype, "dialect": dialect, "head": head, "keep": keep, **sizes})
-    together = partial(on_all, world, f"{target} was not written, and is as it was")
+    together = partial(raise_on_all, world, f"{target} was not written, and is as it was")
     bucket_bytes = BUCKET_SLOTS * slot_bytes
     with updating_by_all(world, target) as update, ExitStack() as stack:
         with together():

@@ -20,7 +20,7 @@ from mcore_bridge.weights.plan.export_plan import ExportPlan
 from mcore_bridge.weights.plan.gather import plan_export
 from mcore_bridge.weights.plan.memory import peak_bytes
 from mcore_bridge.weights.plan.stream import HEADER, SendRange, cut, num_messages, pieces, widths
-from mcore_bridge.weights.transfer.byte_copy import Move
+from mcore_bridge.weights.transfer.byte_copy import ByteCopy
 from mcore_bridge.weights.transfer.program import HEADERS, Program
 from tests.support import fake_mesh
 from tests.support.sparse_models import sparse
@@ -39,7 +39,7 @@ def open_bytes(plan: ExportPlan) -> int:
     held: dict[int, int] = {}
     most = before = 0
     for message in plan.messages:
-        numbers: dict[int, list[Move]] = {}
+        numbers: dict[int, list[ByteCopy]] = {}
         for piece in message.pieces:
             program._unpack(piece, 0, numbers)
         held |= {output: plan.payload.outputs[output].num_bytes for output in numbers}
@@ -144,7 +144,7 @@ def test_headers_of_many_ranks_are_few_moves() -> None:
     program = Program([plan], 100)
     headers = len(program.names) + HEADERS
     for message in plan.messages:
-        moves = [Move(*row) for row in program.step(message.number, None).moves.table.tolist()]
+        moves = [ByteCopy(*row) for row in program.step(message.number, None).moves.table.tolist()]
         found = [move for move in moves if move.target == headers]
         ranks = [move.target_start // HEADER + row for move in found for row in range(move.rows)]
         assert ranks == [*range(100), *range(101, 256)]

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_bridge.weights.transfer.byte_copy import Move
-from mcore_bridge.weights.transfer.copier import Buffers, Moves
+from mcore_bridge.weights.transfer.byte_copy import ByteCopy
+from mcore_bridge.weights.transfer.copier import Buffers, CopyTable
 
 SIZE = 1 << 16  # bytes of a buffer
 
@@ -28,7 +28,7 @@ def tables(draw):
         if begin + rows * far > SIZE or rows * near[0] + cols * near[1] > SIZE // 2:
             break
         offset = draw(st.integers(0, 64)) * unit
-        moves.append(Move(draw(st.integers(0, 1)), offset, 2, begin, rows, cols, item, *near, far, item))
+        moves.append(ByteCopy(draw(st.integers(0, 1)), offset, 2, begin, rows, cols, item, *near, far, item))
         start = begin + rows * far
     return moves
 
@@ -48,12 +48,12 @@ def check(moves, device):
     random = np.random.default_rng(0)
     sources = [random.integers(0, 256, SIZE, dtype=np.uint8) for _ in range(2)]
     target = torch.zeros(SIZE + 256, dtype=torch.uint8, device=device)[256:]  # inside of a larger storage
-    table = Moves(moves)
+    table = CopyTable(moves)
     for shift in (0, 8, 0):  # of where the sources begin: not always where the widest words can
         near = torch.zeros(2, SIZE + 256, dtype=torch.uint8, device=device)[:, shift : SIZE + shift]
         near.copy_(torch.from_numpy(np.stack(sources)))
         target.zero_()
-        table.make(Buffers(list(near)), Buffers([target]), torch.device(device))
+        table.run(Buffers(list(near)), Buffers([target]), torch.device(device))
         assert (target.cpu().numpy() == expected(moves, sources)).all()
 
 
@@ -64,7 +64,7 @@ def test_moves_are_made_as_they_say(moves):
 
 
 def test_only_moves_in_order_are_dense():
-    move = Move(0, 64, 2, 0, 4, 8, 2, 16, 2, 16, 2)
+    move = ByteCopy(0, 64, 2, 0, 4, 8, 2, 16, 2, 16, 2)
     assert move.is_dense()
     assert move.num_bytes() == 64
     assert not move._replace(source_row=32).is_dense()
@@ -81,7 +81,12 @@ def test_the_kernel_makes_the_same_moves():
         check(moves, "cuda")
 
     everywhere()
-    long = [Move(0, 0, 2, 0, 1, 50_000, 1, 50_000, 1, 50_000, 1), Move(1, 16, 2, 50_000, 1, 500, 2, 1000, 2, 1000, 2)]
+    long = [
+        ByteCopy(0, 0, 2, 0, 1, 50_000, 1, 50_000, 1, 50_000, 1),
+        ByteCopy(1, 16, 2, 50_000, 1, 500, 2, 1000, 2, 1000, 2),
+    ]
     check(long, "cuda")
-    check([Move(0, 0, 2, 0, 130, 96, 2, 256, 2, 384, 2), Move(1, 16, 2, 50_000, 129, 24, 2, 48, 2, 96, 2)], "cuda")
+    check(
+        [ByteCopy(0, 0, 2, 0, 130, 96, 2, 256, 2, 384, 2), ByteCopy(1, 16, 2, 50_000, 129, 24, 2, 48, 2, 96, 2)], "cuda"
+    )
     check([move._replace(target_start=move.target_start + 8) for move in long], "cuda")

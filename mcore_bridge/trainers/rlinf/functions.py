@@ -139,13 +139,13 @@ class ReshardFunctions:
         """Give every stage what is in one stage alone: the embedding, the final norm, the head. Bits stay: no cast."""
         group = Group(pp_group)
         own = {name: value for name, value in model_state_dict.items() if self._parameters[name].layer is None}
-        found = group.exchange([(name, tuple(value.shape), value.dtype) for name, value in own.items()])
+        found = group.all_gather_object([(name, tuple(value.shape), value.dtype) for name, value in own.items()])
         result = dict(model_state_dict)
         for rank, described in enumerate(found):
             for name, shape, own_dtype in described:
                 held = own[name].contiguous() if rank == group.rank else None
                 spread = torch.empty(shape, dtype=own_dtype, device=group.device) if held is None else held.clone()
-                group.spread(spread, rank)
+                group.broadcast(spread, rank)
                 result[name] = spread
         return result
 

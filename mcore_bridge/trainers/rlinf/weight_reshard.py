@@ -59,7 +59,7 @@ class MegatronCoreWeightReshard:
         self._end()  # which communicates, too
         chunks = chunks_of(model)
         held = sum(tensor.nbytes for tensor in held_tensors(chunks).values())
-        most = Group.of_replica(chunks[0].pg_collection).largest(held)
+        most = Group.of_replica(chunks[0].pg_collection).max(held)
         return self._begin(model, max(-(-most // self._engine.bucket_bytes), 1))
 
     def gather_and_reshard_model(

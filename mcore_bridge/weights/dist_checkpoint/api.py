@@ -30,7 +30,7 @@ from mcore_bridge.weights.param_sync import gather_pending, require_gatherable
 from mcore_bridge.weights.provenance import HF, config_in
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.endpoints import check_storage
-from mcore_bridge.weights.transfer.failures import on_all, require_alike
+from mcore_bridge.weights.transfer.failures import raise_on_all, require_alike
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -88,12 +88,12 @@ def save_checkpoint(
     from mcore_bridge.weights.dist_checkpoint.writer import InThisProcess
 
     world = Group(None)
-    with on_all(world, f"{folder} was not written, and is as it was"):
+    with raise_on_all(world, f"{folder} was not written, and is as it was"):
         target, chunks, provenance = target_of(folder), chunks_of(models), noted(models, hf, head)
         check_storage(held_tensors(chunks))
         pickle.dumps(common)  # only one rank would fail to write it
     require_alike(world, {"head": head, "optimizer": type(optimizer), "common": sorted(common or ())})
-    together = partial(on_all, world, f"{target} was not written, and is as it was")
+    together = partial(raise_on_all, world, f"{target} was not written, and is as it was")
     with updating_by_all(world, target) as update:
         with together():
             require_gatherable(models, Group.of_replica(chunks[0].pg_collection))
@@ -115,7 +115,7 @@ def save_checkpoint(
                 config_in(provenance, _dtype_of(chunks), tied=tied).save_pretrained(update.new)
                 copy_companions(provenance.folder, update.new)
                 commit(update, dist_files(target), HEADS)
-    with on_all(world, f"{target} was written"):
+    with raise_on_all(world, f"{target} was written"):
         if world.rank == 0:
             track(target)
 
@@ -150,7 +150,7 @@ def load_checkpoint(
     from megatron.core import dist_checkpointing
 
     world = Group(None)
-    with on_all(world, f"{folder} was not read, and the models are as they were"):
+    with raise_on_all(world, f"{folder} was not read, and the models are as they were"):
         chunks = chunks_of(models)
         check_storage(held_tensors(chunks))
         found = TorchDistFolder.open(folder)
@@ -163,12 +163,12 @@ def load_checkpoint(
                 stack_layers(part, chunks[0].config.num_layers)
         check = Check(found, noted(models, hf, head).hf.vocab_size, dtype)
         check.compare(state)
-    _require_one(world.exchange(os.path.relpath(found.path, folder)), folder)
-    with on_all(world, f"{found.path} was not read, and the models are as they were"):
+    _require_one(world.all_gather_object(os.path.relpath(found.path, folder)), folder)
+    with raise_on_all(world, f"{found.path} was not read, and the models are as they were"):
         missing, unexpected = check.agree(Group.of_replica(chunks[0].pg_collection), strict=strict)
         if optimizer is not None:
             state["optimizer"] = optimizer.sharded_state_dict(_parts(state), is_loading=True, metadata=metadata)
-    with on_all(world, f"{found.path} was not read, or in part"):
+    with raise_on_all(world, f"{found.path} was not read, or in part"):
         loaded = dist_checkpointing.load(state, str(found.path))
     for name, chunk in zip(chunk_names(chunks), chunks, strict=True):
         chunk.load_state_dict(loaded.pop(name), strict=False)

@@ -82,7 +82,7 @@ class Check:
         Raises:
             CheckpointError: on all of them.
         """
-        answers = group.exchange((self._wanted, self._missing, self._wrong))
+        answers = group.all_gather_object((self._wanted, self._missing, self._wrong))
         lacking = tuple(sorted({key for _, each, _ in answers for key in each}))
         unexpected = tuple(sorted(self.found.tensors.keys() - set().union(*(each for each, _, _ in answers))))
         problems = sorted({problem for _, _, each in answers for problem in each})

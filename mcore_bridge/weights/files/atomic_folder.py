@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.files.folder_lock import PREFIX, Writer, locked, require_held
-from mcore_bridge.weights.transfer.failures import on_all
+from mcore_bridge.weights.transfer.failures import raise_on_all
 
 if TYPE_CHECKING:
     from mcore_bridge.weights.transfer.collectives import Group
@@ -112,11 +112,11 @@ def updating_by_all(world: Group, target: Path) -> Iterator[Update]:
     """
     failed, update = f"{target} was not written, and is as it was", Update(target, target)
     with ExitStack() as stack:
-        with on_all(world, failed):
+        with raise_on_all(world, failed):
             if world.rank == 0:
                 update = stack.enter_context(updating(target))
-        update = replace(update, home=target / world.exchange(update.home.name)[0])
-        with on_all(world, failed):
+        update = replace(update, home=target / world.all_gather_object(update.home.name)[0])
+        with raise_on_all(world, failed):
             if not update.new.is_dir():
                 raise CheckpointError(
                     f"expected the folder {update.home} that rank 0 has made: name a folder on a file system that all "

@@ -14,7 +14,7 @@ WIDEST = 16  # bytes that a thread of a GPU moves at once
 Table = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 
-class Move(NamedTuple):
+class ByteCopy(NamedTuple):
     """From buffer number ``source`` to buffer number ``target``; all but ``rows`` and ``cols`` are bytes."""
 
     source: int

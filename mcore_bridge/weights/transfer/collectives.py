@@ -243,7 +243,7 @@ class Group:
         with torch.cuda.stream(self._stream):
             yield
 
-    def agrees(self, is_well: bool) -> bool:
+    def all_true(self, is_well: bool) -> bool:
         """Whether it is so on every rank: the small collective with which an export begins and ends."""
         return not self._most([not is_well])[0]
 
@@ -267,11 +267,11 @@ class Group:
             dist.all_reduce(found, operation, group=self.group)
             return [int(number) for number in found.tolist()]
 
-    def largest(self, number: int) -> int:
+    def max(self, number: int) -> int:
         """The largest of the numbers that the ranks have."""
         return self._most([number])[0]
 
-    def adds_up(self, number: int) -> bool:
+    def sums_to_zero(self, number: int) -> bool:
         """Whether the numbers that the ranks have are 0 together, but for multiples of ``MODULUS``."""
         return self._together([number % MODULUS], dist.ReduceOp.SUM)[0] % MODULUS == 0
 
@@ -283,12 +283,12 @@ class Group:
         return found
 
     @naming_lost_ranks("spreading a tensor")
-    def spread(self, tensor: Tensor, rank: int) -> None:
+    def broadcast(self, tensor: Tensor, rank: int) -> None:
         """Overwrite the tensor of every rank with that of one of them."""
         dist.broadcast(tensor, self.members[rank], group=self.group)
 
     @naming_lost_ranks("exchanging descriptions with other ranks")
-    def exchange(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """The ``value`` of every rank, pickled on the way."""
         if self.size == 1:
             return [value]

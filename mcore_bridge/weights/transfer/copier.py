@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcore_bridge.weights.transfer.byte_copy import WIDEST, Move, Table
+from mcore_bridge.weights.transfer.byte_copy import WIDEST, ByteCopy, Table
 
 if TYPE_CHECKING:
     from mcore_bridge.weights.transfer.triton_copy import Launch
@@ -53,14 +53,14 @@ class Buffers:
         return all(tensor.is_cuda or tensor.is_pinned() for tensor in self.tensors)
 
 
-class Moves:
+class CopyTable:
     """A table of moves that write to different places, and what was worked out to make them."""
 
-    def __init__(self, moves: Iterable[Move]) -> None:
-        self.table: Table = np.array([*moves], dtype=np.int64).reshape(-1, len(Move._fields))
+    def __init__(self, moves: Iterable[ByteCopy]) -> None:
+        self.table: Table = np.array([*moves], dtype=np.int64).reshape(-1, len(ByteCopy._fields))
         self._launches: dict[bool, tuple[Launch, ...]] = {}
 
-    def make(self, staying: Buffers, passing: Buffers, device: torch.device) -> None:
+    def run(self, staying: Buffers, passing: Buffers, device: torch.device) -> None:
         """Copy on the current stream of ``device``, without waiting, and in any order.
 
         No move may read what another one writes.
@@ -75,7 +75,7 @@ class Moves:
             return
         tensors = [*staying.tensors, *passing.tensors]
         for row in self.table.tolist():
-            move = Move(*row)
+            move = ByteCopy(*row)
             source = _words(tensors[move.source], move, (move.source_start, move.source_row, move.source_col))
             target = _words(tensors[move.target], move, (move.target_start, move.target_row, move.target_col))
             target.copy_(source)
@@ -88,7 +88,7 @@ class Moves:
         launch(self._launches[staying.is_aligned], staying.addresses_on(device), passing.addresses_on(device))
 
 
-def _words(buffer: Tensor, move: Move, place: tuple[int, int, int]) -> Tensor:
+def _words(buffer: Tensor, move: ByteCopy, place: tuple[int, int, int]) -> Tensor:
     """The elements of a move in a buffer, as whole numbers, which every copy keeps bit for bit."""
     start, row, col = (num_bytes // move.item for num_bytes in place)
     flat = buffer.detach().view(-1).view(_WORDS[move.item])
@@ -117,9 +117,9 @@ def _compile(device: torch.device) -> None:
     """By moves of the kinds that most exports have, for which it has tiles of two shapes."""
     with suppress(Exception), torch.cuda.device(device):  # whoever needs it is told then
         for rows in (1, 128):
-            move = Move(0, 0, 1, 0, rows, WIDEST, 1, WIDEST, 1, WIDEST, 1)
+            move = ByteCopy(0, 0, 1, 0, rows, WIDEST, 1, WIDEST, 1, WIDEST, 1)
             source, target = (torch.empty(move.num_bytes(), dtype=torch.uint8, device=device) for _ in range(2))
-            Moves([move]).make(Buffers([source]), Buffers([target]), device)
+            CopyTable([move]).run(Buffers([source]), Buffers([target]), device)
 
 
 @cache

@@ -70,8 +70,8 @@ def raise_failures(messages: Sequence[str]) -> None:
 
 def require_all(group: Group, problem: Exception | None) -> None:
     """Raise ``ExportError`` on every rank where any has a problem: the others would wait for it."""
-    if not group.agrees(problem is None):
-        raise_failures(group.exchange(told(problem) if problem else ""))
+    if not group.all_true(problem is None):
+        raise_failures(group.all_gather_object(told(problem) if problem else ""))
 
 
 def _alone(program: Program, tensors: Mapping[str, Tensor], device: torch.device) -> Iterator[Pairs]:
@@ -79,7 +79,7 @@ def _alone(program: Program, tensors: Mapping[str, Tensor], device: torch.device
     nothing = [torch.empty(0, device=device)] * OUTPUTS
     for number, message in enumerate(program.plan.messages):
         step = program.step(number, None)
-        step.moves.make(held.read_by(step), Buffers([*nothing, *outputs.opened_by(step)]), device)
+        step.moves.run(held.read_by(step), Buffers([*nothing, *outputs.opened_by(step)]), device)
         yield outputs.closed(message)
 
 
@@ -201,7 +201,7 @@ class _Exchange:
             following.own if following else self._nothing,
         ]
         held, outputs = self._held.read_by(step), self._outputs.opened_by(step)
-        step.moves.make(held, Buffers([*passing, *outputs]), self._group.device)
+        step.moves.run(held, Buffers([*passing, *outputs]), self._group.device)
         if arrived:
             self._outputs.lend(step, arrived.all)
 

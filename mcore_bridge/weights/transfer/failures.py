@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def on_all(world: Group, what: str) -> Iterator[None]:
+def raise_on_all(world: Group, what: str) -> Iterator[None]:
     """What fails in here on any rank raises ``what`` on all of them, when all have come to the end."""
     error = ""
     try:
@@ -22,7 +22,7 @@ def on_all(world: Group, what: str) -> Iterator[None]:
         raise
     except BaseException as problem:  # torch's CheckpointException is no Exception; the others must hear of it, too
         error = told(problem)
-    if failures := by_ranks(world.exchange(error)):
+    if failures := by_ranks(world.all_gather_object(error)):
         raise CheckpointError(f"{what}: {failures}")
 
 
@@ -32,7 +32,7 @@ def require_alike(world: Group, arguments: Mapping[str, object]) -> None:
     Raises:
         CheckpointError: naming the arguments, and what each rank passed.
     """
-    asked = world.exchange({name: repr(value) for name, value in arguments.items()})
+    asked = world.all_gather_object({name: repr(value) for name, value in arguments.items()})
     if differ := [name for name in arguments if len({each[name] for each in asked}) > 1]:
         passed = by_ranks([", ".join(f"{name}={each[name]}" for name in differ) for each in asked])
         raise CheckpointError(f"expected the same {' and '.join(differ)} on every rank, found {passed}; pass one value")

@@ -11,9 +11,9 @@ from mcore_bridge.weights.plan.export_plan import ExportPlan
 from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.plan.payload import OutputTensor
 from mcore_bridge.weights.plan.stream import HEADER, WindowSlice
-from mcore_bridge.weights.transfer.byte_copy import Move
-from mcore_bridge.weights.transfer.copier import Moves
-from mcore_bridge.weights.transfer.strided import Place, moves_of, stacked
+from mcore_bridge.weights.transfer.byte_copy import ByteCopy
+from mcore_bridge.weights.transfer.copier import CopyTable
+from mcore_bridge.weights.transfer.strided import Side, moves_of, stacked
 from mcore_bridge.weights.transfer.window_order import Lineup, lineup
 
 WINDOWS, HEADER_SENT, HEADERS, OWN_WINDOWS, OUTPUTS = range(5)
@@ -25,7 +25,7 @@ header; the headers of all ranks; this rank's windows of the message that follow
 class Step:
     """Unpacks a message that has arrived, and packs one that follows. A rank's own tensors skip its windows."""
 
-    moves: Moves
+    moves: CopyTable
     held: tuple[int, ...]
     """Tensors of this rank that are read."""
     outputs: tuple[int, ...]
@@ -60,7 +60,7 @@ class Program:
         """What this rank sends or keeps, by canonical name."""
         self._numbers = {name: number for number, name in enumerate(self.names)}
         self._steps: dict[tuple[int | None, int | None, bool, bool, bool], Step] = {}
-        self._known: dict[tuple[object, ...], list[list[Move]]] = {}
+        self._known: dict[tuple[object, ...], list[list[ByteCopy]]] = {}
 
     def balance(self) -> int:
         """A number for what this rank sends, less one for what it expects.
@@ -107,9 +107,9 @@ class Program:
         return self._steps[key]
 
     def _made(self, arrived: int | None, following: int | None, unpack: bool, pack: bool, lend: bool) -> Step:
-        moves: list[Move] = []
+        moves: list[ByteCopy] = []
         held: set[int] = set()
-        outputs: dict[int, list[Move]] = {}
+        outputs: dict[int, list[ByteCopy]] = {}
         lent: dict[int, int] = {}
         if arrived is not None:
             windows = self.lineup(arrived)
@@ -131,7 +131,9 @@ class Program:
                         entry = plan.payload.entries[piece.entry]
                         moves += self._packed(entry, piece, start)
                         held.add(self._number(entry))
-        return Step(Moves(moves), tuple(sorted(held)), tuple(outputs), tuple(self._alike(outputs)), tuple(lent.items()))
+        return Step(
+            CopyTable(moves), tuple(sorted(held)), tuple(outputs), tuple(self._alike(outputs)), tuple(lent.items())
+        )
 
     def _alike(self, outputs: Iterable[int]) -> Iterator[tuple[OutputTensor, tuple[int, ...]]]:
         groups: dict[tuple[object, ...], list[int]] = {}
@@ -144,12 +146,12 @@ class Program:
     def _number(self, entry: ParamEntry) -> int:
         return self._numbers[entry.held.mcore]
 
-    def _header(self, source: int, source_start: int, target: int, target_start: int) -> Move:
+    def _header(self, source: int, source_start: int, target: int, target_start: int) -> ByteCopy:
         behind = len(self.names)
         places = behind + source, source_start, behind + target, target_start
-        return Move(*places, 1, HEADER, 1, HEADER, 1, HEADER, 1)
+        return ByteCopy(*places, 1, HEADER, 1, HEADER, 1, HEADER, 1)
 
-    def _headers_arrived(self, windows: Lineup) -> Iterator[Move]:
+    def _headers_arrived(self, windows: Lineup) -> Iterator[ByteCopy]:
         """All but this rank's own, which may be written to by now; those of a row of ranks at once."""
         for row in windows.rows:
             end = row.first + row.length
@@ -158,17 +160,17 @@ class Program:
                     header = self._header(WINDOWS, windows.starts[first], HEADERS, first * HEADER)
                     yield header._replace(rows=last - first, source_row=row.distance or HEADER)
 
-    def _packed(self, entry: ParamEntry, piece: WindowSlice, window: int) -> Iterator[Move]:
+    def _packed(self, entry: ParamEntry, piece: WindowSlice, window: int) -> Iterator[ByteCopy]:
         target, start = len(self.names) + OWN_WINDOWS, window + piece.start
         if entry.starts is None:
             first, size = piece.first * entry.row_bytes, piece.count * entry.row_bytes
             item = entry.held.dtype.itemsize
-            yield Move(self._number(entry), first, target, start, 1, size // item, item, size, item, size, item)
+            yield ByteCopy(self._number(entry), first, target, start, 1, size // item, item, size, item, size, item)
             return
         for move in self._moves(entry, piece, "held", "sent")[0]:
             yield move._replace(source=self._number(entry), target=target, target_start=start + move.target_start)
 
-    def _unpack(self, piece: WindowSlice, window: int, outputs: dict[int, list[Move]]) -> None:
+    def _unpack(self, piece: WindowSlice, window: int, outputs: dict[int, list[ByteCopy]]) -> None:
         """Add the moves of a piece to those of the outputs that it is a part of."""
         behind = len(self.names)
         entry, places = self.plan.payload.entries[piece.entry], self.plan.payload.places[piece.entry]
@@ -178,9 +180,9 @@ class Program:
             output, base = places[part]
             if moves:
                 found = outputs.setdefault(output, [])
-                found += (Move(source, start + m.source_start, 0, base + m.target_start, *m[4:]) for m in moves)
+                found += (ByteCopy(source, start + m.source_start, 0, base + m.target_start, *m[4:]) for m in moves)
 
-    def _is_whole(self, number: int, outputs: Mapping[int, Sequence[Move]]) -> bool:
+    def _is_whole(self, number: int, outputs: Mapping[int, Sequence[ByteCopy]]) -> bool:
         """Whether an output is one stretch of the windows, in the order of its elements."""
         moves, output = outputs.get(number, ()), self.plan.payload.outputs[number]
         if len(moves) != 1 or moves[0].source != len(self.names) + WINDOWS:
@@ -188,14 +190,14 @@ class Program:
         is_viewable = moves[0].source_start % output.dtype.itemsize == 0
         return is_viewable and moves[0].is_dense() and moves[0].num_bytes() == output.num_bytes
 
-    def _moves(self, entry: ParamEntry, piece: WindowSlice, source: Place, target: Place) -> list[list[Move]]:
+    def _moves(self, entry: ParamEntry, piece: WindowSlice, source: Side, target: Side) -> list[list[ByteCopy]]:
         """What of an entry is in a piece, from one place to another: for each part, or all at once where none is meant.
 
         Bytes count from the beginning of what is held, of the piece, and of the part.
         """
         key = (id(entry.trace), entry.held.dtype, piece.shard, piece.first, piece.count, source, target)
         if key not in self._known:
-            found: list[list[Move]] = [[] for _ in (entry.hf if target == "part" else ("all",))]
+            found: list[list[ByteCopy]] = [[] for _ in (entry.hf if target == "part" else ("all",))]
             for copy, start in entry.copies_of(piece.shard):
                 found[copy.part if target == "part" else 0] += moves_of(entry, piece, copy, start, source, target)
             self._known[key] = [stacked(moves) for moves in found]

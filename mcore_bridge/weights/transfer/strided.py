@@ -12,15 +12,15 @@ from torch import Tensor
 from mcore_bridge.rules.trace import Copy
 from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.plan.stream import WindowSlice
-from mcore_bridge.weights.transfer.byte_copy import Move
+from mcore_bridge.weights.transfer.byte_copy import ByteCopy
 
-Place = Literal["held", "sent", "part"]
+Side = Literal["held", "sent", "part"]
 """Where an element is: in the tensor of a rank, in what travels of it, in the HF tensor."""
 
 
 def moves_of(
-    entry: ParamEntry, piece: WindowSlice, copy: Copy, start: int, source: Place, target: Place
-) -> Iterator[Move]:
+    entry: ParamEntry, piece: WindowSlice, copy: Copy, start: int, source: Side, target: Side
+) -> Iterator[ByteCopy]:
     """What of ``copy``, which begins at ``start`` in what travels, lies in the rows of ``piece``."""
     offset = start if copy.dim == 0 else 0  # the row of what travels that is row 0 of the views
     near, far = (_view(entry, copy, start, place) for place in (source, target))
@@ -40,7 +40,7 @@ def moves_of(
     )
 
 
-def _view(entry: ParamEntry, copy: Copy, start: int, place: Place) -> Tensor:
+def _view(entry: ParamEntry, copy: Copy, start: int, place: Side) -> Tensor:
     """The elements of ``copy`` at a place, without storage."""
     if place == "held":
         return copy.of_shard(torch.empty(entry.held.shape, device="meta"))
@@ -51,7 +51,7 @@ def _view(entry: ParamEntry, copy: Copy, start: int, place: Place) -> Tensor:
 
 def _rectangles(
     shape: Sequence[int], source: Sequence[int], target: Sequence[int], start: int, target_start: int, item: int
-) -> Iterator[Move]:
+) -> Iterator[ByteCopy]:
     """A copy between two strided views, as one move where at most two dims are left after merging, else several."""
     dims: list[tuple[int, int, int]] = []
     for size, near, far in zip(shape, source, target, strict=True):
@@ -64,23 +64,23 @@ def _rectangles(
         dims = [(1, 0, 0), *dims] if run else [*(dims or [(1, 0, 0)]), (1, item, item)]
     *outer, rows, cols = dims
     for index in np.ndindex(*(size for size, _, _ in outer)):
-        yield Move(
+        yield ByteCopy(
             *(0, start + sum(i * near for i, (_, near, _) in zip(index, outer, strict=True))),
             *(0, target_start + sum(i * far for i, (_, _, far) in zip(index, outer, strict=True))),
             *(rows[0], cols[0], item, rows[1], cols[1], rows[2], cols[2]),
         )
 
 
-def stacked(moves: Iterable[Move]) -> list[Move]:
+def stacked(moves: Iterable[ByteCopy]) -> list[ByteCopy]:
     """The same moves, where equal runs at equal distances are the rows of one."""
-    found: list[Move] = []
+    found: list[ByteCopy] = []
     for move in moves:
         joined = _joined(found[-1], move) if found else None
         found[-1 if joined else len(found) :] = [joined or move]
     return found
 
 
-def _joined(found: Move, move: Move) -> Move | None:
+def _joined(found: ByteCopy, move: ByteCopy) -> ByteCopy | None:
     """``found`` with the one row of ``move`` below its own, if it stands where that would."""
     if move.rows != 1 or (move.cols, move.item) != (found.cols, found.item):
         return None

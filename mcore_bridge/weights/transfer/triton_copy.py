@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mcore_bridge.weights.transfer.byte_copy import WIDEST, Move, Table
+from mcore_bridge.weights.transfer.byte_copy import WIDEST, ByteCopy, Table
 
 _TILE, _NARROW = (16, 256), (128, 32)  # rows and columns, in words
 _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
@@ -38,11 +38,11 @@ def prepare(moves: Table, *, aligned: bool, device: torch.device) -> tuple[Launc
     """Sort moves by the width of the words that they can be made in.
 
     Args:
-        moves: fields of ``Move``.
+        moves: fields of ``ByteCopy``.
         aligned: whether all buffers begin at multiples of ``WIDEST``, so that moves can be made in its halves.
         device: where they will be made.
     """
-    column = dict(zip(Move._fields, moves.T, strict=True))
+    column = dict(zip(ByteCopy._fields, moves.T, strict=True))
     item, rows, run = column["item"], column["rows"], column["cols"] * column["item"]
     several = rows > 1
     places = [column["source_start"], column["target_start"], run]
@@ -59,7 +59,7 @@ def prepare(moves: Table, *, aligned: bool, device: torch.device) -> tuple[Launc
 
 
 def _launch(moves: Table, word: int, wide: bool, tile: tuple[int, int], device: torch.device) -> Launch:
-    column = dict(zip(Move._fields, moves.T, strict=True))
+    column = dict(zip(ByteCopy._fields, moves.T, strict=True))
     cols = column["cols"] * column["item"] // word
     strides = [column[name] // word for name in ("source_row", "target_row", "source_col", "target_col")]
     tiles = (-(-column["rows"] // tile[0]) * -(-cols // tile[1])).cumsum()
