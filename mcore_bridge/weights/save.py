@@ -22,7 +22,7 @@ from mcore_bridge.weights.bound import Models, noted
 from mcore_bridge.weights.dtypes import Dtypes
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.files.atomic_folder import commit, require_files, target_of, updating_by_all
-from mcore_bridge.weights.files.file_shards import MAX_SHARD_BYTES, Shard, deal_shards, require_positive
+from mcore_bridge.weights.files.file_shards import MAX_SHARD_BYTES, FileShard, assign_files, require_positive
 from mcore_bridge.weights.files.hf_folder import HEADS, weight_files, write_index
 from mcore_bridge.weights.files.safetensors import SafetensorsWriter
 from mcore_bridge.weights.files.sidecars import copy_companions
@@ -85,7 +85,7 @@ def save_hf_checkpoint(
     with updating_by_all(world, target) as update, ExitStack() as stack:
         with together():
             specs = manifest(models, hf=hf, head=head, dtype=dtype, dialect=dialect, bucket_bytes=bucket_bytes)
-            shards = deal_shards(specs.tensors, world.size, max_shard_bytes)
+            shards = assign_files(specs.tensors, world.size, max_shard_bytes)
             places = _open([shard for shard in shards if shard.rank == world.rank], update.new, stack)
         with together():
             pairs = iter_hf_weights(models, hf=hf, head=head, dtype=dtype, dialect=dialect, bucket_bytes=bucket_bytes)
@@ -100,7 +100,7 @@ def save_hf_checkpoint(
     return specs
 
 
-def _open(shards: Sequence[Shard], folder: Path, stack: ExitStack) -> Places:
+def _open(shards: Sequence[FileShard], folder: Path, stack: ExitStack) -> Places:
     """Open this rank's files, all or none, and say in which of them each tensor goes."""
     places: Places = {}
     with ExitStack() as opened:
@@ -143,7 +143,7 @@ def _write_tensor(tensor: Tensor, write: Callable[[int, Tensor], None], staging:
 
 
 def _write_rest(
-    shards: Sequence[Shard], specs: Manifest, provenance: Provenance, staging: Path, kept: Path | None
+    shards: Sequence[FileShard], specs: Manifest, provenance: Provenance, staging: Path, kept: Path | None
 ) -> None:
     """Write all but the tensors; of ``kept``, the config and the tokenizer stay, where it has them."""
     write_index(staging, {shard.name: shard.tensors for shard in shards})

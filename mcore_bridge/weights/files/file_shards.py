@@ -27,7 +27,7 @@ def require_positive(**sizes: object) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class FileShard:
     """A file, the rank that writes it, and what it holds."""
 
     name: str
@@ -35,9 +35,9 @@ class Shard:
     tensors: tuple[TensorSpec, ...]
 
 
-def deal_shards(
+def assign_files(
     specs: Sequence[TensorSpec], world_size: int, max_shard_bytes: int = MAX_SHARD_BYTES
-) -> tuple[Shard, ...]:
+) -> tuple[FileShard, ...]:
     """Deal tensors to ranks, so that all write about as much and all the time, and cut what each has into files.
 
     Neighbours go to different ranks and files: an export yields one tensor after the other, and with
@@ -56,7 +56,7 @@ def deal_shards(
         for part in _cut([spec for spec in specs if spec.name in names], max_shard_bytes)
     ]
     return tuple(
-        Shard(f"model-{number:05}-of-{len(found):05}.safetensors", rank, part)
+        FileShard(f"model-{number:05}-of-{len(found):05}.safetensors", rank, part)
         for number, (rank, part) in enumerate(found, 1)
     )
 
