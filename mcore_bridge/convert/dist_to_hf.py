@@ -17,7 +17,7 @@ from mcore_bridge.convert.reference_model import whole_model
 from mcore_bridge.convert.to_hf import ToHF, stored_as
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.names import count_mtp_layers, layer_of, plain_key
-from mcore_bridge.weights.dist_checkpoint.files import Place, Placed, TorchDistReader
+from mcore_bridge.weights.dist_checkpoint.files import ChunkLocation, LocatedParam, TorchDistReader
 from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder, in_layer_stack
 
 
@@ -51,7 +51,7 @@ class FromDist(ToHF):
         return TorchDistReader(TorchDistFolder.open(self.source))
 
 
-def _found_places(placed: Sequence[Placed], found: TorchDistFolder) -> tuple[Placed, ...]:
+def _found_places(placed: Sequence[LocatedParam], found: TorchDistFolder) -> tuple[LocatedParam, ...]:
     """The places as a folder spells them.
 
     Raises:
@@ -74,15 +74,15 @@ def _found_places(placed: Sequence[Placed], found: TorchDistFolder) -> tuple[Pla
     )
 
 
-def _keys(placed: Iterable[Placed]) -> Iterator[str]:
+def _keys(placed: Iterable[LocatedParam]) -> Iterator[str]:
     return (place.key for each in placed for place in each.places)
 
 
-def _map(placed: Placed, change: Callable[[Place], Place]) -> Placed:
+def _map(placed: LocatedParam, change: Callable[[ChunkLocation], ChunkLocation]) -> LocatedParam:
     return replace(placed, places=tuple(map(change, placed.places)))
 
 
-def _in_stack(place: Place, num_layers: int) -> Place:
+def _in_stack(place: ChunkLocation, num_layers: int) -> ChunkLocation:
     """A place of a layer's own tensor, in that of all layers."""
     key, layer = in_layer_stack(place.key)
     if layer is None:
@@ -90,7 +90,7 @@ def _in_stack(place: Place, num_layers: int) -> Place:
     return replace(place, key=key, shape=(num_layers, *place.shape), offset=(layer, *place.offset))
 
 
-def _checked(place: Place, tensors: Mapping[str, Any]) -> Place:
+def _checked(place: ChunkLocation, tensors: Mapping[str, Any]) -> ChunkLocation:
     found = tuple(tensors[place.key].size)
     padded = place.padded and found[0] >= place.shape[0]
     if found[padded:] != place.shape[padded:]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mcore_bridge.convert.conversion import Conversion, Progress, read_source, units_of
 from mcore_bridge.convert.parameters import assemble
-from mcore_bridge.weights.dist_checkpoint.files import Placed, file_name, finish, plan_files, write_file
+from mcore_bridge.weights.dist_checkpoint.files import LocatedParam, file_name, finish, plan_files, write_file
 from mcore_bridge.weights.dist_checkpoint.folder import HEADS, dist_files
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.ties import opened
@@ -85,5 +85,5 @@ class ToDist(Conversion):
     def _plans(self) -> tuple[list[SavePlan], Metadata]:
         return plan_files(map(self._placed, range(len(self.units))), self.model.objects)
 
-    def _placed(self, number: int) -> list[Placed]:
+    def _placed(self, number: int) -> list[LocatedParam]:
         return [self.model.placed[each] for each in self.units[number]] if number < len(self.units) else []

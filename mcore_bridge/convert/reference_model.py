@@ -20,7 +20,7 @@ from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.weights.bound import bind
 from mcore_bridge.weights.dist_checkpoint.compare import sharded_states
 from mcore_bridge.weights.dist_checkpoint.extra_state import with_extra_states
-from mcore_bridge.weights.dist_checkpoint.files import Place, Placed
+from mcore_bridge.weights.dist_checkpoint.files import ChunkLocation, LocatedParam
 from mcore_bridge.weights.dist_checkpoint.folder import CONTENT
 from mcore_bridge.weights.plan.inventory import ParamEntry, merge_inventories
 from mcore_bridge.weights.provenance import Provenance, dialect_of
@@ -36,7 +36,7 @@ class WholeModel:
     provenance: Provenance
     mapping: WeightMapping
     entries: tuple[ParamEntry, ...]
-    placed: tuple[Placed, ...]
+    placed: tuple[LocatedParam, ...]
     objects: tuple[str, ...]
     """What modules keep beside tensors: nothing, under these keys, without which megatron-core does not load."""
 
@@ -78,18 +78,18 @@ def whole_model(
     return WholeModel(chunk.bridge, bound.mapping, entries, placed, objects)
 
 
-def _placed(number: int, entry: ParamEntry, tensors: Mapping[str, Tensor], sharded: Mapping[int, Any]) -> Placed:
+def _placed(number: int, entry: ParamEntry, tensors: Mapping[str, Tensor], sharded: Mapping[int, Any]) -> LocatedParam:
     places = tuple(_places(sharded[id(tensors[entry.held.mcore])], entry.held.shape))
     if sum(stop - start for start, stop in (place.rows for place in places)) != (entry.held.shape or (1,))[0]:
         raise CheckpointError(f"sharded_state_dict does not say where all of {entry.held.mcore} goes; report this")
-    return Placed(number, entry.held.shape, entry.held.dtype, places)
+    return LocatedParam(number, entry.held.shape, entry.held.dtype, places)
 
 
-def _places(sharded: Any, shape: Sequence[int]) -> Iterator[Place]:
+def _places(sharded: Any, shape: Sequence[int]) -> Iterator[ChunkLocation]:
     """Where the rows of a parameter go: what takes a parameter to pieces is shown the numbers of its rows instead."""
     if not hasattr(sharded, "build_fn"):
         padded = sharded.allow_shape_mismatch
-        yield Place(sharded.key, sharded.global_shape, sharded.global_offset, (0, (*shape, 1)[0]), padded)
+        yield ChunkLocation(sharded.key, sharded.global_shape, sharded.global_offset, (0, (*shape, 1)[0]), padded)
         return
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 
@@ -99,4 +99,4 @@ def _places(sharded: Any, shape: Sequence[int]) -> Iterator[Place]:
         start = int(column[0])
         if column.tolist() != list(range(start, start + len(column))):
             raise CheckpointError(f"{leaf.key} takes rows of a parameter in another order; report this")
-        yield Place(leaf.key, leaf.global_shape, leaf.global_offset, (start, start + len(column)))
+        yield ChunkLocation(leaf.key, leaf.global_shape, leaf.global_offset, (start, start + len(column)))

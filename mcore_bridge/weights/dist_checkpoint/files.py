@@ -44,7 +44,7 @@ from mcore_bridge.weights.dist_checkpoint.folder import CONTENT, VERSION, TorchD
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ChunkLocation:
     """``rows`` (start, stop) of a parameter are a box of the tensor ``key``, whose leading dims are of size 1 there."""
 
     key: str
@@ -67,26 +67,26 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class LocatedParam:
     """A parameter and its places."""
 
     number: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    places: tuple[Place, ...]
+    places: tuple[ChunkLocation, ...]
 
 
 # writing --------------------------------------------------------------------------------------------------------------
 
 
-def plan_files(units: Iterable[Sequence[Placed]], objects: Sequence[str]) -> tuple[list[SavePlan], Metadata]:
+def plan_files(units: Iterable[Sequence[LocatedParam]], objects: Sequence[str]) -> tuple[list[SavePlan], Metadata]:
     """What goes to each file, and what the folder says of all of them; ``objects``, which are empty, go to the last."""
     plans = [SavePlan([_item(each, place) for each in unit for place in each.places]) for unit in units]
     plans.append(SavePlan([WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in objects]))
     return create_default_global_save_plan(plans)
 
 
-def _item(placed: Placed, place: Place) -> WriteItem:
+def _item(placed: LocatedParam, place: ChunkLocation) -> WriteItem:
     properties = TensorProperties(dtype=placed.dtype)
     data = TensorWriteData(place.chunk(placed.shape), properties, torch.Size(place.shape))
     return WriteItem(MetadataIndex(place.key, data.chunk.offsets), WriteItemType.SHARD, tensor_data=data)
@@ -103,7 +103,7 @@ def _results(folder: Path, number: int) -> Path:
 
 
 def write_file(
-    folder: Path, number: int, plan: SavePlan, unit: Sequence[Placed], make: Callable[[int], Tensor]
+    folder: Path, number: int, plan: SavePlan, unit: Sequence[LocatedParam], make: Callable[[int], Tensor]
 ) -> None:
     """Write a file that is there under its name only when it is whole.
 
@@ -123,7 +123,7 @@ def write_file(
 class _Maker(DefaultSavePlanner):
     """Gives torch one tensor after the other, each made when it is asked for."""
 
-    def __init__(self, unit: Sequence[Placed], make: Callable[[int], Tensor]) -> None:
+    def __init__(self, unit: Sequence[LocatedParam], make: Callable[[int], Tensor]) -> None:
         super().__init__()
         self._places = {(place.key, place.offset): (each, place) for each in unit for place in each.places}
         self._make = make
@@ -166,7 +166,7 @@ class TorchDistReader:
         self._reader = FileSystemReader(folder.path)
         self._reader.set_up_storage_reader(folder.metadata, is_coordinator=False)
 
-    def read(self, placed: Placed) -> Tensor:
+    def read(self, placed: LocatedParam) -> Tensor:
         """The parameter, in the dtype that the folder has it in.
 
         Raises:
@@ -179,7 +179,7 @@ class TorchDistReader:
             self._read(place, place.chunk(placed.shape), rows.view(place.sizes(placed.shape)))
         return whole
 
-    def _read(self, place: Place, chunk: ChunkStorageMetadata, box: Tensor) -> None:
+    def _read(self, place: ChunkLocation, chunk: ChunkStorageMetadata, box: Tensor) -> None:
         items = create_read_items_for_chunk_list(place.key, self._folder.tensors[place.key], [chunk])
         found = sum(math.prod(item.lengths) for item in items)
         if found != box.numel():
