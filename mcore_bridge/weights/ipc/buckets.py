@@ -33,7 +33,7 @@ SGLang leaves latents out (``q_a_proj`` and ``kv_a_proj_with_mqa``), without a w
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class BucketEntry:
     """One HF tensor in a slot: contiguous, from byte ``offset`` on, a multiple of ``ALIGNMENT``."""
 
     name: str
@@ -58,7 +58,7 @@ class Bucket:
     number: int
     """Its place among the buckets of the plan, from 0: all that has to be said to a ``Receiver``."""
     slot: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[BucketEntry, ...]
 
     def columns(self) -> dict[str, list[object]]:
         """The index as plain lists, for receivers that are not ours: names, dtypes as ``"bfloat16"``, shapes, bytes."""
@@ -159,15 +159,15 @@ def _in_layers(runs: Iterable[Sequence[TensorSpec]], slot_bytes: int) -> Iterato
         yield from [list(chain.from_iterable(found))] if fits else found
 
 
-def _fill(runs: Iterable[Sequence[TensorSpec]], slot_bytes: int) -> Iterator[tuple[Piece, ...]]:
-    pieces: list[Piece] = []
+def _fill(runs: Iterable[Sequence[TensorSpec]], slot_bytes: int) -> Iterator[tuple[BucketEntry, ...]]:
+    pieces: list[BucketEntry] = []
     used = 0
     for run in runs:
         if pieces and used + _size(run) > slot_bytes:
             yield tuple(pieces)
             pieces, used = [], 0
         for spec in run:
-            pieces.append(Piece(spec.name, spec.dtype, tuple(spec.shape), used))
+            pieces.append(BucketEntry(spec.name, spec.dtype, tuple(spec.shape), used))
             used += aligned(spec.num_bytes)
     if pieces:
         yield tuple(pieces)
