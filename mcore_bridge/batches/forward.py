@@ -17,7 +17,7 @@ from mcore_bridge.batches.microbatches import alike, balances, micro_batches
 from mcore_bridge.batches.packing import PackedSequences, require_mask, unpack_sequences
 from mcore_bridge.config.mesh.lost_ranks import naming_lost_ranks
 from mcore_bridge.errors import BatchError
-from mcore_bridge.weights.bound import Models, chunks_of, noted
+from mcore_bridge.weights.bound import Models, chunks_of, provenance_on
 from mcore_bridge.weights.provenance import HF, Provenance
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def forward(
     """
     chunks, chunk = [models] if isinstance(models, nn.Module) else [*models], chunks_of(models)[0]
     _check(chunk, packed=packed, learns=loss is not None)
-    provenance = noted(models, hf, head)
+    provenance = provenance_on(models, hf, head)
 
     def checked() -> Callable[..., list[PackedSequences]]:
         mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask

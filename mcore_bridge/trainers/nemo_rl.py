@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mcore_bridge.errors import MappingError
 from mcore_bridge.rules.mapping import WeightMapping
-from mcore_bridge.weights.bound import BoundModel, Models, bind, noted
-from mcore_bridge.weights.local_slices import Place, places_of
+from mcore_bridge.weights.bound import BoundModel, Models, bind, provenance_on
+from mcore_bridge.weights.local_slices import SliceOrigin, origins_of
 from mcore_bridge.weights.param_sync import require_gathered
 from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.transfer.endpoints import check_storage
@@ -52,7 +52,7 @@ def local_params(
             q, k and v is not.
         ExportError: from ``pre``: parameters have no storage, or a step has left some for the next forward to gather.
     """
-    bound = bind(models, noted(models, hf, "lm"), dialect="split")
+    bound = bind(models, provenance_on(models, hf, "lm"), dialect="split")
     places = _by_name(bound)
     wanted = [info["name"] for layer in refit_info["layer_names"] for info in refit_info["per_layer_params"][layer]]
     if unknown := [name for name in wanted if not _is_known(name, bound.mapping)]:
@@ -68,16 +68,16 @@ def _is_known(name: str, mapping: WeightMapping) -> bool:
     return any(map(mapping.consumers, (name, name.replace(".experts.", ".experts.0.")))) or mapping.is_copy(name)
 
 
-def _by_name(bound: BoundModel) -> dict[str, list[Place]]:
+def _by_name(bound: BoundModel) -> dict[str, list[SliceOrigin]]:
     """Where this rank's parts are, by the names that NeMo-RL has: that of single experts is that of all, too."""
-    found: dict[str, list[Place]] = {}
-    for place in places_of(bound):
+    found: dict[str, list[SliceOrigin]] = {}
+    for place in origins_of(bound):
         for name in _names(place):
             found.setdefault(name, []).append(place)
     return found
 
 
-def _names(place: Place) -> Iterator[str]:
+def _names(place: SliceOrigin) -> Iterator[str]:
     yield place.name
     if match := _OF_EXPERT.fullmatch(place.name):
         yield match[1] + match[2]
@@ -85,7 +85,7 @@ def _names(place: Place) -> Iterator[str]:
 
 def _spec_of(
     name: str,
-    places: Sequence[Place],
+    places: Sequence[SliceOrigin],
     bound: BoundModel,
     models: Models,
     spec: Callable[..., Spec],
@@ -104,7 +104,7 @@ def _send(
     parameters: Sequence[Tensor],
     *,
     models: Models,
-    places: Sequence[Place],
+    places: Sequence[SliceOrigin],
     of_experts: bool,
     context: Callable[..., Any],
 ) -> Any:

@@ -14,7 +14,7 @@ from torch import nn
 
 from mcore_bridge.errors import ExportError, told
 from mcore_bridge.rules.mapping import Dialect, Rules
-from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, noted
+from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, provenance_on
 from mcore_bridge.weights.gc_paused import uncollected
 from mcore_bridge.weights.param_sync import gather_pending, heard_by_replicas, require_gatherable
 from mcore_bridge.weights.plan.all_to_all import plan_targets
@@ -111,7 +111,7 @@ def agree_on_plan(
     try:
         if bucket_bytes is not None and not (isinstance(bucket_bytes, int) and bucket_bytes > 0):
             raise ExportError(f"bucket_bytes must be a number of bytes above 0, or None, found {bucket_bytes!r}")
-        bound = bind(models, noted(models, hf, head), dialect=dialect)
+        bound = bind(models, provenance_on(models, hf, head), dialect=dialect)
     except Exception as failure:  # of files, too: the others must hear of it
         error = told(failure)
     fingerprint = (bucket_bytes, target, group.rank, group.size, group.num_stages, bound and bound.fingerprint())

@@ -107,7 +107,7 @@ def chunks_of(models: Models) -> tuple[GPTModel, ...]:
     return chunks
 
 
-def noted(models: Models, hf: HF | None = None, head: str = "lm") -> Provenance:
+def provenance_on(models: Models, hf: HF | None = None, head: str = "lm") -> Provenance:
     """Where models come from: as ``hf`` and ``head`` say, or as ``build_model`` noted on them.
 
     What ``build_model`` overrode holds in either case.
@@ -134,7 +134,7 @@ def bind(models: Models, provenance: Provenance | None = None, *, dialect: Diale
     Raises:
         MappingError: when it is not known where they come from, or they are no ``GPTModel``.
     """
-    provenance = provenance or noted(models)
+    provenance = provenance or provenance_on(models)
     chunks = chunks_of(models)
     first = chunks[0]
     groups = first.pg_collection

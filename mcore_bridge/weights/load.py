@@ -18,7 +18,7 @@ from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.mapping import Dialect, unstacked
 from mcore_bridge.rules.names import expert_of, kind_of, mtp_layer_of
 from mcore_bridge.rules.trace import Copy, Shape
-from mcore_bridge.weights.bound import BoundModel, Models, bind, noted
+from mcore_bridge.weights.bound import BoundModel, Models, bind, provenance_on
 from mcore_bridge.weights.dtypes import Dtypes, dtype_name, is_exact, wanted_dtype
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.slice_reader import SliceCopy, read
@@ -103,7 +103,7 @@ def load_hf_weights(
     """
     if isinstance(source, str | os.PathLike):
         source = Checkpoint(find_folder(source))
-    provenance = noted(models, hf, head)
+    provenance = provenance_on(models, hf, head)
     if dialect is None and isinstance(source, Mapping):
         dialect = dialect_of(source, provenance.rules)
     load = _Load(bind(models, provenance, dialect=dialect), dtype)

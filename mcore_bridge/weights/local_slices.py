@@ -9,14 +9,14 @@ from torch import Tensor
 
 from mcore_bridge.rules.mapping import Dialect, unstacked
 from mcore_bridge.rules.trace import Copy, Shape
-from mcore_bridge.weights.bound import BoundModel, Models, bind, noted
+from mcore_bridge.weights.bound import BoundModel, Models, bind, provenance_on
 from mcore_bridge.weights.param_sync import require_gathered
 from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.transfer.endpoints import check_storage
 
 
 @dataclass(frozen=True, slots=True)
-class HeldPiece:
+class LocalSlice:
     """``whole[index] == tensor``, where ``whole`` is the HF tensor ``name`` of ``shape``.
 
     ``tensor`` is a view of the live parameter, in the orientation of HF: it changes with the parameter, is not always
@@ -30,7 +30,7 @@ class HeldPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SliceOrigin:
     """Where a part of the parameter ``mcore`` is in the HF tensor ``name`` of ``shape``: at ``index``."""
 
     name: str
@@ -50,7 +50,7 @@ class Place:
 
 def iter_hf_pieces(
     models: Models, *, hf: HF | None = None, head: str = "lm", dialect: Dialect | None = None
-) -> Iterator[HeldPiece]:
+) -> Iterator[LocalSlice]:
     """Yield what this rank holds of each HF tensor. Nothing is copied and nothing communicates.
 
     The pieces of all ranks of a model replica make up every HF tensor; what several ranks hold, each of them yields.
@@ -67,13 +67,13 @@ def iter_hf_pieces(
             left parameters for the next forward to gather (also before the first one).
     """
     require_gathered(models)
-    bound = bind(models, noted(models, hf, head), dialect=dialect)
+    bound = bind(models, provenance_on(models, hf, head), dialect=dialect)
     check_storage(bound.tensors)
-    for place in places_of(bound):
-        yield HeldPiece(place.name, place.shape, place.index, place.of(bound.tensors[place.mcore]))
+    for place in origins_of(bound):
+        yield LocalSlice(place.name, place.shape, place.index, place.of(bound.tensors[place.mcore]))
 
 
-def places_of(bound: BoundModel) -> Iterator[Place]:
+def origins_of(bound: BoundModel) -> Iterator[SliceOrigin]:
     """Where all that a rank holds is, parameter by parameter."""
     for mcore in bound.tensors:
         binding = bound.mapping.bind(mcore)
@@ -86,11 +86,11 @@ def places_of(bound: BoundModel) -> Iterator[Place]:
                     yield _place(name, traced.part_shapes[copy.part], copy, mcore, bound.axes["experts"])
 
 
-def _place(name: str, shape: Shape, copy: Copy, mcore: str, num_experts: int) -> Place:
+def _place(name: str, shape: Shape, copy: Copy, mcore: str, num_experts: int) -> SliceOrigin:
     index = [slice(None)] * len(shape)
     stop = copy.part_start + (copy.size - 1) * copy.part_step + 1
     index[copy.part_dim] = slice(copy.part_start, stop, copy.part_step)
     whole, number = unstacked(name)
     if number is None:
-        return Place(name, shape, tuple(index), mcore, copy, is_stacked=False)
-    return Place(whole, (num_experts, *shape), (slice(number, number + 1), *index), mcore, copy, is_stacked=True)
+        return SliceOrigin(name, shape, tuple(index), mcore, copy, is_stacked=False)
+    return SliceOrigin(whole, (num_experts, *shape), (slice(number, number + 1), *index), mcore, copy, is_stacked=True)

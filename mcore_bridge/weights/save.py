@@ -18,7 +18,7 @@ from mcore_bridge.config.hf import with_fields
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.bound import Models, noted
+from mcore_bridge.weights.bound import Models, provenance_on
 from mcore_bridge.weights.dtypes import Dtypes
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.files.atomic_folder import commit, require_files, target_of, updating_by_all
@@ -76,7 +76,7 @@ def save_hf_checkpoint(
     """
     world = Group(None)
     with raise_on_all(world, f"{folder} was not written, and is as it was"):
-        target, provenance = target_of(folder), noted(models, hf, head)
+        target, provenance = target_of(folder), provenance_on(models, hf, head)
         require_positive(max_shard_bytes=max_shard_bytes, slot_bytes=slot_bytes)
     sizes = {"max_shard_bytes": max_shard_bytes, "slot_bytes": slot_bytes}
     require_alike(world, {"dtype": dtype, "dialect": dialect, "head": head, "keep": keep, **sizes})

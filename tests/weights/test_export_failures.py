@@ -45,7 +45,7 @@ THE_ONE = r"embedding\.word_embeddings\.weight to decoder\.layers\.2\.self_atten
         ),
         ("mcore_bridge.weights.transfer.copier.CopyTable.run", 0, "rank 1 of the group: RuntimeError: out of memory"),
         ("mcore_bridge.weights.transfer.copier.CopyTable.run", 1, "out of memory"),
-        ("mcore_bridge.weights.agreement.noted", 0, "RuntimeError: out of memory"),
+        ("mcore_bridge.weights.agreement.provenance_on", 0, "RuntimeError: out of memory"),
         ("mcore_bridge.weights.export.wanted_dtype", 3, "RuntimeError in the message of .*: out of memory"),
     ],
 )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights.bound import Models, chunks_of, noted
+from mcore_bridge.weights.bound import Models, chunks_of, provenance_on
 from mcore_bridge.weights.dist_checkpoint.compare import Check, chunk_names, sharded_states
 from mcore_bridge.weights.dist_checkpoint.extra_state import with_extra_states
 from mcore_bridge.weights.dist_checkpoint.folder import CONTENT, HEADS, VERSION, TorchDistFolder, dist_files, track
@@ -89,7 +89,7 @@ def save_checkpoint(
 
     world = Group(None)
     with raise_on_all(world, f"{folder} was not written, and is as it was"):
-        target, chunks, provenance = target_of(folder), chunks_of(models), noted(models, hf, head)
+        target, chunks, provenance = target_of(folder), chunks_of(models), provenance_on(models, hf, head)
         check_storage(held_tensors(chunks))
         pickle.dumps(common)  # only one rank would fail to write it
     require_alike(world, {"head": head, "optimizer": type(optimizer), "common": sorted(common or ())})
@@ -161,7 +161,7 @@ def load_checkpoint(
         if found.is_stacked:
             for part in state.values():
                 stack_layers(part, chunks[0].config.num_layers)
-        check = Check(found, noted(models, hf, head).hf.vocab_size, dtype)
+        check = Check(found, provenance_on(models, hf, head).hf.vocab_size, dtype)
         check.compare(state)
     _require_one(world.all_gather_object(os.path.relpath(found.path, folder)), folder)
     with raise_on_all(world, f"{found.path} was not read, and the models are as they were"):
