@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.convert.conversion import units_of, widespread
-from mcore_bridge.convert.parameters import Part, take_apart
+from mcore_bridge.convert.parameters import HFSlice, disassemble
 from mcore_bridge.convert.reference_model import whole_model
 from mcore_bridge.convert.to_hf import ToHF, stored_as
 from mcore_bridge.errors import CheckpointError
@@ -40,11 +40,11 @@ class FromDist(ToHF):
         model = replace(model, entries=entries, placed=placed)
         return cls(model=model, source=found.path, staging=staging, units=tuple(units_of(entries, file_bytes)))
 
-    def parts(self, number: int) -> Iterator[tuple[Part, Tensor]]:
+    def parts(self, number: int) -> Iterator[tuple[HFSlice, Tensor]]:
         """What the HF tensors of a parameter have of it."""
         entry = self.model.entries[number]
         whole = self._reader.read(self.model.placed[number]).to(entry.held.dtype)
-        return take_apart(entry, {0: whole}, self.device)
+        return disassemble(entry, {0: whole}, self.device)
 
     @cached_property
     def _reader(self) -> TorchDistReader:

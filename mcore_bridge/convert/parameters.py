@@ -23,7 +23,7 @@ from mcore_bridge.weights.ties import require_equal
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class HFSlice:
     """One HF tensor that a parameter has something of: all of it, or the entry ``index`` of one for all experts."""
 
     name: str
@@ -31,10 +31,10 @@ class Part:
     index: int | None
 
 
-def parts_of(entry: ParamEntry) -> tuple[Part, ...]:
+def parts_of(entry: ParamEntry) -> tuple[HFSlice, ...]:
     """The HF tensors of a parameter, in the order of its layout."""
     return tuple(
-        Part(name, shape, index)
+        HFSlice(name, shape, index)
         for (name, index), shape in zip(map(unstacked, entry.hf), entry.trace.part_shapes, strict=True)
     )
 
@@ -93,7 +93,9 @@ def _hf_tensor(source: Source, hf: str) -> Tensor:
     return source[name] if index is None else source[name][index]
 
 
-def take_apart(entry: ParamEntry, shards: Mapping[int, Tensor], device: str = "cpu") -> Iterator[tuple[Part, Tensor]]:
+def disassemble(
+    entry: ParamEntry, shards: Mapping[int, Tensor], device: str = "cpu"
+) -> Iterator[tuple[HFSlice, Tensor]]:
     """What the HF tensors of an entry have of its parameter, on the CPU.
 
     Args:

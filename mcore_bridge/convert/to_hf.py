@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.convert.conversion import Conversion, Progress
-from mcore_bridge.convert.parameters import Part, parts_of, specs_of
+from mcore_bridge.convert.parameters import HFSlice, parts_of, specs_of
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.dtypes import dtype_name, is_exact
@@ -48,7 +48,7 @@ class ToHF(Conversion):
             os.fsync(file.fileno())  # or the name might outlive what it stands for
         path.rename(self.staging / self.names[number])
 
-    def parts(self, number: int) -> Iterator[tuple[Part, Tensor]]:
+    def parts(self, number: int) -> Iterator[tuple[HFSlice, Tensor]]:
         """What the HF tensors of a parameter have of it."""
         raise NotImplementedError
 
@@ -65,7 +65,7 @@ class ToHF(Conversion):
         return list(specs_of(self.model.entries[each] for each in self.units[number]))
 
 
-def _write(writer: SafetensorsWriter, entry: ParamEntry, part: Part, tensor: Tensor) -> None:
+def _write(writer: SafetensorsWriter, entry: ParamEntry, part: HFSlice, tensor: Tensor) -> None:
     flat = tensor.flatten().view(torch.uint8)
     writer.write(part.name, (part.index or 0) * flat.nbytes, flat)
     if part == parts_of(entry)[0]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.convert.conversion import units_of, widespread
-from mcore_bridge.convert.parameters import Part, specs_of, take_apart
+from mcore_bridge.convert.parameters import HFSlice, disassemble, specs_of
 from mcore_bridge.convert.rank_files.folder import RankFolder
 from mcore_bridge.convert.reference_model import whole_model
 from mcore_bridge.convert.to_hf import ToHF, stored_as
@@ -39,12 +39,12 @@ class FromTorch(ToHF):
         model, units = replace(model, entries=entries), tuple(units_of(entries, file_bytes))
         return cls(model=model, source=found.path, staging=staging, units=units, hf=hf)
 
-    def parts(self, number: int) -> Iterator[tuple[Part, Tensor]]:
+    def parts(self, number: int) -> Iterator[tuple[HFSlice, Tensor]]:
         """What the HF tensors of a parameter have of it."""
         whole = self.model.entries[number]
         entry = self._entries[whole.held.mcore]
         shards = {shard: tensor.to(whole.held.dtype) for shard, tensor in self._folder.shards(entry).items()}
-        yield from take_apart(entry, shards, self.device)
+        yield from disassemble(entry, shards, self.device)
         self._folder.release(entry)
 
     @cached_property

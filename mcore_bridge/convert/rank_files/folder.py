@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-from mcore_bridge.convert.parameters import take_apart
+from mcore_bridge.convert.parameters import disassemble
 from mcore_bridge.convert.rank_files.file import NAME, read_rank_file
 from mcore_bridge.convert.rank_files.infer_mesh import EMBEDDING, Named, files_of, named
 from mcore_bridge.convert.rank_files.layout import RankFile
@@ -93,7 +93,7 @@ def iter_mg_weights(folder: str | os.PathLike[str], hf: HF | None = None) -> Ite
     found = RankFolder.open(folder, hf or folder)
     stacks: dict[str, dict[int, Tensor]] = {}
     for entry in found.entries:
-        for part, tensor in take_apart(entry, found.shards(entry)):
+        for part, tensor in disassemble(entry, found.shards(entry)):
             if part.index is None:
                 yield part.name, tensor
                 continue
