@@ -15,7 +15,7 @@ from mcore_bridge.errors import ConfigError
 logger = logging.getLogger("mcore_bridge")
 
 
-class Seam(ModuleType):
+class StandInModule(ModuleType):
     """A module that has the names of one of ours, which is imported once the first of them is asked for.
 
     So the driver of a trainer needs no megatron-core, and whoever has to be imported before it still is.
@@ -31,19 +31,19 @@ class Seam(ModuleType):
         return getattr(importlib.import_module(self.__home), name)
 
 
-def take(homes: Mapping[str, str]) -> None:
+def replace_modules(homes: Mapping[str, str]) -> None:
     """Have an import of each of these names give what our module of the other name has.
 
     Raises:
         ConfigError: another module has one of the names already; then none is taken.
     """
-    late = [name for name in homes if not isinstance(sys.modules.get(name), Seam | None)]
+    late = [name for name in homes if not isinstance(sys.modules.get(name), StandInModule | None)]
     if late:
         raise ConfigError(
             f"{', '.join(late)} must not have been imported before mcore_bridge takes the place: name this module in "
             "the trainer's config or environment, as docs/verl.md says, instead of importing it later"
         )
-    sys.modules.update({name: Seam(name, home) for name, home in homes.items()})
+    sys.modules.update({name: StandInModule(name, home) for name, home in homes.items()})
     logger.info("mcore_bridge takes the place of %s", ", ".join(homes))
 
 

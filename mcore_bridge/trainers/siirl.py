@@ -3,6 +3,6 @@
 siiRL imports it where ``model.external_lib`` of its config names it, before it looks for a bridge.
 """
 
-from mcore_bridge.trainers.module_patch import take
+from mcore_bridge.trainers.module_patch import replace_modules
 
-take({"siirl.models.mcore.mbridge": "mcore_bridge.trainers.mbridge"})
+replace_modules({"siirl.models.mcore.mbridge": "mcore_bridge.trainers.mbridge"})

@@ -5,9 +5,9 @@ verl imports it itself, in every process and before it looks for a bridge, where
 verl would load without being asked, and whose failure it would not show.
 """
 
-from mcore_bridge.trainers.module_patch import take
+from mcore_bridge.trainers.module_patch import replace_modules
 
-take(
+replace_modules(
     {
         "verl.models.mcore.mbridge": "mcore_bridge.trainers.mbridge",
         "verl.models.mcore.bridge": "mcore_bridge.trainers.megatron_bridge",

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import mcore_bridge as mb
 from mcore_bridge import EngineRank, ParallelDims, engine_ranks
 from mcore_bridge.errors import ExportError, TargetError
-from mcore_bridge.trainers.rlinf.shares import shares_of
+from mcore_bridge.trainers.rlinf.shares import slices_of
 from mcore_bridge.weights.manifest import digest
 from mcore_bridge.weights.plan.inventory import merge_inventories
 from mcore_bridge.weights.plan.stream import HEADER
@@ -130,7 +130,7 @@ def test_what_is_there_whole_is_cut_alike(family):
         if sizes.get("ep", 1) > 1 and family in ("tied", "fused"):
             continue
         for target in ranks_of(sizes):
-            shares = shares_of(target, bound.mapping, bound.axes, hf.num_hidden_layers, entries)
+            shares = slices_of(target, bound.mapping, bound.axes, hf.num_hidden_layers, entries)
             found = {share.name: share.of(state[name]) for name, share in shares.items()}
             assert_gets(found, expected(hf, state, target))
 

@@ -17,7 +17,7 @@ from mcore_bridge.weights.plan.target import EngineRank
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class TensorSlice:
     """What is taken of one HF tensor.
 
     Args:
@@ -41,9 +41,9 @@ class Share:
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def shares_of(
+def slices_of(
     target: EngineRank, mapping: WeightMapping, axes: Axes, num_layers: int, entries: Sequence[ParamEntry]
-) -> Mapping[str, Share]:
+) -> Mapping[str, TensorSlice]:
     """By the name of each HF tensor of which ``target`` takes any, what it takes: what an export to it would yield.
 
     Args:
@@ -54,12 +54,12 @@ def shares_of(
     """
     slicer = Slicer(target, mapping, axes, num_layers)
     experts = target.experts(axes["experts"])
-    found: dict[str, Share] = {}
+    found: dict[str, TensorSlice] = {}
     for entry in entries:
         if (named := slicer.named(entry)) is None:
             continue
         shares = [
-            Share(unstacked(name)[0], experts if entry.stack else None, dim, tuple(_stretches(taken)))
+            TensorSlice(unstacked(name)[0], experts if entry.stack else None, dim, tuple(_stretches(taken)))
             for name, dim, taken in zip(named.hf, dims_of(entry.trace), slicer.taken(named), strict=True)
         ]
         found.update((unstacked(hf)[0], share) for hf, share in zip(entry.hf, shares, strict=True))

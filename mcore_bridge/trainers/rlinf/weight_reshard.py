@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mcore_bridge.errors import BridgeError, ExportError
 from mcore_bridge.trainers.rlinf.engine import Destination, Engine
-from mcore_bridge.trainers.rlinf.shares import Share, shares_of
+from mcore_bridge.trainers.rlinf.shares import TensorSlice, slices_of
 from mcore_bridge.trainers.rlinf.sync import Bucket, FullBucket, Sync
 from mcore_bridge.weights.agreement import Export
 from mcore_bridge.weights.bound import Models, chunks_of
@@ -44,7 +44,7 @@ class MegatronCoreWeightReshard:
         self._engine = Engine.of(config)
         self._hf, self._head = hf, head
         self._sync: Sync | None = None
-        self._known: tuple[ExportPlan, dict[EngineRank, Mapping[str, Share]]] | None = None
+        self._known: tuple[ExportPlan, dict[EngineRank, Mapping[str, TensorSlice]]] | None = None
 
     def set_tp_gather_is_identity(self, tp_gather_is_identity: bool) -> None:
         """Nothing: what a rank holds itself never travels."""
@@ -130,7 +130,7 @@ class MegatronCoreWeightReshard:
         tp, pp = ((group.size(), group.rank()) for group in (groups.tp, groups.pp))
         return self._engine.rank_at(destination, tp=tp, pp=pp)
 
-    def _shares_of(self, export: Export, target: EngineRank) -> Mapping[str, Share]:
+    def _shares_of(self, export: Export, target: EngineRank) -> Mapping[str, TensorSlice]:
         """Worked out once for each plan and target."""
         plan, bound = export.program.plan, export.bound
         if self._known is None or self._known[0] is not plan:
@@ -138,7 +138,7 @@ class MegatronCoreWeightReshard:
         known = self._known[1]
         if target not in known:
             num_layers = bound.chunks[0].config.num_layers
-            known[target] = shares_of(target, bound.mapping, bound.axes, num_layers, plan.payload.entries)
+            known[target] = slices_of(target, bound.mapping, bound.axes, num_layers, plan.payload.entries)
         return known[target]
 
     def _begin(self, models: Models, num_buckets: int) -> list[Bucket]:
