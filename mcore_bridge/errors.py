@@ -51,12 +51,12 @@ class BatchError(BridgeError, ValueError):
     """A batch does not fit the model, or its microbatches the mesh."""
 
 
-def told(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """What others are told of an error: a message of ours says enough, any other has its type before it."""
     return str(error) if isinstance(error, BridgeError) else f"{type(error).__name__}: {error}"
 
 
-def by_ranks(messages: Sequence[str]) -> str:
+def grouped_by_rank(messages: Sequence[str]) -> str:
     """What the ranks of a group say, each of it once; nothing where it is empty.
 
     Args:

@@ -20,7 +20,7 @@ from mcore_bridge import __version__
 from mcore_bridge.commands.options import Cp, Debug, Ep, Etp, Folder, Layout, Mtp, Pp, Sp, Tp, Vp
 from mcore_bridge.commands.plan.cost import BANDWIDTH
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-from mcore_bridge.errors import BridgeError, ConfigError, told
+from mcore_bridge.errors import BridgeError, ConfigError, describe
 from mcore_bridge.weights.gc_paused import uncollected
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _refusals(debug: bool) -> Iterator[None]:
     except typer.Exit:
         raise
     except Exception as error:
-        typer.secho(f"error: {told(error)}", fg="red", err=True)
+        typer.secho(f"error: {describe(error)}", fg="red", err=True)
         if debug:
             typer.echo(getattr(error, "details", "") or traceback.format_exc(), err=True)
         elif not isinstance(error, BridgeError) or hasattr(error, "details"):

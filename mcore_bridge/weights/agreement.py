@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
-from mcore_bridge.errors import ExportError, told
+from mcore_bridge.errors import ExportError, describe
 from mcore_bridge.rules.mapping import Dialect, Rules
 from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, provenance_on
 from mcore_bridge.weights.gc_paused import uncollected
@@ -113,7 +113,7 @@ def agree_on_plan(
             raise ExportError(f"bucket_bytes must be a number of bytes above 0, or None, found {bucket_bytes!r}")
         bound = bind(models, provenance_on(models, hf, head), dialect=dialect)
     except Exception as failure:  # of files, too: the others must hear of it
-        error = told(failure)
+        error = describe(failure)
     fingerprint = (bucket_bytes, target, group.rank, group.size, group.num_stages, bound and bound.fingerprint())
     plans = _plans.get(first, ())
     fits = [not error and each.fingerprint == fingerprint for each in plans]

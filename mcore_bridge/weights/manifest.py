@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_bridge.errors import told
+from mcore_bridge.errors import describe
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.agreement import agree_on_plan
@@ -114,7 +114,7 @@ def manifest(
         with closing(pairs):  # type: ignore[type-var]  # a generator, as it promises
             found = {name: digest(tensor) for i, (name, tensor) in enumerate(pairs) if i % size == rank}
     except Exception as failure:  # such as no memory: the others must hear of it
-        problem = told(failure)
+        problem = describe(failure)
     answers = export.group.all_gather_object((found, problem))
     raise_failures([problem for _, problem in answers])
     if export.program.is_gather:

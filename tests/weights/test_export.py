@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import mcore_bridge as mb
-from mcore_bridge.errors import ExportError, MappingError, by_ranks
+from mcore_bridge.errors import ExportError, MappingError, grouped_by_rank
 from mcore_bridge.weights.agreement import agree_on_plan
 from mcore_bridge.weights.manifest import digest
 from mcore_bridge.weights.plan.budget import MESSAGES_IN_FLIGHT
@@ -578,11 +578,11 @@ def test_ranks_that_ask_for_different_buckets_are_told():
 
 
 def test_what_ranks_say_is_said_once():
-    assert by_ranks(["", "a", "b", "a"]) == "ranks 1, 3 of the group: a; rank 2 of the group: b"
-    assert by_ranks(["a"] * 3) == "all 3 ranks of the group: a"
-    assert by_ranks(["a"] * 12 + [""]) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more of the group: a"
-    assert by_ranks(["a"]) == "rank 0 of the group: a"
-    assert not by_ranks(["", ""])
+    assert grouped_by_rank(["", "a", "b", "a"]) == "ranks 1, 3 of the group: a; rank 2 of the group: b"
+    assert grouped_by_rank(["a"] * 3) == "all 3 ranks of the group: a"
+    assert grouped_by_rank(["a"] * 12 + [""]) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more of the group: a"
+    assert grouped_by_rank(["a"]) == "rank 0 of the group: a"
+    assert not grouped_by_rank(["", ""])
 
 
 def nonsense():

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from mcore_bridge.errors import ExportError, told
+from mcore_bridge.errors import ExportError, describe
 from mcore_bridge.trainers.rlinf.engine import Destination
 from mcore_bridge.trainers.rlinf.rounds import run_rounds
 from mcore_bridge.weights.agreement import Export, open_export
@@ -76,7 +76,7 @@ class Sync:
             if destination is not None:
                 target = target_at(self.models, destination)
         except Exception as error:  # the others are about to wait for this rank
-            problem = told(error)
+            problem = describe(error)
         self.destination = destination
         self.export = open_export(
             *(self.models, self.hf, self.head),

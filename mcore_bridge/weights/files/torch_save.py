@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_bridge.errors import CheckpointError, told
+from mcore_bridge.errors import CheckpointError, describe
 from mcore_bridge.weights.files.positional_io import array_of, write_bytes
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
@@ -81,7 +81,7 @@ def read_torch_file(path: Path) -> dict[str, Any]:
     except (pickle.UnpicklingError, TypeError, AttributeError, LookupError) as error:
         classes = ", ".join(sorted(others)) or "torch itself"
         raise CheckpointError(
-            f"{path} holds what cannot be passed over, of {classes} ({told(error).splitlines()[0]}); save it again "
+            f"{path} holds what cannot be passed over, of {classes} ({describe(error).splitlines()[0]}); save it again "
             "with nothing but tensors, numbers and text beside the model"
         ) from None
     except (OSError, RuntimeError, EOFError, ValueError) as error:

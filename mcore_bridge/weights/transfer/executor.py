@@ -14,7 +14,7 @@ from contextlib import closing
 import torch
 from torch import Tensor
 
-from mcore_bridge.errors import ExportError, by_ranks, told
+from mcore_bridge.errors import ExportError, describe, grouped_by_rank
 from mcore_bridge.weights.plan.budget import MESSAGES_IN_FLIGHT
 from mcore_bridge.weights.plan.export_plan import Message
 from mcore_bridge.weights.transfer.collectives import Group, Memory, State, Windows
@@ -64,14 +64,14 @@ def run_messages(
 
 def raise_failures(messages: Sequence[str]) -> None:
     """Raise ``ExportError`` if any rank sent a message."""
-    if failures := by_ranks(messages):
+    if failures := grouped_by_rank(messages):
         raise ExportError(failures)
 
 
 def require_all(group: Group, problem: Exception | None) -> None:
     """Raise ``ExportError`` on every rank where any has a problem: the others would wait for it."""
     if not group.all_true(problem is None):
-        raise_failures(group.all_gather_object(told(problem) if problem else ""))
+        raise_failures(group.all_gather_object(describe(problem) if problem else ""))
 
 
 def _alone(program: Program, tensors: Mapping[str, Tensor], device: torch.device) -> Iterator[Pairs]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from mcore_bridge.errors import CheckpointError, by_ranks, told
+from mcore_bridge.errors import CheckpointError, describe, grouped_by_rank
 
 if TYPE_CHECKING:
     from mcore_bridge.weights.transfer.collectives import Group
@@ -21,8 +21,8 @@ def raise_on_all(world: Group, what: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as problem:  # torch's CheckpointException is no Exception; the others must hear of it, too
-        error = told(problem)
-    if failures := by_ranks(world.all_gather_object(error)):
+        error = describe(problem)
+    if failures := grouped_by_rank(world.all_gather_object(error)):
         raise CheckpointError(f"{what}: {failures}")
 
 
@@ -34,5 +34,5 @@ def require_alike(world: Group, arguments: Mapping[str, object]) -> None:
     """
     asked = world.all_gather_object({name: repr(value) for name, value in arguments.items()})
     if differ := [name for name in arguments if len({each[name] for each in asked}) > 1]:
-        passed = by_ranks([", ".join(f"{name}={each[name]}" for name in differ) for each in asked])
+        passed = grouped_by_rank([", ".join(f"{name}={each[name]}" for name in differ) for each in asked])
         raise CheckpointError(f"expected the same {' and '.join(differ)} on every rank, found {passed}; pass one value")
