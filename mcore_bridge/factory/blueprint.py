@@ -91,7 +91,7 @@ class Blueprint:
         return f"{dtype} on {self.device}, backend {self.backend}, head {self.provenance.head}"
 
 
-def draw(
+def make_blueprint(
     hf: str | os.PathLike[str] | PretrainedConfig,
     *,
     dims: ParallelDims,
@@ -194,7 +194,7 @@ def to_transformer_config(
         ConfigError: the config or an override cannot be expressed exactly.
         MeshError: ``dims`` do not fit this model.
     """
-    return draw(hf, dims=dims or ParallelDims(), dtype=dtype, overrides=overrides).config
+    return make_blueprint(hf, dims=dims or ParallelDims(), dtype=dtype, overrides=overrides).config
 
 
 def to_gpt_arguments(
@@ -205,7 +205,7 @@ def to_gpt_arguments(
     overrides: Overrides | None = None,
 ) -> dict[str, object]:
     """The arguments of ``GPTModel`` that the HF config decides. Arguments and errors: ``to_transformer_config``."""
-    drawn = draw(hf, dims=dims or ParallelDims(), dtype=torch.bfloat16, head=head, overrides=overrides)
+    drawn = make_blueprint(hf, dims=dims or ParallelDims(), dtype=torch.bfloat16, head=head, overrides=overrides)
     return dict(drawn.gpt_arguments)
 
 
@@ -231,7 +231,7 @@ def to_layer_spec(
         ConfigError: as for ``to_transformer_config``, or the backend is unknown or not installed.
         MeshError: ``dims`` do not fit this model, or have no such stage.
     """
-    drawn = draw(hf, dims=dims or ParallelDims(), dtype=dtype, backend=backend, overrides=overrides)
+    drawn = make_blueprint(hf, dims=dims or ParallelDims(), dtype=dtype, backend=backend, overrides=overrides)
     for stage in drawn.stages:
         if (stage.pp_rank, stage.vp_stage) == (pp_rank, vp_stage or 0):
             return drawn.block_spec(stage)

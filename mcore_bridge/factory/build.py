@@ -19,15 +19,15 @@ from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory.blueprint import (
     Blueprint,
     Overrides,
-    draw,
+    make_blueprint,
     to_gpt_arguments,
     to_layer_spec,
     to_transformer_config,
 )
 from mcore_bridge.factory.chunk import build_chunk, building
 from mcore_bridge.factory.freeze import freeze_parameters, require_patterns
-from mcore_bridge.factory.param_count import census
-from mcore_bridge.factory.reconcile import settle
+from mcore_bridge.factory.param_count import count_params
+from mcore_bridge.factory.reconcile import reconcile
 from mcore_bridge.weights.load import Source, load_hf_weights
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def build_model(
         MeshError: ``dims`` fit neither this model nor what ``parallel_state`` says.
         CheckpointError: the weights do not fit the model.
     """
-    blueprint = draw(
+    blueprint = make_blueprint(
         hf, dims=dims or _mesh(), dtype=dtype, device=device, backend=backend, head=head, overrides=overrides
     )
     chunks = build(blueprint, _source(hf, load_weights, blueprint.device), freeze=freeze, seed=seed)
@@ -92,12 +92,12 @@ def build(blueprint: Blueprint, source: Source | None, *, freeze: Sequence[str] 
     """``build_model`` once all is decided: this rank's chunks, with the blueprint's own config as theirs.
 
     Args:
-        blueprint: from ``draw``. What has been changed on its config since then is checked as overrides are.
+        blueprint: from ``make_blueprint``. What has been changed on its config since then is checked as overrides are.
         source: of the weights; None leaves megatron-core's initial values.
         freeze, seed: see ``build_model``, as for the errors.
     """
     require_patterns(freeze)
-    blueprint = settle(blueprint)
+    blueprint = reconcile(blueprint)
     _require_mesh(blueprint, _mesh())
     stages = own_stages(blueprint)
     with building(blueprint, seed=seed, initialise=source is None):
@@ -156,7 +156,7 @@ def _log(blueprint: Blueprint, chunks: Sequence[GPTModel]) -> None:
     if torch.distributed.get_rank() != 0 or not logger.isEnabledFor(logging.INFO):
         return
     try:
-        total = f"{census(blueprint.hf).total:,}"
+        total = f"{count_params(blueprint.hf).total:,}"
     except ConfigError:  # overrides may make a config possible that is not by itself
         total = "an unknown number of"
     here = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())

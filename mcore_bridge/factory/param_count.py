@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Census:
+class ParamCounts:
     """Numbers that a checkpoint has: of each layer, of the embedding, of the LM head (0 when tied) and of the rest.
 
     ``experts`` are those of the routed experts among a layer's.
@@ -38,7 +38,7 @@ class Census:
         return sum(self.layers) + self.embedding + self.lm_head + self.rest
 
 
-def census(hf: PretrainedConfig) -> Census:
+def count_params(hf: PretrainedConfig) -> ParamCounts:
     """Count what the ``GPTModel`` of ``hf`` holds. What an architecture's own ``layer_spec`` adds is not counted.
 
     Raises:
@@ -53,7 +53,7 @@ def census(hf: PretrainedConfig) -> Census:
     layers = tuple(_norms(config) + sum(parts) for parts in zip(attentions, mlps, strict=True))
     vocabulary = config.hf_vocab_size * config.hidden_size
     lm_head = 0 if hf.tie_word_embeddings else vocabulary
-    return Census(layers, tuple(experts), vocabulary, lm_head, _norm(config, config.hidden_size))
+    return ParamCounts(layers, tuple(experts), vocabulary, lm_head, _norm(config, config.hidden_size))
 
 
 def _linear(inputs: int, outputs: int, *, bias: bool) -> int:
@@ -141,7 +141,7 @@ def resolve_layout(
     """
     if dims.layout != "balanced":
         return dims
-    counted = census(hf)
+    counted = count_params(hf)
     each = dims.ep * dims.etp * dtype.itemsize  # bytes of a parameter on a rank, as multiples of 1 / (tp * ep * etp)
     each_of_experts = dims.tp * dtype.itemsize
     layers = [

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mcore_bridge.config.overrides import gpt_argument_names
-from mcore_bridge.factory.blueprint import Blueprint, Overrides, draw
+from mcore_bridge.factory.blueprint import Blueprint, Overrides, make_blueprint
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _SPECS = frozenset({"transformer_layer_spec", "mtp_block_spec"})
 
 
-def settle(
+def reconcile(
     blueprint: Blueprint,
     *,
     dims: ParallelDims | None = None,
@@ -31,19 +31,19 @@ def settle(
     """The blueprint that its config has come to ask for, with this very config.
 
     Args:
-        blueprint: from ``draw``, or from here.
+        blueprint: from ``make_blueprint``, or from here.
         dims, dtype, head: where they have changed too.
         overrides: the changes; None is what ``changes_of`` finds.
 
     Raises:
-        ConfigError, MeshError: as for ``draw``.
+        ConfigError, MeshError: as for ``make_blueprint``.
     """
     known = blueprint.provenance
     changes = changes_of(blueprint) if overrides is None else overrides
     dims, dtype, head = dims or blueprint.dims, dtype or blueprint.dtype, head or known.head
     if not changes and (dims, dtype, head) == (blueprint.dims, blueprint.dtype, known.head):
         return blueprint
-    settled = draw(
+    settled = make_blueprint(
         known.folder or blueprint.origin,
         dims=dims,
         dtype=dtype,

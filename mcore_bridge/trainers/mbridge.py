@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-from mcore_bridge.factory.blueprint import Blueprint, draw
+from mcore_bridge.factory.blueprint import Blueprint, make_blueprint
 from mcore_bridge.factory.build import build
 from mcore_bridge.trainers.loading import load_folder
 from mcore_bridge.trainers.settings import require_same_model, settle_same, split, with_mtp_layers
@@ -180,7 +180,7 @@ class Bridge:
         for_routers = {_REPLAY: asked.pop(_REPLAY)} if _REPLAY in asked and _routers_read_replay() else {}
         dims, overrides = split({**schedule, "overlap_p2p_comm": mesh.vp > 1, **asked}, mesh)
         overrides = require_same_model(self.hf_config, overrides, dtype=self.dtype)
-        drawn = draw(self.hf_config, dims=dims, dtype=self.dtype, overrides=overrides)
+        drawn = make_blueprint(self.hf_config, dims=dims, dtype=self.dtype, overrides=overrides)
         vars(drawn.config).update(for_routers)
         return drawn
 

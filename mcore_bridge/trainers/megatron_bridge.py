@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mcore_bridge.architecture import read_hf
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.blueprint import draw
+from mcore_bridge.factory.blueprint import make_blueprint
 from mcore_bridge.trainers.loading import load_folder
 from mcore_bridge.trainers.wrap import ddp_config_of, freeze_routers
 from mcore_bridge.weights.bound import chunks_of
@@ -118,7 +118,7 @@ class AutoBridge:
         """
         from mcore_bridge.trainers.provider import Provider
 
-        blueprint = draw(self.folder, dims=ParallelDims(), dtype=torch.bfloat16)
+        blueprint = make_blueprint(self.folder, dims=ParallelDims(), dtype=torch.bfloat16)
         source: Source | None = (hf_path or self.folder) if load_weights else None
         return Provider.of(blueprint, source)
 

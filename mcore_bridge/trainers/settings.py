@@ -11,8 +11,8 @@ from mcore_bridge.config.fields import Preset
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.tables.moe import MTP_ON_REQUEST, layers_of
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.blueprint import Blueprint, draw
-from mcore_bridge.factory.reconcile import changes_of, settle
+from mcore_bridge.factory.blueprint import Blueprint, make_blueprint
+from mcore_bridge.factory.reconcile import changes_of, reconcile
 from mcore_bridge.weights.provenance import HF
 
 if TYPE_CHECKING:
@@ -75,12 +75,12 @@ def require_same_model(hf: HF, overrides: Mapping[str, object], **build: Any) ->
 
     Args:
         hf: the config, or its folder.
-        build: dtype, device, backend and head, as for ``draw``.
+        build: dtype, device, backend and head, as for ``make_blueprint``.
 
     Raises:
         ConfigError: naming all that do.
     """
-    meant = draw(hf, dims=ParallelDims(), **build)
+    meant = make_blueprint(hf, dims=ParallelDims(), **build)
     held = {**vars(meant.config), **meant.gpt_arguments}
     asked = {**held, **overrides}
     for name in ("kv_channels", "num_query_groups"):
@@ -100,14 +100,14 @@ def require_same_model(hf: HF, overrides: Mapping[str, object], **build: Any) ->
 
 
 def settle_same(blueprint: Blueprint, *, overrides: Mapping[str, object] | None = None, **changed: Any) -> Blueprint:
-    """``settle``, as long as no change makes another model. Arguments are the same, errors also those of above."""
+    """``reconcile``, as long as no change makes another model. Arguments are the same, errors also those of above."""
     dtype, head = (changed.get(name) for name in ("dtype", "head"))
     own = {"dtype": dtype or blueprint.dtype, "head": head or blueprint.provenance.head}
     placed = {"device": blueprint.device, "backend": blueprint.backend}
     changes = changes_of(blueprint) if overrides is None else overrides
     hf = blueprint.provenance.folder or blueprint.origin
     checked = require_same_model(hf, {**blueprint.overrides, **changes}, **own, **placed)
-    return settle(blueprint, overrides={name: checked[name] for name in changes}, **changed)
+    return reconcile(blueprint, overrides={name: checked[name] for name in changes}, **changed)
 
 
 def _unread(asked: Mapping[str, object]) -> set[str]:

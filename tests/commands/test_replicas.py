@@ -11,7 +11,7 @@ from mcore_bridge import ParallelDims, build_model
 from mcore_bridge.commands.plan.mesh_plan import plan_mesh
 from mcore_bridge.commands.plan.replicas import replicas
 from mcore_bridge.commands.plan.tables import plan
-from mcore_bridge.factory.blueprint import draw
+from mcore_bridge.factory.blueprint import make_blueprint
 from mcore_bridge.weights.bound import bind
 from mcore_bridge.weights.transfer.collectives import Group
 from tests.support import fake_mesh
@@ -100,7 +100,9 @@ def test_a_balanced_pipeline_counts_experts_as_ranks_hold_them():
         vocab_size=64,
     )
     for ep, bound in ((1, 1.3), (8, 1.3), (32, 1.3)):
-        blueprint = draw(hf, dims=ParallelDims(pp=3, ep=ep, layout="balanced"), dtype=torch.bfloat16, device="meta")
+        blueprint = make_blueprint(
+            hf, dims=ParallelDims(pp=3, ep=ep, layout="balanced"), dtype=torch.bfloat16, device="meta"
+        )
         planned = plan_mesh(blueprint, world_size=math.lcm(3, 3 * ep))
         totals = [sum(chunk.num_bytes for chunk in chunks) for chunks in planned.ranks]
         assert max(totals) <= bound * sum(totals) / 3, (ep, totals)

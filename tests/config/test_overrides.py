@@ -16,7 +16,7 @@ from mcore_bridge import BridgeError, ParallelDims
 from mcore_bridge.config.effective import decided_by
 from mcore_bridge.config.tables.derived import GELU_TANH
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.blueprint import Blueprint, draw
+from mcore_bridge.factory.blueprint import Blueprint, make_blueprint
 from mcore_bridge.trainers.settings import require_same_model, split
 from mcore_bridge.weights.model_tensors import held_tensors
 from tests import zoo
@@ -91,7 +91,7 @@ def problems(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
 
 
 def drawn(hf: Any, overrides: dict[str, Any] | None = None) -> Blueprint:
-    return draw(hf, dims=ONE, dtype=torch.float32, device="cpu", backend="torch", overrides=overrides)
+    return make_blueprint(hf, dims=ONE, dtype=torch.float32, device="cpu", backend="torch", overrides=overrides)
 
 
 def said(blueprint: Blueprint, free: set[str]) -> dict[str, Any]:

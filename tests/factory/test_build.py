@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from mcore_bridge import ParallelDims, build_model, to_gpt_arguments, to_layer_spec, to_transformer_config
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory.modules.torch_modules import BiasedRowParallelLinear, CoreAttention, Norm
-from mcore_bridge.factory.param_count import census, resolve_layout
+from mcore_bridge.factory.param_count import count_params, resolve_layout
 from mcore_bridge.weights.model_tensors import held_tensors
 from tests.support import pool, stepping, tiny
 
@@ -130,7 +130,7 @@ def test_meta_builds_have_the_sizes_of_the_model_and_no_storage(tied):
     hf = tiny.config("qwen2", num_labels=3)
     first, last = pool.run(2, meta, str(tied), hf)
     assert {device for rank in (first, last) for devices, _ in rank for device in devices} == {"meta"}
-    counted = census(hf)
+    counted = count_params(hf)
     copies = [counted.embedding, counted.embedding, hf.hidden_size, 3 * hf.hidden_size]
     assert [a + b for (_, a), (_, b) in zip(first, last, strict=True)] == [counted.total + copy for copy in copies]
 
@@ -358,7 +358,7 @@ def test_one_line_from_rank_0_says_what_was_built(folder):
     first, other = pool.run(2, logged, str(folder))
     assert other == []
     (line,) = first
-    total = f"{census(tiny.config('qwen3')).total:,}"
+    total = f"{count_params(tiny.config('qwen3')).total:,}"
     for word in ("qwen3", total, "TP2", "bfloat16", "cpu", "backend torch", "head lm", "layers per stage: E4L"):
         assert word in line, word
 

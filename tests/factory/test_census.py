@@ -5,14 +5,14 @@ import re
 import pytest
 from transformers import PretrainedConfig
 
-from mcore_bridge.factory.param_count import Census, census
+from mcore_bridge.factory.param_count import ParamCounts, count_params
 from tests import zoo
 from tests.support.strategies import random_state
 
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
-def counted(hf: PretrainedConfig) -> Census:
+def counted(hf: PretrainedConfig) -> ParamCounts:
     """What the checkpoint of transformers' model has."""
     sizes = {name: tensor.numel() for name, tensor in random_state(hf).items()}
     layers, experts = [0] * hf.num_hidden_layers, [0] * hf.num_hidden_layers
@@ -22,10 +22,10 @@ def counted(hf: PretrainedConfig) -> Census:
             experts[int(layer[1])] += size * (".experts." in name)
     embedding, lm_head = sizes["model.embed_tokens.weight"], sizes.get("lm_head.weight", 0)
     rest = sum(sizes.values()) - sum(layers) - embedding - lm_head
-    return Census(tuple(layers), tuple(experts), embedding, lm_head, rest)
+    return ParamCounts(tuple(layers), tuple(experts), embedding, lm_head, rest)
 
 
 @pytest.mark.parametrize("name", zoo.cases())
 def test_the_census_counts_what_transformers_holds(name: str) -> None:
     hf = zoo.cases()[name].hf
-    assert census(hf) == counted(hf)
+    assert count_params(hf) == counted(hf)

@@ -6,7 +6,7 @@ import torch
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
-from mcore_bridge.factory.blueprint import draw
+from mcore_bridge.factory.blueprint import make_blueprint
 from mcore_bridge.weights.load import load_hf_weights
 from tests import zoo
 from tests.support import fake_mesh, mtp_checkpoints, pool, stepping
@@ -95,14 +95,14 @@ def test_built_and_not_in_the_file_they_are_drawn_and_reported(sizes):
 def test_more_than_have_names_are_refused(name, count):
     hf = mtp_checkpoints.config(name) if count > 1 else zoo.cases()[name].hf
     with pytest.raises(ConfigError, match=rf"mtp_num_layers={count} must be at most {count - 1}"):
-        draw(hf, dims=ParallelDims(), dtype=torch.float32, overrides={"mtp_num_layers": count})
+        make_blueprint(hf, dims=ParallelDims(), dtype=torch.float32, overrides={"mtp_num_layers": count})
 
 
 def test_like_a_layer_that_attends_linearly_they_are_refused():
     hf = zoo.cases()["qwen3_next"].hf
     hf.layer_types = ["full_attention", *["linear_attention"] * 3]
     with pytest.raises(MeshError, match="attends linearly"):
-        draw(hf, dims=ParallelDims(), dtype=torch.float32, overrides={"mtp_num_layers": 1})
+        make_blueprint(hf, dims=ParallelDims(), dtype=torch.float32, overrides={"mtp_num_layers": 1})
 
 
 def trained(folder, meshes):

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mcore_bridge as mb
-from mcore_bridge.factory.blueprint import Blueprint, draw
-from mcore_bridge.factory.reconcile import changes_of, settle
+from mcore_bridge.factory.blueprint import Blueprint, make_blueprint
+from mcore_bridge.factory.reconcile import changes_of, reconcile
 from tests.support.strategies import tiny
 
 HF = tiny("qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=2)
@@ -29,7 +29,7 @@ CHANGES: dict[str, list[object]] = {
 
 
 def blueprint_of(hf: Any = HF, **overrides: object) -> Blueprint:
-    return draw(hf, dims=mb.ParallelDims(tp=2), dtype=torch.bfloat16, overrides=overrides)
+    return make_blueprint(hf, dims=mb.ParallelDims(tp=2), dtype=torch.bfloat16, overrides=overrides)
 
 
 def values(blueprint: Blueprint) -> dict[str, object]:
@@ -52,26 +52,26 @@ def test_what_is_set_on_a_config_is_an_override(first: Any, second: Any, third: 
     drawn = blueprint_of(**first)
     config = drawn.config
     set_on(drawn, second)
-    settled = settle(drawn)
+    settled = reconcile(drawn)
     assert values(settled) == values(blueprint_of(**{**first, **second}))
     set_on(settled, third)
-    settled = settle(settled)
+    settled = reconcile(settled)
     assert settled.config is config
     assert values(settled) == values(blueprint_of(**{**first, **second, **third}))
-    assert settle(settled) is settled
+    assert reconcile(settled) is settled
 
 
 def test_what_follows_from_a_change_is_set_too() -> None:
     drawn = blueprint_of()
     drawn.config.kv_channels = 12
-    assert settle(drawn).config.hf_rope.head_dim == 12
+    assert reconcile(drawn).config.hf_rope.head_dim == 12
     assert drawn.config.hf_rope.head_dim == 12
 
 
 def test_a_head_unties_the_model_and_keeps_the_object() -> None:
     drawn = blueprint_of(tiny("llama", tie_word_embeddings=True))
     assert drawn.gpt_arguments["share_embeddings_and_output_weights"] is True
-    settled = settle(drawn, head="value")
+    settled = reconcile(drawn, head="value")
     assert settled.gpt_arguments["share_embeddings_and_output_weights"] is False
     assert (settled.provenance.head, settled.config) == ("value", drawn.config)
     assert settled.config is drawn.config
@@ -81,7 +81,7 @@ def test_an_attribute_of_a_trainer_stays() -> None:
     drawn = blueprint_of()
     drawn.config.enable_routing_replay = True
     assert changes_of(drawn) == {}
-    assert settle(drawn).config.enable_routing_replay is True
+    assert reconcile(drawn).config.enable_routing_replay is True
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_change_that_makes_another_model_is_refused(hf: Any, name: str, value:
     drawn = blueprint_of(hf)
     setattr(drawn.config, name, value)
     with pytest.raises(mb.BridgeError, match=message):
-        settle(drawn)
+        reconcile(drawn)
 
 
 def test_every_field_of_a_drawn_config_is_noted() -> None:

@@ -13,7 +13,7 @@ from mcore_bridge import ParallelDims
 from mcore_bridge.architecture import architecture_of, read_hf
 from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config, to_transformer_config
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.param_count import census
+from mcore_bridge.factory.param_count import count_params
 from mcore_bridge.weights.load import load_hf_weights
 from tests.support import bailing, fake_mesh, pool, stepping
 from tests.support.bailing import PUBLISHED, TINY
@@ -63,7 +63,7 @@ def test_weights_go_round(folders: dict[str, str], name: str, dims: ParallelDims
 
 @pytest.mark.parametrize("name", TINY)
 def test_it_is_counted_as_its_twin(folders: dict[str, str], name: str) -> None:
-    assert census(read_hf(folders[name])) == census(bailing.twin(TINY[name]))
+    assert count_params(read_hf(folders[name])) == count_params(bailing.twin(TINY[name]))
 
 
 # -- configs -----------------------------------------------------------------------------------------------------------

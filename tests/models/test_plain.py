@@ -18,7 +18,7 @@ from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config, to_t
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.rotary import HFRotaryEmbedding
 from mcore_bridge.factory.modules.temperature import tempered
-from mcore_bridge.factory.param_count import census
+from mcore_bridge.factory.param_count import count_params
 from mcore_bridge.weights.provenance import provenance_of
 from tests import zoo
 from tests.support import pool
@@ -298,7 +298,7 @@ def test_mimo_is_a_qwen2_that_keeps_its_name(mimo: Path, tmp_path: Path) -> None
 def test_mimo_is_counted_as_a_qwen2(mimo: Path) -> None:
     hf = provenance_of(mimo).hf
     assert hf.model_type == "mimo"
-    assert census(hf) == census(TWIN)
+    assert count_params(hf) == count_params(TWIN)
     assert mb.to_layer_spec(mimo, dims=mb.ParallelDims(pp=2, layout="balanced"))
 
 

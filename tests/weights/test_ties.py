@@ -25,7 +25,7 @@ from mcore_bridge.commands.verify.verify import verify
 from mcore_bridge.convert.api import convert
 from mcore_bridge.convert.rank_files.folder import iter_mg_weights
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.factory.blueprint import draw
+from mcore_bridge.factory.blueprint import make_blueprint
 from mcore_bridge.rules.mapping import matches
 from mcore_bridge.trainers.rlinf.convertor import convert_hf_to_mg
 from mcore_bridge.weights.files.hf_folder import Checkpoint
@@ -162,7 +162,7 @@ def test_a_head_alone_is_there_once_and_compared_with_nothing():
 @pytest.mark.skipif(not ties_any_head(), reason="transformers 5 looks at the head")
 def test_with_transformers_4_a_tied_model_leaves_out_any_head(folders, caplog):
     with caplog.at_level(logging.WARNING, logger="mcore_bridge"):
-        assert draw(folders["differs"], dims=ONE, dtype=torch.float32).hf.tie_word_embeddings
+        assert make_blueprint(folders["differs"], dims=ONE, dtype=torch.float32).hf.tie_word_embeddings
     assert [each.ignored for each in on_every_rank(lambda: folders["differs"])] == [(HEAD,)] * 4
     assert all("1 tensors missing" in each for each in on_every_rank(lambda: folders["alone"])[::3])
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from mcore_bridge.commands.plan.replicas import replicas
 from mcore_bridge.config.mesh.pipeline import Stage
-from mcore_bridge.factory.param_count import census
+from mcore_bridge.factory.param_count import count_params
 from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import WeightMapping
@@ -155,7 +155,7 @@ class _Layers:
 
     def __init__(self, blueprint: Blueprint) -> None:
         self._blueprint = blueprint
-        self._sizes = census(blueprint.hf).layers
+        self._sizes = count_params(blueprint.hf).layers
         self._known: dict[object, tuple[list[HeldTensor], list[HeldTensor]]] = {}
 
     def learn(self, stage: Stage, bound: BoundModel) -> Chunk:

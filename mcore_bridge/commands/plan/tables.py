@@ -35,12 +35,12 @@ def plan(
         BridgeError: the config, the mesh or the world size do not fit each other.
     """
     from mcore_bridge.architecture import read_hf
-    from mcore_bridge.factory.blueprint import draw
+    from mcore_bridge.factory.blueprint import make_blueprint
 
     noted = getattr(read_hf(folder), "dtype", None)
     dtype = dtype or (noted if isinstance(noted, torch.dtype) else torch.bfloat16)
     overrides = {"mtp_num_layers": num_mtp_layers or None}
-    blueprint = draw(folder, dims=dims, dtype=dtype, device="meta", overrides=overrides)
+    blueprint = make_blueprint(folder, dims=dims, dtype=dtype, device="meta", overrides=overrides)
     return plan_mesh(blueprint, world_size=world_size or dims.smallest_world)
 
 

@@ -119,13 +119,13 @@ def verify(
     Raises:
         BridgeError: whatever cannot be read, built, loaded or exported.
     """
-    from mcore_bridge.factory.blueprint import draw
+    from mcore_bridge.factory.blueprint import make_blueprint
 
     checkpoint = Checkpoint(folder)
     dtypes = {tensor.dtype for tensor in checkpoint.values() if tensor.is_floating_point()}
     built_in = dtype or widest(dtypes)
     overrides = {"mtp_num_layers": num_mtp_layers or None}
-    blueprint = draw(folder, dims=dims, dtype=built_in, device=device, backend=backend, overrides=overrides)
+    blueprint = make_blueprint(folder, dims=dims, dtype=built_in, device=device, backend=backend, overrides=overrides)
     tied = bool(blueprint.gpt_arguments["share_embeddings_and_output_weights"])
     mapping = blueprint.provenance.mapping(tied=tied, mtp=bool(num_mtp_layers))
     renamed(checkpoint, mapping)

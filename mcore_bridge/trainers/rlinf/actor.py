@@ -11,7 +11,7 @@ import torch
 from mcore_bridge.architecture import read_hf
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.blueprint import Blueprint, draw
+from mcore_bridge.factory.blueprint import Blueprint, make_blueprint
 from mcore_bridge.factory.modules.backend import choose_backend
 from mcore_bridge.trainers.rlinf.checkpoint import checkpoint_of, config_of, hf_folder_of
 from mcore_bridge.trainers.rlinf.model_keys import FROM_HF, IGNORED, KERNELS, MODEL_TYPES, dtype_of, to_mcore
@@ -46,7 +46,7 @@ class Actor:
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         backend = choose_backend(self.backend, device=device)
         kernels: Set[str] = KERNELS if backend == "torch" else set()
-        return draw(
+        return make_blueprint(
             self.hf,
             dims=self.dims,
             dtype=self.dtype,
