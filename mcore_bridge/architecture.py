@@ -1,10 +1,10 @@
-"""The registry: an architecture is a config table and rules for its weights, found by the ``model_type`` of HF.
+"""The registry. An architecture is a config table and weight rules; it is looked up by the ``model_type`` of HF.
 
-Ours are the files of ``models/`` that define ``ARCHITECTURE``, so that a new one is one new file. Those of other
-packages come by ``register`` or, once a ``model_type`` is unknown, by entry points (``plugins.py``).
+Ours are the files of ``models/`` that define ``ARCHITECTURE``, so a new architecture is one new file. Other packages
+call ``register``, or declare entry points, which are read once a ``model_type`` is unknown (``plugins.py``).
 
-A file of ``models/`` may define ``REFUSALS`` too: names that stay unknown, with the reason. Who can express one of them
-registers it.
+A file of ``models/`` may also define ``REFUSALS``: families that we refuse, with the reason. A package that can build
+one of them may register it.
 """
 
 import functools
@@ -37,17 +37,17 @@ class Architecture:
         fields: the config table, total over the HF config.
         rules: the weight rules of a config.
         ignored: patterns (fnmatch) of HF tensor names that a checkpoint may hold and that no logits of transformers
-            depend on; by default the frequencies of rotary embeddings, which old files hold. transformers has them in
-            buffers with ``persistent=False``, computes them from the config, and passes over those in files. Each other
-            pattern stands with its reason.
+            depend on. The default names the frequencies of rotary embeddings, which old files hold: transformers
+            computes them from the config, and skips those in files. A family that adds a pattern states the reason.
         dialect: how published checkpoints hold routed experts: "split", one tensor for each, or "fused", one for all.
         aliases: further ``model_type`` values that mean the same.
-        reads_as: the ``model_type`` whose config class of transformers reads these configs where transformers has none
-            for them. None is a family of transformers, or one whose package registers a class of its own.
-        megatron_core: the release that it needs; None is any that we support.
-        layer_spec: an own layer spec: a function like ``factory.layer_specs.block_spec``, which it may call, from the
-            config, the layers of a stage and the backend to its ``TransformerBlockSubmodules``. None is that function.
-        model: an own subclass of ``GPTModel``; None is mcore's.
+        reads_as: another ``model_type``, whose config class reads these configs. It is for families that have no config
+            class in transformers. None: they have one there, or another package registers one.
+        megatron_core: the first release that can build the family. None: every release that we support can.
+        layer_spec: a function that makes the layer spec. It takes what ``factory.layer_specs.block_spec`` takes (the
+            config, the layers of a stage, the backend) and returns ``TransformerBlockSubmodules``; it may call
+            ``block_spec`` itself. None: ``block_spec``.
+        model: a subclass of ``GPTModel``. None: ``GPTModel`` itself.
     """
 
     model_type: str
@@ -68,8 +68,8 @@ class Refusal:
 
     Args:
         model_types: as HF spells them.
-        reason: what of them megatron-core's ``GPTModel`` cannot express.
-        checked: where this was found in the code of transformers and of megatron-core, as dotted names.
+        reason: what megatron-core's ``GPTModel`` cannot express of them.
+        checked: dotted names of the code in transformers and megatron-core that shows it.
     """
 
     model_types: tuple[str, ...]
@@ -107,7 +107,8 @@ def architecture_of(hf: "PretrainedConfig | str") -> Architecture:
     """The architecture of an HF config, or of a ``model_type``.
 
     Raises:
-        ConfigError: none is registered, nor offered by an entry point; with the reason where we refuse the name.
+        ConfigError: no architecture of this name is registered or comes from an entry point. Where we refuse the
+            family, the message gives the reason.
     """
     model_type = hf if isinstance(hf, str) else hf.model_type
     _load_ours()
@@ -126,9 +127,9 @@ def architecture_of(hf: "PretrainedConfig | str") -> Architecture:
 
 
 def read_hf(source: "str | os.PathLike[str] | PretrainedConfig") -> "PretrainedConfig":
-    """``read_config``, for the families that transformers lacks too. Arguments and errors are the same."""
+    """Like ``read_config``, with the same argument and errors, but it also reads families that transformers lacks."""
     known = architectures()
-    reads_as = {name: each.reads_as for name, each in known.items() if each.reads_as is not None}
+    reads_as = {name: architecture.reads_as for name, architecture in known.items() if architecture.reads_as}
     refused = {name: _refused(name) for name in _REFUSED if name not in known}
     return read_config(source, reads_as=reads_as, refused=refused)
 
@@ -142,13 +143,13 @@ def _refused(model_type: str) -> str:
 
 
 def _text_inside(hf: "PretrainedConfig | str") -> str:
-    """What to do with a model of images and text, whose other half no export of ours could give back."""
+    """A hint for a model of images and text: train its text model alone, since we could not export the images' part."""
     text = getattr(hf, "text_config", None)
     if text is None or text.model_type not in _REGISTRY:
         return ""
     return (
-        f" To train its model of text ({text.model_type!r}) alone, pass the text_config, and as load_weights the pairs "
-        "of names and tensors of the text, named as in a checkpoint of it alone."
+        f" To train its text model ({text.model_type!r}) alone, pass its text_config as the HF config. Pass its "
+        "tensors as load_weights: pairs of name and tensor, with the names of a checkpoint of the text model alone."
     )
 
 
@@ -157,8 +158,8 @@ def _load_ours() -> None:
     package = importlib.import_module("mcore_bridge.models")
     for name in (module.name for module in pkgutil.iter_modules(package.__path__)):
         module = importlib.import_module(f"{package.__name__}.{name}")
-        if isinstance(found := getattr(module, "ARCHITECTURE", None), Architecture):
-            _add(found)
+        if isinstance(architecture := getattr(module, "ARCHITECTURE", None), Architecture):
+            _add(architecture)
         for refusal in getattr(module, "REFUSALS", ()):
             _REFUSED.update(dict.fromkeys(refusal.model_types, refusal))
 
@@ -167,13 +168,18 @@ def _load_theirs() -> None:
     for name, offer in plugins.load():
         for architecture in (offer,) if isinstance(offer, Architecture) else offer:
             if not isinstance(architecture, Architecture):
-                raise ConfigError(f"The entry point {name!r} must give an Architecture, found {architecture!r}.")
+                raise ConfigError(
+                    f"The entry point {name!r} must give an Architecture, found {architecture!r}. Update its package."
+                )
             _add(architecture)
 
 
 def _add(architecture: Architecture) -> Architecture:
     for name in (architecture.model_type, *architecture.aliases):
         if (known := _REGISTRY.get(name)) is not None and known != architecture:
-            raise ConfigError(f"Each model_type must have one architecture; {name!r} is registered already: {known}.")
+            raise ConfigError(
+                f"A model_type must have one architecture, but {name!r} is registered already: {known}. Choose another "
+                "model_type or alias."
+            )
     _REGISTRY.update(dict.fromkeys((architecture.model_type, *architecture.aliases), architecture))
     return architecture

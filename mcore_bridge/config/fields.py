@@ -1,8 +1,8 @@
-"""Config tables: each entry claims HF fields and reads them in both directions, and a table is total.
+"""Config tables. Each entry claims HF fields and translates them in both directions; a table is total.
 
-Every key of an HF config is claimed by exactly one entry; a key that none claims raises, because a field that is
-dropped silently is how a model loads well and computes something else. On the mcore side ``TransformerConfig`` fields,
-``GPTModel`` arguments and our own attributes form one flat mapping, so an entry need not say where its value lives.
+Every key of an HF config is claimed by exactly one entry. A key without an entry raises: if it were dropped silently,
+the model might load well and compute something else. On the mcore side, ``TransformerConfig`` fields, ``GPTModel``
+arguments and our own attributes form one flat mapping, so an entry need not say which of these its value is.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class Field(Protocol):
 class Map:
     """The HF field and the mcore name hold the same value. Without a default, the HF field must be there.
 
-    ``aka`` are further spellings of the HF field, of which a config has one.
+    ``aka`` are other names of the HF field; a config has one of them.
     """
 
     hf: str
@@ -55,7 +55,10 @@ class Map:
     def to_mcore(self, hf: Hf) -> dict[str, object]:
         value = next((hf[name] for name in self.names if name in hf), self.default)
         if value is _REQUIRED or value is None:
-            raise ConfigError(f"{self.hf} must be set, because megatron-core's {self.mcore} follows it; found None.")
+            raise ConfigError(
+                f"{self.hf} must be set, because megatron-core's {self.mcore} follows it; found None. Set it in the HF "
+                "config."
+            )
         expected, is_one = _KINDS.get(_kind(self.mcore), _ANY)
         if not is_one(value):
             raise ConfigError(
@@ -70,7 +73,7 @@ class Map:
 
 @dataclass(frozen=True, slots=True)
 class Require:
-    """The HF field is absent or has one of the values for which our mapping is exact; any other raises ``reason``."""
+    """The HF field is absent or has an allowed value, for which our mapping is exact; any other raises ``reason``."""
 
     hf: str
     allowed: tuple[object, ...]
@@ -93,7 +96,7 @@ class Require:
 
 @dataclass(frozen=True, slots=True)
 class Const:
-    """The architecture fixes the mcore value, and HF has no field for it. The way back raises when it was changed."""
+    """The architecture fixes the mcore value, and HF has no field for it. ``to_hf`` raises if the value was changed."""
 
     mcore: str
     value: object
@@ -116,7 +119,7 @@ class Const:
 
 @dataclass(frozen=True, slots=True)
 class Preset(Const):
-    """What we set because mcore's default would differ from HF. It is free to override: no HF field depends on it."""
+    """A value that we set because mcore's default differs from HF. It may be overridden: no HF field depends on it."""
 
     def to_hf(self, mcore: Mcore) -> dict[str, object]:
         return {}
@@ -124,7 +127,7 @@ class Preset(Const):
 
 @dataclass(frozen=True, slots=True)
 class Ignore:
-    """HF fields that change nothing in the model that we build, and why."""
+    """HF fields that change nothing in the model that we build, with the reason."""
 
     reason: str
     names: tuple[str, ...]
@@ -138,9 +141,9 @@ class Ignore:
 
 @dataclass(frozen=True, slots=True)
 class Derive:
-    """Several fields at once, by two functions that are each other's inverse.
+    """Translates several fields at once, by two functions that are inverses of each other.
 
-    ``refuses`` says which values HF has and ``forward`` raises for, each as "what: why", for the documentation.
+    ``refuses`` is for the documentation. It lists the values that HF allows and ``forward`` raises for, as "what: why".
     """
 
     names: tuple[str, ...]
@@ -156,7 +159,7 @@ class Derive:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is an ``int`` or ``float`` to compute with: no switch, no NaN and no infinity."""
+    """Whether ``value`` is a finite ``int`` or ``float``. A ``bool`` is not a number here."""
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
@@ -170,17 +173,17 @@ _ANY: tuple[str, Callable[[object], bool]] = ("anything", lambda value: True)
 
 @functools.cache
 def _kind(mcore: str) -> str:
-    """The type of a field of megatron-core, where it is one of ``_KINDS`` or None."""
+    """The type of a field of megatron-core, as its annotation names it; "" if the annotation has several types."""
     from megatron.core.transformer import MLATransformerConfig
 
-    known = {each.name: str(each.type) for each in dataclasses.fields(MLATransformerConfig)}
+    known = {field.name: str(field.type) for field in dataclasses.fields(MLATransformerConfig)}
     known |= {"share_embeddings_and_output_weights": "bool", "embedding_dropout": "float", "router_norm_min": "float"}
     words = {*re.findall(r"\w+", known.get(mcore, ""))} - {"typing", "Optional", "Union", "None", "NoneType", "class"}
     return words.pop() if len(words) == 1 else ""
 
 
 def to_mcore(table: tuple[Field, ...], hf: Hf) -> dict[str, object]:
-    """Reads ``hf`` by ``table``: every mcore value that the table decides, by name.
+    """Every mcore value that ``table`` decides for the config ``hf``, by name.
 
     Raises:
         ConfigError: an HF field is claimed by no entry, or holds a value that cannot be expressed exactly.
@@ -205,31 +208,31 @@ def to_hf(table: tuple[Field, ...], mcore: Mcore) -> dict[str, object]:
 
 
 def count(hf: Hf, name: str) -> int:
-    """The field ``name`` as a number of things, which every size in a config is."""
+    """The value of field ``name``, which must be a positive whole number: a size or a count."""
     value = hf.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name} must be a positive whole number, found {value!r}.")
     return value
 
 
-def per_layer(mcore: Mcore, name: str, *, unset: bool, each: Callable[[int, int], bool]) -> list[int]:
-    """1 or 0 for each layer, by a field of mcore that is a list of these, a number or None.
+def per_layer(mcore: Mcore, name: str, *, unset: bool, rule: Callable[[int, int], bool]) -> list[int]:
+    """1 or 0 for each layer, from a field of mcore that holds a list of them, a number or None.
 
     Args:
-        unset: what None says of every layer.
-        each: what a number says of a layer, by the layer's own number (from 0) and this one.
+        unset: the value of every layer where the field is None.
+        rule: the value of a layer where the field is a number, from the layer's index (from 0) and that number.
     """
-    num_layers, found = count(mcore, "num_layers"), mcore[name]
-    if found is None:
+    num_layers, value = count(mcore, "num_layers"), mcore[name]
+    if value is None:
         return [int(unset)] * num_layers
-    if isinstance(found, list | tuple):
-        return [int(bool(layer)) for layer in found[:num_layers]]
+    if isinstance(value, list | tuple):
+        return [int(bool(layer)) for layer in value[:num_layers]]
     number = count(mcore, name)
-    return [int(each(layer, number)) for layer in range(num_layers)]
+    return [int(rule(layer, number)) for layer in range(num_layers)]
 
 
 def require_total(table: tuple[Field, ...], hf: Hf) -> None:
-    """Raises ``ConfigError`` unless each key of ``hf`` is claimed, and each claim is made once."""
+    """Raises ``ConfigError`` unless each key of ``hf`` is claimed by exactly one entry."""
     claims = Counter(name for field in table for name in field.names)
     if twice := sorted(name for name, count in claims.items() if count > 1):
         raise ConfigError(f"Each HF field must be claimed by one entry of the table; claimed twice: {twice}.")

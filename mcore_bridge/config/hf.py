@@ -1,6 +1,7 @@
-"""Reads HF configs: from a folder, the local hub cache, or as they are. Runs no code of a checkpoint, asks no network.
+"""Reads HF configs from a folder, from the local hub cache, or from a config object.
 
-A config.json in the spelling of transformers 5 is translated for 4.57, which would take the defaults instead.
+Code inside a checkpoint is never run, and nothing is downloaded. transformers 4.57 does not know the names of
+transformers 5 for rope and would use defaults, so a config with these names is translated for it.
 """
 
 import copy
@@ -34,8 +35,8 @@ def read_config(
     Args:
         source: a folder with a config.json, the name of a repository in the local hub cache, or a config, which is
             copied.
-        reads_as: a ``model_type`` of transformers by one that it may lack: the class of the former reads the latter.
-        refused: what to say of a ``model_type`` that transformers may lack, and that no class of it would help.
+        reads_as: for a ``model_type`` that transformers may lack, another one whose config class reads it.
+        refused: for a ``model_type`` that transformers may lack and we refuse, the text of the error.
 
     Raises:
         ConfigError: there is no config, it is not valid JSON, or transformers does not know its model_type.
@@ -51,7 +52,7 @@ def read_config(
         config = hf.from_dict(_spell(fields))
     except ConfigError:
         raise
-    except Exception as error:  # whatever a config class raises is its verdict on the file
+    except Exception as error:  # a config class may raise any type
         raise ConfigError(f"transformers must accept {folder / _CONFIG}, but refuses it: {error}") from error
     config._name_or_path = str(source)
     return config
@@ -61,7 +62,7 @@ def find_folder(source: str | os.PathLike[str]) -> Path:
     """The folder of a checkpoint: ``source`` itself, or its snapshot in the local hub cache.
 
     Raises:
-        ConfigError: there is neither.
+        ConfigError: ``source`` is neither a folder nor a repository in that cache.
     """
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -96,12 +97,12 @@ def _read_json(path: Path) -> dict[str, object]:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
-            f"{path.parent} must hold a {_CONFIG}, found none. Is it the folder of a checkpoint?"
+            f"{path.parent} must hold a {_CONFIG}, found none. Give the folder of a checkpoint."
         ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} must be valid JSON, but is not: {error}. Copy the file again.") from None
     if not isinstance(fields, dict):
-        raise ConfigError(f"{path} must hold a JSON object, found a {type(fields).__name__}.")
+        raise ConfigError(f"{path} must hold a JSON object, found a {type(fields).__name__}. Copy the file again.")
     return fields
 
 
@@ -112,9 +113,9 @@ def _config_class(
 
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or not model_type:
-        raise ConfigError(f"{folder / _CONFIG} must name a model_type, found {model_type!r}.")
+        raise ConfigError(f"{folder / _CONFIG} must name a model_type, found {model_type!r}. Add it, as HF spells it.")
     if model_type not in CONFIG_MAPPING:
-        list(plugins.load())  # which may register a class of theirs
+        list(plugins.load())  # loading an entry point may register a config class with transformers
     if model_type not in CONFIG_MAPPING and model_type in reads_as:
         return _borrowed(model_type, reads_as[model_type])
     if model_type not in CONFIG_MAPPING and model_type in refused:
@@ -124,21 +125,21 @@ def _config_class(
         hint = f" Nearest names: {', '.join(near)}." if near else ""
         raise ConfigError(
             f"The model_type of {folder / _CONFIG} must be one that the installed transformers knows, found "
-            f"{model_type!r}.{hint} Code inside a checkpoint is never run: pass a config object for it."
+            f"{model_type!r}.{hint} Code inside a checkpoint is never run: update transformers, or pass a config."
         )
     return CONFIG_MAPPING[model_type]
 
 
 @functools.cache
 def _borrowed(model_type: str, owner: str) -> "type[PretrainedConfig]":
-    """The config class of ``owner`` for another ``model_type``."""
+    """A subclass of the config class of ``owner``, with another ``model_type``."""
     from transformers import CONFIG_MAPPING
 
     return type(f"{model_type}_as_{owner}", (CONFIG_MAPPING[owner],), {"model_type": model_type})
 
 
 def _spell(fields: dict[str, object]) -> dict[str, object]:
-    """``fields`` of a config.json, with rope and dtype spelled as the installed transformers spells them."""
+    """The ``fields`` of a config.json, with the names that the installed transformers has for rope and dtype."""
     fields = dict(fields)
     if "torch_dtype" in fields:
         old = fields.pop("torch_dtype")
@@ -150,7 +151,7 @@ def _spell(fields: dict[str, object]) -> dict[str, object]:
 
 
 def _translated(hf: "PretrainedConfig") -> "PretrainedConfig":
-    """``hf`` without the spelling of transformers 5 when 4.57 is installed, which does not read it."""
+    """``hf`` with the names of transformers 4.57 for rope, if that is installed: it does not read those of 5."""
     if speaks_rope_parameters() or not getattr(hf, "rope_parameters", None):
         return hf
     fields = respelled(hf.to_dict())

@@ -1,7 +1,7 @@
-"""From an HF config and a config table to ``TransformerConfig`` and ``GPTModel`` arguments, and back. Pure.
+"""Turns an HF config into a ``TransformerConfig`` and ``GPTModel`` arguments by a config table, and back.
 
-What a table decides comes first, then what the mesh and the dtype decide, then overrides; nothing is dropped on the
-way: each name is a field of the installed ``TransformerConfig``, an argument of ``GPTModel``, or an attribute of ours.
+The table decides first, then the mesh and the dtype, then overrides. Nothing is dropped on the way: each name is a
+field of the installed ``TransformerConfig``, an argument of ``GPTModel``, or an attribute of ours.
 """
 
 from collections import ChainMap
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _OF_OUR_ROUTER = frozenset({"moe_router_enable_expert_bias"})
-"""What ``TransformerConfig`` would refuse with softmax scores: mcore's own router has no bias for them."""
+"""Fields to set after ``TransformerConfig`` is made. It refuses them with softmax scores, which our router can take."""
 
 
 def to_transformer_config(
@@ -49,9 +49,9 @@ def to_transformer_config(
     Args:
         hf: the config, as ``read_config`` gives it.
         table: the fields of its architecture.
-        dims: the mesh; None is a single rank.
-        dtype: of parameters and pipeline messages: float32, bfloat16 or float16.
-        overrides: any ``TransformerConfig`` field or ``GPTModel`` argument, applied last.
+        dims: the mesh. None: a single rank.
+        dtype: of parameters and of messages between pipeline stages: float32, bfloat16 or float16.
+        overrides: ``TransformerConfig`` fields and ``GPTModel`` arguments by name. They are applied last.
 
     Raises:
         ConfigError: a field, value or override cannot be expressed exactly, or mcore refuses the result.
@@ -92,10 +92,10 @@ def to_gpt_arguments(
 def to_hf_config(
     config: "TransformerConfig", gpt_arguments: Mapping[str, object], table: tuple[Field, ...]
 ) -> dict[str, object]:
-    """The inverse of the two above: the HF fields that ``table`` maps, in the spelling of the installed transformers.
+    """The inverse of the two above: the HF fields that ``table`` maps, as the installed transformers names them.
 
     Raises:
-        ConfigError: the config does not belong to this architecture, or overrides took it out of what HF can say.
+        ConfigError: the config is not of this architecture, or an override gave it a value that HF cannot express.
     """
     return to_hf(table, ChainMap(dict(gpt_arguments), dict(vars(config))))
 
@@ -103,7 +103,7 @@ def to_hf_config(
 def settings_of(
     hf: "PretrainedConfig", table: tuple[Field, ...], *, dims: ParallelDims, overrides: Mapping[str, object] | None
 ) -> dict[str, object]:
-    """All that table, mesh and overrides decide, by mcore name."""
+    """Every value that table, mesh and overrides decide, by its name in mcore."""
     overrides = dict(overrides or {})
     mesh_fields = dims.to_config_fields()
     settings = {**to_mcore(table, hf.to_dict()), **mesh_fields}
@@ -115,9 +115,9 @@ def settings_of(
     settings |= overrides
     if _is_latent(settings) != latent:
         raise ConfigError(f"multi_latent_attention must be {latent}, as in the HF model. Remove the override.")
-    if settings.get("num_query_groups", 1) is None:  # what mcore makes of None
+    if settings.get("num_query_groups", 1) is None:  # None means this to mcore
         settings["num_query_groups"] = settings["num_attention_heads"]
-    if settings.get("kv_channels", 1) is None:  # the same, so that the rope agrees
+    if settings.get("kv_channels", 1) is None:  # resolved here too, because the rope needs it
         hidden_size, heads = count(settings, "hidden_size"), count(settings, "num_attention_heads")
         overrides["kv_channels"] = settings["kv_channels"] = hidden_size // heads
     if isinstance(rope := settings.get("hf_rope"), Rope):
@@ -140,8 +140,8 @@ def _rope_settings(rope: Rope, settings: Mapping[str, object]) -> dict[str, obje
     attributes = rope.to_mcore()
     if attributes and settings.get("apply_rope_fusion"):
         raise ConfigError(
-            f"apply_rope_fusion must be False: this rope has an attention factor of {rope.attention_factor}, which the "
-            "fused kernel drops for packed sequences. Remove the override."
+            "apply_rope_fusion must be False, found True. This rope has an attention factor of "
+            f"{rope.attention_factor}, which the fused kernel drops for packed sequences. Remove the override."
         )
     return {"hf_rope": rope, "rotary_base": rope.theta, **attributes}
 

@@ -222,7 +222,7 @@ def test_the_norm_that_te_fuses_into_the_projection_has_its_own_name():
 def test_images_and_text_are_refused_with_the_way_to_train_the_text():
     """An export could not give the images' half back; the text's half is a model by itself."""
     both = CONFIG_MAPPING["qwen3_5"](text_config=delta("qwen3_5_text").hf.to_dict())
-    with pytest.raises(ConfigError, match=r"its model of text \('qwen3_5_text'\) alone, pass the text_config"):
+    with pytest.raises(ConfigError, match=r"its text model \('qwen3_5_text'\) alone, pass its text_config"):
         to_transformer_config(both)
     assert to_transformer_config(both.text_config).linear_attention_freq == [1, 0, 1, 0]
 

@@ -96,7 +96,7 @@ def test_composites_are_of_a_model_of_text_and_another() -> None:
 
 
 def test_a_composite_is_told_how_its_text_is_trained_if_it_can_be() -> None:
-    with pytest.raises(ConfigError, match=r"its model of text \('gemma3_text'\) alone, pass the text_config"):
+    with pytest.raises(ConfigError, match=r"its text model \('gemma3_text'\) alone, pass its text_config"):
         architecture_of(CONFIG_MAPPING["gemma3"]())
     with pytest.raises(ConfigError) as caught:
         architecture_of(CONFIG_MAPPING["gemma3n"]())

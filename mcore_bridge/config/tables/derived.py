@@ -170,7 +170,7 @@ def _windows_back(mcore: Mcore) -> dict[str, object]:
 
 def layers_but_full(mcore: Mcore, freq: str, *, unset: int) -> list[int]:
     """1 for each layer whose attention is not full, by a field of mcore: a list of these, or n if each n-th is full."""
-    return per_layer(mcore, freq, unset=bool(unset), each=lambda layer, n: (layer + 1) % n != 0)
+    return per_layer(mcore, freq, unset=bool(unset), rule=lambda layer, n: (layer + 1) % n != 0)
 
 
 def _windows_switched(hf: Hf) -> dict[str, object]:

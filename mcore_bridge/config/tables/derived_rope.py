@@ -60,7 +60,7 @@ def _no_rope_back(mcore: Mcore) -> dict[str, object]:
 
 def layers_without_rope(mcore: Mcore) -> list[int]:
     """1 for each layer that is not rotated, by ``no_rope_freq``: a list of these, or n if each n-th is not."""
-    return per_layer(mcore, "no_rope_freq", unset=False, each=lambda layer, n: (layer + 1) % n == 0)
+    return per_layer(mcore, "no_rope_freq", unset=False, rule=lambda layer, n: (layer + 1) % n == 0)
 
 
 def _rotary_dim(hf: Hf) -> dict[str, object]:

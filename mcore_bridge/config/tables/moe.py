@@ -31,7 +31,7 @@ def _sparse_step_back(mcore: Mcore) -> dict[str, object]:
 
 def layers_of(mcore: Mcore) -> list[int]:
     """Which layers have experts, 1 for each that has, whatever the spelling of ``moe_layer_freq``."""
-    return per_layer(mcore, "moe_layer_freq", unset=True, each=lambda layer, n: layer % n == 0)
+    return per_layer(mcore, "moe_layer_freq", unset=True, rule=lambda layer, n: layer % n == 0)
 
 
 def _dense_first(hf: Hf) -> dict[str, object]:
