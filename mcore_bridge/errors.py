@@ -9,6 +9,8 @@ if TYPE_CHECKING:
 
 FEW = 8
 """Ranks that a message names one by one."""
+LONG = 160
+"""Characters of a value that a message prints whole."""
 
 
 class BridgeError(Exception):
@@ -54,6 +56,14 @@ class BatchError(BridgeError, ValueError):
 def describe(error: BaseException) -> str:
     """What others are told of an error: a message of ours says enough, any other has its type before it."""
     return str(error) if isinstance(error, BridgeError) else f"{type(error).__name__}: {error}"
+
+
+def shown(value: object) -> str:
+    """``repr`` of a value for a message, cut in the middle where it has more than ``LONG`` characters."""
+    text = repr(value)
+    if len(text) <= LONG:
+        return text
+    return f"{text[: LONG // 2]} ... {text[-LONG // 4 :]} ({len(text)} characters)"
 
 
 def grouped_by_rank(messages: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from mcore_bridge import __version__
-from mcore_bridge.commands.options import Cp, Debug, Ep, Etp, Folder, Layout, Mtp, Pp, Sp, Tp, Vp
+from mcore_bridge.commands.options import Cp, Debug, Ep, Etp, Folder, Layout, Mtp, Pp, Sp, Strict, Tp, Vp
 from mcore_bridge.commands.plan.cost import BANDWIDTH
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import BridgeError, ConfigError, describe
@@ -103,6 +103,7 @@ def verify_command(
     save: Annotated[Path | None, typer.Option(help="Also save to this folder, and compare that too.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Length of the sequences that logits are computed for.")] = 32,
     no_logits: Annotated[bool, typer.Option("--no-logits", help="Do not compare logits with transformers.")] = False,
+    strict_config: Strict = False,
     debug: Debug = False,
 ) -> None:
     """Load a checkpoint onto a mesh of processes, export it, and compare.
@@ -132,6 +133,7 @@ def verify_command(
                 num_tokens=0 if no_logits else tokens,
                 num_mtp_layers=mtp,
                 save=save,
+                strict_config=strict_config,
                 on_event=on_event,
             )
         console.print(render(verdict))
@@ -184,6 +186,7 @@ def plan_command(
         int | None, typer.Option(min=1, help="Expert parallel size of such engines, a divisor of --engine-tp.")
     ] = None,
     picture: Annotated[Path | None, typer.Option(help="Also draw it, as SVG, to this file.")] = None,
+    strict_config: Strict = False,
     debug: Debug = False,
 ) -> None:
     """Show what every rank of a mesh would hold, and what an export would move, without starting a process.
@@ -196,7 +199,9 @@ def plan_command(
         from mcore_bridge.weights.plan.target import engine_ranks
 
         dims = ParallelDims(tp=tp, pp=pp, vp=vp, cp=cp, ep=ep, etp=etp, sp=sp, layout=layout)
-        found = plan(folder, dims, dtype=_dtype(dtype), world_size=world, num_mtp_layers=mtp)
+        found = plan(
+            folder, dims, dtype=_dtype(dtype), world_size=world, num_mtp_layers=mtp, strict_config=strict_config
+        )
         sizes = engine_tp or 1, engine_pp or 1, engine_ep or 1
         asked = engine_tp or engine_pp or engine_ep
         engine = engine_ranks(tp=sizes[0], pp=sizes[1], ep=sizes[2]) if asked else ()
@@ -236,6 +241,7 @@ def convert_command(
     gpus: Annotated[
         int, typer.Option(min=0, help="So many processes, each with a GPU to put parameters together; the same bytes.")
     ] = 0,
+    strict_config: Strict = False,
     debug: Debug = False,
 ) -> None:
     """Convert a HF folder to a checkpoint of megatron-core, or one of these to a HF folder.
@@ -262,6 +268,7 @@ def convert_command(
                 rank_files=wanted,
                 num_processes=processes,
                 num_gpus=gpus,
+                strict_config=strict_config,
                 on_event=on_event,
             )
         console.print(render_conversion(converted, target))

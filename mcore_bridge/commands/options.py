@@ -19,5 +19,6 @@ Mtp    = Annotated[int,  typer.Option(min=0, help="Layers of multi-token predict
 Sp     = Annotated[bool, typer.Option("--sp", help="Sequence parallelism; needs --tp above 1.")]
 Layout = Annotated[str | None, typer.Option(
     help='"balanced": layers dealt by bytes; or an explicit layout of megatron-core, such as "Ett|tttL".')]
+Strict = Annotated[bool, typer.Option("--strict-config", help="Refuse also unknown fields that change nothing.")]
 Debug  = Annotated[bool, typer.Option("--debug", help="Show tracebacks and what the ranks printed.")]
 # fmt: on

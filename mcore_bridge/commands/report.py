@@ -11,8 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from mcore_bridge.architecture import architecture_of
 from mcore_bridge.commands import text
 from mcore_bridge.commands.verify.verify import TOLERANCE, Verdict, held_specs
+from mcore_bridge.config.unread import notes_on, unread_fields
 from mcore_bridge.launch.processes import OnEvent
 
 if TYPE_CHECKING:
@@ -55,6 +57,8 @@ def render(verdict: Verdict) -> Table:
     table.add_column(overflow="fold")
     table.add_row("model", f"{verdict.task.folder}: {verdict.blueprint.hf.model_type}, {numbers}")
     table.add_row("checkpoint", size)
+    for _, note in notes_on(verdict.blueprint.unread):
+        table.add_row("config", note)
     if verdict.ignored:
         table.add_row(
             "not used", f"{text.plural(len(verdict.ignored), 'tensor')} of the files: {_names(verdict.ignored)}"
@@ -79,9 +83,12 @@ def render_conversion(converted: Converted, target: Path) -> str:
     kept = f", {converted.num_kept} of them by an earlier run" if converted.num_kept else ""
     ignored = text.plural(len(conversion.ignored), "tensor")
     unused = f" Not used are {ignored} of the source: {_names(conversion.ignored)}." if conversion.ignored else ""
+    hf_config = conversion.model.provenance.hf
+    notes = [f" {note}." for _, note in notes_on(unread_fields(hf_config, architecture_of(hf_config).fields))]
     return (
         f"{target} is written as {conversion.kind}: {text.plural(len(conversion.model.entries), 'parameter')}, "
         f"{text.num_bytes(sum(conversion.sizes))} in {text.plural(len(conversion.names), 'file')}{kept}.{unused}"
+        + "".join(notes)
     )
 
 

@@ -9,12 +9,12 @@ import dataclasses
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import Protocol
 
-from mcore_bridge.errors import ConfigError
+from mcore_bridge.errors import ConfigError, shown
 
 Hf = Mapping[str, object]
 """An HF config as ``to_dict()`` gives it."""
@@ -62,8 +62,8 @@ class Map:
         expected, is_one = _KINDS.get(_kind(self.mcore), _ANY)
         if not is_one(value):
             raise ConfigError(
-                f"{self.hf} must be {expected}, as megatron-core's {self.mcore} is, found {value!r}. Correct the HF "
-                "config."
+                f"{self.hf} must be {expected}, as megatron-core's {self.mcore} is, found {shown(value)}. Correct "
+                "the HF config."
             )
         return {self.mcore: value}
 
@@ -87,7 +87,7 @@ class Require:
         value = hf.get(self.hf, self.allowed[0])
         if not any(value == allowed and type(value) is type(allowed) for allowed in self.allowed):
             expected = " or ".join(map(repr, self.allowed))
-            raise ConfigError(f"{self.hf} must be {expected}, found {value!r}: {self.reason}.")
+            raise ConfigError(f"{self.hf} must be {expected}, found {shown(value)}: {self.reason}.")
         return {}
 
     def to_hf(self, mcore: Mcore) -> dict[str, object]:
@@ -188,8 +188,15 @@ def to_mcore(table: tuple[Field, ...], hf: Hf) -> dict[str, object]:
     Raises:
         ConfigError: an HF field is claimed by no entry, or holds a value that cannot be expressed exactly.
     """
-    require_total(table, hf)
-    return _union([field.to_mcore(hf) for field in table], "mcore name")
+    problems, values = [*_unclaimed(table, hf)], list[dict[str, object]]()
+    for entry in table:
+        try:
+            values.append(entry.to_mcore(hf))
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    return _union(values, "mcore name")
 
 
 def to_hf(table: tuple[Field, ...], mcore: Mcore) -> dict[str, object]:
@@ -211,7 +218,7 @@ def count(hf: Hf, name: str) -> int:
     """The value of field ``name``, which must be a positive whole number: a size or a count."""
     value = hf.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} must be a positive whole number, found {value!r}.")
+        raise ConfigError(f"{name} must be a positive whole number, found {shown(value)}.")
     return value
 
 
@@ -231,17 +238,33 @@ def per_layer(mcore: Mcore, name: str, *, unset: bool, rule: Callable[[int, int]
     return [int(rule(layer, number)) for layer in range(num_layers)]
 
 
-def require_total(table: tuple[Field, ...], hf: Hf) -> None:
-    """Raises ``ConfigError`` unless each key of ``hf`` is claimed by exactly one entry."""
-    claims = Counter(name for field in table for name in field.names)
+def claimed_by(table: tuple[Field, ...]) -> frozenset[str]:
+    """The HF fields that a table claims, of whatever value.
+
+    Raises:
+        ConfigError: a field is claimed twice.
+    """
+    claims = Counter(name for entry in table for name in entry.names)
     if twice := sorted(name for name, count in claims.items() if count > 1):
         raise ConfigError(f"Each HF field must be claimed by one entry of the table; claimed twice: {twice}.")
-    if unclaimed := {name: hf[name] for name in sorted(hf) if name not in claims}:
-        listing = ", ".join(f"{name}={value!r}" for name, value in unclaimed.items())
-        raise ConfigError(
-            f"Every field of the HF config must be accounted for; the table of {hf.get('model_type')!r} does not know "
-            f"{listing}. If it changes nothing in the model, delete it from the config or add it to an Ignore entry "
-            "of the architecture; if it does, the architecture needs an entry that maps it."
+    return frozenset(claims)
+
+
+def require_total(table: tuple[Field, ...], hf: Hf) -> None:
+    """Raises ``ConfigError`` unless each key of ``hf`` is claimed, and each claim is made once."""
+    for problem in _unclaimed(table, hf):
+        raise ConfigError(problem)
+
+
+def _unclaimed(table: tuple[Field, ...], hf: Hf) -> Iterator[str]:
+    """What to say of the keys of ``hf`` that no entry claims."""
+    if unclaimed := {name: hf[name] for name in sorted(hf.keys() - claimed_by(table))}:
+        listing = ", ".join(f"{name}={shown(value)}" for name, value in unclaimed.items())
+        yield (
+            f"Every field of the HF config that may change what is computed must be accounted for; the table of "
+            f"{hf.get('model_type')!r} does not know {listing}. If it changes nothing in the model, delete it from the "
+            "config or add it to an Ignore entry of the architecture; if it does, the architecture needs an entry that "
+            "maps it."
         )
 
 

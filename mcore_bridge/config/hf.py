@@ -94,7 +94,7 @@ def with_fields(hf: "PretrainedConfig", fields: Mapping[str, object]) -> "Pretra
 
 def _read_json(path: Path) -> dict[str, object]:
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8"), object_hook=_special_float)
     except FileNotFoundError:
         raise ConfigError(
             f"{path.parent} must hold a {_CONFIG}, found none. Give the folder of a checkpoint."
@@ -103,6 +103,14 @@ def _read_json(path: Path) -> dict[str, object]:
         raise ConfigError(f"{path} must be valid JSON, but is not: {error}. Copy the file again.") from None
     if not isinstance(fields, dict):
         raise ConfigError(f"{path} must hold a JSON object, found a {type(fields).__name__}. Copy the file again.")
+    return fields
+
+
+def _special_float(fields: dict[str, object]) -> object:
+    """Infinities and NaN as transformers 5 writes them, since JSON has no such numbers."""
+    match fields:
+        case {"__float__": str(value)} if len(fields) == 1:
+            return float(value)
     return fields
 
 
@@ -130,12 +138,19 @@ def _config_class(
     return CONFIG_MAPPING[model_type]
 
 
+def is_borrowed(config_class: "type[PretrainedConfig]") -> bool:
+    """Whether ``config_class`` is of another family, made for a ``model_type`` that transformers lacks."""
+    return config_class.__module__ == __name__
+
+
 @functools.cache
 def _borrowed(model_type: str, owner: str) -> "type[PretrainedConfig]":
     """A subclass of the config class of ``owner``, with another ``model_type``."""
     from transformers import CONFIG_MAPPING
 
-    return type(f"{model_type}_as_{owner}", (CONFIG_MAPPING[owner],), {"model_type": model_type})
+    return type(
+        f"{model_type}_as_{owner}", (CONFIG_MAPPING[owner],), {"model_type": model_type, "__module__": __name__}
+    )
 
 
 def _spell(fields: dict[str, object]) -> dict[str, object]:

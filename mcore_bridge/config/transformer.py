@@ -26,6 +26,7 @@ from mcore_bridge.config.overrides import (
     require_vocab,
 )
 from mcore_bridge.config.rope import Rope
+from mcore_bridge.config.unread import without_unread
 from mcore_bridge.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def settings_of(
     """Every value that table, mesh and overrides decide, by its name in mcore."""
     overrides = dict(overrides or {})
     mesh_fields = dims.to_config_fields()
-    settings = {**to_mcore(table, hf.to_dict()), **mesh_fields}
+    settings = {**to_mcore(table, without_unread(hf, table)), **mesh_fields}
     latent = _is_latent(settings)
     require_overridable(overrides, decided=mesh_fields.keys(), latent=latent)
     if isinstance(vocab_size := settings.get("vocab_size"), int):

@@ -18,7 +18,9 @@ from pathlib import Path
 import torch
 
 from mcore_bridge import __version__
+from mcore_bridge.architecture import architecture_of
 from mcore_bridge.config.megatron_release import installed
+from mcore_bridge.config.unread import require_no_unread
 from mcore_bridge.convert.conversion import Conversion
 from mcore_bridge.convert.dist_to_hf import FromDist
 from mcore_bridge.convert.hf_to_dist import ToDist
@@ -87,6 +89,7 @@ def convert(
     num_processes: int = 1,
     num_gpus: int = 0,
     file_bytes: int | None = None,
+    strict_config: bool = False,
     on_event: OnEvent,
 ) -> Converted:
     """Convert a folder: one of HF to one of megatron-core, and the other way round.
@@ -102,6 +105,7 @@ def convert(
         num_gpus: in place of ``num_processes``: one for each, which puts parameters together on its GPU.
         file_bytes: of a file at most, unless one parameter is larger; files of Megatron's ``torch`` format are as large
             as the mesh makes them.
+        strict_config: as for ``build_model``.
         on_event: told how many bytes each process has written.
 
     Raises:
@@ -121,6 +125,9 @@ def convert(
         raise CheckpointError(f"{source} has no *.safetensors: a mesh can be chosen only for what a HF folder becomes")
     else:
         conversion = _to_hf(source, staging, hf, dtype, file_bytes)
+    if strict_config:
+        hf_config = conversion.model.provenance.hf
+        require_no_unread(hf_config, architecture_of(hf_config).fields)
     device = "cuda" if num_gpus else "cpu"
     conversion = dataclasses.replace(conversion, device=device)
     with updating(target, CONVERSION) as update:

@@ -18,6 +18,7 @@ from mcore_bridge.config import transformer
 from mcore_bridge.config.effective import effective
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.mesh.pipeline import Stage
+from mcore_bridge.config.unread import require_no_unread, unread_fields
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory import layer_specs
 from mcore_bridge.factory.modules.backend import Backend, choose_backend, kernels_of
@@ -38,6 +39,7 @@ Overrides = Mapping[str, object]
 class Blueprint:
     """What ``build_model`` builds from; ``dims`` have an explicit layout where "balanced" was asked for.
 
+    ``unread`` are fields of the HF config that change nothing (``config.unread``).
     ``drawn`` is what stood on the config when it was drawn, ``overrides`` are what was asked for, and ``origin`` is the
     HF config without them: a copy of the caller's.
     """
@@ -53,6 +55,7 @@ class Blueprint:
     gpt_arguments: Mapping[str, object]
     overrides: Overrides
     drawn: Mapping[str, object]
+    unread: tuple[str, ...]
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -100,6 +103,7 @@ def make_blueprint(
     backend: str = "auto",
     head: str = "lm",
     overrides: Overrides | None = None,
+    strict_config: bool = False,
 ) -> Blueprint:
     """Decide and check everything about a model. Arguments and errors are those of ``build_model``."""
     check_head(head)
@@ -109,6 +113,8 @@ def make_blueprint(
     architecture = architecture_of(origin)
     if architecture.megatron_core is not None:
         architecture.megatron_core.require(architecture.model_type)
+    if strict_config:
+        require_no_unread(origin, architecture.fields)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = choose_backend(backend, device=device)
     found = effective(origin, architecture.fields, tp=dims.tp, overrides=overrides or {})
@@ -140,6 +146,7 @@ def make_blueprint(
         gpt_arguments=gpt_arguments,
         overrides=dict(overrides or {}),
         drawn=dict(vars(config)),
+        unread=unread_fields(origin, architecture.fields),
     )
 
 
@@ -181,6 +188,7 @@ def to_transformer_config(
     dims: ParallelDims | None = None,
     dtype: torch.dtype = torch.bfloat16,
     overrides: Overrides | None = None,
+    strict_config: bool = False,
 ) -> TransformerConfig:
     """The ``TransformerConfig`` of an HF model. Needs no process group.
 
@@ -189,12 +197,15 @@ def to_transformer_config(
         dims: the mesh; None is a single rank.
         dtype: of the parameters: float32, bfloat16 or float16.
         overrides: any ``TransformerConfig`` field or ``GPTModel`` argument, as for ``build_model``.
+        strict_config: refuse fields that the architecture does not know, though no code of transformers reads them.
 
     Raises:
         ConfigError: the config or an override cannot be expressed exactly.
         MeshError: ``dims`` do not fit this model.
     """
-    return make_blueprint(hf, dims=dims or ParallelDims(), dtype=dtype, overrides=overrides).config
+    return make_blueprint(
+        hf, dims=dims or ParallelDims(), dtype=dtype, overrides=overrides, strict_config=strict_config
+    ).config
 
 
 def to_gpt_arguments(

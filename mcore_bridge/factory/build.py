@@ -15,6 +15,7 @@ import torch
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.mesh.pipeline import Stage
 from mcore_bridge.config.mesh.process_groups import differing
+from mcore_bridge.config.unread import notes_on
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory.blueprint import (
     Blueprint,
@@ -52,6 +53,7 @@ def build_model(
     freeze: Sequence[str] = (),
     on_chunk: Callable[[GPTModel, int], None] | None = None,
     seed: int = 0,
+    strict_config: bool = False,
 ) -> list[GPTModel]:
     """Build this rank's part of an HF model: bare ``GPTModel``s of megatron-core, one per virtual pipeline stage.
 
@@ -69,6 +71,8 @@ def build_model(
         freeze: ``fnmatch`` patterns of canonical parameter names, such as "embedding.*".
         on_chunk: called with each chunk and its virtual stage, last: loaded, frozen and not wrapped yet.
         seed: of everything that is drawn: the initial values, or a head that the source lacks.
+        strict_config: refuse fields of the HF config that the architecture does not know. Otherwise those that no code
+            of transformers reads for this family are accepted, and named in the log.
 
     Returns:
         The chunks by virtual stage. Each notes in ``chunk.bridge`` where it comes from.
@@ -79,7 +83,14 @@ def build_model(
         CheckpointError: the weights do not fit the model.
     """
     blueprint = make_blueprint(
-        hf, dims=dims or _mesh(), dtype=dtype, device=device, backend=backend, head=head, overrides=overrides
+        hf,
+        dims=dims or _mesh(),
+        dtype=dtype,
+        device=device,
+        backend=backend,
+        head=head,
+        overrides=overrides,
+        strict_config=strict_config,
     )
     chunks = build(blueprint, _source(hf, load_weights, blueprint.device), freeze=freeze, seed=seed)
     for index, chunk in enumerate(chunks):
@@ -152,8 +163,12 @@ def own_stages(blueprint: Blueprint) -> list[Stage]:
 
 
 def _log(blueprint: Blueprint, chunks: Sequence[GPTModel]) -> None:
-    """One line, from rank 0."""
-    if torch.distributed.get_rank() != 0 or not logger.isEnabledFor(logging.INFO):
+    """One line, from rank 0, and what fields of the HF config were passed over."""
+    if torch.distributed.get_rank() != 0:
+        return
+    for level, note in notes_on(blueprint.unread):
+        logger.log(level, note)
+    if not logger.isEnabledFor(logging.INFO):
         return
     try:
         total = f"{count_params(blueprint.hf).total:,}"

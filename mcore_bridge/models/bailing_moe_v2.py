@@ -2,7 +2,7 @@
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Field, Map, Require
-from mcore_bridge.config.tables import DECODER, PUBLISHED_CODE, WINDOW_NONE, but, published, unread
+from mcore_bridge.config.tables import DECODER, WINDOW_NONE, but, published, unread
 from mcore_bridge.config.tables.derived import biases
 from mcore_bridge.config.tables.derived_rope import ROTARY_DIM, rope
 from mcore_bridge.config.tables.moe import DENSE_FIRST, ROUTED, SCALED, SIGMOID, shared_experts
@@ -21,7 +21,7 @@ ARCHITECTURE = Architecture(
     model_type="bailing_moe_v2",
     reads_as="llama",
     fields=(
-        *(*but(DECODER, rope(own=("partial_rotary_factor",)), PUBLISHED_CODE), ROTARY_DIM, *WINDOW_NONE),
+        *(*but(DECODER, rope(own=("partial_rotary_factor",))), ROTARY_DIM, *WINDOW_NONE),
         *(*ROUTED, *SIGMOID, SCALED, DENSE_FIRST, GIVEN_GROUPS, shared_experts("num_shared_experts"), *OWN),
     ),
     rules=lambda hf: decoder(LAYER, embedding=EMBEDDING),

@@ -13,6 +13,7 @@ ARCHITECTURE = Architecture(
         *(*SPARSE, SHARING, Const("dsa_indexer_rope_interleaved", True)),
         Require("indexer_rope_interleave", (True, None), "transformers rotates neighbours, whatever it says"),
         Require("moe_router_dtype", ("float32", None), "transformers routes in fp32, whatever it says"),
+        Ignore("transformers has made n_routed_experts of it", ("num_experts",)),
         Ignore("it tells inference engines how to draft", ("index_share_for_mtp_iteration",)),
     ),
     rules=lambda hf: (*decoder(SPARSE_LAYER, SWIGLU), *mtp_behind(hf, SPARSE_LAYER)),

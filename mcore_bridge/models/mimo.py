@@ -2,7 +2,7 @@
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Require
-from mcore_bridge.config.tables import BIAS_QKV, DENSE, PUBLISHED_CODE, QK_PLAIN, WINDOW_BY_LAYER, but
+from mcore_bridge.config.tables import BIAS_QKV, DENSE, QK_PLAIN, WINDOW_BY_LAYER, but
 from mcore_bridge.config.tables.moe import MTP_NEVER
 from mcore_bridge.models.blocks import GQA, NORMS, QKV_BIAS, SWIGLU, decoder
 
@@ -10,7 +10,7 @@ OWN = (Require("attention_bias", (True,), "the published code has biases of q, k
 ARCHITECTURE = Architecture(
     model_type="mimo",
     reads_as="qwen2",
-    fields=(*but(DENSE, PUBLISHED_CODE), *BIAS_QKV, *WINDOW_BY_LAYER, *QK_PLAIN, *OWN),
+    fields=(*but(DENSE), *BIAS_QKV, *WINDOW_BY_LAYER, *QK_PLAIN, *OWN),
     rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, SWIGLU),
     # MTP layers. vLLM's MiMoForCausalLM passes over them, as logits are those of the decoder alone.
     ignored=("*.rotary_emb.inv_freq", "model.mtp_layers.*"),

@@ -2,7 +2,7 @@
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Const
-from mcore_bridge.config.tables import BIAS_NONE, DECODER, PUBLISHED_CODE, QK_NORMED_TOGETHER, WINDOW_NONE, but, unread
+from mcore_bridge.config.tables import BIAS_NONE, DECODER, QK_NORMED_TOGETHER, WINDOW_NONE, but, unread
 from mcore_bridge.config.tables.derived_rope import rope
 from mcore_bridge.config.tables.moe import MTP_NEVER, NO_SHARED, ONE_SIZE, ROUTED, SIGMOID
 from mcore_bridge.models.blocks import GQA, NORMS, QK_NORM, W123, W123_BIAS, decoder
@@ -16,7 +16,7 @@ UNREAD = unread(
 ARCHITECTURE = Architecture(
     model_type="minimax_m2",
     fields=(
-        *(*but(DECODER, ONE_SIZE, ROPE, PUBLISHED_CODE), *BIAS_NONE, *WINDOW_NONE, *QK_NORMED_TOGETHER, *ROUTED),
+        *(*but(DECODER, ONE_SIZE, ROPE), *BIAS_NONE, *WINDOW_NONE, *QK_NORMED_TOGETHER, *ROUTED),
         *(*SIGMOID, *NO_SHARED, MTP_NEVER, UNREAD, Const("moe_router_topk_scaling_factor", None)),
     ),
     rules=lambda hf: decoder(NORMS, GQA, QK_NORM, W123, W123_BIAS),

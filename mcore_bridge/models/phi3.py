@@ -2,7 +2,7 @@
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Require
-from mcore_bridge.config.tables import BIAS_NONE, DENSE, PUBLISHED_CODE, QK_PLAIN, WINDOW_ALL, but, dropout, unread
+from mcore_bridge.config.tables import BIAS_NONE, DENSE, QK_PLAIN, WINDOW_ALL, but, dropout, unread
 from mcore_bridge.config.tables.derived_rope import rope
 from mcore_bridge.models.blocks import FUSED_GLU, FUSED_GQA, NORMS, decoder
 
@@ -12,6 +12,6 @@ NO_BIAS = (*BIAS_NONE, *(Require(name, (False,), "the model has none in transfor
 UNREAD = unread("embd_pdrop", "full_attn_mod", "interpolate_factor")
 ARCHITECTURE = Architecture(
     model_type="phi3",
-    fields=(*but(DENSE, *dropout("resid_pdrop"), ROPE, PUBLISHED_CODE), *NO_BIAS, *WINDOW_ALL, *QK_PLAIN, UNREAD),
+    fields=(*but(DENSE, *dropout("resid_pdrop"), ROPE), *NO_BIAS, *WINDOW_ALL, *QK_PLAIN, UNREAD),
     rules=lambda hf: decoder(NORMS, FUSED_GQA, FUSED_GLU),
 )

@@ -19,7 +19,6 @@ from tests.support.families import FAMILIES, Json, family, read, table_of
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config must be None.*dequantize"),
         ({"is_decoder": True}, "is_decoder must be False"),
         ({"add_cross_attention": True}, "add_cross_attention must be False"),
-        ({"auto_map": {"AutoModel": "modeling_x.X"}}, "own modelling code"),
         ({"use_mrope": True}, "use_mrope"),
         ({"mlp_bias": True, "attention_bias": False}, "mlp_bias=True must come with attention_bias=True"),
         ({"num_key_value_heads": 4}, "must be a multiple of num_key_value_heads=4"),

@@ -15,12 +15,19 @@ from mcore_bridge.commands.plan.cost import BANDWIDTH, cost_of
 from mcore_bridge.commands.plan.engine_cost import feed
 from mcore_bridge.commands.plan.mesh_plan import Chunk, MeshPlan, plan_mesh
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.config.unread import notes_on
 from mcore_bridge.weights.dtypes import dtype_name
 from mcore_bridge.weights.plan.target import EngineRank
 
 
 def plan(
-    folder: Path, dims: ParallelDims, *, dtype: torch.dtype | None, world_size: int | None, num_mtp_layers: int = 0
+    folder: Path,
+    dims: ParallelDims,
+    *,
+    dtype: torch.dtype | None,
+    world_size: int | None,
+    num_mtp_layers: int = 0,
+    strict_config: bool = False,
 ) -> MeshPlan:
     """Plan a mesh for a model of which only the config is there.
 
@@ -30,6 +37,7 @@ def plan(
         dtype: of the parameters; None is that of the config, or bfloat16.
         world_size: of the job; None is the smallest that the mesh fits.
         num_mtp_layers: of multi-token prediction, behind the decoder's.
+        strict_config: as for ``build_model``.
 
     Raises:
         BridgeError: the config, the mesh or the world size do not fit each other.
@@ -40,7 +48,9 @@ def plan(
     noted = getattr(read_hf(folder), "dtype", None)
     dtype = dtype or (noted if isinstance(noted, torch.dtype) else torch.bfloat16)
     overrides = {"mtp_num_layers": num_mtp_layers or None}
-    blueprint = make_blueprint(folder, dims=dims, dtype=dtype, device="meta", overrides=overrides)
+    blueprint = make_blueprint(
+        folder, dims=dims, dtype=dtype, device="meta", overrides=overrides, strict_config=strict_config
+    )
     return plan_mesh(blueprint, world_size=world_size or dims.smallest_world)
 
 
@@ -53,7 +63,8 @@ def render(found: MeshPlan, engine: Sequence[EngineRank] = (), *, bandwidth: flo
         bandwidth: that a rank receives with, in GB/s.
     """
     feeding = ("", _feeding(found, engine, bandwidth)) if engine else ()
-    return Group(title(found), "", _table(found), "", _export(found, bandwidth), *feeding)
+    notes = [note for _, note in notes_on(found.blueprint.unread)]
+    return Group(title(found), *notes, "", _table(found), "", _export(found, bandwidth), *feeding)
 
 
 def title(found: MeshPlan) -> str:

@@ -99,6 +99,7 @@ def verify(
     num_tokens: int = 32,
     save: Path | None = None,
     num_mtp_layers: int = 0,
+    strict_config: bool = False,
     on_event: OnEvent,
 ) -> Verdict:
     """Check everything that needs no processes, start them, and collect what they find.
@@ -114,6 +115,7 @@ def verify(
         num_tokens: of each sequence that logits are computed for; 0 for none.
         save: a folder to write with ``save_hf_checkpoint``, and to compare as well.
         num_mtp_layers: of multi-token prediction to build as well; their tensors are ignored otherwise.
+        strict_config: as for ``build_model``.
         on_event: told what ranks report.
 
     Raises:
@@ -125,7 +127,15 @@ def verify(
     dtypes = {tensor.dtype for tensor in checkpoint.values() if tensor.is_floating_point()}
     built_in = dtype or widest(dtypes)
     overrides = {"mtp_num_layers": num_mtp_layers or None}
-    blueprint = make_blueprint(folder, dims=dims, dtype=built_in, device=device, backend=backend, overrides=overrides)
+    blueprint = make_blueprint(
+        folder,
+        dims=dims,
+        dtype=built_in,
+        device=device,
+        backend=backend,
+        overrides=overrides,
+        strict_config=strict_config,
+    )
     tied = bool(blueprint.gpt_arguments["share_embeddings_and_output_weights"])
     mapping = blueprint.provenance.mapping(tied=tied, mtp=bool(num_mtp_layers))
     renamed(checkpoint, mapping)

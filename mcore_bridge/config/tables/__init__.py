@@ -63,12 +63,15 @@ DECODER_ONLY = tuple(
 PLAIN = (
     Require("pruned_heads", ({}, None), "megatron-core gives each layer the same heads"),
     Require("quantization_config", (None,), "quantized weights are not read; dequantize the checkpoint first"),
-    Require("auto_map", (None, {}), "the folder brings its own modelling code, which may compute anything"),
     Require("is_causal", (True, None), "megatron-core's GPTModel is causal"),
     Require("use_mrope", (False, None), "only multimodal models rotate by several position ids"),
     Require("rope_interleaved", (False, None), "transformers rotates halves, not neighbours"),
 )
-BASE: tuple[Field, ...] = (IDENTITY, RUNTIME, DTYPE, LABELS, GENERATION, *DECODER_ONLY, *PLAIN)
+PUBLISHED_CODE = Ignore(
+    "transformers has the family, or one that computes the same, so its code says what the published code computes",
+    ("auto_map",),
+)
+BASE: tuple[Field, ...] = (IDENTITY, PUBLISHED_CODE, RUNTIME, DTYPE, LABELS, GENERATION, *DECODER_ONLY, *PLAIN)
 
 GEOMETRY: tuple[Field, ...] = (
     Map("num_hidden_layers", "num_layers"),
@@ -109,7 +112,10 @@ BIAS_QKV: tuple[Field, ...] = (
 BIAS_ATTENTION: tuple[Field, ...] = (derived.ATTENTION_BIAS,)
 BIAS_ANY: tuple[Field, ...] = (derived.BIASES,)
 
-WINDOW_NONE: tuple[Field, ...] = (Const("window_size", None), Const("window_attn_skip_freq", None))
+WINDOW_NONE: tuple[Field, ...] = (
+    *(Const("window_size", None), Const("window_attn_skip_freq", None)),
+    Require("sliding_window", (None,), "no layer of this family slides"),
+)
 WINDOW_ALL: tuple[Field, ...] = (derived.WINDOW,)
 WINDOW_IF_USED: tuple[Field, ...] = (
     derived.WINDOW_IF_USED,
@@ -139,9 +145,6 @@ QK_NORMED_AFTER_ROPE: tuple[Field, ...] = (*QK_NORMED, Const("qk_norm_kind", "af
 
 NORM_POST: tuple[Field, ...] = (Const("norm_placement", "post"),)
 NORM_SANDWICH: tuple[Field, ...] = (Const("norm_placement", "sandwich"),)
-
-
-PUBLISHED_CODE = Ignore("the code in the published folders computes what transformers computes", ("auto_map",))
 
 
 def published(**values: object) -> tuple[Field, ...]:
@@ -185,7 +188,7 @@ GEMMA2: tuple[Field, ...] = (
 )
 """Gemma since the second: norms on both sides, a scale of its own for queries, and a window in some layers."""
 LATENT: tuple[Field, ...] = (
-    *but(DECODER, derived_latent.HEADS, PUBLISHED_CODE),
+    *but(DECODER, derived_latent.HEADS),
     Const("multi_latent_attention", True),
     Const("latent_norm_epsilon", 1e-6),
     *(*BIAS_NONE, *WINDOW_NONE),

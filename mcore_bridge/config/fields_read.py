@@ -1,0 +1,268 @@
+"""Which fields of an HF config the code of transformers may read: a field that no code reads changes nothing.
+
+The answer comes from the source text of the installed release, without importing or running it: the configuration and
+modelling modules of the family, those that they import of other families, and the shared modules behind them (rope,
+masks, attention, the base classes). What cannot be decided counts as read.
+"""
+
+import ast
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_IMPORT = re.compile(r"^\s*from\s+(\.+)([\w.]*)\s+import\s+(\([^)]*\)|[^\n]+)", re.MULTILINE)
+_OF_A_FAMILY = ("configuration_", "modeling_")
+_NOT_OF_FORWARD = ("generation", "quantizers")
+"""Packages whose settings are of ``generate()``, or of quantized modules, which we never build."""
+_WHOLE = frozenset({"to_dict", "to_diff_dict", "__dict__"})
+
+
+def fields_read(config: "type[PretrainedConfig]", names: Iterable[str]) -> frozenset[str]:
+    """Those of ``names`` that the installed transformers may read of a config of this class.
+
+    A class that is not of transformers may have readers anywhere, so all names count as read.
+
+    Example::
+
+        >>> from transformers import LlamaConfig
+        >>> sorted(fields_read(LlamaConfig, ["hidden_size", "unk_token_id"]))
+        ['hidden_size']
+    """
+    names = frozenset(names)
+    package = _package_of(config)
+    if package is None:
+        return names
+    own, shared = _code_of(package)
+    if any(_reads_unnamed_fields(path) for path in own):
+        return names
+    classes = frozenset(base.__name__ for base in config.__mro__)
+    return frozenset(
+        name
+        for name in names
+        if any(_is_in_family(path, name) for path in own) or any(_is_in_shared(path, name, classes) for path in shared)
+    )
+
+
+@functools.cache
+def _root() -> Path:
+    import transformers
+
+    return Path(transformers.__file__).parent
+
+
+def _package_of(config: "type[PretrainedConfig]") -> Path | None:
+    """The folder of a family; None for a class that is not of transformers."""
+    match config.__module__.split("."):
+        case ["transformers", "models", *folders, _]:
+            return _root().joinpath("models", *folders)
+    return None
+
+
+@functools.cache
+def _code_of(package: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+    """The modules of families and the shared ones that the code of a family consists of."""
+    waiting = [path for prefix in _OF_A_FAMILY for path in package.glob(f"{prefix}*.py")]
+    modules: set[Path] = set()
+    while waiting:
+        path = waiting.pop()
+        if path not in modules:
+            modules.add(path)
+            waiting += _imported_by(path)
+    own = {path for path in modules if _is_of_family(path)}
+    return tuple(sorted(own)), tuple(sorted(modules - own))
+
+
+def _is_of_family(path: Path) -> bool:
+    return path.is_relative_to(_root() / "models")
+
+
+def _imported_by(path: Path) -> Iterator[Path]:
+    """The modules of transformers that ``path`` imports, at any level of its code.
+
+    Shared modules import families only to choose one by its name, and so does the package ``auto``.
+    """
+    for module in _imports(path):
+        if not _is_of_family(module):
+            if module.parent.name not in _NOT_OF_FORWARD:
+                yield module
+        elif _is_of_family(path) and module.parent.name != "auto" and module.name.startswith(_OF_A_FAMILY):
+            yield module
+
+
+@functools.cache
+def _imports(path: Path) -> tuple[Path, ...]:
+    statements = _IMPORT.findall(_text(path))
+    return tuple(
+        module
+        for dots, name, imported in statements
+        for module in _modules(path.parents[len(dots) - 1], name, frozenset(re.findall(r"\w+", imported)))
+    )
+
+
+def _modules(base: Path, name: str, imported: frozenset[str]) -> Iterator[Path]:
+    """The modules that define ``imported``: a package is looked through to those that it takes these names from."""
+    target = base.joinpath(*name.split(".")) if name else base
+    if name and (module := target.with_suffix(".py")).exists():
+        yield module
+    elif (package := target / "__init__.py").exists():
+        yield from (path for word in imported if (path := target / f"{word}.py").exists())
+        for _, inner, words in _IMPORT.findall(_text(package)):
+            if inner and (taken := imported.intersection(re.findall(r"\w+", words))):
+                yield from _modules(target, inner, taken)
+
+
+@functools.cache
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@functools.cache
+def _nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(_text(path))))
+
+
+def _is_in_family(path: Path, name: str) -> bool:
+    """Whether a family's module reads the field, or holds its name in quotes for whatever reason.
+
+    A config may have any name there, so the attributes of everything count but those of ``self`` in a module.
+    """
+    if name not in _text(path):  # quick, and it decides nearly always
+        return False
+    return any(
+        _is_quoted(node, name)
+        or _is_attribute(node, name, lambda owner: not _is_self(owner))
+        or (_is_config_class(node) and _is_read_by(node, name))
+        for node in _nodes(path)
+    )
+
+
+def _is_in_shared(path: Path, name: str, classes: frozenset[str]) -> bool:
+    """Whether a shared module reads the field of a config, or one of the base classes ``classes`` does.
+
+    Names in quotes count where it reads fields by names that it was given.
+    """
+    if any(pattern.fullmatch(name) for pattern in _spelled_fields(path)):
+        return True
+    if name not in _text(path):
+        return False
+    by_given_names = _reads_unnamed_fields(path)
+    return any(
+        _is_asked_for(node, name)
+        or _is_attribute(node, name, _is_model_config)
+        or (by_given_names and _is_quoted(node, name))
+        or (isinstance(node, ast.ClassDef) and node.name in classes and _is_read_by(node, name))
+        for node in _nodes(path)
+    )
+
+
+@functools.cache
+def _spelled_fields(path: Path) -> tuple[re.Pattern[str], ...]:
+    """What the names look like that a module puts together before it asks a config for them."""
+    if not re.search(r"attr\([^()]*, f[\"']", _text(path)):
+        return ()
+    return tuple(re.compile(pattern) for node in _nodes(path) for pattern in _asked_for_by_parts(node))
+
+
+def _asked_for_by_parts(node: ast.AST) -> Iterator[str]:
+    match node:
+        case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[owner, ast.JoinedStr(values=parts), *_]):
+            if _is_model_config(owner):
+                yield "".join(re.escape(str(part.value)) if isinstance(part, ast.Constant) else ".*" for part in parts)
+
+
+@functools.cache
+def _reads_unnamed_fields(path: Path) -> bool:
+    """Whether a module reads all fields of a config, or one whose name stands elsewhere."""
+    return any(map(_is_read_of_unnamed, _nodes(path)))
+
+
+def _is_read_of_unnamed(node: ast.AST) -> bool:
+    match node:
+        case ast.Attribute(value=owner, attr=name):
+            return name in _WHOLE and _is_model_config(owner)
+        case ast.Call(func=ast.Name(id="vars"), args=[owner]):
+            return _is_model_config(owner)
+        case ast.Call(func=ast.Name(id="getattr"), args=[owner, name, *_]):
+            return not isinstance(name, ast.Constant) and _is_model_config(owner)
+    return False
+
+
+def _is_attribute(node: ast.AST, name: str, is_config: Callable[[ast.expr], bool]) -> bool:
+    match node:
+        case ast.Attribute(value=owner, attr=attribute, ctx=ast.Load()):
+            return attribute == name and is_config(owner)
+    return False
+
+
+def _is_quoted(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Constant) and node.value == name
+
+
+def _is_asked_for(node: ast.AST, name: str) -> bool:
+    """Whether ``node`` asks a config for a field by its name in quotes."""
+    match node:
+        case (
+            ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[owner, ast.Constant(value=value), *_])
+            | ast.Call(func=ast.Attribute(value=owner, attr="get" | "pop"), args=[ast.Constant(value=value), *_])
+        ):
+            return value == name and _is_model_config(owner)
+    return False
+
+
+def _is_config_class(node: ast.AST) -> bool:
+    return isinstance(node, ast.ClassDef) and "Config" in node.name
+
+
+def _is_read_by(config_class: ast.AST, name: str) -> bool:
+    """Whether a config class does more with the field than to keep it, or to pass it on under the same name."""
+    kept, used = set[ast.expr](), set[ast.expr]()
+    for node in ast.walk(config_class):
+        match node:
+            case ast.Attribute(value=owner, attr=attribute, ctx=ast.Load()) if attribute == name and _is_self(owner):
+                return True
+            case ast.Call(args=[ast.Constant(value=value), *_]) if value == name:  # kwargs.pop(name)
+                return True
+            case ast.Assign(targets=[ast.Attribute(attr=attribute)], value=value) if attribute == name:
+                kept.add(value)
+            case ast.keyword(arg=argument, value=value) if argument == name:
+                kept.add(value)
+            case ast.Name(id=identifier, ctx=ast.Load()) if identifier == name:
+                used.add(node)
+    return not used <= kept
+
+
+def _is_model_config(owner: ast.expr) -> bool:
+    """Whether an expression is named like the config of a model, such as ``self.config`` or ``text_config``.
+
+    Configs of other things are named by their classes, such as ``generation_config``.
+    """
+    match owner:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name.lower().endswith("config") and not _is_of_another_class(name)
+        case ast.Call(func=function):
+            return _is_model_config(function)
+    return False
+
+
+@functools.cache
+def _is_of_another_class(name: str) -> bool:
+    """Whether ``name`` is how a shared class of configs is spelled for its instances, other than the base class."""
+    spelled = name.lower().replace("_", "")
+    return spelled != "config" and any(other.startswith(spelled) for other in _shared_config_classes())
+
+
+@functools.cache
+def _shared_config_classes() -> frozenset[str]:
+    paths = (path for path in _root().rglob("*.py") if not _is_of_family(path))
+    return frozenset(
+        name.lower() for path in paths for name in re.findall(r"^class (\w*Config\w*)", _text(path), re.MULTILINE)
+    ) - {"pretrainedconfig"}
+
+
+def _is_self(owner: ast.expr) -> bool:
+    return isinstance(owner, ast.Name) and owner.id == "self"

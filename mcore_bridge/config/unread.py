@@ -1,0 +1,76 @@
+"""Fields of an HF config that a table does not claim and that no code of transformers reads: they are accepted.
+
+transformers defines what a checkpoint means. A field that its code does not read for a family cannot change what it
+computes, so nothing is lost without it. What is read and not claimed stays an error (``fields.require_total``).
+"""
+
+from collections.abc import Iterable
+from logging import INFO, WARNING
+from typing import TYPE_CHECKING, Any
+
+from mcore_bridge.config.fields import Field, claimed_by
+from mcore_bridge.config.fields_read import fields_read
+from mcore_bridge.config.hf import is_borrowed
+from mcore_bridge.errors import ConfigError, shown
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+READ_BY_OTHERS = {
+    "dual_chunk_attention_config": "vLLM and SGLang, for prompts longer than original_max_position_embeddings",
+}
+"""Fields that transformers does not read and others do: who they are, and when it matters."""
+
+
+def unread_fields(hf: "PretrainedConfig", table: tuple[Field, ...]) -> tuple[str, ...]:
+    """The fields of ``hf`` that change nothing, because neither ``table`` nor transformers' code knows them.
+
+    A class that is borrowed from a twin family answers for the fields that it declares; other code may read the rest.
+
+    Example::
+
+        >>> unread_fields(hf, architecture_of(hf).fields)  # of Qwen/Qwen3-Coder-480B-A35B-Instruct
+        ('qkv_bias', 'shared_expert_intermediate_size', 'use_qk_norm')
+    """
+    unclaimed = hf.to_dict().keys() - claimed_by(table)
+    if not unclaimed:
+        return ()
+    config_class: Any = type(hf)
+    if is_borrowed(config_class):
+        config_class = config_class.__base__
+        unclaimed &= config_class().to_dict().keys()
+    return tuple(sorted(unclaimed - fields_read(config_class, unclaimed)))
+
+
+def without_unread(hf: "PretrainedConfig", table: tuple[Field, ...]) -> dict[str, object]:
+    """The fields of ``hf`` but those of ``unread_fields``."""
+    unread = unread_fields(hf, table)
+    return {name: value for name, value in hf.to_dict().items() if name not in unread}
+
+
+def require_no_unread(hf: "PretrainedConfig", table: tuple[Field, ...]) -> None:
+    """What ``strict_config=True`` asks for.
+
+    Raises:
+        ConfigError: naming all fields of ``unread_fields``.
+    """
+    if unread := unread_fields(hf, table):
+        fields = hf.to_dict()
+        listing = ", ".join(f"{name}={shown(fields[name])}" for name in unread)
+        raise ConfigError(
+            f"strict_config=True accepts only fields that the table of {hf.model_type!r} knows, found {listing}. The "
+            "installed transformers reads none of them: pass strict_config=False, or delete them from the config."
+        )
+
+
+def notes_on(unread: Iterable[str]) -> list[tuple[int, str]]:
+    """What a log or report says of unread fields, each line with its level of ``logging``.
+
+    All of them are named in one line; a field that other programs read gets a warning of its own.
+    """
+    unread = list(unread)
+    if not unread:
+        return []
+    line = f"no code of transformers reads these fields of the HF config, so they change nothing: {', '.join(unread)}"
+    readers = [name for name in unread if name in READ_BY_OTHERS]
+    return [(INFO, line), *((WARNING, f"{name} is read by {READ_BY_OTHERS[name]}") for name in readers)]

@@ -1,0 +1,153 @@
+"""Fields that no code of transformers reads are accepted and named; a recorder says what that code reads."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+import mcore_bridge as mb
+from mcore_bridge.architecture import architecture_of
+from mcore_bridge.commands.plan.tables import plan, render
+from mcore_bridge.config import fields_read as static
+from mcore_bridge.config.fields import claimed_by
+from mcore_bridge.config.fields_read import fields_read
+from mcore_bridge.config.hf import read_config
+from mcore_bridge.config.tables import BASE
+from mcore_bridge.config.unread import notes_on, unread_fields
+from mcore_bridge.errors import ConfigError
+from tests import zoo
+from tests.support.families import family, write
+
+CASES = {case.model_type: case.hf for case in zoo.cases().values()}
+
+
+def recorded(hf: PretrainedConfig) -> set[str]:
+    """The fields that transformers reads while it builds a model of ``hf`` and computes logits."""
+    names = set[str]()
+
+    class Recorder(type(hf)):  # type: ignore[misc]
+        def __getattribute__(self, name: str) -> Any:
+            names.add(name)
+            return super().__getattribute__(name)
+
+    config = Recorder.from_dict({**hf.to_dict(), "dtype": "float32", "_experts_implementation": "eager"})
+    config._attn_implementation = "eager"
+    fields = config.to_dict().keys()
+    names.clear()
+    model = AutoModelForCausalLM._model_mapping[type(hf)](config)
+    model(torch.zeros(1, 4, dtype=torch.long))
+    return names & fields
+
+
+@pytest.mark.parametrize("model_type", CASES)
+def test_what_transformers_reads_counts_as_read(model_type: str) -> None:
+    hf = CASES[model_type]
+    names = recorded(hf)
+    assert {"hidden_size", "vocab_size"} <= names
+    of_generation = claimed_by(BASE)  # a model's __init__ also makes a GenerationConfig
+    assert names - fields_read(type(hf), names) - of_generation == set()
+
+
+def test_a_reader_that_looks_into_fewer_places_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted mistakes: the shared modules are left out, or the family's own, or attributes of configs."""
+    hf = CASES["llama"]
+    names = recorded(hf)
+    for name in ("_is_in_shared", "_is_in_family", "_is_attribute"):
+        with monkeypatch.context() as patch:
+            patch.setattr(static, name, lambda *_: False)
+            assert names - fields_read(type(hf), names) - claimed_by(BASE)
+
+
+def test_each_way_to_read_a_field_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On code made for it: kept or passed on under its own name is not read, all else is, and unknown names are."""
+    package = tmp_path / "models" / "toy"
+    package.mkdir(parents=True)
+    (tmp_path / "shared.py").write_text("def rope(config): return config.from_shared, other_config.of_another\n")
+    (tmp_path / "other.py").write_text("class OtherConfig: ...\n")
+    (package / "configuration_toy.py").write_text(
+        "class ToyConfig:\n"
+        "    attribute_map = {'mapped': 'kept'}\n"
+        "    def __init__(self, kept, passed, renamed, halved, **kwargs):\n"
+        "        self.kept = kept\n"
+        "        self.other = renamed\n"
+        "        self.size = halved // 2\n"
+        "        self.popped = kwargs.pop('popped')\n"
+        "        super().__init__(passed=passed)\n"
+    )
+    modeling = package / "modeling_toy.py"
+    modeling.write_text(
+        "from ...shared import rope\n"
+        "class Toy:\n"
+        "    def __init__(self, config):\n"
+        "        self.in_module = getattr(config, 'quoted')\n"
+        "        self.width = config.plain\n"
+        "        return self.in_module\n"
+    )
+    monkeypatch.setattr(static, "_root", lambda: tmp_path)
+    toy = type("ToyConfig", (), {"__module__": "transformers.models.toy.configuration_toy"})
+    read = {"mapped", "renamed", "halved", "popped", "quoted", "plain", "from_shared"}
+    unread = {"kept_back", "passed", "in_module", "of_another", "nowhere"}
+    for cached in (static._code_of, static._shared_config_classes, static._is_of_another_class):
+        cached.cache_clear()
+    try:
+        assert fields_read(toy, read | unread) == read
+        modeling.write_text(modeling.read_text() + "        self.any = getattr(config, config.name_of_field)\n")
+        for cached in (static._text, static._nodes, static._reads_unnamed_fields, static._imports):
+            cached.cache_clear()
+        assert fields_read(toy, read | unread) == read | unread
+    finally:
+        for cached in (static._code_of, static._shared_config_classes, static._is_of_another_class):
+            cached.cache_clear()
+    assert fields_read(type("Own", (), {"__module__": "a_package.of_theirs"}), unread) == unread
+
+
+def test_unread_fields_are_accepted_named_and_refused_when_strict(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In every door: what is built does not change, one line names them, and strict_config refuses all at once."""
+    extra = {"unk_token_id": 0, "use_qk_norm": True, "dual_chunk_attention_config": {"chunk_size": 8}}
+    folder = write(tmp_path / "published", {**family("qwen3"), **extra, "auto_map": {"AutoModel": "m.X"}})
+    plain = mb.to_transformer_config(write(tmp_path / "plain", family("qwen3")))
+    assert vars(mb.to_transformer_config(folder)).keys() == vars(plain).keys()
+    hf = read_config(folder)
+    names = ("dual_chunk_attention_config", "unk_token_id", "use_qk_norm")
+    assert unread_fields(hf, architecture_of(hf).fields) == names
+    (level, line), (warned, engines) = notes_on(names)
+    assert (level, warned) == (logging.INFO, logging.WARNING)
+    assert all(name in line for name in names)
+    assert "vLLM" in engines
+    drawn = plan(folder, mb.ParallelDims(), dtype=None, world_size=None)
+    assert line in render(drawn).renderables
+    for call in (
+        lambda: mb.to_transformer_config(folder, strict_config=True),
+        lambda: plan(folder, mb.ParallelDims(), dtype=None, world_size=None, strict_config=True),
+    ):
+        with pytest.raises(ConfigError, match=r"dual_chunk_attention_config=.*unk_token_id=0, use_qk_norm=True"):
+            call()
+
+
+def test_a_borrowed_class_answers_for_its_own_fields_only(tmp_path: Path) -> None:
+    """kimi_k2 is read by the class of deepseek_v3: the code in its folders may read what that class lacks."""
+    hf = CASES["deepseek_v3"].to_dict()
+    fields = {**hf, "model_type": "kimi_k2", "a_field_of_kimi": 1}
+    folder = write(tmp_path, json.loads(json.dumps(fields, default=str)))
+    with pytest.raises(ConfigError, match="does not know a_field_of_kimi=1"):
+        mb.to_transformer_config(folder)
+
+
+def test_all_obstacles_are_said_at_once_and_no_value_at_length(tmp_path: Path) -> None:
+    fields = {**family("llama"), "is_decoder": True, "vocab_size": -3, "rope_interleaved": [*range(1000)]}
+    with pytest.raises(ConfigError) as raised:
+        mb.to_transformer_config(write(tmp_path, fields))
+    text = str(raised.value)
+    assert all(name in text for name in ("is_decoder must be", "vocab_size must be", "rope_interleaved must be"))
+    assert "500, 501" not in text
+
+
+def test_infinities_are_read_as_transformers_writes_them(tmp_path: Path) -> None:
+    folder = write(tmp_path, {**family("llama"), "a_limit": [0.0, {"__float__": "Infinity"}]})
+    assert read_config(folder).a_limit == [0.0, float("inf")]
