@@ -44,7 +44,7 @@ def read_config(
     from transformers import PretrainedConfig
 
     if isinstance(source, PretrainedConfig):
-        return _translated(copy.deepcopy(source))
+        return _completed(_translated(copy.deepcopy(source)))
     folder = find_folder(source)
     fields = _read_json(folder / _CONFIG)
     hf = _config_class(fields, folder, reads_as or {}, refused or {})
@@ -55,7 +55,14 @@ def read_config(
     except Exception as error:  # a config class may raise any type
         raise ConfigError(f"transformers must accept {folder / _CONFIG}, but refuses it: {error}") from error
     config._name_or_path = str(source)
-    return config
+    return _completed(config)
+
+
+def _completed(hf: "PretrainedConfig") -> "PretrainedConfig":
+    """``hf``, which says whether the head is tied: of the text of a composite, transformers asks the composite only."""
+    if not hasattr(hf, "tie_word_embeddings"):
+        hf.tie_word_embeddings = False
+    return hf
 
 
 def find_folder(source: str | os.PathLike[str]) -> Path:

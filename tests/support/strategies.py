@@ -140,12 +140,16 @@ def _shapes(config: str) -> tuple[tuple[str, torch.Size], ...]:
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from tests.support.text_halves import published_shape
+
     hf = AutoConfig.for_model(**json.loads(config))
     with init_empty_weights():
         empty = AutoModelForCausalLM.from_config(hf)
     state = on_disk(empty, empty.state_dict())
     skipped = {"lm_head.weight"} if hf.tie_word_embeddings else set()
-    return tuple((name, tensor.shape) for name, tensor in state.items() if name not in skipped)
+    return tuple(
+        (name, published_shape(hf, name, tensor.shape)) for name, tensor in state.items() if name not in skipped
+    )
 
 
 def _stays_fp32(name: str) -> bool:

@@ -9,6 +9,7 @@ from tests import zoo
 from tests.support import twins
 from tests.support.gpu_models import DENSE, EXPERTS, LATENT, LINEAR, SIZES, SPARSE
 from tests.support.strategies import tiny
+from tests.support.text_halves import COMPOSITES
 
 SMALL = ("starcoder2", "smollm3", "seed_oss", "arcee-no-bias", "glm4", "exaone4", "gemma3", "gemma")
 """Of the zoo, what vLLM can read but for its sizes, with positions for all that is generated."""
@@ -116,6 +117,7 @@ UNTIED_ON_CPU = ("arcee", "gemma3_text", "llama")
 UNBIASED_ON_CPU = ("ernie4_5_moe",)
 """vLLM's softmax over experts passes over their biases there."""
 LEFT_OUT = {
+    **dict.fromkeys(("Glm4vMoe_text", *COMPOSITES), "vLLM has it with images alone"),
     "bailing_moe": "it is bailing_moe_v2, as the first files spell it",
     "deepseek_v32": "megatron-core has it from 0.19 on, and GPUs had 0.16.1",
     "dots1": "vLLM dropped it in 0.23",

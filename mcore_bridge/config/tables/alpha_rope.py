@@ -12,7 +12,7 @@ import torch
 from mcore_bridge.config.fields import Derive, Hf, count
 from mcore_bridge.config.rope import Rope, head_dim
 from mcore_bridge.config.rope_spelling import merged
-from mcore_bridge.config.tables.derived_rope import ROPE
+from mcore_bridge.config.tables.derived_rope import rope
 from mcore_bridge.errors import ConfigError
 
 _KEYS = ("rope_type", "rope_theta", "alpha")
@@ -46,16 +46,21 @@ class AlphaRope(Rope):
         return plain._computed(None)
 
 
-def _rope(hf: Hf) -> dict[str, object]:
-    parameters = merged(hf)
-    if parameters["rope_type"] != "dynamic" or not parameters.get("alpha"):
-        return ROPE.forward(hf)
-    known = (*_KEYS, *_UNREAD)
-    if wrong := {name: value for name, value in parameters.items() if name not in known or isinstance(value, bool)}:
-        raise ConfigError(f"A rope with alpha may have the keys {sorted(known)}, found {wrong}. Delete these.")
-    length = count(hf, "max_position_embeddings")
-    rope = AlphaRope(parameters=parameters, head_dim=head_dim(hf), max_position_embeddings=length)
-    return {"hf_rope": rope, "rotary_base": rope.theta, "rotary_percent": 1.0}
+def alpha_rope(own: tuple[str, ...] = ()) -> Derive:
+    """``derived_rope.rope`` of a family whose dynamic rope may have an alpha; ``own`` parameters change no text."""
+    plain, known = rope(own=own), (*_KEYS, *_UNREAD, *own)
+
+    def forward(hf: Hf) -> dict[str, object]:
+        parameters = merged(hf)
+        if parameters["rope_type"] != "dynamic" or not parameters.get("alpha"):
+            return plain.forward(hf)
+        if wrong := {name: value for name, value in parameters.items() if name not in known or isinstance(value, bool)}:
+            raise ConfigError(f"A rope with alpha may have the keys {sorted(known)}, found {wrong}. Delete these.")
+        length = count(hf, "max_position_embeddings")
+        found = AlphaRope(parameters=parameters, head_dim=head_dim(hf), max_position_embeddings=length)
+        return {"hf_rope": found, "rotary_base": found.theta, "rotary_percent": 1.0}
+
+    return Derive(plain.names, forward, plain.backward, plain.refuses)
 
 
-ALPHA_ROPE = Derive(ROPE.names, _rope, ROPE.backward, ROPE.refuses)
+ALPHA_ROPE = alpha_rope()

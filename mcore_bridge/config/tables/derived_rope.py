@@ -74,6 +74,8 @@ def _rotary_dim(hf: Hf) -> dict[str, object]:
 
 
 ROPE = rope()
+MULTIMODAL_ROPE = rope(own=MULTIMODAL)
+"""That of a text which has images beside it elsewhere: its three positions are one."""
 _TWO_DIMS = "`rotary_dim` but what `partial_rotary_factor` says: published code reads only the factor"
 ROTARY_DIM = Derive(("rotary_dim",), _rotary_dim, lambda mcore: {}, (_TWO_DIMS,))
 NO_ROPE = Derive(("no_rope_layers",), _no_rope, _no_rope_back)

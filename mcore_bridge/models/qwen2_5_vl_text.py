@@ -1,0 +1,11 @@
+"""Qwen2.5-VL, its text: a qwen2."""
+
+from dataclasses import replace
+
+from mcore_bridge.config.tables import but
+from mcore_bridge.config.tables.derived_rope import MULTIMODAL_ROPE
+from mcore_bridge.models import qwen2
+
+ARCHITECTURE = replace(
+    qwen2.ARCHITECTURE, model_type="qwen2_5_vl_text", fields=but(qwen2.ARCHITECTURE.fields, MULTIMODAL_ROPE)
+)

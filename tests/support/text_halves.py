@@ -1,0 +1,70 @@
+"""The text halves of composites, of which transformers has the decoder alone: language models around them.
+
+Importing this lets ``AutoModelForCausalLM`` find them.
+"""
+
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import CONFIG_MAPPING, MODEL_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+COMPOSITES = {
+    "glm4v_moe_text": "glm4v_moe",
+    "glm4v_text": "glm4v",
+    "hunyuan_vl_text": "hunyuan_vl",
+    "qwen2_5_vl_text": "qwen2_5_vl",
+    "qwen2_vl_text": "qwen2_vl",
+    "qwen3_vl_moe_text": "qwen3_vl_moe",
+    "qwen3_vl_text": "qwen3_vl",
+}
+"""Of each half, the composite, which says how tensors are named in files."""
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_SPEAKS_4 = transformers.__version__.startswith("4.")
+
+
+class TextHalf(PreTrainedModel):  # type: ignore[misc]  # without types
+    """The decoder as ``model``, and a head."""
+
+    base_model_prefix = "model"
+    _tied_weights_keys = [_HEAD] if _SPEAKS_4 else {_HEAD: _EMBEDDING}
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = MODEL_MAPPING[type(config)](config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids: Any = None, **options: Any) -> CausalLMOutput:
+        return CausalLMOutput(logits=self.lm_head(self.model(input_ids=input_ids, **options).last_hidden_state))
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+
+def _register(model_type: str, composite: str) -> None:
+    config = CONFIG_MAPPING[model_type]
+    made = type(f"{config.__name__}Half", (TextHalf,), {"config_class": config})
+    AutoModelForCausalLM.register(config, made, exist_ok=True)
+    if not _SPEAKS_4:
+        from transformers.conversion_mapping import (
+            get_checkpoint_conversion_mapping,
+            register_checkpoint_conversion_mapping,
+        )
+
+        if (conversion := get_checkpoint_conversion_mapping(composite)) is not None and "moe" in composite:
+            register_checkpoint_conversion_mapping(made.__name__, conversion)
+
+
+for _half, _composite in COMPOSITES.items():
+    if _half in CONFIG_MAPPING:
+        _register(_half, _composite)
+
+
+def published_shape(hf: Any, name: str, shape: torch.Size) -> torch.Size:
+    """Of a tensor in published files: experts of Qwen3-VL are transposed, as transformers 5 reads and never writes."""
+    if hf.model_type == "qwen3_vl_moe_text" and ".experts." in name and not _SPEAKS_4:
+        return torch.Size((shape[0], shape[2], shape[1]))
+    return shape
