@@ -1,6 +1,12 @@
 """What is published loads: configs of checkpoints on the hub, as their publishers wrote them."""
 
-from tests.support.published import expand, records
+import json
+from pathlib import Path
+
+import megatron.core
+from packaging.version import Version
+
+from tests.support.published import expand, obstacles, outcome_of, outcomes_file, records
 
 RECORDS = records()
 
@@ -19,3 +25,28 @@ def test_short_forms_are_written_out() -> None:
     assert expand([{"runs": [["a", 2], ["b", 1]]}]) == [["a", "a", "b"]]
     assert expand({"x": {"numbered": ["y", "l.{0-1,3}.z"]}}) == {"x": ["y", "l.0.z", "l.1.z", "l.3.z"]}
     assert expand({"numbered": {"l.{7,9}": {"n": 1}}}) == {"l.7": {"n": 1}, "l.9": {"n": 1}}
+
+
+def test_the_library_says_of_each_what_is_written_down(tmp_path: Path) -> None:
+    written = json.loads(outcomes_file().read_text())
+    assert list(written) == [record.name for record in RECORDS], "run: python -m tests.support.published"
+    differences = []
+    for record in RECORDS:
+        outcome = outcome_of(record, tmp_path / record.name)
+        if outcome != written[record.name] and not waits_for_megatron_core(written[record.name]):
+            differences.append(f"{record.name}: written {written[record.name]}, now {outcome}")
+    assert not differences, "\n".join([*differences, "if this is meant, run: python -m tests.support.published"])
+
+
+def waits_for_megatron_core(outcome: dict[str, list[str]]) -> bool:
+    """Whether it was written down before the installed release of megatron-core, which it asks for."""
+    installed = Version(megatron.core.__version__)
+    needs = [said.split()[1] for said in outcome.get("refused", ()) if said.startswith("megatron-core ")]
+    return any(Version(release) <= installed for release in needs)
+
+
+def test_obstacles_are_told_apart() -> None:
+    message = "deepseek_v32 needs megatron-core 0.19.2 or later. hidden_act must be 'silu', found 'relu': it computes."
+    assert obstacles(message) == ["megatron-core 0.19.2", "value hidden_act"]
+    assert obstacles("the table of 'llama' does not know a=1, b='x'. If it changes") == ["fields a", "fields b"]
+    assert obstacles("nobody foresaw this") == ["nobody foresaw this"]

@@ -1,12 +1,35 @@
-"""Configs of published models, as ``tests/data/published`` has them."""
+"""Configs of published models, as ``tests/data/published`` has them, and what the library says of them.
+
+``python -m tests.support.published`` writes the latter down for the releases that are installed.
+"""
 
 import json
 import re
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_bridge.architecture import architecture_of, read_hf
+from mcore_bridge.config.unread import unread_fields
+from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.blueprint import to_transformer_config
+from mcore_bridge.factory.param_count import count_params
+
 FOLDER = Path(__file__).parent.parent / "data" / "published"
+
+OBSTACLES = {
+    r"it joins a model of images, video or sound": "composite",
+    r"megatron-core's GPTModel can express exactly, found '\w+': (?!it joins)": "family",
+    r"that the installed transformers knows, found": "transformers",
+    r"transformers must accept \S+, but refuses it": "transformers",
+    r"must be a registered architecture": "unknown",
+    r"needs megatron-core ([\d.]+)": "megatron-core",
+    r"quantiz": "quantized",
+    r"does not know (.*?)\. If": "fields",
+    r"\b(?!model_type|json)(\w+) must be [^.]*, found (?!\{)": "value",
+}
+"""What the errors of the library say, as patterns, by the words for it in the files of outcomes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +62,47 @@ def records() -> list[Published]:
     return sorted(read, key=lambda record: record.name.lower())
 
 
+def outcomes_file() -> Path:
+    """Where outcomes stand for the release of transformers that is installed."""
+    import transformers
+
+    return FOLDER / f"outcomes_transformers{transformers.__version__.split('.')[0]}.json"
+
+
+def outcome_of(record: Published, folder: Path) -> dict[str, Any]:
+    """What the library says of ``record``, whose files it writes into ``folder``.
+
+    A config that loads has numbers of parameters, ``active`` for each token, and its ``unread`` fields if there are
+    any. One that does not is ``refused`` with the obstacles of ``OBSTACLES``.
+    """
+    try:
+        config: Any = to_transformer_config(record.write(folder))
+    except ConfigError as error:
+        return {"refused": obstacles(str(error))}
+    hf = read_hf(folder)
+    counts = count_params(hf)
+    idle = 1 - config.moe_router_topk / config.num_moe_experts if config.num_moe_experts else 0
+    unread = unread_fields(hf, architecture_of(hf).fields)
+    loads = {"parameters": counts.total, "active": counts.total - round(sum(counts.experts) * idle)}
+    return loads | ({"unread": list(unread)} if unread else {})
+
+
+def obstacles(message: str) -> list[str]:
+    """What the message of an error says, in the words of ``OBSTACLES``; a message that none fits stands for itself."""
+    said = set[str]()
+    for pattern, word in OBSTACLES.items():
+        for match in re.finditer(pattern, message):
+            details = re.findall(r"(\w+)=", match[1]) if word == "fields" else match.groups()
+            said |= {f"{word} {detail}" for detail in details} or {word}
+    return sorted(said) or [message[:100]]
+
+
+def outcomes() -> dict[str, dict[str, Any]]:
+    """The outcome of every record, by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        return {record.name: outcome_of(record, Path(folder) / record.name) for record in records()}
+
+
 def expand(value: Any) -> Any:
     """``value`` with its short forms written out.
 
@@ -68,3 +132,8 @@ def _numbered(pattern: str) -> list[str]:
     ends = [[int(end) for end in part.split("-")] for part in match[1].split(",")]
     numbers = [number for part in ends for number in range(part[0], part[-1] + 1)]
     return [pattern.replace(match[0], str(number)) for number in numbers]
+
+
+if __name__ == "__main__":
+    lines = [f"{json.dumps(name)}: {json.dumps(outcome)}" for name, outcome in outcomes().items()]
+    outcomes_file().write_text("{\n" + ",\n".join(lines) + "\n}\n")
