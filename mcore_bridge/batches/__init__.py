@@ -1,1 +1,1 @@
-"""What trainers need around a model: sequences packed and cut for context parallelism, log-probabilities, a forward."""
+"""What trainers need around a model: packed sequences, cut for context parallelism; a forward; log-probabilities."""

@@ -1,4 +1,4 @@
-"""What batches communicate: reductions over vocabulary shards, tokens of context-parallel ranks, results of a stage."""
+"""The collectives of ``batches``: over vocabulary shards, context-parallel ranks and pipeline stages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mcore_bridge.config.mesh.lost_ranks import naming_lost_ranks
 
 @naming_lost_ranks("reducing log-probabilities or sizes")
 def reduce_max(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The largest of all ranks, in place."""
+    """The elementwise maximum over all ranks, in place."""
     if group.size() > 1:
         dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
     return value
@@ -29,11 +29,14 @@ def reduce_sum(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @naming_lost_ranks("gathering what context-parallel ranks computed")
 def gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``[ranks, *own.shape]``. What comes after must be the same on every rank: each keeps the gradient of its own."""
+    """The tensors of all ranks, as ``[ranks, *own.shape]``.
+
+    Each rank keeps only the gradient of its own tensor, so all ranks must compute the same thing from the result.
+    """
     if group.size() == 1:
         return own[None]
-    found: Tensor = _Gather.apply(own, group)
-    return found
+    whole: Tensor = _Gather.apply(own, group)
+    return whole
 
 
 class _Gather(torch.autograd.Function):
@@ -50,8 +53,8 @@ class _Gather(torch.autograd.Function):
 
 
 @naming_lost_ranks("receiving outputs of the last pipeline stage")
-def from_last(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """What the last rank of ``group`` has, on all of them, in place."""
+def broadcast_from_last(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Copies the tensor of the last rank of ``group`` to all its ranks, in place."""
     if group.size() > 1:
         dist.broadcast(value, dist.get_global_rank(group, group.size() - 1), group=group)
     return value

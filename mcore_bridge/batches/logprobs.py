@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies from logits whose vocabulary is cut over tensor-parallel ranks, not gathered."""
+"""Log-probabilities and entropies from vocab-parallel logits, without gathering these."""
 
 from __future__ import annotations
 
@@ -17,52 +17,65 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 LEAST_TEMPERATURE = 1e-6
-"""Logits that are divided by less may be infinite."""
+"""Logits divided by less than this may be infinite."""
 CHUNK = 1 << 24
-"""Elements that are made fp32 at once: 64 MB, of which three or four are there."""
+"""Elements that are converted to fp32 at a time: 64 MB, of which three or four copies exist at once."""
 
 
 def log_probs(
     logits: Tensor, labels: Tensor, *, vocab_size: int, group: ProcessGroup, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of ``labels``, and entropies of what they were drawn from; both can be differentiated.
+    """Log-probabilities of ``labels``, and entropies of the distributions that predict them. Both have gradients.
 
-    Two small all-reduces. Beside the logits it takes 0.25 GB at most, and their gradient on the way back.
+    It does two small all-reduces. Beside the logits it takes at most 0.25 GB, and in the backward their gradient.
 
     Args:
         logits: ``[..., padded vocab / tp]`` of this tensor-parallel rank.
         labels: int64 ``[...]``, tokens of the whole vocabulary, the same on every rank.
-        vocab_size: without padding, whose logits do not count.
+        vocab_size: the size without padding. Logits of the padding do not count.
         group: the tensor-parallel group.
-        temperature: what logits are divided by; above 0.
+        temperature: logits are divided by it. It is above 0.
 
     Returns:
-        Two of fp32 ``[...]``.
+        Log-probabilities and entropies, both fp32 ``[...]``.
 
     Raises:
-        BatchError: shapes do not fit, or the temperature is none.
+        BatchError: shapes do not fit, or the temperature is not a positive number.
+
+    Example:
+        >>> tp = parallel_state.get_tensor_model_parallel_group()
+        >>> values, entropies = mb.log_probs(logits, labels, vocab_size=151936, group=tp)
     """
     require_temperature(temperature)
     if logits.shape[:-1] != labels.shape:
-        raise BatchError(f"logits {tuple(logits.shape)} must have a vocabulary behind labels {tuple(labels.shape)}")
+        raise BatchError(
+            f"logits must have the shape of labels, {tuple(labels.shape)}, and the vocabulary behind it, found "
+            f"{tuple(logits.shape)}"
+        )
     if not 0 < vocab_size <= logits.size(-1) * group.size():
-        raise BatchError(f"{group.size()} ranks with {logits.size(-1)} logits each are no vocabulary of {vocab_size}")
+        raise BatchError(
+            f"vocab_size must be 1 to {logits.size(-1) * group.size()}, as {group.size()} ranks have {logits.size(-1)} "
+            f"logits each, found {vocab_size}"
+        )
     flat = logits.reshape(-1, logits.size(-1))
-    found = _LogProbs.apply(flat, labels.flatten(), vocab_size, group, temperature)
-    return found[0].view(labels.shape), found[1].view(labels.shape)
+    chosen, entropy = _LogProbs.apply(flat, labels.flatten(), vocab_size, group, temperature)
+    return chosen.view(labels.shape), entropy.view(labels.shape)
 
 
 def require_temperature(temperature: float) -> None:
-    """Refuse what logits cannot be divided by: log-probabilities would be NaN, and gradients too."""
+    """Refuse a temperature for which log-probabilities and gradients would be NaN."""
     if not (isinstance(temperature, Real) and LEAST_TEMPERATURE <= temperature < math.inf):
         raise BatchError(
-            f"temperature must be a number of at least {LEAST_TEMPERATURE}, found {temperature!r}: a greedy choice has "
-            "no log-probs of its own, so pass the temperature that the model is trained with, such as 1.0"
+            f"temperature must be a number of at least {LEAST_TEMPERATURE}, found {temperature!r}. Pass that of "
+            "training, such as 1.0: a greedy choice has no log-probs of its own"
         )
 
 
 class _LogProbs(torch.autograd.Function):
-    """Of ``[tokens, vocab / tp]``. The softmax is computed again on the way back, as it would take twice the logits."""
+    """``log_probs`` for logits ``[tokens, vocab / tp]``.
+
+    The backward computes the softmax again: kept in fp32, it would take twice the memory of the logits.
+    """
 
     @staticmethod
     def forward(
@@ -94,15 +107,18 @@ class _LogProbs(torch.autograd.Function):
         grad = torch.zeros_like(logits)
         for at, part in _chunks(ctx, logits):
             logs = part.sub_(log_total[at, None])
-            each = logs.exp()
-            each.mul_(logs.add_(entropy[at, None]).mul_(of_entropy[at, None]).add_(of_log_probs[at, None])).neg_()
-            each.scatter_add_(1, column[at, None], (of_log_probs[at] * own[at])[:, None])
-            grad[at, : ctx.num_valid] = each.div_(ctx.temperature)
+            chunk = logs.exp()
+            chunk.mul_(logs.add_(entropy[at, None]).mul_(of_entropy[at, None]).add_(of_log_probs[at, None])).neg_()
+            chunk.scatter_add_(1, column[at, None], (of_log_probs[at] * own[at])[:, None])
+            grad[at, : ctx.num_valid] = chunk.div_(ctx.temperature)
         return grad, None, None, None, None
 
 
 def _chunks(ctx: Any, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """The logits that count, as new fp32 divided by the temperature, some tokens at a time. A rank may have none."""
+    """The logits without padding, as new fp32 divided by the temperature, some tokens at a time.
+
+    A rank that holds only padding has none.
+    """
     step = max(CHUNK // logits.size(-1), 1)
     for start in range(0, len(logits) if ctx.num_valid else 0, step):
         at = slice(start, min(start + step, len(logits)))

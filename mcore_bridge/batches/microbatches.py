@@ -1,4 +1,4 @@
-"""The microbatches that a batch goes through megatron-core's schedule in, and what they must agree in."""
+"""Cuts a batch into microbatches for megatron-core's schedule, and makes them equal where it needs that."""
 
 from __future__ import annotations
 
@@ -29,79 +29,86 @@ def micro_batches(
     multiple_of: int | None,
     min_tokens: int,
 ) -> list[PackedSequences]:
-    """Of ``size`` rows each, with as many tokens in a row at least; with virtual stages, they fill the last round."""
+    """Microbatches of ``size`` rows, with at least ``min_tokens`` in a row.
+
+    With virtual stages there are microbatches of padding at the end, so that their number is a multiple of ``pp``.
+    """
     groups = chunk.pg_collection
     stages = groups.pp.size()
     count = rounded_up(len(input_ids), size * stages if num_chunks > 1 else size)
-    rows = list(zip(*(_filled(each, count).split(size) for each in (input_ids, attention_mask)), strict=True))
+    rows = list(zip(*(_padded(whole, count).split(size) for whole in (input_ids, attention_mask)), strict=True))
     dims = ParallelDims(tp=groups.tp.size(), cp=groups.cp.size(), sp=chunk.config.sequence_parallel)
     unit = multiple_of or tokens_in_fp8(chunk.config)
     options = {"cp_rank": groups.cp.rank(), "packed": packed, "multiple_of": unit, "min_tokens": min_tokens}
-    return [pack_sequences(*each, dims=dims, **options) for each in rows]
+    return [pack_sequences(ids, mask, dims=dims, **options) for ids, mask in rows]
 
 
-def alike(
+def agreed_micro_batches(
     chunk: GPTModel, checked: Callable[[], Callable[..., list[PackedSequences]]], device: torch.device, *, learns: bool
 ) -> list[PackedSequences]:
-    """The microbatches of a batch.
+    """The microbatches of a batch, in sizes that the ranks agree on.
 
-    With pipeline stages all are alike; and so are those of all ranks that share experts, where these do not ask each
-    other how many tokens they have.
+    With pipeline stages, all microbatches get the same length. So do those of all ranks that share experts, if their
+    token dispatcher takes equal lengths for granted.
 
     Args:
-        checked: gives what makes them of ``min_tokens`` in a row at least, or raises.
-        device: of the batch.
+        checked: checks the batch. Returns a function that makes microbatches with at least ``min_tokens`` in a row.
+        device: where the batch is.
         learns: whether a backward follows.
 
     Raises:
-        BatchError: where a batch cannot be taken; with experts, on all ranks that share them, which would wait for each
-            other. What ``checked`` raises, on the rank where it does.
+        BatchError: a batch cannot be used. With experts, all ranks that share them raise, since they would wait for
+            each other. The rank whose ``checked`` raised raises that error.
     """
-    found: list[PackedSequences] = []
+    batches: list[PackedSequences] = []
     problem = None
     try:
         pack = checked()
-        found = pack(min_tokens=0)
+        batches = pack(min_tokens=0)
         if learns:
-            _require_tokens(chunk, found)
-    except Exception as error:  # such as no memory: others may wait for this rank's experts
+            _require_tokens(chunk, batches)
+    except Exception as error:  # any, even out of memory: other ranks may wait for this rank's experts
         problem = error
-    longest = _longest(chunk, found, problem, device)
-    one_by_one = chunk.pg_collection.pp.size() == 1 and not _is_blind(chunk)
-    return found if one_by_one or all(each.num_tokens == longest for each in found) else pack(min_tokens=longest)
+    longest = _longest(chunk, batches, problem, device)
+    may_differ = chunk.pg_collection.pp.size() == 1 and not _assumes_equal_lengths(chunk)
+    if may_differ or all(batch.num_tokens == longest for batch in batches):
+        return batches
+    return pack(min_tokens=longest)
 
 
-def _longest(chunk: GPTModel, found: Sequence[PackedSequences], problem: Exception | None, device: torch.device) -> int:
-    """Tokens of a row of the longest microbatch: of all that share experts, where these must be alike.
+def _longest(
+    chunk: GPTModel, batches: Sequence[PackedSequences], problem: Exception | None, device: torch.device
+) -> int:
+    """Tokens in a row of the longest microbatch: on this rank, or on all that share experts and need equal lengths.
 
     Raises:
-        BatchError: on all of these, where one would wait for another for ever.
+        BatchError: on all ranks that share experts, if one of them would wait for another forever.
     """
-    own, count = max((each.num_tokens for each in found), default=0), len(found)
+    own, count = max((batch.num_tokens for batch in batches), default=0), len(batches)
     if not chunk.config.num_moe_experts:
         if problem is not None:
             raise problem
         return own
-    here = (own, found[0].input_ids.size(0)) if found and _is_blind(chunk) else (own, 0)
+    here = (own, batches[0].input_ids.size(0)) if batches and _assumes_equal_lengths(chunk) else (own, 0)
     sizes = torch.tensor([problem is not None, *here, -here[1], count, -count], device=device)
     is_bad, longest, rows, least, most, fewest = reduce_max(sizes, chunk.pg_collection.tp_ep).tolist()
     if is_bad:
-        raise problem or BatchError("a rank that shares experts with this one cannot take its batch, and says why")
+        raise problem or BatchError("a rank that shares experts with this one refuses its batch: see the error there")
     if most != -fewest:
         raise BatchError(
-            f"replicas that share experts must take equally many microbatches, found {-fewest} to {most}; give all of "
-            "them batches of as many rows"
+            f"replicas that share experts must have the same number of microbatches, found {-fewest} to {most}; give "
+            "all of them batches with the same number of rows"
         )
     if rows != -least:
         raise BatchError(
-            "replicas that share experts by moe_token_dispatcher_type='allgather' must have equally many rows in a "
-            f"microbatch, found {-least} to {rows}; set micro_batch_size, or let rows be packed"
+            "replicas that share experts by moe_token_dispatcher_type='allgather' must have the same number of rows in "
+            f"a microbatch, found {-least} to {rows}; set micro_batch_size, or pass packed=True"
         )
-    return int(longest) if _is_blind(chunk) else own
+    return int(longest) if _assumes_equal_lengths(chunk) else own
 
 
-def balances(config: TransformerConfig) -> bool:
-    """Whether routers learn from how many tokens each expert gets."""
+def balances_experts(config: TransformerConfig) -> bool:
+    """Whether routers learn from the number of tokens that each expert gets."""
     has_bias = config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate
     return bool(config.num_moe_experts and (_has_auxiliary_loss(config) or config.moe_z_loss_coeff or has_bias))
 
@@ -111,26 +118,26 @@ def _has_auxiliary_loss(config: TransformerConfig) -> bool:
     return any(coefficients) if isinstance(coefficients, list) else bool(coefficients)
 
 
-def _require_tokens(chunk: GPTModel, found: Sequence[PackedSequences]) -> None:
-    """Raise ``BatchError`` where the auxiliary loss of routers would be divided by no token."""
-    if _has_auxiliary_loss(chunk.config) and not all(bool((each.places >= 0).any()) for each in found):
+def _require_tokens(chunk: GPTModel, batches: Sequence[PackedSequences]) -> None:
+    """Raise ``BatchError`` if the auxiliary loss of routers would be divided by zero tokens."""
+    if _has_auxiliary_loss(chunk.config) and not all(bool((batch.places >= 0).any()) for batch in batches):
         raise BatchError(
-            "with moe_aux_loss_coeff each microbatch must have a token that counts, but one has none: leave out rows "
-            "of padding alone, and with virtual pipeline stages take a multiple of "
+            "with moe_aux_loss_coeff each microbatch must have a token, found one of padding only. Leave out rows of "
+            "padding; with virtual pipeline stages, take a multiple of "
             f"{chunk.pg_collection.pp.size()} microbatches"
         )
 
 
-def _is_blind(chunk: GPTModel) -> bool:
-    """Whether ranks that share experts take for granted that all of them have as many tokens."""
+def _assumes_equal_lengths(chunk: GPTModel) -> bool:
+    """Whether the token dispatcher needs the same number of tokens on all ranks that share experts."""
     return bool(chunk.config.num_moe_experts) and chunk.config.moe_token_dispatcher_type == "allgather"
 
 
 def tokens_in_fp8(config: TransformerConfig) -> int:
-    """What TransformerEngine 2.11 wants the tokens of a rank to be a multiple of, under sequence parallelism too."""
+    """TransformerEngine 2.11 needs a multiple of this number of tokens on a rank, with sequence parallelism too."""
     return {"blockwise": 128, "mxfp8": 32}.get(str(config.fp8_recipe), 16) if config.fp8 else 1
 
 
-def _filled(rows: Tensor, count: int) -> Tensor:
-    """``[count, seq]``, with rows of zeros behind those that are there."""
+def _padded(rows: Tensor, count: int) -> Tensor:
+    """``rows`` with rows of zeros at the end, as ``[count, seq]``."""
     return torch.cat((rows, rows.new_zeros(count - len(rows), rows.size(1))))

@@ -1,8 +1,7 @@
-"""Sequences of a padded batch as a context-parallel rank runs them: packed one behind the other, or a row for each.
+"""Packs the sequences of a padded batch, and cuts them for context parallelism.
 
-Every sequence is cut into ``2 * cp`` chunks, of which rank r has the chunks r and 2cp-1-r, as megatron-core and
-TransformerEngine deal them. What follows a token is known before anything is cut, so that labels are right where chunks
-meet.
+Every sequence is cut into ``2 * cp`` chunks. Rank r has the chunks r and 2cp-1-r, as in megatron-core and
+TransformerEngine. Labels are computed before the cut, so they are right where chunks meet.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ if TYPE_CHECKING:
 
 
 SHORT = 512
-"""Tokens of a sequence of padding, where no other is longer."""
+"""The least number of tokens in a sequence of padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedSequences:
-    """What one context-parallel rank gives to a model, and where it belongs in the batch that it was made from.
+    """The inputs of a model on one context-parallel rank, and the positions of their tokens in the batch.
 
     Attributes:
-        input_ids: int64 ``[rows, tokens]``; one row where sequences are packed.
-        position_ids: int64, likewise: the place of a token in its own sequence.
-        labels: int64, likewise: the token that follows in the same sequence; 0 where none does.
-        loss_mask: bool, likewise: whether one does.
-        places: int64 ``[cp, rows, tokens]``: where every context-parallel rank's tokens are in the flattened batch; -1
-            for padding.
-        following: int64, likewise: where the tokens that follow them are; -1 where none does.
-        shape: of the batch, ``(batch, seq)``.
-        packed_seq_params: what ``GPTModel`` takes with packed sequences; None with a row for each.
+        input_ids: int64 ``[rows, tokens]``; one row if sequences are packed.
+        position_ids: int64 ``[rows, tokens]``: the position of a token in its own sequence.
+        labels: int64 ``[rows, tokens]``: the next token of the same sequence; 0 at its end.
+        loss_mask: bool ``[rows, tokens]``: whether there is a next token.
+        places: int64 ``[cp, rows, tokens]``: indices into the flattened batch of the tokens of all context-parallel
+            ranks; -1 for padding.
+        following: int64 ``[cp, rows, tokens]``: such indices of the next tokens; -1 where there is none.
+        shape: ``(batch, seq)`` of the batch.
+        packed_seq_params: for ``GPTModel``, if sequences are packed; else None.
     """
 
     input_ids: Tensor
@@ -52,7 +51,7 @@ class PackedSequences:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a row on all context-parallel ranks together, with padding."""
+        """Tokens in a row, summed over all context-parallel ranks, padding included."""
         return self.places.size(0) * self.places.size(2)
 
 
@@ -66,24 +65,28 @@ def pack_sequences(
     multiple_of: int = 1,
     min_tokens: int = 0,
 ) -> PackedSequences:
-    """Pack the sequences of a batch, without its padding, and take what one context-parallel rank has of them.
+    """Pack the sequences of a batch, without its padding, and take the tokens of one context-parallel rank.
 
-    Each sequence is padded to what context parallelism needs, and all of them together, by more sequences, to what
-    sequence parallelism does.
+    Each sequence is padded to a multiple that context parallelism needs. Sequences of padding are added at the end for
+    sequence parallelism.
 
     Args:
         input_ids: int64 ``[batch, seq]``, on any device.
-        attention_mask: ``[batch, seq]``, 1 or True where a token counts and 0 elsewhere: padding may be left, right, or
-            in between. None is everywhere.
-        dims: the mesh, of which ``tp``, ``cp`` and ``sp`` count.
-        cp_rank: whose tokens to take.
-        packed: False gives each sequence a row of its own, padded on the right to the longest: for models that take no
-            packed sequences.
-        multiple_of: what the tokens on one rank must be a multiple of: 16 for FP8, 128 for its blockwise recipe.
-        min_tokens: of a row at least, on all context-parallel ranks together, so that microbatches are alike.
+        attention_mask: ``[batch, seq]``, 1 or True for tokens and 0 for padding, which may be anywhere. None: there is
+            no padding.
+        dims: the mesh; only ``tp``, ``cp`` and ``sp`` matter. None: a single rank.
+        cp_rank: the context-parallel rank whose tokens to take.
+        packed: True: all sequences share one row. False: each sequence has a row of its own, padded on the right to the
+            longest, for models that cannot take packed sequences.
+        multiple_of: the tokens of a rank are padded to a multiple of it: 16 for FP8, 128 for its blockwise recipe.
+        min_tokens: the least length of a row, summed over context-parallel ranks. It makes microbatches equally long.
 
     Raises:
-        BatchError: shapes do not fit, there is no token, or ``cp_rank`` is no rank of the mesh.
+        BatchError: shapes do not fit, there is no token, or the mesh has no rank ``cp_rank``.
+
+    Example:
+        >>> packed = mb.pack_sequences(input_ids, attention_mask, dims=mb.ParallelDims(cp=2), cp_rank=0)
+        >>> packed.input_ids.shape                        # [1, tokens of this rank]
     """
     dims = dims or ParallelDims()
     if input_ids.dim() != 2 or (attention_mask is not None and attention_mask.shape != input_ids.shape):
@@ -95,36 +98,37 @@ def pack_sequences(
         raise BatchError(f"input_ids must be [batch, seq] with at least one token, found {tuple(input_ids.shape)}")
     if not 0 <= cp_rank < dims.cp:
         raise BatchError(f"cp_rank must be 0 to {dims.cp - 1} at cp={dims.cp}, found {cp_rank}")
-    each = 2 * dims.cp if dims.cp > 1 else 1
-    row = math.lcm(each, dims.cp * (dims.tp if dims.sp else 1) * multiple_of)
+    unit = 2 * dims.cp if dims.cp > 1 else 1
+    row = math.lcm(unit, dims.cp * (dims.tp if dims.sp else 1) * multiple_of)
     mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask != 0
     lengths = mask.sum(1).tolist()
     if packed:
-        sizes = [rounded_up(length, each) for length in lengths]
+        sizes = [rounded_up(length, unit) for length in lengths]
         whole = max(rounded_up(sum(sizes), row), rounded_up(min_tokens, row), row)
-        sizes += _stretches(whole - sum(sizes), max(sizes, default=0))
+        sizes += _padding_sizes(whole - sum(sizes), max(sizes, default=0))
     else:
         sizes = [max(rounded_up(max(lengths, default=0), row), rounded_up(min_tokens, row), row)] * len(lengths)
     rows = 1 if packed else len(lengths)
-    return _cut(input_ids, mask, lengths, sizes, rows, dims.cp, cp_rank)
+    return _lay_out(input_ids, mask, lengths, sizes, rows, dims.cp, cp_rank)
 
 
 def require_mask(attention_mask: Tensor) -> None:
-    """Refuse what is no mask of ones and zeros: one that is added to scores, 0 and -1e9, would be read inverted."""
+    """Refuse a mask that is not of ones and zeros: one that is added to scores (0 and -1e9) would be read inverted."""
     if attention_mask.dtype == torch.bool or bool(((attention_mask == 0) | (attention_mask == 1)).all()):
         return
     low, high = attention_mask.aminmax()
     raise BatchError(
-        f"attention_mask must be 1 or True where a token counts and 0 elsewhere, found {attention_mask.dtype} from "
-        f"{low.item()} to {high.item()}: of a mask that is added to scores pass mask == 0; where it numbers sequences "
-        "in a row, give each sequence a row of its own"
+        f"attention_mask must be 1 or True for tokens and 0 for padding, found {attention_mask.dtype} from "
+        f"{low.item()} to {high.item()}. If the mask is added to scores, pass mask == 0. If it numbers the sequences "
+        "of a row, give each sequence a row of its own"
     )
 
 
-def _stretches(num_tokens: int, longest: int) -> list[int]:
-    """Padding as sequences that are no longer than the longest that is there, which a rope may go by; at least one.
+def _padding_sizes(num_tokens: int, longest: int) -> list[int]:
+    """Lengths of sequences of padding with ``num_tokens`` together; at least one sequence.
 
-    Nor so short that there are very many: no rope goes by as few tokens as ``SHORT``.
+    They are not longer than the longest real one, since some ropes depend on the longest length. They may have
+    ``SHORT`` tokens in any case, so that there are few of them: no rope depends on such short lengths.
     """
     size = max(longest, SHORT)
     whole, rest = divmod(num_tokens, size)
@@ -132,14 +136,14 @@ def _stretches(num_tokens: int, longest: int) -> list[int]:
 
 
 def rounded_up(number: int, unit: int) -> int:
-    """The least multiple of ``unit`` that is not below ``number``."""
+    """The smallest multiple of ``unit`` that is at least ``number``."""
     return -(-number // unit) * unit
 
 
-def _cut(
+def _lay_out(
     input_ids: Tensor, mask: Tensor, lengths: list[int], sizes: list[int], rows: int, cp: int, cp_rank: int
 ) -> PackedSequences:
-    """Lay sequences of ``lengths`` out in stretches of ``sizes``; those behind are of padding alone."""
+    """Lay sequences of ``lengths`` out in ranges of ``sizes``. Further ranges at the end are padding."""
     device, flat = input_ids.device, input_ids.flatten()
     size = torch.tensor(sizes, device=device)
     starts = size.cumsum(0) - size
@@ -170,7 +174,7 @@ def _cut(
 
 
 def _params(sizes: list[int], device: torch.device) -> PackedSeqParams:
-    """Padding counts as part of the sequence in front of it: attention is causal, so that nothing sees it."""
+    """The parameters of packed attention. Padding belongs to the sequence before it: causal attention ignores it."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     present = [size for size in sizes if size]
@@ -187,19 +191,25 @@ def _params(sizes: list[int], device: torch.device) -> PackedSeqParams:
 
 
 def unpack_sequences(packed: PackedSequences, values: Tensor, *, following: bool = False) -> Tensor:
-    """Put what all context-parallel ranks computed for their tokens back in the places of the batch.
+    """Put values of packed tokens back to the positions of the batch: the inverse of ``pack_sequences``.
 
     Args:
-        packed: what the model was given.
-        values: ``[cp, rows, tokens]``, by context-parallel rank.
-        following: a value belongs to the token that follows, as a log-probability does; else to the token itself.
+        packed: the inputs of the model, from ``pack_sequences``.
+        values: ``[cp, rows, tokens]``: one value per token, from all context-parallel ranks.
+        following: True: a value belongs to the next token, as a log-probability does. False: to the token itself.
 
     Returns:
-        ``[batch, seq]``, zero where no token has a value.
+        ``[batch, seq]``, zero where there is no value.
+
+    Raises:
+        BatchError: ``values`` have another shape.
+
+    Example:
+        >>> whole = mb.unpack_sequences(packed, values)   # [cp, rows, tokens] --> [batch, seq]
     """
     places = packed.following if following else packed.places
     if values.shape != places.shape:
         raise BatchError(f"values must be [cp, rows, tokens] = {tuple(places.shape)}, found {tuple(values.shape)}")
     batch, seq = packed.shape
-    found = places >= 0
-    return values.new_zeros(batch * seq).index_put((places[found],), values[found]).view(batch, seq)
+    has_value = places >= 0
+    return values.new_zeros(batch * seq).index_put((places[has_value],), values[has_value]).view(batch, seq)

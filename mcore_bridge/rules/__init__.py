@@ -1,1 +1,1 @@
-"""What becomes what: layouts, names and rules, as data. It imports ``errors`` alone."""
+"""Layouts, canonical names and weight rules, as data. This package imports only ``errors``."""

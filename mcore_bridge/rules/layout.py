@@ -1,14 +1,14 @@
 """The algebra of layouts: invertible rearrangements between HF tensors and mcore shards.
 
 A layout takes the *parts* of one parameter (its HF tensors) to one tensor with a leading ``tp`` axis, whose entries are
-the shards that tensor-parallel ranks hold. Where ``tp`` stands in a chain says what other code bases special-case:
+the shards that tensor-parallel ranks hold. The order of a chain says what other code bases write as special cases:
 ``GATED_UP`` cuts, then fuses; ``QKV`` fuses, then cuts.
 
 Laws, for every layout ``f`` and ``g``:
 
 * ``~~f == f`` and ``~(f >> g) == ~g >> ~f``;
 * ``(~f)(f(parts)) == parts``, always and bit for bit: a layout moves elements and does no arithmetic;
-* ``f((~f)(shards)) == shards`` when replicas agree and padding is zero (``REPLICATED`` and ``VOCAB`` are sections).
+* ``f((~f)(shards)) == shards`` when replicas are equal and padding is zero (``REPLICATED`` and ``VOCAB`` add them).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mcore_bridge.errors import MappingError
 
 Parts = tuple[Tensor, ...]
 Axes = Mapping[str, int]
-"""Sizes that shapes alone do not tell: ``tp``, ``groups``, ``heads_per_group``, ``vocab``, ``padded_vocab``, ..."""
+"""Sizes that do not follow from shapes: ``tp``, ``groups``, ``heads_per_group``, ``vocab``, ``padded_vocab``, ..."""
 
 
 class Layout(ABC):
@@ -64,7 +64,7 @@ class Rearrange(Layout):
 
 @dataclass(frozen=True, slots=True)
 class Concat(Layout):
-    """Join all parts along ``dim``; ``ratio`` gives their relative sizes there, as numbers or names of axes."""
+    """Join all parts along ``dim``. ``ratio`` gives their relative sizes along it, as numbers or names of axes."""
 
     dim: int
     ratio: tuple[int | str, ...]
@@ -78,7 +78,7 @@ class Concat(Layout):
 
 @dataclass(frozen=True, slots=True)
 class Split(Layout):
-    """Cut the one part along ``dim`` by ``ratio``: the inverse of ``Concat``."""
+    """Split a single part along ``dim`` in the given ``ratio``: the inverse of ``Concat``."""
 
     dim: int
     ratio: tuple[int | str, ...]
@@ -90,7 +90,7 @@ class Split(Layout):
         if rest:
             raise MappingError(
                 f"dim {self.dim} of shape {tuple(whole.shape)} cannot be split in the ratio {ratio}: "
-                f"{whole.shape[self.dim]} is no multiple of {sum(ratio)}"
+                f"{whole.shape[self.dim]} is not a multiple of {sum(ratio)}"
             )
         return whole.split([unit * share for share in ratio], self.dim)
 
@@ -122,7 +122,7 @@ class First(Layout):
 
 @dataclass(frozen=True, slots=True)
 class Resize(Layout):
-    """Pad dim 0 with zeros, or cut it, from the axis ``old`` to the axis ``new``. Its inverse exchanges the two."""
+    """Pad dim 0 with zeros, or cut it, from the size of axis ``old`` to that of ``new``. The inverse swaps the two."""
 
     old: str
     new: str
@@ -132,7 +132,7 @@ class Resize(Layout):
 
     def _resize(self, part: Tensor, axes: Axes) -> Tensor:
         if part.shape[0] != axes[self.old]:
-            raise MappingError(f"dim 0 of shape {tuple(part.shape)} is not the axis {self.old} = {axes[self.old]}")
+            raise MappingError(f"dim 0 of shape {tuple(part.shape)} must be the axis {self.old} = {axes[self.old]}")
         missing = axes[self.new] - axes[self.old]
         if missing <= 0:
             return part[: axes[self.new]]
@@ -144,7 +144,7 @@ class Resize(Layout):
 
 @dataclass(frozen=True, slots=True)
 class Leading(Layout):
-    """``layout`` takes the first ``count`` parts to ``becomes`` parts; the other parts follow as they are."""
+    """Apply ``layout`` to the first ``count`` parts, which become ``becomes`` parts; the others stay as they are."""
 
     count: int
     becomes: int
@@ -159,7 +159,7 @@ class Leading(Layout):
 
 @dataclass(frozen=True, slots=True)
 class Chain(Layout):
-    """Layouts one after the other; the inverse runs the inverses in reverse order."""
+    """Apply layouts one after the other. The inverse applies their inverses in reverse order."""
 
     steps: tuple[Layout, ...]
 

@@ -1,9 +1,13 @@
 """The layouts of linear attention by the gated delta rule, and of full attention with an output gate.
 
-What linear attention has, its key heads share equally. The axes say how many of its rows are one key head's: ``key`` of
-queries or keys, ``value`` of values or gates, ``each`` of what is one number per value head; and of what a checkpoint
-keeps in one tensor: ``qkv``, ``qkvz``, ``ba``. megatron-core joins queries, keys, values, gates, beta and alpha, each
-cut by itself.
+The rows of linear attention are dealt out equally to its key heads. An axis says how many rows belong to one key head:
+
+* ``key``: of queries, or of keys;
+* ``value``: of values, or of gates;
+* ``each``: of beta or alpha, which have one number per value head;
+* ``qkv``, ``qkvz``, ``ba``: of what a checkpoint joins in one tensor.
+
+megatron-core joins queries, keys, values, gates, beta and alpha, after each of them is cut.
 """
 
 from mcore_bridge.rules.layout import COLUMN, GROUPS, Concat, Leading, Rearrange, Split

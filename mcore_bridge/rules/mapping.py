@@ -1,8 +1,10 @@
 """Rules pair canonical mcore names with HF names through a layout, and a mapping is a total set of rules.
 
-Names hold ``*`` for a layer or expert number (or a number, which stands for itself); an HF name that ends in ``[*]`` is
-that entry, along dim 0, of one tensor for all experts. Totality: every mcore parameter has exactly one rule, and every
-HF name leads to a rule or to the ignore list; anything else raises with the name.
+In a name, ``*`` stands for a layer or expert number. An HF name that ends in ``[*]`` means one entry, along dim 0, of a
+tensor that holds all experts.
+
+Total means: every mcore parameter has exactly one rule, and every HF name has a rule or is ignored. Any other name
+raises.
 """
 
 from __future__ import annotations
@@ -24,13 +26,20 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One canonical mcore name (pattern), its HF names (patterns, in the order of the layout's parts), the layout.
+    """Pairs a canonical mcore name with HF names through a layout. Names are patterns.
 
-    ``offset`` is added to the first number on the way to HF names (MTP layers count on after the decoder's), and that
-    number is below ``count``. ``exported`` is False for a copy whose HF tensor another parameter yields (a tied output
-    layer). ``axis`` is that of the mesh which the layout calls ``tp``: ``etp`` for routed experts. With ``copy``, the
-    HF names are further ones of a tensor that another rule has: what a source has under them must be the same. They are
-    written if ``exported``; if not, a source may have such a name alone.
+    Attributes:
+        mcore: the canonical name.
+        hf: the HF names, in the order of the layout's parts.
+        layout: from the HF tensors to the shards.
+        offset: added to the first number of the mcore name to get that of the HF names. HF numbers MTP layers after
+            those of the decoder.
+        exported: False where another parameter already yields the HF tensor, as with a tied output layer.
+        axis: the mesh axis that the layout calls ``tp``; ``etp`` for routed experts.
+        copy: the HF names are second names of a tensor that another rule has. A source must hold the same values under
+            both. With ``exported`` the copies are written; without, a source may hold the tensor under such a name
+            alone.
+        count: the first number of the mcore name is below it. None: there is no limit.
     """
 
     mcore: str
@@ -45,7 +54,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """A rule applied to one canonical name."""
+    """A rule applied to one canonical name. ``copies`` are the second HF names under which a save writes it again."""
 
     mcore: str
     hf: tuple[str, ...]
@@ -57,7 +66,7 @@ class Binding:
 
 Rules = tuple[Rule, ...]
 Dialect = Literal["split", "fused"]
-"""How HF holds the routed experts of a layer: one tensor for each, or one for all of them."""
+"""How HF holds the routed experts of a layer: one tensor per expert, or one tensor for all of them."""
 
 
 def table(*rows: tuple[str, str, Layout], exported: bool = True) -> Rules:
@@ -75,19 +84,19 @@ def under(mcore: str, hf: str, *rules: Rules) -> Rules:
 
 
 def numbered(rules: Rules, *, offset: int = 0, count: int | None = None) -> Rules:
-    """The rules for ``count`` modules whose first numbers HF counts from ``offset`` on."""
+    """The rules for ``count`` modules, whose first number in HF names begins at ``offset``."""
     return tuple(replace(rule, offset=offset, count=count) for rule in rules)
 
 
 def experts(mcore: str, hf: str, *rules: Rules) -> Rules:
-    """``under`` for the rules of one routed expert, which expert tensor parallelism cuts."""
+    """Like ``under``, for the rules of a routed expert: expert tensor parallelism (``etp``) cuts it."""
     return tuple(replace(rule, axis="etp") for rule in under(mcore, hf, *rules))
 
 
 def fused(rules: Rules) -> Rules:
     """The same rules with the routed experts of a layer in one tensor: ``gate_up_proj`` and ``down_proj``.
 
-    Of shape [experts, out, in], as transformers 5 holds them and some publishers write them. Rules that are so already
+    Their shape is [experts, out, in], as in transformers 5 and some published checkpoints. Rules that are fused already
     stay as they are.
     """
     return tuple(_fuse(rule) if rule.axis == "etp" and ".experts.*." in rule.hf[0] else rule for rule in rules)
@@ -103,13 +112,13 @@ def _fuse(rule: Rule) -> Rule:
 
 @lru_cache(maxsize=1 << 16)
 def pattern_of(name: str) -> str:
-    """A name with ``*`` for each of its numbers. Asked several times of every name of a checkpoint, at every load."""
+    """``name`` with ``*`` for each of its numbers. Cached: a load asks several times for every name of a checkpoint."""
     return _NUMBER.sub("*", name)
 
 
 def unstacked(name: str) -> tuple[str, int | None]:
-    """An HF name without its ``[number]``, and that number, if it has one."""
-    if not name.endswith("]"):  # nearly always, and asked of every name of a model
+    """An HF name without its ``[number]``, and that number; None where it has none."""
+    if not name.endswith("]"):  # the usual case; this runs for every name of a model
         return name, None
     whole, _, number = name[:-1].rpartition("[")
     return whole, int(number)
@@ -123,7 +132,13 @@ def _parts(pattern: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class WeightMapping:
-    """All rules of a model, and (``fnmatch`` patterns) the HF names that may stay unused, or be missing in a source."""
+    """All rules of a model, and two lists of HF names, as ``fnmatch`` patterns.
+
+    Attributes:
+        rules: those of all parameters.
+        ignored: HF names that a source may hold and no parameter uses.
+        optional: HF names that a source may lack.
+    """
 
     rules: Rules
     ignored: tuple[str, ...] = ()
@@ -132,9 +147,9 @@ class WeightMapping:
     _by_hf: dict[str, list[Rule]] = field(init=False, repr=False, compare=False)
     _copies: dict[str, tuple[str, ...]] = field(init=False, repr=False, compare=False)
     twins: Mapping[str, str] = field(init=False, repr=False, compare=False)
-    """The HF names that are further ones of a tensor, and the name that it is read by."""
+    """Second HF names of tensors, each with the name under which the tensor is read."""
     spare: Mapping[str, str] = field(init=False, repr=False, compare=False)
-    """Those of them that are not written, and that a source may have alone."""
+    """The ``twins`` that are never written; a source may hold the tensor under such a name alone."""
 
     def __post_init__(self) -> None:
         by_mcore: dict[str, Rule] = {}
@@ -146,7 +161,9 @@ class WeightMapping:
                     copies[rule.mcore] = (*copies.get(rule.mcore, ()), *rule.hf)
                 continue
             if rule.mcore in by_mcore:
-                raise MappingError(f"two rules for {rule.mcore}: {by_mcore[rule.mcore].hf} and {rule.hf}; keep one")
+                raise MappingError(
+                    f"{rule.mcore} must have one rule, found two: {by_mcore[rule.mcore].hf} and {rule.hf}; keep one"
+                )
             if any(name.count("*") != rule.mcore.count("*") for name in rule.hf):
                 raise MappingError(
                     f"{rule.mcore} must have as many numbers ('*') as its HF names {rule.hf}; fix the rule"
@@ -167,7 +184,7 @@ class WeightMapping:
         """The binding of a canonical name.
 
         Raises:
-            MappingError: when no rule has this name.
+            MappingError: no rule matches the name.
         """
         rule = self.rule_of(mcore)
         numbers = _NUMBER.findall(mcore) if "*" in rule.mcore else []
@@ -178,7 +195,7 @@ class WeightMapping:
         """The rule of a canonical name.
 
         Raises:
-            MappingError: when none has this name.
+            MappingError: no rule matches the name.
         """
         pattern = pattern_of(mcore)
         rule = self._by_mcore.get(mcore) or self._by_mcore.get(pattern)
@@ -191,49 +208,49 @@ class WeightMapping:
         return rule
 
     def consumers(self, hf: str) -> tuple[str, ...]:
-        """The canonical names of all parameters that an HF tensor goes into, whether or not a model has them.
+        """The canonical names of all parameters that use an HF tensor, whether or not a model has them.
 
-        Of a tensor for all experts, the name of the first.
+        For a tensor that holds all experts, it is the name of the first expert.
         """
         numbers = _NUMBER.findall(hf)
-        found = (
+        return tuple(
             _fill(rule.mcore, [*numbers, "0"][: rule.mcore.count("*")], -rule.offset)
             for rule in self._by_hf.get(pattern_of(hf), ())
-            if _counts(rule, numbers)
+            if _has_number(rule, numbers)
         )
-        return tuple(found)
 
     def is_ignored(self, hf: str) -> bool:
         """Whether the architecture allows this HF tensor to stay unused."""
         return matches(hf, self.ignored) or hf in self.twins
 
     def is_unused(self, hf: str, *, num_mtp_layers: int) -> bool:
-        """Whether no parameter of a model takes this HF tensor: it is ignored, or of an MTP layer that is not built."""
+        """Whether no parameter of a model uses this HF tensor: it is ignored, or its MTP layer is not built."""
         if not any(rule.mcore.startswith("mtp.") for rule in self._by_hf.get(pattern_of(hf), ())):
-            return self.is_ignored(hf)  # nearly always, and asked of every name of a checkpoint
+            return self.is_ignored(hf)  # the usual case; this runs for every name of a checkpoint
         layers = map(mtp_layer_of, self.consumers(hf))
         return self.is_ignored(hf) or any(layer is not None and layer >= num_mtp_layers for layer in layers)
 
     def is_copy(self, hf: str) -> bool:
-        """Whether an HF tensor is a further one of what another rule has, and is written."""
+        """Whether an HF name is a second name of a tensor, under which a save writes it again."""
         return any(hf in names for names in self._copies.values())
 
     def is_optional(self, hf: str) -> bool:
-        """Whether a source may lack this HF tensor, so that what the constructor put there stays."""
+        """Whether a source may lack this HF tensor; the parameter then keeps its initial values."""
         return matches(hf, self.optional)
 
 
 def axes_of(rule: Rule | Binding, axes: Axes) -> Axes:
-    """``axes`` as the layout of ``rule`` takes them: its ``tp`` is the axis that cuts this parameter."""
+    """The ``axes`` for the layout of ``rule``: ``tp`` is the size of the mesh axis that cuts its parameter."""
     return {**axes, "tp": axes[rule.axis]}
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether ``name`` matches one of the ``fnmatch`` patterns, case counting."""
+    """Whether ``name`` matches one of the ``fnmatch`` patterns; upper and lower case differ."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _counts(rule: Rule, numbers: list[str]) -> bool:
+def _has_number(rule: Rule, numbers: list[str]) -> bool:
+    """Whether the first of ``numbers``, as HF counts, is one that ``rule`` is for."""
     number = int(numbers[0]) - rule.offset if numbers else 0
     return number >= 0 and (rule.count is None or number < rule.count)
 

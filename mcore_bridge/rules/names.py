@@ -1,8 +1,11 @@
-"""Canonical names: what one rank holds, under names that do not depend on the mesh, on wrappers or on the backend.
+"""Canonical names of mcore parameters: they do not depend on the mesh, on wrappers or on the backend.
 
-Layer and expert numbers become global, read from the layers as built (``layer_number``, ``local_expert_indices``) and
-never computed from the mesh; experts have one spelling, grouped or not; norms that TransformerEngine fuses into the
-next linear get the names that they have alone. An HF name has one mcore name.
+* Layer and expert numbers are global. They are read from the layers as built (``layer_number``,
+  ``local_expert_indices``), and never computed from the mesh.
+* Experts have the same names, whether grouped in one module or not.
+* Norms that TransformerEngine fuses into the next linear layer have the names that they have without it.
+
+So an HF name has one mcore name.
 """
 
 from __future__ import annotations
@@ -20,12 +23,12 @@ _FUSED_NORMS = (
     ("pre_mlp_layernorm",           "mlp.linear_fc1"),
 )
 # fmt: on
-"""Norms of a layer, and the linear layers behind them into which TransformerEngine fuses them.
+"""Norms of a layer, with the linear layers that follow them, into which TransformerEngine fuses them.
 
 Their tensors are then ``layer_norm_weight`` and ``layer_norm_bias`` of the linear layer (megatron-core 0.16.1 and
 0.19.2: gpt_layer_specs.py, experimental_attention_variant_module_specs.py)."""
 INDEXER = "self_attention.core_attention.indexer"
-"""It reads what the norm of queries gives, so sparse attention has the norms of latents apart."""
+"""The indexer reads the output of the query norm, so sparse attention keeps the norms of latents separate."""
 _UNFUSED = [
     (re.compile(rf"{re.escape(linear)}\.layer_norm_(weight|bias)$"), rf"{norm}.\1") for norm, linear in _FUSED_NORMS
 ]
@@ -40,7 +43,7 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class Numbering:
-    """The global numbers of a chunk's layers, of the experts that this rank holds in each, and of its MTP layers."""
+    """Global numbers of a chunk's layers, of the experts that this rank holds in each layer, and of its MTP layers."""
 
     layers: tuple[int, ...]
     experts: tuple[int, ...] = ()
@@ -57,9 +60,9 @@ def canonical(name: str, numbering: Numbering) -> str:
 
 
 def plain_key(key: str) -> str:
-    """A key of a checkpoint with the norms in it under the names that they have alone, as canonical names have them.
+    """A key of a checkpoint with the canonical names of norms.
 
-    Which norms TransformerEngine fuses into linear layers differs between backends, and between megatron-core's specs.
+    Which norms are fused into linear layers differs between backends, and between megatron-core's specs.
     """
     for pattern, plain in _UNFUSED:
         key = pattern.sub(plain, key)
@@ -67,10 +70,10 @@ def plain_key(key: str) -> str:
 
 
 def fused_norms(modules: Collection[str]) -> dict[str, str]:
-    """How names of norms begin in a layer, and in its place with TransformerEngine: the inverse of ``plain_key``.
+    """Prefixes of norms in a layer, each with its prefix under TransformerEngine: the inverse of ``plain_key``.
 
     Args:
-        modules: those of a layer by canonical name, within the layer.
+        modules: the canonical names of the layer's modules, relative to the layer.
     """
     apart = "self_attention.linear_kv_up_proj", "self_attention.linear_q_up_proj"
     is_sparse = any(module.startswith(INDEXER) for module in modules)
@@ -82,7 +85,7 @@ def fused_norms(modules: Collection[str]) -> dict[str, str]:
 
 
 def _mtp_prefix(match: re.Match[str], numbering: Numbering) -> str:
-    """megatron-core 0.19 calls the layer inside ``mtp_model_layer``, earlier releases ``transformer_layer``."""
+    """The inner layer is ``mtp_model_layer`` in megatron-core 0.19, and ``transformer_layer`` in earlier releases."""
     inner = "transformer_layer" if match[0].endswith("mtp_model_layer") else ""
     return f"mtp.layers.{numbering.mtp[int(match[1])]}.{inner}"
 
@@ -100,7 +103,7 @@ def mtp_layer_of(name: str) -> int | None:
 
 
 def count_mtp_layers(names: Iterable[str]) -> int:
-    """How many MTP layers canonical names are of."""
+    """The number of different MTP layers in canonical names."""
     return len({mtp_layer_of(name) for name in names} - {None})
 
 
@@ -111,12 +114,12 @@ def expert_of(name: str) -> int | None:
 
 
 def kind_of(name: str) -> str:
-    """A canonical name without the number of its expert: what the experts of a layer have in common."""
+    """A canonical name with ``*`` for the number of its expert, so that it is the same for all experts of a layer."""
     return _EXPERT.sub(".experts.*.", name)
 
 
 def shift_expert(name: str, shift: int) -> str:
-    """A canonical name with the number of its expert, if it has one, raised by ``shift``."""
+    """A canonical name with ``shift`` added to the number of its expert, if it has one."""
     return _EXPERT.sub(lambda match: f".experts.{int(match[1]) + shift}.", name)
 
 

@@ -1,4 +1,4 @@
-"""What is known of a tensor before it is there."""
+"""The description of a tensor that need not exist yet."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One HF tensor: name, shape, dtype, and its digest when it was asked for."""
+    """Name, shape and dtype of one HF tensor; and its digest, if that was asked for."""
 
     name: str
     shape: tuple[int, ...]
@@ -18,5 +18,5 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the tensor takes."""
+        """The size of the tensor in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize

@@ -1,8 +1,8 @@
-"""What a layout does, as data: run it on coordinates instead of weights, and read off which elements go where.
+"""Traces: what a layout does, as data. The layout runs on coordinates, and the result shows which elements go where.
 
 Every layout moves whole slices along one dim (of a view, such as the transpose), so a trace is a short list of
-``Copy``: enough to read from a file only the slices that a rank owns, to write each straight into place, and to make an
-HF tensor with one copy of each byte.
+``Copy``. With it a load reads from a file only the slices that a rank owns, and writes them straight into place. An
+export makes an HF tensor with one copy of each byte.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Along ``dim``, ``size`` elements of a part are those of a shard from ``shard_start`` on.
+    """One slice: ``size`` elements along ``dim`` that a part and a shard have in common.
 
-    In the part they begin at ``part_start`` and lie ``part_step`` apart; ``view`` says how it is looked at first.
+    In the shard they begin at ``shard_start``. In the part they begin at ``part_start``, ``part_step`` apart, after the
+    part was rearranged by ``view``.
     """
 
     part: int
@@ -39,7 +40,7 @@ class Copy:
 
     @property
     def part_dim(self) -> int:
-        """The dim of the part along which ``part_start`` counts."""
+        """The dim of the part, before ``view``, along which ``part_start`` counts."""
         if self.view is None:
             return self.dim
         return self.view.left.split().index(self.view.right.split()[self.dim])
@@ -57,10 +58,10 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A layout at given sizes: shapes on both sides, and the copies that carry it out in either direction.
+    """A layout at given sizes: the shapes on both sides, and the copies that carry it out in either direction.
 
-    ``to_mcore`` writes every element of every shard but padding, replicas too; ``to_hf`` writes every element of every
-    part exactly once, and takes replicated elements from the first shard that has them.
+    ``to_mcore`` writes every element of every shard, replicas too, but no padding. ``to_hf`` writes every element of
+    every part exactly once. It takes a replicated element from the first shard that has it.
     """
 
     part_shapes: tuple[Shape, ...]
@@ -69,7 +70,7 @@ class Trace:
     to_hf: tuple[Copy, ...]
 
     def padding(self, shard: int) -> tuple[tuple[int, int, int], ...]:
-        """``(dim, start, size)`` of the stretches of a shard that come from no part."""
+        """``(dim, start, size)`` of the ranges of a shard that come from no part."""
         copies = sorted((c for c in self.to_mcore if c.shard == shard), key=lambda copy: copy.shard_start)
         dim = self.to_mcore[0].dim
         ends = [0, *(copy.shard_start + copy.size for copy in copies)]
@@ -77,27 +78,27 @@ class Trace:
         return tuple((dim, end, start - end) for end, start in zip(ends, starts, strict=True) if start > end)
 
     def shard(self, number: int, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """One shard, new and where the parts are, of whole parts; what comes from no part is zero."""
-        found = torch.zeros(self.shard_shape, dtype=dtype, device=parts[0].device)
+        """Makes shard ``number`` from whole parts, on their device; what comes from no part is zero."""
+        result = torch.zeros(self.shard_shape, dtype=dtype, device=parts[0].device)
         for copy in self.to_mcore:
             if copy.shard == number:
-                copy.of_shard(found).copy_(copy.of_part(parts[copy.part]))
-        return found
+                copy.of_shard(result).copy_(copy.of_part(parts[copy.part]))
+        return result
 
     def part(self, number: int, shards: Mapping[int, Tensor]) -> Tensor:
-        """One part, new and where the shards are, of the shards by their numbers."""
-        found = torch.empty(self.part_shapes[number], dtype=shards[0].dtype, device=shards[0].device)
+        """Makes part ``number`` from the shards, which are given by number, on their device."""
+        result = torch.empty(self.part_shapes[number], dtype=shards[0].dtype, device=shards[0].device)
         for copy in self.to_hf:
             if copy.part == number:
-                copy.of_part(found).copy_(copy.of_shard(shards[copy.shard]))
-        return found
+                copy.of_part(result).copy_(copy.of_shard(shards[copy.shard]))
+        return result
 
 
 def trace(layout: Layout, shard_shape: Shape, axes: Axes) -> Trace:
     """Trace ``layout`` for shards of ``shard_shape`` (one rank's parameter).
 
     Raises:
-        MappingError: when shards of that shape cannot come from this layout at these sizes of axes.
+        MappingError: the layout cannot give shards of that shape at these sizes of axes.
     """
     return _trace(layout, tuple(shard_shape), tuple(sorted(axes.items())))
 
@@ -127,7 +128,7 @@ def _viewed(part: Tensor, view: Rearrange | None) -> Tensor:
 
 
 def _moved_dim(layout: Chain) -> int:
-    """The dim along which a layout cuts and joins: where its patterns have their parentheses."""
+    """The dim along which a layout cuts and joins: the position of the parentheses in its patterns."""
     sides = [
         s.removeprefix("tp ") for step in layout.steps if isinstance(step, Rearrange) for s in (step.left, step.right)
     ]
@@ -148,19 +149,19 @@ def _to_mcore(layout: Chain, shapes: tuple[Shape, ...], axes: Axes, view: Rearra
 
 
 def _to_hf(layout: Layout, to_mcore: tuple[Copy, ...], shapes: tuple[Shape, ...]) -> tuple[Copy, ...]:
-    """Each element of each part once, from the first shard that has it."""
+    """Copies that write each element of each part once, from the first shard that has it."""
     first: dict[object, Copy] = {}
     for copy in to_mcore:
         first.setdefault((copy.part, copy.part_start, copy.part_step, copy.size), copy)
     for part, shape in enumerate(shapes):
-        found = [copy for copy in first.values() if copy.part == part]
-        if sum(copy.size for copy in found) != shape[found[0].dim if found else 0]:
+        copies = [copy for copy in first.values() if copy.part == part]
+        if sum(copy.size for copy in copies) != shape[copies[0].dim if copies else 0]:
             raise MappingError(f"{layout} does not give back every element of its part {part} exactly once")
     return tuple(first.values())
 
 
 def lines(shapes: Sequence[Shape], dim: int) -> tuple[Tensor, ...]:
-    """Parts that hold, along ``dim``, the coordinates of their elements: those of a part from ``line_starts`` on."""
+    """Parts that hold the coordinates of their elements along ``dim``. Those of a part begin at its line start."""
     return tuple(
         _line(shape, dim, start) for shape, start in zip(shapes, line_starts([s[dim] for s in shapes]), strict=True)
     )
@@ -174,7 +175,7 @@ def _line(shape: Shape, dim: int, start: int) -> Tensor:
 
 
 def line_starts(lengths: Sequence[int]) -> list[int]:
-    """First coordinate of each line. 0 is padding, and gaps keep runs apart from it and from one another."""
+    """The first coordinate of each part. 0 means padding. Gaps keep the runs of different parts apart."""
     starts = [2]
     for length in lengths[:-1]:
         starts.append(starts[-1] + length + 1)
@@ -188,7 +189,7 @@ def _locate(value: int, lengths: list[int]) -> tuple[int, int]:
 
 
 def _runs(line: Tensor) -> Iterator[tuple[int, int, int]]:
-    """``(position, coordinate, length)`` of each stretch of consecutive coordinates, padding left out."""
+    """``(position, coordinate, length)`` of each run of consecutive coordinates, without padding."""
     breaks = (line[1:] - line[:-1] != 1).nonzero().flatten() + 1
     edges = [0, *breaks.tolist(), len(line)]
     for start, stop in pairwise(edges):
@@ -197,14 +198,14 @@ def _runs(line: Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 def _strided(runs: Iterable[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int, int]]:
-    """``(position, part, offset, step, size)``: single elements of a part at equal distances become one."""
-    found: list[tuple[int, int, int, int, int]] = []
+    """``(position, part, offset, step, size)``. Single elements of a part at equal distances become one run."""
+    strided: list[tuple[int, int, int, int, int]] = []
     for position, part, offset, size in runs:
-        if found and size == 1:
-            last, last_part, start, step, count = found[-1]
+        if strided and size == 1:
+            last, last_part, start, step, count = strided[-1]
             step = offset - start if count == 1 else step
             if last + count == position and part == last_part and step > 1 and offset == start + step * count:
-                found[-1] = (last, part, start, step, count + 1)
+                strided[-1] = (last, part, start, step, count + 1)
                 continue
-        found.append((position, part, offset, 1, size))
-    return found
+        strided.append((position, part, offset, 1, size))
+    return strided

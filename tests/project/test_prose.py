@@ -27,14 +27,12 @@ LONG: tuple[str, ...] = ()
 """How the sentences begin that may be longer, as they are counted here."""
 
 TO_DO = (
-    "mcore_bridge/batches/",
     "mcore_bridge/commands/",
     "mcore_bridge/config/",
     "mcore_bridge/convert/",
     "mcore_bridge/factory/",
     "mcore_bridge/launch/",
     "mcore_bridge/models/",
-    "mcore_bridge/rules/",
     "mcore_bridge/trainers/",
     "mcore_bridge/weights/",
     "mcore_bridge/cli.py",

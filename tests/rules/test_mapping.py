@@ -63,7 +63,7 @@ def test_a_parameter_without_a_rule_raises_with_the_nearest_rules():
 
 
 def test_two_rules_for_one_parameter_raise():
-    with pytest.raises(MappingError, match="two rules"):
+    with pytest.raises(MappingError, match="must have one rule, found two"):
         WeightMapping((*RULES, *RULES))
 
 
