@@ -1,7 +1,8 @@
-"""The HF config of a model with overrides: each override of what a table maps comes back in it, or raises. Pure.
+"""The effective HF config: the given one, changed so that it says what the overrides say.
 
-Rules, names of weights and what a save writes all follow the HF config, so an override that is not in it would make a
-folder that does not load, or that computes something else. What no table maps is free: no HF config says it.
+Rules, names of weights and saved folders all follow the HF config. If an override were not in it, a saved folder would
+not load, or would compute something else. So an override of a value that the table maps is written into the HF config,
+or raises. Other overrides are free: no HF config says such values.
 """
 
 import dataclasses
@@ -32,20 +33,20 @@ OF_SOME = frozenset(
         *("moe_layer_freq", "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor"),
     )
 )
-"""What the HF config of some families says; with the others it is megatron-core's default that computes the same."""
+"""Values that the HF config of only some families says. The other families need megatron-core's default."""
 _PADDED = frozenset({"vocab_size"})
-"""Of these, megatron-core's value may be larger than HF's, which ``hf_vocab_size`` keeps."""
+"""Values that megatron-core may pad; ``hf_vocab_size`` keeps HF's own value."""
 _BY_LAYER = ("layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers", "attn_type_list")
-"""Lists of HF with an entry for each layer. transformers looks at the length of some that no table reads, too."""
+"""HF fields with one entry per layer. transformers checks the length of some of them that no table reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effective:
-    """What overrides make of an HF config.
+    """The effect of overrides on an HF config.
 
     Attributes:
-        fields: the HF fields that are other than in the config that was given, and their values.
-        free: the overrides that no HF field stands for, which are still to be applied.
+        fields: the HF fields that change, with their new values.
+        free: the overrides that no HF field can say; they are still to be applied.
     """
 
     fields: Mapping[str, object]
@@ -55,16 +56,16 @@ class Effective:
 def effective(
     hf: "PretrainedConfig", table: tuple[Field, ...], *, tp: int, overrides: Mapping[str, object]
 ) -> Effective:
-    """The HF fields that say what ``overrides`` say.
+    """The changes to an HF config that make it say what ``overrides`` say.
 
     Args:
         hf: the config, as ``read_config`` gives it.
         table: the fields of its architecture.
-        tp: what a vocabulary is padded for.
+        tp: the tensor parallel size; the vocabulary is padded to a multiple of it.
         overrides: as for ``to_transformer_config``.
 
     Raises:
-        ConfigError: naming all overrides that this architecture's HF config has no place for.
+        ConfigError: the HF config of this architecture cannot say some overrides; the message names all of them.
     """
     if not overrides:
         return Effective({}, {})
@@ -81,21 +82,21 @@ def effective(
         problems += writing.problems or writing.lost(table, hf, fields)
     if problems:
         raise ConfigError(
-            f"Each override must have a place in the HF config of a {hf.model_type}, which says what a saved folder "
-            f"computes, but these have none: {'; '.join(dict.fromkeys(problems))}. Remove them, or change the HF "
-            "config that you pass."
+            f"Each override must be a value that the HF config of a {hf.model_type} can say, because saved folders "
+            f"follow it; found {'; '.join(dict.fromkeys(problems))}. Remove these overrides, or change the HF config "
+            "that you pass."
         )
     return Effective(fields, {name: value for name, value in overrides.items() if name not in decided})
 
 
 def decided_by(table: tuple[Field, ...], source: Hf) -> frozenset[str]:
-    """The mcore names whose values an HF config says, by this table."""
+    """The mcore names whose values the HF config decides through this table."""
     entries = (entry for entry in table if not isinstance(entry, Preset))
     return frozenset(name for entry in entries for name in entry.to_mcore(source)) - _PADDED
 
 
 def same(name: str, one: Mcore, other: Mcore) -> bool:
-    """Whether two models have the same under an mcore name, in whichever of megatron-core's spellings."""
+    """Whether two models have equal values under an mcore name, even if megatron-core has several ways to write it."""
     return _meant(name, one) == _meant(name, other)
 
 
@@ -111,41 +112,41 @@ def _meant(name: str, mcore: Mcore) -> object:
     if name == "no_rope_freq":
         return tuple(layers_without_rope(mcore))
     if isinstance(value, Rope):
-        return dict(value.parameters)  # its sizes are fields of their own
+        return dict(value.parameters)  # the sizes of a rope are other fields
     return _plain(value)
 
 
 def _plain(value: object) -> object:
-    """Equal for equal values: two partials of one call are not equal by themselves, and a list is no tuple."""
+    """A form of ``value`` that compares well: partials of the same call are equal in it, and lists are tuples."""
     if isinstance(value, functools.partial):
         return (value.func, value.args, tuple(value.keywords.items()))
     return tuple(value) if isinstance(value, list) else value
 
 
 def _foreign(overrides: Mapping[str, object], decided: Set[str], given: Mcore) -> Iterator[str]:
-    """Overrides of what other families' tables map, but for those that say megatron-core's default."""
+    """Overrides of values that only other families can have, unless they equal megatron-core's default."""
     latent = bool(given.get("multi_latent_attention"))
-    defaults = {each.name: each.default for each in dataclasses.fields(config_class(latent=latent))}
+    defaults = {field.name: field.default for field in dataclasses.fields(config_class(latent=latent))}
     for name in sorted(OF_SOME & overrides.keys() - decided):
         if not same(name, given, {**given, name: defaults[name]}):
             yield f"{name}={given[name]!r}, where it is {defaults[name]!r}"
 
 
 class _Writing:
-    """How an HF config comes to say what overrides say: which fields it takes, and what goes wrong."""
+    """Writes overrides into an HF config, and collects the problems."""
 
     def __init__(
         self, source: Hf, base: Mcore, given: Mcore, overrides: Mapping[str, object], wanted: Set[str]
     ) -> None:
-        """Of an HF config: its fields, what they say without and with overrides, and the names to be found in it."""
+        """Takes the HF fields, their mcore values without and with overrides, and the names that HF must say."""
         self.source, self.base, self.given, self.overrides, self.wanted = source, base, given, overrides, wanted
         self.problems: list[str] = []
 
     def fields(self, table: tuple[Field, ...], changed: Set[str]) -> dict[str, object]:
-        """The HF fields that are to be others.
+        """The HF fields that change, with their new values.
 
-        What no override is about follows, as a scale does that is the root of a size. Where an entry cannot read what
-        others have made of the config, it is written too: that is a list with an entry for each layer.
+        Values may change without an override of their own: a scale that is the root of a size follows that size. An
+        entry that cannot read the changed config is written too, such as a list with one entry per layer.
         """
         entries = [(entry, entry.to_mcore(self.source)) for entry in table if not isinstance(entry, Preset)]
         fields = self._cut_lists()
@@ -155,44 +156,45 @@ class _Writing:
         later = {**self.source, **fields}
         for entry in [entry for entry, read in entries if not read.keys() & changed and not self._reads(entry, later)]:
             fields |= self._written(entry)
-        return {name: each for name, each in fields.items() if name not in self.source or self.source[name] != each}
+        return {name: value for name, value in fields.items() if name not in self.source or self.source[name] != value}
 
     def lost(self, table: tuple[Field, ...], hf: "PretrainedConfig", fields: Mapping[str, object]) -> list[str]:
-        """What is not found again in ``hf`` with these fields, or in the file that transformers would write of it."""
+        """Values that do not come back: from ``hf`` with these fields, or from the file that transformers writes."""
         try:
             hf = with_fields(hf, fields)
             reread = type(hf).from_dict(json.loads(hf.to_json_string()))
             now, later = to_mcore(table, hf.to_dict()), to_mcore(table, reread.to_dict())
-        except Exception as error:  # whatever a config class raises is its verdict
+        except Exception as error:  # a config class may raise any type
             return [f"{self._say(self.wanted)} ({_cause(error)})"]
         missed = {name for name in self.wanted if name not in now or not same(name, now, self.given)}
         other = {name for name in now if not same(name, now, later)}
-        found = [f"{self._say([name])}, which reads back as {now.get(name)!r}" for name in sorted(missed)]
+        lost = [f"{self._say([name])}, which reads back as {now.get(name)!r}" for name in sorted(missed)]
         unstable = [f"{name}={now[name]!r}, which transformers reads back as {later[name]!r}" for name in sorted(other)]
-        return found + unstable
+        return lost + unstable
 
     def _cut_lists(self) -> dict[str, object]:
         kept, num_layers = self.given.get("num_layers"), self.source.get("num_hidden_layers")
         if not isinstance(kept, int) or not isinstance(num_layers, int) or kept >= num_layers:
             return {}
         lists = {name: self.source.get(name) for name in _BY_LAYER}
-        return {name: each[:kept] for name, each in lists.items() if isinstance(each, list) and len(each) == num_layers}
+        layers = {name: value for name, value in lists.items() if isinstance(value, list) and len(value) == num_layers}
+        return {name: value[:kept] for name, value in layers.items()}
 
     def _written(self, entry: Field) -> dict[str, object]:
         names = entry.to_mcore(self.source).keys() & self.wanted
         try:
             fields = entry.to_hf(self.given)
-        except Exception as error:  # a value of another type is any kind of error
+        except Exception as error:  # a value of a wrong type may raise any type
             reason = "" if isinstance(entry, Const) else f" ({_cause(error)})"
             self.problems.append(f"{self._say(names)}{reason}")
             return {}
-        if isinstance(entry, Map):  # under the spelling that the config has
+        if isinstance(entry, Map):  # write the name that the config has
             own = next((name for name in entry.names if name in self.source), entry.hf)
             return {own: fields[entry.hf]}
         return fields
 
     def _reads(self, entry: Field, source: Hf) -> bool:
-        """Whether an entry finds in ``source`` what is wanted of it."""
+        """Whether an entry reads the wanted values from ``source``."""
         try:
             read = entry.to_mcore(source)
         except ConfigError:

@@ -251,7 +251,7 @@ def claimed_by(table: tuple[Field, ...]) -> frozenset[str]:
 
 
 def require_total(table: tuple[Field, ...], hf: Hf) -> None:
-    """Raises ``ConfigError`` unless each key of ``hf`` is claimed, and each claim is made once."""
+    """Raises ``ConfigError`` unless each key of ``hf`` is claimed by exactly one entry."""
     for problem in _unclaimed(table, hf):
         raise ConfigError(problem)
 
@@ -263,7 +263,7 @@ def _unclaimed(table: tuple[Field, ...], hf: Hf) -> Iterator[str]:
         yield (
             f"Every field of the HF config that may change what is computed must be accounted for; the table of "
             f"{hf.get('model_type')!r} does not know {listing}. If it changes nothing in the model, delete it from the "
-            "config or add it to an Ignore entry of the architecture; if it does, the architecture needs an entry that "
+            "config or add it to an Ignore entry of the architecture. If it does, the architecture needs an entry that "
             "maps it."
         )
 

@@ -1,4 +1,4 @@
-"""What a family needs of megatron-core that older releases lack."""
+"""The release of megatron-core that a family needs."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from mcore_bridge.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The first release of megatron-core that builds a family, and why those before it do not."""
+    """The first release of megatron-core that can build a family, and why earlier ones cannot."""
 
     version: str
     reason: str

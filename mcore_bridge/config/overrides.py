@@ -1,4 +1,4 @@
-"""What may be set: names of the installed megatron-core, and overrides that fit what the table says."""
+"""Checks of overrides: their names exist in the installed megatron-core, and their values fit the HF config."""
 
 import dataclasses
 import functools
@@ -23,22 +23,23 @@ ATTRIBUTES = frozenset(
         *ATTENTION_FACTOR,
     )
 )
-"""What a config carries beyond mcore's fields, all of it optional but for the first two. They survive
-``copy.deepcopy``, and not ``dataclasses.replace``.
+"""Attributes that we add to a config, beyond mcore's fields. Only ``hf_rope`` and ``hf_vocab_size`` are always there.
+``copy.deepcopy`` keeps them, and ``dataclasses.replace`` does not.
 
 For ``build_model``:
 
-* ``hf_rope``, ``hf_vocab_size``: a ``Rope``, the vocabulary without padding;
-* ``hf_sliding_rope``: the ``Rope`` of layers that slide over a window, where it is another;
+* ``hf_rope``: the ``Rope`` of the model;
+* ``hf_vocab_size``: the size of the vocabulary without padding;
+* ``hf_sliding_rope``: the ``Rope`` of sliding-window layers, if they have another one;
 * ``attention_output_bias``: whether ``o_proj`` has a bias;
-* ``latent_norm_epsilon``: that of the norms of low-rank queries, keys and values;
-* ``norm_placement``: "pre" (mcore's), "post" (behind attention and MLP) or "sandwich" (both);
+* ``latent_norm_epsilon``: the epsilon of the norms of low-rank queries, keys and values;
+* ``norm_placement``: "pre" (mcore's), "post" (after attention and MLP) or "sandwich" (both);
 * ``qk_norm_kind``: "head" (mcore's), "all_heads" (one norm over all of them) or "after_rope";
-* ``attention_softcap``, ``logit_softcap``: the largest score of attention, the largest logit; a tanh keeps them there;
-* ``embedding_scale``: what word embeddings are multiplied by;
-* ``embedding_dropout``: what the embedding drops, where that is not mcore's ``hidden_dropout``;
-* ``router_norm_min``: mcore's ``moe_router_enable_expert_bias`` goes with softmax scores too, and the weights of a
-  token's experts are divided by their sum, or by this if it is more.
+* ``attention_softcap``, ``logit_softcap``: the bounds of attention scores and of logits, enforced by a tanh;
+* ``embedding_scale``: word embeddings are multiplied by it;
+* ``embedding_dropout``: the dropout of the embedding, if it is not mcore's ``hidden_dropout``;
+* ``router_norm_min``: with it, ``moe_router_enable_expert_bias`` works with softmax scores too. The weights of a
+  token's experts are divided by their sum, or by this value if it is larger.
 
 For mcore's attention: the attention factor of the rope (``yarn_...``)."""
 
@@ -55,11 +56,11 @@ DIM_OF = {
     "sequence_parallel": "sp",
     "pipeline_model_parallel_layout": "layout",
 }
-"""Fields of a ``TransformerConfig`` that ``ParallelDims`` has under another name."""
+"""Fields of ``TransformerConfig`` that the mesh decides, with their names in ``ParallelDims``."""
 
 
 def config_class(*, latent: bool) -> "type[TransformerConfig]":
-    """The installed ``TransformerConfig``, or that of multi-latent attention."""
+    """The installed ``TransformerConfig``, or ``MLATransformerConfig`` for multi-latent attention."""
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     return MLATransformerConfig if latent else TransformerConfig
@@ -86,7 +87,9 @@ def require_overridable(overrides: Iterable[str], *, decided: Set[str], latent: 
             dim = f"ParallelDims({DIM_OF.get(name, name)}=...)"
             raise ConfigError(f"{name} must not be overridden: the mesh decides it. Set {dim} instead.")
         if name in _BUILT:
-            raise ConfigError(f"{name} must not be overridden: build_model decides it on each rank.")
+            raise ConfigError(
+                f"{name} must not be overridden: build_model decides it on each rank. Remove the override."
+            )
         if name not in known:
             near = get_close_matches(name, sorted(known), n=3)
             hint = f"; nearest names: {', '.join(near)}" if near else ""
@@ -97,7 +100,7 @@ def require_overridable(overrides: Iterable[str], *, decided: Set[str], latent: 
 
 
 def require_known(settings: Mapping[str, object], *, latent: bool) -> None:
-    """Raises ``ConfigError`` for a name that an architecture's table sets and that would reach nothing."""
+    """Raises ``ConfigError`` for a name that a table sets and nothing in megatron-core or here reads."""
     if unknown := sorted(settings.keys() - config_fields(latent=latent) - gpt_argument_names() - ATTRIBUTES):
         raise ConfigError(
             f"A table must set TransformerConfig fields or GPTModel arguments of the installed megatron-core, found "
@@ -108,44 +111,45 @@ def require_known(settings: Mapping[str, object], *, latent: bool) -> None:
 def require_vocab(padded: object, *, at_least: int, tp: int) -> None:
     if not isinstance(padded, int) or padded < at_least or padded % tp:
         raise ConfigError(
-            f"vocab_size must be a multiple of tp={tp} and at least the {at_least} of the HF config, found {padded!r}."
+            f"vocab_size must be a multiple of tp={tp} and at least the {at_least} of the HF config, found {padded!r}. "
+            "Change or remove the override."
         )
 
 
 def require_activation(settings: Mapping[str, object]) -> None:
-    """Raises ``ConfigError`` where a kernel that was asked for computes another activation than the model has."""
-    found = settings.get("activation_func")
-    if settings.get("bias_activation_fusion") and found is gelu:
+    """Raises ``ConfigError`` if an override chooses a kernel that computes another activation than the model's."""
+    activation = settings.get("activation_func")
+    if settings.get("bias_activation_fusion") and activation is gelu:
         raise ConfigError(
-            "bias_activation_fusion must be False: its GELU is approximated by a tanh, and this model's is not. Remove "
-            "the override."
+            "bias_activation_fusion must be False, found True: it approximates GELU by a tanh, and this model has the "
+            "exact GELU. Remove the override."
         )
     plain = not settings.get("activation_func_clamp_value") and not settings.get("glu_linear_offset")
-    exact = found is silu and settings.get("gated_linear_unit") and plain
+    exact = activation is silu and settings.get("gated_linear_unit") and plain
     if settings.get("use_te_activation_func") and not exact:
         raise ConfigError(
-            "use_te_activation_func must be False: TransformerEngine's module is this model's activation only where it "
-            "is a gated SiLU without clamp and offset. Remove the override."
+            "use_te_activation_func must be False, found True: TransformerEngine's module computes only a gated SiLU "
+            "without clamp and offset, and this model has another activation. Remove the override."
         )
 
 
 def require_plain_parameters(settings: Mapping[str, object]) -> None:
-    """Raises ``ConfigError`` where parameters would hold other values than the tensors of a checkpoint."""
+    """Raises ``ConfigError`` if parameters would hold other values than the tensors of a checkpoint."""
     for name in ("fp8_param", "fp4_param"):
         if settings.get(name):
             raise ConfigError(
-                f"{name} must be False: quantized parameters hold other values than the checkpoint they are loaded "
-                f"from, and no export could give it back. Remove the override; {name[:3]} computes without it."
+                f"{name} must be False, found {settings[name]!r}: quantized parameters cannot hold the values of the "
+                f"checkpoint, so an export could not give them back. Remove the override; {name[:3]} works without it."
             )
 
 
 def require_layers(settings: Mapping[str, object]) -> None:
-    """Raises ``ConfigError`` where a list that says something of each layer is too short for ``num_layers``."""
+    """Raises ``ConfigError`` if a list with one entry per layer is too short for ``num_layers``."""
     num_layers = settings.get("num_layers")
     for name in ("window_attn_skip_freq", "linear_attention_freq"):
         layers = settings.get(name)
         if isinstance(layers, list) and isinstance(num_layers, int) and len(layers) < num_layers:
             raise ConfigError(
-                f"{name} must say for each of the {num_layers} layers what its attention is, found {len(layers)} "
-                "entries. Override it together with num_layers."
+                f"{name} must have an entry for each of the {num_layers} layers, found {len(layers)} entries. Override "
+                "it together with num_layers."
             )

@@ -1,4 +1,4 @@
-"""Rotary embeddings as transformers computes them: its own code makes the frequencies, not a second formula."""
+"""Rotary embeddings. Code of transformers computes the frequencies, so there is no second formula to keep equal."""
 
 import math
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 ATTENTION_FACTOR = ("yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim")
-"""The config attributes from which mcore's attention computes the attention factor, of any rope."""
+"""Config attributes from which mcore's attention computes the attention factor, for any type of rope."""
 _NOT_FREQUENCIES = ("partial_rotary_factor", "llama_4_scaling_beta", "max_position_embeddings", *MULTIMODAL)
 
 
@@ -24,8 +24,8 @@ class Rope:
     """The rotary embedding of a model: its parameters, and the frequencies that transformers computes from them.
 
     Args:
-        parameters: in the spelling of transformers 5: ``rope_type``, ``rope_theta`` and the keys of that type.
-        head_dim: the size of an attention head, of which ``rotary_dim`` dims from the first one are rotated.
+        parameters: as transformers 5 names them: ``rope_type``, ``rope_theta`` and the keys of that type.
+        head_dim: the size of an attention head. Its first ``rotary_dim`` dims are rotated.
         max_position_embeddings: the length in tokens that the model is made for.
     """
 
@@ -58,18 +58,18 @@ class Rope:
 
     @property
     def partial_rotary_factor(self) -> float:
-        """The part of each head that is rotated."""
+        """The rotated fraction of each head."""
         factor = self._number("partial_rotary_factor")
         return 1.0 if factor is None else factor
 
     @property
     def rotary_dim(self) -> int:
-        """How many dims of a head are rotated."""
+        """The number of rotated dims of a head."""
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def longest_plain(self) -> float:
-        """The length in tokens beyond which the frequencies are others; infinite where they are always the same."""
+        """The length in tokens beyond which the frequencies change; infinite if they never do."""
         lengths = {"dynamic": self.max_position_embeddings, "longrope": self._number(ORIGINAL_LENGTH)}
         return lengths.get(self.rope_type) or math.inf
 
@@ -80,7 +80,7 @@ class Rope:
 
     @property
     def attention_factor(self) -> float:
-        """What cosines and sines are multiplied by, whatever the length; other than 1 for yarn and longrope only."""
+        """Cosines and sines are multiplied by it, at any length. It is 1 except for yarn and longrope."""
         return self._computed(None)[1]
 
     @property
@@ -94,14 +94,13 @@ class Rope:
 
         Args:
             seq_len: the length in tokens of the longest sequence of the batch. Only the dynamic type and longrope
-                depend on it, and only beyond ``longest_plain``. For the dynamic type transformers keeps the frequencies
-                of the longest batch that it has seen until a shorter one than the original maximum arrives; here they
-                depend on ``seq_len`` alone, as they do for the first batch that transformers sees.
+                depend on it, and only beyond ``longest_plain``. With the dynamic type, transformers also remembers the
+                longest earlier batch. Here frequencies depend on ``seq_len`` alone, as for its first batch.
         """
         return self._computed(seq_len if seq_len is not None and seq_len > self.longest_plain else None)[0]
 
     def overridden(self, overrides: Mapping[str, object]) -> "Rope":
-        """The rope after overrides of ``kv_channels`` and of mcore's rope arguments, which keep mcore's meaning."""
+        """The rope with overrides of ``kv_channels`` and of mcore's rope arguments, in the sense of mcore."""
         parameters = _scaling(overrides) or dict(self.parameters)
         theta = overrides.get("rotary_base")
         parameters["rope_theta"] = self.theta if theta is None else theta
@@ -110,9 +109,9 @@ class Rope:
         return replace(self, parameters=checked(parameters), head_dim=count(overrides, "kv_channels"))
 
     def to_mcore(self) -> dict[str, object]:
-        """The config attributes through which mcore's attention multiplies cosines and sines by the attention factor.
+        """The config attributes that make mcore's attention multiply cosines and sines by the attention factor.
 
-        mcore (transformer/attention.py) multiplies for every rope type by what it computes from these three:
+        For every rope type, mcore (transformer/attention.py) multiplies by a factor of these three:
         ``(0.1 * yarn_mscale * log(scaling_factor) + 1) / (0.1 * yarn_mscale_all_dim * log(scaling_factor) + 1)``.
         """
         factor = self.attention_factor
@@ -121,10 +120,11 @@ class Rope:
         return dict(zip(ATTENTION_FACTOR, (math.e, _mscale(factor), 0.0), strict=True))
 
     def to_latent(self) -> dict[str, object]:
-        """The fields of mcore's multi-latent attention: of the rope itself, and of its part in the softmax scale.
+        """The fields of mcore's multi-latent attention for the rope and for its factor in the softmax scale.
 
         mcore multiplies the scale by the square of ``0.1 * mscale_all_dim * log(rotary_scaling_factor) + 1``, as
-        transformers does for yarn. ``rope_type`` "yarn" is the one that asks its embedding for the attention factor.
+        transformers does for yarn. ``rope_type`` is always "yarn": only then does mcore use the attention factor of
+        the embedding.
         """
         given = self.parameters if self.rope_type == "yarn" else {}
         names = ("beta_fast", "beta_slow", "mscale", ORIGINAL_LENGTH)
@@ -133,7 +133,10 @@ class Rope:
         return {"rope_type": "yarn", "rotary_scaling_factor": factor, "mscale_all_dim": all_dim, **named}
 
     def _computed(self, seq_len: int | None) -> tuple[torch.Tensor, float]:
-        """What the function of transformers for this type returns; its modules would follow meta-device contexts."""
+        """The frequencies and the attention factor, from the function of transformers for this type.
+
+        Its modules are not used: inside a meta-device context they would have no values.
+        """
         from transformers import LlamaConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -147,7 +150,7 @@ class Rope:
         else:  # transformers 5 keeps the default type out of its table
             compute = LlamaRotaryEmbedding.compute_default_rope_parameters
         with torch.device("cpu"), torch.no_grad():
-            longest = None if seq_len is None else torch.tensor(seq_len)  # a tensor, as in the forward of transformers
+            longest = None if seq_len is None else torch.tensor(seq_len)  # transformers passes a tensor too
             frequencies, attention_factor = compute(config, device=torch.device("cpu"), seq_len=longest)
         return frequencies, float(attention_factor)
 
@@ -161,12 +164,12 @@ def rope_of(hf: "PretrainedConfig", *, overrides: Mapping[str, object] | None = 
     """The rope of an HF config.
 
     Args:
-        hf: the config, in either spelling.
+        hf: the config, of transformers 4.57 or 5.
         overrides: as for ``to_transformer_config``; ``rotary_base``, ``seq_len_interpolation_factor``,
             ``rope_scaling``, ``rope_scaling_factor`` and ``kv_channels`` change the rope.
 
     Raises:
-        ConfigError: the rope type or one of its keys is not reproduced exactly.
+        ConfigError: we do not reproduce the rope type, or one of its keys, exactly.
     """
     return rope_from(hf.to_dict()).overridden(overrides or {})
 
@@ -195,7 +198,7 @@ def head_dim(hf: Hf) -> int:
 
 
 def _scaling(overrides: Mapping[str, object]) -> dict[str, object]:
-    """The rope parameters that mcore's own arguments for scaling mean; empty when there are none."""
+    """The rope parameters for mcore's own scaling arguments; empty if none is given."""
     linear, llama3 = overrides.get("seq_len_interpolation_factor"), overrides.get("rope_scaling")
     given = [
         name for name in ("seq_len_interpolation_factor", "rope_scaling", "rope_scaling_factor") if name in overrides
@@ -214,7 +217,7 @@ def _scaling(overrides: Mapping[str, object]) -> dict[str, object]:
 
 
 def _mscale(factor: float) -> float:
-    """The ``m`` for which mcore's ``0.1 * m * log(e) + 1.0`` is exactly ``factor``."""
+    """The ``m`` for which mcore's formula ``0.1 * m * log(e) + 1.0`` gives exactly ``factor``."""
     mscale = (factor - 1.0) / 0.1
     candidates = (mscale, math.nextafter(mscale, -math.inf), math.nextafter(mscale, math.inf))
     return min(candidates, key=lambda m: abs(0.1 * m * math.log(math.e) + 1.0 - factor))

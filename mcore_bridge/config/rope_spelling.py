@@ -1,7 +1,7 @@
-"""The two spellings of rope settings, read alike under either version of transformers, and total as the tables are.
+"""Reads and writes rope settings with the names of transformers 4.57 or of 5, whichever is installed.
 
-transformers 4.57 spells ``rope_theta`` and ``rope_scaling``; 5.x spells one ``rope_parameters``. A rope type or key
-that is not listed here raises: a key that is dropped is a model that is right for short sequences only.
+Release 4.57 has ``rope_theta`` and ``rope_scaling``; release 5 has one ``rope_parameters``. A rope type or key that is
+not listed here raises: if a key were dropped, the model would be right for short sequences only.
 """
 
 import functools
@@ -31,11 +31,11 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
     "longrope": ("attention_factor", "factor"),
 }
 MULTIMODAL = ("mrope_section", "mrope_interleaved")
-"""How dims are shared among the three positions of an image. A text has one position, whatever these say."""
+"""They deal out dims to the three positions of an image token. A text token has one position, so they do not matter."""
 _NEUTRAL = (("partial_rotary_factor", None), ("partial_rotary_factor", 1))
 _PER_DIM = ("short_factor", "long_factor")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
-"""The types that every family rotates by, unless it says otherwise."""
+"""The rope types of a family that does not list its own."""
 _REFUSED = {
     "mrope": "it rotates by several position ids, which only multimodal models have",
     "proportional": "it leaves a part of each head unrotated",
@@ -43,16 +43,16 @@ _REFUSED = {
 
 
 def read_parameters(hf: Hf) -> dict[str, object]:
-    """The rope parameters of a config of either spelling, in that of transformers 5, known to be reproduced exactly.
+    """The rope parameters of a config, with the names of transformers 5. We reproduce them exactly, or raise.
 
     Raises:
-        ConfigError: the spellings disagree, or ask for what is not reproduced.
+        ConfigError: ``rope_parameters`` and ``rope_scaling`` differ, or have a type or key that we do not reproduce.
     """
     return checked(merged(hf))
 
 
 def merged(hf: Hf) -> dict[str, object]:
-    """The rope parameters of a config of either spelling, in that of transformers 5, whatever they ask for."""
+    """The rope parameters of a config, with the names of transformers 5, without checking type and keys."""
     given = {name: hf[name] for name in ("rope_parameters", "rope_scaling") if hf.get(name) is not None}
     for name, value in given.items():
         if not isinstance(value, dict):
@@ -65,7 +65,7 @@ def merged(hf: Hf) -> dict[str, object]:
 
 
 def of_layers(hf: Hf) -> dict[str, Hf]:
-    """``hf`` for each kind of layer (``FULL`` and ``SLIDING``), where rope_parameters say their ropes apart."""
+    """The config for each kind of layer (``FULL`` and ``SLIDING``), if ``rope_parameters`` has a rope for each."""
     nested = hf.get("rope_parameters")
     if not isinstance(nested, dict) or not any(isinstance(value, dict) for value in nested.values()):
         return {}
@@ -75,26 +75,24 @@ def of_layers(hf: Hf) -> dict[str, Hf]:
 
 
 def respelled(hf: Hf) -> dict[str, object]:
-    """The rope of a config of either spelling, of one kind of layer or two, as the installed transformers spells it."""
+    """The rope fields of a config, for one kind of layer or two, with the names of the installed transformers."""
     if layers := of_layers(hf):
         return spelled_by_layer(merged(layers[FULL]), merged(layers[SLIDING]))
     return spelled(merged(hf))
 
 
 def _completed(parameters: dict[str, object], hf: Hf) -> dict[str, object]:
-    """``parameters`` with what either spelling leaves to the top of the config, or to defaults of transformers."""
+    """``parameters`` with the values that stand at the top level of the config, and with defaults of transformers."""
     legacy = parameters.pop("type", None)
     parameters.setdefault("rope_type", legacy or "default")
     theta = hf.get("rope_theta")
     parameters.setdefault("rope_theta", DEFAULT_THETA if theta is None else theta)
-    if theta not in (None, DEFAULT_THETA, parameters["rope_theta"]):  # the default is there in any 4.57 config
+    if theta not in (None, DEFAULT_THETA, parameters["rope_theta"]):  # every config of 4.57 has the default
         raise ConfigError(
             f"rope_theta must be one value, found {theta!r} at the top and {parameters['rope_theta']!r} in "
             "rope_parameters. Delete one of them."
         )
-    if (
-        parameters["rope_type"] == "longrope" and hf.get(ORIGINAL_LENGTH) is not None
-    ):  # the top counts, where it is there
+    if parameters["rope_type"] == "longrope" and hf.get(ORIGINAL_LENGTH) is not None:  # the top level has precedence
         parameters[ORIGINAL_LENGTH] = hf[ORIGINAL_LENGTH]
     if parameters["rope_type"] in ("llama3", "yarn", "longrope"):
         parameters.setdefault(ORIGINAL_LENGTH, hf["max_position_embeddings"])
@@ -108,7 +106,11 @@ def _completed(parameters: dict[str, object], hf: Hf) -> dict[str, object]:
 
 
 def checked(parameters: Mapping[str, object]) -> dict[str, object]:
-    """``parameters``, once type, keys and numbers are known to be ones that we reproduce exactly."""
+    """Checks that we reproduce type, keys and numbers exactly; returns the parameters without neutral ones.
+
+    Raises:
+        ConfigError: we do not.
+    """
     rope_type = parameters["rope_type"]
     parameters = {name: parameters[name] for name in sorted(parameters) if (name, parameters[name]) not in _NEUTRAL}
     if rope_type not in _REQUIRED:
@@ -118,7 +120,7 @@ def checked(parameters: Mapping[str, object]) -> dict[str, object]:
     for name in required:
         if not _is_valid(name, value := parameters.get(name)):
             what = "numbers" if name in _PER_DIM else "a number"
-            raise ConfigError(f"A rope of type {rope_type!r} must have {what} as {name!r}, found {value!r}.")
+            raise ConfigError(f"A rope of type {rope_type!r} must have {what} as {name!r}, found {value!r}. Set it.")
     known = {"rope_type", "partial_rotary_factor", *required, *_OPTIONAL.get(str(rope_type), ()), *MULTIMODAL}
     partial = parameters.get("partial_rotary_factor")
     if partial is not None and not is_number(partial):
@@ -126,7 +128,7 @@ def checked(parameters: Mapping[str, object]) -> dict[str, object]:
     if unknown := {name: parameters[name] for name in sorted(parameters) if name not in known}:
         raise ConfigError(
             f"A rope of type {rope_type!r} may have the keys {sorted(known)}, found also {unknown}. transformers "
-            "would ignore them; delete them if that is what you want."
+            "ignores these: delete them if the model was trained without them."
         )
     return parameters
 
@@ -137,34 +139,33 @@ def _is_valid(name: str, value: object) -> bool:
 
 
 def spelled_by_layer(full: Mapping[str, object], sliding: Mapping[str, object]) -> dict[str, object]:
-    """The HF fields that say the parameters of both kinds of layers to the installed transformers."""
+    """The HF fields for the ropes of both kinds of layers, with the names of the installed transformers."""
     if speaks_rope_parameters():
         return {"rope_parameters": {FULL: dict(full), SLIDING: dict(sliding)}}
     if sliding.keys() != {"rope_type", "rope_theta"} or sliding["rope_type"] != "default":
         raise ConfigError(
-            f"transformers 4 scales the rope of no layer that slides, found {dict(sliding)!r}. Install transformers 5."
+            f"With transformers 4, sliding layers must have a rope without scaling, found {dict(sliding)!r}. Install "
+            "transformers 5."
         )
     return {**spelled(full), "rope_local_base_freq": sliding["rope_theta"]}
 
 
 def spelled(parameters: Mapping[str, object]) -> dict[str, object]:
-    """The HF fields that say ``parameters`` to the installed transformers."""
+    """The HF fields for rope ``parameters``, with the names of the installed transformers."""
     long = parameters["rope_type"] == "longrope"
-    lengths = (
-        {ORIGINAL_LENGTH: parameters[ORIGINAL_LENGTH]} if long else {}
-    )  # transformers reads it at the top, and only there
+    lengths = {ORIGINAL_LENGTH: parameters[ORIGINAL_LENGTH]} if long else {}  # transformers reads only the top level
     if speaks_rope_parameters():
         return {"rope_parameters": dict(parameters), **lengths}
     top = {name: parameters[name] for name in ("rope_theta", "partial_rotary_factor") if name in parameters}
     scaling = {name: value for name, value in parameters.items() if name not in {**top, **lengths}}
-    if long:  # the only spelling that Phi3Config of 4.57 takes
+    if long:  # Phi3Config of 4.57 accepts only this name
         scaling["type"] = scaling.pop("rope_type")
     return {**top, **lengths, "rope_scaling": None if scaling == {"rope_type": "default"} else scaling}
 
 
 @functools.cache
 def speaks_rope_parameters() -> bool:
-    """Whether the installed transformers spells rope as 5.x does."""
+    """Whether the installed transformers has ``rope_parameters``, as release 5 does."""
     from transformers import LlamaConfig
 
     return "rope_parameters" in LlamaConfig().to_dict()

@@ -98,9 +98,9 @@ def test_balanced_gives_the_ranks_with_embedding_and_loss_fewer_layers() -> None
     ("fields", "layers", "message"),
     [
         ({"pp": 2, "layout": "Et|tL"}, [1, 1], r'layout must be "balanced" or None.*found \'Et\|tL\''),
-        ({"pp": 2, FIRST: 1}, [1, 1], r"layout says where every layer goes"),
+        ({"pp": 2, FIRST: 1}, [1, 1], r"layout already says where every layer goes"),
         ({"pp": 2}, [], r"at least one layer"),
-        ({"pp": 2}, [1, -1], r"none negative, found \[1, -1\]"),
+        ({"pp": 2}, [1, -1], r"no negative bytes, found layer_bytes=\[1, -1\]"),
     ],
 )
 def test_balanced_refuses_what_is_decided_or_senseless(fields: dict[str, Any], layers: list[int], message: str) -> None:

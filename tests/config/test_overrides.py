@@ -195,7 +195,7 @@ def test_what_is_saved_loads_again_and_computes_the_same(tmp_path: Path) -> None
         ("qwen3", {"window_size": 7, "window_attn_skip_freq": 0}, ["window_attn_skip_freq must be a positive"]),
         ("qwen3", {"layernorm_epsilon": float("nan")}, ["layernorm_epsilon=nan, where it is 1e-06"]),
         ("qwen2_moe", {"moe_shared_expert_intermediate_size": "x"}, ["moe_shared_expert_intermediate_size='x'"]),
-        ("deepseek_v3", {"moe_layer_freq": [0, 1, 0, 1]}, ["moe_layer_freq must be dense layers and then sparse"]),
+        ("deepseek_v3", {"moe_layer_freq": [0, 1, 0, 1]}, ["moe_layer_freq must have dense layers first"]),
     ],
 )
 def test_what_no_hf_config_can_say_is_named(name: str, overrides: dict[str, Any], messages: list[str]) -> None:

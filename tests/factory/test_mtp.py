@@ -101,7 +101,7 @@ def test_more_than_have_names_are_refused(name, count):
 def test_like_a_layer_that_attends_linearly_they_are_refused():
     hf = zoo.cases()["qwen3_next"].hf
     hf.layer_types = ["full_attention", *["linear_attention"] * 3]
-    with pytest.raises(MeshError, match="attends linearly"):
+    with pytest.raises(MeshError, match="has linear attention"):
         make_blueprint(hf, dims=ParallelDims(), dtype=torch.float32, overrides={"mtp_num_layers": 1})
 
 

@@ -88,7 +88,7 @@ def test_a_single_process_needs_no_environment() -> None:
     assert "found 'tpu'" in found["name"]
     assert found["timeout"].startswith("timeout must be a positive datetime.timedelta, found 30")
     assert (found["backend"], found["rank"], found["data"]) == ("gloo", [0, 0, 0], [1, 1])
-    assert "already initialized with other sizes; its own, and those here: {'cp': (1, 2)}" in found["other"]
+    assert "already initialized with other sizes, as (its own, requested): {'cp': (1, 2)}" in found["other"]
 
 
 def test_two_processes_meet_as_torchrun_says() -> None:

@@ -101,7 +101,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "norm_topk_prob must be True": {"norm_topk_prob": False},
     "num_nextn_predict_layers must be 0": {"num_nextn_predict_layers": 1},
     "use_bias must be False": {"use_bias": True},
-    "rotary_dim must be the 64 dims": {"rotary_dim": 32},
+    "rotary_dim must be 64": {"rotary_dim": 32},
     "norm_head=False": {"norm_head": False},  # of Ling 1
     "must be twice topk_group=2": {"topk_group": 2},
 }

@@ -157,7 +157,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
         {"indexer_types": ["full", "shared", "full", "full"], "index_topk_freq": None},
         "indexer_types must be periodic",
     ),
-    "`rotary_dim` but": ({"rotary_dim": 2}, "rotary_dim must be the"),
+    "`rotary_dim` but": ({"rotary_dim": 2}, "rotary_dim must be"),
     "`moe_topk` that": ({"moe_topk": [4]}, "moe_topk must be"),
 }
 """By how a refusal of ``Derive`` begins: what to change in a config, and what is said of it. Layers are all alike."""

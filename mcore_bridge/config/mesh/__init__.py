@@ -1,1 +1,1 @@
-"""The mesh: its sizes, where the pipeline cuts, and its process groups. It imports ``config``."""
+"""The mesh: its sizes, the split of the pipeline, and its process groups. It may import ``config`` and its tables."""

@@ -1,10 +1,15 @@
 """``layout="balanced"``: the explicit pipeline layout whose fullest rank holds the fewest bytes.
 
 A layout is a tuple of cuts: stage ``i`` holds layers ``cuts[i]`` up to ``cuts[i + 1]``, and belongs to rank ``i % pp``.
-The loads of the ranks, sorted from the fullest, are compared first, then how even the chunks are. The result is optimal
-when ``vp == 1`` (a dynamic program cuts each window exactly, and then one window is all), when all layers are equal (a
-rank above the optimum can always give a layer to one below it), and when there are few cuts (all are tried). In general
-the problem contains number partitioning: then no transfer of a layer and no new cut of a window improves the result.
+Layouts are compared by the loads of the ranks, sorted from the fullest, and then by how even the chunks are. The
+result is optimal in three cases:
+
+* ``vp == 1``: a dynamic program cuts each window exactly, and there is only one window;
+* all layers are equal: a rank above the optimum can always give a layer to one below it;
+* there are few cuts: all of them are tried.
+
+In general the problem contains number partitioning, which is hard. Then the result is a local optimum: moving one
+layer, or cutting one window anew, does not improve it.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ if TYPE_CHECKING:
     from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 
 Cuts = tuple[int, ...]
-_FEW = 20_000  # cuts that are all tried: some 0.2 s
+_FEW = 20_000  # at most so many cuts are all tried; this takes some 0.2 s
 
 
 def balanced(dims: ParallelDims, *, layer_bytes: Sequence[int], embedding_bytes: int, loss_bytes: int) -> ParallelDims:
@@ -33,16 +38,21 @@ def balanced(dims: ParallelDims, *, layer_bytes: Sequence[int], embedding_bytes:
     Args:
         dims: its layout is "balanced" or None, and it has no other split of the pipeline.
         layer_bytes: bytes of each decoder layer, in order.
-        embedding_bytes: bytes of what stands before the first layer.
-        loss_bytes: bytes of what stands behind the last layer (final norm, output layer).
+        embedding_bytes: bytes of the modules before the first layer.
+        loss_bytes: bytes of the modules after the last layer (final norm, output layer).
 
     Raises:
-        MeshError: dims say already how to split, or there are no layers, or negative bytes.
+        MeshError: ``dims`` already have a split of the pipeline, there are no layers, or bytes are negative.
     """
     if dims.layout not in (None, BALANCED):
-        raise MeshError(f'layout must be "balanced" or None to be chosen by bytes, found {dims.layout!r}')
+        raise MeshError(
+            f'layout must be "balanced" or None to be chosen by bytes, found {dims.layout!r}: leave the layout out'
+        )
     if not layer_bytes or min(*layer_bytes, embedding_bytes, loss_bytes) < 0:
-        raise MeshError(f"expected bytes of at least one layer and none negative, found {list(layer_bytes)}")
+        raise MeshError(
+            "there must be at least one layer, and no negative bytes, found "
+            f"layer_bytes={list(layer_bytes)}, embedding_bytes={embedding_bytes}, loss_bytes={loss_bytes}"
+        )
     if dims.pp == 1:
         return replace(dims, layout=None)
     extra = [0] * dims.pp
@@ -55,7 +65,7 @@ def balanced(dims: ParallelDims, *, layer_bytes: Sequence[int], embedding_bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """``bytes_before[i]``: of all layers before layer ``i``; ``extra``: of each rank, besides layers."""
+    """``bytes_before[i]``: bytes of all layers before layer ``i``; ``extra``: bytes of each rank besides layers."""
 
     pp: int
     num_stages: int
@@ -68,7 +78,7 @@ class _Task:
 
     @property
     def fewest(self) -> int:
-        """Layers that a stage must have."""
+        """The least number of layers of a stage."""
         return int(self.num_layers >= self.num_stages)
 
     def chunks(self, cuts: Cuts) -> list[int]:
@@ -109,7 +119,7 @@ def _better(task: _Task, cuts: Cuts, candidates: Iterable[Cuts]) -> Cuts | None:
 
 
 def _transfers(task: _Task, cuts: Cuts) -> Iterator[Cuts]:
-    """A stage of a fullest rank gives one layer to any other stage; the stages between them shift by one."""
+    """Cuts in which a stage of a fullest rank gives one layer to another stage; stages between them shift by one."""
     loads = task.loads(cuts)
     for giver in range(task.num_stages):
         if loads[giver % task.pp] < max(loads) or cuts[giver + 1] - cuts[giver] <= task.fewest:
@@ -120,7 +130,7 @@ def _transfers(task: _Task, cuts: Cuts) -> Iterator[Cuts]:
 
 
 def _recuts(task: _Task, cuts: Cuts) -> Iterator[Cuts]:
-    """Each window of ``pp`` neighbouring stages, one of each rank, cut anew to make its fullest rank least full."""
+    """Cuts in which one window of ``pp`` neighbouring stages is cut anew, so that its fullest rank is least full."""
     loads, chunks = task.loads(cuts), task.chunks(cuts)
     for first in range(task.num_stages - task.pp + 1):
         window = range(first, first + task.pp)
@@ -130,16 +140,16 @@ def _recuts(task: _Task, cuts: Cuts) -> Iterator[Cuts]:
 
 
 def _recut(task: _Task, start: int, end: int, others: Sequence[int], *, limit: int) -> Cuts:
-    """The cuts of layers ``start`` to ``end`` into ``len(others)`` stages, minimising the largest chunk plus other."""
+    """Cuts layers ``start`` to ``end`` into ``len(others)`` stages; minimises the largest ``chunk + other``."""
     reached: dict[int, tuple[int, Cuts]] = {start: (0, (start,))}
     for num_left, other in zip(reversed(range(len(others))), others, strict=True):
-        found: dict[int, tuple[int, Cuts]] = {}
+        best: dict[int, tuple[int, Cuts]] = {}
         for cut, (fullest, path) in reached.items():
             for to in range(cut + task.fewest, end - num_left * task.fewest + 1):
                 load = max(fullest, other + task.bytes_before[to] - task.bytes_before[cut])
                 if load > limit:
                     break
-                if to not in found or load < found[to][0]:
-                    found[to] = load, (*path, to)
-        reached = found
+                if to not in best or load < best[to][0]:
+                    best[to] = load, (*path, to)
+        reached = best
     return reached[end][1]

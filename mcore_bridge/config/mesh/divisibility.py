@@ -1,4 +1,4 @@
-"""Whether a mesh fits a model: every division that megatron-core makes while it builds, before anything is built."""
+"""Checks that a mesh fits a model, before anything is built: every division that megatron-core makes must come out."""
 
 from __future__ import annotations
 
@@ -35,18 +35,19 @@ def check_model(dims: ParallelDims, settings: Mapping[str, object]) -> None:
 
     Args:
         dims: the mesh.
-        settings: ``TransformerConfig`` fields and ``GPTModel`` arguments by name, ``num_layers`` among them. What is
-            absent or None is not checked.
+        settings: ``TransformerConfig`` fields and ``GPTModel`` arguments by name, with ``num_layers`` at least. Fields
+            that are missing or None are not checked.
 
     Raises:
-        MeshError: with the field, its name in the HF config, its value, and what to change.
+        MeshError: the mesh does not fit. The message has the field, its name in the HF config, its value, and what to
+            change.
     """
     for name, axis in _DIVIDED:
         _require_divided(dims, settings, name, axis)
     if not _is_all_moe(settings):
         _require_divided(dims, settings, "ffn_hidden_size", "tp")
     if dims.ep > 1 and settings.get("num_moe_experts") is None:
-        raise MeshError(f"ep={dims.ep} needs a model with experts, this one has none: use ep=1")
+        raise MeshError(f"ep={dims.ep} needs a model with experts, but this one has none: use ep=1")
     if dims.etp > 1 and settings.get("num_moe_experts") and settings.get("add_bias_linear"):
         raise MeshError(f"etp={dims.etp} must be 1: megatron-core cannot cut experts that have biases; use ep instead")
     if not settings.get("multi_latent_attention"):
@@ -54,7 +55,7 @@ def check_model(dims: ParallelDims, settings: Mapping[str, object]) -> None:
     if settings.get("experimental_attention_variant") == "gated_delta_net":
         _check_linear_heads(dims, settings)
     if settings.get("experimental_attention_variant") == "dsa" and dims.tp > 1 and not dims.sp:
-        raise MeshError(f"tp={dims.tp} needs sp=True: megatron-core's sparse attention has no other way; set sp=True")
+        raise MeshError(f"tp={dims.tp} needs sp=True: megatron-core's sparse attention works only with it; set sp=True")
     _check_split(dims, settings)
     _check_shared_selections(dims, settings)
 
@@ -66,7 +67,7 @@ def _require_divided(dims: ParallelDims, settings: Mapping[str, object], name: s
 
 
 def _is_all_moe(settings: Mapping[str, object]) -> bool:
-    """Then no layer has the dense MLP of ``ffn_hidden_size``."""
+    """Whether every layer has experts, so that none has the dense MLP of ``ffn_hidden_size``."""
     frequency = settings.get("moe_layer_freq", 1)
     all_layers = all(frequency) if isinstance(frequency, list) else frequency == 1
     return settings.get("num_moe_experts") is not None and all_layers
@@ -91,8 +92,8 @@ def _check_groups(dims: ParallelDims, settings: Mapping[str, object]) -> None:
 
 
 def _check_linear_heads(dims: ParallelDims, settings: Mapping[str, object]) -> None:
-    """A head of linear attention keeps one state for the whole sequence: unlike key and value heads it is never cut."""
-    heads = settings.get("linear_num_key_heads")  # whose multiple the value heads are
+    """Unlike key and value heads, a head of linear attention is never cut: it has one state for the whole sequence."""
+    heads = settings.get("linear_num_key_heads")  # the number of value heads is a multiple of it
     if isinstance(heads, int) and heads % (dims.tp * dims.cp):
         raise MeshError(
             f"tp={dims.tp} times cp={dims.cp} must divide linear_num_key_heads={heads}: megatron-core deals out whole "
@@ -108,25 +109,29 @@ def _check_split(dims: ParallelDims, settings: Mapping[str, object]) -> None:
     with_embedding, *others = dims.stages(num_layers)
     if any(stage.num_mtp_layers for stage in others if stage.pp_rank == with_embedding.pp_rank):
         raise MeshError(
-            f"layout {dims.layout!r} puts MTP layers ('m') on the rank of the embedding ('E'), which would hold two "
-            "copies of it; put them on another pipeline rank, or into the stage of the embedding"
+            f"layout {dims.layout!r} puts MTP layers ('m') on the rank of the embedding ('E'), but not in its stage: "
+            "the rank would hold two copies of the embedding. Put them on another rank, or into that stage"
         )
     if wanted and isinstance(settings.get("window_attn_skip_freq") or settings.get("no_rope_freq"), list):
         raise MeshError(
-            "mtp_num_layers must be None: it is not known which window or rope MTP layers of this model have"
+            f"mtp_num_layers must be None, found {wanted}: it is not known which window or rope the MTP layers of this "
+            "model have. Remove the override"
         )
     linear = settings.get("linear_attention_freq")
     if wanted and isinstance(linear, list) and linear[num_layers - 1]:
-        raise MeshError("mtp_num_layers must be None: MTP layers are like the last layer, which attends linearly here")
+        raise MeshError(
+            f"mtp_num_layers must be None, found {wanted}: megatron-core builds MTP layers like the last layer, which "
+            "has linear attention here. Remove the override"
+        )
     placed = sum(stage.num_mtp_layers for stage in dims.stages(num_layers))
     if dims.layout is not None and placed != wanted:
         raise MeshError(
-            f"layout {dims.layout!r} places {placed} MTP layers ('m'), expected {_say('mtp_num_layers', wanted)}"
+            f"layout {dims.layout!r} must place {_say('mtp_num_layers', wanted)} MTP layers ('m'), found {placed}"
         )
 
 
 def _check_shared_selections(dims: ParallelDims, settings: Mapping[str, object]) -> None:
-    """What an indexer selects stays in its stage, and MTP layers count from one again."""
+    """A selection of an indexer cannot be shared across stages, nor by more than one MTP layer."""
     freq, offset = settings.get("dsa_indexer_topk_freq", 1), settings.get("dsa_indexer_skip_topk_offset", 0)
     num_layers, num_mtp_layers = settings["num_layers"], settings.get("mtp_num_layers") or 0
     assert isinstance(freq, int)
@@ -134,14 +139,17 @@ def _check_shared_selections(dims: ParallelDims, settings: Mapping[str, object])
     assert isinstance(num_layers, int)
     assert isinstance(num_mtp_layers, int)
     if freq > 1 and num_mtp_layers > 1:
-        raise MeshError(f"mtp_num_layers={num_mtp_layers} must be 1: it is not known what further ones would share")
+        raise MeshError(
+            f"mtp_num_layers must be 1, found {num_mtp_layers}: it is not known which selection further MTP layers "
+            "share. Change the override"
+        )
     for stage in dims.stages(num_layers):
         first = stage.layers.start
         if stage.layers and shares_selection(first, freq=freq, offset=offset):
             raise MeshError(
-                f"each pipeline stage must start with a layer that has an indexer, but pp_rank={stage.pp_rank}, "
-                f"vp_stage={stage.vp_stage} starts with layer {first}, which shares the selection of one in front of "
-                "it (indexer_types in the HF config); choose another pp or vp, or say in layout where to cut"
+                "each pipeline stage must start with a layer that has an indexer (indexer_types in the HF config). The "
+                f"stage pp_rank={stage.pp_rank}, vp_stage={stage.vp_stage} starts with layer {first}, which shares the "
+                "selection of an earlier one. Choose another pp or vp, or give a layout"
             )
 
 

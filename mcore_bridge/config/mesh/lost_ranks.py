@@ -1,7 +1,7 @@
-"""Which rank was lost, as far as those that are left can know.
+"""Names the rank that was lost, as far as the remaining ranks can know it.
 
-Each rank notes in the store of its job which process it is. Where a connection breaks, the others look which processes
-of their own machine have ended, and note that for the other machines. Nothing is sent as long as all goes well.
+Each rank writes its process id and machine to the store of the job. If a connection breaks, the other ranks look which
+processes on their own machine have ended, and write that to the store for other machines. Until then, nothing is sent.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ from mcore_bridge.errors import LostRankError
 from mcore_bridge.machine import is_alive, start_time, this_machine
 
 _SECONDS = 3.0
-"""How long the first failure of a job waits for word of who was lost."""
+"""How long the first failed rank waits to learn which rank was lost."""
 _BROKEN = ("Connection ", "pair closure", "Broken pipe", "remote process exited", "imed out")
-"""What gloo and NCCL say where another rank is no longer there, or does not come."""
+"""Parts of error texts of gloo and NCCL, when another rank has ended or does not come."""
 _deadlines: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
-_noted: weakref.WeakSet[Any] = weakref.WeakSet()
+_registered: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @contextmanager
 def naming_lost_ranks(what: str) -> Iterator[None]:
-    """What breaks in here because another rank is gone says which one that is, as far as this rank can know.
+    """Turns errors of torch about a lost rank into ones that name the rank, as far as it is known.
+
+    Args:
+        what: what runs in the block, for the message.
 
     Raises:
-        LostRankError: in place of what torch raises, which is its cause.
+        LostRankError: another rank has ended or did not come. Its cause is the error of torch.
     """
     try:
         yield
@@ -41,57 +44,55 @@ def naming_lost_ranks(what: str) -> Iterator[None]:
         text = str(error)
         is_theirs = isinstance(error, dist.DistError) or "/gloo/" in text or "pair closure" in text
         if not is_theirs or not any(words in text for words in _BROKEN):
-            raise  # ours, or a caller's, who may have connections of his own
+            raise  # an error of ours, or of a connection that the caller made
         raise LostRankError(f"{what} failed: {_who()}. torch says: {text.partition('. ')[0]}") from error
 
 
 def note_process() -> None:
-    """Note for the others which process this rank is; once for each default group."""
+    """Writes this rank's process to the store, for the other ranks; once for each default group."""
     world = dist.group.WORLD
-    if world is None or world in _noted:
+    if world is None or world in _registered:
         return
-    _noted.add(world)
-    with suppress(Exception):  # it only makes a message better
+    _registered.add(world)
+    with suppress(Exception):  # a failure here only makes a later message less precise
         _Notes().add(this_machine(), f"{dist.get_rank()} {os.getpid()} {start_time(os.getpid())}")
 
 
 def _who() -> str:
-    """What can be known of the ranks that were lost. A store may be lost as well, and is not waited for."""
-    found: list[str] = []
-    asking = threading.Thread(target=_ask, args=(found, dist.group.WORLD), daemon=True)
+    """The names of lost ranks, or a text that they are unknown. A thread asks, because the store may be lost too."""
+    lost: list[str] = []
+    asking = threading.Thread(target=_ask, args=(lost, dist.group.WORLD), daemon=True)
     asking.start()
     asking.join(2 * _SECONDS)
-    if found:
-        names = ", ".join(sorted(found, key=lambda name: int(name.split()[0])))
+    if lost:
+        names = ", ".join(sorted(lost, key=lambda name: int(name.split()[0])))
         return f"of the job's ranks these have ended: {names}. Look there for the cause, and start the job again"
     return (
-        "a rank was lost, or did not come. Which one is not known: no process that this rank can see has ended, and no "
-        "other rank has told of one. Look for the log that ends first; who only comes late may need a longer timeout"
+        "a rank was lost, or did not come. Which one is not known: no process on this machine has ended, and no other "
+        "rank has reported one. Look for the log that ends first. If a rank is only late, set a longer timeout"
     )
 
 
-def _ask(found: list[str], world: Any) -> None:
-    """Fill ``found`` as soon as a process has ended here, or was said elsewhere to have ended."""
+def _ask(lost: list[str], world: Any) -> None:
+    """Fills ``lost`` as soon as a process on this machine has ended, or another machine has reported one."""
     with suppress(Exception):
-        deadline = _deadlines.setdefault(
-            world, time.monotonic() + _SECONDS
-        )  # what fails behind the first waits no more
+        deadline = _deadlines.setdefault(world, time.monotonic() + _SECONDS)  # later failures do not wait again
         notes = _Notes()
         while True:
-            noted = [entry.split() for entry in notes.of(this_machine())]
-            told = set(notes.of("ended"))
-            ended = [(rank, pid) for rank, pid, started in noted if not is_alive(int(pid), started)]
+            processes = [entry.split() for entry in notes.of(this_machine())]
+            reported = set(notes.of("ended"))
+            ended = [(rank, pid) for rank, pid, started in processes if not is_alive(int(pid), started)]
             here = {f"{rank} (process {pid} on {socket.gethostname()})" for rank, pid in ended}
-            for name in here - told:
+            for name in here - reported:
                 notes.add("ended", name)
-            found.extend(here | told)
-            if found or time.monotonic() > deadline:
+            lost.extend(here | reported)
+            if lost or time.monotonic() > deadline:
                 return
             time.sleep(0.1)
 
 
 class _Notes:
-    """Lists in the store of the job, to which each rank can add."""
+    """Lists in the store of the job; any rank can append to them."""
 
     def __init__(self) -> None:
         store = dist.distributed_c10d._get_default_store()

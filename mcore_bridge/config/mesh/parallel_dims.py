@@ -1,7 +1,7 @@
-"""The mesh: how many ways each axis of parallelism cuts a model, and where the pipeline cuts it.
+"""The mesh: the size of each axis of parallelism, and the split of the pipeline.
 
-A ``ParallelDims`` that exists is one that megatron-core can build for some model; ``stages`` answers for one model,
-``dp`` and ``edp`` for one world size. All of that is pure: only ``initialize`` and ``from_mcore`` touch processes.
+Every valid ``ParallelDims`` is one that megatron-core can build for some model. ``stages`` checks it for one model,
+``dp`` and ``edp`` for one world size. Only ``initialize`` and ``from_mcore`` touch processes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ class ParallelDims:
         ep: expert parallel size.
         etp: tensor parallel size of the experts. Not tied to ``tp``: 1 unless given.
         sp: sequence parallelism, which needs ``tp > 1``.
-        hierarchical_context_parallel_sizes: what ``cp_comm_type="a2a+p2p"`` needs: of so many neighbours (on one node,
-            say) each has some of the heads, and so many of these form a ring. Their product is ``cp``.
-        layout: megatron-core's explicit pipeline layout, such as ``"Ett|t*3|(t|)*2L"``, or ``"balanced"``: the one
+        hierarchical_context_parallel_sizes: two sizes, for ``cp_comm_type="a2a+p2p"``. Groups of the first size, say
+            the ranks of a node, share out the heads; the second size is the number of such groups, which form a ring.
+            Their product is ``cp``.
+        layout: megatron-core's explicit pipeline layout, such as ``"Ett|t*3|(t|)*2L"``; or ``"balanced"``, for the one
             that ``balanced()`` (and ``build_model``) chooses by bytes.
         num_layers_in_first_pipeline_stage: layers of pipeline rank 0, over all its chunks; the others share the rest.
         num_layers_in_last_pipeline_stage: the same for the last pipeline rank.
@@ -42,7 +43,11 @@ class ParallelDims:
         account_for_loss_in_pipeline_split: the loss counts as one layer of the last stage.
 
     Raises:
-        MeshError: for a combination that no model and no world size can make right.
+        MeshError: the combination is wrong for every model and every world size.
+
+    Example:
+        >>> dims = mb.ParallelDims(tp=2, pp=2, sp=True)
+        >>> dims.initialize()                             # on each rank, as torchrun starts it
     """
 
     tp: int = 1
@@ -74,9 +79,11 @@ class ParallelDims:
     def _check_hierarchy(self) -> None:
         if self.hierarchical_context_parallel_sizes is None:
             return
-        sizes = tuple(self.hierarchical_context_parallel_sizes)  # of a trainer's settings, which have lists
+        sizes = tuple(self.hierarchical_context_parallel_sizes)  # a trainer's settings may have a list
         if len(sizes) != 2 or any(type(size) is not int or size < 1 for size in sizes) or prod(sizes) != self.cp:
-            raise MeshError(f"hierarchical_context_parallel_sizes must be two whose product is cp={self.cp}: {sizes}")
+            raise MeshError(
+                f"hierarchical_context_parallel_sizes must be two sizes whose product is cp={self.cp}, found {sizes}"
+            )
         object.__setattr__(self, "hierarchical_context_parallel_sizes", sizes)
 
     def _split(self) -> PipelineSplit:
@@ -95,7 +102,7 @@ class ParallelDims:
 
     @property
     def smallest_world(self) -> int:
-        """The fewest ranks that these sizes fit, those of the experts included."""
+        """The least number of ranks for these sizes, those of the experts included."""
         return lcm(self.model_size, self.etp * self.ep * self.pp)
 
     def dp(self, world_size: int) -> int:
@@ -107,18 +114,19 @@ class ParallelDims:
         return _quotient(world_size, {"etp": self.etp, "ep": self.ep, "pp": self.pp})
 
     def stages(self, num_layers: int) -> tuple[Stage, ...]:
-        """What every pipeline rank and virtual stage holds of a model of ``num_layers`` decoder layers.
+        """The pipeline stages of a model with ``num_layers`` decoder layers.
 
         Returns:
-            The stages in execution order: the one of ``pp_rank`` and ``vp_stage`` is at ``vp_stage * pp + pp_rank``.
+            The stages in execution order. That of ``pp_rank`` and ``vp_stage`` has the index
+            ``vp_stage * pp + pp_rank``.
 
         Raises:
-            MeshError: these layers cannot be split so, or ``layout="balanced"`` was not resolved by ``balanced()``.
+            MeshError: the layers cannot be split so, or ``layout="balanced"`` was not resolved by ``balanced()``.
         """
         return stages_of(self._split(), num_layers)
 
     def without_mtp(self) -> ParallelDims:
-        """The same mesh for a model whose MTP layers are not built: an explicit layout places none."""
+        """The same mesh for a model without MTP layers: they are removed from an explicit layout."""
         if self.layout in (None, BALANCED):
             return self
         return replace(self, layout="|".join(stage.replace("m", "") for stage in parse_layout(self.layout)))
@@ -130,7 +138,7 @@ class ParallelDims:
         return f"{self}, DP{self.dp(world_size)}{experts}, {world_size} ranks; layers per stage: {stages}"
 
     def to_group_sizes(self) -> dict[str, int | list[int] | None]:
-        """The mesh as ``parallel_state.initialize_model_parallel`` takes it, and ``TransformerConfig`` too."""
+        """The sizes as arguments of ``parallel_state.initialize_model_parallel`` and of ``TransformerConfig``."""
         hierarchy = self.hierarchical_context_parallel_sizes
         return {
             "tensor_model_parallel_size": self.tp,
@@ -143,7 +151,11 @@ class ParallelDims:
         }
 
     def to_config_fields(self) -> dict[str, object]:
-        """The ``TransformerConfig`` fields that the mesh decides; an unresolved ``"balanced"`` raises ``MeshError``."""
+        """The ``TransformerConfig`` fields that the mesh decides.
+
+        Raises:
+            MeshError: the layout is still ``"balanced"``.
+        """
         if self.layout == BALANCED:
             raise MeshError(
                 'layout="balanced" must become an explicit layout first: call balanced() (build_model does)'
@@ -159,24 +171,25 @@ class ParallelDims:
         }
 
     def with_config_fields(self, settings: Mapping[str, object]) -> ParallelDims:
-        """These dims with what ``settings`` have of ``to_config_fields``; None for a size means what mcore means by it.
+        """These dims, changed by those ``settings`` that ``to_config_fields`` names. None has mcore's meaning.
 
         Raises:
-            MeshError: for a combination that no model and no world size can make right.
+            MeshError: the combination is wrong for every model and every world size.
         """
-        found = {DIM_OF.get(name, name): settings[name] for name in self.to_config_fields() if name in settings}
+        changes = {DIM_OF.get(name, name): settings[name] for name in self.to_config_fields() if name in settings}
         for name in _SIZES:
-            if name in found and found[name] is None:
-                found[name] = found.get("tp", self.tp) if name == "etp" else 1
-        return replace(self, **found)  # type: ignore[arg-type]  # __post_init__ looks at them
+            if name in changes and changes[name] is None:
+                changes[name] = changes.get("tp", self.tp) if name == "etp" else 1
+        return replace(self, **changes)  # type: ignore[arg-type]  # __post_init__ checks them
 
     @classmethod
     def from_mcore(cls, *, sp: bool = False, layout: str | None = None) -> ParallelDims:
         """The mesh that a trainer made with ``megatron.core.parallel_state``.
 
         Args:
-            sp: ``parallel_state`` knows no sequence parallelism; it changes activations, and no weight.
-            layout: nor the split of the pipeline. For another than even or explicit, ``dataclasses.replace`` fields.
+            sp: whether sequence parallelism is on. ``parallel_state`` does not know it, since it cuts no weights.
+            layout: the explicit layout of the pipeline, which ``parallel_state`` does not know either. None: an even
+                split. For another one, set fields with ``dataclasses.replace``.
 
         Raises:
             MeshError: ``parallel_state`` is not initialized, or has an axis that we do not have.
@@ -184,21 +197,23 @@ class ParallelDims:
         return cls(**process_groups.read_sizes(), sp=sp, layout=layout)  # type: ignore[arg-type]  # by name
 
     def initialize(self, *, device: str | None = None, seed: int = 1234, timeout: timedelta | None = None) -> None:
-        """Join torch.distributed and make megatron-core's groups, in its default order (tp-cp-ep-dp-pp).
+        """Join torch.distributed, and make megatron-core's groups in its default order (tp-cp-ep-dp-pp).
 
-        A process group that exists is kept; otherwise torchrun's environment says who we are, and without it this
-        process is the only one. Does nothing where ``parallel_state`` has these sizes already. Where it joins,
-        the process waits at its end until gloo's threads are at rest: some milliseconds. Groups are left to the caller.
+        A process group that exists is kept. If there is none, the environment of torchrun gives rank and world size;
+        without it, this process is the only rank. If ``parallel_state`` already has these sizes, nothing happens.
+
+        A process that joined here waits some milliseconds at its end, until gloo's threads are idle. The caller
+        destroys the groups.
 
         Args:
-            device: "cpu" (gloo, and ``enable_cpu()``), "cuda" (nccl, on the GPU of LOCAL_RANK); None: a GPU if any.
-            seed: of megatron-core's random states on GPUs, where it cannot initialise weights without them.
-            timeout: how long a collective waits for a rank that does not come before it raises, in every group that is
-                made here; one that exists keeps its own. None is torch's and megatron-core's: 30 minutes, 10 for NCCL's
-                own group of all ranks.
+            device: "cpu" (gloo, with ``enable_cpu()``) or "cuda" (nccl, on the GPU of LOCAL_RANK). None: "cuda" if
+                there is a GPU.
+            seed: the seed of megatron-core's random states on GPUs. It needs them to initialise weights.
+            timeout: how long a collective of the new groups waits for a missing rank before it raises. None: the
+                defaults of torch and megatron-core, which are 30 minutes, and 10 for NCCL's group of all ranks.
 
         Raises:
-            MeshError: the sizes do not fit the world, or ``parallel_state`` has others; before any group is made.
+            MeshError: the sizes do not fit the world, or ``parallel_state`` has other sizes. No group is made then.
         """
         process_groups.require_timeout(timeout)
         device = process_groups.choose_device(device)

@@ -1,7 +1,8 @@
-"""Which layers each pipeline stage holds: megatron-core's own rules, as a pure function of mesh and layer count.
+"""The split of the pipeline: which layers each stage holds, by megatron-core's own rules.
 
-The law: the stages in execution order (virtual stage by virtual stage, rank by rank) concatenate to
-``range(num_layers)``; the first holds the embedding, the last the loss. Where megatron-core breaks it, we refuse.
+A law holds always. In execution order (virtual stage by virtual stage, rank by rank), the layers of the stages make up
+``range(num_layers)``. The first stage holds the embedding, the last one the loss. Settings for which megatron-core
+would break the law are refused.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from itertools import accumulate, groupby
 from mcore_bridge.errors import MeshError
 
 BALANCED = "balanced"
-"""The layout that ``balanced()`` replaces by an explicit one, once the bytes of the layers are known."""
+"""A layout that ``balanced()`` replaces by an explicit one, once the bytes of the layers are known."""
 _LONGEST = 100_000
-"""Layers and stages of a layout: far more than any model has."""
+"""The largest number of layers and stages in a layout; far more than any model has."""
 _GROUP = re.compile(r"\(([^)]+)\)\*(\d+)")
 
 
@@ -24,12 +25,12 @@ class Stage:
     """One chunk of the pipeline.
 
     Attributes:
-        pp_rank: pipeline rank that holds it.
-        vp_stage: which of that rank's chunks it is.
-        layers: global indices of its decoder layers, from 0; may be empty.
-        embedding: it holds the input embedding.
-        loss: it holds the final norm and the output layer.
-        num_mtp_layers: MTP layers that an explicit layout puts here.
+        pp_rank: the pipeline rank that holds it.
+        vp_stage: its index among that rank's chunks.
+        layers: the global indices of its decoder layers, from 0; may be empty.
+        embedding: whether it holds the input embedding.
+        loss: whether it holds the final norm and the output layer.
+        num_mtp_layers: the number of MTP layers that an explicit layout puts here.
     """
 
     pp_rank: int
@@ -42,10 +43,10 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSplit:
-    """How a pipeline is split. Its fields are those of ``ParallelDims`` by the same names, which explains them.
+    """How a pipeline is split. ``ParallelDims`` has fields of the same names, and explains them.
 
     Raises:
-        MeshError: for a combination that can be right for no model.
+        MeshError: the combination is wrong for every model.
     """
 
     pp: int
@@ -66,7 +67,7 @@ class PipelineSplit:
         for name, size in sizes.items():
             if type(size) is not int or size < 1:
                 raise MeshError(
-                    f"{name} must be an integer of at least 1, found {size!r}: for none use an explicit layout"
+                    f"{name} must be an integer of at least 1, found {size!r}: a stage without layers needs a layout"
                 )
             if self.pp == 1:
                 raise MeshError(f"{name}={size} needs pp > 1: megatron-core would build only these layers at pp=1")
@@ -74,13 +75,15 @@ class PipelineSplit:
             raise MeshError(f"{' and '.join(sizes)} cannot be combined with account_for_*_in_pipeline_split: drop one")
         if len(sizes) == 2 and self.pp == 2 and self.vp > 1:
             raise MeshError(
-                "at pp=2 with vp > 1 megatron-core divides by zero when both num_layers_in_first_pipeline_stage and "
-                "num_layers_in_last_pipeline_stage are given: give one, the other follows"
+                "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage must not both be given at "
+                "pp=2 with vp > 1: megatron-core divides by zero. Give one, and the other follows from it"
             )
         if self.layout is None:
             return
         if sizes or accounts:
-            raise MeshError("layout says where every layer goes: drop num_layers_in_* and account_for_*, or the layout")
+            raise MeshError(
+                "layout already says where every layer goes: leave out num_layers_in_* and account_for_*, or the layout"
+            )
         if self.layout != BALANCED:
             check_layout(self.layout, pp=self.pp, vp=self.vp)
 
@@ -88,7 +91,7 @@ class PipelineSplit:
 def stages_of(split: PipelineSplit, num_layers: int) -> tuple[Stage, ...]:
     """The stages of a model in execution order; see ``ParallelDims.stages``."""
     if num_layers < 1:
-        raise MeshError(f"a model has at least one layer, found num_layers={num_layers}")
+        raise MeshError(f"num_layers must be at least 1, found {num_layers}")
     if split.layout == BALANCED:
         raise MeshError(
             'layout="balanced" is not resolved yet, so the stages are unknown: call '
@@ -101,37 +104,37 @@ def stages_of(split: PipelineSplit, num_layers: int) -> tuple[Stage, ...]:
 
 
 def describe_stages(stages: tuple[Stage, ...]) -> str:
-    """Layer counts in execution order, equal neighbours folded: ``E2|(2|)*14|2L``."""
+    """Layer counts in execution order, with equal neighbours written once: ``E2|(2|)*14|2L``."""
     cells = [f"{'E' * s.embedding}{len(s.layers)}{'m' * s.num_mtp_layers}{'L' * s.loss}" for s in stages]
     runs = [(cell, len(list(run))) for cell, run in groupby(cells)]
     return "|".join(cell if num == 1 else f"({cell})*{num}" for cell, num in runs)
 
 
 def check_layout(layout: str, *, pp: int, vp: int) -> None:
-    """Check what needs no model: the string parses, and has one stage for each (pipeline rank, virtual stage).
+    """Checks of a layout that need no model: it parses, and has one stage for each chunk of each pipeline rank.
 
     Raises:
-        MeshError: with the string and what is wrong with it.
+        MeshError: the layout is wrong; the message says how.
     """
-    found = parse_layout(layout)
-    if len(found) != pp * vp:
+    stages = parse_layout(layout)
+    if len(stages) != pp * vp:
         raise MeshError(
-            f"layout {layout!r} has {len(found)} stages, expected pp * vp = {pp} * {vp} = {pp * vp}: "
-            "one between each two '|', virtual stage by virtual stage"
+            f"layout {layout!r} must have pp * vp = {pp} * {vp} = {pp * vp} stages, found {len(stages)}: separate them "
+            "by '|', virtual stage by virtual stage"
         )
-    flat = "".join(found)
-    if not found[0].startswith("E") or flat.count("E") != 1:
+    flat = "".join(stages)
+    if not stages[0].startswith("E") or flat.count("E") != 1:
         raise MeshError(
-            f"layout {layout!r} must have exactly one 'E', at the very start: megatron embeds on stage 0 only"
+            f"layout {layout!r} must have exactly one 'E', at the very start: the embedding is on stage 0 only"
         )
-    if not found[-1].endswith("L") or flat.count("L") != 1:
+    if not stages[-1].endswith("L") or flat.count("L") != 1:
         raise MeshError(
             f"layout {layout!r} must have exactly one 'L', at the very end: the last stage computes the loss"
         )
 
 
 def parse_layout(layout: str) -> list[str]:
-    """The stages of a layout as megatron-core's own parser reads them, unrolled: ``"Et*2|(t|)*2L"`` -> Ett, t, t, L."""
+    """The stages of a layout, by megatron-core's own parser: ``"Et*2|(t|)*2L"`` --> ``["Ett", "t", "t", "L"]``."""
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
@@ -140,7 +143,7 @@ def parse_layout(layout: str) -> list[str]:
         if (length := _unrolled_length(layout)) > _LONGEST:
             raise MeshError(
                 f"layout {layout!r} must have at most {_LONGEST} layers and stages, found {length}: correct a number "
-                "behind '*'"
+                "after '*'"
             )
         rows = PipelineParallelLayerLayout.parse_str_to_list(layout)
     except (AssertionError, KeyError, ValueError) as error:
@@ -152,7 +155,7 @@ def parse_layout(layout: str) -> list[str]:
 
 
 def _unrolled_length(layout: str) -> int:
-    """How many characters megatron-core's parser would unroll a layout to. Itself it may take all memory for that."""
+    """The length of a layout after unrolling. megatron-core's parser has no limit, and could use up all memory."""
 
     def length(text: str) -> int:
         return sum(int(times or 1) for times in re.findall(r".(?:\*(\d+))?", text))
@@ -165,10 +168,12 @@ def _unrolled_length(layout: str) -> int:
 def _explicit_counts(split: PipelineSplit, layout: str, num_layers: int) -> tuple[list[int], list[int]]:
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-    found = parse_layout(layout)
-    counts, mtp = [row.count("t") for row in found], [row.count("m") for row in found]
+    stages = parse_layout(layout)
+    counts, mtp = [stage.count("t") for stage in stages], [stage.count("m") for stage in stages]
     if sum(counts) != num_layers:
-        raise MeshError(f"layout {layout!r} places {sum(counts)} layers ('t'), the model has num_layers={num_layers}")
+        raise MeshError(
+            f"layout {layout!r} must place the num_layers={num_layers} layers of the model ('t'), found {sum(counts)}"
+        )
     try:
         PipelineParallelLayerLayout(layout, split.pp).validate_layer_layout(num_layers, sum(mtp) or None)
     except (AssertionError, NotImplementedError) as error:
@@ -201,7 +206,10 @@ def _uneven_counts(split: PipelineSplit, num_layers: int) -> list[int]:
     left = num_layers - (first or 0) - (last or 0)
     given = f"num_layers_in_first_pipeline_stage={first}, num_layers_in_last_pipeline_stage={last}"
     if left < 0 or (num_middle == 0) != (left == 0):
-        raise MeshError(f"{given} of num_layers={num_layers} leave {left} layers for {num_middle} other pipeline ranks")
+        raise MeshError(
+            f"{given} of num_layers={num_layers} leave {left} layers for {num_middle} other pipeline ranks: change "
+            'them or use layout="balanced"'
+        )
     if num_middle and left % num_middle:
         raise MeshError(
             f"{given} leave {left} layers, which {num_middle} other pipeline ranks cannot share equally: "

@@ -1,6 +1,6 @@
-"""A mesh from and to running processes: torch.distributed and megatron-core's ``parallel_state``.
+"""Makes the process groups of a mesh, or reads the sizes of those that exist.
 
-What exists already is kept: a process group that someone made, and a ``parallel_state`` of the same sizes.
+A process group that exists is kept, and so is a ``parallel_state`` of the same sizes.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from typing import Any
 from mcore_bridge.errors import MeshError
 
 _SECONDS = 10.0
-"""How long the end of a process waits for threads of gloo at most."""
+"""The longest time that a process waits for threads of gloo at its end."""
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def read_sizes() -> dict[str, object]:
-    """The sizes of ``ParallelDims`` by name, in ``parallel_state`` as somebody initialised it.
+    """The sizes in ``parallel_state``, by their names in ``ParallelDims``.
 
     Raises:
-        MeshError: nobody did, or with an axis that we do not have (generalized tensor parallelism of 0.19).
+        MeshError: it is not initialised, or has an axis that we do not support (generalized tensor parallelism of
+            megatron-core 0.19).
     """
     from megatron.core import parallel_state as state
 
@@ -38,7 +39,9 @@ def read_sizes() -> dict[str, object]:
     for name in ("get_gtp_weight_remat_world_size", "get_expert_gtp_weight_remat_world_size"):
         size = getattr(state, name)() if hasattr(state, name) else 1
         if size > 1:
-            raise MeshError(f"parallel_state.{name}() is {size}, expected 1: weight rematerialization is not supported")
+            raise MeshError(
+                f"parallel_state.{name}() must be 1, found {size}: weight rematerialization is not supported"
+            )
     return {
         "tp": state.get_tensor_model_parallel_world_size(),
         "pp": state.get_pipeline_model_parallel_world_size(),
@@ -50,13 +53,16 @@ def read_sizes() -> dict[str, object]:
     }
 
 
-def differing(wanted: Mapping[str, object], found: Mapping[str, object]) -> dict[str, tuple[object, object]]:
-    """What was ``found`` and what is ``wanted``, where that is not the same. Where None is wanted, anything will do."""
-    return {name: (found[name], size) for name, size in wanted.items() if size is not None and size != found[name]}
+def differing(wanted: Mapping[str, object], actual: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+    """``(actual, wanted)`` sizes, where they differ. A wanted size of None fits any actual one."""
+    return {name: (actual[name], size) for name, size in wanted.items() if size is not None and size != actual[name]}
 
 
 def _levels() -> tuple[int, ...] | None:
-    """Of hierarchical context parallelism, unless its groups are of a mesh before: destroying one leaves them there."""
+    """The sizes of hierarchical context parallelism.
+
+    Its groups may belong to an earlier mesh, since destroying that leaves them in place. Those are ignored.
+    """
     import torch.distributed as dist
     from megatron.core import parallel_state as state
 
@@ -64,31 +70,32 @@ def _levels() -> tuple[int, ...] | None:
     own = set(dist.get_process_group_ranks(state.get_context_parallel_group()))
     try:
         levels = [dist.get_process_group_ranks(group) for group in groups]
-    except (KeyError, ValueError):  # of processes that have left
+    except (KeyError, ValueError):  # the group was destroyed
         return None
     is_own = math.prod(map(len, levels)) == len(own) and all(own.issuperset(ranks) for ranks in levels)
     return tuple(map(len, levels)) if groups and is_own else None
 
 
 def world_size() -> int:
-    """Ranks of the process group, or of the one that torchrun's environment describes."""
+    """The number of ranks in the process group; without one, in the environment of torchrun."""
     import torch.distributed as dist
 
     return dist.get_world_size() if dist.is_initialized() else _rank_and_world_size()[1]
 
 
 def initialize(group_sizes: Mapping[str, Any], *, device: str, seed: int, timeout: timedelta | None) -> None:
-    """Join torch.distributed, and make megatron-core's groups, where that was not done yet.
+    """Join torch.distributed and make megatron-core's groups, unless that is done already.
 
     Args:
-        group_sizes: as ``initialize_model_parallel`` takes them.
+        group_sizes: arguments of ``initialize_model_parallel``.
         device: "cpu" or "cuda".
+        seed: see ``ParallelDims.initialize``.
         timeout: see ``ParallelDims.initialize``.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # set while such a process imports the script
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # set while a child imports the script
         raise MeshError(
-            "this script runs again in a process that it has started: put what starts it below 'if __name__ == "
-            '"__main__":\', or it waits here for ranks that do not come'
+            "this script runs again in a process that it has started, and would wait for ranks that never come: put "
+            "the code that starts it below 'if __name__ == \"__main__\":'"
         )
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -107,13 +114,15 @@ def initialize(group_sizes: Mapping[str, Any], *, device: str, seed: int, timeou
 
 
 def require_timeout(timeout: timedelta | None) -> None:
-    """Raise ``MeshError`` where that is no length of time."""
+    """Raise ``MeshError`` unless ``timeout`` is None or a positive time."""
     if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
-        raise MeshError(f"timeout must be a positive datetime.timedelta, found {timeout!r}: timedelta(minutes=5)")
+        raise MeshError(
+            f"timeout must be a positive datetime.timedelta, found {timeout!r}: pass for example timedelta(minutes=5)"
+        )
 
 
 def choose_device(device: str | None) -> str:
-    """See ``ParallelDims.initialize``."""
+    """The device to use: "cpu" or "cuda"; see ``ParallelDims.initialize``."""
     import torch
 
     available = torch.cuda.is_available()
@@ -127,25 +136,25 @@ def choose_device(device: str | None) -> str:
 
 
 def require_same(sizes: Mapping[str, object]) -> None:
-    """Raise ``MeshError`` where ``parallel_state`` is initialised with others than these."""
+    """Raise ``MeshError`` if ``parallel_state`` is initialised with other sizes."""
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized() and (differ := differing(sizes, read_sizes())):
         raise MeshError(
-            f"megatron.core.parallel_state is already initialized with other sizes; its own, and those here: {differ}. "
-            "Use ParallelDims.from_mcore(), or call parallel_state.destroy_model_parallel() first"
+            "megatron.core.parallel_state is already initialized with other sizes, as (its own, requested): "
+            f"{differ}. Use ParallelDims.from_mcore(), or call parallel_state.destroy_model_parallel() first"
         )
 
 
 def _rank_and_world_size() -> tuple[int, int]:
-    """What torchrun says in the environment; without it, this process is the only one."""
+    """Rank and world size from the environment of torchrun; without it, this process is the only rank."""
     if not {"RANK", "WORLD_SIZE"} & os.environ.keys():
         return 0, 1
     missing = [name for name in _RENDEZVOUS if name not in os.environ]
     if missing:
         raise MeshError(
-            f"{', '.join(missing)} missing in the environment, where others of {', '.join(_RENDEZVOUS)} are set: "
-            "start with torchrun, or unset all for a single process"
+            f"{', '.join(_RENDEZVOUS)} must all be set in the environment or none, found {', '.join(missing)} missing: "
+            "start with torchrun, or unset all of them for a single process"
         )
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -158,43 +167,46 @@ def _join(device: str, timeout: timedelta | None) -> None:
     if device == "cuda":
         local_rank = int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count()))
         if local_rank >= torch.cuda.device_count():
-            raise MeshError(f"LOCAL_RANK={local_rank} has no GPU: this process sees {torch.cuda.device_count()}")
+            raise MeshError(
+                f"LOCAL_RANK must be below the {torch.cuda.device_count()} GPUs that this process sees, found "
+                f"{local_rank}: start fewer ranks on this node"
+            )
         torch.cuda.set_device(local_rank)
-    atexit.register(_let_gloo_rest)  # of megatron-core's groups some are gloo's on a GPU too
+    atexit.register(_let_gloo_rest)  # with GPUs too, some of megatron-core's groups are gloo's
     backend = "nccl" if device == "cuda" else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
-    else:  # a store of its own: no port is opened, so that many single processes can run side by side
+    else:  # a store in this process opens no port, so single processes can run side by side
         store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not re-exported by name
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _let_gloo_rest() -> None:
-    """Wait until no thread of gloo is at work, while Python still lets such a thread in.
+    """Wait until the gloo threads of this process are idle, before the interpreter ends.
 
-    A collective can be over for its caller before the thread that ran it has let go of the tensors. That takes Python's
-    lock. Once the interpreter has begun to end, Python ends a thread that asks for it, and C++ takes this for an error:
-    "terminate called without an active exception". Nobody is waited for here but threads of this process.
+    A collective may return before its thread has released the tensors, which needs the GIL. A thread that asks for the
+    GIL while the interpreter ends is killed by Python, and C++ then aborts the process: "terminate called without an
+    active exception".
     """
     end, before = time.monotonic() + _SECONDS, None
-    while (found := _gloo_threads()) and time.monotonic() < end:
-        if found == before and not any(state.startswith("R") for state, *_ in found):
+    while (threads := _gloo_threads()) and time.monotonic() < end:
+        if threads == before and not any(state.startswith("R") for state, *_ in threads):
             return
-        before = found
-        time.sleep(0.02)  # gives Python's lock to who waits for it
+        before = threads
+        time.sleep(0.02)  # gives the GIL to the threads that wait for it
 
 
 def _gloo_threads() -> list[tuple[str, ...]]:
-    """The state of each, and how often it gave up its processor; none where the system does not say (not Linux)."""
-    keys, found = ("State", "voluntary_ctxt_switches", "nonvoluntary_ctxt_switches"), []
+    """The state of each gloo thread, and its numbers of context switches. Empty where there is no /proc (not Linux)."""
+    keys, threads = ("State", "voluntary_ctxt_switches", "nonvoluntary_ctxt_switches"), []
     for path in Path("/proc/self/task").glob("*/status"):
         try:
             lines = dict(line.split(":\t", 1) for line in path.read_text().splitlines() if ":\t" in line)
-        except OSError:  # it has ended
+        except OSError:  # the thread has ended
             continue
         if lines.get("Name") == "pt_gloo_runloop":
-            found.append(tuple(lines.get(key, "") for key in keys))
-    return found
+            threads.append(tuple(lines.get(key, "") for key in keys))
+    return threads
 
 
 def _make_groups(group_sizes: Mapping[str, Any], *, device: str, seed: int, timeout: timedelta | None) -> None:

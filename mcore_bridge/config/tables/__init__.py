@@ -1,6 +1,6 @@
-"""The shared tables, of which an architecture puts its own together: ``DENSE``, and one each of bias, window and qk.
+"""Shared config tables. An architecture joins ``DENSE`` with one table each for biases, windows and query-key norms.
 
-Names are those of transformers 4.57 and 5.x together: a name that one version lacks claims nothing there.
+They name the fields of transformers 4.57 and of 5 together. A name that the installed release lacks has no effect.
 """
 
 from mcore_bridge.config.fields import Const, Field, Ignore, Map, Preset, Require
@@ -10,7 +10,7 @@ EMBEDDING_DROPOUT = "embedding_dropout"
 
 
 def unread(*names: str) -> Ignore:
-    """Fields of published configs that the modelling code of transformers does not look at."""
+    """Fields of published configs that the modelling code of transformers does not read."""
     return Ignore("transformers does not read it", names)
 
 
@@ -96,7 +96,7 @@ TRAINING: tuple[Field, ...] = (
     Preset("moe_token_dispatcher_type", "alltoall"),  # mcore's default cannot do variable_seq_lengths, dense or not
 )
 DECODER: tuple[Field, ...] = (*BASE, *GEOMETRY, *MATHS, *TRAINING)
-"""A decoder with RMSNorm and gated MLPs. Bias, window, query-key norm and experts are the architecture's own."""
+"""A decoder with RMSNorm and gated MLPs. The architecture adds tables of biases, windows, query-key norms, experts."""
 DENSE: tuple[Field, ...] = (*DECODER, Const("num_moe_experts", None))
 
 BIAS_NONE: tuple[Field, ...] = (
@@ -148,24 +148,24 @@ NORM_SANDWICH: tuple[Field, ...] = (Const("norm_placement", "sandwich"),)
 
 
 def published(**values: object) -> tuple[Field, ...]:
-    """Fields that have this value in all published models, or whose value their code does not look at."""
+    """Fields that have this value in all published models, or that the published code does not read."""
     reason = "no published model has another value, or its code computes this one for any"
     return tuple(Require(name, (value, None), reason) for name, value in values.items())
 
 
 def layer_norm(epsilon: str) -> tuple[Field, ...]:
-    """A LayerNorm instead of an RMSNorm, and the field that has its epsilon."""
+    """A LayerNorm instead of an RMSNorm, whose epsilon is the HF field ``epsilon``."""
     return (Const("normalization", "LayerNorm"), Map(epsilon, "layernorm_epsilon"))
 
 
 def dropout(residual: str, embedding: str | None = None) -> tuple[Field, ...]:
-    """The fields that say what is dropped behind attention and MLP, and behind the embedding (None: nothing)."""
-    behind_embedding = Const(EMBEDDING_DROPOUT, 0.0) if embedding is None else Map(embedding, EMBEDDING_DROPOUT)
-    return (Map(residual, "hidden_dropout"), behind_embedding)
+    """The HF fields of the dropout after attention and MLP, and after the embedding (None: no dropout there)."""
+    after_embedding = Const(EMBEDDING_DROPOUT, 0.0) if embedding is None else Map(embedding, EMBEDDING_DROPOUT)
+    return (Map(residual, "hidden_dropout"), after_embedding)
 
 
 def but(table: tuple[Field, ...], *entries: Field) -> tuple[Field, ...]:
-    """``table`` with ``entries``, each instead of those that claim one of its HF fields or set its mcore name."""
+    """``table`` with ``entries``, which replace those that claim the same HF fields or set the same mcore name."""
     claimed = {name for entry in entries for name in entry.names}
     decided = {entry.mcore for entry in entries if isinstance(entry, Map | Const)}
     kept = (
@@ -181,21 +181,21 @@ GEMMA: tuple[Field, ...] = (
     *(scales.EMBEDDING, *BIAS_ATTENTION),
     Require("use_bidirectional_attention", (None, False), "megatron-core's GPTModel is causal"),
 )
-"""What all of Gemma has: norms whose weights are around zero, and embeddings times the root of the hidden size."""
+"""Common to all Gemma: zero-centred norms, and embeddings that are multiplied by the root of the hidden size."""
 GEMMA2: tuple[Field, ...] = (
     *but(GEMMA, derived.activation("hidden_activation", "hidden_act")),
     *(scales.QUERY, scales.LOGIT_SOFTCAP, *WINDOW_PATTERN, *NORM_SANDWICH),
 )
-"""Gemma since the second: norms on both sides, a scale of its own for queries, and a window in some layers."""
+"""Common to Gemma 2 and later: norms before and after each block, a query scale, and windows in some layers."""
 LATENT: tuple[Field, ...] = (
     *but(DECODER, derived_latent.HEADS),
     Const("multi_latent_attention", True),
     Const("latent_norm_epsilon", 1e-6),
     *(*BIAS_NONE, *WINDOW_NONE),
-    *QK_PLAIN,  # the norms of latents are others; this field would sum their gradients over TP by their names
+    *QK_PLAIN,  # not about the norms of latents; mcore would sum the gradients of these over TP, by name
     Require("attention_bias", (False,), "megatron-core's down projections have no bias"),
     Require("mlp_bias", (False,), "megatron-core would give the attention output a bias too"),
     Require("rope_interleave", (True,), "megatron-core's latent attention rotates neighbours"),
 )
-"""A decoder with multi-latent attention: queries (some), keys and values of low rank, a part of each head rotated.
-transformers gives the norms of latents an epsilon of their own. Experts are the architecture's own."""
+"""A decoder with multi-latent attention: low-rank keys and values, in some models queries too; heads rotate in part.
+In transformers the norms of latents have an epsilon of their own. The architecture adds tables of experts."""

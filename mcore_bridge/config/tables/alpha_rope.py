@@ -1,4 +1,4 @@
-"""A rope whose base is stretched once by an ``alpha``. HunYuan calls it dynamic, though no length changes it.
+"""A rope whose base is multiplied once by a power of ``alpha``. HunYuan calls it dynamic, but no length changes it.
 
 transformers 4 forgets the ``alpha`` beyond ``max_position_embeddings`` tokens, and 5 does not; here it always counts.
 """

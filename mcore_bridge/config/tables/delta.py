@@ -1,4 +1,4 @@
-"""The shared tables of families in which some layers attend linearly, by the gated delta rule."""
+"""Shared tables of families with linear attention (the gated delta rule) in some layers."""
 
 from mcore_bridge.config.fields import Const, Field, Ignore, Map, Require
 from mcore_bridge.config.rope_spelling import MULTIMODAL

@@ -1,9 +1,9 @@
-"""Entries of config tables that no single field decides: pairs of functions, forward and back, next to each other."""
+"""Entries of config tables that need more than one field. Each is a pair of functions, forward and back."""
 
 import functools
 from collections.abc import Callable
 
-import torch.nn.functional as F  # noqa: N812  (the name by which all of PyTorch knows it)
+import torch.nn.functional as F  # noqa: N812  (the usual name)
 
 from mcore_bridge.config.fields import Derive, Hf, Mcore, count, per_layer
 from mcore_bridge.config.rope import head_dim
@@ -14,7 +14,7 @@ GELU_TANH = functools.partial(F.gelu, approximate="tanh")
 
 @functools.cache
 def _activations() -> dict[str, Callable[..., object]]:
-    """By their names in HF; the first name of a function is the one that is written back."""
+    """Activation functions by their names in HF. The first name of a function is the one that is written back."""
     from megatron.core.activations import squared_relu
 
     named = {"silu": F.silu, "swish": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH}
@@ -22,7 +22,7 @@ def _activations() -> dict[str, Callable[..., object]]:
 
 
 def activation(field: str, *unread: str) -> Derive:
-    """The activation that ``field`` names; transformers does not read the other fields of that kind."""
+    """The activation that ``field`` names. transformers does not read the fields ``unread``."""
 
     def forward(hf: Hf) -> dict[str, object]:
         name, known = hf.get(field), _activations()
@@ -37,17 +37,17 @@ def activation(field: str, *unread: str) -> Derive:
     return Derive((field, *unread), forward, backward, (f"`{field}`, {others}",))
 
 
-def _activation_name(found: object) -> str:
+def _activation_name(activation: object) -> str:
     for name, function in _activations().items():
-        if _identity(function) == _identity(found):
+        if _identity(function) == _identity(activation):
             return name
     raise ConfigError(
-        f"activation_func must be one that HF has a name for ({sorted(_activations())}), found {found!r}."
+        f"activation_func must be one that HF has a name for ({sorted(_activations())}), found {activation!r}."
     )
 
 
 def _identity(function: object) -> tuple[object, ...]:
-    """Equal for equal functions; two partials of the same call are not equal by themselves."""
+    """A value that is equal for equal functions. Python's partials of the same call are not equal."""
     if isinstance(function, functools.partial):
         return (function.func, function.args, tuple(function.keywords.items()))
     return (function,)
@@ -79,33 +79,37 @@ def _vocab_back(mcore: Mcore) -> dict[str, object]:
 
 
 def biases(attention: str, output: str | None, mlp: str | None) -> Derive:
-    """The entry of a family whose biases follow these HF fields: of q, k and v, of the attention output, of the MLP.
+    """The entry of a family whose biases follow HF fields.
 
-    One field may decide several. None has no bias. mcore's ``add_bias_linear`` gives a bias to all of them at once, so
-    that a bias in the MLP needs the others.
+    mcore's ``add_bias_linear`` gives a bias to all linear layers, so a bias in the MLP needs all others.
+
+    Args:
+        attention: the field for the biases of q, k and v.
+        output: the field for the bias of the attention output; None: it has no bias. It may be the same field.
+        mlp: the field for the biases of the MLP; None: it has none.
     """
     names = tuple(dict.fromkeys(name for name in (attention, output, mlp) if name is not None))
 
     def forward(hf: Hf) -> dict[str, object]:
-        found = [name is not None and bool(hf.get(name, False)) for name in (attention, output, mlp)]
-        if found[2] and not all(found):
+        has_bias = [name is not None and bool(hf.get(name, False)) for name in (attention, output, mlp)]
+        if has_bias[2] and not all(has_bias):
             needed = dict.fromkeys((attention, output))
             missing = [f"{name}=True" if name else "a bias of its output" for name in needed if not hf.get(str(name))]
             raise ConfigError(
                 f"{mlp}=True must come with {' and '.join(missing)}: megatron-core's add_bias_linear gives a bias to "
-                "the MLP and to all of attention together. Set them as well, with zero biases, if this family can."
+                "the MLP and to all of attention together. Set these too, with zero biases, if this family has them."
             )
-        return {"add_qkv_bias": found[0], "attention_output_bias": found[1], "add_bias_linear": found[2]}
+        return {"add_qkv_bias": has_bias[0], "attention_output_bias": has_bias[1], "add_bias_linear": has_bias[2]}
 
     def backward(mcore: Mcore) -> dict[str, object]:
         in_mlp = mcore["add_bias_linear"]
-        found = (mcore["add_qkv_bias"], mcore.get("attention_output_bias", in_mlp), in_mlp)
-        pairs = list(zip((attention, output, mlp), found, strict=True))
+        has_bias = (mcore["add_qkv_bias"], mcore.get("attention_output_bias", in_mlp), in_mlp)
+        pairs = list(zip((attention, output, mlp), has_bias, strict=True))
         said = {name: value for name, value in pairs if name is not None}
-        if any(value != said.get(str(name), False) for name, value in pairs) or (in_mlp and not all(found)):
+        if any(value != said.get(str(name), False) for name, value in pairs) or (in_mlp and not all(has_bias)):
             raise ConfigError(
-                f"HF says {' and '.join(names)} of these biases; found add_qkv_bias={found[0]}, attention_output_bias="
-                f"{found[1]}, add_bias_linear={in_mlp}. Remove the override."
+                f"Biases must be ones that the HF fields {' and '.join(names)} can say, found add_qkv_bias="
+                f"{has_bias[0]}, attention_output_bias={has_bias[1]}, add_bias_linear={in_mlp}. Remove the override."
             )
         return said
 
@@ -123,7 +127,10 @@ def _window(hf: Hf) -> dict[str, object]:
 
 def _window_back(mcore: Mcore) -> dict[str, object]:
     if mcore["window_attn_skip_freq"] is not None:
-        raise ConfigError("window_attn_skip_freq must be None: this architecture slides in every layer or in none.")
+        raise ConfigError(
+            f"window_attn_skip_freq must be None, found {mcore['window_attn_skip_freq']!r}: in this architecture all "
+            "layers have a window or none has. Remove the override."
+        )
     return {"sliding_window": _hf_window(mcore["window_size"])}
 
 
@@ -139,13 +146,16 @@ def _window_if_used_back(mcore: Mcore) -> dict[str, object]:
 def _no_windows(hf: Hf) -> dict[str, object]:
     kinds = hf.get("layer_types")
     if kinds is not None and set(kinds) != {"full_attention"}:  # type: ignore[call-overload]  # else no list of names
-        raise ConfigError(f"layer_types must be 'full_attention' everywhere, found {kinds!r}.")
+        raise ConfigError(f"layer_types must be 'full_attention' for every layer, found {kinds!r}.")
     return {"window_size": None, "window_attn_skip_freq": None}
 
 
 def _no_windows_back(mcore: Mcore) -> dict[str, object]:
     if mcore["window_size"] is not None:
-        raise ConfigError("window_size must be None: this architecture has no windows. Remove the override.")
+        raise ConfigError(
+            f"window_size must be None, found {mcore['window_size']!r}: this architecture has no windows. Remove the "
+            "override."
+        )
     return {}
 
 
@@ -169,18 +179,18 @@ def _windows_back(mcore: Mcore) -> dict[str, object]:
 
 
 def layers_but_full(mcore: Mcore, freq: str, *, unset: int) -> list[int]:
-    """1 for each layer whose attention is not full, by a field of mcore: a list of these, or n if each n-th is full."""
+    """1 for each layer without full attention. ``freq`` holds a list of these, or n if every n-th layer is full."""
     return per_layer(mcore, freq, unset=bool(unset), rule=lambda layer, n: (layer + 1) % n != 0)
 
 
 def _windows_switched(hf: Hf) -> dict[str, object]:
-    found = _windows(hf)
-    if found["window_size"] is not None and not hf.get("use_sliding_window"):
+    windows = _windows(hf)
+    if windows["window_size"] is not None and not hf.get("use_sliding_window"):
         raise ConfigError(
             "use_sliding_window must be True where layer_types has sliding layers, found False: the attention kernels "
             "of transformers disagree about these layers. Set it, or make them full_attention."
         )
-    return found
+    return windows
 
 
 def _windows_switched_back(mcore: Mcore) -> dict[str, object]:
@@ -189,7 +199,7 @@ def _windows_switched_back(mcore: Mcore) -> dict[str, object]:
 
 
 def _mcore_window(hf: Hf) -> tuple[int, int]:
-    """HF counts the tokens that a token sees, itself among them; mcore those to its left and right."""
+    """The window of mcore, which counts tokens to the left and right. HF counts the token itself too."""
     return (count(hf, "sliding_window") - 1, 0)
 
 

@@ -1,4 +1,4 @@
-"""Entries of config tables for models in which some layers attend linearly, by the gated delta rule."""
+"""Entries of config tables for models with linear attention (the gated delta rule) in some layers."""
 
 from mcore_bridge.config.fields import Derive, Hf, Mcore, count
 from mcore_bridge.config.tables.derived import layers_but_full
@@ -17,8 +17,8 @@ def _linear(hf: Hf) -> dict[str, object]:
         return {"experimental_attention_variant": None, "linear_attention_freq": None}
     if hf.get("hidden_act") not in ("silu", "swish"):
         raise ConfigError(
-            f"hidden_act must be 'silu' where layers attend linearly, found {hf.get('hidden_act')!r}: transformers "
-            "4.57 and 5 disagree on the activation of the convolution otherwise, and fused kernels know no other."
+            f"hidden_act must be 'silu' in a model with linear attention, found {hf.get('hidden_act')!r}: with others, "
+            "transformers 4.57 and 5 differ in the activation of the convolution, and fused kernels have none."
         )
     freq = [int(kind == "linear_attention") for kind in kinds]
     return {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": freq}

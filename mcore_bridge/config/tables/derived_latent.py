@@ -1,6 +1,6 @@
-"""Entries of config tables for multi-latent attention: its head dims and ranks, forward and back.
+"""Entries of config tables for the head dims and ranks of multi-latent attention.
 
-What transformers calls ``head_dim`` there is the size of the rotated part.
+In these models, transformers calls the size of the rotated part ``head_dim``.
 """
 
 from mcore_bridge.config.fields import Derive, Hf, Mcore, count
@@ -27,7 +27,9 @@ def _heads(hf: Hf) -> dict[str, object]:
 def _heads_back(mcore: Mcore) -> dict[str, object]:
     heads, groups = mcore["num_attention_heads"], mcore["num_query_groups"]
     if groups != heads:
-        raise ConfigError(f"num_query_groups must be the {heads} of num_attention_heads, found {groups!r}.")
+        raise ConfigError(
+            f"num_query_groups must be num_attention_heads={heads}, found {groups!r}. Remove the override."
+        )
     sizes = {name: mcore[mcore_name] for name, mcore_name in _SIZES.items()}
     dims = count(mcore, "qk_head_dim") + count(mcore, "qk_pos_emb_head_dim")
     return {**sizes, "num_key_value_heads": heads, "qk_head_dim": dims, "q_lora_rank": mcore["q_lora_rank"]}
@@ -45,8 +47,8 @@ def _rotated_back(mcore: Mcore) -> dict[str, object]:
 def _require(hf: Hf, name: str, value: int) -> None:
     if hf.get(name) not in (None, value):
         raise ConfigError(
-            f"{name} must be {value}, as the other dims of multi-latent attention say, found {hf[name]!r}: every head "
-            "has a key of its own, and the rope turns qk_rope_head_dim of its dims. Delete the field."
+            f"{name} must be {value}, which follows from the other dims of multi-latent attention, found {hf[name]!r}. "
+            "Delete the field."
         )
 
 

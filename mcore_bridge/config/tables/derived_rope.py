@@ -1,4 +1,4 @@
-"""Entries of config tables about positions: which rope a family computes, and which of its layers have none."""
+"""Entries of config tables about positions: the ropes that a family supports, and its layers without rope."""
 
 from mcore_bridge.config.fields import Derive, Hf, Mcore, count, per_layer
 from mcore_bridge.config.rope import Rope, rope_from
@@ -7,32 +7,36 @@ from mcore_bridge.errors import ConfigError
 
 _OF_YARN = ("llama_4_scaling_beta", "max_position_embeddings")
 _OWN = ("partial_rotary_factor", *_OF_YARN, *MULTIMODAL)
-"""Rope parameters that change something in some families only; elsewhere transformers drops them, or fails."""
+"""Rope parameters that only some families support. In others, transformers ignores them or fails."""
 
 
 def rope(types: tuple[str, ...] = ROPE_TYPES, own: tuple[str, ...] = ()) -> Derive:
-    """The entry of a family whose modelling code computes these rope types, and these of ``_OWN``."""
+    """The entry of a family whose modelling code supports these rope ``types``, and the parameters ``own``."""
     names = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
     at_the_top = (ORIGINAL_LENGTH,) if "longrope" in types else ()
 
     def forward(hf: Hf) -> dict[str, object]:
-        found = rope_from(hf)
-        if found.rope_type not in types:
+        hf_rope = rope_from(hf)
+        if hf_rope.rope_type not in types:
             raise ConfigError(
-                f"The rope type must be one of {sorted(types)} in this family, found {found.rope_type!r}."
+                f"The rope type must be one of {sorted(types)} in this family, found {hf_rope.rope_type!r}."
             )
-        if unknown := {name: found.parameters[name] for name in _OWN if name in found.parameters and name not in own}:
+        if unknown := {
+            name: hf_rope.parameters[name] for name in _OWN if name in hf_rope.parameters and name not in own
+        }:
             raise ConfigError(
-                f"The rope must not have {unknown}, which the modelling code of this family does not reproduce. Delete "
-                "what you do not need."
+                f"The rope must not have {unknown}: the modelling code of this family does not support it. Delete it, "
+                "if the model was trained without it."
             )
-        return {"hf_rope": found, "rotary_base": found.theta, "rotary_percent": found.partial_rotary_factor}
+        return {"hf_rope": hf_rope, "rotary_base": hf_rope.theta, "rotary_percent": hf_rope.partial_rotary_factor}
 
     def backward(mcore: Mcore) -> dict[str, object]:
-        found = mcore["hf_rope"]
-        assert isinstance(found, Rope)
-        partial = {"partial_rotary_factor": found.partial_rotary_factor} if "partial_rotary_factor" in own else {}
-        return spelled({**found.parameters, **partial})  # also where it is 1, which is not everybody's default
+        hf_rope = mcore["hf_rope"]
+        assert isinstance(hf_rope, Rope)
+        partial = {"partial_rotary_factor": hf_rope.partial_rotary_factor} if "partial_rotary_factor" in own else {}
+        return spelled(
+            {**hf_rope.parameters, **partial}
+        )  # written even if it is 1, because some families have another default
 
     known = ", ".join(f"`{name}`" for name in types)
     possible = (name for name in _OWN if "yarn" in types or name not in _OF_YARN)
@@ -59,16 +63,16 @@ def _no_rope_back(mcore: Mcore) -> dict[str, object]:
 
 
 def layers_without_rope(mcore: Mcore) -> list[int]:
-    """1 for each layer that is not rotated, by ``no_rope_freq``: a list of these, or n if each n-th is not."""
+    """1 for each layer without rope. ``no_rope_freq`` holds a list of these, or n if every n-th layer has none."""
     return per_layer(mcore, "no_rope_freq", unset=False, rule=lambda layer, n: (layer + 1) % n == 0)
 
 
 def _rotary_dim(hf: Hf) -> dict[str, object]:
-    given, found = hf.get("rotary_dim"), rope_from(hf).rotary_dim
-    if given not in (None, found):
+    given, expected = hf.get("rotary_dim"), rope_from(hf).rotary_dim
+    if given not in (None, expected):
         raise ConfigError(
-            f"rotary_dim must be the {found} dims that partial_rotary_factor says, found {given!r}: of these two, "
-            "published code reads only the factor. Set partial_rotary_factor to what the model was trained with."
+            f"rotary_dim must be {expected}, which follows from partial_rotary_factor, found {given!r}: published code "
+            "reads only the factor. Set partial_rotary_factor to the value of training, and delete rotary_dim."
         )
     return {}
 

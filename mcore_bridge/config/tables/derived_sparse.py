@@ -1,6 +1,6 @@
-"""Entries of config tables for sparse attention: which layers select the tokens they see, and which share a selection.
+"""Entries of config tables for sparse attention: which layers have an indexer, and which share a selection of tokens.
 
-megatron-core shares by a period: layers up to ``offset`` (counted from 1) select, then every ``freq``-th one does.
+In megatron-core the layers up to ``offset`` (counted from 1) have one, and then every ``freq``-th layer has.
 """
 
 from mcore_bridge.config.fields import Derive, Hf, Mcore, count
@@ -11,7 +11,7 @@ _SCHEDULE = ("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern")
 
 
 def shares_selection(layer: int, *, freq: int, offset: int) -> bool:
-    """Whether ``layer`` (counted from 0) sees what the last selecting layer in front of it has selected."""
+    """Whether ``layer`` (counted from 0) has no indexer, and uses the selection of an earlier layer."""
     return max(layer + 1 - max(offset, 1), 0) % freq != 0
 
 
@@ -34,13 +34,14 @@ def _sharing(hf: Hf) -> dict[str, object]:
     freq = after.index("full") + 1 if "full" in after else num_layers
     if kinds != _kinds(num_layers, freq, offset):
         raise ConfigError(
-            f"indexer_types must be periodic behind the first shared layer, as megatron-core shares, found {kinds!r}."
+            "indexer_types must be periodic from the first shared layer on, since megatron-core has a period, found "
+            f"{kinds!r}."
         )
     return {"dsa_indexer_topk_freq": freq, "dsa_indexer_skip_topk_offset": offset}
 
 
 def _require_schedule(hf: Hf, kinds: list[str]) -> None:
-    """transformers makes ``indexer_types`` of the other fields, and looks at these no more once it is there."""
+    """Raises ``ConfigError`` if the fields differ from ``indexer_types``, beside which transformers ignores them."""
     pattern, freq, offset = hf.get("index_topk_pattern"), hf.get("index_topk_freq"), hf.get("index_skip_topk_offset", 2)
     if pattern is not None:
         letters = {"F": "full", "S": "shared"}
@@ -51,8 +52,8 @@ def _require_schedule(hf: Hf, kinds: list[str]) -> None:
     else:
         return
     if scheduled != kinds:
-        found = {name: hf[name] for name in _SCHEDULE if hf.get(name) is not None}
-        raise ConfigError(f"indexer_types={kinds!r} and {found} must say the same of each layer. Delete the latter.")
+        schedule = {name: hf[name] for name in _SCHEDULE if hf.get(name) is not None}
+        raise ConfigError(f"indexer_types={kinds!r} and {schedule} must say the same of each layer. Delete the latter.")
 
 
 def _sharing_back(mcore: Mcore) -> dict[str, object]:
@@ -66,7 +67,7 @@ def _sharing_back(mcore: Mcore) -> dict[str, object]:
 
 
 _SPELLINGS = {"indexed_attention", "deepseek_sparse_attention"}
-"""Of the one kind of layer, in transformers 5.23 and before."""
+"""Names of the only kind of layer, in transformers 5.23 and before it."""
 
 
 def _indexed(hf: Hf) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Entries for models whose layers do not all rotate alike: by one rope under a window and another elsewhere, or not."""
+"""Entries of config tables for models with different ropes in different layers, or with a rope in some only."""
 
 from mcore_bridge.config.fields import Derive, Hf, Mcore
 from mcore_bridge.config.rope import Rope
@@ -14,7 +14,7 @@ def _ropes(hf: Hf) -> dict[str, object]:
 
 
 def _layers_of_4(hf: Hf) -> dict[str, Hf]:
-    """``hf`` for each kind of layer, as transformers 4 reads it: what scales the rope is for full layers only."""
+    """``hf`` for each kind of layer, as transformers 4 reads it: only the rope of full layers is scaled."""
     theta, local = merged(hf)["rope_theta"], hf.get("rope_local_base_freq")
     plain = {"rope_parameters": None, "rope_scaling": None, "rope_theta": theta if local is None else local}
     return {FULL: hf, SLIDING: {**hf, **plain}}
@@ -28,9 +28,9 @@ def _ropes_back(mcore: Mcore) -> dict[str, object]:
 
 
 def _ropes_of_one_base(hf: Hf) -> dict[str, object]:
-    found = _ropes(hf)
-    _require_one_base(found["rotary_base"], hf.get("rope_local_base_freq"))
-    return found
+    ropes = _ropes(hf)
+    _require_one_base(ropes["rotary_base"], hf.get("rope_local_base_freq"))
+    return ropes
 
 
 def _ropes_of_one_base_back(mcore: Mcore) -> dict[str, object]:
@@ -42,8 +42,8 @@ def _ropes_of_one_base_back(mcore: Mcore) -> dict[str, object]:
 def _require_one_base(theta: object, local: object) -> None:
     if local not in (None, theta):
         raise ConfigError(
-            f"rope_theta must be one value for all layers, found {theta!r}, and {local!r} for those that slide: "
-            "transformers 4 has one for this model. Install transformers 5."
+            f"With transformers 4, rope_theta must be the same for all layers, found {theta!r}, and {local!r} for "
+            "sliding layers. Install transformers 5."
         )
 
 
@@ -52,7 +52,7 @@ def _window_or_nope(hf: Hf) -> dict[str, object]:
     if (hf.get("sliding_window") is None) != (windows["window_size"] is None):
         raise ConfigError(
             f"sliding_window={hf.get('sliding_window')!r} must come with a sliding layer, but layer_types has none: "
-            "transformers would rotate nowhere. Set sliding_window to None to rotate everywhere."
+            "no layer of transformers would have a rope. Set sliding_window to None for a rope in all layers."
         )
     return {**windows, "no_rope_freq": _unrotated(windows)}
 
@@ -61,15 +61,15 @@ def _window_or_nope_back(mcore: Mcore) -> dict[str, object]:
     expected = _unrotated(mcore)
     if mcore["no_rope_freq"] != expected:
         raise ConfigError(
-            f"no_rope_freq must be {expected}: in this architecture just the layers without a window are not rotated, "
-            f"where others have one; found {mcore['no_rope_freq']!r}. Remove the override."
+            f"no_rope_freq must be {expected}, found {mcore['no_rope_freq']!r}: in this architecture a layer has no "
+            "rope if it has no window and others have one. Remove the override."
         )
     return derived.WINDOWS.backward(mcore)
 
 
 def _unrotated(mcore: Mcore) -> list[int] | None:
     slides = mcore["window_attn_skip_freq"]
-    return [1 - each for each in slides] if isinstance(slides, list) else None
+    return [1 - slide for slide in slides] if isinstance(slides, list) else None
 
 
 _TWO_BASES = "another `rope_theta` for layers that slide: transformers 4 has one for this model"

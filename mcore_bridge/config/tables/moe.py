@@ -1,4 +1,4 @@
-"""Tables of routed and shared experts: how many, in which layers, and how the router scores and selects."""
+"""Tables of routed and shared experts: their number and layers, and the scores and choices of the router."""
 
 from mcore_bridge.config.fields import (
     Const,
@@ -17,7 +17,7 @@ from mcore_bridge.errors import ConfigError
 
 
 def _sparse_step(hf: Hf) -> dict[str, object]:
-    """Qwen: every ``decoder_sparse_step``-th layer has experts, but for those in ``mlp_only_layers``."""
+    """Qwen: every ``decoder_sparse_step``-th layer has experts, except those in ``mlp_only_layers``."""
     num_layers, step = count(hf, "num_hidden_layers"), count(hf, "decoder_sparse_step")
     dense = hf.get("mlp_only_layers") or ()
     assert isinstance(dense, list | tuple)
@@ -30,7 +30,7 @@ def _sparse_step_back(mcore: Mcore) -> dict[str, object]:
 
 
 def layers_of(mcore: Mcore) -> list[int]:
-    """Which layers have experts, 1 for each that has, whatever the spelling of ``moe_layer_freq``."""
+    """1 for each layer with experts, from ``moe_layer_freq``, which is a list or a number."""
     return per_layer(mcore, "moe_layer_freq", unset=True, rule=lambda layer, n: layer % n == 0)
 
 
@@ -47,7 +47,10 @@ def _dense_first_back(mcore: Mcore) -> dict[str, object]:
     layers = layers_of(mcore)
     dense = layers.index(1) if 1 in layers else len(layers)
     if not all(layers[dense:]):
-        raise ConfigError(f"moe_layer_freq must be dense layers and then sparse ones only, found {layers}.")
+        raise ConfigError(
+            f"moe_layer_freq must have dense layers first, and then only sparse ones, found {layers}. Remove the "
+            "override."
+        )
     return {"first_k_dense_replace": dense}
 
 
@@ -107,12 +110,11 @@ def groups_back(mcore: Mcore) -> dict[str, object]:
 
 def _several_normalised(hf: Hf) -> dict[str, object]:
     experts = count(hf, "num_experts_per_tok")
-    normalised = hf.get("norm_topk_prob", True)  # families without the field always let weights add up to one
+    normalised = hf.get("norm_topk_prob", True)  # families without the field always normalise the weights
     if normalised is not (experts > 1):
         raise ConfigError(
             f"norm_topk_prob must be {experts > 1} with num_experts_per_tok={experts}, found {normalised!r}: "
-            "megatron-core lets the weights of the sigmoid scores of several experts add up to one, and leaves that of "
-            "a single one as it is."
+            "with sigmoid scores, megatron-core normalises the weights of several experts, and never the weight of one."
         )
     return {}
 
@@ -122,7 +124,7 @@ def _several_normalised_back(mcore: Mcore) -> dict[str, object]:
 
 
 def _normalised(hf: Hf) -> dict[str, object]:
-    """Softmax over the chosen logits is softmax over all, chosen and renormalised."""
+    """A softmax over the chosen logits equals one over all logits, chosen and renormalised."""
     normalised = hf.get("norm_topk_prob", False)
     if normalised and hf.get("num_experts_per_tok") == 1:
         raise ConfigError(
@@ -144,12 +146,15 @@ def _quick_gelu(hf: Hf) -> dict[str, object]:
 
 def _quick_gelu_back(mcore: Mcore) -> dict[str, object]:
     if mcore["activation_func"] != _quick_gelu({})["activation_func"]:
-        raise ConfigError("activation_func must be megatron-core's quick_gelu. Remove the override.")
+        raise ConfigError(
+            f"activation_func must be megatron-core's quick_gelu, found {mcore['activation_func']!r}. Remove the "
+            "override."
+        )
     return {}
 
 
 def one_size(*others: str) -> Derive:
-    """HF's ``intermediate_size`` is that of every MLP, of the experts and of ``others`` too, by their mcore names."""
+    """HF's ``intermediate_size`` is the size of dense MLPs, of experts, and of the mcore fields ``others``."""
     names = ("ffn_hidden_size", "moe_ffn_hidden_size", *others)
 
     def forward(hf: Hf) -> dict[str, object]:
@@ -166,7 +171,7 @@ def one_size(*others: str) -> Derive:
 
 
 def number(hf_name: str, mcore_name: str, *aka: str) -> Derive:
-    """A field that HF lets differ between layers, and megatron-core does not; ``aka`` are its names elsewhere."""
+    """A number that must be the same for all layers, although HF allows a list. ``aka`` are other field names."""
 
     def forward(hf: Hf) -> dict[str, object]:
         return {mcore_name: count(hf, hf_name)}
@@ -202,7 +207,7 @@ ROUTED: tuple[Field, ...] = (
     Preset("moe_router_load_balancing_type", "none"),
     Preset("moe_aux_loss_coeff", 0.0),
 )
-"""Routed experts. Which layers have them, their size, and the router's scores are the architecture's own."""
+"""Routed experts. The architecture adds which layers have them, their size, and the scores of the router."""
 SOFTMAX: tuple[Field, ...] = (
     Const("moe_router_score_function", "softmax"),
     Const("moe_router_enable_expert_bias", False),
@@ -211,7 +216,7 @@ SOFTMAX: tuple[Field, ...] = (
 SOFTMAX_NORMALISED: tuple[Field, ...] = (*SOFTMAX, Const("moe_router_pre_softmax", False))
 """The same, with weights that add up to one."""
 SOFTMAX_BY_CONFIG: tuple[Field, ...] = (*SOFTMAX, NORMALISED)
-"""The same, with weights that do so where ``norm_topk_prob`` says so."""
+"""The same, with weights that add up to one if ``norm_topk_prob`` is set."""
 SIGMOID: tuple[Field, ...] = (
     IF_SEVERAL,
     Const("moe_router_score_function", "sigmoid"),
@@ -220,7 +225,7 @@ SIGMOID: tuple[Field, ...] = (
     Preset("moe_router_bias_update_rate", 0.0),
     Preset("moe_router_dtype", "fp32"),
 )
-"""The router's scores are sigmoids in fp32; a bias, which is no parameter, takes part in the choice only."""
+"""The router's scores are sigmoids in fp32. A bias, which is a buffer, only changes which experts are chosen."""
 EXPERT_SIZE = Map("moe_intermediate_size", "moe_ffn_hidden_size")
 SCALED = Map("routed_scaling_factor", "moe_router_topk_scaling_factor")
 CLAMPED_GATE: tuple[Field, ...] = (
@@ -232,16 +237,16 @@ CLAMPED_GATE: tuple[Field, ...] = (
         "hidden_act", ("silu",), "the experts of all published models have their own activation, which is none of these"
     ),
 )
-"""gpt-oss: ``(up + 1) * gate * sigmoid(1.702 * gate)``, of gate and up within a limit."""
+"""gpt-oss: ``(up + 1) * gate * sigmoid(1.702 * gate)``, with gate and up clamped to a limit."""
 MTP_ON_REQUEST = Ignore(
     "MTP layers are built on request: override mtp_num_layers",
     ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"),
 )
-"""No logits depend on layers that predict further tokens, so that a model may have them or not."""
+"""Logits do not depend on MTP layers, so a model may have them or not."""
 MTP_NEVER = Ignore("MTP layers are not built: their weights have no rules", MTP_ON_REQUEST.names)
 NO_SHARED: tuple[Field, ...] = (Const("moe_shared_expert_intermediate_size", None),)
 SHARED_BY_GATE: tuple[Field, ...] = (
     Map("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
     Const("moe_shared_expert_gate", True),
 )
-"""A shared expert, weighted by a gate of its own."""
+"""A shared expert whose output is multiplied by a gate."""

@@ -1,4 +1,4 @@
-"""Tables of experts as DeepSeek counts them: routed and shared ones of one size, perhaps chosen by groups."""
+"""Tables of experts as in DeepSeek: routed and shared experts of the same size, perhaps chosen by groups."""
 
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Map, Mcore, Preset, Require, count
 from mcore_bridge.config.tables import but, unread
@@ -16,7 +16,7 @@ from mcore_bridge.errors import ConfigError
 
 
 def _method(hf: Hf) -> dict[str, object]:
-    """DeepSeek V2: the best experts, or those of the best groups, each of which counts as its best expert."""
+    """DeepSeek V2: the best experts of all, or those of the best groups. A group is ranked by its best expert."""
     method, chosen = hf.get("topk_method"), hf.get("topk_group") or 1
     assert isinstance(chosen, int)
     if method == "greedy":
@@ -38,7 +38,7 @@ def _method_back(mcore: Mcore) -> dict[str, object]:
 
 
 def _given_groups(hf: Hf) -> dict[str, object]:
-    """For a family of which no class of transformers knows the defaults."""
+    """``GROUPS`` for families without a config class in transformers: no field has a default, so all must be set."""
     for name in GROUPS.names:
         count(hf, name)
     return GROUPS.to_mcore(hf)
@@ -58,13 +58,13 @@ COUNTED: tuple[Field, ...] = (
     Const("moe_shared_expert_gate", False),
     *(SCALED, MTP_ON_REQUEST, unread("ep_size")),
 )
-"""Routed and shared experts of one size. Which layers have them, and how the router scores, is another table's."""
+"""Routed and shared experts of the same size. Other tables say which layers have them, and the router's scores."""
 SIGMOID_GROUPED: tuple[Field, ...] = (
     *(*SIGMOID, GROUPS),
     Require("scoring_func", ("sigmoid", None), "transformers computes this one for any"),
     Require("topk_method", ("noaux_tc", None), "transformers computes this one for any"),
 )
-"""``SIGMOID``, and experts are chosen from the best of their groups."""
+"""``SIGMOID``, with experts chosen from the best groups."""
 GREEDY: tuple[Field, ...] = (
     *(*SOFTMAX, METHOD),
     Const("moe_router_pre_softmax", True),

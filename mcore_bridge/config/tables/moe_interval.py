@@ -1,4 +1,4 @@
-"""Tables of experts as ERNIE counts them: at regular distances in a range of layers, by softmax scores with a bias."""
+"""Tables of experts as in ERNIE: in every n-th layer of a range, with softmax scores and a bias."""
 
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Map, Mcore, Preset, count
 from mcore_bridge.config.tables import but
@@ -7,7 +7,7 @@ from mcore_bridge.errors import ConfigError
 
 
 def _interval(hf: Hf) -> dict[str, object]:
-    """Layers from ``start`` to ``end`` (-1: the last) have experts where their number, from 1, is a multiple."""
+    """Layers from ``start`` to ``end`` (-1: the last) have experts if their number, from 1, is a multiple of a step."""
     num_layers, step = count(hf, "num_hidden_layers"), count(hf, "moe_layer_interval")
     start, end = hf.get("moe_layer_start_index"), hf.get("moe_layer_end_index")
     if not isinstance(start, int) or not isinstance(end, int):
@@ -43,7 +43,7 @@ SOFTMAX_BIASED: tuple[Field, ...] = (
     Preset("moe_router_bias_update_rate", 0.0),
     Preset("moe_router_dtype", "fp32"),
 )
-"""The scores are a softmax in fp32, and a bias takes part in the choice only; weights add up to one, unless tiny."""
+"""The scores are a softmax in fp32. A bias only changes which experts are chosen. Weights are normalised."""
 SPACED: tuple[Field, ...] = (
     *but(
         ROUTED,

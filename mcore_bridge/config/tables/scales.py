@@ -1,4 +1,4 @@
-"""Entries for what multiplies embeddings and scores, and for what caps scores and logits."""
+"""Entries of config tables for the scales of embeddings and queries, and for the caps of scores and logits."""
 
 from math import nextafter
 
@@ -7,7 +7,7 @@ from mcore_bridge.errors import ConfigError
 
 
 def softcap(hf_name: str, mcore_name: str) -> Derive:
-    """A cap that may be None."""
+    """The entry of a soft cap, which may be None."""
 
     def forward(hf: Hf) -> dict[str, object]:
         cap = hf.get(hf_name)
@@ -45,7 +45,7 @@ def _query_back(mcore: Mcore) -> dict[str, object]:
         raise ConfigError(f"softmax_scale must be a number, found {scale!r}. Remove the override.")
     near = scale**-2
     candidates = (round(near), near, nextafter(near, 0.0), nextafter(near, 2 * near))
-    return {"query_pre_attn_scalar": next((each for each in candidates if each and each**-0.5 == scale), near)}
+    return {"query_pre_attn_scalar": next((scalar for scalar in candidates if scalar and scalar**-0.5 == scale), near)}
 
 
 # fmt: off

@@ -1,4 +1,4 @@
-"""The shared table of latent attention in which each query sees only the tokens that an indexer selects for it."""
+"""The shared table of sparse attention: latent attention over the tokens that an indexer selects for each query."""
 
 from mcore_bridge.config.fields import Const, Field, Ignore, Map, Preset, Require
 from mcore_bridge.config.megatron_release import Release
@@ -9,13 +9,13 @@ from mcore_bridge.config.tables.moe_counted import COUNTED, SIGMOID_GROUPED
 
 SPARSE_RELEASE = Release(
     "0.19.2",
-    "before, its indexer computes in bf16 only, by a CUDA kernel of fast_hadamard_transform, and normalises by another "
-    "epsilon, and layer specs of GPT models know no sparse attention",
+    "earlier releases have no sparse attention in the layer specs of GPT models, and their indexer computes only in "
+    "bf16, with a CUDA kernel of fast_hadamard_transform and another epsilon",
 )
 SPARSE: tuple[Field, ...] = (
     *but(
         LATENT,
-        Const("qk_layernorm", True),  # this attention has norms of latents where it says so
+        Const("qk_layernorm", True),  # here it decides whether latents have norms
         Require("attention_dropout", (0.0, 0), "megatron-core's sparse attention drops nothing"),
         Const("attention_dropout", 0.0),
     ),
@@ -30,6 +30,6 @@ SPARSE: tuple[Field, ...] = (
     Const("dsa_indexer_k_norm_epsilon", 1e-6),
     Preset("dsa_indexer_rotate_activation", False),  # orthogonal: it changes scores by rounding only
     Preset("dsa_indexer_loss_coeff", 0.0),  # the indexer's own loss is the trainer's
-    Preset("cp_comm_type", "allgather"),  # the one that this attention knows
+    Preset("cp_comm_type", "allgather"),  # this attention supports no other
 )
 """Latent attention with an indexer in each layer, and sigmoid-routed experts behind dense layers."""
