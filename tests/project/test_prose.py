@@ -28,7 +28,6 @@ LONG: tuple[str, ...] = ()
 
 TO_DO = (
     "mcore_bridge/commands/",
-    "mcore_bridge/config/",
     "mcore_bridge/convert/",
     "mcore_bridge/factory/",
     "mcore_bridge/launch/",
