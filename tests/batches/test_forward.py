@@ -462,7 +462,7 @@ def refused():
         ids = torch.zeros(2, 4, dtype=torch.long)
         with pytest.raises(BatchError, match=r"must be \[batch, seq\] with at least one token, found \(1, 2, 4\)"):
             mb.forward(models, ids[None])
-        with pytest.raises(BatchError, match=r"attention_mask must have the shape of input_ids, \(2, 4\), found \(3, 4\)"):
+        with pytest.raises(BatchError, match=r"must have the shape of input_ids, \(2, 4\), found \(3, 4\)"):
             mb.forward(models, ids, torch.ones(3, 4))
         with pytest.raises(
             BatchError, match=r"input_ids must be int64, found torch\.float32: pass input_ids\.long\(\)"
