@@ -1,2 +1,2 @@
-"""From an HF config to megatron-core ``GPTModel``s: a blueprint decides and checks, then chunks are built. It
-imports ``architecture``, ``config`` and ``weights``."""
+"""Builds ``GPTModel``s from an HF config: a blueprint decides and checks, then chunks are built. It
+may import ``architecture``, ``config`` and ``weights``."""

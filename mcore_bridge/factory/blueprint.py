@@ -1,7 +1,7 @@
-"""A blueprint is all that is decided about a model before any of it is built, and the views of it that users ask for.
+"""Blueprints: everything that is decided about a model before it is built, and the public functions that show it.
 
-Pure: drawing one checks config, mesh, backend and head against each other and needs no process group. Whoever holds one
-may change its config in place until the model is built (``reconcile.py``).
+Making a blueprint checks config, mesh, backend and head against each other. It needs no process group. Until the model
+is built, a trainer may change the blueprint's config in place (``reconcile.py``).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Overrides = Mapping[str, object]
 
 @dataclass(frozen=True, kw_only=True)
 class Blueprint:
-    """What ``build_model`` builds from; ``dims`` have an explicit layout where "balanced" was asked for.
+    """Everything that ``build_model`` needs. In ``dims`` an explicit layout has replaced "balanced".
 
     ``unread`` are fields of the HF config that change nothing (``config.unread``).
-    ``drawn`` is what stood on the config when it was drawn, ``overrides`` are what was asked for, and ``origin`` is the
-    HF config without them: a copy of the caller's.
+    ``origin`` is a copy of the caller's HF config, without overrides. ``overrides`` are those of the caller.
+    ``initial`` are the values of ``config`` when it was made, by which later changes are detected.
     """
 
     origin: PretrainedConfig
@@ -54,31 +54,31 @@ class Blueprint:
     config: TransformerConfig
     gpt_arguments: Mapping[str, object]
     overrides: Overrides
-    drawn: Mapping[str, object]
+    initial: Mapping[str, object]
     unread: tuple[str, ...]
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """All stages of the pipeline, in the order of execution."""
+        """All pipeline stages in execution order."""
         return self.dims.stages(self.config.num_layers)
 
     @property
     def hf(self) -> PretrainedConfig:
-        """The HF config, with what overrides have changed in it."""
+        """The HF config with overrides."""
         return self.provenance.hf
 
     def vp_stage(self, stage: Stage) -> int | None:
-        """mcore's number of a virtual stage: None where there is only one per rank."""
+        """The virtual stage as mcore wants it: None if each rank has only one."""
         return stage.vp_stage if self.dims.vp > 1 else None
 
     def block_spec(self, stage: Stage) -> TransformerBlockSubmodules:
-        """The layers of a stage and the norm after the last one."""
+        """The layer specs of a stage, and its final norm."""
         layer_spec = self.architecture.layer_spec or layer_specs.block_spec
         spec: TransformerBlockSubmodules = layer_spec(self.config, stage.layers, backend=self.backend)
         return spec
 
     def mtp_block_spec(self, stage: Stage) -> Any:
-        """The MTP layers of a stage, or None. They are like the last decoder layer."""
+        """The spec of a stage's MTP layers, which are built like the last decoder layer; None if it has none."""
         explicit = self.dims.layout is not None
         wanted = stage.num_mtp_layers if explicit else (self.config.mtp_num_layers or 0) * stage.loss
         if wanted == 0:
@@ -89,7 +89,7 @@ class Blueprint:
         return mtp_block_spec(inner, wanted, backend=self.backend)
 
     def __str__(self) -> str:
-        """For the log; the mesh says itself what it is."""
+        """A description for the log, without the mesh."""
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{dtype} on {self.device}, backend {self.backend}, head {self.provenance.head}"
 
@@ -105,7 +105,7 @@ def make_blueprint(
     overrides: Overrides | None = None,
     strict_config: bool = False,
 ) -> Blueprint:
-    """Decide and check everything about a model. Arguments and errors are those of ``build_model``."""
+    """Decides and checks everything about a model. Arguments and errors: see ``build_model``."""
     check_head(head)
     _require_types(dims, overrides)
     provenance = provenance_of(hf, head=head)
@@ -117,18 +117,19 @@ def make_blueprint(
         require_no_unread(origin, architecture.fields)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = choose_backend(backend, device=device)
-    found = effective(origin, architecture.fields, tp=dims.tp, overrides=overrides or {})
-    provenance = provenance.with_overridden(found.fields)
+    changed = effective(origin, architecture.fields, tp=dims.tp, overrides=overrides or {})
+    provenance = provenance.with_overridden(changed.fields)
     hf = provenance.hf
     num_mtp_layers = (overrides or {}).get("mtp_num_layers") or 0
     assert isinstance(num_mtp_layers, int)
     if num_mtp_layers and head != "lm":
         raise ConfigError(
-            f"MTP layers predict tokens, and a model with head={head!r} has none to predict: build without"
+            f"mtp_num_layers must be 0 or None with head={head!r}, found {num_mtp_layers}: MTP layers predict tokens, "
+            "which needs an LM head. Remove the override"
         )
     _check_mtp(provenance, num_mtp_layers)
     dims = resolve_layout(dims, hf, dtype=dtype, head=head, num_mtp_layers=num_mtp_layers)
-    chosen_fields = {**kernels_of(chosen), **_interleaved(dims, found.free)}
+    chosen_fields = {**kernels_of(chosen), **_interleaved(dims, changed.free)}
     table = architecture.fields
     config = transformer.to_transformer_config(hf, table, dims=dims, dtype=dtype, overrides=chosen_fields)
     gpt_arguments = transformer.to_gpt_arguments(hf, table, dims=dims, overrides=chosen_fields)
@@ -145,40 +146,46 @@ def make_blueprint(
         config=config,
         gpt_arguments=gpt_arguments,
         overrides=dict(overrides or {}),
-        drawn=dict(vars(config)),
+        initial=dict(vars(config)),
         unread=unread_fields(origin, architecture.fields),
     )
 
 
 def _require_types(dims: object, overrides: object) -> None:
-    """Before anything is read off arguments of another type."""
+    """Raises ``ConfigError`` for arguments of a wrong type, before anything reads their attributes."""
     if not isinstance(dims, ParallelDims):
         raise ConfigError(f"dims must be a ParallelDims, found {dims!r}: write dims=ParallelDims(tp=2, ...)")
     if not isinstance(overrides, Mapping | None) or any(not isinstance(name, str) for name in overrides or ()):
         raise ConfigError(
             "overrides must be a mapping of names to values, such as {'attention_dropout': 0.1}, found "
-            f"{overrides!r}: write it so"
+            f"{overrides!r}: pass such a mapping"
         )
 
 
 def _check_mtp(provenance: Provenance, wanted: int) -> None:
-    """Before a model is built whose MTP layers have no names in HF."""
+    """Raises ``ConfigError`` if the model would have MTP layers that HF has no names for."""
     counts = {rule.count for rule in provenance.rules if rule.mcore.startswith("mtp.layers.*")}
     known = min((count for count in counts if count is not None), default=wanted if counts else 0)
     if wanted > known:
         raise ConfigError(
-            f"mtp_num_layers={wanted} must be at most {known}, as many MTP layers as {provenance.hf.model_type} has "
-            "names for with this HF config: remove the override, or say in the HF config how many a checkpoint holds"
+            f"mtp_num_layers must be at most {known}, found {wanted}: with this HF config, {provenance.hf.model_type} "
+            "has names for no more MTP layers. Change the override, or set their number in the HF config"
         )
 
 
 def _interleaved(dims: ParallelDims, overrides: Overrides | None) -> Overrides:
-    """At pp=2 the next rank is the previous one, and batched messages of the two directions would change places."""
+    """Overrides with our defaults for virtual stages.
+
+    At pp=2 the next rank is also the previous one. Batched messages of the two directions could then be swapped.
+    """
     if dims.vp == 1:
         return overrides or {}
     chosen = {"overlap_p2p_comm": True, "batch_p2p_comm": False, **(overrides or {})}
     if dims.pp == 2 and not chosen["overlap_p2p_comm"]:
-        raise MeshError("overlap_p2p_comm must be True at pp=2, vp>1: megatron-core would confuse messages; remove it")
+        raise MeshError(
+            "overlap_p2p_comm must be True at pp=2 with vp > 1, found False: megatron-core would swap messages. Remove "
+            "the override"
+        )
     return chosen
 
 
@@ -194,14 +201,17 @@ def to_transformer_config(
 
     Args:
         hf: a folder, the name of a repository in the local hub cache, or a config.
-        dims: the mesh; None is a single rank.
+        dims: the mesh. None: a single rank.
         dtype: of the parameters: float32, bfloat16 or float16.
-        overrides: any ``TransformerConfig`` field or ``GPTModel`` argument, as for ``build_model``.
-        strict_config: refuse fields that the architecture does not know, though no code of transformers reads them.
+        overrides: ``TransformerConfig`` fields and ``GPTModel`` arguments by name, as for ``build_model``.
+        strict_config: refuse fields that the architecture does not know, even if no code of transformers reads them.
 
     Raises:
         ConfigError: the config or an override cannot be expressed exactly.
         MeshError: ``dims`` do not fit this model.
+
+    Example:
+        >>> config = mb.to_transformer_config("path/of/Qwen3-8B", dims=mb.ParallelDims(tp=2))
     """
     return make_blueprint(
         hf, dims=dims or ParallelDims(), dtype=dtype, overrides=overrides, strict_config=strict_config
@@ -215,9 +225,17 @@ def to_gpt_arguments(
     head: str = "lm",
     overrides: Overrides | None = None,
 ) -> dict[str, object]:
-    """The arguments of ``GPTModel`` that the HF config decides. Arguments and errors: ``to_transformer_config``."""
-    drawn = make_blueprint(hf, dims=dims or ParallelDims(), dtype=torch.bfloat16, head=head, overrides=overrides)
-    return dict(drawn.gpt_arguments)
+    """The arguments of ``GPTModel`` that the HF config decides, by name. Needs no process group.
+
+    Args:
+        hf, dims, overrides: see ``to_transformer_config``, as for the errors.
+        head: "lm", "value" or "classification".
+
+    Example:
+        >>> arguments = mb.to_gpt_arguments("path/of/Qwen3-8B")
+    """
+    blueprint = make_blueprint(hf, dims=dims or ParallelDims(), dtype=torch.bfloat16, head=head, overrides=overrides)
+    return dict(blueprint.gpt_arguments)
 
 
 def to_layer_spec(
@@ -230,20 +248,26 @@ def to_layer_spec(
     pp_rank: int = 0,
     vp_stage: int | None = None,
 ) -> TransformerBlockSubmodules:
-    """The layers and the final norm of one pipeline stage, to pass to ``GPTModel``. Needs no process group.
+    """The layer specs and the final norm of one pipeline stage, to pass to ``GPTModel``. Needs no process group.
 
     Args:
         hf, dims, dtype, overrides: see ``to_transformer_config``.
-        backend: "te" (TransformerEngine), "torch", or "auto": "te" where it is installed and there is CUDA.
-        pp_rank: the stage's pipeline rank.
-        vp_stage: the stage's number among those of its rank; None is the first.
+        backend: "te" (TransformerEngine), "torch", or "auto": "te" if it is installed and there is CUDA.
+        pp_rank: the pipeline rank of the stage.
+        vp_stage: the index of the stage among those of its rank. None: the first.
 
     Raises:
         ConfigError: as for ``to_transformer_config``, or the backend is unknown or not installed.
         MeshError: ``dims`` do not fit this model, or have no such stage.
+
+    Example:
+        >>> spec = mb.to_layer_spec("path/of/Qwen3-8B", dims=mb.ParallelDims(pp=2), pp_rank=1)
     """
-    drawn = make_blueprint(hf, dims=dims or ParallelDims(), dtype=dtype, backend=backend, overrides=overrides)
-    for stage in drawn.stages:
+    blueprint = make_blueprint(hf, dims=dims or ParallelDims(), dtype=dtype, backend=backend, overrides=overrides)
+    for stage in blueprint.stages:
         if (stage.pp_rank, stage.vp_stage) == (pp_rank, vp_stage or 0):
-            return drawn.block_spec(stage)
-    raise MeshError(f"pp_rank={pp_rank}, vp_stage={vp_stage} must name one of the {len(drawn.stages)} stages of {dims}")
+            return blueprint.block_spec(stage)
+    raise MeshError(
+        f"pp_rank and vp_stage must name one of the {len(blueprint.stages)} stages of {dims}, found pp_rank={pp_rank}, "
+        f"vp_stage={vp_stage}"
+    )

@@ -1,6 +1,7 @@
-"""``build_model``: all is checked before anything is built, and every chunk that is built is returned.
+"""``build_model``. Everything is checked before anything is built.
 
-Some trainers hook into constructors, so each chunk is built exactly once, in the order of the virtual stages.
+Each chunk is constructed exactly once, in the order of the virtual stages, and returned: some trainers hook into
+constructors.
 """
 
 from __future__ import annotations
@@ -59,28 +60,32 @@ def build_model(
 
     Args:
         hf: a folder, the name of a repository in the local hub cache, or a config.
-        dims: the mesh, as ``parallel_state`` was initialised; None reads it from there (without sequence parallelism).
-        dtype: of all parameters, the norms included: float32, bfloat16 or float16. Weights are cast to it.
-        device: of the parameters; "meta" gives a model without storage. None is this process's CUDA device, else CPU.
-        backend: "te" (TransformerEngine), "torch" (runs anywhere), or "auto": "te" where it is installed, on CUDA.
+        dims: the mesh; ``parallel_state`` must have the same sizes. None: read it from ``parallel_state``, without
+            sequence parallelism.
+        dtype: of all parameters, norms included: float32, bfloat16 or float16. Weights are cast to it.
+        device: of the parameters; "meta" gives a model without storage. None: the CUDA device of this process, or CPU.
+        backend: "te" (TransformerEngine), "torch" (runs anywhere), or "auto": "te" if it is installed, on CUDA.
         head: "lm", "value" (one fp32 number per token) or "classification" (``hf.num_labels`` fp32 numbers).
-        overrides: any ``TransformerConfig`` field or ``GPTModel`` argument, applied last. Those that the HF config
-            decides change it as well, in what a save writes too; where HF has no way to say one, it raises.
-        load_weights: True loads from the folder ``hf``; a folder, mapping or iterable of pairs loads from there; False
-            leaves megatron-core's initial values, drawn from ``seed``.
+        overrides: ``TransformerConfig`` fields and ``GPTModel`` arguments by name, applied last. If the HF config
+            decides such a value, it is changed there too, also in saved folders. If HF cannot say the value, it raises.
+        load_weights: True: from the folder ``hf``. A folder, mapping or iterable of pairs: from there. False: none;
+            parameters have megatron-core's initial values, drawn from ``seed``.
         freeze: ``fnmatch`` patterns of canonical parameter names, such as "embedding.*".
-        on_chunk: called with each chunk and its virtual stage, last: loaded, frozen and not wrapped yet.
-        seed: of everything that is drawn: the initial values, or a head that the source lacks.
-        strict_config: refuse fields of the HF config that the architecture does not know. Otherwise those that no code
-            of transformers reads for this family are accepted, and named in the log.
+        on_chunk: called at the end with each chunk and its virtual stage: loaded, frozen and not yet wrapped.
+        seed: for all random values: the initial values, or those of a head that the source lacks.
+        strict_config: True: refuse fields of the HF config that the architecture does not know. False: accept and log
+            them, if no code of transformers reads them for this family.
 
     Returns:
-        The chunks by virtual stage. Each notes in ``chunk.bridge`` where it comes from.
+        The chunks by virtual stage. ``chunk.bridge`` holds the provenance: HF config, folder and head.
 
     Raises:
         ConfigError: the config, an override, the backend or the head cannot be built exactly.
-        MeshError: ``dims`` fit neither this model nor what ``parallel_state`` says.
+        MeshError: ``dims`` do not fit this model, or differ from ``parallel_state``.
         CheckpointError: the weights do not fit the model.
+
+    Example:
+        >>> models = mb.build_model("path/of/Qwen3-8B", dims=mb.ParallelDims(tp=2), dtype=torch.bfloat16)
     """
     blueprint = make_blueprint(
         hf,
@@ -100,11 +105,11 @@ def build_model(
 
 
 def build(blueprint: Blueprint, source: Source | None, *, freeze: Sequence[str] = (), seed: int = 0) -> list[GPTModel]:
-    """``build_model`` once all is decided: this rank's chunks, with the blueprint's own config as theirs.
+    """Builds this rank's chunks from a blueprint. They share its config object.
 
     Args:
-        blueprint: from ``make_blueprint``. What has been changed on its config since then is checked as overrides are.
-        source: of the weights; None leaves megatron-core's initial values.
+        blueprint: from ``make_blueprint``. Later changes of its config are checked like overrides.
+        source: of the weights. None: parameters have megatron-core's initial values.
         freeze, seed: see ``build_model``, as for the errors.
     """
     require_patterns(freeze)
@@ -125,16 +130,25 @@ def _mesh() -> ParallelDims:
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
-        raise MeshError("build_model needs megatron's process groups; call dims.initialize() or initialise them first")
+        raise MeshError(
+            "build_model needs megatron-core's process groups, found none: call ParallelDims(...).initialize() first, "
+            "or megatron's initialize_model_parallel"
+        )
     return ParallelDims.from_mcore()
 
 
 def _require_mesh(blueprint: Blueprint, mesh: ParallelDims) -> None:
-    """What the groups of this process are, the model must be cut for. Experts count only where there are some."""
+    """Raises ``MeshError`` if the model is cut for other groups than this process has.
+
+    Sizes of expert parallelism matter only if the model has experts.
+    """
     experts = ("ep", "etp") if blueprint.config.num_moe_experts else ()
     names = ("tp", "pp", "vp", "cp", "hierarchical_context_parallel_sizes", *experts)
     if differ := differing(*({name: getattr(dims, name) for name in names} for dims in (blueprint.dims, mesh))):
-        raise MeshError(f"dims must be the mesh of parallel_state; sizes of the latter, and those of dims: {differ}")
+        raise MeshError(
+            f"dims must be the mesh of parallel_state, found other sizes, as (parallel_state, dims): {differ}. Pass "
+            "ParallelDims.from_mcore(), or initialise parallel_state with dims"
+        )
 
 
 def _source(
@@ -155,7 +169,7 @@ def _source(
 
 
 def own_stages(blueprint: Blueprint) -> list[Stage]:
-    """This rank's stages by virtual stage."""
+    """The stages of this rank, in the order of virtual stages."""
     from megatron.core import parallel_state
 
     rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -163,7 +177,7 @@ def own_stages(blueprint: Blueprint) -> list[Stage]:
 
 
 def _log(blueprint: Blueprint, chunks: Sequence[GPTModel]) -> None:
-    """One line, from rank 0, and what fields of the HF config were passed over."""
+    """Logs one line on rank 0, and the fields of the HF config that were ignored."""
     if torch.distributed.get_rank() != 0:
         return
     for level, note in notes_on(blueprint.unread):
@@ -172,7 +186,7 @@ def _log(blueprint: Blueprint, chunks: Sequence[GPTModel]) -> None:
         return
     try:
         total = f"{count_params(blueprint.hf).total:,}"
-    except ConfigError:  # overrides may make a config possible that is not by itself
+    except ConfigError:  # the config may be valid only with its overrides
         total = "an unknown number of"
     here = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
     world_size = torch.distributed.get_world_size()

@@ -1,4 +1,4 @@
-"""A chunk: one stage of a model as mcore builds it, and what is put in its place where mcore cannot build it."""
+"""Builds a chunk: the ``GPTModel`` of one stage. Modules that mcore cannot build are replaced afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def building(blueprint: Blueprint, *, seed: int, initialise: bool) -> Iterator[None]:
-    """Parameters go to the blueprint's device; with ``initialise`` they get mcore's initial values, from ``seed``."""
+    """Inside, new parameters are on the blueprint's device. With ``initialise`` they get values from ``seed``."""
     from accelerate import init_empty_weights
     from megatron.core import parallel_state, tensor_parallel
 
@@ -36,10 +36,10 @@ def building(blueprint: Blueprint, *, seed: int, initialise: bool) -> Iterator[N
             stack.enter_context(init_empty_weights(include_buffers=True))
         elif not on_cpu:
             stack.enter_context(torch.cuda.device(device))
-            stack.enter_context(compiling(device))  # what the first export would wait for
+            stack.enter_context(compiling(device))  # compiles the copy kernel meanwhile, for the first export
         if blueprint.config.perform_initialization:
             stack.enter_context(torch.random.fork_rng(devices=[] if on_cpu else [torch.cuda.current_device()]))
-            seed += 100 * parallel_state.get_pipeline_model_parallel_rank()  # as megatron.training draws them
+            seed += 100 * parallel_state.get_pipeline_model_parallel_rank()  # as megatron.training does
             torch.manual_seed(seed)
             if not on_cpu and not tensor_parallel.get_cuda_rng_tracker().is_initialized():
                 tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -47,10 +47,10 @@ def building(blueprint: Blueprint, *, seed: int, initialise: bool) -> Iterator[N
 
 
 def build_chunk(blueprint: Blueprint, stage: Stage, *, seed: int) -> GPTModel:
-    """The chunk of a stage, inside ``building``. This is the one place that constructs a ``GPTModel``.
+    """Builds the chunk of a stage; call it inside ``building``. Only this function constructs a ``GPTModel``.
 
-    mcore makes tied embeddings equal by a collective of first and last stage. It may where it draws them; what will be
-    loaded needs none, and without storage there is nothing to send.
+    For tied embeddings, the constructor of mcore runs a collective between the first and the last stage. It is needed
+    only for random initial values, and impossible without storage, so otherwise the group is hidden from it.
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -69,18 +69,21 @@ def build_chunk(blueprint: Blueprint, stage: Stage, *, seed: int) -> GPTModel:
         pg_collection=groups if blueprint.config.perform_initialization else without_tie,
         **blueprint.gpt_arguments,
     )
-    if blueprint.device.type == "cuda":  # mcore makes routers and their biases on CPU, and moves some at the first step
+    if blueprint.device.type == "cuda":  # mcore makes routers and their biases on CPU
         model.to(blueprint.device)
     model.pg_collection.embd = model.embd_group = groups.embd
     built = [layer.layer_number - 1 for layer in model.decoder.layers]
     if built != list(stage.layers):
-        raise MeshError(f"megatron-core built the layers {built} for {stage}; report this with your ParallelDims")
+        raise MeshError(
+            f"megatron-core must build the layers {list(stage.layers)} for {stage}, found {built}: please report this "
+            "with your ParallelDims"
+        )
     _finish(model, blueprint, seed=seed)
     return model
 
 
 def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
-    """What mcore cannot build (rope, dropout, scales and small heads), and the note of where the chunk is from."""
+    """Puts in place what mcore cannot build (rope, dropout, scales, small heads), and sets the provenance."""
     from mcore_bridge.factory.modules.layer_rope import both_ropes
     from mcore_bridge.factory.modules.rotary import replace_rotary
     from mcore_bridge.factory.modules.scales import cap_logits, scale_embedding

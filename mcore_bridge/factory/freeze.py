@@ -1,4 +1,4 @@
-"""Freezing by name: a pattern that no parameter of the model can match is a mistake, and raises."""
+"""Freezes parameters by name. A pattern that matches no parameter of the model raises."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def require_patterns(patterns: object) -> None:
-    """Raise ``ConfigError`` unless these are several patterns: a string would be read letter by letter."""
+    """Raise ``ConfigError`` unless ``patterns`` is a collection of strings. A single string is not: it has letters."""
     if isinstance(patterns, str) or not isinstance(patterns, Collection):
         raise ConfigError(f"freeze must be a list of patterns, found {patterns!r}: write freeze=[{patterns!r}]")
     if wrong := [pattern for pattern in patterns if not isinstance(pattern, str)]:
@@ -25,28 +25,31 @@ def require_patterns(patterns: object) -> None:
 
 
 def freeze_parameters(chunks: Sequence[GPTModel], patterns: Sequence[str]) -> None:
-    """Take the gradient away from the parameters whose canonical name matches one of the ``fnmatch`` patterns.
+    """Freeze the parameters whose canonical name matches one of the ``fnmatch`` patterns.
 
     Args:
         chunks: the bare chunks of this rank, from ``build_model``.
         patterns: such as "embedding.*" or "decoder.layers.0.*". Layer numbers are those of the whole model.
 
     Raises:
-        ConfigError: a pattern matches nothing, neither here nor on another pipeline stage.
+        ConfigError: a pattern matches no parameter, neither on this pipeline stage nor on another.
     """
     here = {name: tensor for name, tensor in held_tensors(chunks).items() if isinstance(tensor, nn.Parameter)}
     everywhere = [*here, *_elsewhere(chunks[0])] if patterns else []
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in everywhere):
             near = get_close_matches(pattern, everywhere, n=3, cutoff=0.3)
-            raise ConfigError(f"freeze must match a parameter, {pattern!r} matches none; nearest names: {near}")
+            raise ConfigError(
+                f"each pattern of freeze must match a parameter, found {pattern!r}, which matches none; nearest names: "
+                f"{near}"
+            )
         for name, parameter in here.items():
             if fnmatchcase(name, pattern):
                 parameter.requires_grad_(False)
 
 
 def _elsewhere(chunk: GPTModel) -> Iterator[str]:
-    """The names that other pipeline stages may hold, by the rules: no stage is asked."""
+    """The names that other pipeline stages may hold. They follow from the rules, without communication."""
     config = chunk.config
     if config.pipeline_model_parallel_size == 1:
         return

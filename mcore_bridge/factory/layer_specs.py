@@ -1,4 +1,4 @@
-"""Layer specs: mcore's own block spec of a backend, with our ``modules`` where mcore's would refuse."""
+"""Layer specs: mcore's own block spec of a backend, with our ``modules`` in slots where mcore's do not work."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ if TYPE_CHECKING:
 
 
 def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) -> TransformerBlockSubmodules:
-    """mcore's block spec of a stage, with our modules. Each layer has a spec of its own, to be edited alone.
+    """mcore's block spec of a stage, with our modules. Each layer has its own spec object, which can be edited.
 
     Args:
-        config: of the model, with the attributes of ``config.overrides.ATTRIBUTES``.
-        layers: the layers of the stage, by their numbers in the whole model.
-        backend: whose modules.
+        config: the config of the model, with the attributes of ``config.overrides.ATTRIBUTES``.
+        layers: the layers of the stage, numbered (from 0) in the whole model.
+        backend: "te" or "torch".
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     _require_recomputable(config)
     plain = copy.copy(config)
-    plain.experimental_attention_variant = None  # mcore 0.16 ignores it here and 0.19 refuses it: adapt_attention
+    plain.experimental_attention_variant = None  # 0.19 refuses it here; adapt_attention reads it
     specs = get_gpt_decoder_layer_specs(plain, backend == "te", config.normalization)
-    own = [copy.deepcopy(specs[layer]) for layer in layers]  # mcore repeats one object for all like layers
+    own = [copy.deepcopy(specs[layer]) for layer in layers]  # mcore has one object for equal layers
     for number, spec in zip(layers, own, strict=True):
         _adapt(spec.submodules, config, number, backend)
     return TransformerBlockSubmodules(layer_specs=own, layer_norm=norm_of(backend))
 
 
 def _require_recomputable(config: TransformerConfig) -> None:
-    """What asks TransformerEngine whether it computes in FP8, wherever it is computed again."""
+    """Raises ``ConfigError`` for modules that mcore recomputes with TransformerEngine only."""
     asks = {"layernorm", "gdn_norm_out"}.intersection(config.recompute_modules or ())
     if config.recompute_granularity == "selective" and asks and not has_transformer_engine():
         raise ConfigError(
-            f"megatron-core computes {sorted(asks)} of recompute_modules again with TransformerEngine alone, which "
-            f"is not installed; install it, or leave them out of {config.recompute_modules}"
+            f"recompute_modules must not have {sorted(asks)} without TransformerEngine, which megatron-core needs to "
+            f"recompute them: install it, or remove them from {config.recompute_modules}"
         )
 
 
 def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend) -> None:
-    """Our modules for layer ``number`` (from 0)."""
+    """Puts our modules into the spec of layer ``number`` (from 0)."""
     from mcore_bridge.factory.modules.checkpoint_keys import adapt_keys
     from mcore_bridge.factory.modules.delta import adapt_attention
     from mcore_bridge.factory.modules.experts import adapt_experts
@@ -65,7 +65,7 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
     adapt_sparse(layer, config, backend)
     if getattr(config, "attention_output_bias", False):
         layer.self_attention.submodules.linear_proj = _biased_row_linear(backend)
-    adapt_scores(layer, config, backend)  # the core attention first, and then what stands in front of it
+    adapt_scores(layer, config, backend)  # the core attention before the modules that wrap it
     if backend == "te":
         adapt_kernel(layer, config, number)
     adapt_query_temperature(layer, config)
@@ -95,7 +95,7 @@ def _biased_row_linear(backend: Backend) -> type:
     from megatron.core.extensions.transformer_engine import TERowParallelLinear
 
     class BiasedTERowParallelLinear(TERowParallelLinear):
-        """TransformerEngine's projection, with a bias whatever the config says of the other linear layers."""
+        """TransformerEngine's projection, always with a bias. The config may have none for other linear layers."""
 
         def __init__(self, input_size: int, output_size: int, *, bias: bool, **arguments: Any) -> None:
             super().__init__(input_size, output_size, bias=True, **arguments)

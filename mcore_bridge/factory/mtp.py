@@ -1,4 +1,4 @@
-"""Multi-token prediction: layers behind the decoder, each around a decoder layer, in whatever stage they are placed."""
+"""Multi-token prediction (MTP): layers after the decoder, each around a decoder layer, in any pipeline stage."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def _linear(backend: Backend) -> type:
 
 
 def initialise_mtp(chunk: GPTModel, seed: int) -> None:
-    """Draw MTP layers that a checkpoint may lack: norms that change nothing, everything else N(0, init_method_std).
+    """Draw initial values for MTP layers, which a checkpoint may lack: identity norms, and N(0, init_method_std).
 
-    Values depend on ``seed`` and on the name, and on the rank for what ranks hold a part of: replicas are alike.
+    Values depend on ``seed``, on the name and, for shards, on the rank. So replicas are equal.
     """
     centre = 0.0 if chunk.config.layernorm_zero_centered_gamma else 1.0
     for name, tensor in held_tensors([chunk]).items():

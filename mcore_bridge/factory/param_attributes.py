@@ -1,4 +1,4 @@
-"""What parameters tell megatron-core's optimizer about themselves, where megatron-core 0.16 leaves it out."""
+"""Attributes of parameters that megatron-core's optimizer reads, set where megatron-core 0.16 does not set them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
 
 
 def mark_cut(chunk: GPTModel) -> None:
-    """Say of what tensor-parallel ranks hold a part each: the norm of gradients would count the first rank's alone.
+    """Mark the parameters that tensor parallelism cuts. Without it, the norm of gradients counts only the first rank.
 
-    0.16.1 says so while it draws initial values, and models that are loaded have none (0.19.2 says so always). Experts
-    are marked all of them: with fewer ranks in etp than in tp, these hold different ones.
+    megatron-core 0.16.1 marks them only while it draws initial values, which a loaded model skips; 0.19.2 always does.
+    All experts are marked: if etp is smaller than tp, tensor-parallel ranks hold different ones.
     """
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
     for name, module in chunk.named_modules():
-        # TransformerEngine marks what each rank holds whole as well; overlapped shared experts only say that they do.
+        # TransformerEngine marks whole parameters too. Overlapped shared experts look whole and are not.
         if getattr(module, "parallel_mode", "") is None and ".shared_experts." not in name:
             for parameter in module.parameters(recurse=False):
                 parameter.tensor_model_parallel, parameter.partition_dim = False, -1
@@ -39,10 +39,10 @@ def _mark(parameter: nn.Parameter | None, dim: int) -> None:
 
 
 def mark_experts(chunk: GPTModel) -> None:
-    """Say of the experts' parameters who sums their gradients: the data-parallel ranks of experts, or those of all.
+    """Mark whether gradients of experts are summed over the data-parallel ranks of experts, or over all of them.
 
-    0.16.1 says so for ep > 1 only. With fewer ranks in etp than in tp, tensor-parallel ranks see other tokens each with
-    the same experts, and nobody would sum what they find (0.19.2 says so there as well).
+    megatron-core 0.16.1 marks them only for ep > 1. But if etp is smaller than tp, tensor-parallel ranks run different
+    tokens through the same experts, and nobody would sum these gradients. 0.19.2 marks them then too.
     """
     config = chunk.config
     apart = config.expert_model_parallel_size > 1

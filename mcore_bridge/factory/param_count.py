@@ -1,4 +1,4 @@
-"""How much an HF model holds, and where: counted from its config, without a model."""
+"""Counts the parameters of an HF model by its config, without building the model."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ParamCounts:
-    """Numbers that a checkpoint has: of each layer, of the embedding, of the LM head (0 when tied) and of the rest.
+    """Numbers of parameters: of each layer, of the embedding, of the LM head (0 if tied) and of the rest.
 
-    ``experts`` are those of the routed experts among a layer's.
+    ``experts`` counts those of routed experts in each layer; ``layers`` includes them.
     """
 
     layers: tuple[int, ...]
@@ -34,22 +34,25 @@ class ParamCounts:
 
     @property
     def total(self) -> int:
-        """Of the whole causal LM, counting once what is tied."""
+        """The number of parameters of the whole causal LM. Tied ones count once."""
         return sum(self.layers) + self.embedding + self.lm_head + self.rest
 
 
 def count_params(hf: PretrainedConfig) -> ParamCounts:
-    """Count what the ``GPTModel`` of ``hf`` holds. What an architecture's own ``layer_spec`` adds is not counted.
+    """Counts the parameters of the ``GPTModel`` of ``hf``, without modules that an architecture's own spec adds.
 
     Raises:
         ConfigError: megatron-core cannot express this config.
     """
     config: Any = to_transformer_config(hf, architecture_of(hf).fields)
     sparse = layers_of(vars(config)) if config.num_moe_experts else [0] * config.num_layers
-    experts = [each and config.num_moe_experts * _mlp(config, config.moe_ffn_hidden_size) for each in sparse]
-    mlps = [each + _around_experts(config) if each else _mlp(config, config.ffn_hidden_size) for each in experts]
+    routed = config.num_moe_experts * _mlp(config, config.moe_ffn_hidden_size) if any(sparse) else 0
+    experts = [is_sparse * routed for is_sparse in sparse]
+    mlps = [size + _around_experts(config) if size else _mlp(config, config.ffn_hidden_size) for size in experts]
     linear = layers_but_full(vars(config), "linear_attention_freq", unset=0)
-    attentions = [_linear_attention(config) if each else _attention(config, layer) for layer, each in enumerate(linear)]
+    attentions = [
+        _linear_attention(config) if is_linear else _attention(config, layer) for layer, is_linear in enumerate(linear)
+    ]
     layers = tuple(_norms(config) + sum(parts) for parts in zip(attentions, mlps, strict=True))
     vocabulary = config.hf_vocab_size * config.hidden_size
     lm_head = 0 if hf.tie_word_embeddings else vocabulary
@@ -65,7 +68,7 @@ def _norm(config: Any, size: int) -> int:
 
 
 def _norms(config: Any) -> int:
-    """Of a layer, but for those of queries, keys and latents."""
+    """The norms of a layer, without those of queries, keys and latents."""
     return _norm(config, config.hidden_size) * (4 if getattr(config, "norm_placement", "pre") == "sandwich" else 2)
 
 
@@ -75,7 +78,7 @@ def _mlp(config: Any, size: int) -> int:
 
 
 def _around_experts(config: Any) -> int:
-    """The router and the shared experts."""
+    """The parameters of the router and of shared experts."""
     num_experts, shared = config.num_moe_experts, config.moe_shared_expert_intermediate_size
     router = _linear(config.hidden_size, num_experts, bias=config.add_bias_linear)
     router += num_experts * config.moe_router_enable_expert_bias
@@ -91,12 +94,12 @@ def _attention(config: Any, layer: int) -> int:
     heads, groups = config.num_attention_heads, config.num_query_groups
     qkv = dim * (heads * (1 + config.attention_output_gate) + 2 * groups)
     bias = config.add_bias_linear
-    found = _linear(hidden, qkv, bias=bias or config.add_qkv_bias)
-    found += _linear(heads * dim, hidden, bias=bias or getattr(config, "attention_output_bias", False))
+    count = _linear(hidden, qkv, bias=bias or config.add_qkv_bias)
+    count += _linear(heads * dim, hidden, bias=bias or getattr(config, "attention_output_bias", False))
     if config.qk_layernorm:
         together = getattr(config, "qk_norm_kind", "head") == "all_heads"
-        found += _norm(config, dim * (heads + groups if together else 2))
-    return found + heads * (config.softmax_type == "learnable")
+        count += _norm(config, dim * (heads + groups if together else 2))
+    return count + heads * (config.softmax_type == "learnable")
 
 
 def _latent_attention(config: Any) -> int:
@@ -108,7 +111,7 @@ def _latent_attention(config: Any) -> int:
 
 
 def _indexer(config: Any, layer: int) -> int:
-    """What selects the tokens that a layer sees."""
+    """The parameters of the indexer of a sparse attention."""
     if config.experimental_attention_variant != "dsa":
         return 0
     if shares_selection(layer, freq=config.dsa_indexer_topk_freq, offset=config.dsa_indexer_skip_topk_offset):
@@ -118,11 +121,11 @@ def _indexer(config: Any, layer: int) -> int:
 
 
 def _linear_attention(config: Any) -> int:
-    """By the gated delta rule."""
+    """The parameters of linear attention (the gated delta rule)."""
     heads, dim = config.linear_num_value_heads, config.linear_value_head_dim
     qkv = 2 * config.linear_num_key_heads * config.linear_key_head_dim + heads * dim
-    found = config.hidden_size * (qkv + heads * dim + 2 * heads) + qkv * config.linear_conv_kernel_dim
-    return int(found + 2 * heads + dim + heads * dim * config.hidden_size)
+    count = config.hidden_size * (qkv + heads * dim + 2 * heads) + qkv * config.linear_conv_kernel_dim
+    return int(count + 2 * heads + dim + heads * dim * config.hidden_size)
 
 
 def resolve_layout(
@@ -133,24 +136,24 @@ def resolve_layout(
     A rank holds ``1 / (ep * etp)`` of the routed experts and about ``1 / tp`` of all else.
 
     Args:
-        dims: returned as they are when their layout is not "balanced".
-        hf: the model.
-        dtype: of its parameters.
-        head: the last stage holds a matrix of the vocabulary for "lm" (a copy when tied), and for no other.
-        num_mtp_layers: they go to the last stage, with a copy of the embedding.
+        dims: the mesh. It is returned unchanged if its layout is not "balanced".
+        hf: the HF config.
+        dtype: of the parameters.
+        head: with "lm", the last stage also holds the output matrix, or a copy of the embedding if tied.
+        num_mtp_layers: MTP layers, which go to the last stage, with a copy of the embedding.
     """
     if dims.layout != "balanced":
         return dims
     counted = count_params(hf)
-    each = dims.ep * dims.etp * dtype.itemsize  # bytes of a parameter on a rank, as multiples of 1 / (tp * ep * etp)
-    each_of_experts = dims.tp * dtype.itemsize
+    dense = dims.ep * dims.etp * dtype.itemsize  # bytes per parameter on a rank, in units of 1 / (tp * ep * etp)
+    routed = dims.tp * dtype.itemsize
     layers = [
-        (layer - experts) * each + experts * each_of_experts
+        (layer - experts) * dense + experts * routed
         for layer, experts in zip(counted.layers, counted.experts, strict=True)
     ]
-    loss = (counted.rest + (counted.embedding if head == "lm" else 0)) * each
+    loss = (counted.rest + (counted.embedding if head == "lm" else 0)) * dense
     if num_mtp_layers:
-        loss += num_mtp_layers * (layers[-1] + 2 * hf.hidden_size**2 * each) + counted.embedding * each
-    found = balanced(dims, layer_bytes=layers, embedding_bytes=counted.embedding * each, loss_bytes=loss)
-    assert found.layout is not None
-    return replace(found, layout=f"{found.layout.removesuffix('L')}{'m' * num_mtp_layers}L")
+        loss += num_mtp_layers * (layers[-1] + 2 * hf.hidden_size**2 * dense) + counted.embedding * dense
+    result = balanced(dims, layer_bytes=layers, embedding_bytes=counted.embedding * dense, loss_bytes=loss)
+    assert result.layout is not None
+    return replace(result, layout=f"{result.layout.removesuffix('L')}{'m' * num_mtp_layers}L")

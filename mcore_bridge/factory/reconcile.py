@@ -1,7 +1,7 @@
-"""What becomes of a blueprint whose config somebody changes in place, as trainers do before they build. Pure.
+"""Reconciles a blueprint with its config, which trainers change in place before they build.
 
-A change of a field is an override like any other: it passes the same checks, and what follows from it is set on the
-same object. What is no name of megatron-core or ours stays there as it is.
+A changed field is treated like an override: it passes the same checks, and values that follow from it are set on the
+same config object. Attributes that neither megatron-core nor we know stay as they are.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def reconcile(
     head: str | None = None,
     overrides: Overrides | None = None,
 ) -> Blueprint:
-    """The blueprint that its config has come to ask for, with this very config.
+    """The blueprint for the changed config. It keeps the same config object.
 
     Args:
         blueprint: from ``make_blueprint``, or from here.
-        dims, dtype, head: where they have changed too.
-        overrides: the changes; None is what ``changes_of`` finds.
+        dims, dtype, head: new ones. None: those of the blueprint.
+        overrides: the changes of the config. None: all that ``changes_of`` finds.
 
     Raises:
         ConfigError, MeshError: as for ``make_blueprint``.
@@ -59,8 +59,8 @@ def reconcile(
 
 
 def changes_of(blueprint: Blueprint) -> dict[str, object]:
-    """What was set on the config since it was drawn: fields, arguments of ``GPTModel``, attributes of ours, specs."""
-    before = {**blueprint.drawn, **blueprint.gpt_arguments}
+    """Values that were set on the config after it was made: fields, ``GPTModel`` arguments, our attributes, specs."""
+    before = {**blueprint.initial, **blueprint.gpt_arguments}
     names = before.keys() | gpt_argument_names() | _SPECS
     now = {name: value for name, value in vars(blueprint.config).items() if name in names}
     return {name: value for name, value in now.items() if name not in before or _differ(value, before[name])}

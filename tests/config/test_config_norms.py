@@ -157,7 +157,11 @@ REFUSED: dict[str, tuple[str, Json, str]] = {
     "both directions": ("gemma", {"use_bidirectional_attention": True}, "causal"),
     "no cap": ("gemma2", {"final_logit_softcapping": 0.0}, "positive"),
     "no scale": ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a positive"),
-    "nothing rotates": ("exaone4", {"layer_types": ["full_attention"] * 4, "sliding_window": 5}, "rotate nowhere"),
+    "nothing rotates": (
+        "exaone4",
+        {"layer_types": ["full_attention"] * 4, "sliding_window": 5},
+        "no layer of transformers would have a rope",
+    ),
     "shared keys": ("hunyuan_v1_dense", {"use_cla": True}, "nothing else"),
     "alpha elsewhere": ("llama", {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 9.0}}, "alpha"),
     "more than alpha": (

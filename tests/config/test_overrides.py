@@ -189,7 +189,7 @@ def test_what_is_saved_loads_again_and_computes_the_same(tmp_path: Path) -> None
     ("name", "overrides", "messages"),
     [
         ("llama", {"qk_layernorm": True, "add_qkv_bias": True}, ["qk_layernorm=True, where it is False", "add_qkv"]),
-        ("llama", {"softmax_scale": 0.5, "layernorm_epsilon": 0.5}, ["none: softmax_scale=0.5, where it is None. R"]),
+        ("llama", {"softmax_scale": 0.5, "layernorm_epsilon": 0.5}, ["found softmax_scale=0.5, where it is None. R"]),
         ("qwen3", {"num_attention_heads": 5}, ["num_attention_heads=5", "must be a multiple of num_key_value_heads"]),
         ("llama", {"num_layers": "2"}, ["num_layers='2', where it is 4"]),
         ("qwen3", {"window_size": 7, "window_attn_skip_freq": 0}, ["window_attn_skip_freq must be a positive"]),

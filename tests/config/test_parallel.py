@@ -50,7 +50,7 @@ def test_levels_of_context_parallelism_come_as_a_trainer_has_them() -> None:
         ({"pp": 1.0}, r"pp must be an integer of at least 1, found 1.0"),
         ({"cp": True}, r"cp must be an integer of at least 1, found True"),
         ({"sp": True}, r"sp=True needs tp > 1.*found tp=1"),
-        ({LEVELS: (2, 2)}, rf"{LEVELS} must be two sizes whose product is cp=1: \(2, 2\)"),
+        ({LEVELS: (2, 2)}, rf"{LEVELS} must be two sizes whose product is cp=1, found \(2, 2\)"),
         ({"cp": 8, LEVELS: (2, 2, 2)}, r"two sizes whose product is cp=8"),
         ({"cp": 4, LEVELS: [2.0, 2]}, r"two sizes whose product is cp=4"),
         ({"vp": 2}, r"vp=2 needs pp > 1.*found pp=1"),
@@ -125,7 +125,7 @@ EXPERTS = {"num_moe_experts": 8, "moe_ffn_hidden_size": 24, "moe_layer_freq": [0
         ({"etp": 16}, EXPERTS, r"etp=16 .* moe_ffn_hidden_size=24 \(moe_intermediate_size in the HF config\)"),
         ({"tp": 2}, {**EXPERTS, "ffn_hidden_size": 65}, r"tp=2 must divide ffn_hidden_size=65"),
         ({"pp": 3}, {}, r"4 layers do not divide"),
-        ({"pp": 2, "layout": "Ett|ttmL"}, {}, r"places 1 MTP layers \('m'\), expected mtp_num_layers=0"),
+        ({"pp": 2, "layout": "Ett|ttmL"}, {}, r"must place mtp_num_layers=0 .*found 1"),
         ({}, {"num_layers": None}, r"num_layers \(num_hidden_layers in the HF config\) must be an integer"),
     ],
 )

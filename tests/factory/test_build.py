@@ -220,9 +220,9 @@ def test_an_unknown_head_backend_or_mesh_is_refused_before_anything_is_built(fol
     with pytest.raises(ConfigError, match="not installed"):
         on_one_rank(refused, str(folder), {"backend": "te"})
     again = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm"]}
-    with pytest.raises(ConfigError, match=r"\['layernorm'\] of recompute_modules again with TransformerEngine alone"):
+    with pytest.raises(ConfigError, match=r"\['layernorm'\] without TransformerEngine"):
         on_one_rank(refused, str(folder), {"overrides": again})
-    with pytest.raises(MeshError, match=r"those of dims: {'tp': \(1, 2\)}"):
+    with pytest.raises(MeshError, match=r"dims\): {'tp': \(1, 2\)}"):
         on_one_rank(refused, str(folder), {"dims": ParallelDims(tp=2)})
     with pytest.raises(ConfigError, match=r"freeze must be a list of patterns, found '\*norm\*': write freeze=\['"):
         on_one_rank(refused, str(folder), {"freeze": "*norm*"})

@@ -205,7 +205,7 @@ def test_refused(fields, message):
 def inference():
     with stepping.mesh(ParallelDims()):
         (model,) = build_model(HF, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
-        with pytest.raises(ConfigError, match="inference context"):
+        with pytest.raises(ConfigError, match="inference_context"):
             model.decoder.layers[0].self_attention(torch.zeros(4, 1, 48), None, inference_context=object())
 
 

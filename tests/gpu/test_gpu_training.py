@@ -70,7 +70,7 @@ MESHES = {
 SWITCHES = {
     "recompute all": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "recompute blocks": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
-    "recompute attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "attention must not be recomputed": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "recompute norms": {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]},
     "fused rope": {"apply_rope_fusion": True},
     "fused rest": {

@@ -136,7 +136,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
         {"layer_types": "sliding_attention", "sliding_window": 8, "use_sliding_window": False},
         "use_sliding_window must be True",
     ),
-    "another `rope_theta`": ({"rope_theta": 1e4, "rope_local_base_freq": 2e4}, "rope_theta must be one value"),
+    "another `rope_theta`": ({"rope_theta": 1e4, "rope_local_base_freq": 2e4}, "rope_theta must be the same"),
     "`hidden_act` but SiLU": ({"layer_types": "linear_attention", "hidden_act": "gelu"}, "hidden_act must be 'silu'"),
     "`norm_topk_prob=True` with one": (
         {"norm_topk_prob": True, "num_experts_per_tok": 1},

@@ -29,7 +29,6 @@ LONG: tuple[str, ...] = ()
 TO_DO = (
     "mcore_bridge/commands/",
     "mcore_bridge/convert/",
-    "mcore_bridge/factory/",
     "mcore_bridge/launch/",
     "mcore_bridge/models/",
     "mcore_bridge/trainers/",

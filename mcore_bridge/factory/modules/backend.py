@@ -1,4 +1,4 @@
-"""The two backends of a model, and what adapters of its layer specs ask of them."""
+"""The two backends of a model, "te" and "torch", and helpers for the functions that adapt layer specs."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ Backend = Literal["torch", "te"]
 
 
 def choose_backend(backend: str, *, device: torch.device) -> Backend:
-    """ "auto" is TransformerEngine where it can run (installed, on CUDA), else plain torch.
+    """The backend to use. "auto" becomes "te" if TransformerEngine is installed and ``device`` is CUDA, else "torch".
 
     Raises:
-        ConfigError: ``backend`` is not one of "auto", "te", "torch", or is "te" where that cannot run.
+        ConfigError: ``backend`` is not one of "auto", "te", "torch", or is "te" and TransformerEngine is not installed.
     """
     if backend not in ("auto", "te", "torch"):
-        raise ConfigError(f'backend must be "auto", "te" or "torch"; got {backend!r}')
-    found = has_transformer_engine()
-    if backend == "te" and not found:
-        raise ConfigError('backend "te" needs transformer_engine, which is not installed; install it or use "torch"')
+        raise ConfigError(f'backend must be "auto", "te" or "torch", found {backend!r}')
+    is_installed = has_transformer_engine()
+    if backend == "te" and not is_installed:
+        raise ConfigError('backend "te" needs transformer_engine, which is not installed: install it, or use "torch"')
     if backend == "auto":
-        return "te" if found and device.type == "cuda" else "torch"
+        return "te" if is_installed and device.type == "cuda" else "torch"
     return "te" if backend == "te" else "torch"
 
 
 def has_transformer_engine() -> bool:
-    """Whether it is installed."""
+    """Whether TransformerEngine is installed."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 
 def kernels_of(backend: Backend) -> dict[str, object]:
-    """Fields of a config that choose the kernels of a backend where experts are, which give the same at more speed."""
+    """Config fields that choose the fast kernels of a backend for experts; results are the same."""
     from megatron.core.utils import is_te_min_version
 
     return {"moe_grouped_gemm": backend == "te", "moe_permute_fusion": backend == "te" and is_te_min_version("2.1.0")}
 
 
 def norm_of(backend: Backend) -> type:
-    """The norm of a backend, for slots where nothing is fused with it."""
+    """The norm of a backend, for slots in which it is not fused into a linear layer."""
     if backend == "te":
         from megatron.core.extensions.transformer_engine import TENorm
 

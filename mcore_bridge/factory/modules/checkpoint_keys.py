@@ -1,4 +1,4 @@
-"""How the norms of a layer are called in checkpoints of megatron-core, whichever backend a model is built with."""
+"""Keys of norms in checkpoints of megatron-core, equal for both backends."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 def adapt_keys(layer: Any, config: TransformerConfig) -> None:
-    """Have ``sharded_state_dict`` spell norms as megatron-core's own TransformerEngine specs do.
+    """Make ``sharded_state_dict`` use the keys of megatron-core's own TransformerEngine specs for norms.
 
-    These fuse a norm into the linear layer behind it, where one takes all that it gives. Where our specs have the norm
-    apart, a checkpoint would otherwise fit one backend alone. megatron-core's local specs do so for a dense GPT only.
+    These specs fuse a norm into the linear layer that follows. Our specs may keep it separate, so without this a
+    checkpoint would fit only one backend. megatron-core's local specs do the same, but only for a dense GPT.
 
     Args:
-        layer: the submodules of a layer with all its modules in place, changed in place.
-        config: of the model.
+        layer: the submodules of a layer, with all its modules in place. It is changed in place.
+        config: the config of the model.
     """
     modules = {f"self_attention.{name}" for name in vars(layer.self_attention.submodules)}
     if not hasattr(submodules_of(layer.mlp), "router"):

@@ -1,8 +1,8 @@
-"""Linear attention by the gated delta rule, and the output gate of the full attention that stands next to it.
+"""Linear attention (the gated delta rule), and full attention with an output gate, for models that have both.
 
-mcore's own ``GatedDeltaNet`` runs where flash-linear-attention is installed, with backend te, from the release on that
-packs sequences for it. Elsewhere ours has its place: the same parameters, cut alike and saved alike, computed by torch
-in the order of transformers' own fallback.
+mcore's own ``GatedDeltaNet`` is used with backend te if flash-linear-attention is installed and mcore can pack
+sequences for it. Otherwise ours is used. It has the same parameters, cut and saved in the same way, and computes in
+torch, in the order of transformers' own fallback.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812  (the name by which all of PyTorch knows it)
+from torch.nn import functional as F  # noqa: N812  (the usual name)
 
 from mcore_bridge.config.megatron_release import Release
 from mcore_bridge.errors import ConfigError
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 PACKED = Release("0.19", "refuses packed sequences in gated delta nets")
 CHUNK = 64
-"""Tokens that are solved for together; the rule's result does not depend on it."""
+"""Tokens that are computed together; the result does not depend on it."""
 
 
 def adapt_attention(layer: Any, config: TransformerConfig, number: int, backend: str) -> None:
-    """Linear attention or an output gate for layer ``number`` (from 0), where the config asks for one."""
+    """Puts linear attention or an output gate into layer ``number`` (from 0), if the config has them."""
     if _is_linear(config, number):
         layer.self_attention = _delta_spec(config, backend)
     elif config.attention_output_gate:
@@ -72,17 +72,17 @@ def _delta_spec(config: TransformerConfig, backend: str) -> ModuleSpec:
 
 
 def _lacking() -> str:
-    """Why megatron-core's own cannot run, if so."""
+    """Why megatron-core's own module cannot be used; "" if it can."""
     if importlib.util.find_spec("fla") is None:
         return "flash-linear-attention is not installed"
     return "" if PACKED.is_installed else f"megatron-core before {PACKED.version} {PACKED.reason}"
 
 
 class GatedSelfAttention(SelfAttention):
-    """mcore's attention, whose 0.16 gives every rank the gates of a whole group where ``tp`` cuts inside of one."""
+    """mcore's attention with an output gate. It corrects 0.16, which keeps too many gates if ``tp`` cuts a group."""
 
     def get_query_key_value_tensors(self, *arguments: Any, **keywords: Any) -> Any:
-        """Query, key, value and the gate of these queries."""
+        """Query, key, value, and the gates of exactly these queries."""
         query, key, value, gate = super().get_query_key_value_tensors(*arguments, **keywords)
         if gate.size(2) > query.size(2):
             pieces = gate.split(query.size(2), dim=2)
@@ -91,10 +91,10 @@ class GatedSelfAttention(SelfAttention):
 
 
 class HeadNorm(nn.Module):
-    """RMSNorm of the heads of this rank by one weight, which multiplies as it is even where other norms add 1 to it.
+    """RMSNorm of each head of this rank, with one weight for all heads. It is never zero-centred.
 
-    The heads of other ranks have the same weight: its gradient is summed over ``tp`` in the backward pass itself, so
-    the weight carries no ``sequence_parallel`` mark.
+    The heads of other ranks share the weight. Its gradient is summed over ``tp`` in the backward pass itself, so the
+    weight has no ``sequence_parallel`` mark.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
@@ -104,7 +104,7 @@ class HeadNorm(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # mcore compiles its caller; this has a collective
     def forward(self, heads: Tensor) -> Tensor:
-        """Each head of ``[..., hidden_size]``: statistics in fp32, cast back, then the weight."""
+        """Norms heads ``[..., hidden_size]``: statistics in fp32, cast back, then times the weight."""
         weight = copy_to_tensor_model_parallel_region(self.weight)
         normed = heads.float()
         normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + self.eps)
@@ -112,9 +112,9 @@ class HeadNorm(nn.Module):
 
 
 class TorchGatedDeltaNet(GatedDeltaNet):
-    """mcore's ``GatedDeltaNet`` in plain torch: on any device, under sequence and context parallelism.
+    """mcore's ``GatedDeltaNet`` in plain torch: it runs on any device, with sequence and context parallelism.
 
-    Under context parallelism every rank computes the recurrence over the whole text, and keeps its own tokens.
+    With context parallelism, every rank computes the recurrence over the whole text, and keeps its own tokens.
     """
 
     def __init__(
@@ -123,9 +123,9 @@ class TorchGatedDeltaNet(GatedDeltaNet):
         submodules: GatedDeltaNetSubmodules,
         layer_number: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
-        **unused: Any,  # what mcore 0.19 adds for its own: name, cp_comm_type, pp_layer_offset
+        **unused: Any,  # mcore 0.19 also passes name, cp_comm_type and pp_layer_offset
     ) -> None:
-        MegatronModule.__init__(self, config)  # mcore's own needs flash-linear-attention
+        MegatronModule.__init__(self, config)  # mcore's own constructor needs flash-linear-attention
         assert pg_collection is not None
         self.layer_number, self.pg_collection = layer_number, pg_collection
         self.tp_group, self.cp_group, self.tp_size = pg_collection.tp, pg_collection.cp, pg_collection.tp.size()
@@ -159,7 +159,7 @@ class TorchGatedDeltaNet(GatedDeltaNet):
         )
 
     def _set_sizes(self) -> None:
-        """Under mcore's names, which its ``sharded_state_dict`` reads."""
+        """Sets sizes under the names of mcore, whose ``sharded_state_dict`` reads them."""
         self.conv_bias = False
         self.qk_dim, self.v_dim = self.key_head_dim * self.num_key_heads, self.value_head_dim * self.num_value_heads
         self.in_proj_dim = 2 * self.qk_dim + 2 * self.v_dim + 2 * self.num_value_heads
@@ -173,7 +173,7 @@ class TorchGatedDeltaNet(GatedDeltaNet):
         )
 
     def _make_own_parameters(self, config: TransformerConfig) -> None:
-        """Convolution, time step and decay, drawn apart on each rank, as its heads are its own."""
+        """Makes convolution, time step and decay. Each rank draws other values, since it has other heads."""
         where = placement(config)
         channels, heads = self.conv_dim_local_tp, self.num_v_heads_local_tp
         drawn = config.perform_initialization
@@ -195,24 +195,24 @@ class TorchGatedDeltaNet(GatedDeltaNet):
         packed_seq_params: Any = None,
         *,
         inference_params: Any = None,
-        **unused: Any,  # rope, and what else only full attention needs
+        **unused: Any,  # arguments of full attention, such as the rope
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend to all that came before; ``attention_mask`` is taken to be causal.
+        """Attend to all earlier tokens.
 
         Args:
-            hidden_states: ``[s, b, h]``, the tokens of this CP rank (and of this TP rank, under SP).
-            attention_mask: not read: the rule is causal by itself.
-            inference_context: refused.
-            packed_seq_params: where sequences begin that are packed; each begins with no state.
-            inference_params: refused.
+            hidden_states: ``[s, b, h]``, the tokens of this CP rank (with SP, of this TP rank).
+            attention_mask: ignored, since the rule is always causal.
+            inference_context: must be None.
+            packed_seq_params: where packed sequences begin; each begins with an empty state.
+            inference_params: must be None.
 
         Returns:
             ``[s, b, h]``, and no bias.
         """
         if inference_context is not None or inference_params is not None:
             raise ConfigError(
-                "TorchGatedDeltaNet takes no inference context; use backend te with flash-linear-attention installed "
-                f"and megatron-core {PACKED.version} or later"
+                "inference_context must be None for TorchGatedDeltaNet: use backend te with flash-linear-attention "
+                f"installed and megatron-core {PACKED.version} or later"
             )
         mixed, _ = self.in_proj(hidden_states)
         parts = mixed.split(packed_lengths(packed_seq_params, self.cp_group.size())) if packed_seq_params else [mixed]
@@ -220,7 +220,7 @@ class TorchGatedDeltaNet(GatedDeltaNet):
         return out
 
     def _sequence(self, mixed: Tensor) -> Tensor:
-        """What comes before ``out_proj`` of texts that begin here: ``[s, b, n]`` of this CP rank to the same."""
+        """Everything between ``in_proj`` and ``out_proj`` for one sequence, from ``[s, b, n]`` to ``[s, b, n]``."""
         mixed = rearrange(gather_text(mixed, self.cp_group), "s b n -> b s n")
         *qkv, gate, beta, alpha = mixed.split(self.in_proj_split_sections, dim=-1)
         query, key, value = self._convolved(torch.cat(qkv, dim=-1))
@@ -231,7 +231,7 @@ class TorchGatedDeltaNet(GatedDeltaNet):
         return own_text(rearrange(gated, "b s n d -> s b (n d)"), self.cp_group)
 
     def _convolved(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value ``[b, s, heads, dim]``: each channel over its last tokens."""
+        """The causal convolution of each channel, cut into query, key and value ``[b, s, heads, dim]``."""
         past = F.pad(rearrange(qkv, "b s n -> b n s"), (self.conv1d.kernel_size[0] - 1, 0))
         mixed = rearrange(F.silu(self.conv1d(past)), "b n s -> b s n")
         query, key, value = mixed.split(self.in_proj_split_sections[:3], dim=-1)
@@ -240,15 +240,15 @@ class TorchGatedDeltaNet(GatedDeltaNet):
 
 
 def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """What each query reads from a state that forgets, and that learns at each token what it got wrong.
+    """The gated delta rule: a state decays at each token, and learns the error of its prediction of the value.
 
-    ``S[t] = exp(decay[t]) S[t-1] + key[t] (x) u[t]``, ``u[t] = beta[t] (value[t] - exp(decay[t]) S[t-1]^T key[t])``,
-    and the answer is ``S[t]^T query[t]``: in fp32, with queries and keys of length 1. A triangular system gives the
-    ``u`` of a chunk at once.
+    ``S[t] = exp(decay[t]) S[t-1] + key[t] (x) u[t]``, where
+    ``u[t] = beta[t] (value[t] - exp(decay[t]) S[t-1]^T key[t])``. The output is ``S[t]^T query[t]``. All is in fp32,
+    with queries and keys of length 1. A triangular system gives the ``u`` of a whole chunk of tokens.
 
     Args:
-        query: ``[b, s, key heads, key dim]``, scaled here by ``key dim ** -0.5``.
-        key: likewise; each key head belongs to as many value heads as there are per key head.
+        query: ``[b, s, key heads, key dim]``; it is scaled here by ``key dim ** -0.5``.
+        key: ``[b, s, key heads, key dim]``; all value heads of a key head share it.
         value: ``[b, s, value heads, value dim]``.
         decay: ``[b, s, value heads]``, not above 0.
         beta: ``[b, s, value heads]``, from 0 to 1.
@@ -256,8 +256,8 @@ def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, b
     Returns:
         ``[b, s, value heads, value dim]`` in the dtype of ``query``.
     """
-    each = value.size(2) // key.size(2)
-    queries, keys = (repeat(_unit(part.float()), "b s n d -> b (n each) s d", each=each) for part in (query, key))
+    times = value.size(2) // key.size(2)
+    queries, keys = (repeat(_unit(part.float()), "b s n d -> b (n times) s d", times=times) for part in (query, key))
     queries = queries * key.size(-1) ** -0.5
     values, decays, betas = (
         rearrange(part.float(), "b s n ... -> b n s ...") for part in (value, decay, beta[..., None])
@@ -266,7 +266,7 @@ def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, b
     answers = []
     parts = (part.split(CHUNK, dim=2) for part in (queries, keys, values, decays, betas))
     for q, k, v, log_decay, b in zip(*parts, strict=True):
-        since = log_decay.cumsum(-1)  # log of what is left of the state that the chunk found
+        since = log_decay.cumsum(-1)  # log of the decay since the start of the chunk
         between = (since[..., :, None] - since[..., None, :]).masked_fill(_ahead(since), float("-inf")).exp()
         kept = since.exp()[..., None]
         learned = torch.linalg.solve_triangular(

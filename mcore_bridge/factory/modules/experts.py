@@ -1,4 +1,4 @@
-"""Routed experts: routers and linear layers beside megatron-core's own, and who sums the gradients of experts."""
+"""Routers and linear layers for routed experts, in place of megatron-core's own."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class BiasedRouter(TopKRouter):
-    """megatron-core's router, whose softmax scores may have a bias that takes part in the choice of experts only.
+    """megatron-core's router with a bias for softmax scores, which only changes the choice of experts.
 
-    With a mask of padding, its own fails where it counts the tokens of each expert, for any bias (0.16.1 to 0.19.2).
+    It also corrects an error of mcore: with a padding mask, its counting of tokens per expert fails (0.16.1 to 0.19.2).
 
-    mcore asks the ``RouterReplay`` of a layer, where it has one, for the experts of each token and their weights. So we
-    answer in its place, and ask it first: all that mcore does before and after, replay included, stays its own.
+    mcore asks the ``RouterReplay`` of a layer, if there is one, for the experts and weights of each token. We replace
+    that object's method and call the original first. So everything else, replay included, stays mcore's.
     """
 
     def __init__(self, config: TransformerConfig, *arguments: Any, **named: Any) -> None:
@@ -39,39 +39,40 @@ class BiasedRouter(TopKRouter):
             return
         if config.moe_router_fusion:
             raise ConfigError(
-                "moe_router_fusion must be False: the fused kernel has no bias for softmax scores. Remove the override."
+                "moe_router_fusion must be False, found True: the fused kernel has no bias for softmax scores. Remove "
+                "the override."
             )
         self.router_replay: Any = self.router_replay or SimpleNamespace(get_replay_topk=_computed)
         self.router_replay.get_replay_topk = functools.partial(self._chosen, self.router_replay.get_replay_topk)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Count ``[tokens, experts]``, but for what is masked, ``[tokens]``."""
+        """Counts tokens per expert from ``[tokens, experts]``, without those of the mask ``[tokens]``."""
         super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask[:, None])
 
     def _chosen(
         self, ask: Compute, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute: Compute
     ) -> tuple[Tensor, Tensor]:
-        """Weights and numbers ``[tokens, topk]`` of the experts of each token, by ``scores`` ``[tokens, experts]``."""
+        """Weights and indices ``[tokens, topk]`` of the chosen experts, from ``scores`` ``[tokens, experts]``."""
         _, experts = ask(scores + self.expert_bias, topk, num_groups, group_topk, compute)
         weights = scores.gather(1, experts)
         return weights / weights.sum(-1, keepdim=True).clamp(min=self.config.router_norm_min), experts
 
 
 class Router(BiasedRouter):
-    """The same with a plain matrix product: 0.16.1's own needs TransformerEngine for it."""
+    """``BiasedRouter`` with a plain matrix product, for which 0.16.1 needs TransformerEngine."""
 
     def gating(self, input: Tensor) -> Tensor:
-        """``[..., hidden]`` to logits ``[..., experts]`` in ``moe_router_dtype``, or else in the dtype of the input."""
+        """``[..., hidden]`` to logits ``[..., experts]``, in ``moe_router_dtype`` or else in the dtype of the input."""
         dtype = _DTYPES.get(self.config.moe_router_dtype, input.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
         return torch.nn.functional.linear(input.to(dtype), self.weight.to(dtype), bias)
 
 
 class ExpertRowParallelLinear(RowParallelLinear):
-    """The second linear layer of an expert. With a bias, megatron-core's own has two mistakes (0.16.1 to 0.19.2).
+    """The second linear layer of an expert. It corrects two errors of megatron-core with biases (0.16.1 to 0.19.2).
 
-    It marks the bias as one that each TP rank saw a part of the tokens with, so that gradients are summed twice; and at
-    tp=1, ep=1 it gives a view into an autograd function, to which ``MLP`` adds the bias in place: autograd raises.
+    mcore marks the bias as sequence parallel, so its gradients are summed twice. At tp=1, ep=1 its output is a view of
+    an autograd function; ``MLP`` adds the bias in place, and autograd raises.
     """
 
     def __init__(self, input_size: int, output_size: int, **arguments: Any) -> None:
@@ -80,18 +81,18 @@ class ExpertRowParallelLinear(RowParallelLinear):
             self.bias.sequence_parallel = False
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``[tokens, inner / etp]`` to ``[tokens, hidden]`` (to be summed over ETP), and the bias, not yet added."""
+        """``[tokens, inner / etp]`` to ``[tokens, hidden]``, not yet summed over ETP; and the bias, not yet added."""
         output, bias = super().forward(input_)
         return (output if bias is None else output.clone()), bias
 
 
 def has_softmax_bias(config: TransformerConfig) -> bool:
-    """Whether a bias takes part in the choice of experts by softmax scores."""
+    """Whether the router has softmax scores and a bias."""
     return bool(config.moe_router_enable_expert_bias and config.moe_router_score_function == "softmax")
 
 
 def adapt_experts(layer: Any, config: TransformerConfig, backend: str) -> None:
-    """Put our router and linear layer into a layer's spec, if the layer has routed experts and needs them."""
+    """Puts our router and linear layer into a layer's spec, if the layer has routed experts and needs them."""
     submodules = submodules_of(layer.mlp)
     if not hasattr(submodules, "router"):
         return
@@ -105,5 +106,5 @@ def adapt_experts(layer: Any, config: TransformerConfig, backend: str) -> None:
 def _computed(
     scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute: Compute
 ) -> tuple[Tensor, Tensor]:
-    """What a ``RouterReplay`` that neither records nor replays gives."""
+    """The answer of a ``RouterReplay`` that neither records nor replays."""
     return compute(scores, topk, num_groups, group_topk)

@@ -1,4 +1,4 @@
-"""Where torch's modules take the place of TransformerEngine's, a message says so."""
+"""Warnings about modules of torch that are used instead of TransformerEngine's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ logger = logging.getLogger("mcore_bridge")
 
 @functools.cache
 def say(message: str) -> None:
-    """Once, from rank 0."""
+    """Logs the warning once, on rank 0."""
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         logger.warning(message)

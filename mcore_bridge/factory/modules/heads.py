@@ -1,4 +1,4 @@
-"""Output layers: small heads, which every TP rank holds whole, and an LM head whose padding takes no part."""
+"""Output layers: small heads that every TP rank holds whole, and an LM head that hides the padding."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 Head = Literal["lm", "value", "classification"]
 _NEVER = -1e30
-"""The logit of padding: finite, and so after a division by a temperature (verl's smallest is 1e-8), since trainers
-multiply logits by probabilities that are zero here."""
+"""The logit of padding. Trainers multiply logits by probabilities, which are zero here, so it must be finite. It stays
+so after a division by a temperature; verl's smallest is 1e-8."""
 
 
 class ReplicatedHead(nn.Module):
-    """``[num_outputs, hidden]``, the same on every TP rank, called as mcore calls ``GPTModel.output_layer``.
+    """A linear layer ``[num_outputs, hidden]`` that is equal on all TP ranks, in place of ``GPTModel.output_layer``.
 
-    Under sequence parallelism it runs on this rank's tokens and gathers its few outputs, so that its gradient is a part
-    of the sum, as that of a norm is, and carries the same mark.
+    With sequence parallelism it runs on this rank's tokens and gathers the few outputs. So each rank has only a part of
+    its gradient, as with norms, and its parameters have the same mark.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ReplicatedHead(nn.Module):
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
-        """``[s, b, hidden]`` to fp32 ``[s of all TP ranks, b, num_outputs]``. An LM head's options do not apply."""
+        """``[s, b, hidden]`` to fp32 ``[s of all TP ranks, b, num_outputs]``. The options of an LM head are ignored."""
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
         logits = nn.functional.linear(input_, self.weight, self.bias).float()
@@ -55,9 +55,9 @@ class ReplicatedHead(nn.Module):
 
 
 class HiddenPadding:
-    """A forward hook of the LM head: rows that pad the vocabulary for ``tp`` take no part in any softmax.
+    """A forward hook of the LM head that hides the rows that pad the vocabulary.
 
-    Without it, loss and gradients would depend on ``tp``: the logit of a padded row is zero, not minus infinity.
+    Without it the logit of a padded row would be zero, not minus infinity, and the loss would depend on ``tp``.
     """
 
     def __init__(self, vocab_size: int, model: GPTModel) -> None:
@@ -65,37 +65,38 @@ class HiddenPadding:
 
     def __call__(self, module: nn.Module, inputs: object, output: tuple[Tensor, Tensor | None]) -> None:
         logits = output[0]
-        size = logits.size(-1)  # a TP rank's share, unless gathered
+        size = logits.size(-1)  # of this TP rank, unless logits are gathered
         first = 0 if size == self.padded_vocab_size else size * self.tp_group.rank()
         if first + size > self.vocab_size:
             logits[..., max(self.vocab_size - first, 0) :] = max(_NEVER, torch.finfo(logits.dtype).min)
 
 
 def hide_padding(chunk: GPTModel, vocab_size: int) -> None:
-    """Have a last stage's LM head hide the rows beyond ``vocab_size``, and its weight say how many are not hidden."""
+    """Makes the LM head of a last stage hide the rows beyond ``vocab_size``, which its weight has as an attribute."""
     if chunk.post_process and vocab_size < chunk.vocab_size:
         chunk.output_layer.register_forward_hook(HiddenPadding(vocab_size, chunk))
         output_weight(chunk).hf_vocab_size = vocab_size
 
 
 def output_weight(chunk: GPTModel) -> Any:
-    """What a last stage's LM head multiplies by: its own weight or, tied on a stage with both, the embedding's."""
+    """The weight of a last stage's LM head: its own or, if tied on a stage with both, that of the embedding."""
     own = chunk.output_layer.weight
     return chunk.shared_embedding_or_output_weight() if own is None else own
 
 
 def check_head(head: str) -> None:
-    """Raise ``ConfigError`` unless ``head`` is one that we build."""
+    """Raise ``ConfigError`` unless ``head`` is a known one."""
     if head not in get_args(Head):
-        raise ConfigError(f"head must be one of {', '.join(get_args(Head))}; got {head!r}")
+        raise ConfigError(f"head must be one of {', '.join(get_args(Head))}, found {head!r}")
 
 
 def replace_output_layer(model: GPTModel, hf: PretrainedConfig, *, head: str) -> None:
-    """Put the head in the place of the LM head of a last stage. Nothing happens on other stages or for ``head="lm"``.
+    """Replaces the LM head of a last stage by a small head. Other stages, and ``head="lm"``, stay unchanged.
 
     Args:
         model: a chunk, built with ``share_embeddings_and_output_weights=False`` unless head is "lm".
-        hf: says how many labels a classifier has, and whether it has a bias (``...ForTokenClassification`` has).
+        hf: the HF config. It has the number of labels, and by its architecture whether there is a bias
+            (``...ForTokenClassification`` has one).
         head: "lm", "value" (one output) or "classification".
     """
     if head == "lm" or not model.post_process:
@@ -107,7 +108,7 @@ def replace_output_layer(model: GPTModel, hf: PretrainedConfig, *, head: str) ->
 
 
 def initialise_head(model: GPTModel, seed: int) -> None:
-    """Draw a head's weight from N(0, init_method_std) and zero its bias, alike on every rank that is given ``seed``."""
+    """Draws a head's weight from N(0, init_method_std) and zeroes its bias; equal on all ranks with the same seed."""
     head = getattr(model, "output_layer", None)
     if not isinstance(head, ReplicatedHead) or head.weight.is_meta:
         return

@@ -1,7 +1,7 @@
-"""Multi-latent attention as transformers computes it, with whole down projections on either backend.
+"""Multi-latent attention as transformers computes it, on either backend. mcore's own class does the attention.
 
-mcore's own class does the attention. Around it: the latents' norms have an epsilon of their own, the down projections
-are whole on every TP rank, and what the keys of all heads share gets the gradients of all heads.
+Three things differ from mcore. The norms of latents have their own epsilon. Every TP rank holds the down projections
+whole. The part of the keys that all heads share gets the gradients of all heads.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 
 
 def adapt_latent(layer: Any, config: Any, backend: Backend) -> None:
-    """Gives a layer's spec our latent attention, if the model has one. Its norms are modules of their own."""
+    """Puts our latent attention into a layer's spec, if the model has latents. Norms are not fused into linears."""
     if not config.multi_latent_attention:
         return
     if getattr(config, "mla_down_proj_fusion", False):
-        raise ConfigError("mla_down_proj_fusion must be False: its weight has no rule. Remove the override.")
+        raise ConfigError(
+            "mla_down_proj_fusion must be False, found True: no rule maps the fused weight. Remove the override."
+        )
     from megatron.core.transformer.identity_op import IdentityOp
 
     from mcore_bridge.factory.modules.latent_modules import LatentAttention
@@ -37,7 +39,7 @@ def adapt_latent(layer: Any, config: Any, backend: Backend) -> None:
 
 @functools.cache
 def latent_norm(backend: Backend) -> type:
-    """The norm of a latent: with ``config.latent_norm_epsilon``, whatever epsilon mcore passes."""
+    """The norm of a latent. Its epsilon is ``config.latent_norm_epsilon``, not the one that mcore passes."""
     if backend == "torch":
         from mcore_bridge.factory.modules.latent_modules import LatentNorm
 
@@ -45,7 +47,7 @@ def latent_norm(backend: Backend) -> type:
     from megatron.core.extensions.transformer_engine import TENorm
 
     class LatentTENorm:
-        """TransformerEngine's norm; like mcore's ``TENorm``, its constructor returns it."""
+        """Makes a norm of TransformerEngine. As with mcore's ``TENorm``, the constructor returns another class."""
 
         def __new__(cls, config: MLATransformerConfig, hidden_size: int, eps: float = 1e-5, **arguments: Any) -> Any:
             return TENorm(config=config, hidden_size=hidden_size, eps=config.latent_norm_epsilon, **arguments)

@@ -1,4 +1,4 @@
-"""The modules of latent attention: mcore's class with its slots as the spec says them, and plain torch ones for two."""
+"""The modules of latent attention: mcore's class with the modules of its spec, and a norm and a linear in torch."""
 
 from __future__ import annotations
 
@@ -23,52 +23,52 @@ class LatentNorm(Norm):
 
 
 class ReplicatedLinear(nn.Module):
-    """A linear layer that every TP rank holds whole; under SP each applies it to its own tokens."""
+    """A linear layer that every TP rank holds whole. With SP, each rank applies it to its own tokens."""
 
-    # Besides, mcore says of the linear layers of an indexer that they are what this one is.
+    # mcore passes further arguments to the linear layers of an indexer, which ask for what this one is.
     def __init__(self, input_size: int, output_size: int, config: MLATransformerConfig, **arguments: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(output_size, input_size, **placement(config)))
-        # finalize_model_grads sums over TP what carries this mark.
+        # finalize_model_grads sums the gradients of parameters with this mark over TP.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         if config.perform_initialization:
             config.init_method(self.weight)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        """The output, and no bias, as mcore's linear layers return them."""
+        """The output, and None for the bias, as mcore's linear layers return them."""
         return nn.functional.linear(hidden, self.weight), None
 
 
 def hold_whole(attention: nn.Module, config: MLATransformerConfig) -> None:
-    """Makes whole the down projections that mcore has cut, as it does in torch and not in TransformerEngine."""
+    """Replaces down projections that mcore has cut by whole ones. It cuts them in torch, not in TransformerEngine."""
     for name in ("linear_q_down_proj", "linear_kv_down_proj"):
         if isinstance(cut := getattr(attention, name, None), ColumnParallelLinear):
             setattr(attention, name, ReplicatedLinear(cut.input_size, cut.output_size, config))
 
 
 class LatentAttention(multi_latent_attention.MLASelfAttention):
-    """mcore's latent attention, whose down projections are whole and whose norms are those of its spec."""
+    """mcore's latent attention with whole down projections, and always with the norms of its spec."""
 
     def __init__(self, config: MLATransformerConfig, submodules: Any, *arguments: Any, **keywords: Any) -> None:
-        if not isinstance(multi_latent_attention.TELinear, type):  # mcore 0.16 takes its stand-in for the class
+        if not isinstance(
+            multi_latent_attention.TELinear, type
+        ):  # without TE, mcore 0.16 takes a stand-in for the class
             multi_latent_attention.HAVE_TE = False
         super().__init__(config, submodules, *arguments, **keywords)
         hold_whole(self, config)
-        if self.tp_group.size() > 1 and not config.sequence_parallel:  # with SP, mcore's gather sums
+        if self.tp_group.size() > 1 and not config.sequence_parallel:  # with SP, mcore's gather sums them
             self.linear_kv_down_proj.register_forward_hook(self._sum_gradient_of_rotated)
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """mcore 0.19 asks for norms where ``qk_layernorm`` says, and for one on queries that have no latent."""
+        """The modules of the spec. mcore 0.19 itself would choose norms by ``qk_layernorm``."""
         projections = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
         return {name: getattr(submodules, name) for name in (*projections, "q_layernorm", "kv_layernorm")}
 
     def _sum_gradient_of_rotated(self, linear: nn.Module, inputs: Any, outputs: tuple[Tensor, None]) -> Any:
-        """All heads share the rotated part of the keys, and each TP rank has the gradients of its own heads only."""
+        """Sums the gradients of the rotated keys over TP: all heads share these, and a rank has only its own heads."""
         combined, bias = outputs
         latent, rotated = combined.split((self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim), dim=-1)
         rotated = copy_to_tensor_model_parallel_region(rotated, group=self.tp_group)
         if rotated.requires_grad:
-            rotated.register_hook(
-                Tensor.contiguous
-            )  # of other gradients, mcore reduces a copy and returns the original
+            rotated.register_hook(Tensor.contiguous)  # for other gradients mcore returns the unreduced original
         return torch.cat((latent, rotated), dim=-1), bias

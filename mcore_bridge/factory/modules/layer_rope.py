@@ -1,6 +1,7 @@
-"""Two ropes in one model: layers with a window rotate by ``config.hf_sliding_rope``, the others by ``hf_rope``.
+"""Two ropes in one model: layers with a window use ``config.hf_sliding_rope``, the others ``hf_rope``.
 
-mcore computes one tensor of angles for all layers. Here it holds those of both ropes, and each layer takes its own.
+mcore computes one tensor of angles for all layers. Here it holds the angles of both ropes, and each layer takes its
+own.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ _FULL, _SLIDING = 0, 1
 
 
 def adapt_layer_rope(layer: Any, config: TransformerConfig, backend: str) -> None:
-    """Attention that takes the angles of its own rope, where ``config.hf_sliding_rope`` is set."""
+    """Makes a layer's attention take the angles of its own rope, if ``config.hf_sliding_rope`` is set."""
     if getattr(config, "hf_sliding_rope", None) is not None:
         layer.self_attention.module = of_own_rope(layer.self_attention.module)
 
 
 def both_ropes(chunk: GPTModel) -> None:
-    """Put the rope of the sliding layers, if they have one, next to the one that the chunk has by now."""
+    """Adds the rope of the sliding layers, if they have one, to the rope of the chunk."""
     config = chunk.config
     if (rope := getattr(config, "hf_sliding_rope", None)) is not None:
         sliding = HFRotaryEmbedding(rope, rotary_interleaved=config.rotary_interleaved, cp_group=chunk.pg_collection.cp)
@@ -45,23 +46,23 @@ class BothRotaryEmbeddings(nn.Module):
         self.full, self.sliding = full, sliding
 
     def get_rotary_seq_len(self, *arguments: Any, **options: Any) -> int:
-        """mcore's: the length for which angles are needed."""
+        """The length for which angles are needed, from mcore."""
         length: int = self.full.get_rotary_seq_len(*arguments, **options)
         return length
 
     def forward(self, *arguments: Any, **options: Any) -> Tensor:
-        """``[2, s, 1, 1, rotated dims]``."""
+        """The angles of both ropes, ``[2, s, 1, 1, rotated dims]``."""
         return torch.stack((self.full(*arguments, **options), self.sliding(*arguments, **options)))
 
 
 @functools.cache
 def of_own_rope(attention: type) -> type:
-    """``attention`` that is given the angles of two ropes and takes its own."""
+    """A subclass of ``attention`` that gets the angles of two ropes and takes its own."""
     return type(f"{attention.__name__}OfOwnRope", (OwnRope, attention), {"__doc__": OwnRope.__doc__})
 
 
 class OwnRope(nn.Module):
-    """Attention with the angles, and the attention factor, of its own rope of two."""
+    """Attention that gets the angles of two ropes, and uses the angles and the attention factor of its own."""
 
     def __init__(self, *places: Any, config: TransformerConfig, layer_number: int, **arguments: Any) -> None:
         slides = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
@@ -75,7 +76,7 @@ class OwnRope(nn.Module):
 
 
 def _with_attention_factor(config: TransformerConfig, rope: Rope) -> TransformerConfig:
-    """``config`` for layers of ``rope``: mcore's attention reads the attention factor from its config."""
+    """A copy of ``config`` with the attention factor of ``rope``, which mcore's attention reads there."""
     own = copy.copy(config)
     for name in ATTENTION_FACTOR:
         vars(own).pop(name, None)

@@ -1,6 +1,6 @@
-"""Norms in other places than mcore has them: behind the output projections, over all heads at once, after the rope.
+"""Norms in places where mcore has none: after the output projections, over all heads at once, after the rope.
 
-What a config asks for it says by ``norm_placement`` and ``qk_norm_kind``; without these, specs stay as they are.
+A config asks for them by ``norm_placement`` and ``qk_norm_kind``. Without these attributes, specs stay unchanged.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 def adapt_norm_placement(layer: Any, config: TransformerConfig, backend: Backend) -> None:
-    """Norms behind attention and MLP ("sandwich"), and only there ("post").
+    """Puts norms after attention and MLP. With "post" it also removes those before them.
 
     Args:
         layer: the submodules of a layer, changed in place.
-        config: its ``norm_placement`` is "pre" (mcore's own, as without the attribute), "post" or "sandwich".
-        backend: whose modules the layer has.
+        config: its ``norm_placement`` is "pre" (the default; mcore's own), "post" or "sandwich".
+        backend: that of the layer's modules.
     """
     placement = getattr(config, "norm_placement", "pre")
     if placement == "pre":
@@ -42,26 +42,26 @@ def adapt_norm_placement(layer: Any, config: TransformerConfig, backend: Backend
     mlp.linear_fc2 = post_normed(mlp.linear_fc2, norm)
     if placement == "post":
         layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
-        if backend == "te":  # whose linear layers would norm what they are given
+        if backend == "te":  # its usual linear layers have a norm inside
             from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 
             attention.linear_qkv = mlp.linear_fc1 = TEColumnParallelLinear
 
 
 def adapt_query_key_norms(layer: Any, config: TransformerConfig, backend: Backend) -> None:
-    """Norms of queries and keys that are not mcore's.
+    """Puts our norms of queries and keys into a layer's spec, if mcore has no such norms.
 
     Args:
         layer: the submodules of a layer, changed in place.
-        config: its ``qk_norm_kind`` is "head" (mcore's own, as without the attribute), "all_heads" (one norm over all
-            heads together) or "after_rope" (each head, rotated). ``qk_layernorm`` must be set, by which mcore knows
-            that the gradients of ``q_layernorm`` and ``k_layernorm`` are to be summed over the TP ranks.
-        backend: whose modules the layer has.
+        config: its ``qk_norm_kind`` is "head" (the default; mcore's own), "all_heads" (one norm over all heads
+            together) or "after_rope" (each head, after rotation). ``qk_layernorm`` must be set: by it mcore sums the
+            gradients of ``q_layernorm`` and ``k_layernorm`` over the TP ranks.
+        backend: that of the layer's modules.
     """
     kind, attention = getattr(config, "qk_norm_kind", "head"), layer.self_attention.submodules
     if kind == "all_heads":
         if backend == "te":
-            say("TransformerEngine has no norm over the heads of several ranks: those of queries and keys are torch's")
+            say("TransformerEngine has no norm over the heads of several ranks: queries and keys use torch's norm")
         attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
     elif kind == "after_rope":
         attention.q_layernorm = attention.k_layernorm = IdentityOp
@@ -70,12 +70,12 @@ def adapt_query_key_norms(layer: Any, config: TransformerConfig, backend: Backen
 
 @functools.cache
 def post_normed(linear: type, norm: type) -> type:
-    """``linear``, an output projection, with ``norm`` behind it."""
+    """A subclass of ``linear``, an output projection, with ``norm`` after it."""
     return type(f"PostNormed{linear.__name__}", (PostNorm, linear), {"norm": norm, "__doc__": PostNorm.__doc__})
 
 
 class PostNorm(nn.Module):
-    """An output projection that norms what it gives: after the reduction over TP and after its bias."""
+    """An output projection with a norm of its output, after the reduction over TP and after the bias."""
 
     norm: ClassVar[type]
 
@@ -89,10 +89,10 @@ class PostNorm(nn.Module):
 
 
 class AllHeadsNorm(Norm):
-    """RMSNorm of all heads together, in mcore's slot for a norm of each.
+    """RMSNorm over all heads together, in mcore's slot for a norm of each head.
 
-    Every TP rank holds the weight of all heads and uses the part of its own. So its gradient is zero in the other
-    parts, and the sum over ranks, which mcore makes for parameters of these names, is the whole.
+    Every TP rank holds the weights of all heads, and uses those of its own. Its gradient is zero for the others, so the
+    sum over ranks, which mcore computes for parameters of these names, is the whole gradient.
     """
 
     heads: ClassVar[str]
@@ -101,42 +101,44 @@ class AllHeadsNorm(Norm):
         self.num_heads, self.head_dim = getattr(config, self.heads), hidden_size
         super().__init__(config, self.num_heads * hidden_size, eps)
         if not self.rms:
-            raise ConfigError(f"normalization must be RMSNorm to norm all heads together, not {config.normalization!r}")
+            raise ConfigError(
+                f"normalization must be RMSNorm to norm all heads together, found {config.normalization!r}"
+            )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """``[..., heads of this rank, dim]``."""
+        """Norms heads ``[..., heads of this rank, dim]``."""
         group = parallel_state.get_tensor_model_parallel_group()
         held = hidden.size(-2)
         squares = hidden.float().square().sum((-2, -1), keepdim=True)
-        if group.size() > 1:  # summed on the way back as well: each rank's output depends on all ranks' heads
+        if group.size() > 1:  # the backward sums too: the output of a rank depends on the heads of all
             squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
-        heads_summed = held * group.size()  # more than there are where ranks share a key head
+        heads_summed = held * group.size()  # ranks may share a key head, which then counts for each
         first = group.rank() * self.num_heads // group.size()
         weight = self.weight.view(self.num_heads, self.head_dim)[first : first + held]
         return self.scaled(hidden, squares / (heads_summed * self.head_dim), weight)
 
 
 class QueryNorm(AllHeadsNorm):
-    """Over all query heads."""
+    """RMSNorm over all query heads."""
 
     heads = "num_attention_heads"
 
 
 class KeyNorm(AllHeadsNorm):
-    """Over all key heads."""
+    """RMSNorm over all key heads."""
 
     heads = "num_query_groups"
 
 
 @functools.cache
 def normed_after_rope(core_attention: type, norm: type) -> type:
-    """``core_attention`` with a ``norm`` of each head of queries and keys in front of it."""
+    """A subclass of ``core_attention`` that first norms each head of queries and keys."""
     name = f"NormedAfterRope{core_attention.__name__}"
     return type(name, (NormAfterRope, core_attention), {"norm": norm, "__doc__": NormAfterRope.__doc__})
 
 
 class NormAfterRope(nn.Module):
-    """Attention that norms the queries and keys that it is given, which are rotated already."""
+    """Core attention that first norms queries and keys, which are already rotated."""
 
     norm: ClassVar[type]
 
@@ -152,5 +154,5 @@ class NormAfterRope(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """For a checkpoint of megatron-core, whose own attention has no norms in it and says nothing of them."""
+        """Its parameters for a checkpoint of megatron-core, whose own core attention has none."""
         return sharded_tensors(self, prefix, sharded_offsets)

@@ -1,7 +1,7 @@
-"""The rotary embedding of a model: transformers' inverse frequencies behind mcore's interface.
+"""The rotary embedding of a model: the inverse frequencies of transformers with the interface of mcore.
 
-Stateless in the length: the same ``max_seq_len`` always gives the same frequencies, on every rank and in every order.
-The attention factor is not here: mcore multiplies cosines and sines by what it reads from the config.
+It does not remember earlier lengths: the same ``max_seq_len`` gives the same frequencies, on every rank and in any
+order. mcore reads the attention factor from the config, and multiplies cosines and sines by it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class HFRotaryEmbedding(RotaryEmbedding):
     """``model.rotary_pos_emb`` with any rope of transformers, the dynamic type included.
 
     Args:
-        rope: what transformers computes.
-        rotary_interleaved: mcore's order of a head's dims (pairs side by side instead of halves).
-        cp_group: the context-parallel group, each of whose ranks gets the angles of its own tokens.
+        rope: parameters and frequencies.
+        rotary_interleaved: whether the dims of a pair are neighbours in a head, instead of one in each half.
+        cp_group: the context-parallel group. Each of its ranks gets the angles of its own tokens.
     """
 
     def __init__(self, rope: Rope, *, rotary_interleaved: bool, cp_group: ProcessGroup | None) -> None:
-        nn.Module.__init__(self)  # mcore's own would compute frequencies by its formulas, on a CUDA device
+        nn.Module.__init__(self)  # mcore's constructor would compute its own frequencies, on a CUDA device
         self.rope, self.rotary_interleaved, self.cp_group = rope, rotary_interleaved, cp_group
-        self.seq_len_interpolation_factor = None  # what the factor does is in the frequencies already
+        self.seq_len_interpolation_factor = None  # the frequencies already include it
         self.inv_freq = rope.frequencies(None)
         self._angles: tuple[tuple[int, int, torch.device], Tensor] | None = None
 
@@ -41,7 +41,7 @@ class HFRotaryEmbedding(RotaryEmbedding):
         """The angles of positions ``offset`` to ``offset + max_seq_len``: fp32 ``[max_seq_len, rotated dims / 2]``."""
         device = torch.device(torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
         key = (max_seq_len, offset, device)
-        if self._angles is None or self._angles[0] != key:  # all microbatches of a step ask for the same
+        if self._angles is None or self._angles[0] != key:  # usually the same for all microbatches of a step
             frequencies = self.rope.frequencies(offset + max_seq_len) if self.rope.is_dynamic else self.inv_freq
             positions = torch.arange(offset, offset + max_seq_len, dtype=torch.float32, device=device)
             self._angles = key, torch.outer(positions, frequencies.to(device))
@@ -62,9 +62,9 @@ class HFRotaryEmbedding(RotaryEmbedding):
 
         Args:
             max_seq_len: tokens of the whole sequence, over all CP ranks.
-            offset: the position of the first one.
-            packed_seq: sequences are packed, and mcore cuts the angles itself.
-            cp_group: instead of the constructor's.
+            offset: the position of the first token.
+            packed_seq: whether sequences are packed; mcore then cuts the angles itself.
+            cp_group: a context-parallel group to use instead of the constructor's.
         """
         emb = self.get_emb(max_seq_len, offset)
         group = cp_group or self.cp_group
@@ -72,32 +72,33 @@ class HFRotaryEmbedding(RotaryEmbedding):
             return emb
         if max_seq_len % (2 * group.size()):
             raise ConfigError(
-                f"cp={group.size()} needs a sequence length divisible by {2 * group.size()}, not {max_seq_len}"
+                f"the sequence length must be a multiple of {2 * group.size()} with cp={group.size()}, found "
+                f"{max_seq_len}: pad sequences, as pack_sequences does"
             )
         return own_text(emb, group)
 
 
 class LatentRotaryEmbedding(HFRotaryEmbedding):
-    """What mcore's multi-latent attention asks for where ``rope_type`` is "yarn": the attention factor as well."""
+    """The rope for mcore's multi-latent attention, which with ``rope_type`` "yarn" also wants the attention factor."""
 
     def __init__(self, rope: Rope, *, cp_group: ProcessGroup | None) -> None:
         super().__init__(rope, rotary_interleaved=False, cp_group=cp_group)
         self.attention_factor = rope.attention_factor
 
     def forward(self, *arguments: Any, **keywords: Any) -> tuple[Tensor, float]:  # type: ignore[override]
-        """The angles, and what cosines and sines are multiplied by."""
+        """The angles, and the attention factor."""
         return super().forward(*arguments, **keywords), self.attention_factor
 
     def get_cached_cos_sin(
         self, seq_len: int, offset: int = 0, dtype: torch.dtype = torch.float32, packed_seq: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, multiplied, for mcore's fused kernel (``apply_rope_fusion``)."""
+        """Cosines and sines times the attention factor, for mcore's fused kernel (``apply_rope_fusion``)."""
         angles, factor = self(seq_len, offset, packed_seq)
         return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
 def replace_rotary(chunk: GPTModel) -> None:
-    """Transformers' rope for every rope that mcore built: the chunk's, or one for all its latent attentions."""
+    """Replaces every rope that mcore built: that of the chunk, or by a shared one those of its latent attentions."""
     rope, cp_group = chunk.config.hf_rope, chunk.pg_collection.cp
     if hasattr(chunk, "rotary_pos_emb"):
         interleaved = chunk.config.rotary_interleaved
@@ -105,5 +106,5 @@ def replace_rotary(chunk: GPTModel) -> None:
     if chunk.config.multi_latent_attention:
         shared = LatentRotaryEmbedding(rope, cp_group=cp_group)
         for module in list(chunk.modules()):
-            if isinstance(getattr(module, "rotary_pos_emb", None), RotaryEmbedding):  # an indexer has one as well
+            if isinstance(getattr(module, "rotary_pos_emb", None), RotaryEmbedding):  # indexers have one too
                 module.rotary_pos_emb = shared

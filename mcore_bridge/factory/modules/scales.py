@@ -1,4 +1,4 @@
-"""What multiplies embeddings and caps logits: forward hooks, so that weights stay those of the checkpoint."""
+"""Scaled embeddings and capped logits, by forward hooks: weights stay those of the checkpoint."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def scale_embedding(chunk: GPTModel) -> None:
-    """Word embeddings times ``config.embedding_scale``, where that is set. A tied output layer is not scaled."""
+    """Multiplies word embeddings by ``config.embedding_scale``, if it is set. A tied output layer is not scaled."""
     scale = getattr(chunk.config, "embedding_scale", None)
     if scale is not None and hasattr(chunk, "embedding"):
         chunk.embedding.word_embeddings.register_forward_hook(EmbeddingScale(scale))
 
 
 def cap_logits(chunk: GPTModel) -> None:
-    """Logits between minus and plus ``config.logit_softcap``, softly, where that is set; the weight says so too."""
+    """Caps logits softly at plus and minus ``config.logit_softcap``, if it is set; also an attribute of the weight."""
     cap = getattr(chunk.config, "logit_softcap", None)
     if cap is not None and chunk.post_process:
         chunk.output_layer.register_forward_hook(LogitSoftcap(cap))
@@ -29,7 +29,7 @@ def cap_logits(chunk: GPTModel) -> None:
 
 
 class EmbeddingScale:
-    """A forward hook that multiplies by the scale as transformers rounds it: to the dtype of the embeddings."""
+    """A forward hook that multiplies by the scale, rounded to the dtype of the embeddings as in transformers."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -39,7 +39,7 @@ class EmbeddingScale:
 
 
 class LogitSoftcap:
-    """A forward hook of the LM head, which gives logits and a bias that is not added yet."""
+    """A forward hook of the LM head, whose output is the logits and a bias that is not yet added."""
 
     def __init__(self, cap: float) -> None:
         self.cap = cap

@@ -1,4 +1,4 @@
-"""Attention that needs its scores in memory, as no fused kernel of torch does these things: soft caps and sinks."""
+"""Core attention with soft caps and sinks. It keeps scores in memory, since torch's fused kernels have neither."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def adapt_scores(layer: Any, config: TransformerConfig, backend: str) -> None:
-    """``ScoresCoreAttention`` for soft caps on either backend, as TE has none, and for sinks on the torch backend."""
+    """Puts in ``ScoresCoreAttention`` for soft caps, which TE does not have either, and for sinks on backend torch."""
     capped = getattr(config, "attention_softcap", None) is not None
     if capped and backend == "te":
-        say("TransformerEngine has no attention with soft caps: those layers have torch's")
+        say("TransformerEngine has no attention with soft caps: these layers use torch's")
     if capped or (backend == "torch" and config.softmax_type == "learnable"):
         layer.self_attention.submodules.core_attention = ScoresCoreAttention
 
@@ -26,8 +26,8 @@ def adapt_scores(layer: Any, config: TransformerConfig, backend: str) -> None:
 class ScoresCoreAttention(CoreAttention):
     """``CoreAttention`` in the steps of transformers' eager attention.
 
-    ``config.attention_softcap`` holds scores between minus and plus that number by a tanh. With ``softmax_type``
-    "learnable", each head has a sink: a score of its own, ``softmax_offset``, that takes part in the softmax only.
+    With ``config.attention_softcap``, a tanh keeps scores between minus and plus that number. With ``softmax_type``
+    "learnable", each head has a sink: a learned score, ``softmax_offset``, that only adds to the sum of the softmax.
     """
 
     softmax_types: ClassVar[tuple[str, ...]] = ("vanilla", "learnable")
@@ -45,7 +45,7 @@ class ScoresCoreAttention(CoreAttention):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """For a checkpoint of megatron-core: the sinks are cut over TP, and taken for replicas otherwise."""
+        """Its parameters for a checkpoint of megatron-core, with the sinks cut over TP."""
         return sharded_tensors(self, prefix, sharded_offsets)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, *, causal: bool) -> Tensor:

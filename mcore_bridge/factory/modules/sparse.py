@@ -1,8 +1,7 @@
-"""Latent attention in which each query sees only the tokens that an indexer selects (megatron-core 0.19's "dsa").
+"""Sparse attention: latent attention over the tokens that an indexer selects for each query (mcore 0.19's "dsa").
 
-mcore's own classes compute it, in plain torch on either backend where no fused kernels are asked for. Around them, as
-for all latent attention: the latents' norms have an epsilon of their own, and the down projections are whole on every
-TP rank.
+mcore's own classes compute it, on either backend in plain torch unless fused kernels are requested. As with all latent
+attention, the norms of latents have their own epsilon, and every TP rank holds the down projections whole.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def adapt_sparse(layer: Any, config: Any, backend: Backend) -> None:
-    """Gives a layer's spec sparse attention in the slots of our latent attention, if the model has it."""
+    """Puts sparse attention into a layer's spec, with the modules of our latent attention, if the model has it."""
     if config.experimental_attention_variant != "dsa":
         return
     _require_no_recompute(config)
     if backend == "te":
-        say("TransformerEngine has no attention to tokens that an indexer selects: megatron-core computes it in torch")
+        say("TransformerEngine has no sparse attention: megatron-core computes it in torch")
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.experimental_attention_variant.absorbed_mla import (
         AbsorbedMLASelfAttentionSubmodules,
@@ -65,12 +64,15 @@ def _core(latent: Any, backend: Backend) -> Any:
 
 
 def _require_no_recompute(config: Any) -> None:
-    """mcore keeps the selections of the latest forward pass only, and those of another microbatch would be used."""
+    """Raises ``ConfigError`` if attention is recomputed and layers share selections.
+
+    mcore keeps only the selections of the latest forward, so those of another microbatch would be used.
+    """
     granularity = config.recompute_granularity
     recomputed = granularity == "full" or (granularity == "selective" and "core_attn" in config.recompute_modules)
     if recomputed and config.dsa_indexer_topk_freq > 1:
         raise ConfigError(
-            f"recompute_granularity must not recompute attention where layers share what an indexer has selected, "
-            f"found {granularity!r} with recompute_modules={config.recompute_modules}: megatron-core has forgotten the "
-            "selection by then. Recompute other modules."
+            "attention must not be recomputed in a model whose layers share selections, found recompute_granularity="
+            f"{granularity!r}, recompute_modules={config.recompute_modules}: megatron-core no longer has the selection "
+            "then. Recompute other modules."
         )

@@ -1,4 +1,4 @@
-"""The module of sparse latent attention, which megatron-core has since 0.19: import it only where a model has it."""
+"""The module of sparse attention. Import it only for a model that has it: it needs megatron-core 0.19."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class SparseLatentAttention(AbsorbedMLASelfAttention):
-    """mcore's attention to selected tokens, in the space of latents, whose down projections are whole.
+    """mcore's sparse attention with whole down projections.
 
-    Only a loss of its own trains the indexer. Where ``dsa_indexer_loss_coeff`` asks for none it is frozen: otherwise an
-    optimizer would decay it, and mcore's DDP would wait for its gradients where it overlaps their reduction.
+    Only a separate loss trains the indexer. If ``dsa_indexer_loss_coeff`` is zero, the indexer is frozen: otherwise
+    weight decay would change it, and mcore's DDP would wait for its gradients when it overlaps their reduction.
     """
 
     def __init__(self, config: MLATransformerConfig, submodules: Any, *arguments: Any, **keywords: Any) -> None:

@@ -1,6 +1,6 @@
-"""What TransformerEngine's attention lacks, and what takes its place, layer by layer: torch's, and a message says so.
+"""Chooses the core attention of each layer under backend te: TransformerEngine's, or torch's where TE lacks a feature.
 
-What is lacking was read in TransformerEngine 2.11 and tried on GPUs; newer ones lack less.
+The missing features were read in the code of TransformerEngine 2.11 and tried on GPUs. Newer releases have more.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 CP_COMM_TYPES = (None, "p2p", "all_gather", "a2a", "a2a+p2p")
-"""What ``cp_comm_type`` may be: None is what each layer can have. No list: megatron-core 0.16 takes the value of the
-next layer from one."""
+"""Values of ``cp_comm_type``. None: the best one for each layer. A list is refused, since megatron-core 0.16 takes the
+value of the next layer from it."""
 _RINGS = ("p2p", "a2a+p2p")
 
 
 def adapt_kernel(layer: Any, config: TransformerConfig, number: int) -> None:
-    """Gives layer ``number`` (from 0) what attends best of what computes all that its config says."""
+    """Puts the fastest core attention that supports the config into the spec of layer ``number`` (from 0)."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     attention = layer.self_attention.submodules
@@ -35,20 +35,20 @@ def adapt_kernel(layer: Any, config: TransformerConfig, number: int) -> None:
         from mcore_bridge.factory.modules.scores import ScoresCoreAttention
         from mcore_bridge.factory.modules.torch_modules import CoreAttention
 
-        say(f"TransformerEngine has no attention {reason}: those layers have torch's")
+        say(f"TransformerEngine has no attention {reason}: these layers use torch's")
         attention.core_attention = ScoresCoreAttention if sinks else CoreAttention
     elif sinks:
-        say("TransformerEngine has no attention with sinks for packed sequences: they have torch's")
+        say("TransformerEngine has no attention with sinks for packed sequences: these use torch's")
         attention.core_attention = with_sinks(TEDotProductAttention)
     elif windowed and config.context_parallel_size > 1 and config.cp_comm_type is None:
         layer.self_attention.params = {**(layer.self_attention.params or {}), "cp_comm_type": "a2a"}
 
 
 def lacking(config: TransformerConfig, *, windowed: bool) -> str:
-    """What a layer's attention has that TransformerEngine's has not, packed or not; nothing without CP.
+    """The feature of a layer's attention that TransformerEngine lacks with CP; "" if it has all, or without CP.
 
     Raises:
-        ConfigError: for a ``cp_comm_type`` with which results would be wrong.
+        ConfigError: ``cp_comm_type`` would give wrong results.
     """
     cp, latent = config.context_parallel_size, config.multi_latent_attention
     if cp == 1:
@@ -58,7 +58,7 @@ def lacking(config: TransformerConfig, *, windowed: bool) -> str:
     if config.params_dtype is torch.float32:
         return "in fp32 under context parallelism"
     if config.softmax_type != "vanilla":
-        return "with sinks under context parallelism, whose gradients megatron-core would sum once more"
+        return "with sinks under context parallelism (megatron-core would sum their gradients twice)"
     if not _has_kernel(dims := _head_dims(config)):
         return f"for heads of {sorted(dims)} under context parallelism"
     if windowed and (latent or config.attention_dropout):
@@ -69,12 +69,12 @@ def lacking(config: TransformerConfig, *, windowed: bool) -> str:
         return f"for queries and values of different size for cp_comm_type={kind!r}"
     dealt = _dealt(config, windowed=windowed)
     if _groups(config) % dealt:
-        return f"under context parallelism of {dealt} ranks that {_groups(config)} key heads are dealt to"
+        return f"under context parallelism that deals out {_groups(config)} key heads to {dealt} ranks"
     return ""
 
 
 def _dealt(config: TransformerConfig, *, windowed: bool) -> int:
-    """Over how many ranks heads are dealt while a layer attends."""
+    """The number of ranks that share out the heads while a layer attends."""
     if config.cp_comm_type == "a2a+p2p":
         return int(config.hierarchical_context_parallel_sizes[0])
     by_heads = config.cp_comm_type == "a2a" or (windowed and config.cp_comm_type is None)
@@ -82,7 +82,7 @@ def _dealt(config: TransformerConfig, *, windowed: bool) -> int:
 
 
 def _exchange(config: TransformerConfig) -> str | None:
-    """How ranks exchange keys: of two levels, one of which has one rank, TransformerEngine takes the other alone."""
+    """How ranks exchange keys. If one of two levels has a single rank, TransformerEngine uses only the other."""
     if config.cp_comm_type == "a2a+p2p" and 1 in config.hierarchical_context_parallel_sizes:
         return "p2p" if config.hierarchical_context_parallel_sizes[0] == 1 else "a2a"
     return config.cp_comm_type
@@ -94,27 +94,27 @@ def _require_known(config: TransformerConfig) -> None:
     if config.cp_comm_type == "a2a+p2p" and not config.hierarchical_context_parallel_sizes:
         # TransformerEngine would attend to this rank's tokens only.
         raise ConfigError(
-            'cp_comm_type="a2a+p2p" needs groups of two levels: initialise them and the model with '
-            "ParallelDims(hierarchical_context_parallel_sizes=(neighbours, rings)), whose product is cp"
+            'cp_comm_type="a2a+p2p" needs groups of two levels, found none: set ParallelDims('
+            "hierarchical_context_parallel_sizes=(neighbours, rings)), whose product is cp, for groups and model"
         )
 
 
 def _head_dims(config: TransformerConfig) -> set[int]:
-    """Of queries and keys, and of values."""
+    """Head dims of queries and keys, and of values."""
     if config.multi_latent_attention:
         return {config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim}
     return {config.kv_channels}
 
 
 def _has_kernel(dims: set[int]) -> bool:
-    """Whether a fused kernel takes heads of these dims. Tried on an H200: {64, 96}, {128, 192}, and not {128, 160}."""
+    """Whether a fused kernel supports these head dims. An H200 runs {64, 96} and {128, 192}, but not {128, 160}."""
     if any(dim % 8 or dim > 256 for dim in dims):
         return False
     return len(dims) == 1 or min(dims) < 128 or dims == {128, 192}
 
 
 def _groups(config: TransformerConfig) -> int:
-    """Heads of keys on a rank, which those of queries are a multiple of."""
+    """The number of key heads on a rank."""
     return max(1, (config.num_query_groups or config.num_attention_heads) // config.tensor_model_parallel_size)
 
 
@@ -126,20 +126,20 @@ def _is_windowed(config: TransformerConfig, number: int) -> bool:
 
 @functools.cache
 def with_sinks(fused: type) -> type:
-    """``fused`` (TransformerEngine's attention) for rows, and torch's steps with the same sinks for packed ones."""
+    """A subclass of ``fused`` (TE's attention) that runs packed sequences in torch, with the same sinks."""
     from mcore_bridge.factory.modules.scores import ScoresCoreAttention
 
     class SinkAttention(fused):
-        """Attention with sinks."""
+        """TransformerEngine's attention with sinks; torch's for packed sequences."""
 
         def __init__(
             self, config: TransformerConfig, *places: Any, cp_comm_type: str | None = None, **more: Any
         ) -> None:
             super().__init__(config, *places, cp_comm_type=cp_comm_type, **more)
-            if config.perform_initialization:  # TransformerEngine leaves there what was in memory
+            if config.perform_initialization:  # TransformerEngine leaves it uninitialised
                 config.init_method(self.softmax_offset)
             steps = ScoresCoreAttention(config, *places, **more)
-            self.__dict__["steps"] = steps  # no submodule: the sinks have one name
+            self.__dict__["steps"] = steps  # not a submodule, so the sinks have only one name
 
         def forward(
             self, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, packed_seq_params: Any = None, **more: Any

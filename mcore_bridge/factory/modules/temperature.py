@@ -1,4 +1,4 @@
-"""A temperature of queries that grows with their place in the text, as llama 4 and ministral3 have it."""
+"""A temperature of queries that grows with their position in the text, as in llama 4 and ministral3."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def adapt_query_temperature(layer: Any, config: TransformerConfig) -> None:
-    """Multiplies queries before the core attention of either backend, where the rope of the config says so."""
+    """Makes core attention multiply queries by a temperature, if the rope of the config has one."""
     rope = getattr(config, "hf_rope", None)
     if rope is not None and rope.query_temperature is not None:
         attention = layer.self_attention.submodules
@@ -22,19 +22,19 @@ def adapt_query_temperature(layer: Any, config: TransformerConfig) -> None:
 
 @functools.cache
 def tempered(core_attention: type) -> type:
-    """``core_attention`` (a class that mcore would build) with a temperature of its queries."""
+    """A subclass of ``core_attention`` that multiplies queries by their temperature."""
     from megatron.core import parallel_state
 
     from mcore_bridge.factory.modules.torch_modules import places_in_sequences, places_in_text
 
     class TemperedAttention(core_attention):
-        """Attention of ``query * (1 + beta * log(1 + place // length))``."""
+        """Core attention of ``query * (1 + beta * log(1 + position // length))``."""
 
         def __init__(self, config: Any, *arguments: Any, pg_collection: Any = None, **keywords: Any) -> None:
             super().__init__(config, *arguments, pg_collection=pg_collection, **keywords)
             self.temperature = config.hf_rope.query_temperature
-            found = parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
-            self.text_group = found
+            group = parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
+            self.text_group = group
 
         def forward(
             self, query: Tensor, key: Tensor, *arguments: Any, packed_seq_params: Any = None, **keywords: Any
@@ -51,5 +51,5 @@ def tempered(core_attention: type) -> type:
 
 
 def temperature(places: Tensor, beta: float, length: float) -> Tensor:
-    """What the queries at these places are multiplied by, fp32."""
+    """The factor of queries at these positions, in fp32."""
     return 1 + beta * torch.log(1 + torch.floor(places / length))

@@ -1,7 +1,7 @@
-"""Plain torch modules for the slots of mcore's layer spec: what mcore's own torch modules refuse (sequence and context
-parallelism, zero-centred norms, sliding windows under them), computed in the order in which transformers computes.
+"""Plain torch modules for the slots of mcore's layer spec. They compute in the order of transformers.
 
-They take mcore's constructor and forward arguments and nothing of ours, so that any spec may use them.
+They support what mcore's own torch modules refuse: sequence and context parallelism, zero-centred norms, and sliding
+windows with them. Their arguments are those of mcore's modules, so any spec may use them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _CAUSAL = frozenset(AttnMaskType[name] for name in ("causal", "padding_causal", 
 
 
 class Norm(nn.Module):
-    """RMSNorm or LayerNorm, by ``config.normalization``: statistics in fp32, cast back, then the weight."""
+    """RMSNorm or LayerNorm, by ``config.normalization``: statistics in fp32, cast back, then times the weight."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
         if config.normalization not in ("RMSNorm", "LayerNorm"):
-            raise ConfigError(f"normalization must be RMSNorm or LayerNorm, not {config.normalization!r}")
+            raise ConfigError(f"normalization must be RMSNorm or LayerNorm, found {config.normalization!r}")
         self.eps, self.rms = eps, config.normalization == "RMSNorm"
         self.zero_centered = config.layernorm_zero_centered_gamma
         self.weight = _parameter(config, hidden_size)
@@ -52,9 +52,9 @@ class Norm(nn.Module):
         return self.scaled(hidden, hidden.float().square().mean(-1, keepdim=True), weight)
 
     def scaled(self, hidden: Tensor, mean_square: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm of ``hidden`` whose mean square is known, fp32; ``weight`` broadcasts."""
+        """RMSNorm of ``hidden``, given its mean square in fp32; ``weight`` broadcasts."""
         normed = hidden.float() * torch.rsqrt(mean_square + self.eps)
-        if self.zero_centered:  # in fp32 up to the end, as gemma does: 1 + weight does not fit in bf16
+        if self.zero_centered:  # fp32 to the end, as in gemma: bf16 would round 1 + weight
             return (normed * (1.0 + weight.float())).to(hidden.dtype)
         return weight * normed.to(hidden.dtype)
 
@@ -67,7 +67,7 @@ def placement(config: TransformerConfig) -> dict[str, Any]:
 
 def _parameter(config: TransformerConfig, size: int) -> nn.Parameter:
     parameter = nn.Parameter(torch.empty(size, **placement(config)))
-    # Under SP each TP rank sees its part of the tokens; finalize_model_grads sums what carries this mark.
+    # With SP each TP rank has some tokens; finalize_model_grads sums the gradients of parameters with this mark.
     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return parameter
 
@@ -75,8 +75,8 @@ def _parameter(config: TransformerConfig, size: int) -> nn.Parameter:
 class CoreAttention(nn.Module):
     """Scaled dot-product attention of mcore's ``[s, b, heads, dim]`` tensors: grouped queries, windows, CP, dropout.
 
-    Under context parallelism every rank gathers all keys and values, puts them in the order of the text (mcore deals
-    rank r the chunks r and 2n-1-r of 2n) and attends with its own queries.
+    With context parallelism, mcore deals rank r the chunks r and 2n-1-r of 2n. Every rank gathers all keys and values,
+    puts them in the order of the text, and attends with its own queries.
     """
 
     softmax_types: ClassVar[tuple[str, ...]] = ("vanilla",)
@@ -91,8 +91,8 @@ class CoreAttention(nn.Module):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
-        k_channels: int | None = None,  # multi-latent attention has keys and values of other dims than kv_channels;
-        v_channels: int | None = None,  # both are read from the tensors
+        k_channels: int | None = None,  # not needed: both dims are read from the tensors
+        v_channels: int | None = None,
     ) -> None:
         super().__init__()
         if config.softmax_type not in self.softmax_types:
@@ -118,26 +118,26 @@ class CoreAttention(nn.Module):
         """Attend.
 
         Args:
-            query: ``[s, b, heads, dim]``, the tokens of this CP rank; ``[s, heads, dim]`` of packed sequences.
-            key: ``[t, b, groups, dim]``, likewise.
-            value: ``[t, b, groups, dim]``, likewise.
-            attention_mask: True hides; broadcasts to ``[b, heads, s, t of all CP ranks in the order of the text]``. Of
-                two dims, it says which tokens count, ``[b, s]`` as transformers has it. It adds to what
-                ``attn_mask_type`` and the window hide.
-            attn_mask_type: how this call differs from the layer's own, if it does.
-            attention_bias: refused.
-            packed_seq_params: where sequences begin that are packed, one behind the other; each is dealt to the CP
-                ranks by itself, and attends to itself.
+            query: ``[s, b, heads, dim]``, the tokens of this CP rank; for packed sequences ``[s, heads, dim]``.
+            key: ``[t, b, groups, dim]``; for packed sequences without ``b``.
+            value: ``[t, b, groups, dim]``; for packed sequences without ``b``.
+            attention_mask: True hides a position, in addition to ``attn_mask_type`` and the window. It broadcasts to
+                ``[b, heads, s, t of all CP ranks in the order of the text]``. With two dims ``[b, s]`` it is a mask as
+                in transformers, where 1 means a token.
+            attn_mask_type: used instead of the layer's own, if it is given.
+            attention_bias: must be None.
+            packed_seq_params: where packed sequences begin. Each attends only to itself, and is dealt to the CP ranks
+                by itself.
 
         Returns:
-            ``[s, b, heads * dim]``; ``[s, heads * dim]`` of packed sequences.
+            ``[s, b, heads * dim]``; for packed sequences ``[s, heads * dim]``.
         """
         if attention_bias is not None:
-            raise ConfigError("CoreAttention takes no attention bias; use backend te")
+            raise ConfigError("attention_bias must be None for CoreAttention: use backend te")
         if packed_seq_params is None:
             return self._sequence(query, key, value, attention_mask, attn_mask_type)
         if attention_mask is not None:
-            raise ConfigError("CoreAttention takes packed sequences or a mask, and not both")
+            raise ConfigError("attention_mask must be None for packed sequences: padding is not packed")
         lengths = packed_lengths(packed_seq_params, self.cp_group.size())
         parts = zip(*(tensor.unsqueeze(1).split(lengths) for tensor in (query, key, value)), strict=True)
         return torch.cat([self._sequence(q, k, v, None, attn_mask_type) for q, k, v in parts]).squeeze(1)
@@ -163,14 +163,14 @@ class CoreAttention(nn.Module):
         return rearrange(context, "b n s d -> s b (n d)")
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, *, causal: bool) -> Tensor:
-        """``[b, n, s, d]`` of everything. Where ``hidden`` is None, a plain triangle is hidden if ``causal``."""
+        """Attention of ``[b, n, s, d]`` tensors. If ``hidden`` is None, ``causal`` hides a plain triangle."""
         return nn.functional.scaled_dot_product_attention(
             query,
             key,
             value,
             attn_mask=None if hidden is None else ~hidden,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=hidden is None and causal,  # torch's own causal kernel, which needs no mask in memory
+            is_causal=hidden is None and causal,  # torch's causal kernel, without a mask in memory
             scale=self.softmax_scale,
             enable_gqa=query.size(1) != key.size(1),
         )
@@ -183,7 +183,7 @@ class CoreAttention(nn.Module):
     def _hidden(
         self, query_positions: Tensor, num_keys: int, *, causal: bool, attention_mask: Tensor | None
     ) -> Tensor | None:
-        """What may not be seen, True hides. None where a plain triangle or nothing at all is hidden."""
+        """A mask in which True hides a position. None: a plain triangle is hidden, or nothing."""
         square = self.cp_group.size() == 1 and query_positions.numel() == num_keys
         if attention_mask is None and self.window_size is None and (square or not causal):
             return None
@@ -195,42 +195,42 @@ class CoreAttention(nn.Module):
         return hidden if attention_mask is None else hidden | attention_mask
 
     def _rng(self) -> contextlib.AbstractContextManager[None]:
-        """Heads of other TP ranks drop other places. Under SP the whole block already runs in the tracker's state."""
+        """A random state in which TP ranks drop different places. With SP, the whole block already runs in it."""
         if self.dropout == 0.0 or not self.training or self.sequence_parallel:
             return contextlib.nullcontext()
         return get_cuda_rng_tracker().fork()
 
 
 def _padding(counting: Tensor, query_positions: Tensor, cp_group: Any) -> Tensor:
-    """``[b, 1, s, t]``: hides what does not count, but from itself, so that no token is left without any to see."""
+    """``[b, 1, s, t]``, True where padding is hidden. Padding still sees itself, so that every row has something."""
     shown = gather_text(counting.bool().t(), cp_group).t()
     places = torch.arange(shown.size(1), device=shown.device)
     return ~shown[:, None, None, :] & (places != query_positions[:, None])
 
 
 def sharded_tensors(attention: nn.Module, prefix: str, sharded_offsets: tuple[Any, ...]) -> dict[str, Any]:
-    """The ``sharded_state_dict`` of core attention with parameters, of which TP cuts the sinks, one for each head."""
+    """The ``sharded_state_dict`` of core attention with parameters. TP cuts the sinks, one per head."""
     from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
     own, cut = attention.state_dict(keep_vars=True), {"softmax_offset": 0}
-    found: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, cut, sharded_offsets)
-    return found
+    tensors: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, cut, sharded_offsets)
+    return tensors
 
 
 def packed_lengths(packed: Any, num_ranks: int) -> list[int]:
-    """Of each packed sequence, with its padding, the tokens that a context-parallel rank has."""
+    """The number of tokens that a context-parallel rank has of each packed sequence, padding included."""
     padded = getattr(packed, "cu_seqlens_q_padded", None)
     starts = packed.cu_seqlens_q if padded is None else padded
     return [length // num_ranks for length in starts.diff().tolist()]
 
 
 def zigzag(rank: int, num_ranks: int) -> tuple[int, int]:
-    """The two chunks, of ``2 * num_ranks``, that mcore gives to a context-parallel rank: one early, one late."""
+    """The two of ``2 * num_ranks`` chunks that mcore gives to a context-parallel rank: one early, one late."""
     return rank, 2 * num_ranks - 1 - rank
 
 
 def gather_text(own: Tensor, cp_group: Any) -> Tensor:
-    """The tokens (dim 0) of all context-parallel ranks in the order of the text; backward sums their gradients."""
+    """The tokens (dim 0) of all context-parallel ranks, in the order of the text. The backward sums gradients."""
     num_ranks = cp_group.size()
     if num_ranks == 1:
         return own
@@ -240,7 +240,7 @@ def gather_text(own: Tensor, cp_group: Any) -> Tensor:
 
 
 def own_text(whole: Tensor, cp_group: Any) -> Tensor:
-    """This context-parallel rank's tokens (dim 0) of a text: what ``gather_text`` gathered."""
+    """The tokens (dim 0) of this context-parallel rank: the inverse of ``gather_text``."""
     if cp_group.size() == 1:
         return whole
     chunks = whole.chunk(2 * cp_group.size())
@@ -248,7 +248,7 @@ def own_text(whole: Tensor, cp_group: Any) -> Tensor:
 
 
 def places_in_text(query: Tensor, key: Tensor, cp_group: Any) -> Tensor:
-    """The places of the queries in the text. Without CP they are the last ones (with a KV cache, keys are more)."""
+    """The positions of the queries in the text. Without CP they are the last ones (a KV cache has more keys)."""
     num_ranks, device = cp_group.size(), query.device
     if num_ranks == 1:
         return torch.arange(key.size(0) - query.size(0), key.size(0), device=device)
@@ -258,15 +258,15 @@ def places_in_text(query: Tensor, key: Tensor, cp_group: Any) -> Tensor:
 
 
 def places_in_sequences(packed: Any, cp_group: Any, device: torch.device) -> Tensor:
-    """The place of each of this CP rank's tokens in its own sequence, of sequences packed one behind the other."""
+    """The positions of this CP rank's tokens, each in its own packed sequence."""
     num_ranks = cp_group.size()
     lengths = packed_lengths(packed, num_ranks)
     return torch.cat([own_text(torch.arange(length * num_ranks, device=device), cp_group) for length in lengths])
 
 
 class BiasedRowParallelLinear(RowParallelLinear):
-    """An output projection with a bias in a model whose other linear layers may have none (``attention_bias``)."""
+    """An output projection that always has a bias, for models whose other linear layers may have none."""
 
-    # mcore 0.19 adds `name` to what 0.16 passes; both go through as they come.
+    # mcore 0.19 passes `name` in addition.
     def __init__(self, input_size: int, output_size: int, *, bias: bool, **arguments: Any) -> None:
         super().__init__(input_size, output_size, bias=True, **arguments)
