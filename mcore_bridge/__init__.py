@@ -1,12 +1,12 @@
-"""HuggingFace models as Megatron-Core ``GPTModel``s on any mesh, and their weights back, exactly.
+"""Builds HuggingFace models as Megatron-Core ``GPTModel``s on any mesh, and exports their weights back, exactly.
 
 >>> import mcore_bridge as mb
 >>> models = mb.build_model("path/of/Qwen3-8B")       # this rank's chunks, weights loaded
 >>> for name, tensor in mb.iter_hf_weights(models):   # every HF tensor, whole, on every rank
 ...     ...
 
-Importing this changes nothing in torch, transformers or megatron-core, and needs no GPU and no process group: names are
-looked up when they are first used.
+The import changes nothing in torch, transformers or megatron-core, and needs no GPU and no process group. Public names
+are imported when they are first used.
 """
 
 from importlib import import_module

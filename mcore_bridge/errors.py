@@ -8,13 +8,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 FEW = 8
-"""Ranks that a message names one by one."""
+"""The largest number of ranks that a message names one by one."""
 LONG = 160
 """Characters of a value that a message prints whole."""
 
 
 class BridgeError(Exception):
-    """Base of all errors below: catch it to tell our refusals from crashes."""
+    """Base class of all errors below. Catch it to tell errors of this library from others."""
 
 
 class ConfigError(BridgeError, ValueError):
@@ -26,35 +26,35 @@ class MeshError(BridgeError, ValueError):
 
 
 class MappingError(BridgeError, LookupError):
-    """A parameter has no rule, or a tensor no parameter. Fix the architecture's rules, or the model that was built."""
+    """A parameter has no rule, or a tensor has no parameter. Fix the architecture's rules, or the model."""
 
 
 class CheckpointError(BridgeError, RuntimeError):
-    """A source of HF tensors is unreadable, incomplete, or holds what the model does not. Fix the source."""
+    """A source of HF tensors cannot be read, lacks tensors, or has ones that the model does not. Fix the source."""
 
 
 class ExportError(BridgeError, RuntimeError):
-    """An export failed on some rank; the message names the rank and the parameter. Every rank of the group raises."""
+    """An export failed on some rank. The message names rank and parameter. Every rank of the group raises it."""
 
 
 class LostRankError(ExportError, CheckpointError):
-    """Another rank has ended, or did not come; the message says which one, as far as it is known. Start again."""
+    """Another rank has ended, or did not come. The message names it, if it is known. Start the job again."""
 
 
 class TargetError(BridgeError, ValueError):
-    """A model cannot be sliced for a rank of such an engine. Change the ``EngineRank``."""
+    """A model cannot be sliced for this rank of an engine. Change the ``EngineRank``."""
 
 
 class TransferError(BridgeError, RuntimeError):
-    """What is handed to another process is not what was announced, or cannot be shared. Neither side reads on."""
+    """Tensors for another process are not those that were announced, or cannot be shared. Both sides stop reading."""
 
 
 class BatchError(BridgeError, ValueError):
-    """A batch does not fit the model, or its microbatches the mesh."""
+    """A batch does not fit the model, or its microbatches do not fit the mesh."""
 
 
 def describe(error: BaseException) -> str:
-    """What others are told of an error: a message of ours says enough, any other has its type before it."""
+    """The message of ``error`` for other ranks, with its type before it unless the error is ours."""
     return str(error) if isinstance(error, BridgeError) else f"{type(error).__name__}: {error}"
 
 
@@ -67,19 +67,19 @@ def shown(value: object) -> str:
 
 
 def grouped_by_rank(messages: Sequence[str]) -> str:
-    """What the ranks of a group say, each of it once; nothing where it is empty.
+    """The messages of a group's ranks in one text. Equal messages are written once, with their ranks.
 
     Args:
-        messages: of each rank, empty where it has none.
+        messages: one for each rank; "" for a rank that has none.
     """
     ranks: dict[str, list[int]] = {}
     for rank, message in enumerate(messages):
         if message:
             ranks.setdefault(message, []).append(rank)
-    found = []
-    for message, alike in ranks.items():
-        first = ", ".join(map(str, alike[:FEW])) + (f" and {len(alike) - FEW} more" if len(alike) > FEW else "")
-        some = f"ranks {first}" if len(alike) > 1 else f"rank {first}"
-        who = f"all {len(messages)} ranks" if len(alike) == len(messages) > 1 else some
-        found.append(f"{who} of the group: {message}")
-    return "; ".join(found)
+    parts = []
+    for message, senders in ranks.items():
+        first = ", ".join(map(str, senders[:FEW])) + (f" and {len(senders) - FEW} more" if len(senders) > FEW else "")
+        some = f"ranks {first}" if len(senders) > 1 else f"rank {first}"
+        who = f"all {len(messages)} ranks" if len(senders) == len(messages) > 1 else some
+        parts.append(f"{who} of the group: {message}")
+    return "; ".join(parts)

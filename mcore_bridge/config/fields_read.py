@@ -1,8 +1,8 @@
-"""Which fields of an HF config the code of transformers may read: a field that no code reads changes nothing.
+"""Finds the fields of an HF config that the code of transformers may read. A field that no code reads changes nothing.
 
-The answer comes from the source text of the installed release, without importing or running it: the configuration and
-modelling modules of the family, those that they import of other families, and the shared modules behind them (rope,
-masks, attention, the base classes). What cannot be decided counts as read.
+It searches the source text of the installed release, without importing or running it. The text is that of the family's
+configuration and modelling modules, of those of other families that they import, and of the shared modules (rope,
+masks, attention, the base classes). A case that cannot be decided counts as read.
 """
 
 import ast

@@ -1,1 +1,2 @@
-"""Architectures, one small file each: a config table, and rules for the weights put together from ``blocks.py``."""
+"""Architectures, one small file each: a config table, and weight rules from ``blocks.py``. They may import
+``architecture``, ``config`` and ``rules``."""

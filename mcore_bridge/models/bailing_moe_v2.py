@@ -1,4 +1,4 @@
-"""Ling 2.0 and Ring, which transformers lacks: glm4_moe with one tensor for q, k and v, and names of its own."""
+"""Ling 2.0 and Ring, which transformers lacks: glm4_moe with one tensor for q, k and v, and other names."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Field, Map, Require

@@ -1,4 +1,4 @@
-"""The shared tables: each block of a transformer once, as mcore names, HF names and the layout between them."""
+"""Shared tables of weight rules. Each block of a transformer is one table: mcore names, HF names, and layouts."""
 
 from typing import TYPE_CHECKING
 
@@ -63,7 +63,7 @@ NORMS_AFTER_ROPE = under("self_attention.core_attention", "self_attn", table(
 
 
 def norms_behind(attention: str, mlp: str) -> Rules:
-    """The norms of what attention and MLP give, which are these layernorms of HF."""
+    """The norms after attention and MLP, from the prefixes of these layernorms in HF."""
     return table(
         ("self_attention.linear_proj.post_layernorm.weight", f"{attention}_layernorm.weight", REPLICATED),
         ("mlp.linear_fc2.post_layernorm.weight", f"{mlp}_layernorm.weight", REPLICATED),
@@ -81,7 +81,7 @@ NORMS_FOUR = (
 
 
 def around_mtp(embedding_norm: str, hidden_norm: str, projection: str, final_norm: str) -> Rules:
-    """What an MTP layer has around its decoder layer, under these HF names."""
+    """The norms and the projection of an MTP layer, besides its decoder layer, by their HF names."""
     return table(
         ("enorm.weight", f"{embedding_norm}.weight", REPLICATED),
         ("hnorm.weight", f"{hidden_norm}.weight", REPLICATED),
@@ -95,7 +95,7 @@ MTP_BESIDE = around_mtp("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "no
 
 
 def mtp_behind(hf: "PretrainedConfig", *layer: Rules) -> Rules:
-    """MTP layers that HF numbers behind the decoder's: each a ``layer`` with norms, a projection, and two copies."""
+    """MTP layers that HF numbers after those of the decoder: ``layer``, norms, projection, and two copied tensors."""
     first = hf.num_hidden_layers
     count = getattr(hf, "num_nextn_predict_layers", None) or getattr(hf, "num_mtp_layers", None) or 0
     rules = (
@@ -114,13 +114,13 @@ def mtp_behind(hf: "PretrainedConfig", *layer: Rules) -> Rules:
 
 
 def mtp_beside(*layer: Rules) -> Rules:
-    """The one MTP layer of Qwen, beside the decoder: a ``layer`` with norms and a projection that have no number."""
+    """The single MTP layer of Qwen, outside the decoder: ``layer``, and norms and a projection without a number."""
     around = under("mtp.layers.0", "mtp", MTP_BESIDE)
     return (*around, *numbered(under("mtp.layers.*.transformer_layer", "mtp.layers.*", *layer), count=1))
 
 
 def mlp(up: str, down: str) -> Rules:
-    """An MLP without a gate, of two linear layers of these HF names, with biases where the model has them."""
+    """An MLP without a gate: two linear layers with these HF names, and biases if the model has them."""
     return under(
         "mlp",
         "mlp",
@@ -134,5 +134,5 @@ def mlp(up: str, down: str) -> Rules:
 
 
 def decoder(*layer: Rules, embedding: Rules = EMBEDDING) -> Rules:
-    """A decoder-only model without its head: embedding, ``layer`` at every layer, final norm."""
+    """A decoder without its head: embedding, the rules ``layer`` for every layer, final norm."""
     return (*embedding, *under("decoder.layers.*", "model.layers.*", *layer), *FINAL_NORM)

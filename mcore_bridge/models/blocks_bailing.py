@@ -1,4 +1,4 @@
-"""The tables of Ling and Ring: one tensor for queries, keys and values, and names of their own."""
+"""The tables of Ling and Ring, which have one tensor for queries, keys and values, and other names."""
 
 from mcore_bridge.models.blocks import MOE, NORMS, SHARED, SWIGLU
 from mcore_bridge.rules.layout import FUSED_QKV, REPLICATED, ROW, VOCAB

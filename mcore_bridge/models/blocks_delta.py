@@ -1,4 +1,4 @@
-"""The shared tables of linear attention by the gated delta rule, and of full attention with an output gate."""
+"""Shared tables of linear attention (the gated delta rule), and of full attention with an output gate."""
 
 from mcore_bridge.models.blocks import NORMS, O_BIAS, QK_NORM
 from mcore_bridge.rules.layout import COLUMN, REPLICATED, ROW
@@ -21,4 +21,4 @@ DELTA_IN_HEAD = under("self_attention", "linear_attn", table(
                       ("in_proj.weight",                      "in_proj_{qkvz,ba}.weight",        DELTA_HEAD)))
 DELTA_LAYER   = (*NORMS, *GATED_GQA, *O_BIAS, *QK_NORM, *DELTA_NET)
 # fmt: on
-"""All of a layer but the linear projection into linear attention, and the MLP."""
+"""A layer without its MLP, and without the input projection of linear attention."""

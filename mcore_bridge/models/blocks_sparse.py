@@ -1,4 +1,4 @@
-"""The shared tables of latent attention with an indexer, which is whole on every TP rank."""
+"""Shared tables of latent attention with an indexer. Every TP rank holds the indexer whole."""
 
 from mcore_bridge.models.blocks import MLA, MOE_BIASED, NORMS
 from mcore_bridge.rules.layout import REPLICATED
@@ -13,4 +13,4 @@ INDEXER      = under("self_attention.core_attention.indexer", "self_attn.indexer
                      ("linear_weights_proj.weight", "weights_proj.weight", REPLICATED)))
 SPARSE_LAYER = (*NORMS, *MLA, *INDEXER, *MOE_BIASED)
 # fmt: on
-"""All of a layer but its dense MLP. Layers that share a selection have no indexer."""
+"""A layer without its dense MLP. Layers that share a selection have no indexer."""

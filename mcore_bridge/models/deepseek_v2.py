@@ -1,4 +1,4 @@
-"""DeepSeek V2: latent attention, and softmax-routed experts behind dense layers.
+"""DeepSeek V2: latent attention, and softmax-routed experts after dense layers.
 
 As published, and in transformers 5: 4.57 leaves the mscale of yarn out, and so has other logits.
 """

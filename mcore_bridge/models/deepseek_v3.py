@@ -1,4 +1,4 @@
-"""DeepSeek V3 and R1, Moonlight, Kimi K2: latent attention, and sigmoid-routed experts behind dense layers."""
+"""DeepSeek V3 and R1, Moonlight, Kimi K2: latent attention, and sigmoid-routed experts after dense layers."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.tables import LATENT

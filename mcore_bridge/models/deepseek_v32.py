@@ -1,4 +1,4 @@
-"""DeepSeek V3.2: deepseek_v3, whose queries see only the tokens that an indexer selects."""
+"""DeepSeek V3.2: deepseek_v3 with sparse attention, over the tokens that an indexer selects."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Const

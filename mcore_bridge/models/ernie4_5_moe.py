@@ -1,4 +1,4 @@
-"""ERNIE 4.5 (experts): ernie4_5 with experts in some layers, chosen by softmax scores and a bias, and shared ones."""
+"""ERNIE 4.5 (experts): ernie4_5 with routed experts (softmax scores and a bias) and shared ones in some layers."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Require
@@ -22,6 +22,6 @@ ARCHITECTURE = Architecture(
     model_type="ernie4_5_moe",
     fields=(*ERNIE, *BIAS_NONE, *SPACED, *OWN),
     rules=lambda hf: decoder(NORMS, GQA, SWIGLU, MOE, BIAS, SHARED),
-    # MTP layers. Ernie4_5_MoePreTrainedModel of transformers ignores all with "mtp" in the name, and has none.
+    # MTP layers. Ernie4_5_MoePreTrainedModel of transformers ignores all names with "mtp", and has no such layers.
     ignored=("model.mtp_*",),
 )

@@ -1,4 +1,4 @@
-"""EXAONE 4: norms only behind attention and MLP, norms of queries and keys; layers without a window do not rotate."""
+"""EXAONE 4: norms only after attention and MLP, norms of queries and keys, no rope in layers without a window."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.tables import BIAS_NONE, DENSE, NORM_POST, QK_NORMED, WINDOW_OR_NOPE

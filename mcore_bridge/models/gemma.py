@@ -1,4 +1,4 @@
-"""Gemma: norms with weights around zero, scaled embeddings, and a gated MLP with GELU."""
+"""Gemma: zero-centred norms, scaled embeddings, and a gated MLP with GELU."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Ignore

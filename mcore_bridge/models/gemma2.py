@@ -1,4 +1,4 @@
-"""Gemma 2: norms before and behind attention and MLP, soft caps of scores and logits, a window in some layers."""
+"""Gemma 2: norms before and after attention and MLP, soft caps of scores and logits, a window in some layers."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.tables import GEMMA2, QK_PLAIN

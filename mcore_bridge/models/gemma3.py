@@ -1,4 +1,4 @@
-"""Gemma 3, the text model: a Gemma 2 with norms of queries and keys, and a rope of their own for layers that slide."""
+"""Gemma 3, the text model: a Gemma 2 with norms of queries and keys, and another rope for sliding layers."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Require

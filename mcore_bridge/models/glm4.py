@@ -1,4 +1,4 @@
-"""GLM-4 (0414): norms before and behind attention and MLP, half of each head rotated by neighbours, gate_up_proj."""
+"""GLM-4 (0414): norms before and after attention and MLP, half of each head rotated by neighbours, gate_up_proj."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.tables import DENSE, INTERLEAVED, NORM_SANDWICH, QK_PLAIN, WINDOW_NONE, but

@@ -1,4 +1,4 @@
-"""GLM-4.5V and 4.6V, their text: a glm4_moe without norms of queries and keys."""
+"""GLM-4.5V and 4.6V, the text model: a glm4_moe without norms of queries and keys."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Require

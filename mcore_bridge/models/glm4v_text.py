@@ -1,4 +1,4 @@
-"""GLM-4.1V and 4.6V-Flash, their text: a glm4 whose biases of q, k and v are always there."""
+"""GLM-4.1V and 4.6V-Flash, the text model: a glm4 that always has biases of q, k and v."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""GLM-5: deepseek_v32, whose indexer rotates neighbouring dims, and whose layers may share what one has selected."""
+"""GLM-5: deepseek_v32 with an indexer that rotates neighbouring dims, and layers that may share a selection."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Const, Ignore, Require

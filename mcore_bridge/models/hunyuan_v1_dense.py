@@ -1,4 +1,4 @@
-"""HunYuan, dense: norms of queries and keys behind the rope, whose base an alpha stretches."""
+"""HunYuan, dense: norms of queries and keys after the rope, whose base is multiplied by a power of alpha."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Ignore, Require

@@ -1,4 +1,4 @@
-"""HunYuan-A13B: norms of queries and keys behind the rope, softmax-routed experts beside a shared one in each layer."""
+"""HunYuan-A13B: norms of queries and keys after the rope, softmax-routed experts and a shared one in each layer."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Const

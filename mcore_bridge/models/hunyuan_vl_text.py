@@ -1,4 +1,4 @@
-"""Hunyuan-VL and HunyuanOCR, their text: a hunyuan_v1_dense."""
+"""Hunyuan-VL and HunyuanOCR, the text model: a hunyuan_v1_dense."""
 
 from dataclasses import replace
 

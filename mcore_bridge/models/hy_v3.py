@@ -1,4 +1,4 @@
-"""Hunyuan 3 (Hy3): norms of queries and keys, sigmoid-routed experts beside a shared one, under names of its own."""
+"""Hunyuan 3 (Hy3): norms of queries and keys, sigmoid-routed experts and a shared one, with other names."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Ignore, Map, Require
@@ -22,6 +22,6 @@ ARCHITECTURE = Architecture(
         *(Map("router_scaling_factor", "moe_router_topk_scaling_factor"), shared_experts("num_shared_experts")),
     ),
     rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, O_BIAS, QK_NORM, SWIGLU, ROUTER, EXPERTS, SHARED),
-    # The MTP layer of the published model. HYV3PreTrainedModel of transformers ignores it in files, and has none.
+    # The MTP layer of the published model. HYV3PreTrainedModel ignores it in files, and has no such layer.
     ignored=("model.layers.80.*",),
 )

@@ -1,4 +1,4 @@
-"""Kimi K2: deepseek_v3 under a name of its own, which transformers lacks."""
+"""Kimi K2: deepseek_v3 with another model_type, which transformers lacks."""
 
 from dataclasses import replace
 

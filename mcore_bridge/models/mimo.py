@@ -1,4 +1,4 @@
-"""MiMo 7B, which transformers lacks: a qwen2 whose layers for multi-token prediction are not built."""
+"""MiMo 7B, which transformers lacks: a qwen2 whose MTP layers are not built."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Require
@@ -12,6 +12,6 @@ ARCHITECTURE = Architecture(
     reads_as="qwen2",
     fields=(*but(DENSE), *BIAS_QKV, *WINDOW_BY_LAYER, *QK_PLAIN, *OWN),
     rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, SWIGLU),
-    # MTP layers. vLLM's MiMoForCausalLM passes over them, as logits are those of the decoder alone.
+    # MTP layers. vLLM's MiMoForCausalLM skips them, since logits do not depend on them.
     ignored=("*.rotary_emb.inv_freq", "model.mtp_layers.*"),
 )

@@ -1,4 +1,4 @@
-"""Ministral 3 and Devstral 2: a mistral with yarn, and a temperature of queries that grows with their place."""
+"""Ministral 3 and Devstral 2: a mistral with yarn, and a temperature of queries that grows with their position."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.tables import BIAS_NONE, DENSE, QK_PLAIN, WINDOW_ALL, but

@@ -1,4 +1,4 @@
-"""Mistral: a llama without biases, in which every layer slides over a window, or none does."""
+"""Mistral: a llama without biases, with a window in all layers or in none."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.tables import BIAS_NONE, DENSE, QK_PLAIN, WINDOW_ALL

@@ -1,4 +1,4 @@
-"""Mixtral: mistral with softmax-routed experts in every layer, under names of their own."""
+"""Mixtral: mistral with softmax-routed experts in every layer, with other names."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.tables import BIAS_NONE, DECODER, QK_PLAIN, WINDOW_ALL, but

@@ -1,4 +1,4 @@
-"""Nemotron: a LayerNorm around one, a squared relu instead of a gate, and half of each head rotated."""
+"""Nemotron: a zero-centred LayerNorm, a squared relu instead of a gate, and a rope in half of each head."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Const

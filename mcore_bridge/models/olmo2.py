@@ -1,4 +1,4 @@
-"""OLMo 2: norms only behind attention and MLP, and one norm over all heads of queries, one over those of keys."""
+"""OLMo 2: norms only after attention and MLP, and norms over all heads of queries and of keys."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.tables import BIAS_ATTENTION, DENSE, NORM_POST, QK_NORMED_TOGETHER, WINDOW_NONE

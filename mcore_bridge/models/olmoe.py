@@ -1,4 +1,4 @@
-"""OLMoE: one norm over all heads of queries, one over those of keys, softmax-routed experts in every layer."""
+"""OLMoE: norms over all heads of queries and of keys, softmax-routed experts in every layer."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Require

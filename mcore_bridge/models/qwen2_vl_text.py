@@ -1,4 +1,4 @@
-"""Qwen2-VL, its text: a qwen2."""
+"""Qwen2-VL, the text model: a qwen2."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Qwen3.5 (experts), its text: qwen3_5_text with softmax-routed experts and a gated shared expert in every layer."""
+"""Qwen3.5 (experts), the text model: qwen3_5_text with softmax-routed experts and a gated shared one in every layer."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Ignore

@@ -1,4 +1,4 @@
-"""Qwen3.5 (dense), its text: most layers attend linearly by the gated delta rule, others fully with an output gate."""
+"""Qwen3.5 (dense), the text model: linear attention in most layers, full attention with an output gate in others."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.tables import DENSE, but

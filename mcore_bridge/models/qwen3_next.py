@@ -1,4 +1,4 @@
-"""Qwen3-Next: experts, behind layers of which most attend linearly by the gated delta rule, others with a gate."""
+"""Qwen3-Next: linear attention in most layers, full attention with an output gate in others, and experts."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.tables import DECODER, but

@@ -1,4 +1,4 @@
-"""Qwen3-VL (experts), its text: a qwen3_moe without windows, all experts of a layer in one transposed tensor."""
+"""Qwen3-VL (experts), the text model: a qwen3_moe without windows, all experts of a layer in one transposed tensor."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Require
@@ -14,7 +14,7 @@ OWN = (
     Require("norm_topk_prob", (True, None), "transformers normalises the weights of experts, whatever it says"),
     *(Require("sliding_window", (None,), NO_WINDOW), Require("use_sliding_window", (False, None), NO_WINDOW)),
 )
-# So they are published. Files that transformers 5 has written do not transpose them: their shapes are refused.
+# Published files have them transposed. Those that transformers 5 writes do not, and are refused for their shapes.
 # fmt: off
 EXPERTS = experts("mlp.experts.*", "mlp.experts", table(
     ("linear_fc1.weight", "gate_up_proj[*]", TRANSPOSED >> FUSED_GATED_UP),

@@ -1,4 +1,4 @@
-"""Qwen3-VL, its text: a qwen3 without windows."""
+"""Qwen3-VL, the text model: a qwen3 without windows."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Seed-OSS: biases of q, k and v by default, and dropout behind attention and MLP."""
+"""Seed-OSS: biases of q, k and v by default, and dropout after attention and MLP."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.tables import DENSE, QK_PLAIN, WINDOW_NONE, but, dropout

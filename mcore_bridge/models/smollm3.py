@@ -1,4 +1,4 @@
-"""SmolLM3: a llama in which some layers have no rope, and some may slide over a window."""
+"""SmolLM3: a llama in which some layers have no rope, and some may have a window."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Ignore

@@ -1,4 +1,4 @@
-"""StarCoder2: a LayerNorm, no gate, biases everywhere or nowhere, a window, and dropout of its own."""
+"""StarCoder2: a LayerNorm, no gate, biases everywhere or nowhere, a window, and other fields for dropout."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.tables import DENSE, PLAIN_MLP, QK_PLAIN, WINDOW_ALL, but, dropout, layer_norm, unread

@@ -47,7 +47,7 @@ class AlphaRope(Rope):
 
 
 def alpha_rope(own: tuple[str, ...] = ()) -> Derive:
-    """``derived_rope.rope`` of a family whose dynamic rope may have an alpha; ``own`` parameters change no text."""
+    """Like ``derived_rope.rope``, for a family whose dynamic rope may have an alpha. ``own`` is as there."""
     plain, known = rope(own=own), (*_KEYS, *_UNREAD, *own)
 
     def forward(hf: Hf) -> dict[str, object]:
@@ -57,8 +57,8 @@ def alpha_rope(own: tuple[str, ...] = ()) -> Derive:
         if wrong := {name: value for name, value in parameters.items() if name not in known or isinstance(value, bool)}:
             raise ConfigError(f"A rope with alpha may have the keys {sorted(known)}, found {wrong}. Delete these.")
         length = count(hf, "max_position_embeddings")
-        found = AlphaRope(parameters=parameters, head_dim=head_dim(hf), max_position_embeddings=length)
-        return {"hf_rope": found, "rotary_base": found.theta, "rotary_percent": 1.0}
+        hf_rope = AlphaRope(parameters=parameters, head_dim=head_dim(hf), max_position_embeddings=length)
+        return {"hf_rope": hf_rope, "rotary_base": hf_rope.theta, "rotary_percent": 1.0}
 
     return Derive(plain.names, forward, plain.backward, plain.refuses)
 
