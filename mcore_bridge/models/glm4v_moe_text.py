@@ -13,7 +13,7 @@ ROPE = rope(own=("partial_rotary_factor", *MULTIMODAL))
 OWN = (Require("use_qk_norm", (False, None), "transformers has no such norms, whatever it says"), MTP_NEVER)
 ARCHITECTURE = Architecture(
     model_type="glm4v_moe_text",
-    aliases=("Glm4vMoe_text",),  # as transformers 4.57 spells it, which reads it under the other name alone
+    aliases=("Glm4vMoe_text",),  # transformers 4.57 writes this name, and reads only the other one
     reads_as="glm4v_moe_text",
     fields=(
         *(*but(DECODER, ROPE), biases("attention_bias", None, None), *WINDOW_NONE, *QK_PLAIN, *ROUTED, *SIGMOID),
