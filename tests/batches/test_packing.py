@@ -167,7 +167,7 @@ def test_log_probs_take_few_chunks():
 
 def test_shapes_that_do_not_fit_are_refused():
     (message,) = pool.run(1, refused)
-    assert message == "vocab_size must be 1 to 8.*found 11"
+    assert message == "vocab_size must be 1 to 8, as 1 ranks have 8 logits each, found 11"
 
 
 def refused():

@@ -50,8 +50,8 @@ LATENT = {"multi_latent_attention": True, "qk_head_dim": 128, "qk_pos_emb_head_d
         ({**LATENT, "qk_head_dim": 96}, False, "heads of [128, 160]"),
         ({**LATENT, "v_head_dim": 192}, False, ""),
         ({**LATENT, "v_head_dim": 64}, False, ""),
-        ({"num_query_groups": 2}, True, "of 2 ranks that 1 key heads"),
-        ({**LEVELS, "cp_comm_type": None}, True, "of 4 ranks that 2 key heads"),
+        ({"num_query_groups": 2}, True, "deals out 1 key heads to 2 ranks"),
+        ({**LEVELS, "cp_comm_type": None}, True, "deals out 2 key heads to 4 ranks"),
         ({"num_query_groups": 2}, False, ""),
         ({"num_query_groups": 1}, True, "1 key heads"),
         ({"attention_dropout": 0.1}, True, "dropped-out"),
@@ -66,8 +66,8 @@ LATENT = {"multi_latent_attention": True, "qk_head_dim": 128, "qk_pos_emb_head_d
         ({**LEVELS, **NEIGHBOURS, "num_query_groups": 8}, True, ""),
         ({**LEVELS, **RING}, True, "with windows for cp_comm_type='p2p'"),
         ({**LATENT, "cp_comm_type": "all_gather"}, False, "of different size for cp_comm_type='all_gather'"),
-        ({"cp_comm_type": "a2a", "context_parallel_size": 4}, False, "of 4 ranks that 2 key heads"),
-        ({**LEVELS, "num_query_groups": 2}, False, "of 2 ranks that 1 key heads"),
+        ({"cp_comm_type": "a2a", "context_parallel_size": 4}, False, "deals out 2 key heads to 4 ranks"),
+        ({**LEVELS, "num_query_groups": 2}, False, "deals out 1 key heads to 2 ranks"),
     ],
 )
 def test_what_is_lacking_has_a_reason(changes: dict[str, Any], windowed: bool, reason: str) -> None:
@@ -82,7 +82,9 @@ def test_what_would_attend_wrongly_is_refused(cp_comm_type: Any) -> None:
 
 
 def test_two_levels_without_their_groups_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"needs groups of two levels: .*\(hierarchical_context_parallel_sizes="):
+    with pytest.raises(
+        ConfigError, match=r"needs groups of two levels, found none: .*\(hierarchical_context_parallel_sizes="
+    ):
         lacking(settings(**{**LAID_OUT, "cp_comm_type": "a2a+p2p"}), windowed=False)
 
 

@@ -94,7 +94,7 @@ def test_built_and_not_in_the_file_they_are_drawn_and_reported(sizes):
 @pytest.mark.parametrize(("name", "count"), [("qwen3_moe", 1), ("glm4_moe", 2), ("qwen3_next", 2)])
 def test_more_than_have_names_are_refused(name, count):
     hf = mtp_checkpoints.config(name) if count > 1 else zoo.cases()[name].hf
-    with pytest.raises(ConfigError, match=rf"mtp_num_layers={count} must be at most {count - 1}"):
+    with pytest.raises(ConfigError, match=rf"mtp_num_layers must be at most {count - 1}, found {count}"):
         make_blueprint(hf, dims=ParallelDims(), dtype=torch.float32, overrides={"mtp_num_layers": count})
 
 
