@@ -3,10 +3,7 @@
 import json
 from pathlib import Path
 
-import megatron.core
-from packaging.version import Version
-
-from tests.support.published import expand, obstacles, outcome_of, outcomes_file, records
+from tests.support.published import expand, obstacles, outcome_of, outcomes_file, records, waits_for_megatron_core
 
 RECORDS = records()
 
@@ -33,16 +30,9 @@ def test_the_library_says_of_each_what_is_written_down(tmp_path: Path) -> None:
     differences = []
     for record in RECORDS:
         outcome = outcome_of(record, tmp_path / record.name)
-        if outcome != written[record.name] and not waits_for_megatron_core(written[record.name]):
+        if outcome != written[record.name] and not waits_for_megatron_core(outcome):
             differences.append(f"{record.name}: written {written[record.name]}, now {outcome}")
     assert not differences, "\n".join([*differences, "if this is meant, run: python -m tests.support.published"])
-
-
-def waits_for_megatron_core(outcome: dict[str, list[str]]) -> bool:
-    """Whether it was written down before the installed release of megatron-core, which it asks for."""
-    installed = Version(megatron.core.__version__)
-    needs = [said.split()[1] for said in outcome.get("refused", ()) if said.startswith("megatron-core ")]
-    return any(Version(release) <= installed for release in needs)
 
 
 def test_obstacles_are_told_apart() -> None:
