@@ -1,6 +1,6 @@
 """Make docs/families.md, docs/refused.md and the table in README.md from the registry; --check only compares.
 
-docs/support.md comes from the records of tests on GPUs.
+docs/support.md comes from the records of tests on GPUs, docs/checkpoints_published.md from those of published configs.
 
 python docs/make_families.py [--check]
 """
@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import published_page
 import refused_page
 import support_page
 import weights_page
@@ -59,6 +60,7 @@ def wanted() -> dict[Path, str]:
         ROOT / "README.md": f"{before}{START}\n{overview()}\n{END}{after}",
         ROOT / "docs" / "families.md": weights_page.page(described),
         ROOT / "docs" / "support.md": support_page.page(ROOT / "benchmarks" / "results"),
+        ROOT / "docs" / "checkpoints_published.md": published_page.page(ROOT / "tests" / "data" / "published"),
         ROOT / "docs" / "refused.md": refused_page.page({name: each for name, (each, _) in described.items()}, files),
     }
 

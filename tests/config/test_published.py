@@ -3,7 +3,17 @@
 import json
 from pathlib import Path
 
-from tests.support.published import expand, obstacles, outcome_of, outcomes_file, records, waits_for_megatron_core
+import pytest
+
+from tests.support.published import (
+    FOLDER,
+    expand,
+    obstacles,
+    outcome_of,
+    outcomes_file,
+    records,
+    waits_for_megatron_core,
+)
 
 RECORDS = records()
 
@@ -33,6 +43,16 @@ def test_the_library_says_of_each_what_is_written_down(tmp_path: Path) -> None:
         if outcome != written[record.name] and not waits_for_megatron_core(outcome):
             differences.append(f"{record.name}: written {written[record.name]}, now {outcome}")
     assert not differences, "\n".join([*differences, "if this is meant, run: python -m tests.support.published"])
+
+
+def test_parameters_are_those_that_publishers_name() -> None:
+    written = json.loads(outcomes_file().read_text())
+    sizes = json.loads((FOLDER / "sizes.json").read_text())
+    counted = {name: written[name]["parameters"] for name in sizes if "parameters" in written[name]}
+    assert len(counted) >= 1
+    for name, parameters in counted.items():
+        total = sizes[name]["total"]
+        assert parameters / (float(total[:-1]) * {"B": 1e9, "T": 1e12}[total[-1]]) == pytest.approx(1, abs=0.04), name
 
 
 def test_obstacles_are_told_apart() -> None:

@@ -1,0 +1,174 @@
+"""The text of docs/checkpoints_published.md: which checkpoints of the hub load, from the records of their configs."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mcore_bridge.architecture import architectures
+
+HEAD = """# Which published checkpoints load
+
+Made from the records in `tests/data/published` by `docs/make_families.py`; CI checks that it is up to date.
+
+A record has the fields of a checkpoint's config and where they were seen. `tests/config/test_published.py` asks the
+library about all of them. No weights are read here: [families.md](families.md) says what is tried of a family.
+
+- **Loads** says whether the library takes the config as it is published. *In part* means that the source quotes a part
+  of the config only, so that this is not known.
+- **Left out** is what the checkpoint has and the model does not. Layers for multi-token prediction (MTP) are built on
+  request.
+- **From** has the first of the releases with which it was tried: transformers 4.57 and 5.23, megatron-core 0.16.1 and
+  0.19.2.
+- **Parameters** are those of the text, as `mcore-bridge plan` counts them: in all, and for each token where experts are
+  chosen. What is tied counts once.
+- **Published** has the numbers of the publisher, from the name of the checkpoint or from the source that
+  `tests/data/published/sizes.json` names. Many count the embedding or MTP layers otherwise.
+
+"""
+REASONS = {
+    "composite": "it is a model of images or sound",
+    "family": "its family is [refused](refused.md)",
+    "quantized": "quantized",
+    "transformers": "transformers has no such `model_type`",
+    "unknown": "nobody has written its family",
+}
+"""Why a config is refused, by the words in the files of outcomes."""
+
+READS_MODELOPT_NOTES = False
+"""Whether the library reads hf_quant_config.json, in which some checkpoints say that they are quantized."""
+
+
+def page(folder: Path) -> str:
+    """The text of the page, from the records in ``folder``."""
+    lines = [line for path in folder.glob("*.jsonl") for line in path.read_text(encoding="utf-8").splitlines()]
+    records = sorted((json.loads(line) for line in lines), key=lambda record: record["name"].lower())
+    outcomes = {release: _json(folder / f"outcomes_transformers{release}.json") for release in ("4", "5")}
+    sizes = _json(folder / "sizes.json")
+    rows = [_row(record, outcomes, sizes) for record in records]
+    loading = sum(row.split(" | ")[3] == "yes" for row in rows)
+    return "\n".join(
+        [
+            f"{HEAD}Of {len(rows)} checkpoints {loading} load as published.\n",
+            "| checkpoint | `model_type` | format | loads | left out | from | parameters | published |",
+            "|---|---|---|---|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _row(record: dict[str, Any], outcomes: dict[str, Any], sizes: dict[str, Any]) -> str:
+    name, config = record["name"], record["config"]
+    outcome = outcomes["5"][name]
+    loads = _loads(record, outcome)
+    cells = (
+        name,
+        f"`{config['model_type']}`",
+        format_of(record),
+        loads,
+        ", ".join(_left_out(config)) if loads == "yes" else "",
+        _from(config["model_type"], outcomes["4"][name]) if loads == "yes" else "",
+        _counted(outcome),
+        _published(name, sizes),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _loads(record: dict[str, Any], outcome: dict[str, Any]) -> str:
+    if "partial" in record:
+        return "in part"
+    if "refused" not in outcome:
+        return "yes" if READS_MODELOPT_NOTES or not _has_modelopt_note_alone(record) else "no: quantized"
+    return f"no: {', '.join(map(_reason, outcome['refused']))}"
+
+
+def _reason(obstacle: str) -> str:
+    word, _, detail = obstacle.partition(" ")
+    return REASONS.get(word, f"`{detail or word}`")
+
+
+def _has_modelopt_note_alone(record: dict[str, Any]) -> bool:
+    return "hf_quant_config" in record and "quantization_config" not in record["config"]
+
+
+def _left_out(config: dict[str, Any]) -> Iterator[str]:
+    text = config.get("text_config") or config
+    mtp = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "_num_mtp_layers")
+    if any(text.get(name) for name in mtp):
+        yield "MTP"
+    if "vision_config" in config:
+        yield "vision"
+    if "audio_config" in config:
+        yield "sound"
+
+
+def _from(model_type: str, with_transformers_4: dict[str, Any]) -> str:
+    architecture = architectures().get(model_type)
+    transformers = "transformers 5.23" if "refused" in with_transformers_4 else "transformers 4.57"
+    if architecture is None or architecture.megatron_core is None:
+        return transformers
+    return f"transformers 5.23, megatron-core {architecture.megatron_core.version}"
+
+
+def format_of(record: dict[str, Any]) -> str:
+    """How the weights of a checkpoint are kept: a dtype, or a kind of quantization."""
+    config = record["config"]
+    text = config.get("text_config") or {}
+    quantized = config.get("quantization_config") or text.get("quantization_config")
+    if quantized is None and "hf_quant_config" in record:
+        return _modelopt(record["hf_quant_config"]["quantization"])
+    if quantized is not None:
+        return _quantized(quantized)
+    dtype = next((each.get(key) for each in (config, text) for key in ("dtype", "torch_dtype") if each.get(key)), "")
+    return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(dtype, "not said")
+
+
+def _quantized(quantized: dict[str, Any]) -> str:
+    method, blocks = quantized.get("quant_method", "modelopt"), quantized.get("weight_block_size")
+    if method == "fp8":
+        scale = " with e8m0 scales" if quantized.get("scale_fmt") == "ue8m0" else ""
+        mixed = ", experts otherwise" if quantized.get("quant_algo") == "MIXED_PRECISION" else ""
+        return f"FP8 in blocks of {blocks[0]} by {blocks[1]}{scale}{mixed}" if blocks else "FP8 per tensor"
+    if method == "modelopt":
+        return _modelopt(quantized)
+    if method == "compressed-tensors":
+        return f"compressed-tensors {_compressed(quantized)}"
+    return {"mxfp4": "MXFP4", "awq": "AWQ"}.get(method, method)
+
+
+def _modelopt(quantized: dict[str, Any]) -> str:
+    algorithm = quantized["quant_algo"]
+    return "ModelOpt, mixed" if algorithm == "MIXED_PRECISION" else f"ModelOpt {algorithm}"
+
+
+def _compressed(quantized: dict[str, Any]) -> str:
+    """The first group of a config of compressed-tensors: its numbers, and what shares a scale."""
+    weights = next(iter(quantized["config_groups"].values()))["weights"]
+    kind = "FP" if weights["type"] == "float" else "int"
+    size = f" of {weights['group_size']}" if weights.get("group_size") else ""
+    return f"{kind}{weights['num_bits']} per {weights['strategy']}{size}"
+
+
+def _counted(outcome: dict[str, Any]) -> str:
+    if "refused" in outcome:
+        return ""
+    total, active = outcome["parameters"], outcome["active"]
+    return _short(total) if total == active else f"{_short(total)}, {_short(active)}"
+
+
+def _short(count: int) -> str:
+    return f"{count / 1e9:.2f}B" if count >= 995e6 else f"{count / 1e6:.0f}M"
+
+
+def _published(name: str, sizes: dict[str, Any]) -> str:
+    if name in sizes:
+        return f"{sizes[name]['total']}, {sizes[name]['active']}"
+    said = re.search(r"(?<![\w.])(?:\d+x)?\d+(?:\.\d+)?[BMbm](?![\w.])", name.split("/")[1].replace("_", "."))
+    active = re.search(r"-A(\d+(?:\.\d+)?B)", name)
+    return ", ".join([*([said[0][:-1] + said[0][-1].upper()] if said else []), *([active[1]] if active else [])])
