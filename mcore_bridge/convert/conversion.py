@@ -11,6 +11,7 @@ import torch
 
 from mcore_bridge.convert.parameters import check_source, parts_of
 from mcore_bridge.convert.reference_model import WholeModel, whole_model
+from mcore_bridge.weights.files.decoded import opened_folder
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.sidecars import copy_companions
 from mcore_bridge.weights.plan.inventory import ParamEntry
@@ -85,7 +86,7 @@ def read_source(
     Raises:
         CheckpointError: the folder does not fit its config.
     """
-    checkpoint = Checkpoint(source)
+    checkpoint = opened_folder(Checkpoint(source))
     own = widespread((tensor.dtype, tensor.nbytes) for tensor in checkpoint.values())
     model = whole_model(hf, dtype=dtype or own, num_mtp_layers=num_mtp_layers, names=checkpoint)
     renamed(checkpoint, model.mapping)

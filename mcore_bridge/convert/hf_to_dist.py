@@ -15,7 +15,7 @@ from mcore_bridge.convert.conversion import Conversion, Progress, read_source, u
 from mcore_bridge.convert.parameters import assemble
 from mcore_bridge.weights.dist_checkpoint.files import LocatedParam, file_name, finish, plan_files, write_file
 from mcore_bridge.weights.dist_checkpoint.folder import HEADS, dist_files
-from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.files.decoded import Folder
 from mcore_bridge.weights.ties import opened
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class ToDist(Conversion):
         finish(self.staging, len(self.names), metadata)
 
     @cached_property
-    def _checkpoint(self) -> Checkpoint:
+    def _checkpoint(self) -> Folder:
         return opened(self.source, self.model.mapping)
 
     @cached_property

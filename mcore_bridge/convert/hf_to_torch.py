@@ -19,7 +19,7 @@ from mcore_bridge.convert.rank_files.layout import FileLayout, RankFile, Style
 from mcore_bridge.errors import MeshError
 from mcore_bridge.factory.param_count import resolve_layout
 from mcore_bridge.weights.dist_checkpoint.folder import TRACKER
-from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.files.decoded import Folder
 from mcore_bridge.weights.ties import opened
 
 _STYLES = {"te": Style(grouped=True), "torch": Style(fused_norms=False, extra_state=None)}
@@ -103,5 +103,5 @@ class ToTorch(Conversion):
         return tuple(self.layout.files())
 
     @cached_property
-    def _checkpoint(self) -> Checkpoint:
+    def _checkpoint(self) -> Folder:
         return opened(self.source, self.model.mapping)

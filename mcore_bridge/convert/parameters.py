@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.encoded import Encoded, EncodedSlice
 from mcore_bridge.rules.mapping import WeightMapping, unstacked
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.trace import Shape, Trace
 from mcore_bridge.weights.dtypes import dtype_name, is_exact
-from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.files.decoded import Folder, Stored
 from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.ties import require_equal
 
@@ -61,7 +62,7 @@ def specs_of(entries: Iterable[ParamEntry]) -> Iterator[TensorSpec]:
 class Source(Protocol):
     """HF tensors by name, whose memory can be given back."""
 
-    def __getitem__(self, name: str, /) -> Tensor: ...
+    def __getitem__(self, name: str, /) -> Stored: ...
 
     def release(self, name: str) -> None:
         """Give back what was read for ``name``."""
@@ -87,8 +88,11 @@ def assemble_shard(
     return made
 
 
-def _hf_tensor(source: Source, hf: str) -> Tensor:
-    """What ``source`` has of an HF name of a rule: a tensor, or the entry for one expert of that for all."""
+def _hf_tensor(source: Source, hf: str) -> Tensor | Encoded | EncodedSlice:
+    """What ``source`` has of an HF name of a rule: a tensor, or the entry for one expert of that for all.
+
+    An encoded one is decoded by ``to``.
+    """
     name, index = unstacked(hf)
     return source[name] if index is None else source[name][index]
 
@@ -109,7 +113,7 @@ def disassemble(
 
 def check_source(
     entries: Iterable[ParamEntry],
-    source: Checkpoint,
+    source: Folder,
     mapping: WeightMapping,
     *,
     num_mtp_layers: int,
@@ -142,9 +146,9 @@ def check_source(
     return tuple(unused)
 
 
-def _check(name: str, tensor: Tensor, spec: TensorSpec, dtype: torch.dtype | None) -> None:
+def _check(name: str, tensor: Stored, spec: TensorSpec, dtype: torch.dtype | None) -> None:
     if tuple(tensor.shape) != spec.shape:
         raise CheckpointError(f"{name} has shape {tuple(tensor.shape)}, the config takes {spec.shape}")
-    if not is_exact(tensor.dtype, spec.dtype) and dtype is None:
+    if isinstance(tensor, Tensor) and not is_exact(tensor.dtype, spec.dtype) and dtype is None:
         held, found = dtype_name(spec.dtype), dtype_name(tensor.dtype)
         raise CheckpointError(f"{name} is {found}, and {held} cannot hold all its values; --dtype {held} casts")

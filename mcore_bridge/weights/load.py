@@ -9,21 +9,34 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from mcore_bridge.config.hf import find_folder
+from mcore_bridge.config.quantization import read_quantization
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.encoded import Encoded
 from mcore_bridge.rules.mapping import Dialect, unstacked
 from mcore_bridge.rules.names import expert_of, kind_of, mtp_layer_of
 from mcore_bridge.rules.trace import Copy, Shape
 from mcore_bridge.weights.bound import BoundModel, Models, bind, provenance_on
 from mcore_bridge.weights.dtypes import Dtypes, dtype_name, is_exact, wanted_dtype
+from mcore_bridge.weights.files.decoded import (
+    DecodedCheckpoint,
+    DecodedPairs,
+    Stored,
+    decoded_mapping,
+    opened_folder,
+    unused_in,
+)
+from mcore_bridge.weights.files.encoded_copy import EncodedCopy
 from mcore_bridge.weights.files.hf_folder import Checkpoint
-from mcore_bridge.weights.files.slice_reader import SliceCopy, read
+from mcore_bridge.weights.files.safetensors import SafetensorsFile
+from mcore_bridge.weights.files.slice_reader import AnyCopy, SliceCopy, read
 from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
-from mcore_bridge.weights.provenance import HF, dialect_of
+from mcore_bridge.weights.provenance import HF, Provenance, dialect_of
 from mcore_bridge.weights.ties import differing, renamed, require_equal
 from mcore_bridge.weights.transfer.copier import compiling
 
@@ -39,7 +52,8 @@ class LoadReport:
         num_bytes: bytes that it copied out of them, or compared with what it had copied.
         initialised: HF names that the source lacks and that were drawn instead: a new head, or MTP layers.
         ignored: HF names in the source that the architecture leaves unused, and further ones of a tensor that was used.
-        cast: HF names whose dtype was changed on the way, as ``"float32 -> bfloat16"``.
+        cast: HF names whose dtype was changed on the way, as ``"float32 -> bfloat16"``; and those that were decoded, as
+            ``"float8_e4m3fn[128x128] -> bfloat16"``, with the block that shares a scale.
         missing, unexpected: with ``strict=False``, what would have been an error.
     """
 
@@ -87,7 +101,8 @@ def load_hf_weights(
         models: this rank's chunks, wrapped or not, on any device.
         source: a folder of safetensors, with or without index (or its hub name in the local cache), a mapping of HF
             names to tensors, or an iterable of pairs (on every rank, as there is no collective). Folders and mappings
-            are checked before the first write.
+            are checked before the first write. Weights may be encoded (docs/quantized.md): each slice is decoded into
+            the dtype of its parameter, where that is. Of pairs, codes wait until their scales have come.
         hf, head: for models that ``build_model`` did not make: their HF config or folder, and their head.
         dtype: what tensors are cast to on the way, where a parameter cannot hold every value of its source. By default
             that raises.
@@ -101,50 +116,68 @@ def load_hf_weights(
         CheckpointError: naming the tensors that are missing, unexpected, of another shape, or would lose bits; or that
             differ from those that they repeat, as the head of a tied model may.
     """
-    if isinstance(source, str | os.PathLike):
-        source = Checkpoint(find_folder(source))
     provenance = provenance_on(models, hf, head)
-    if dialect is None and isinstance(source, Mapping):
-        dialect = dialect_of(source, provenance.rules)
+    stored = _stored(source, provenance)
+    if dialect is None and isinstance(stored, Mapping):
+        dialect = dialect_of(stored, provenance.rules)
     load = _Load(bind(models, provenance, dialect=dialect), dtype)
     device = next(
         (tensor.device for tensor in load.bound.tensors.values()), torch.device("cpu")
     )  # a stage may be empty
     with compiling(device):  # what the first export would wait for
-        _write_all(load, source, strict=strict, slot_bytes=slot_bytes)
+        _write_all(load, stored, strict=strict, slot_bytes=slot_bytes)
     return load.report()
 
 
-def _write_all(
-    load: _Load, source: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, strict: bool, slot_bytes: int
-) -> None:
-    """All of a source, checked first where it can be."""
-    if not isinstance(source, Mapping | Iterable):
+def _stored(source: Source, provenance: Provenance) -> Mapping[str, Stored] | Iterable[tuple[str, Stored]]:
+    """A source by plain names. What a folder says of encoded weights counts, or else the config of the model."""
+    if isinstance(source, str | os.PathLike):
+        source = Checkpoint(find_folder(source))
+    if isinstance(source, Checkpoint):
+        return opened_folder(source)
+    quantization = read_quantization(getattr(provenance.hf, "quantization_config", None))
+    if isinstance(source, Mapping):
+        return decoded_mapping(source, quantization)
+    if not isinstance(source, Iterable):
         raise CheckpointError(
             f"expected a folder, a mapping of HF names to tensors, or an iterable of such pairs, found {source!r}"
         )
+    return DecodedPairs(source, quantization)
+
+
+def _write_all(
+    load: _Load, source: Mapping[str, Stored] | Iterable[tuple[str, Stored]], *, strict: bool, slot_bytes: int
+) -> None:
+    """All of a source, checked first where it can be."""
     mapping = load.bound.mapping
     if not isinstance(source, Mapping):
         for name, tensor in source:
             load.check(name, tensor)
             load.write(name, tensor)
         load.check_names(renamed(load.seen, mapping), strict)
+        load.ignored += unused_in(source)
         return
     source = renamed(source, mapping)
     load.check_names(source, strict)
     require_equal(source, mapping)
+    load.ignored += unused_in(source)
     names = [name for name in source if name in load.uses]
     for name in names:
         load.check(name, source[name])
-    if isinstance(source, Checkpoint):
+    if isinstance(source, Checkpoint | DecodedCheckpoint):
+        files = source.files_of
         with Staging(slot_bytes) as staging:
-            pairs = source.pairs(names)
-            read(
-                ((each, source.file_of(name)) for name, tensor in pairs for each in load.slices(name, tensor)), staging
-            )
+            pairs: Iterator[tuple[str, Stored]] = source.pairs(names)
+            copies = ((name, each) for name, tensor in pairs for each in load.slices(name, tensor, files(name)))
+            read(((each, files(name)[0]) for name, each in copies), staging)
         return
     for name in names:
         load.write(name, source[name])
+
+
+def _slice(use: _Use, copy: Copy, tensor: Tensor) -> Tensor:
+    """What one copy takes of an HF tensor, or of its coordinates."""
+    return copy.of_part(use.of(tensor))
 
 
 class _Load:
@@ -217,20 +250,18 @@ class _Load:
         layers = {mtp_layer_of(use.mcore) for use in self.uses[name]}
         return self.bound.mapping.is_optional(name) or (None not in layers and layers.isdisjoint(present))
 
-    def check(self, name: str, tensor: Tensor) -> None:
+    def check(self, name: str, tensor: Stored) -> None:
         """Kind, shape and dtype of an HF tensor against every place that it goes to."""
+        if isinstance(tensor, Encoded):
+            self._check_encoded(name, tensor)
+            return
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
             kind = f"{tensor.layout} on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise CheckpointError(
                 f"{name} must be a dense torch.Tensor that holds its values, found {kind}: convert it"
             )
         for use in self._uses_of(name):
-            shape = use.shape if use.index is None else (self.bound.axes["experts"], *use.shape)
-            if tuple(tensor.shape) != shape:
-                raise CheckpointError(
-                    f"{name} has shape {tuple(tensor.shape)}, but {use.mcore} of shape {tuple(use.tensor.shape)} at "
-                    f"tp={self.bound.axes['tp']} takes {shape}; is this the checkpoint of this config?"
-                )
+            self._check_shape(name, tensor, use)
             crossing = self._crossing(name, tensor.dtype, use)
             if not is_exact(crossing, use.tensor.dtype):
                 held = dtype_name(use.tensor.dtype)
@@ -241,7 +272,21 @@ class _Load:
             if use.tensor.dtype != tensor.dtype:
                 self.cast.setdefault(name, f"{dtype_name(tensor.dtype)} -> {dtype_name(use.tensor.dtype)}")
 
-    def write(self, name: str, tensor: Tensor) -> None:
+    def _check_encoded(self, name: str, tensor: Encoded) -> None:
+        """Any dtype can hold what is decoded into it."""
+        for use in self._uses_of(name):
+            self._check_shape(name, tensor, use)
+            self.cast.setdefault(name, f"{tensor.codec} -> {dtype_name(use.tensor.dtype)}")
+
+    def _check_shape(self, name: str, tensor: Stored, use: _Use) -> None:
+        shape = use.shape if use.index is None else (self.bound.axes["experts"], *use.shape)
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"{name} has shape {tuple(tensor.shape)}, but {use.mcore} of shape {tuple(use.tensor.shape)} at "
+                f"tp={self.bound.axes['tp']} takes {shape}; is this the checkpoint of this config?"
+            )
+
+    def write(self, name: str, tensor: Stored) -> None:
         """Copy this rank's slices of one HF tensor into place; if they are there under another name, compare them."""
         original = self.bound.mapping.twins.get(name, name)
         first = self.first.setdefault(original, name)
@@ -251,8 +296,12 @@ class _Load:
             elif not each.is_in_place():
                 raise differing(self.bound.mapping, [(name, first) if name != original else (first, name)])
 
-    def slices(self, name: str, tensor: Tensor) -> Iterator[SliceCopy]:
-        """What is to be copied of one HF tensor, once padding is zero. The tensor has been checked."""
+    def slices(self, name: str, tensor: Stored, files: tuple[SafetensorsFile, ...] = ()) -> Iterator[AnyCopy]:
+        """What is to be copied of one HF tensor, once padding is zero. The tensor has been checked.
+
+        Args:
+            files: of the tensor, or of its parts.
+        """
         if name in self.seen:
             raise CheckpointError(f"{name} came twice; every HF tensor must come exactly once")
         self.seen[name] = None
@@ -260,9 +309,15 @@ class _Load:
             for dim, start, size in use.padding:
                 use.tensor.narrow(dim, start, size).zero_()
             for copy in use.copies:
-                source = copy.of_part(use.of(tensor))
+                target = copy.of_shard(use.tensor)
+                if isinstance(tensor, Encoded):
+                    encoded = tensor.cut(partial(_slice, use, copy))
+                    self.num_bytes += encoded.nbytes
+                    yield EncodedCopy.of(encoded, target, files)
+                    continue
+                source = _slice(use, copy, tensor)
                 self.num_bytes += source.nbytes
-                yield SliceCopy(source, copy.of_shard(use.tensor), self._crossing(name, tensor.dtype, use))
+                yield SliceCopy(source, target, self._crossing(name, tensor.dtype, use))
 
     def _uses_of(self, name: str) -> list[_Use]:
         """Where a tensor goes: to the places of the one that it repeats, if it is a further one."""

@@ -13,6 +13,7 @@ from mcore_bridge.config.hf import find_folder, with_fields
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.rules.layout import REPLICATED, VOCAB
 from mcore_bridge.rules.mapping import Dialect, Rules, WeightMapping, fused, pattern_of, table
+from mcore_bridge.rules.scheme import plain_names
 from mcore_bridge.weights.dtypes import dtype_name
 from mcore_bridge.weights.files.hf_folder import names_in
 from mcore_bridge.weights.ties import HEAD, is_tied, ties_any_head
@@ -118,7 +119,7 @@ def provenance_of(hf: HF, *, head: str = "lm") -> Provenance:
     architecture = architecture_of(config)
     folder = os.fspath(find_folder(hf)) if isinstance(hf, str | os.PathLike) else None
     rules = architecture.rules(config)
-    names = names_in(folder) if folder else ()
+    names = tuple(plain_names(names_in(folder))) if folder else ()
     if folder and head == "lm" and config.tie_word_embeddings:
         config.tie_word_embeddings = all(is_tied(folder, names, rule.hf[0]) for rule in _embedding(rules))
     dialect = dialect_of(names, rules)
@@ -148,6 +149,8 @@ def config_in(provenance: Provenance, dtype: torch.dtype, *, tied: bool) -> Pret
         tied: whether an LM head is the embedding; only then does the config say so. It is not changed for another head.
     """
     hf = copy.deepcopy(provenance.hf)
+    if hasattr(hf, "quantization_config"):  # of what was read; all that is written is plain
+        del hf.quantization_config
     if provenance.head == "lm":
         hf.tie_word_embeddings = tied
     setattr(hf, "dtype" if hasattr(hf, "dtype") else "torch_dtype", dtype_name(dtype))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.encoded import Encoded
+from mcore_bridge.weights.files.decoded import Decoded, DecodedCheckpoint, Folder, Stored, opened_folder
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.positional_io import array_of
 
@@ -43,7 +46,7 @@ def is_tied(folder: str, names: Iterable[str], embedding: str) -> bool:
     Raises:
         CheckpointError: both are in files that cannot be read.
     """
-    if not {HEAD, embedding} <= {*names} or are_equal(Checkpoint(folder), embedding, HEAD):
+    if not {HEAD, embedding} <= {*names} or are_equal(opened_folder(Checkpoint(folder)), embedding, HEAD):
         return True
     said = f"{HEAD} of {folder} differs from {embedding}, though its config says tie_word_embeddings=True"
     if ties_any_head():
@@ -67,13 +70,13 @@ def _warn(message: str) -> None:
     logger.warning(message)
 
 
-def are_equal(source: Mapping[str, Tensor], one: str, other: str) -> bool:
+def are_equal(source: Mapping[str, Stored], one: str, other: str) -> bool:
     """Whether two tensors have the same shape and values, as ``torch.equal`` has it, whatever their dtypes.
 
     They are read in pieces, up to the first that differs. Of files, a process does so once. Equal tensors of 1 GB take
     about a second where the page cache has both.
     """
-    if not isinstance(source, Checkpoint):
+    if not isinstance(source, Checkpoint | DecodedCheckpoint):
         return _compare(source, one, other)
     key = (one, other, *_state(source, one), *_state(source, other))
     if key not in _known:
@@ -81,14 +84,17 @@ def are_equal(source: Mapping[str, Tensor], one: str, other: str) -> bool:
     return _known[key]
 
 
-def _state(source: Checkpoint, name: str) -> tuple[object, ...]:
-    path = source.file_of(name).path
+def _state(source: Folder, name: str) -> tuple[object, ...]:
+    return tuple(_identity(str(file.path)) for file in source.files_of(name))
+
+
+def _identity(path: str) -> tuple[object, ...]:
     found = os.stat(path)
-    return str(path), found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return path, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def _compare(source: Mapping[str, Tensor], one: str, other: str) -> bool:
-    if source[one].shape != source[other].shape:
+def _compare(source: Mapping[str, Stored], one: str, other: str) -> bool:
+    if tuple(source[one].shape) != tuple(source[other].shape):
         return False
     pieces = zip(_pieces(source, one), _pieces(source, other), strict=True)
     return all(_same(left, right) for left, right in pieces)
@@ -100,20 +106,27 @@ def _same(left: Tensor, right: Tensor) -> bool:
     return torch.equal(left, right.to(left.device))
 
 
-def _pieces(source: Mapping[str, Tensor], name: str) -> Iterator[Tensor]:
+def _pieces(source: Mapping[str, Stored], name: str) -> Iterator[Tensor]:
     """A tensor in pieces of some rows: as many whatever its dtype, so that two of one shape fit together."""
-    tensor = torch.atleast_1d(source[name])
-    row = tensor[:1].numel() * torch.float64.itemsize
-    for piece in tensor.split(max(1, _PIECE_BYTES // max(1, row))):
-        if isinstance(source, Checkpoint):  # by position, as a load does: a file may become shorter meanwhile
+    tensor = source[name]
+    if not isinstance(tensor, Encoded):
+        tensor = torch.atleast_1d(tensor)
+    row = math.prod(tensor.shape[1:]) * torch.float64.itemsize
+    num_rows = max(1, _PIECE_BYTES // max(1, row))
+    for start in range(0, tensor.shape[0], num_rows):
+        piece = tensor[start : start + num_rows]
+        if not isinstance(piece, Tensor):
+            yield piece.to(torch.bfloat16)
+        elif isinstance(source, Checkpoint | DecodedCheckpoint):
+            # By position, as a load does: a file may become shorter meanwhile.
             held = torch.empty(piece.shape, dtype=piece.dtype)
-            source.file_of(name).read([piece], array_of(held))
+            source.files_of(name)[0].read([piece], array_of(held))
             yield held
         else:
             yield piece
 
 
-def require_equal(source: Mapping[str, Tensor], mapping: WeightMapping) -> None:
+def require_equal(source: Mapping[str, Stored], mapping: WeightMapping) -> None:
     """Raise unless the further names of a tensor that a source has stand for the same tensor.
 
     Raises:
@@ -146,21 +159,21 @@ def differing(mapping: WeightMapping, pairs: Sequence[tuple[str, str]]) -> Check
 def renamed(source: Mapping[str, Value], mapping: WeightMapping) -> Mapping[str, Value]:
     """``source`` with the tied embedding under its own name, where it has it under that of the head alone.
 
-    A ``Checkpoint`` is changed in place.
+    A ``Checkpoint``, decoded or not, is changed in place.
     """
     for name, original in mapping.spare.items():
         if name not in source or original in source:
             continue
-        if isinstance(source, Checkpoint):
+        if isinstance(source, Checkpoint | Decoded):
             source.rename(name, original)
         else:
             source = _Renamed(source, name, original)
     return source
 
 
-def opened(folder: str | os.PathLike[str], mapping: WeightMapping) -> Checkpoint:
-    """The checkpoint of a folder, as ``renamed`` has it."""
-    checkpoint = Checkpoint(folder)
+def opened(folder: str | os.PathLike[str], mapping: WeightMapping) -> Folder:
+    """The checkpoint of a folder, as ``renamed`` has it, with encoded weights as if they were plain."""
+    checkpoint = opened_folder(Checkpoint(folder))
     renamed(checkpoint, mapping)
     return checkpoint
 

@@ -16,7 +16,7 @@ from tests.support.families import FAMILIES, Json, family, read, table_of
     ("change", "message"),
     [
         ({"hidden_act": "quick_gelu"}, "hidden_act must be one of .*found 'quick_gelu'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config must be None.*dequantize"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method must be .*found 'awq'.*release .* in bf16"),
         ({"is_decoder": True}, "is_decoder must be False"),
         ({"add_cross_attention": True}, "add_cross_attention must be False"),
         ({"use_mrope": True}, "use_mrope"),

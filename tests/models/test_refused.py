@@ -159,6 +159,11 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "`rotary_dim` but": ({"rotary_dim": 2}, "rotary_dim must be"),
     "`moe_topk` that": ({"moe_topk": [4]}, "moe_topk must be"),
+    "`quant_method` but": ({"quantization_config": {"quant_method": "gptq"}}, "quant_method must be"),
+    "formats of compressed-tensors": (
+        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "INT4_AWQ"}},
+        "quant_algo of ModelOpt must be",
+    ),
 }
 """By how a refusal of ``Derive`` begins: what to change in a config, and what is said of it. Layers are all alike."""
 

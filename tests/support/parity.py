@@ -60,11 +60,16 @@ def reference_of(name: str) -> Tensor:
     return reference_logits(zoo.cases()[name].hf, seq=LONG)
 
 
-def our_logits(hf: Any, dims: mb.ParallelDims, seq: int = SEQ) -> Tensor:
-    """What this mesh (one pipeline stage) computes from the same state; gathered over tp, padding cut off."""
+def our_logits(source: Any, dims: mb.ParallelDims, seq: int = SEQ) -> Tensor:
+    """What this mesh (one pipeline stage) computes from the same state; gathered over tp, padding cut off.
+
+    Of a config or of a folder, which has weights of its own.
+    """
     dims.initialize(device="cpu")
-    (model,) = mb.build_model(hf, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(hf))
+    weights: Any = True if isinstance(source, str) else random_state(source)
+    (model,) = mb.build_model(source, dims=dims, dtype=torch.float32, device="cpu", load_weights=weights)
     model.eval()
+    hf = model.bridge.hf
     with torch.no_grad():
         logits = model(tokens(hf, seq), torch.arange(seq).expand(BATCH, seq), None)
     parts = [torch.empty_like(logits) for _ in range(dims.tp)]
@@ -73,7 +78,10 @@ def our_logits(hf: Any, dims: mb.ParallelDims, seq: int = SEQ) -> Tensor:
 
 
 def worst_differences(cases: list[tuple[Any, mb.ParallelDims, Tensor]]) -> list[float]:
-    """The largest difference of each case (config, mesh, reference), relative to the spread of the reference."""
+    """The largest difference of each case, relative to the spread of the reference.
+
+    A case is a config or a folder, a mesh, and the reference.
+    """
     worst = []
     for hf, dims, reference in cases:
         logits = our_logits(hf, dims, reference.shape[1])

@@ -5,6 +5,7 @@ They name the fields of transformers 4.57 and of 5 together. A name that the ins
 
 from mcore_bridge.config.fields import Const, Field, Ignore, Map, Preset, Require
 from mcore_bridge.config.tables import derived, derived_latent, derived_rope, layer_ropes, scales
+from mcore_bridge.config.tables.quantized import QUANTIZATION
 
 EMBEDDING_DROPOUT = "embedding_dropout"
 
@@ -62,7 +63,7 @@ DECODER_ONLY = tuple(
 )
 PLAIN = (
     Require("pruned_heads", ({}, None), "megatron-core gives each layer the same heads"),
-    Require("quantization_config", (None,), "quantized weights are not read; dequantize the checkpoint first"),
+    QUANTIZATION,
     Require("is_causal", (True, None), "megatron-core's GPTModel is causal"),
     Require("use_mrope", (False, None), "only multimodal models rotate by several position ids"),
     Require("rope_interleaved", (False, None), "transformers rotates halves, not neighbours"),

@@ -12,17 +12,14 @@ import os
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files.positional_io import open_file
-from mcore_bridge.weights.files.safetensors import SafetensorsFile
+from mcore_bridge.weights.files.safetensors import DTYPES, SafetensorsFile
 from mcore_bridge.weights.files.strict_json import parse
-
-if TYPE_CHECKING:
-    from mcore_bridge.rules.spec import TensorSpec
 
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
@@ -114,6 +111,16 @@ class Checkpoint(Mapping[str, Tensor]):
     def file_of(self, name: str) -> SafetensorsFile:
         """The file that holds the tensor ``name``."""
         return self._where[name]
+
+    def files_of(self, name: str) -> tuple[SafetensorsFile, ...]:
+        """The one file that holds the tensor ``name``, as ``DecodedCheckpoint`` has several."""
+        return (self._where[name],)
+
+    def spec(self, name: str) -> TensorSpec | None:
+        """What the header of its file says of a tensor; None of a dtype that torch lacks."""
+        entry = self._where[name].entries[name]
+        dtype = DTYPES.get(entry.dtype)
+        return TensorSpec(name, entry.shape, dtype) if dtype is not None else None
 
     def rename(self, old: str, new: str) -> None:
         """Have the tensor ``old`` under the name ``new``."""

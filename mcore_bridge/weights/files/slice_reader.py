@@ -1,4 +1,7 @@
-"""A slice of an HF tensor on its way into a parameter: copied at once, or read from its file by threads."""
+"""A slice of an HF tensor on its way into a parameter: copied at once, or read from its file by threads.
+
+One of an encoded weight goes the same way, and is decoded where it arrives (``encoded_copy.py``).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from mcore_bridge.weights.files.encoded_copy import EncodedCopy, submit
 from mcore_bridge.weights.files.positional_io import Array, array_of
 from mcore_bridge.weights.files.safetensors import SafetensorsFile
 from mcore_bridge.weights.files.staging import Slot, Staging
@@ -56,6 +60,11 @@ class SliceCopy:
             yield from SliceCopy(source, target, self.crossing)._split(num_bytes)
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes that are read."""
+        return self.source.nbytes
+
+    @property
     def kind(self) -> tuple[object, ...]:
         """What is equal for slices that can go together."""
         return self.source.dtype, self.crossing, self.target.dtype, self.target.device, self.is_direct
@@ -66,22 +75,26 @@ class SliceCopy:
         return self.target.is_cpu and self.target.dtype == self.source.dtype and self.target.is_contiguous()
 
 
-_Batch: TypeAlias = tuple[SafetensorsFile, list[SliceCopy]]
+AnyCopy: TypeAlias = SliceCopy | EncodedCopy
+_Batch: TypeAlias = tuple[SafetensorsFile, list[AnyCopy]]
 """Pieces of a file that fit into one slot: of one dtype, for one device, so that they are one tensor on their way."""
 AHEAD = 64
 """Batches that are worked out before threads begin to read them: these need Python's lock between two reads."""
 
 
-def read(slices: Iterable[tuple[SliceCopy, SafetensorsFile]], staging: Staging) -> None:
+def read(slices: Iterable[tuple[AnyCopy, SafetensorsFile]], staging: Staging) -> None:
     """Have threads read the sources of ``slices`` from their files. All is in place when ``staging`` has been left."""
     batches = _batches(slices, staging.slot_bytes)
     while portion := list(islice(batches, AHEAD)):
-        for batch in portion:
-            _submit(batch, staging)
+        for file, pieces in portion:
+            if encoded := [piece for piece in pieces if isinstance(piece, EncodedCopy)]:
+                submit(encoded, staging)
+            else:
+                _submit(file, [piece for piece in pieces if isinstance(piece, SliceCopy)], staging)
 
 
-def _submit(batch: _Batch, staging: Staging) -> None:
-    slot, (file, pieces) = staging.take(), batch
+def _submit(file: SafetensorsFile, pieces: Sequence[SliceCopy], staging: Staging) -> None:
+    slot = staging.take()
     first, sources = pieces[0], [piece.source for piece in pieces]
     if first.is_direct:
         staging.submit(slot, partial(_fill, file, sources, [array_of(piece.target) for piece in pieces]))
@@ -90,7 +103,7 @@ def _submit(batch: _Batch, staging: Staging) -> None:
     staging.submit(slot, partial(file.read, sources, array_of(memory)), partial(_put, pieces, memory, slot))
 
 
-def _batches(slices: Iterable[tuple[SliceCopy, SafetensorsFile]], num_bytes: int) -> Iterator[_Batch]:
+def _batches(slices: Iterable[tuple[AnyCopy, SafetensorsFile]], num_bytes: int) -> Iterator[_Batch]:
     """To hand small pieces to a thread costs more than to read them."""
     pieces = ((file, piece) for slice_copy, file in slices for piece in slice_copy.pieces(num_bytes))
     for (file, *_), alike in groupby(pieces, lambda pair: (pair[0], *pair[1].kind)):
@@ -98,11 +111,11 @@ def _batches(slices: Iterable[tuple[SliceCopy, SafetensorsFile]], num_bytes: int
             yield file, batch
 
 
-def _packed(pieces: Iterable[SliceCopy], num_bytes: int) -> Iterator[list[SliceCopy]]:
-    batch: list[SliceCopy] = []
+def _packed(pieces: Iterable[AnyCopy], num_bytes: int) -> Iterator[list[AnyCopy]]:
+    batch: list[AnyCopy] = []
     filled = 0
     for piece in pieces:
-        size = piece.source.nbytes
+        size = piece.num_bytes
         if batch and filled + size > num_bytes:
             yield batch
             batch, filled = [], 0

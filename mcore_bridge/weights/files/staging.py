@@ -29,9 +29,13 @@ class Slot:
         self._event: torch.cuda.Event | None = None
 
     def memory(self, num_bytes: int, device: torch.device) -> Tensor:
-        """The first ``num_bytes`` of the slot, uint8, for copies from or to ``device``. Taken when first asked for."""
-        if self._memory is None:
-            self._memory = torch.empty(max(self._num_bytes, 8), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        """The first ``num_bytes`` of the slot, uint8, for copies from or to ``device``. Taken when first asked for.
+
+        It grows where what cannot be divided asks for more.
+        """
+        if self._memory is None or self._memory.nbytes < num_bytes:
+            size = max(self._num_bytes, num_bytes, 8)
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
         return self._memory[:num_bytes]
 
     def mark(self, device: torch.device) -> None:

@@ -1,0 +1,120 @@
+"""What a config says of quantized weights, and which formats are refused by name. Of which tensors are quantized, the
+files themselves tell; a config is held against them.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mcore_bridge.errors import ConfigError
+
+Grain = Literal["tensor", "row"] | tuple[int, int]
+"""What shares a scale: all of a weight, a row, or a block of so many rows and columns."""
+
+_MODELOPT: dict[object, tuple[str, Grain]] = {"FP8": ("fp8", "tensor"), "NVFP4": ("nvfp4", (1, 16))}
+_BLOCK = (128, 128)
+"""What transformers takes where a config leaves the size of blocks out; null is none."""
+_WAY_OUT = (
+    "load the release of this model in bf16, or have a program that reads this format write one (with transformers: "
+    "from_pretrained, dequantize and save_pretrained, where it can)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """What the weights of a checkpoint may be: pairs of a kind of codes and what shares a scale."""
+
+    method: str
+    allowed: frozenset[tuple[str, Grain]]
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """Rows and columns that share a scale of FP8, where it says so."""
+        return next((grain for kind, grain in self.allowed if kind == "fp8" and isinstance(grain, tuple)), None)
+
+
+def read_quantization(note: object) -> Quantization | None:
+    """The ``quantization_config`` of an HF config, or what ModelOpt has in its place; None says of nothing.
+
+    Raises:
+        ConfigError: the format is not read, with the way out.
+
+    Example:
+        >>> read_quantization({"quant_method": "fp8", "weight_block_size": [128, 128]}).block
+        (128, 128)
+    """
+    if note is None:
+        return None
+    fields: Any = note if isinstance(note, Mapping) else note.to_dict() if hasattr(note, "to_dict") else None
+    if not isinstance(fields, Mapping):
+        raise ConfigError(f"quantization_config must be an object, found {note!r:.200}. Correct the HF config.")
+    if isinstance(fields.get("quantization"), Mapping):  # what ModelOpt writes to a file of its own
+        fields = {"quant_method": "modelopt", **fields["quantization"]}
+    method = fields.get("quant_method")
+    readers = {"fp8": _fp8, "mxfp4": _mxfp4, "compressed-tensors": _compressed, "modelopt": _modelopt}
+    if method not in readers:
+        raise _refused("quant_method", method, ", ".join(map(repr, readers)))
+    return Quantization(str(method), frozenset(readers[method](fields)))
+
+
+def _fp8(fields: Mapping[str, Any]) -> Iterator[tuple[str, Grain]]:
+    if fields.get("fmt", "e4m3") != "e4m3":
+        raise _refused("fmt", fields["fmt"], "'e4m3'")
+    yield "fp8", _block(fields.get("weight_block_size", _BLOCK)) or "tensor"
+
+
+def _mxfp4(fields: Mapping[str, Any]) -> Iterator[tuple[str, Grain]]:
+    yield "mxfp4", (1, 32)
+
+
+def _modelopt(fields: Mapping[str, Any]) -> Iterator[tuple[str, Grain]]:
+    name = fields.get("quant_algo")
+    if name not in _MODELOPT:
+        raise _refused("quant_algo of ModelOpt", name, ", ".join(map(repr, _MODELOPT)))
+    yield _MODELOPT[name]
+
+
+def _compressed(fields: Mapping[str, Any]) -> Iterator[tuple[str, Grain]]:
+    for name in ("transform_config", "sparsity_config"):
+        found = fields.get(name)
+        if found and not (isinstance(found, Mapping) and found.get("format", "") == "dense"):
+            raise _refused(f"{name} of compressed-tensors", found, "none")
+    groups = fields.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise _refused("config_groups of compressed-tensors", groups, "an object for each kind of weights")
+    for group in groups.values():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if weights:
+            yield _of_group(weights)
+
+
+def _of_group(weights: Mapping[str, Any]) -> tuple[str, Grain]:
+    kind, bits, strategy = (weights.get(name) for name in ("type", "num_bits", "strategy"))
+    size = weights.get("group_size")
+    found = f"{kind} of {bits} bits by {strategy} (group_size={size}, symmetric={weights.get('symmetric')})"
+    expected = "symmetric float of 8 bits by tensor, channel or block, int of 4 by group, float of 4 by 16"
+    if weights.get("symmetric") is False or weights.get("actorder") not in (None, False):
+        raise _refused("weights of compressed-tensors", found, expected)
+    if (kind, bits) == ("float", 8) and strategy in ("tensor", "channel"):
+        return "fp8", "tensor" if strategy == "tensor" else "row"
+    if (kind, bits, strategy) == ("float", 8, "block") and (block := _block(weights.get("block_structure"))):
+        return "fp8", block
+    if (kind, bits, strategy) == ("int", 4, "group") and isinstance(size, int):
+        return "int4", (1, size)
+    if (kind, bits, strategy, size) == ("float", 4, "tensor_group", 16):
+        return "nvfp4", (1, 16)
+    raise _refused("weights of compressed-tensors", found, expected)
+
+
+def _block(sizes: object) -> tuple[int, int] | None:
+    if sizes is None:
+        return None
+    if isinstance(sizes, list | tuple) and len(sizes) == 2 and all(isinstance(n, int) and n > 0 for n in sizes):
+        return sizes[0], sizes[1]
+    raise _refused("the size of blocks", sizes, "two positive whole numbers")
+
+
+def _refused(what: str, found: object, expected: str) -> ConfigError:
+    return ConfigError(
+        f"quantization_config: {what} must be {expected}, found {found!r:.200}, which is not read: {_WAY_OUT}."
+    )

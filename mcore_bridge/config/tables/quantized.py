@@ -1,0 +1,24 @@
+"""The field of an HF config that says how its weights are quantized: it changes how files are read, and no model."""
+
+from mcore_bridge.config.fields import Derive, Hf, Mcore
+from mcore_bridge.config.quantization import read_quantization
+
+
+def _accept(hf: Hf) -> dict[str, object]:
+    read_quantization(hf.get("quantization_config"))
+    return {}
+
+
+def _leave_out(mcore: Mcore) -> dict[str, object]:
+    return {}
+
+
+QUANTIZATION = Derive(
+    ("quantization_config",),
+    _accept,
+    _leave_out,
+    refuses=(
+        "`quant_method` but fp8, mxfp4, compressed-tensors and modelopt: load the release in bf16, or write one",
+        "formats of compressed-tensors and ModelOpt that [quantized.md](quantized.md) does not list: the same",
+    ),
+)

@@ -1,0 +1,103 @@
+"""A codec computes between what a file holds of a weight and numbers. Layouts only move; all arithmetic is here.
+
+A weight lies in a file as *codes*, one for each number, and *scales*, one for each block of numbers. A code is a byte
+or half a byte; a table says what it stands for. The number is code times scale, as one product of fp32, rounded once to
+the dtype that is asked for. The exceptions are fields of ``Codec``: they are what a publisher's own code does.
+
+Decoding is elementwise, so a slice of the decoded tensor is the decoded slice. What encodes will stand beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Kind = Literal["fp8", "mxfp4", "int4", "nvfp4"]
+
+PER_BYTE = {"fp8": 1, "mxfp4": 2, "int4": 2, "nvfp4": 2}
+"""Numbers in a byte of codes. Of two, the first is in the low half."""
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_DOUBLED = "mxfp4"
+"""Of this kind tables have twice each number and half of each scale: 0.5 times 2 ** 128 is a number of fp32 as well."""
+_POWER_BIAS = 127 + 1
+_INT4_OFFSET = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """How a file holds the numbers of one weight.
+
+    Attributes:
+        kind: what codes stand for.
+        block: how many elements share a scale, along each dim of the weight as it is stored.
+        rounded_to: a dtype that products are rounded to before they become what is asked for; None is none.
+        overall: what one further number for the whole weight does to each scale; "" where there is no such number.
+    """
+
+    kind: Kind
+    block: tuple[int, ...]
+    rounded_to: torch.dtype | None = None
+    overall: Literal["", "multiplies", "divides"] = ""
+
+    def __str__(self) -> str:
+        name = "float8_e4m3fn" if self.kind == "fp8" else self.kind
+        return f"{name}[{'x'.join(map(str, self.block[-2:]))}]"
+
+    @property
+    def per_byte(self) -> int:
+        """Numbers in a byte of codes, along the last dim."""
+        return PER_BYTE[self.kind]
+
+
+def numbers_of(codec: Codec, codes: Tensor) -> Tensor:
+    """What codes (uint8 [..., bytes]) stand for without their scales: fp32 [..., bytes * per_byte]."""
+    table = _table(codec.kind, codes.device)
+    found = table.index_select(0, codes.flatten().int()).view(torch.float32)
+    return found.view(*codes.shape[:-1], codes.shape[-1] * codec.per_byte)
+
+
+def scales_of(codec: Codec, scales: Tensor, overall: Tensor | None = None) -> Tensor:
+    """Scales as fp32, of the shape that they have. Bytes (uint8) are powers of two.
+
+    Args:
+        overall: the further number for the whole weight, fp32, of a shape that goes with that of the scales.
+    """
+    if scales.dtype == torch.uint8:
+        scales = _powers(scales.device).index_select(0, scales.flatten().int()).view(scales.shape)
+    scales = scales.float()
+    if overall is None:
+        return scales
+    return scales * overall if codec.overall == "multiplies" else scales / overall
+
+
+def decoded(codec: Codec, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers times scales (both fp32, the latter one for each number or to be broadcast) in ``dtype``."""
+    if codec.rounded_to is None or codec.rounded_to == torch.float32:
+        out = torch.empty(torch.broadcast_shapes(numbers.shape, scales.shape), dtype=dtype, device=numbers.device)
+        return torch.mul(numbers, scales, out=out)
+    return (numbers * scales).to(codec.rounded_to).to(dtype)
+
+
+@cache
+def _table(kind: Kind, device: torch.device) -> Tensor:
+    """What each of the 256 bytes stands for: an fp32 number, or two of them as one element of 8 bytes."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    if kind == "fp8":
+        return codes.view(torch.float8_e4m3fn).float().to(device)
+    if kind == "int4":
+        half = torch.arange(16).float() - _INT4_OFFSET
+    else:
+        half = torch.tensor([*_E2M1, *(-each for each in _E2M1)]) * (2 if kind == _DOUBLED else 1)
+    low, high = (codes & 0xF).long(), (codes >> 4).long()
+    return torch.stack((half[low], half[high]), -1).view(torch.float64).flatten().to(device)
+
+
+@cache
+def _powers(device: torch.device) -> Tensor:
+    """Half of 2 to the power of each byte less 127, in fp32."""
+    exponents = torch.arange(256, dtype=torch.float64) - _POWER_BIAS
+    return torch.exp2(exponents).float().to(device)

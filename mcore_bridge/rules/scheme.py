@@ -1,0 +1,281 @@
+"""A scheme says which plain HF tensor has which codec: read off the names, dtypes and shapes that a checkpoint has.
+
+The index is the truth. A tensor is encoded where it has its companions, whatever lists a config holds of modules that
+are or are not. What fits nothing raises, with all that does not fit: a scale without its weight, codes without their
+scales, a grid of another size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.codec import PER_BYTE, Codec, Kind
+from mcore_bridge.rules.spec import TensorSpec
+
+Shape = tuple[int, ...]
+BLOCK = (128, 128)
+"""Of FP8, where no config says another one: what all publishers have."""
+_FP8 = torch.float8_e4m3fn
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_E8M0 = tuple(getattr(torch, name) for name in ("float8_e8m0fnu",) if hasattr(torch, name))
+_CODES = tuple(
+    getattr(torch, name)
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2")
+    if hasattr(torch, name)
+)
+"""Dtypes that say little without a scale."""
+_UNUSED = tuple(f".{name}_scale" for name in ("activation", "input", "input_global", "output", "q", "k", "v"))
+"""Ends of the names of scales of activations: they are of inference in low precision, and no weight needs them."""
+_COMPANIONS = ("_scale_inv", "_scale_2", "_global_scale", "_scale", "_shape", "_zero_point", "_g_idx", "_scales")
+"""What the name of a scale, or of what else goes with codes, adds to that of its weight."""
+_BESIDE = (".scale", ".qscale_weight")
+"""The same where it stands in place of ``.weight``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """How a checkpoint holds one plain tensor: its codec and shape, and the names of its parts.
+
+    ``order`` says which dim of the plain tensor each dim of the codes is. ``noted_shape`` is the name of a tensor that
+    holds the shape once more.
+    """
+
+    codec: Codec
+    shape: Shape
+    order: tuple[int, ...]
+    codes: str
+    scales: str
+    overall: str | None = None
+    noted_shape: str | None = None
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of codes, scales, and the number for all, if there is one."""
+        return (self.codes, self.scales) if self.overall is None else (self.codes, self.scales, self.overall)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names in the checkpoint that belong to it."""
+        return self.parts if self.noted_shape is None else (*self.parts, self.noted_shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """The encoded tensors of a checkpoint by their plain names, and the names that no weight needs."""
+
+    held: Mapping[str, Held] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+
+    def plain(self, names: Iterable[str]) -> Iterator[str]:
+        """The names that a checkpoint of plain tensors would have, in order."""
+        whole = {held.codes: name for name, held in self.held.items()}
+        hidden = {name for held in self.held.values() for name in held.names}.union(self.unused) - whole.keys()
+        return (whole.get(name, name) for name in names if name not in hidden)
+
+
+def scheme_of(specs: Mapping[str, TensorSpec], block: tuple[int, int] | None = None) -> Scheme:
+    """The scheme of a checkpoint.
+
+    Args:
+        specs: what it holds, by name.
+        block: rows and columns that share a scale, as a config says of FP8; None is what publishers have.
+
+    Raises:
+        CheckpointError: naming all that does not fit.
+    """
+    held: dict[str, Held] = {}
+    problems: dict[str, str] = {}
+    for name in specs:
+        try:
+            if (found := _held(name, specs, block or BLOCK)) is not None:
+                held[found[0]] = found[1]
+        except _ProblemError as problem:
+            problems[stem_of(name)] = f"{name} {problem}"
+    used = {name for each in held.values() for name in each.names}
+    left = [name for name in specs if name not in used]
+    if lost := [name for name in left if _is_companion(specs[name]) and stem_of(name) not in problems]:
+        problems[""] = f"{len(lost)} scales or the like belong to no encoded weight, such as {lost[:5]}"
+    if problems:
+        raise unreadable(list(problems.values()))
+    return Scheme(held, tuple(filter(is_unused, left)) if held else ())
+
+
+def unreadable(problems: list[str]) -> CheckpointError:
+    """What to say of encoded weights that cannot be decoded."""
+    more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+    return CheckpointError(
+        f"the encoded weights cannot be decoded: {'; '.join(problems[:8])}{more}. Copy the files again, or take a "
+        "folder of plain tensors"
+    )
+
+
+def plain_names(names: Iterable[str]) -> Iterator[str]:
+    """The names that a checkpoint of plain tensors would have, where only names are known: codes for their weights."""
+    known = dict.fromkeys(names)
+    for name in known:
+        weight = name.removesuffix("_blocks").removesuffix("_packed")
+        if weight != name and known.keys() & {f"{weight}_scales", f"{weight}_scale"}:
+            yield weight
+        elif not any(name.endswith(end) and _is_weight(name.removesuffix(end), known) for end in _COMPANIONS):
+            yield name
+
+
+def _is_weight(name: str, known: Mapping[str, None]) -> bool:
+    return not known.keys().isdisjoint((name, f"{name}_packed", f"{name}_blocks"))
+
+
+def stem_of(name: str) -> str:
+    """What the names of all parts of a weight begin with."""
+    for end in (*_COMPANIONS, "_blocks", "_packed", ".weight", *_BESIDE):
+        name = name.removesuffix(end)
+    return name
+
+
+def is_unused(name: str) -> bool:
+    """Whether it is a scale of activations, which loading weights does not need."""
+    return name.endswith(_UNUSED)
+
+
+def is_part(spec: TensorSpec) -> bool:
+    """Whether a tensor may belong to an encoded weight, so that it says nothing before its companions are there."""
+    ends = (*_COMPANIONS, *_BESIDE, "_blocks", "_packed")
+    return spec.name.endswith(ends) or spec.dtype in (*_CODES, torch.uint8)
+
+
+def _is_companion(spec: TensorSpec) -> bool:
+    """Whether a tensor is of use only with codes."""
+    name = spec.name
+    if name.endswith("_scales"):
+        return spec.dtype == torch.uint8
+    if name.endswith(".scale"):
+        return spec.dtype in _E8M0
+    return name.endswith(("_scale_inv", *_BESIDE, *(f"weight{end}" for end in _COMPANIONS)))
+
+
+# by format ------------------------------------------------------------------------------------------------------------
+
+
+class _ProblemError(Exception):
+    """Why one weight cannot be decoded; its name comes before."""
+
+
+Specs = Mapping[str, TensorSpec]
+
+
+def _held(name: str, specs: Specs, block: tuple[int, int]) -> tuple[str, Held] | None:
+    """The plain name of an encoded tensor and how it is held, if ``name`` is that of its codes."""
+    spec = specs[name]
+    if name.endswith("_blocks") and spec.dtype == torch.uint8:
+        return _mxfp4(name.removesuffix("_blocks"), spec, specs)
+    if name.endswith("weight_packed"):
+        return _packed(name.removesuffix("_packed"), spec, specs)
+    if spec.dtype in _CODES and not name.endswith(("_scale_inv", "_scale", *_BESIDE)):
+        return name, _float8(spec, specs, block)
+    if spec.dtype in (torch.uint8, torch.int8) and any(each in specs for each in _scales_of(name)):
+        return name, _modelopt(spec, specs)
+    return None
+
+
+def _mxfp4(name: str, spec: TensorSpec, specs: Specs) -> tuple[str, Held]:
+    """gpt-oss: codes [experts, out, in / 32, 16], while plain files have [experts, in, out]."""
+    scales = _companion(f"{name}_scales", specs)
+    if len(spec.shape) != 4:
+        raise _ProblemError(f"has shape {spec.shape}, expected [experts, out, in / 32, 16]")
+    experts, rows, groups, num_bytes = spec.shape
+    size = num_bytes * PER_BYTE["mxfp4"]
+    _require(scales, (experts, rows, groups), (torch.uint8,))
+    held = Held(Codec("mxfp4", (1, 1, size)), (experts, groups * size, rows), (0, 2, 1), spec.name, scales.name)
+    return name, held
+
+
+def _packed(name: str, spec: TensorSpec, specs: Specs) -> tuple[str, Held]:
+    """compressed-tensors: int4 in words of 32 bits, or NVFP4 in bytes with one more scale for all."""
+    scales = _companion(f"{name}_scale", specs)
+    if spec.dtype == torch.int32:
+        rows, columns, group = _groups(spec, scales, "int4", 8)
+        _require(scales, (rows, columns // group), _FLOATS)
+        noted = f"{name}_shape" if f"{name}_shape" in specs else None
+        codec = Codec("int4", (1, group), scales.dtype)
+        return name, Held(codec, (rows, columns), (0, 1), spec.name, scales.name, None, noted)
+    if spec.dtype != torch.uint8:
+        raise _ProblemError(f"is {spec.dtype}, expected int32 (int4) or uint8 (NVFP4)")
+    return name, _nvfp4(spec, scales, _companion(f"{name}_global_scale", specs))
+
+
+def _modelopt(spec: TensorSpec, specs: Specs) -> Held:
+    """ModelOpt's NVFP4: bytes under the plain name, a scale for 16 numbers, and one more for all."""
+    if spec.dtype != torch.uint8:
+        raise _ProblemError(f"is {spec.dtype} with scales, expected uint8 (NVFP4)")
+    return _nvfp4(spec, _companion(f"{spec.name}_scale", specs), _companion(f"{spec.name}_scale_2", specs))
+
+
+def _nvfp4(spec: TensorSpec, scales: TensorSpec, overall: TensorSpec) -> Held:
+    rows, columns, group = _groups(spec, scales, "nvfp4", PER_BYTE["nvfp4"])
+    _require(scales, (rows, columns // group), (_FP8,))
+    if math.prod(overall.shape) != 1 or overall.dtype not in _FLOATS:
+        raise _ProblemError(f"takes one number as {overall.name}, found {overall.shape} of {overall.dtype}")
+    if overall.name.endswith("_global_scale"):  # compressed-tensors decodes to bf16, whatever is asked for
+        codec = Codec("nvfp4", (1, group), torch.bfloat16, "divides")
+    else:
+        codec = Codec("nvfp4", (1, group), None, "multiplies")
+    return Held(codec, (rows, columns), (0, 1), spec.name, scales.name, overall.name)
+
+
+def _groups(spec: TensorSpec, scales: TensorSpec, kind: Kind, per: int) -> tuple[int, int, int]:
+    """Rows and columns of a matrix, and how many columns of a row share a scale."""
+    if len(spec.shape) != 2 or len(scales.shape) != 2:
+        raise _ProblemError(f"has shape {spec.shape}, expected a matrix, and one of scales")
+    rows, columns = spec.shape[0], spec.shape[1] * per
+    group, rest = divmod(columns, max(1, scales.shape[1]))
+    if rest or not group or (kind == "nvfp4" and group != 16):
+        raise _ProblemError(f"has {columns} columns, which {scales.name} of shape {scales.shape} does not share out")
+    return rows, columns, group
+
+
+def _float8(spec: TensorSpec, specs: Specs, block: tuple[int, int]) -> Held:
+    name, shape = spec.name, spec.shape
+    if spec.dtype != _FP8:
+        raise _ProblemError(f"is {spec.dtype}, whose codes are not read: expected float8_e4m3fn")
+    found = next((each for each in _scales_of(name) if each in specs), None)
+    if found is None:
+        raise _ProblemError(f"is float8_e4m3fn and has no scale: expected one of {list(_scales_of(name))}")
+    scales = specs[found]
+    if len(shape) < 2 or scales.dtype not in (*_FLOATS, *_E8M0):
+        raise _ProblemError(f"has shape {shape} and scales of {scales.dtype}: expected a matrix, and floats")
+    outer = shape[:-2]
+    grid = (*outer, *(-(-size // each) for size, each in zip(shape[-2:], block, strict=True)))
+    blocks = {grid: block, (*shape[:-1], 1): (1, shape[-1])}
+    own = blocks.get(scales.shape, shape[-2:] if math.prod((*outer, *scales.shape)) == 1 else None)
+    if own is None:
+        raise _ProblemError(
+            f"has shape {shape} and {found} {scales.shape}: expected {grid} for blocks of {block}, {(*shape[:-1], 1)} "
+            "for rows, or one number"
+        )
+    # What transformers does: compressed-tensors' own code computes in the dtype of scales, but not for experts.
+    rounded = scales.dtype if found.endswith("weight_scale") and ".experts." not in name else None
+    return Held(Codec("fp8", (*(1 for _ in outer), *own), rounded), shape, tuple(range(len(shape))), name, found)
+
+
+def _scales_of(name: str) -> tuple[str, ...]:
+    """What the scales of a tensor may be called, the usual name first."""
+    module = name.removesuffix(".weight")
+    beside = tuple(f"{module}{end}" for end in _BESIDE) if module != name else ()
+    return (f"{name}_scale_inv", f"{name}_scale", *beside)
+
+
+def _companion(name: str, specs: Specs) -> TensorSpec:
+    if name not in specs:
+        raise _ProblemError(f"is encoded, and lacks {name}")
+    return specs[name]
+
+
+def _require(scales: TensorSpec, shape: Shape, dtypes: tuple[torch.dtype, ...]) -> None:
+    if scales.shape != shape or scales.dtype not in dtypes:
+        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        found = f"{scales.name} {scales.shape} of {scales.dtype}"
+        raise _ProblemError(f"takes scales {shape} of {expected}, found {found}")

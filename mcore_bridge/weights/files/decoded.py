@@ -1,0 +1,229 @@
+"""A source of HF tensors whose encoded weights look like plain ones, by their names, shapes and slices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.config.quantization import Grain, Quantization, read_quantization
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.encoded import Encoded
+from mcore_bridge.rules.scheme import Held, Scheme, is_part, is_unused, scheme_of, stem_of, unreadable
+from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.files.safetensors import SafetensorsFile
+
+Stored: TypeAlias = Tensor | Encoded
+"""An HF tensor of a source: plain, or to be decoded."""
+
+
+class Decoded(Mapping[str, Stored]):
+    """HF tensors by their plain names."""
+
+    def __init__(self, source: Mapping[str, Tensor], scheme: Scheme) -> None:
+        self._source = source
+        self.scheme = scheme
+        self._own: dict[str, str | Held] = {name: scheme.held.get(name, name) for name in scheme.plain(source)}
+
+    def __getitem__(self, name: str) -> Stored:
+        own = self._own[name]
+        return self._source[own] if isinstance(own, str) else _encoded(name, own, self._source)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._own
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._own)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def rename(self, old: str, new: str) -> None:
+        """Have the tensor ``old`` under the name ``new``."""
+        self._own[new] = self._own.pop(old)
+
+    def own_names(self, name: str) -> tuple[str, ...]:
+        """What the source calls a tensor: the names of its parts, if it is encoded."""
+        own = self._own[name]
+        return (own,) if isinstance(own, str) else own.parts
+
+
+class DecodedCheckpoint(Decoded):
+    """The same of a folder, whose tensors are in files."""
+
+    def __init__(self, checkpoint: Checkpoint, scheme: Scheme) -> None:
+        super().__init__(checkpoint, scheme)
+        self._checkpoint = checkpoint
+        self.folder = checkpoint.folder
+
+    def files_of(self, name: str) -> tuple[SafetensorsFile, ...]:
+        """The file of a tensor, or that of each of its parts."""
+        return tuple(map(self._checkpoint.file_of, self.own_names(name)))
+
+    def release(self, name: str) -> None:
+        """Give back the memory of pages that were read for ``name``."""
+        for own in self.own_names(name):
+            self._checkpoint.release(own)
+
+    def pairs(self, names: Iterable[str]) -> Iterator[tuple[str, Stored]]:
+        """See ``Checkpoint.pairs``."""
+        first = {self.own_names(name)[0]: name for name in names}
+        for own, _ in self._checkpoint.pairs(first):
+            yield first[own], self[first[own]]
+            self.release(first[own])
+
+
+Folder: TypeAlias = Checkpoint | DecodedCheckpoint
+
+
+def opened_folder(checkpoint: Checkpoint) -> Folder:
+    """A folder as one of plain tensors; as it is, where it is one.
+
+    Raises:
+        CheckpointError: encoded weights cannot be decoded, or are not what the config says.
+        ConfigError: the config says that they are of a format that is not read.
+    """
+    specs = {name: spec for name in checkpoint if (spec := checkpoint.spec(name)) is not None}
+    if not any(map(is_part, specs.values())):
+        return checkpoint
+    scheme = scheme_within(specs, quantization_in(checkpoint.folder))
+    return DecodedCheckpoint(checkpoint, scheme) if scheme.held else checkpoint
+
+
+def decoded_mapping(source: Mapping[str, Tensor], quantization: Quantization | None) -> Mapping[str, Stored]:
+    """A mapping as one of plain tensors; as it is, where it is one. Errors are those of ``opened_folder``."""
+    scheme = scheme_within(_specs(source), quantization)
+    return Decoded(source, scheme) if scheme.held else source
+
+
+class DecodedPairs(Iterable[tuple[str, Stored]]):
+    """Pairs as those of plain tensors. What may be a part of an encoded weight waits until all of its parts have come.
+
+    Raises:
+        CheckpointError: at the end, naming what has waited in vain.
+    """
+
+    def __init__(self, source: Iterable[tuple[str, Tensor]], quantization: Quantization | None) -> None:
+        self._source = source
+        self._quantization = quantization
+        self._waiting: dict[str, dict[str, Tensor]] = {}
+        """By what their names begin with."""
+        self.unused: list[str] = []
+
+    def __iter__(self) -> Iterator[tuple[str, Stored]]:
+        done: set[str] = set()
+        for name, tensor in self._source:
+            if not isinstance(tensor, Tensor) or not is_part(spec_of(name, tensor)):
+                yield name, tensor
+                continue
+            group = self._waiting.setdefault(stem_of(name), {})
+            if name in group or name in done:
+                raise CheckpointError(f"{name} came twice; every HF tensor must come exactly once")
+            group[name] = tensor
+            for plain, held in self._complete(group):
+                yield plain, _encoded(plain, held, group)
+                done.update(held.names)
+                for part in held.names:
+                    del group[part]
+        yield from self._rest(is_quantized=bool(done))
+
+    def _complete(self, group: Mapping[str, Tensor]) -> list[tuple[str, Held]]:
+        """The encoded weight whose parts are all there, if they are; the shape of int4 is one of them."""
+        try:
+            held = scheme_within(_specs(group), self._quantization).held
+        except CheckpointError:  # not yet, or never, which is said at the end
+            return []
+        return [(name, each) for name, each in held.items() if each.codec.kind != "int4" or each.noted_shape]
+
+    def _rest(self, *, is_quantized: bool) -> Iterator[tuple[str, Stored]]:
+        left = {name: tensor for group in self._waiting.values() for name, tensor in group.items()}
+        scheme = scheme_within(_specs(left), self._quantization)
+        for name, tensor in Decoded(left, scheme).items():
+            if is_quantized and is_unused(name):
+                self.unused.append(name)
+            else:
+                yield name, tensor
+
+
+def unused_in(source: object) -> list[str]:
+    """The names of a source that no weight needs, when all of it has come."""
+    if isinstance(source, Decoded):
+        return list(source.scheme.unused)
+    return source.unused if isinstance(source, DecodedPairs) else []
+
+
+def quantization_in(folder: Path) -> Quantization | None:
+    """What the configs of a folder say of its weights.
+
+    Raises:
+        ConfigError: that they are of a format that is not read.
+    """
+    for name, key in (("config.json", "quantization_config"), ("hf_quant_config.json", None)):
+        try:
+            found = json.loads((folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # who needs a config says so elsewhere
+            continue
+        note = found if key is None else found.get(key) if isinstance(found, dict) else None
+        if note is not None:
+            return read_quantization(note)
+    return None
+
+
+def scheme_within(specs: Mapping[str, TensorSpec], quantization: Quantization | None) -> Scheme:
+    """The scheme of these tensors, which is what a config says.
+
+    Raises:
+        CheckpointError: naming all that does not fit.
+    """
+    scheme = scheme_of(specs, quantization.block if quantization is not None else None)
+    if quantization is not None:
+        wrong = [f"{name} is {each.codec}" for name, each in scheme.held.items() if not _allows(quantization, each)]
+        if wrong:
+            said = ", ".join(f"{kind} by {grain}" for kind, grain in sorted(quantization.allowed, key=str))
+            raise unreadable([f"quantization_config says {said}, found others: {', '.join(wrong[:5])}"])
+    return scheme
+
+
+def spec_of(name: str, tensor: Tensor) -> TensorSpec:
+    """What is known of a tensor."""
+    return TensorSpec(name, tuple(tensor.shape), tensor.dtype)
+
+
+def _specs(source: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
+    return {name: spec_of(name, tensor) for name, tensor in source.items() if isinstance(tensor, Tensor)}
+
+
+def _allows(quantization: Quantization, held: Held) -> bool:
+    """Blocks count as equal where both cover the whole of a small weight."""
+    stored = tuple(held.shape[dim] for dim in held.order)[-2:]
+    sizes: dict[Grain, tuple[int, ...]] = {"tensor": stored, "row": (1, stored[1])}
+    block = tuple(map(min, held.codec.block[-2:], stored))
+    return any(
+        kind == held.codec.kind and tuple(map(min, sizes.get(grain, grain), stored)) == block
+        for kind, grain in quantization.allowed
+    )
+
+
+def _encoded(name: str, held: Held, source: Mapping[str, Tensor]) -> Encoded:
+    """The weight with its tensors, in the shapes that its codec takes."""
+    codes, scales, *overall = (source[part] for part in held.parts)
+    noted = held.shape if held.noted_shape is None else tuple(source[held.noted_shape].tolist())
+    if noted != held.shape:
+        raise unreadable([f"{held.noted_shape} is {noted}, while there are codes for {held.shape}"])
+    if held.codec.kind == "mxfp4":
+        codes = codes.flatten(2)
+    grid = [-(-held.shape[dim] // block) for dim, block in zip(held.order, held.codec.block, strict=True)]
+    return Encoded(
+        name,
+        held.codec,
+        held.shape,
+        held.order,
+        codes.view(torch.uint8),
+        scales.view(grid),
+        overall[0].view(1) if overall else None,
+    )

@@ -1,0 +1,122 @@
+"""A slice of an encoded weight on its way into a parameter: codes and scales are read, and decoded where they go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.rules.encoded import EncodedSlice
+from mcore_bridge.weights.files.positional_io import array_of
+from mcore_bridge.weights.files.safetensors import SafetensorsFile
+from mcore_bridge.weights.files.staging import Slot, Staging
+
+_ALIGNMENT = 8
+_COMPARED = 1 << 20
+"""Elements that are decoded and compared at once."""
+_SCRATCH = 8
+"""Bytes of a slot for each element that is decoded on a CPU at once: what is made on the way takes as much again."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedCopy:
+    """``source`` is decoded into ``target``, a view with the dims of its codes.
+
+    Attributes:
+        files: of each part of the weight; none where its parts are in memory.
+    """
+
+    source: EncodedSlice
+    target: Tensor
+    files: tuple[SafetensorsFile, ...] = ()
+
+    @classmethod
+    def of(cls, source: EncodedSlice, target: Tensor, files: tuple[SafetensorsFile, ...] = ()) -> EncodedCopy:
+        """The copy into ``target``, a view of the shape of the slice."""
+        return cls(source, source.arranged(target), files)
+
+    def run(self) -> None:
+        """Decode from memory."""
+        for source, target in self.source.pieces(self.target, _COMPARED):
+            source.put(target)
+
+    def is_in_place(self) -> bool:
+        """Whether the target holds these values already."""
+        for source, target in self.source.pieces(self.target, _COMPARED):
+            held = torch.empty_like(target)
+            source.put(held)
+            if not torch.equal(held, target):
+                return False
+        return True
+
+    def pieces(self, num_bytes: int) -> Iterator[EncodedCopy]:
+        """The same in parts of which at most ``num_bytes`` are read, and for a CPU fewer."""
+        num_elements = (
+            num_bytes // _SCRATCH if self.target.is_cpu else num_bytes * self.source.weight.codec.per_byte // 2
+        )
+        for source, target in self.source.pieces(self.target, max(1, num_elements)):
+            yield EncodedCopy(source, target, self.files)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are read, or take part in decoding on a CPU."""
+        return sum(part.nbytes for part in self.source.parts) + (
+            self.target.numel() * _SCRATCH if self.target.is_cpu else 0
+        )
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What is equal for copies that can go together."""
+        dtypes = tuple(part.dtype for part in self.source.weight.parts)
+        return self.source.weight.codec, dtypes, self.target.dtype, self.target.device, tuple(map(id, self.files))
+
+
+def submit(copies: Sequence[EncodedCopy], staging: Staging) -> None:
+    """Have a thread read what these copies need into one slot, and decode it when it is there."""
+    slot, copies = staging.take(), [copy for group in _alike(copies) for copy in group]
+    memory = slot.memory(_lay_out(copies)[-1], copies[0].target.device)
+    staging.submit(slot, partial(_read, copies, memory), partial(_put, copies, memory, slot))
+
+
+def _alike(copies: Sequence[EncodedCopy]) -> list[list[EncodedCopy]]:
+    """Those that are decoded together."""
+    groups: dict[object, list[EncodedCopy]] = {}
+    for copy in copies:
+        groups.setdefault(copy.source.geometry, []).append(copy)
+    return list(groups.values())
+
+
+def _lay_out(copies: Sequence[EncodedCopy]) -> list[int]:
+    """Where in a slot each part of all copies begins, and where the last one ends."""
+    places = [0]
+    for parts in zip(*(copy.source.parts for copy in copies), strict=True):
+        size = sum(part.nbytes for part in parts)
+        places.append(places[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+    return places
+
+
+def _read(copies: Sequence[EncodedCopy], memory: Tensor) -> None:
+    parts = zip(*(copy.source.parts for copy in copies), strict=True)
+    for views, start, file in zip(parts, _lay_out(copies), copies[0].files, strict=False):
+        size = sum(view.nbytes for view in views)
+        file.read(views, array_of(memory[start : start + size].view(views[0].dtype)))
+
+
+def _put(copies: Sequence[EncodedCopy], memory: Tensor, slot: Slot) -> None:
+    """Take what has arrived in a slot to the device at once, and decode alike slices together."""
+    device = copies[0].target.device
+    arrived = memory.to(device, non_blocking=True)
+    places = _lay_out(copies)
+    for group in _alike(copies):
+        parts = []
+        for number, view in enumerate(group[0].source.parts):
+            stop = places[number] + view.nbytes * len(group)
+            part = arrived[places[number] : stop].view(view.dtype).view(len(group), *view.shape)
+            parts.append(part)
+            places[number] = stop
+        values = group[0].source.decode(tuple(parts), group[0].target.dtype)
+        torch._foreach_copy_([copy.target for copy in group], list(values.unbind()))
+    slot.mark(device)

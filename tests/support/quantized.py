@@ -1,0 +1,158 @@
+"""Checkpoints as publishers quantize them, made from plain ones; and what they decode to, by the publishers' formulas.
+
+Nothing here is from the library: blocks are spread by repeating scales, and nibbles are taken one by one.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.strategies import random_state, save
+
+State = dict[str, Tensor]
+LUT = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+PLAIN = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "block_sparse_moe.gate.", "router", "eh_proj")
+"""What nobody quantizes."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """One published format.
+
+    Attributes:
+        note: the ``quantization_config``.
+        encode: a plain weight to its parts, by what they add to its name (of which ``.weight`` is taken away).
+        decode: the parts back, in a dtype.
+        quantizes: which tensors, by name.
+    """
+
+    note: dict[str, Any]
+    encode: Callable[[Tensor], State]
+    decode: Callable[[State, torch.dtype], Tensor]
+    quantizes: Callable[[str], bool] = lambda name: name.endswith(".weight")
+
+    def files(self, state: State) -> State:
+        """A whole checkpoint."""
+        found: State = {}
+        for name, tensor in state.items():
+            if self.is_quantized(name, tensor):
+                base = name.removesuffix(".weight")
+                found |= {f"{base}{end}": part.clone() for end, part in self.encode(tensor).items()}
+            else:
+                found[name] = tensor
+        return found
+
+    def decoded(self, state: State, dtype: torch.dtype) -> State:
+        """What ``files`` of it decode to; tensors that are not quantized stay as they are."""
+        return {
+            name: self.decode(self.encode(tensor), dtype) if self.is_quantized(name, tensor) else tensor
+            for name, tensor in state.items()
+        }
+
+    def is_quantized(self, name: str, tensor: Tensor) -> bool:
+        return self.quantizes(name) and tensor.dim() > 1 and not any(part in name for part in PLAIN)
+
+
+def write(hf: Any, form: Format, folder: Path, *, dtype: torch.dtype = torch.float32) -> tuple[State, State]:
+    """A random checkpoint of ``hf`` in a folder: its files, and what they decode to."""
+    state = random_state(hf, dtype=dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    files = form.files(state)
+    save(files, hf, folder)
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": form.note}))
+    return files, form.decoded(state, dtype)
+
+
+def oracle(folder: Path, dtype: torch.dtype) -> Any:
+    """transformers' model of a folder, which it dequantizes itself."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+
+
+# FP8 ------------------------------------------------------------------------------------------------------------------
+
+
+def spread(scales: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
+    """A scale for each element: blocks of the full size, cut at the edges."""
+    return scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
+
+
+def amax(weight: Tensor, block: tuple[int, int]) -> Tensor:
+    """The largest magnitude of each block; what is beyond an edge counts as zero."""
+    rows, columns = (-(-size // each) for size, each in zip(weight.shape, block, strict=True))
+    padded = torch.zeros(rows * block[0], columns * block[1])
+    padded[: weight.shape[0], : weight.shape[1]] = weight.float().abs()
+    return padded.view(rows, block[0], columns, block[1]).amax((1, 3))
+
+
+def power_of_two(scales: Tensor) -> Tensor:
+    return torch.exp2(scales.log2().ceil())
+
+
+def fp8(
+    block: tuple[int, int] | None,
+    note: dict[str, Any],
+    *,
+    name: str = ".weight_scale_inv",
+    dtype: torch.dtype = torch.float32,
+    rule: Callable[[Tensor], Tensor] = lambda scales: scales,
+    product: torch.dtype | None = None,
+    extra: State | None = None,
+) -> Format:
+    """FP8 in blocks; in rows where a block is (1, 0), and with one scale where there is none."""
+
+    def sizes(weight: Tensor) -> tuple[int, int]:
+        rows, columns = block or (0, 0)
+        return rows or weight.shape[0], columns or weight.shape[1]
+
+    def encode(weight: Tensor) -> State:
+        scales = rule(amax(weight, sizes(weight)) / 448).to(dtype)
+        codes = (weight.float() / spread(scales.float(), sizes(weight), weight.shape)).clamp(-448, 448)
+        scales = scales if block else scales.reshape([] if name.endswith("_inv") else [1])
+        return {".weight": codes.to(torch.float8_e4m3fn), name: scales, **(extra or {})}
+
+    def decode(parts: State, wanted: torch.dtype) -> Tensor:
+        codes, scales = parts[".weight"], parts[name].float()
+        scales = scales if scales.dim() == 2 else scales.view(1, 1)
+        values = codes.float() * spread(scales, sizes(codes), codes.shape)
+        return values.to(product or torch.float32).to(wanted)
+
+    return Format({"activation_scheme": "dynamic", **note}, encode, decode)
+
+
+def deepseek(block: tuple[int, int], dtype: torch.dtype = torch.float32, **arguments: Any) -> Format:
+    note = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block)}
+    return fp8(block, note, dtype=dtype, **arguments)
+
+
+def ministral() -> Format:
+    note = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    skipped = {"modules_to_not_convert": ["lm_head"]}
+    return fp8(None, {**note, **skipped}, extra={".activation_scale": torch.tensor(0.5)})
+
+
+# MXFP4 ----------------------------------------------------------------------------------------------------------------
+
+
+def mxfp4() -> Format:
+    def encode(weight: Tensor) -> State:
+        blocks = weight.float().transpose(1, 2).unflatten(-1, (-1, 32))
+        exponents = blocks.abs().amax(-1).log2().floor() - 2
+        nearest = (blocks / torch.exp2(exponents)[..., None])[..., None].sub(LUT).abs().argmin(-1)
+        packed = nearest[..., 0::2] | nearest[..., 1::2] << 4
+        return {"_blocks": packed.to(torch.uint8), "_scales": (exponents + 127).to(torch.uint8)}
+
+    def decode(parts: State, wanted: torch.dtype) -> Tensor:
+        codes, scales = parts["_blocks"].long(), parts["_scales"].float()
+        values = torch.stack((LUT[codes & 15], LUT[codes >> 4]), -1).flatten(-2)
+        return (values * torch.exp2(scales - 127)[..., None]).flatten(-2).transpose(1, 2).contiguous().to(wanted)
+
+    note = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.embed_tokens"]}
+    return Format(note, encode, decode, lambda name: name.endswith(("experts.gate_up_proj", "experts.down_proj")))

@@ -1,0 +1,218 @@
+"""Codecs and schemes: what codes and scales stand for, in any slice; and what cannot be decoded."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from mcore_bridge.config.quantization import read_quantization
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules import codec, encoded, scheme
+from mcore_bridge.weights.files.decoded import DecodedPairs, decoded_mapping
+from tests import zoo
+from tests.support.quantized import Format, deepseek, mxfp4
+
+# edges, against the publisher's formula -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(192, 256), (320, 128), (576, 448), (64, 300)])
+def test_edge_blocks_are_cut_and_not_stretched(shape: tuple[int, int]) -> None:
+    """Where transformers 5.23 stretches them in silence (192 rows) or raises, DeepSeek's formula says what is right."""
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 3, shape[0])[:, None]
+    form = deepseek((128, 128))
+    parts = form.encode(weight)
+    found = plain_of({f"x{end}": part for end, part in parts.items()})["x.weight"].to(torch.float32)
+    assert torch.equal(found, form.decode(parts, torch.float32))
+    if zoo.NEWEST:
+        assert not torch.equal(found, _by_transformers(parts))
+
+
+def _by_transformers(parts: dict[str, Tensor]) -> Tensor:
+    """What it makes of edge blocks: when this is mended, the docs can say so."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    try:
+        return Fp8Dequantize(None)._dequantize_one(*parts.values(), output_dtype=torch.float32)
+    except ValueError:
+        return torch.empty(0)
+
+
+def plain_of(files: Mapping[str, Tensor], note: dict[str, Any] | None = None) -> Any:
+    return decoded_mapping(files, read_quantization(note))
+
+
+def test_all_codes_and_scales_of_fp8_and_mxfp4() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    scales = torch.rand(1, 64, generator=torch.Generator().manual_seed(0)).exp().to(torch.bfloat16)
+    files = {"x.weight": codes.view(torch.float8_e4m3fn).repeat(1, 32), "x.weight_scale_inv": scales}
+    found = plain_of(files)["x.weight"]
+    values = files["x.weight"].float() * scales.float().repeat_interleave(128, 1)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        assert torch.equal(found.to(dtype).nan_to_num(7), values.to(dtype).nan_to_num(7))
+    files = {
+        "x_blocks": codes.view(1, 1, 16, 16).repeat(1, 256, 1, 1),
+        "x_scales": codes.view(1, 256, 1).repeat(1, 1, 16),
+    }
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        expected = convert_moe_packed_tensors(files["x_blocks"], files["x_scales"], dtype=dtype)
+        assert torch.equal(plain_of(files)["x"].to(dtype), expected)
+
+
+@pytest.mark.parametrize("form", [deepseek((128, 128)), deepseek((3, 5)), mxfp4()], ids=["fp8", "odd", "mxfp4"])
+def test_any_slice_is_a_slice_of_the_whole(form: Format) -> None:
+    """Of odd rows, every other column, transposed and by entries: what layouts take, and more."""
+    generator = torch.Generator().manual_seed(2)
+    shape = (4, 96, 130) if "mxfp4" in form.note.values() else (300, 410)
+    weight = torch.randn(shape, generator=generator)
+    files = {f"x{end}": part for end, part in form.encode(weight).items()}
+    ((_, weights),) = plain_of(files, form.note).items()
+    whole = form.decode(form.encode(weight), torch.float32)
+    cuts: list[Callable[[Tensor], Tensor]] = [
+        lambda each: each[..., 7:91, 1:66],
+        lambda each: each.transpose(-1, -2)[..., 5:60:3, 2:90],
+        lambda each: each[-1:, ..., 3:64:2],
+        lambda each: each[3],
+        lambda each: each[..., 31:65, :].transpose(0, -1),
+    ]
+    for cut in cuts:
+        assert torch.equal(weights.cut(cut).to(torch.float32), cut(whole))
+        pieces = weights.cut(cut)
+        target = torch.empty(cut(whole).shape)
+        for piece, part in pieces.pieces(pieces.arranged(target), 17):
+            assert piece.shape == part.shape
+            piece.put(part)
+        assert torch.equal(target, cut(whole))
+
+
+# what does not fit ----------------------------------------------------------------------------------------------------
+
+FP8, GRID = torch.zeros(128, 256).to(torch.float8_e4m3fn), torch.ones(1, 2)
+NOTE = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"x.weight": FP8}, "x.weight is float8_e4m3fn and has no scale: expected one of"),
+        (
+            {"x.weight_scale_inv": GRID},
+            "1 scales or the like belong to no encoded weight, such as .'x.weight_scale_inv'",
+        ),
+        ({"x.weight": torch.zeros(128, 256), "x.weight_scale_inv": GRID}, "belong to no encoded weight"),
+        (
+            {"x.weight": FP8, "x.weight_scale_inv": GRID.T},
+            "expected .1, 2. for blocks of .128, 128., .128, 1. for",
+        ),
+        ({"x.weight": FP8, "x.weight_scale_inv": GRID.int()}, "scales of torch.int32: expected a matrix, and floats"),
+        (
+            {"x.weight": FP8, "x.weight_scale_inv": torch.tensor(1.0)},
+            "says fp8 by .128, 128., found others: x.weight",
+        ),
+        (
+            {"x.weight": FP8.view(torch.float8_e5m2), "x.weight_scale_inv": GRID},
+            "is torch.float8_e5m2, whose codes",
+        ),
+        ({"x_blocks": torch.zeros(2, 4, 3, 16, dtype=torch.uint8)}, "x_blocks is encoded, and lacks x_scales"),
+        ({"x_scales": torch.zeros(2, 4, 3, dtype=torch.uint8)}, "belong to no encoded weight"),
+    ],
+)
+def test_what_cannot_be_decoded_raises(files: Mapping[str, Tensor], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        plain_of(files, NOTE)
+    with pytest.raises(CheckpointError, match=message):
+        list(DecodedPairs(files.items(), read_quantization(NOTE)))
+
+
+def test_all_obstacles_are_named_at_once() -> None:
+    files = {"a.weight": FP8, "b.weight": FP8, "b.weight_scale_inv": GRID.T, "c.weight_scale_inv": GRID}
+    with pytest.raises(CheckpointError, match=r"a\.weight is.*; b\.weight has shape.*; 1 scales .*c\.weight_scale_inv"):
+        plain_of(files)
+
+
+def test_plain_tensors_with_like_names_stay_as_they_are() -> None:
+    """Whatever they are called, without codes beside them."""
+    plain = {"a.k_scale": torch.ones(2), "a.scale": torch.ones(2), "a.weight": torch.ones(2, 2)}
+    assert plain_of(plain) is plain
+    assert dict(DecodedPairs(plain.items(), None)) == plain
+
+
+# planted mistakes -----------------------------------------------------------------------------------------------------
+
+
+def is_right() -> bool:
+    """Whether weights of each kind decode to what the publishers' formulas say."""
+    generator = torch.Generator().manual_seed(3)
+    matrix = torch.randn(192, 256, generator=generator) * torch.logspace(-2, 2, 192)[:, None]
+    square = torch.randn(2, 64, 64, generator=generator)
+    for form, weight in ((deepseek((128, 128)), matrix), (mxfp4(), square)):
+        parts = form.encode(weight)
+        files = plain_of({f"x.weight{end.removeprefix('.weight')}": part for end, part in parts.items()})
+        if not torch.equal(files["x.weight"].to(torch.float32), form.decode(parts, torch.float32)):
+            return False
+    return True
+
+
+def _transposed(right: Any) -> Any:
+    return lambda *args: right(*args).mT
+
+
+def _off_by_one(right: Any) -> Any:
+    return lambda start, *rest: right(start + 1, *rest).clamp(max=int(right(start, *rest)[-1]))
+
+
+def _stretched(right: Any) -> Any:
+    def places(start: int, size: int, step: int, block: int, device: Any) -> Tensor:
+        return right(start, size, step, size // -(-size // block), device)
+
+    return places
+
+
+def _halved(right: Any) -> Any:
+    return lambda device: right(device) / 2
+
+
+def _high_first(right: Any) -> Any:
+    return lambda form, codes: _flipped(right(form, codes)) if form.per_byte == 2 else right(form, codes)
+
+
+def _rounded(right: Any) -> Any:
+    return lambda *args: right(*args).bfloat16().float()
+
+
+def _up_first(right: Any) -> Any:
+    return lambda form, codes: right(form, codes.unflatten(1, (-1, 2)).flip(2).flatten(1, 2))
+
+
+def _in_major(right: Any) -> Any:
+    def held(*args: Any) -> Any:
+        name, found = right(*args)
+        return name, type(found)(found.codec, found.shape, (0, 1, 2), found.codes, found.scales)
+
+    return held
+
+
+def _flipped(numbers: Tensor) -> Tensor:
+    return numbers.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+
+
+MISTAKES: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
+    "the grid of scales is transposed": (encoded, "scales_of", _transposed),
+    "blocks begin one too early": (encoded, "_places", _off_by_one),
+    "edge blocks are stretched": (encoded, "_places", _stretched),
+    "exponents have a bias of 128": (codec, "_powers", _halved),
+    "the high half comes first": (encoded, "numbers_of", _high_first),
+    "scales are rounded before the product": (encoded, "scales_of", _rounded),
+    "up comes before gate": (encoded, "numbers_of", _up_first),
+    "square blocks are in-major": (scheme, "_mxfp4", _in_major),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_planted_mistakes_are_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, name, wrong = MISTAKES[mistake]
+    assert is_right()
+    monkeypatch.setattr(module, name, wrong(getattr(module, name)))
+    assert not is_right()

@@ -1,0 +1,186 @@
+"""Checkpoints as they are published, quantized: decoded bit by bit as transformers or the publisher's own code does."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import mcore_bridge as mb
+from mcore_bridge.architecture import read_hf
+from mcore_bridge.errors import CheckpointError, ConfigError
+from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.load import load_hf_weights
+from tests import zoo
+from tests.support import fake_mesh, parity, pool, quantized
+from tests.support.bounds import BOUND
+from tests.support.quantized import Format, deepseek, ministral, mxfp4
+from tests.support.strategies import tiny
+from tests.support.twins import read
+
+ONE, TWO, EXPERTS = mb.ParallelDims(), mb.ParallelDims(tp=2, sp=True), mb.ParallelDims(ep=2)
+GPT_OSS = {"hidden_size": 64, "intermediate_size": 32}
+
+
+def kimi() -> Any:
+    fields = zoo.described()["deepseek_v3"].hf.to_dict()
+    return read("kimi_k2", fields)
+
+
+def family(name: str, **fields: Any) -> Callable[[], Any]:
+    return lambda: tiny(zoo.described()[name].model_type, **{**zoo.described()[name].fields, **fields})
+
+
+CASES: dict[str, tuple[Callable[[], Any], Format, torch.dtype, mb.ParallelDims]] = {
+    "qwen3": (lambda: tiny("qwen3"), deepseek((8, 8), torch.bfloat16), torch.bfloat16, mb.ParallelDims(tp=4)),
+    "qwen3_moe": (
+        family("qwen3_moe"),
+        deepseek((8, 8), torch.bfloat16),
+        torch.float32,
+        mb.ParallelDims(tp=2, ep=2, etp=2, sp=True),
+    ),
+    "deepseek_v3": (
+        family("deepseek_v3"),
+        deepseek((4, 4), rule=quantized.power_of_two),
+        torch.float32,
+        mb.ParallelDims(tp=2, pp=2, ep=2, sp=True),
+    ),
+    "e8m0": (
+        family("deepseek_v3"),
+        deepseek((4, 4), torch.float8_e8m0fnu, rule=quantized.power_of_two, name=".scale"),
+        torch.bfloat16,
+        mb.ParallelDims(tp=2, sp=True),
+    ),
+    "minimax_m2": (family("minimax_m2"), deepseek((8, 8)), torch.bfloat16, mb.ParallelDims(ep=2, etp=2)),
+    "glm4_moe": (family("glm4_moe"), deepseek((8, 8)), torch.float32, mb.ParallelDims(pp=2, ep=2)),
+    "ministral3": (family("ministral3"), ministral(), torch.float32, mb.ParallelDims(tp=2)),
+    "gpt_oss": (family("gpt_oss", **GPT_OSS), mxfp4(), torch.bfloat16, mb.ParallelDims(tp=2, pp=2, ep=2, sp=True)),
+}
+"""By family (or what else is particular): its config, how it is published, a dtype, and a mesh."""
+
+
+def case(name: str) -> tuple[Any, Format, torch.dtype, mb.ParallelDims]:
+    make, form, dtype, dims = CASES[name]
+    try:
+        return make(), form, dtype, dims
+    except KeyError:
+        pytest.skip("the installed transformers lacks it")
+
+
+def on_every_rank(hf: Any, dims: mb.ParallelDims, source: Any, dtype: torch.dtype) -> tuple[list[Any], Any]:
+    """What each rank holds after a load, and the report of the first."""
+    reports = []
+    load = lambda chunks: reports.append(load_hf_weights(chunks, source, dtype=dtype))  # noqa: E731
+    held = fake_mesh.build_everywhere(hf, dims, load, dtype=dtype)
+    return [dict(bound.tensors) for bound, _ in held], reports[0]
+
+
+def assert_same(found: list[Any], expected: list[Any]) -> None:
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_rank_holds_its_slices_of_the_decoded_file(name: str, tmp_path: Path) -> None:
+    """What plain weights are loaded as is tested elsewhere."""
+    hf, form, dtype, dims = case(name)
+    files, plain = quantized.write(hf, form, tmp_path, dtype=dtype)
+    expected, _ = on_every_rank(hf, dims, plain, dtype)
+    found, report = on_every_rank(read_hf(tmp_path), dims, tmp_path, dtype)
+    assert_same(found, expected)
+    assert set(report.ignored) == {each for each in files if each.endswith(".activation_scale")}
+    assert all(text.endswith(f"] -> {str(dtype).removeprefix('torch.')}") for text in decoded(report).values())
+
+
+def decoded(report: Any) -> dict[str, str]:
+    """What a load has decoded, by name."""
+    return {name: text for name, text in report.cast.items() if text.startswith(("float8", "mxfp4", "int4", "nvfp4"))}
+
+
+@pytest.mark.parametrize("name", ["ministral3", "gpt_oss", "e8m0"])
+def test_mappings_and_pairs_are_decoded_alike(name: str, tmp_path: Path) -> None:
+    """Codes of pairs wait for scales, whichever come first."""
+    hf, form, dtype, _ = case(name)
+    files, plain = quantized.write(hf, form, tmp_path, dtype=dtype)
+    expected, _ = on_every_rank(hf, ONE, plain, dtype)
+    for source in (files, iter(files.items()), reversed(files.items())):
+        found, report = on_every_rank(read_hf(tmp_path), ONE, source, dtype)
+        assert_same(found, expected)
+        wanted = {each for each, tensor in plain.items() if form.is_quantized(each, tensor)}
+        assert decoded(report).keys() == wanted
+        assert set(report.ignored) == {each for each in files if each.endswith(".activation_scale")}
+
+
+@pytest.mark.skipif(not zoo.NEWEST, reason="transformers 4 decodes FP8 on GPUs alone")
+@pytest.mark.parametrize("name", CASES)
+def test_transformers_decodes_the_same(name: str, tmp_path: Path) -> None:
+    """So the formulas that all else here is compared with are its own."""
+    hf, form, dtype, _ = case(name)
+    _, plain = quantized.write(hf, form, tmp_path / "quantized", dtype=dtype)
+    found = quantized.oracle(tmp_path / "quantized", dtype).state_dict()
+    (tmp_path / "plain").mkdir()
+    expected = parity.reference_model(hf, str(tmp_path / "plain"), plain, dtype).state_dict()
+    assert_same([found], [expected])
+
+
+LOGITS = {name: [ONE, TWO, *([EXPERTS] if name in ("qwen3_moe", "minimax_m2", "gpt_oss") else [])] for name in CASES}
+
+
+@pytest.mark.skipif(not zoo.NEWEST, reason="transformers 4 decodes FP8 on GPUs alone")
+@pytest.mark.parametrize("name", [name for name in CASES if name != "e8m0"])
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    hf, form, _, _ = case(name)
+    quantized.write(hf, form, tmp_path)
+    model = quantized.oracle(tmp_path, torch.float32)
+    with torch.no_grad():
+        reference = model(parity.tokens(hf)).logits
+    for dims in LOGITS[name]:
+        for (worst,) in pool.run(dims.smallest_world, parity.worst_differences, [(str(tmp_path), dims, reference)]):
+            assert worst < BOUND, dims
+
+
+def test_a_folder_without_scales_does_not_load(tmp_path: Path) -> None:
+    """Not even where a dtype is asked for: codes are no weights."""
+    hf = tiny("qwen3", num_hidden_layers=1)
+    files, _ = quantized.write(hf, deepseek((8, 8)), tmp_path)
+    save_file(
+        {name: each for name, each in files.items() if "k_proj.weight_" not in name}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(CheckpointError, match=r"k_proj\.weight is float8_e4m3fn and has no scale"):
+        on_every_rank(hf, ONE, tmp_path, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("note", "message"),
+    [
+        ({"quant_method": "awq"}, "quant_method must be .*found 'awq', which is not read: load the release"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "found 'bitsandbytes'"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt must be 'e4m3', found 'e5m2'"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "the size of blocks must be two positive whole numbers"),
+    ],
+)
+def test_other_formats_are_refused_by_name(note: dict[str, Any], message: str, tmp_path: Path) -> None:
+    hf = tiny("qwen3", quantization_config=note)
+    with pytest.raises(ConfigError, match=message):
+        mb.to_transformer_config(hf)
+
+
+def test_what_is_saved_is_plain(tmp_path: Path) -> None:
+    pool.run(1, load_and_save, str(tmp_path))
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
+    state = quantized.write(tiny("qwen3"), deepseek((8, 8)), tmp_path / "again", dtype=torch.bfloat16)[1]
+    assert_same([dict(Checkpoint(tmp_path / "saved"))], [state])
+
+
+def load_and_save(folder: str) -> None:
+    quantized.write(tiny("qwen3"), deepseek((8, 8)), Path(folder, "quantized"), dtype=torch.bfloat16)
+    ONE.initialize(device="cpu")
+    models = mb.build_model(f"{folder}/quantized", dims=ONE, device="cpu")
+    mb.save_hf_checkpoint(models, f"{folder}/saved")
