@@ -1,1 +1,1 @@
-"""What the command line does. It imports the whole library, which never imports it."""
+"""What the command line does. It may import the whole library, which never imports it."""

@@ -1,4 +1,4 @@
-"""The commands as typer sees them. A refusal is one message on stderr and exit code 1."""
+"""The commands and their options, for typer. An error is one message on stderr and exit code 1."""
 
 from __future__ import annotations
 
@@ -46,14 +46,16 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
-    """Options of no command."""
+    """Options without a command."""
 
 
 @contextlib.contextmanager
 def _refusals(debug: bool) -> Iterator[None]:
-    """Errors as one message; tracebacks only when they are asked for."""
+    """Prints an error as one message, with a traceback only for ``--debug``, and exits with code 1."""
     logging.getLogger().setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     try:
@@ -71,7 +73,7 @@ def _refusals(debug: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _uncompiled() -> Iterator[None]:
-    """With a ``torch.compile`` that does nothing. megatron-core's modules call it, and would import all of inductor."""
+    """Turns ``torch.compile`` off inside. megatron-core's modules call it, and it would import all of inductor."""
     name = "TORCHDYNAMO_DISABLE"
     given = os.environ.get(name)
     os.environ[name] = given or "1"
@@ -97,7 +99,7 @@ def verify_command(
     device: Annotated[str, typer.Option(help='"cpu" (gloo), or "cuda" (nccl, one GPU for each rank).')] = "cpu",
     backend: Annotated[str, typer.Option(help='"te", "torch", or "auto": te where it is installed, on cuda.')] = "auto",
     dtype: Annotated[
-        str | None, typer.Option(help="Build and export in float32, bfloat16 or float16; by default as the files are.")
+        str | None, typer.Option(help="Build and export in float32, bfloat16 or float16; by default as in the files.")
     ] = None,
     against: Annotated[Path | None, typer.Option(help="Compare the export with this folder instead.")] = None,
     save: Annotated[Path | None, typer.Option(help="Also save to this folder, and compare that too.")] = None,
@@ -108,13 +110,14 @@ def verify_command(
 ) -> None:
     """Load a checkpoint onto a mesh of processes, export it, and compare.
 
-    Exact means: every tensor comes back with the bits that the files have (cast first, when --dtype says so), and no
-    other tensor does. What the mesh computes is compared as well: the same weights are loaded once more in fp32, and
-    the logits of a small random batch, through megatron-core's pipeline schedule, must equal those of transformers up
-    to 1e-3 of the largest logit. That is far above fp32 rounding (1e-5) and far below what any misplaced tensor does
-    (1e-2). It is left out, with a sentence that says so, where fp32 does not fit into memory.
+    Exact means: the export has exactly the tensors of the files, with the same bits (cast first with --dtype).
 
-    The exit code is 1 when anything is off.
+    Logits are compared as well. The same weights are loaded once more in fp32. A small random batch goes through
+    megatron-core's pipeline schedule, and its logits must equal those of transformers up to 1e-3 of the largest one.
+    That is far above fp32 rounding (1e-5), and far below the effect of any misplaced tensor (1e-2). This is left out,
+    with a message, if the model in fp32 does not fit into memory.
+
+    The exit code is 1 if anything differs.
     """
     with _refusals(debug):
         from mcore_bridge.commands.report import progress, render
@@ -173,25 +176,25 @@ def plan_command(
         float,
         typer.Option(
             min=1e-3,
-            help="GB/s that each rank receives from others, for the predicted seconds. The default was measured within "
-            "one node: exports of 16 and 61 GB among 4 H200s by NVLink.",
+            help="GB/s that each rank receives from others, to predict the time. The default was measured within one "
+            "node: exports of 16 and 61 GB among 4 H200s by NVLink.",
         ),
     ] = BANDWIDTH,
     engine_tp: Annotated[
         int | None,
-        typer.Option(min=1, help="Tensor parallel size of rollout engines: also show what feeding them would move."),
+        typer.Option(min=1, help="Tensor parallel size of rollout engines; also show the cost of feeding them."),
     ] = None,
     engine_pp: Annotated[int | None, typer.Option(min=1, help="Pipeline parallel size of such engines.")] = None,
     engine_ep: Annotated[
         int | None, typer.Option(min=1, help="Expert parallel size of such engines, a divisor of --engine-tp.")
     ] = None,
-    picture: Annotated[Path | None, typer.Option(help="Also draw it, as SVG, to this file.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Also draw the plan to this file, as SVG.")] = None,
     strict_config: Strict = False,
     debug: Debug = False,
 ) -> None:
-    """Show what every rank of a mesh would hold, and what an export would move, without starting a process.
+    """Show what every rank of a mesh would hold, and the traffic of an export, without starting a process.
 
-    The numbers are those of the GPTModel that megatron-core builds of each kind of layer, on the meta device.
+    The numbers are those of the GPTModel that megatron-core builds for each kind of layer, on the meta device.
     """
     with _refusals(debug), uncollected(), _uncompiled():
         from mcore_bridge.commands.plan.svg import write_svg
@@ -199,24 +202,22 @@ def plan_command(
         from mcore_bridge.weights.plan.target import engine_ranks
 
         dims = ParallelDims(tp=tp, pp=pp, vp=vp, cp=cp, ep=ep, etp=etp, sp=sp, layout=layout)
-        found = plan(
+        mesh_plan = plan(
             folder, dims, dtype=_dtype(dtype), world_size=world, num_mtp_layers=mtp, strict_config=strict_config
         )
         sizes = engine_tp or 1, engine_pp or 1, engine_ep or 1
         asked = engine_tp or engine_pp or engine_ep
         engine = engine_ranks(tp=sizes[0], pp=sizes[1], ep=sizes[2]) if asked else ()
-        Console(highlight=False).print(render(found, engine, bandwidth=bandwidth))
+        Console(highlight=False).print(render(mesh_plan, engine, bandwidth=bandwidth))
         if picture is not None:
-            write_svg(found, picture)
+            write_svg(mesh_plan, picture)
 
 
 @app.command("convert")
 def convert_command(
     source: Annotated[Path, typer.Argument(help="HF folder, or a checkpoint of megatron-core.", show_default=False)],
-    target: Annotated[Path, typer.Argument(help="Folder of the other kind, to be written.", show_default=False)],
-    hf: Annotated[
-        Path | None, typer.Option(help="Folder of the HF config and tokenizer, where SOURCE has none.")
-    ] = None,
+    target: Annotated[Path, typer.Argument(help="Folder of the other kind; it is written.", show_default=False)],
+    hf: Annotated[Path | None, typer.Option(help="Folder of the HF config and tokenizer, if SOURCE has none.")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Cast to float32, bfloat16 or float16; by default every tensor keeps its own.")
     ] = None,
@@ -224,8 +225,8 @@ def convert_command(
     to: Annotated[
         str,
         typer.Option(
-            help='What a HF folder becomes: "torch_dist"; or "torch", Megatron\'s older files, as RLinf loads them: '
-            "these are of one mesh, by the options below."
+            help='Format to make from a HF folder: "torch_dist"; or "torch", Megatron\'s older files, as RLinf loads '
+            "them, for the mesh of the options below."
         ),
     ] = "torch_dist",
     tp: Tp = 1,
@@ -235,20 +236,23 @@ def convert_command(
     etp: Etp = 1,
     layout: Layout = None,
     backend: Annotated[
-        str, typer.Option(help='Whose modules load these files: "te", TransformerEngine\'s; or "torch".')
+        str, typer.Option(help='Modules that load these files: "te" (TransformerEngine\'s) or "torch".')
     ] = "te",
-    processes: Annotated[int, typer.Option(min=1, help="How many write side by side.")] = 1,
+    processes: Annotated[int, typer.Option(min=1, help="Number of processes that write at the same time.")] = 1,
     gpus: Annotated[
-        int, typer.Option(min=0, help="So many processes, each with a GPU to put parameters together; the same bytes.")
+        int,
+        typer.Option(
+            min=0, help="Number of processes with a GPU each, to assemble parameters; the bytes are the same."
+        ),
     ] = 0,
     strict_config: Strict = False,
     debug: Debug = False,
 ) -> None:
-    """Convert a HF folder to a checkpoint of megatron-core, or one of these to a HF folder.
+    """Convert a HF folder to a checkpoint of megatron-core, or a checkpoint to a HF folder.
 
-    What is written as torch_dist loads at any mesh. Of a training checkpoint the model is read, and its optimizer left
-    alone. No GPU is needed, and memory for a few of the largest parameters in each process. Run again, an interrupted
-    conversion goes on where it was; the target is there when it is whole.
+    A torch_dist folder loads at any mesh. From a training checkpoint only the model is read, not the optimizer. No GPU
+    is needed, and each process needs memory for a few of the largest parameters. Run an interrupted conversion again,
+    and it continues; the target appears when it is complete.
     """
     with _refusals(debug), _uncompiled():
         from mcore_bridge.commands.report import progress, render_conversion
@@ -283,7 +287,7 @@ def doctor_command() -> None:
     table = Table(show_header=False, box=None, padding=(0, 2))
     for line in lines:
         color = "red" if line.is_problem else "yellow" if line.advice else "green"
-        table.add_row(f"[bold]{line.name}[/]", f"[{color}]{escape(line.found)}[/]", escape(line.advice))
+        table.add_row(f"[bold]{line.name}[/]", f"[{color}]{escape(line.state)}[/]", escape(line.advice))
     Console(highlight=False).print(table)
     if any(line.is_problem for line in lines):
         raise typer.Exit(1)

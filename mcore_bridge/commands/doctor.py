@@ -1,4 +1,4 @@
-"""``mcore-bridge doctor``: what is installed, whether it was tested together, and whether the import name is ours."""
+"""``mcore-bridge doctor``: installed versions, whether they were tested together, and clashes of the package name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DISTRIBUTION = "mcore-hf"
 PACKAGE = "mcore_bridge"
 
 MINIMUM = {"python": "3.11", "torch": "2.6", "megatron-core": "0.16.1", "transformers": "4.57"}
-"""What we can run with at all, as our distribution declares it."""
+"""The oldest versions that work, as our distribution declares them."""
 
 TESTED = {
     "python": ("3.11", "3.12"),
@@ -23,7 +23,7 @@ TESTED = {
     "megatron-core": ("0.16.1", "0.19.2"),
     "transformers": ("4.57", "5.23"),
 }
-"""The oldest and the newest release that the whole suite is run with."""
+"""The oldest and the newest release with which the whole suite runs."""
 
 _REQUIRED = ("torch", "megatron-core", "transformers", "accelerate", "einops", "safetensors")
 _OPTIONAL = {"transformer-engine": 'backend "te" on GPUs', "triton": "megatron-core 0.19", "rich": "", "typer": ""}
@@ -31,16 +31,16 @@ _OPTIONAL = {"transformer-engine": 'backend "te" on GPUs', "triton": "megatron-c
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One thing that was looked at. ``advice`` says what to do; with ``is_problem`` nothing will work before that."""
+    """One line of the report. ``advice`` says what to do; with ``is_problem`` nothing works before that."""
 
     name: str
-    found: str
+    state: str
     advice: str = ""
     is_problem: bool = False
 
 
 def examine() -> list[Line]:
-    """All that there is to say about this environment."""
+    """The lines of the report about this environment."""
     return [_python(), *map(_required, _REQUIRED), *_optional(), _triton(), *_gpus(), *_clash(), _self()]
 
 
@@ -49,39 +49,42 @@ def _python() -> Line:
 
 
 def _required(name: str) -> Line:
-    found = _version(name)
-    if found is None:
+    installed = _version(name)
+    if installed is None:
         return Line(name, "missing", f"install it: pip install {name}", is_problem=True)
-    return _judged(name, found)
+    return _judged(name, installed)
 
 
-def _judged(name: str, found: str) -> Line:
-    """A version against what is needed and what was tested."""
+def _judged(name: str, installed: str) -> Line:
+    """Compares a version with the oldest that works and those that were tested."""
     if name not in TESTED:
-        return Line(name, found)
+        return Line(name, installed)
     oldest, newest = TESTED[name]
     try:
-        version = Version(found)
+        version = Version(installed)
     except InvalidVersion:
-        return Line(name, found, f"no version that can be compared; tested: {oldest} to {newest}")
+        return Line(name, installed, f"this version cannot be compared; tested: {oldest} to {newest}")
     if version < Version(MINIMUM[name]):
-        return Line(name, found, f"too old: at least {MINIMUM[name]} is needed", is_problem=True)
+        return Line(name, installed, f"too old: at least {MINIMUM[name]} is needed", is_problem=True)
     newest_release = Version(newest).release
     if version >= Version(oldest) and version.release[: len(newest_release)] <= newest_release:
-        return Line(name, found)
-    return Line(name, found, f"not tested ({oldest} to {newest} are): run mcore-bridge verify before you rely on it")
+        return Line(name, installed)
+    return Line(
+        name, installed, f"not tested ({oldest} to {newest} are): run mcore-bridge verify before you rely on it"
+    )
 
 
 def _optional() -> list[Line]:
     lines = []
     for name, purpose in _OPTIONAL.items():
-        found = _version(name)
-        lines.append(Line(name, found or "not installed", f"only for {purpose}" if purpose and not found else ""))
+        installed = _version(name)
+        advice = f"only for {purpose}" if purpose and not installed else ""
+        lines.append(Line(name, installed or "not installed", advice))
     return lines
 
 
 def _triton() -> Line:
-    """megatron-core 0.19 imports triton, which a CPU build of torch does not bring."""
+    """Whether megatron-core can be imported. Release 0.19 imports triton, which CPU builds of torch do not have."""
     core = _version("megatron-core") or "0"
     needed = Version(core) >= Version("0.19")
     if needed and importlib.util.find_spec("triton") is None:
@@ -104,11 +107,11 @@ def _gpus() -> list[Line]:
 
 
 def _clash() -> list[Line]:
-    """Other distributions that install the package ``mcore_bridge``: whichever came last has overwritten the other."""
+    """Other distributions with a package ``mcore_bridge``. The last one that was installed overwrote files."""
     lines = []
     for other in others(metadata.distributions()):
         advice = (
-            f"{other.name} also imports as {PACKAGE}, and one has overwritten files of the other: "
+            f"{other.name} also has a package {PACKAGE}, and one has overwritten files of the other: "
             f"pip uninstall {other.name} {DISTRIBUTION}, then pip install {DISTRIBUTION} (or keep only the other)"
         )
         lines.append(Line("name clash", f"{other.name} {other.version}", advice, is_problem=True))
@@ -116,9 +119,9 @@ def _clash() -> list[Line]:
 
 
 def others(distributions: Iterable[metadata.Distribution]) -> list[metadata.Distribution]:
-    """Those that provide the package ``mcore_bridge`` and are not ours, each once."""
-    found = {each.name: each for each in distributions if each.name and _normal(each.name) != DISTRIBUTION}
-    return [each for each in found.values() if _provides(each)]
+    """The distributions that have a package ``mcore_bridge`` and are not ours, without repetitions."""
+    by_name = {other.name: other for other in distributions if other.name and _normal(other.name) != DISTRIBUTION}
+    return [other for other in by_name.values() if _provides(other)]
 
 
 def _provides(distribution: metadata.Distribution) -> bool:
@@ -128,7 +131,7 @@ def _provides(distribution: metadata.Distribution) -> bool:
 
 
 def _self() -> Line:
-    """Whether the package that runs is that of our distribution, and not a copy that shadows it."""
+    """Whether our distribution is installed, and where the running package is."""
     here = Path(__file__).parent.parent
     version = _version(DISTRIBUTION)
     if version is None:

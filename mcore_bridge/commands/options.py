@@ -1,4 +1,4 @@
-"""The options of a mesh, once for all commands."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Vp     = Annotated[int,  typer.Option(help="Virtual stages (chunks) of each pipe
 Cp     = Annotated[int,  typer.Option(help="Context parallel size.")]
 Ep     = Annotated[int,  typer.Option(help="Expert parallel size.")]
 Etp    = Annotated[int,  typer.Option(help="Tensor parallel size of the experts.")]
-Mtp    = Annotated[int,  typer.Option(min=0, help="Layers of multi-token prediction to build behind the decoder's.")]
+Mtp    = Annotated[int,  typer.Option(min=0, help="Number of MTP layers (multi-token prediction) to build.")]
 Sp     = Annotated[bool, typer.Option("--sp", help="Sequence parallelism; needs --tp above 1.")]
 Layout = Annotated[str | None, typer.Option(
-    help='"balanced": layers dealt by bytes; or an explicit layout of megatron-core, such as "Ett|tttL".')]
-Strict = Annotated[bool, typer.Option("--strict-config", help="Refuse also unknown fields that change nothing.")]
-Debug  = Annotated[bool, typer.Option("--debug", help="Show tracebacks and what the ranks printed.")]
+    help='"balanced": layers split by bytes; or an explicit layout of megatron-core, such as "Ett|tttL".')]
+Strict = Annotated[bool, typer.Option("--strict-config", help="Also refuse unknown fields that change nothing.")]
+Debug  = Annotated[bool, typer.Option("--debug", help="Show tracebacks and the output of the ranks.")]
 # fmt: on

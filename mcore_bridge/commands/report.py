@@ -25,7 +25,7 @@ _SHOWN = 5  # names of tensors that differ
 
 @contextmanager
 def progress(console: Console, num_ranks: int) -> Iterator[OnEvent]:
-    """One bar per phase, over all ranks; gone when the work is."""
+    """A progress bar for each phase, over all ranks. The bars disappear at the end."""
     bar = Progress(
         SpinnerColumn(),
         TextColumn("{task.description:<10}"),
@@ -50,7 +50,7 @@ def progress(console: Console, num_ranks: int) -> Iterator[OnEvent]:
 
 
 def render(verdict: Verdict) -> Table:
-    """The table that ``verify`` ends with."""
+    """The report of ``verify``, as a table."""
     numbers, size = held_specs(verdict)
     table = Table(show_header=False, box=None, padding=(0, 2))
     table.add_column(style="bold")
@@ -78,7 +78,7 @@ def render(verdict: Verdict) -> Table:
 
 
 def render_conversion(converted: Converted, target: Path) -> str:
-    """The line that ``convert`` ends with."""
+    """The report of ``convert``, as a line."""
     conversion = converted.conversion
     kept = f", {converted.num_kept} of them by an earlier run" if converted.num_kept else ""
     ignored = text.plural(len(conversion.ignored), "tensor")
@@ -118,11 +118,11 @@ def _names(names: tuple[str, ...]) -> str:
 
 
 def _logits(verdict: Verdict) -> str:
-    found = verdict.findings[0].logits
-    if found is None:
+    comparison = verdict.findings[0].logits
+    if comparison is None:
         return (verdict.findings[0].skipped and f"left out: {verdict.findings[0].skipped}") or "left out, as asked"
     said = (
-        f"largest difference to transformers in fp32 {found.difference:.1e}, relative {found.relative:.1e} "
-        f"(at most {TOLERANCE:.0e}) over {found.num_logits:,} logits up to {found.scale:.3g}"
+        f"largest difference to transformers in fp32 {comparison.difference:.1e}, relative {comparison.relative:.1e} "
+        f"(at most {TOLERANCE:.0e}) over {comparison.num_logits:,} logits up to {comparison.scale:.3g}"
     )
     return f"[green]{said}[/]" if verdict.logits_agree else f"[red]WRONG[/]: {said}"

@@ -27,7 +27,6 @@ LONG: tuple[str, ...] = ()
 """How the sentences begin that may be longer, as they are counted here."""
 
 TO_DO = (
-    "mcore_bridge/commands/",
     "mcore_bridge/convert/",
     "mcore_bridge/launch/",
     "mcore_bridge/trainers/",

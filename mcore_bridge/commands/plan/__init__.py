@@ -1,1 +1,1 @@
-"""``mcore-bridge plan``: a mesh that nobody started, its memory and its export. It imports ``launch``."""
+"""``mcore-bridge plan``: memory and exports of a mesh that is not started. It may import ``launch``."""

@@ -1,6 +1,4 @@
-"""What an export costs a rank, from its plan: bytes, messages, seconds, and the memory that
-``weights/transfer/executor.py`` takes.
-"""
+"""The cost of an export for a rank, computed from its plan: bytes, messages, seconds, and memory."""
 
 from __future__ import annotations
 
@@ -11,23 +9,22 @@ from mcore_bridge.weights.plan.export_plan import ExportPlan
 from mcore_bridge.weights.plan.memory import peak_bytes
 
 BANDWIDTH = 255.0
-"""GB/s of the windows of others that a rank receives: measured, of exports of 16 and 61 GB among 4 H200s by NVLink."""
+"""GB/s that a rank receives from others, measured with exports of 16 and 61 GB among 4 H200s by NVLink."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one export, on the rank that has most of it.
+    """The cost of one export, on the rank with the highest cost.
 
     Attributes:
-        num_ranks: that export together.
-        num_messages: collectives, or pairs of them where they go by stages (``transfer/window_order.py``); beside them
-            there are three small all-reduces: to find the plan that all have, to say that all can begin, and that all
-            have come to the end; and one wherever the size of messages changes.
-        sent: bytes of a rank's own windows. Those that ranks send at once are as wide as the fullest of them.
+        num_ranks: the number of ranks that export together.
+        num_messages: the number of collectives, or of pairs if they go by stages (``transfer/window_order.py``). Small
+            all-reduces are not counted: three per export, and one for each change of the size of messages.
+        sent: bytes of a rank's own windows. Windows of one message are all as wide as the fullest.
         weights: bytes of weights in ``sent``, on the rank with most of them.
-        received: bytes of the windows of the others.
-        memory: bytes beside the model, while a consumer holds no tensors of earlier messages.
-        seconds: that receiving takes at a bandwidth, and nothing else.
+        received: bytes of the windows of other ranks.
+        memory: bytes beside the model, if the consumer keeps no tensors of earlier messages.
+        seconds: the time to receive the bytes at a given bandwidth, and nothing else.
     """
 
     num_ranks: int
@@ -40,11 +37,11 @@ class Cost:
 
 
 def cost_of(plan: ExportPlan, *, bandwidth: float = BANDWIDTH) -> Cost:
-    """Count.
+    """Computes the cost of an export.
 
     Args:
-        plan: of an export.
-        bandwidth: that a rank receives with, in GB/s.
+        plan: of the export.
+        bandwidth: GB/s that a rank receives.
     """
     num_ranks = len(plan.streams)
     totals = [sum(map(mul, widths, plan.widths.values())) for widths in zip(*plan.widths, strict=True)]

@@ -1,4 +1,4 @@
-"""What it costs to feed rollout engines, each rank of which a rank of the trainer feeds: from the plans of that."""
+"""The cost of feeding rollout engines, computed from the plans: each engine rank gets its slices from the trainer."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from mcore_bridge.weights.transfer.program import Program
 
 @dataclass(frozen=True, slots=True)
 class Feeding:
-    """Of the first model replica of a trainer.
+    """The cost of feeding engines from the first model replica of a trainer.
 
     Attributes:
-        num_messages: all-to-alls.
+        num_messages: the number of all-to-alls.
         received, sent: bytes of weights, on the rank that receives most from others and on the one that sends most.
         total: bytes of weights that travel between all ranks.
-        memory: bytes beside the model and what has been given out, on the rank that receives most.
-        seconds: that receiving or sending takes at a bandwidth, and nothing else.
+        memory: bytes beside the model and the yielded tensors, on the rank that receives most.
+        seconds: the time to receive or send the bytes at a given bandwidth, and nothing else.
     """
 
     num_messages: int
@@ -36,25 +36,25 @@ class Feeding:
     seconds: float
 
 
-def feed(found: MeshPlan, engine: Sequence[EngineRank], *, bandwidth: float = BANDWIDTH) -> Feeding:
-    """Count. Engines lie side by side: rank ``r`` of the job feeds rank ``r % len(engine)`` of one.
+def feed(mesh_plan: MeshPlan, engine: Sequence[EngineRank], *, bandwidth: float = BANDWIDTH) -> Feeding:
+    """Computes the cost. Rank ``r`` of the job feeds rank ``r % len(engine)`` of an engine.
 
     Args:
-        found: the trainer.
+        mesh_plan: the plan of the trainer's mesh.
         engine: all ranks of one engine.
-        bandwidth: that a rank receives and sends with, in GB/s.
+        bandwidth: GB/s that a rank receives, and that it sends.
 
     Raises:
-        TargetError: engines of this size do not fill the job, or the model cannot be cut so.
+        TargetError: engines of this size do not fill the job, or the model cannot be sliced so.
     """
-    size, world_size = len(engine), found.world_size
+    size, world_size = len(engine), mesh_plan.world_size
     if world_size % size:
         raise TargetError(
-            f"engines of {text.plural(size, 'rank')} do not fill a job of {world_size}: choose sizes whose product "
-            "divides it, or another --world"
+            f"engines of {text.plural(size, 'rank')} do not fill a job of {world_size} ranks: choose sizes whose "
+            "product divides it, or another --world"
         )
-    targets = [engine[rank % size] for rank in members(found.blueprint.dims, world_size)]
-    feeds = plan_targets(*found.replica, targets, bucket_bytes=None)
+    targets = [engine[rank % size] for rank in members(mesh_plan.blueprint.dims, world_size)]
+    feeds = plan_targets(*mesh_plan.replica, targets, bucket_bytes=None)
     ranks = range(len(targets))
     received = [sum(map(lane.bytes_of, ranks)) for lane in feeds.lanes]
     sent = [sum(lane.bytes_of(rank) for lane in feeds.lanes) for rank in ranks]

@@ -1,7 +1,7 @@
-"""What each rank of a mesh would hold, from the ``GPTModel`` that megatron-core really builds there.
+"""What each rank of a mesh would hold, from the ``GPTModel`` that megatron-core builds for it.
 
-The model is on the meta device and the processes are torch's `fake` backend: nothing is started and no storage is
-taken, whatever the size. Ranks of one pipeline stage hold equal shapes, so that the first of each stage stands for all.
+The model is on the meta device, and the process group is torch's `fake` backend: no process is started, and no storage
+is allocated. Ranks of one pipeline stage hold equal shapes, so only the first rank of each stage is built.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A layer of a chunk ("7"), an MTP layer ("mtp 0"), or what stands before the first or behind the last one."""
+    """A layer of a chunk ("7"), an MTP layer ("mtp 0"), or the modules before the first or after the last layer."""
 
     name: str
     held: tuple[HeldTensor, ...]
@@ -86,7 +86,7 @@ class Chunk:
 
 
 class Replica(NamedTuple):
-    """The ranks that export together: what their plans are made from."""
+    """The inputs of export plans, for the ranks that export together."""
 
     mapping: WeightMapping
     axes: Axes
@@ -96,7 +96,7 @@ class Replica(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MeshPlan:
-    """What all ranks hold: chunks by pipeline rank and virtual stage; and how an export would travel."""
+    """What all ranks hold, as chunks by pipeline rank and virtual stage; and the plan of an export."""
 
     blueprint: Blueprint
     world_size: int
@@ -106,11 +106,11 @@ class MeshPlan:
 
 
 def plan_mesh(blueprint: Blueprint, *, world_size: int) -> MeshPlan:
-    """Build pipeline stages without storage, one after the other, but for those in the middle whose layers are known.
+    """Builds the pipeline stages without storage, except those in the middle whose kinds of layers are known.
 
     Args:
         blueprint: on the meta device.
-        world_size: of the whole job, for data parallelism. Groups are made for the smallest world that the mesh fits.
+        world_size: of the whole job, for data parallelism. Groups are made for the smallest world of the mesh.
 
     Raises:
         BridgeError: the mesh, the model or the world size do not fit each other.
@@ -119,9 +119,9 @@ def plan_mesh(blueprint: Blueprint, *, world_size: int) -> MeshPlan:
     dims.dp(world_size)
     dims.edp(world_size)
     layers = _Layers(blueprint)
-    order = (0, dims.pp - 1, *range(1, dims.pp - 1))[: dims.pp]  # first the ends, which are built in any case
-    found = {pp_rank: _chunks(blueprint, pp_rank, layers) for pp_rank in order}
-    ranks = tuple(found[pp_rank] for pp_rank in range(dims.pp))
+    order = (0, dims.pp - 1, *range(1, dims.pp - 1))[: dims.pp]  # first the ends, which are always built
+    chunks_by_rank = {pp_rank: _chunks(blueprint, pp_rank, layers) for pp_rank in order}
+    ranks = tuple(chunks_by_rank[pp_rank] for pp_rank in range(dims.pp))
     bound = layers.bound
     inventories = [
         Inventory({**bound.ranks, "pp": pp_rank}, tuple(held for chunk in chunks for held in chunk.held))
@@ -134,7 +134,7 @@ def plan_mesh(blueprint: Blueprint, *, world_size: int) -> MeshPlan:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Latent attention computes a small table in each layer that is built; several threads would mostly wait for it."""
+    """Latent attention computes a small table for each layer. With several threads, these would mostly wait."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -144,14 +144,14 @@ def _one_thread() -> Iterator[None]:
 
 
 class _Layers:
-    """What was built of each kind of layer: others of the kind hold the same.
+    """Layers that were built, by kind: another layer of the same kind holds the same tensors.
 
-    A kind is what megatron-core builds a layer from, as text, in which the partials of specs are equal where they hold
-    the same (what has no text but its address is not); and how large the layer is, as not all indexers are in specs.
+    A kind is the layer's spec as text, together with the layer's size. In the text, partials with equal contents are
+    equal. The size is needed because specs do not say which layers have an indexer.
     """
 
     bound: BoundModel
-    """Any chunk that was built."""
+    """One of the chunks that were built."""
 
     def __init__(self, blueprint: Blueprint) -> None:
         self._blueprint = blueprint
@@ -159,24 +159,24 @@ class _Layers:
         self._known: dict[object, tuple[list[HeldTensor], list[HeldTensor]]] = {}
 
     def learn(self, stage: Stage, bound: BoundModel) -> Chunk:
-        """The chunk of a stage that was built."""
+        """The chunk of a stage that was built; its layers become known."""
         self.bound, chunk = bound, Chunk(stage, bound.inventory().held)
-        found: dict[int, tuple[list[HeldTensor], list[HeldTensor]]] = {layer: ([], []) for layer in stage.layers}
+        layers: dict[int, tuple[list[HeldTensor], list[HeldTensor]]] = {layer: ([], []) for layer in stage.layers}
         for held in chunk.held:
             if (layer := layer_of(held.mcore)) is not None:
-                found[layer][not isinstance(bound.tensors[held.mcore], nn.Parameter)].append(held)
-        self._known |= zip(self._kinds(stage), found.values(), strict=True)
+                layers[layer][not isinstance(bound.tensors[held.mcore], nn.Parameter)].append(held)
+        self._known |= zip(self._kinds(stage), layers.values(), strict=True)
         return chunk
 
     def chunk(self, stage: Stage) -> Chunk | None:
-        """The chunk of a stage in the middle, if there are layers of all its kinds: parameters, and then buffers."""
-        last = self._blueprint.config.num_layers - 1  # with which the final norm may be
+        """The chunk of a stage in the middle, if all its kinds of layers are known: parameters, and then buffers."""
+        last = self._blueprint.config.num_layers - 1  # the final norm may be with it
         is_end = stage.embedding or stage.loss or stage.num_mtp_layers or last in stage.layers
         kinds = self._kinds(stage)
         if is_end or self._blueprint.architecture.model is not None or not self._known.keys() >= {*kinds}:
             return None
         layers = [(layer, self._known[kind]) for layer, kind in zip(stage.layers, kinds, strict=True)]
-        return Chunk(stage, tuple(_of_layer(held, n) for sort in (0, 1) for n, each in layers for held in each[sort]))
+        return Chunk(stage, tuple(_of_layer(held, n) for sort in (0, 1) for n, pair in layers for held in pair[sort]))
 
     def _kinds(self, stage: Stage) -> list[object]:
         specs = self._blueprint.block_spec(stage).layer_specs
@@ -188,7 +188,7 @@ def _of_layer(held: HeldTensor, layer: int) -> HeldTensor:
 
 
 def _chunks(blueprint: Blueprint, pp_rank: int, layers: _Layers) -> tuple[Chunk, ...]:
-    """What the first rank of a pipeline rank holds."""
+    """The chunks of the first rank of a pipeline stage."""
     dims, smallest = blueprint.dims, blueprint.dims.smallest_world
     stages = [stage for stage in blueprint.stages if stage.pp_rank == pp_rank]
     known = tuple(chunk for stage in stages if (chunk := layers.chunk(stage)) is not None)

@@ -1,4 +1,4 @@
-"""A plan as an SVG: a row per pipeline rank, in it a bar per chunk, in that a cell per layer; as wide as its bytes."""
+"""Draws a plan as an SVG: a row per pipeline rank, a bar per chunk, a cell per layer. Widths are bytes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _DIGIT = 6.4  # width of a character at font size 11
 _ENDS = {"embedding": "E", "mtp": "M", "output": "L"}
 
 
-def write_svg(found: MeshPlan, path: Path) -> None:
-    """Write the picture to a file.
+def write_svg(mesh_plan: MeshPlan, path: Path) -> None:
+    """Writes the picture to a file.
 
     Raises:
-        CheckpointError: it cannot be written there.
+        CheckpointError: the file cannot be written.
     """
     try:
-        path.write_text(draw_svg(found), encoding="utf-8")
+        path.write_text(draw_svg(mesh_plan), encoding="utf-8")
     except OSError as error:
         raise CheckpointError(
             f"--picture must be a file that can be written, found {path}: {error.strerror}. Make its folder, or choose "
@@ -36,23 +36,23 @@ def write_svg(found: MeshPlan, path: Path) -> None:
         ) from error
 
 
-def draw_svg(found: MeshPlan) -> str:
+def draw_svg(mesh_plan: MeshPlan) -> str:
     """The picture as the text of an SVG file."""
-    totals = [sum(chunk.num_bytes for chunk in chunks) for chunks in found.ranks]
+    totals = [sum(chunk.num_bytes for chunk in chunks) for chunks in mesh_plan.ranks]
     scale = _WIDTH / max(totals)
     height = _TOP + len(totals) * (_ROW + _GAP) + _BOTTOM
-    width = _LEFT + _WIDTH + (found.blueprint.dims.vp - 1) * _BETWEEN + _RIGHT
+    width = _LEFT + _WIDTH + (mesh_plan.blueprint.dims.vp - 1) * _BETWEEN + _RIGHT
     bottom = height - _BOTTOM
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         'font-family="Helvetica, Arial, sans-serif" font-size="11" fill="#333">',
         f'<rect width="{width}" height="{height}" fill="#fff"/>',
-        _text(_LEFT, 28, _short(title(found)), size=15, weight="bold"),
-        _text(_LEFT, 48, _subtitle(found)),
+        _text(_LEFT, 28, _short(title(mesh_plan)), size=15, weight="bold"),
+        _text(_LEFT, 48, _subtitle(mesh_plan)),
         *_axis(max(totals), scale, bottom),
     ]
-    for pp_rank, chunks in enumerate(found.ranks):
-        parts.extend(_row(found, pp_rank, chunks, scale))
+    for pp_rank, chunks in enumerate(mesh_plan.ranks):
+        parts.extend(_row(mesh_plan, pp_rank, chunks, scale))
     parts.append(_text(_LEFT, bottom + 36, "bytes of parameters on one rank", color="#777"))
     return "\n".join([*parts, "</svg>", ""])
 
@@ -61,13 +61,13 @@ def _short(line: str) -> str:
     return line if len(line) <= 120 else line[:119] + "..."
 
 
-def _subtitle(found: MeshPlan) -> str:
-    dims, world_size = found.blueprint.dims, found.world_size
+def _subtitle(mesh_plan: MeshPlan) -> str:
+    dims, world_size = mesh_plan.blueprint.dims, mesh_plan.world_size
     alike = text.plural(world_size // dims.pp, "rank")
-    mtp = "multi-token prediction (M), " if found.blueprint.config.mtp_num_layers else ""
+    mtp = "multi-token prediction (M), " if mesh_plan.blueprint.config.mtp_num_layers else ""
     return (
-        f"A row is a pipeline rank ({alike} of it hold the like), a colour a stage, a cell a layer; "
-        f"darker: the embedding (E), {mtp}the final norm and output layer (L)."
+        f"A row is a pipeline rank ({alike} of it hold as much), a colour a stage, a cell a layer. "
+        f"Darker cells: the embedding (E), {mtp}the final norm and output layer (L)."
     )
 
 
@@ -82,20 +82,20 @@ def _axis(largest: int, scale: float, bottom: int) -> Iterator[str]:
         yield _text(x, bottom + 16, text.num_bytes(index * step), anchor="middle", color="#777")
 
 
-def _row(found: MeshPlan, pp_rank: int, chunks: tuple[Chunk, ...], scale: float) -> Iterator[str]:
+def _row(mesh_plan: MeshPlan, pp_rank: int, chunks: tuple[Chunk, ...], scale: float) -> Iterator[str]:
     y = _TOP + pp_rank * (_ROW + _GAP)
     x: float = _LEFT
     yield _text(_LEFT - 10, y + _ROW / 2 + 4, f"pp rank {pp_rank}", anchor="end")
     for chunk in chunks:
-        yield from _bar(found, chunk, x, y, scale)
+        yield from _bar(mesh_plan, chunk, x, y, scale)
         x += chunk.num_bytes * scale + _BETWEEN
     total = sum(chunk.num_bytes for chunk in chunks)
     numel = sum(chunk.num_parameters for chunk in chunks)
     yield _text(x + 6, y + _ROW / 2 + 4, f"{text.num_bytes(total)}, {text.count(numel)}", color="#555")
 
 
-def _bar(found: MeshPlan, chunk: Chunk, x: float, y: float, scale: float) -> Iterator[str]:
-    stages = found.blueprint.stages
+def _bar(mesh_plan: MeshPlan, chunk: Chunk, x: float, y: float, scale: float) -> Iterator[str]:
+    stages = mesh_plan.blueprint.stages
     hue = (0.58 + stages.index(chunk.stage) / len(stages)) % 1.0
     numbered = all(_fits(cell.name, cell.num_bytes * scale) for cell in chunk.cells if cell.name.isdigit())
     for cell in chunk.cells:

@@ -1,4 +1,4 @@
-"""``mcore-bridge plan``: what every rank would hold, as tables."""
+"""``mcore-bridge plan``: tables of what every rank would hold."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def plan(
     num_mtp_layers: int = 0,
     strict_config: bool = False,
 ) -> MeshPlan:
-    """Plan a mesh for a model of which only the config is there.
+    """Plans a mesh for a model, from its config alone.
 
     Args:
         folder: with a config.json.
-        dims: the mesh; "balanced" layouts are resolved.
-        dtype: of the parameters; None is that of the config, or bfloat16.
-        world_size: of the job; None is the smallest that the mesh fits.
-        num_mtp_layers: of multi-token prediction, behind the decoder's.
+        dims: the mesh; the layout may be "balanced".
+        dtype: of the parameters. None: that of the config, or bfloat16.
+        world_size: of the job. None: the smallest world of the mesh.
+        num_mtp_layers: the number of MTP layers.
         strict_config: as for ``build_model``.
 
     Raises:
@@ -45,8 +45,8 @@ def plan(
     from mcore_bridge.architecture import read_hf
     from mcore_bridge.factory.blueprint import make_blueprint
 
-    noted = getattr(read_hf(folder), "dtype", None)
-    dtype = dtype or (noted if isinstance(noted, torch.dtype) else torch.bfloat16)
+    published = getattr(read_hf(folder), "dtype", None)
+    dtype = dtype or (published if isinstance(published, torch.dtype) else torch.bfloat16)
     overrides = {"mtp_num_layers": num_mtp_layers or None}
     blueprint = make_blueprint(
         folder, dims=dims, dtype=dtype, device="meta", overrides=overrides, strict_config=strict_config
@@ -54,39 +54,39 @@ def plan(
     return plan_mesh(blueprint, world_size=world_size or dims.smallest_world)
 
 
-def render(found: MeshPlan, engine: Sequence[EngineRank] = (), *, bandwidth: float = BANDWIDTH) -> Group:
-    """Title, a row per chunk, and what exports would move to all ranks and to engines, if there are any.
+def render(mesh_plan: MeshPlan, engine: Sequence[EngineRank] = (), *, bandwidth: float = BANDWIDTH) -> Group:
+    """The report: a title, a row per chunk, and the cost of an export, and of feeding engines if there are any.
 
     Args:
-        found: the mesh.
-        engine: all ranks of one.
-        bandwidth: that a rank receives with, in GB/s.
+        mesh_plan: the planned mesh.
+        engine: all ranks of one engine.
+        bandwidth: GB/s that a rank receives.
     """
-    feeding = ("", _feeding(found, engine, bandwidth)) if engine else ()
-    notes = [note for _, note in notes_on(found.blueprint.unread)]
-    return Group(title(found), *notes, "", _table(found), "", _export(found, bandwidth), *feeding)
+    feeding = ("", _feeding(mesh_plan, engine, bandwidth)) if engine else ()
+    notes = [note for _, note in notes_on(mesh_plan.blueprint.unread)]
+    return Group(title(mesh_plan), *notes, "", _table(mesh_plan), "", _export(mesh_plan, bandwidth), *feeding)
 
 
-def title(found: MeshPlan) -> str:
-    """One line: the model and the mesh."""
-    blueprint = found.blueprint
-    numel = sum(torch.Size(shape).numel() for _, shape, _ in found.export.tensors())
-    mesh = blueprint.dims.describe(world_size=found.world_size, num_layers=blueprint.config.num_layers)
+def title(mesh_plan: MeshPlan) -> str:
+    """One line about the model and the mesh."""
+    blueprint = mesh_plan.blueprint
+    numel = sum(torch.Size(shape).numel() for _, shape, _ in mesh_plan.export.tensors())
+    mesh = blueprint.dims.describe(world_size=mesh_plan.world_size, num_layers=blueprint.config.num_layers)
     return f"{blueprint.hf.model_type}, {text.count(numel)} parameters in {dtype_name(blueprint.dtype)}: {mesh}"
 
 
 def layers_of(chunk: Chunk) -> str:
-    """``E 0-7``, ``8-15``, ``56-63 M L``, ``-``."""
+    """The layers of a chunk as text: ``E 0-7``, ``8-15``, ``56-63 M L``, ``-``."""
     stage, layers = chunk.stage, chunk.stage.layers
     middle = f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else "".join(map(str, layers))
     words = ["E"] * stage.embedding + [middle] * bool(middle) + ["M"] * chunk.num_mtp_layers + ["L"] * stage.loss
     return " ".join(words) or "-"
 
 
-def _table(found: MeshPlan) -> Table:
-    table = Table(caption=_caption(found), caption_justify="left")
-    rows = [_row(chunk, chunks) for chunks in found.ranks for chunk in chunks]
-    shown = [name for name in rows[0] if _is_shown(name, found)]
+def _table(mesh_plan: MeshPlan) -> Table:
+    table = Table(caption=_caption(mesh_plan), caption_justify="left")
+    rows = [_row(chunk, chunks) for chunks in mesh_plan.ranks for chunk in chunks]
+    shown = [name for name in rows[0] if _is_shown(name, mesh_plan)]
     for name in shown:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
@@ -95,7 +95,7 @@ def _table(found: MeshPlan) -> Table:
 
 
 def _row(chunk: Chunk, chunks: tuple[Chunk, ...]) -> dict[str, str]:
-    """The cells of a chunk's row; those of its whole rank only in the first."""
+    """The cells of a chunk's row. Only the first chunk of a rank has the cells of the whole rank."""
     first = chunk is chunks[0]
     return {
         "pp": str(chunk.stage.pp_rank) if first else "",
@@ -104,42 +104,42 @@ def _row(chunk: Chunk, chunks: tuple[Chunk, ...]) -> dict[str, str]:
         "parameters": text.count(chunk.num_parameters),
         "bytes": _by_dtype(chunk),
         "experts": f"{chunk.num_expert_bytes / max(chunk.num_bytes, 1):.0%}",
-        "rank": text.num_bytes(sum(each.num_bytes for each in chunks)) if first else "",
+        "rank": text.num_bytes(sum(other.num_bytes for other in chunks)) if first else "",
     }
 
 
-def _is_shown(column: str, found: MeshPlan) -> bool:
-    """Whether a column says anything here."""
+def _is_shown(column: str, mesh_plan: MeshPlan) -> bool:
+    """Whether a column is needed for this mesh."""
     if column in ("vp", "rank"):
-        return found.blueprint.dims.vp > 1
-    return column != "experts" or bool(found.blueprint.config.num_moe_experts)
+        return mesh_plan.blueprint.dims.vp > 1
+    return column != "experts" or bool(mesh_plan.blueprint.config.num_moe_experts)
 
 
-def _caption(found: MeshPlan) -> str:
-    dims, world_size = found.blueprint.dims, found.world_size
-    totals = [sum(chunk.num_bytes for chunk in chunks) for chunks in found.ranks]
+def _caption(mesh_plan: MeshPlan) -> str:
+    dims, world_size = mesh_plan.blueprint.dims, mesh_plan.world_size
+    totals = [sum(chunk.num_bytes for chunk in chunks) for chunks in mesh_plan.ranks]
     alike = text.plural(world_size // dims.pp, "rank")
-    mtp = ", M a layer of multi-token prediction" if found.blueprint.config.mtp_num_layers else ""
+    mtp = ", M a layer of multi-token prediction" if mesh_plan.blueprint.config.mtp_num_layers else ""
     return (
-        f"One rank's numbers; {alike} of each stage hold the like (TP{dims.tp} CP{dims.cp} "
-        f"DP{dims.dp(world_size)}{_expert_axes(found)}). Over its chunks a rank holds {text.num_bytes(min(totals))} to "
-        f"{text.num_bytes(max(totals))}; the largest tensor is {_largest(found)}. "
-        f"E is the embedding, L the final norm and the output layer{mtp}.{_experts(found)}{_layout(dims)}"
+        f"Numbers of one rank; {alike} of each stage hold as much (TP{dims.tp} CP{dims.cp} "
+        f"DP{dims.dp(world_size)}{_expert_axes(mesh_plan)}). Over its chunks a rank holds "
+        f"{text.num_bytes(min(totals))} to {text.num_bytes(max(totals))}; the largest tensor is {_largest(mesh_plan)}. "
+        f"E is the embedding, L the final norm and the output layer{mtp}.{_experts(mesh_plan)}{_layout(dims)}"
     )
 
 
-def _expert_axes(found: MeshPlan) -> str:
-    dims = found.blueprint.dims
-    if not found.blueprint.config.num_moe_experts:
+def _expert_axes(mesh_plan: MeshPlan) -> str:
+    dims = mesh_plan.blueprint.dims
+    if not mesh_plan.blueprint.config.num_moe_experts:
         return ""
-    return f"; of experts ETP{dims.etp} EP{dims.ep} DP{dims.edp(found.world_size)}"
+    return f"; of experts ETP{dims.etp} EP{dims.ep} DP{dims.edp(mesh_plan.world_size)}"
 
 
-def _experts(found: MeshPlan) -> str:
-    num_experts = found.blueprint.config.num_moe_experts
+def _experts(mesh_plan: MeshPlan) -> str:
+    num_experts = mesh_plan.blueprint.config.num_moe_experts
     if not num_experts:
         return ""
-    here = num_experts // found.blueprint.dims.ep
+    here = num_experts // mesh_plan.blueprint.dims.ep
     return f" Experts: the part of the bytes that are routed experts, {here} of {num_experts} in a layer."
 
 
@@ -156,19 +156,19 @@ def _by_dtype(chunk: Chunk) -> str:
     return f"{text.num_bytes(chunk.num_bytes)} {dtypes}" if sizes else "-"
 
 
-def _largest(found: MeshPlan) -> str:
-    held = (each for chunks in found.ranks for chunk in chunks for each in chunk.held)
-    largest = max(held, key=lambda each: each.num_bytes)
+def _largest(mesh_plan: MeshPlan) -> str:
+    tensors = (tensor for chunks in mesh_plan.ranks for chunk in chunks for tensor in chunk.held)
+    largest = max(tensors, key=lambda tensor: tensor.num_bytes)
     return f"{largest.mcore} of {text.num_bytes(largest.num_bytes)}"
 
 
-def _export(found: MeshPlan, bandwidth: float) -> str:
-    sizes = [torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in found.export.tensors()]
+def _export(mesh_plan: MeshPlan, bandwidth: float) -> str:
+    sizes = [torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in mesh_plan.export.tensors()]
     yields = (
         f"An export yields {text.plural(len(sizes), 'HF tensor')}, {text.num_bytes(sum(sizes))} in all and the largest "
         f"{text.num_bytes(max(sizes))}"
     )
-    cost = cost_of(found.export, bandwidth=bandwidth)
+    cost = cost_of(mesh_plan.export, bandwidth=bandwidth)
     memory = f"{text.num_bytes(cost.memory)} beside the model at most"
     if cost.num_ranks == 1:
         return f"{yields}, on one rank alone, which takes {memory}."
@@ -180,8 +180,8 @@ def _export(found: MeshPlan, bandwidth: float) -> str:
     )
 
 
-def _feeding(found: MeshPlan, engine: Sequence[EngineRank], bandwidth: float) -> str:
-    cost, last = feed(found, engine, bandwidth=bandwidth), engine[-1]
+def _feeding(mesh_plan: MeshPlan, engine: Sequence[EngineRank], bandwidth: float) -> str:
+    cost, last = feed(mesh_plan, engine, bandwidth=bandwidth), engine[-1]
     messages = text.plural(cost.num_messages, "message")
     return (
         f"To engines of TP{last.tp} PP{last.pp} EP{last.ep}, where rank r of the job feeds rank r % {len(engine)} of "

@@ -1,1 +1,1 @@
-"""``mcore-bridge verify``: a checkpoint there and back on real ranks. It imports ``launch``."""
+"""``mcore-bridge verify``: loads and exports a checkpoint on real ranks, and compares. It may import ``launch``."""

@@ -1,4 +1,4 @@
-"""Whether a model in fp32 fits here: asked before anything is built, and answered the same on every rank."""
+"""Checks whether a model in fp32 fits into memory, before it is built. All ranks get the same answer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mcore_bridge.commands import text
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 
 USABLE = 0.8
-"""Part of the free memory that we plan with."""
+"""The fraction of the free memory that we use."""
 
 _BYTES = 4  # of an fp32 number
 
 
 def shortage(num_parameters: int, dims: ParallelDims, device: str) -> str:
-    """Why an fp32 model does not fit here, the same on every rank; empty when it does."""
+    """Why a model in fp32 does not fit into memory; "" if it fits. The answer is the same on every rank."""
     world_size = dist.get_world_size()
     free = free_memory()
     replicas = math.ceil(world_size / (dims.tp * dims.pp)) if device == "cpu" else 1

@@ -1,6 +1,6 @@
-"""Logits of the mesh against those of transformers, both in fp32, on a small random batch.
+"""Compares logits of the mesh with those of transformers, both in fp32, on a small random batch.
 
-Exact weights in wrong places give exact exports: only what a model computes can tell.
+If exact weights lie in wrong places, the export may still be exact. Only the computed values show such an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The largest difference of two logits, the largest logit, and how many were compared."""
+    """The largest difference of two logits, the largest logit (``scale``), and the number of logits."""
 
     difference: float
     scale: float
@@ -34,7 +34,7 @@ class Comparison:
 
     @property
     def relative(self) -> float:
-        """The difference as a part of the scale; not a number when either is none."""
+        """The difference divided by the scale; NaN if one of them is NaN."""
         return self.difference / self.scale if self.scale else self.difference
 
 
@@ -49,15 +49,16 @@ def compare_logits(
     num_parameters: int,
     report: Report,
 ) -> tuple[Comparison | None, str]:
-    """Called by all ranks together.
+    """Compares the logits of the mesh with those of transformers. All ranks call it together.
 
     Args:
-        chunks: in fp32, or empty to have them built.
-        num_tokens: of each sequence; rounded up to what the mesh can split.
-        num_parameters: of the whole model, to know whether it fits.
+        chunks: the chunks of this rank in fp32; if empty, they are built here.
+        folder: of the checkpoint.
+        num_tokens: the length of a sequence, which is rounded up to a multiple that the mesh can split.
+        num_parameters: those of the whole model, to check whether it fits into memory.
 
     Returns:
-        On rank 0 the comparison (else None); and why there is none, when memory is short.
+        The comparison on rank 0 (None on others); and, if memory is short, the reason why there is none.
     """
     gc.collect()
     lack = shortage(num_parameters, dims, device)
@@ -71,7 +72,7 @@ def compare_logits(
     batch = _batch(vocab_size, dims, num_tokens)
     report("logits", 1, 3)
     ours = forward(chunks, dims, batch.to(device))
-    chunks.clear()  # the caller's too: their memory is needed
+    chunks.clear()  # frees the caller's references too: their memory is needed
     gc.collect()
     report("logits", 2, 3)
     ours = _to_rank_0(ours, (*batch.shape, vocab_size), device)
@@ -83,7 +84,7 @@ def compare_logits(
 
 
 def _batch(vocab_size: int, dims: ParallelDims, num_tokens: int) -> Tensor:
-    """Random token ids, int64 [micro batches, num_tokens]; an interleaved schedule takes a multiple of pp."""
+    """Random token ids, int64 [micro batches, num_tokens]. An interleaved schedule needs a multiple of pp."""
     step = 2 * dims.cp * dims.tp
     num_tokens = math.ceil(num_tokens / step) * step
     generator = torch.Generator().manual_seed(0)
@@ -92,7 +93,7 @@ def _batch(vocab_size: int, dims: ParallelDims, num_tokens: int) -> Tensor:
 
 @torch.no_grad()
 def forward(chunks: Sequence[GPTModel], dims: ParallelDims, batch: Tensor) -> Tensor | None:
-    """The logits of ``batch`` [micro batches, tokens] through megatron-core's own schedule, one row at a time.
+    """The logits of ``batch`` [micro batches, tokens], from megatron-core's own schedule, one row at a time.
 
     Returns:
         fp32 [micro batches, tokens, vocabulary] on the ranks of the last pipeline stage, None on the others.
@@ -124,7 +125,7 @@ def forward(chunks: Sequence[GPTModel], dims: ParallelDims, batch: Tensor) -> Te
 
 
 def _places(dims: ParallelDims, batch: Tensor) -> Tensor:
-    """Which tokens this context-parallel rank has: an early and a late part of ``2 * cp``, as megatron-core deals."""
+    """The tokens of this context-parallel rank: an early and a late one of ``2 * cp`` parts, as in megatron-core."""
     from megatron.core import parallel_state
 
     parts = torch.arange(batch.size(1), device=batch.device).chunk(2 * dims.cp)
@@ -133,7 +134,7 @@ def _places(dims: ParallelDims, batch: Tensor) -> Tensor:
 
 
 def _whole(output: Tensor, places: Tensor, chunk: GPTModel) -> Tensor:
-    """The logits of all tokens, in order."""
+    """The logits of all tokens, in order, gathered from context-parallel ranks."""
     group = chunk.pg_collection.cp
     outputs = [torch.empty_like(output) for _ in range(group.size())]
     dist.all_gather(outputs, output.contiguous(), group=group)
@@ -143,7 +144,7 @@ def _whole(output: Tensor, places: Tensor, chunk: GPTModel) -> Tensor:
 
 
 def _to_rank_0(logits: Tensor | None, shape: tuple[int, ...], device: str) -> Tensor | None:
-    """The logits of one rank that has them, on rank 0, on CPU."""
+    """Sends the logits from a rank that has them to rank 0, and there to CPU."""
     said: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(said, logits is not None)
     holder, rank = said.index(True), dist.get_rank()
@@ -157,7 +158,7 @@ def _to_rank_0(logits: Tensor | None, shape: tuple[int, ...], device: str) -> Te
 
 
 def _reference(folder: Path, batch: Tensor, device: str) -> Tensor:
-    """What transformers computes, fp32 on CPU; on this rank's GPU when the model fits there."""
+    """The logits of transformers, in fp32 on CPU. They are computed on this rank's GPU if the model fits there."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(

@@ -1,6 +1,6 @@
-"""What each rank of ``verify`` does: build, load, export, and hold the result against the files, bit by bit.
+"""The work of one rank of ``verify``: build, load, export, and compare the result with the files, bit by bit.
 
-Runs in processes of its own; everything that it says goes back as data.
+It runs in a process of its own, and sends its results back as data.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What ``verify`` is asked for, the same on every rank.
+    """The options of ``verify``, the same on every rank.
 
     Attributes:
-        dims: with an explicit layout where "balanced" was asked for.
+        dims: the mesh; an explicit layout has replaced "balanced".
         dtype: of the model.
-        crossing: the dtype of each HF tensor on its way out.
+        crossing: the dtype of each exported HF tensor.
         against: the folder whose files the export must equal; usually ``folder``.
-        names: of the tensors in ``against`` that the export must yield.
-        num_tokens: of each sequence that logits are computed for; 0 is none.
-        save: a folder to write, and to read back.
-        num_mtp_layers: that are built, loaded and exported; logits are those without them.
+        names: the tensors in ``against`` that the export must yield.
+        num_tokens: the length of the sequences for logits; 0: no logits.
+        save: a folder to write and to read back.
+        num_mtp_layers: the number of MTP layers to build, load and export. Logits are computed without them.
     """
 
     folder: Path
@@ -60,14 +60,14 @@ class Task:
 
 @dataclass(slots=True)
 class Finding:
-    """What one rank found.
+    """The results of one rank.
 
     Attributes:
-        exported: the manifest of the export, with digests, as this rank's replica agrees on it.
-        expected, saved: what the files hold: this rank's share of the names.
+        exported: the manifest of the export, with digests, from this rank's replica.
+        expected, saved: the tensors in the files, for this rank's part of the names.
         held: bytes of this rank's parameters.
-        seconds: by phase.
-        logits: on rank 0, unless they were left out; then ``skipped`` says why.
+        seconds: times by phase.
+        logits: on rank 0, unless they were left out; then ``skipped`` is the reason.
     """
 
     exported: Manifest = field(default_factory=lambda: Manifest(()))
@@ -80,7 +80,7 @@ class Finding:
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Seconds of a phase, from when all ranks are ready for it until all have finished it."""
+        """Measures a phase, from when all ranks are ready until all have finished."""
         torch.distributed.barrier()
         start = time.perf_counter()
         yield
@@ -89,7 +89,7 @@ class Finding:
 
 
 class Watched(Checkpoint):
-    """A checkpoint that reports how much of it was read, and notes when reading began."""
+    """A checkpoint that reports the progress of reading, and remembers when reading began."""
 
     def __init__(self, folder: Path, report: Report, phase: str = "load") -> None:
         super().__init__(folder)
@@ -107,7 +107,7 @@ class Watched(Checkpoint):
 
 
 def check_rank(task: Task, report: Report) -> Finding:
-    """All that one rank does."""
+    """Runs all checks on one rank."""
     task.dims.initialize(device=task.device)
     report("start", 1, 1)
     finding = Finding()
@@ -123,7 +123,7 @@ def check_rank(task: Task, report: Report) -> Finding:
         finding.saved = _share(Watched(task.save, report, "read back"), task.names, None)
     if task.num_tokens:
         if task.dtype != torch.float32 or task.num_mtp_layers:
-            chunks = []  # their memory is needed for those in fp32
+            chunks = []  # frees memory for those in fp32
         finding.logits, finding.skipped = compare_logits(
             chunks,
             task.folder,
@@ -159,7 +159,7 @@ def _build(task: Task, finding: Finding, report: Report) -> list[GPTModel]:
 
 
 def _export(chunks: list[GPTModel], task: Task, finding: Finding, report: Report) -> None:
-    """Once as a trainer would, for the time; and once for the digests, which take longer than the export."""
+    """Exports once as a trainer does, to measure the time; and once for the digests, which take longer."""
     total = len(task.names)
     with finding.timed("export"):
         for index, _ in enumerate(iter_hf_weights(chunks, dtype=task.crossing)):
@@ -170,7 +170,7 @@ def _export(chunks: list[GPTModel], task: Task, finding: Finding, report: Report
 
 
 def _share(checkpoint: Checkpoint, names: tuple[str, ...], crossing: Dtypes) -> tuple[TensorSpec, ...]:
-    """What the files hold of this rank's share of ``names``, in the dtypes in which the export yields them."""
+    """The tensors in the files for this rank's part of ``names``, in the dtypes of the export."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     specs = []
     for name, tensor in checkpoint.pairs([name for name in names if name in checkpoint][rank::world_size]):

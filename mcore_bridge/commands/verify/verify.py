@@ -1,4 +1,4 @@
-"""``mcore-bridge verify``: does a checkpoint survive a mesh, bit by bit, and compute what transformers computes?"""
+"""``mcore-bridge verify``: checks that a checkpoint survives a mesh bit by bit, and computes what transformers does."""
 
 from __future__ import annotations
 
@@ -27,65 +27,65 @@ if TYPE_CHECKING:
 
 BUILDABLE = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = 1e-3
-"""Largest difference of logits as a part of the largest logit.
+"""The largest allowed difference of logits, divided by the largest logit.
 
-Two fp32 implementations of one model differ by roundings in another order, which we have seen at 1e-7 to 1e-5; a model
-with any tensor in a wrong place, or another rope, norm or activation, is off by more than 1e-2. TransformerEngine
-multiplies fp32 in TF32 (10 bits of mantissa), which the tolerance also covers.
+Two fp32 implementations of one model differ by rounding in another order; we have seen 1e-7 to 1e-5. With any tensor in
+a wrong place, or another rope, norm or activation, the difference is above 1e-2. TransformerEngine multiplies fp32 in
+TF32 (10 bits of mantissa), which the tolerance also covers.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What all ranks found together."""
+    """The results of all ranks."""
 
     blueprint: Blueprint
     task: Task
     findings: tuple[Finding, ...]
     ignored: tuple[str, ...]
-    """Names in the files that no parameter takes."""
+    """Names in the files that no parameter uses."""
     initialised: tuple[str, ...] = ()
-    """Names of MTP layers that the files lack: drawn, and exported."""
+    """Names of MTP layers that the files lack. They have random values, and are exported."""
 
     @property
     def exported(self) -> Manifest:
-        """What the export yields."""
+        """The exported tensors."""
         return self.findings[0].exported
 
     @property
     def expected(self) -> Manifest:
-        """What the files hold."""
+        """The tensors in the files."""
         return Manifest(tuple(spec for finding in self.findings for spec in finding.expected))
 
     @property
     def different(self) -> tuple[str, ...]:
-        """Names of which an export and the files do not hold the same bits, on any rank."""
+        """Names whose bits differ between the files and the export on any rank."""
         drawn = (spec for spec in self.exported if spec.name in self.initialised)
         wanted = Manifest((*self.expected, *drawn))
         return differences(wanted, [finding.exported for finding in self.findings])
 
     @property
     def saved_different(self) -> tuple[str, ...]:
-        """The same of what was saved."""
+        """Names whose bits differ between the files and the saved folder."""
         if self.task.save is None:
             return ()
         return differences(self.expected, [Manifest(tuple(s for finding in self.findings for s in finding.saved))])
 
     @property
     def logits_agree(self) -> bool:
-        """Whether logits were left out, or are those of transformers. NaN is not."""
-        found = self.findings[0].logits
-        return found is None or found.relative <= TOLERANCE
+        """Whether logits were left out, or are those of transformers. NaN means that they are not."""
+        comparison = self.findings[0].logits
+        return comparison is None or comparison.relative <= TOLERANCE
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing is off."""
+        """Whether nothing differs."""
         return not self.different and not self.saved_different and self.logits_agree
 
 
-def differences(expected: Manifest, found: list[Manifest]) -> tuple[str, ...]:
-    """Names that differ between ``expected`` and any of ``found``."""
-    return tuple(dict.fromkeys(name for manifest in found for name in expected.differences(manifest)))
+def differences(expected: Manifest, actual: list[Manifest]) -> tuple[str, ...]:
+    """Names that differ between ``expected`` and any of ``actual``."""
+    return tuple(dict.fromkeys(name for manifest in actual for name in expected.differences(manifest)))
 
 
 def verify(
@@ -102,24 +102,24 @@ def verify(
     strict_config: bool = False,
     on_event: OnEvent,
 ) -> Verdict:
-    """Check everything that needs no processes, start them, and collect what they find.
+    """Check everything that needs no processes, then start the ranks and collect their results.
 
     Args:
         folder: of a checkpoint.
-        dims: the mesh; as many ranks as it needs are started.
+        dims: the mesh. Its smallest world is started.
         device: "cpu" or "cuda".
         backend: "te", "torch" or "auto".
-        dtype: of the model and the export; None is that of the checkpoint: the widest, where it has several, and each
-            tensor then crosses in its own.
-        against: another folder, to compare the export with.
-        num_tokens: of each sequence that logits are computed for; 0 for none.
-        save: a folder to write with ``save_hf_checkpoint``, and to compare as well.
-        num_mtp_layers: of multi-token prediction to build as well; their tensors are ignored otherwise.
+        dtype: of the model and the export. None: that of the checkpoint. If it has several, the model has the widest,
+            and each tensor is exported in its own.
+        against: another folder to compare the export with.
+        num_tokens: the length of the sequences for logits; 0: no logits.
+        save: a folder to write with ``save_hf_checkpoint`` and to compare too.
+        num_mtp_layers: the number of MTP layers to build. Tensors of others are ignored.
         strict_config: as for ``build_model``.
-        on_event: told what ranks report.
+        on_event: called with the reports of ranks.
 
     Raises:
-        BridgeError: whatever cannot be read, built, loaded or exported.
+        BridgeError: the checkpoint cannot be read, built, loaded or exported.
     """
     from mcore_bridge.factory.blueprint import make_blueprint
 
@@ -162,7 +162,7 @@ def verify(
 
 
 def _is_exported(mapping: WeightMapping, name: str, num_mtp_layers: int) -> bool:
-    """Whether an export has a tensor of the files. Copies are written, though not read."""
+    """Whether an export yields a tensor of the files. Copies are exported too, although no parameter reads them."""
     return mapping.is_copy(name) or not mapping.is_unused(name, num_mtp_layers=num_mtp_layers)
 
 
@@ -174,13 +174,13 @@ def widest(dtypes: set[torch.dtype]) -> torch.dtype:
     """The dtype of a model that can hold every value of a checkpoint.
 
     Raises:
-        CheckpointError: there is none that megatron-core builds.
+        CheckpointError: the checkpoint has a dtype in which megatron-core builds no model.
     """
     unknown = dtypes - set(BUILDABLE)
     if unknown or not dtypes:
         raise CheckpointError(
-            f"the checkpoint holds {sorted(map(dtype_name, unknown or dtypes))}, expected only "
-            f"{[dtype_name(each) for each in BUILDABLE]}: convert it first"
+            f"the checkpoint must hold only {[dtype_name(dtype) for dtype in BUILDABLE]}, found "
+            f"{sorted(map(dtype_name, unknown or dtypes))}: convert it first"
         )
     return next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
 
@@ -188,17 +188,17 @@ def widest(dtypes: set[torch.dtype]) -> torch.dtype:
 def _crossing(
     checkpoint: Checkpoint, names: tuple[str, ...], dtype: torch.dtype | None, dtypes: set[torch.dtype]
 ) -> Dtypes:
-    """One dtype for all that cross, or that of each tensor where a checkpoint has several."""
+    """The dtype of all exported tensors; if a checkpoint has several, the dtype of each tensor."""
     if dtype is not None or len(dtypes) == 1:
         return dtype
     own = {name: checkpoint[name].dtype for name in names if checkpoint[name].is_floating_point()}
     ((common, _),) = Counter(own.values()).most_common(1)
-    # One pattern for the many: every name is held against all patterns in turn.
-    return {**{name: each for name, each in own.items() if each != common}, "*": common}
+    # One pattern for the most common dtype, since every name is compared with all patterns.
+    return {**{name: own_dtype for name, own_dtype in own.items() if own_dtype != common}, "*": common}
 
 
 def held_specs(verdict: Verdict) -> tuple[str, str]:
-    """Parameters and bytes of the model, and its dtypes, for the title of the report."""
+    """The number of parameters, and the bytes and dtypes of the model, for the report."""
     specs: tuple[TensorSpec, ...] = verdict.exported.tensors
     numel = sum(torch.Size(spec.shape).numel() for spec in specs)
     dtypes = Counter(dtype_name(spec.dtype) for spec in specs)
