@@ -30,14 +30,10 @@ library about all of them. No weights are read here: [families.md](families.md) 
 REASONS = {
     "composite": "it is a model of images or sound",
     "family": "its family is [refused](refused.md)",
-    "quantized": "quantized",
     "transformers": "transformers has no such `model_type`",
     "unknown": "nobody has written its family",
 }
 """Why a config is refused, by the words in the files of outcomes."""
-
-READS_MODELOPT_NOTES = False
-"""Whether the library reads hf_quant_config.json, in which some checkpoints say that they are quantized."""
 
 
 def page(folder: Path) -> str:
@@ -47,7 +43,7 @@ def page(folder: Path) -> str:
     outcomes = {release: _json(folder / f"outcomes_transformers{release}.json") for release in ("4", "5")}
     sizes = _json(folder / "sizes.json")
     rows = [_row(record, outcomes, sizes) for record in records]
-    loading = sum(row.split(" | ")[3] == "yes" for row in rows)
+    loading = sum(row.split(" | ")[3].startswith("yes") for row in rows)
     return "\n".join(
         [
             f"{HEAD}Of {len(rows)} checkpoints {loading} load as published.\n",
@@ -72,8 +68,8 @@ def _row(record: dict[str, Any], outcomes: dict[str, Any], sizes: dict[str, Any]
         f"`{config['model_type']}`",
         format_of(record),
         loads,
-        ", ".join(_left_out(config)) if loads == "yes" else "",
-        _from(config["model_type"], outcomes["4"][name]) if loads == "yes" else "",
+        ", ".join(_left_out(config)) if loads.startswith("yes") else "",
+        _from(config["model_type"], outcomes["4"][name]) if loads.startswith("yes") else "",
         _counted(outcome),
         _published(name, sizes),
     )
@@ -83,18 +79,19 @@ def _row(record: dict[str, Any], outcomes: dict[str, Any], sizes: dict[str, Any]
 def _loads(record: dict[str, Any], outcome: dict[str, Any]) -> str:
     if "partial" in record:
         return "in part"
-    if "refused" not in outcome:
-        return "yes" if READS_MODELOPT_NOTES or not _has_modelopt_note_alone(record) else "no: quantized"
-    return f"no: {', '.join(map(_reason, outcome['refused']))}"
+    if "refused" in outcome:
+        return f"no: {', '.join(map(_reason, outcome['refused']))}"
+    architecture = record["config"].get("architectures", [""])[0]
+    if architecture.endswith("Model"):
+        return "no: it has no head, and other names for its tensors"
+    return 'yes, with `head="classification"`' if architecture.endswith("ForSequenceClassification") else "yes"
 
 
 def _reason(obstacle: str) -> str:
     word, _, detail = obstacle.partition(" ")
+    if word == "quantized":
+        return f"`{detail}` of its quantization is [not read](quantized.md)"
     return REASONS.get(word, f"`{detail or word}`")
-
-
-def _has_modelopt_note_alone(record: dict[str, Any]) -> bool:
-    return "hf_quant_config" in record and "quantization_config" not in record["config"]
 
 
 def _left_out(config: dict[str, Any]) -> Iterator[str]:

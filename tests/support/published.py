@@ -15,21 +15,25 @@ from mcore_bridge.config.unread import unread_fields
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import to_transformer_config
 from mcore_bridge.factory.param_count import count_params
+from mcore_bridge.weights.files.decoded import quantization_in
 
 FOLDER = Path(__file__).parent.parent / "data" / "published"
 
 OBSTACLES = {
-    r"it joins a model of images, video or sound": "composite",
-    r"megatron-core's GPTModel can express exactly, found '\w+': (?!it joins)": "family",
-    r"that the installed transformers knows, found": "transformers",
+    r"model_type must [^.]*GPTModel can express exactly, found '\w+': it joins a model of images": "composite",
+    r"model_type must [^.]*GPTModel can express exactly, found '\w+'": "family",
+    r"model_type of \S+ must be one that the installed transformers knows": "transformers",
     r"transformers must accept \S+, but refuses it": "transformers",
-    r"must be a registered architecture": "unknown",
+    r"model_type must be a registered architecture": "unknown",
     r"needs megatron-core ([\d.]+)": "megatron-core",
-    r"quantiz": "quantized",
+    r"quantization_config: ([\w ]+?)(?: of [\w-]+)? must be": "quantized",
     r"does not know (.*?)\. If": "fields",
-    r"\b(?!model_type|json)(\w+) must be [^.]*, found (?!\{)": "value",
+    r"(\w+) must be [^.]*, found": "value",
 }
-"""What the errors of the library say, as patterns, by the words for it in the files of outcomes."""
+"""What the errors of the library say, as patterns, with the words for it in the files of outcomes.
+
+What one pattern matches is not looked at by those behind it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,7 @@ def outcome_of(record: Published, folder: Path) -> dict[str, Any]:
     """
     try:
         config: Any = to_transformer_config(record.write(folder))
+        quantization_in(folder)
     except ConfigError as error:
         return {"refused": obstacles(str(error))}
     hf = read_hf(folder)
@@ -90,10 +95,12 @@ def outcome_of(record: Published, folder: Path) -> dict[str, Any]:
 def obstacles(message: str) -> list[str]:
     """What the message of an error says, in the words of ``OBSTACLES``; a message that none fits stands for itself."""
     said = set[str]()
+    rest = message
     for pattern, word in OBSTACLES.items():
-        for match in re.finditer(pattern, message):
+        for match in re.finditer(pattern, rest):
             details = re.findall(r"(\w+)=", match[1]) if word == "fields" else match.groups()
             said |= {f"{word} {detail}" for detail in details} or {word}
+        rest = re.sub(pattern, "", rest)
     return sorted(said) or [message[:100]]
 
 
