@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from html import escape
 from pathlib import Path
 from typing import Any
+
+from mcore_bridge.commands.svg import Picture
 
 ROOT = Path(__file__).parent.parent
 PICTURES = {"speed.svg": "*_peers_*.jsonl", "speed-experts.svg": "*_peers-experts_*.jsonl"}
@@ -38,39 +38,31 @@ def main() -> None:
 
 def draw(rows: list[dict[str, Any]], source: str) -> str:
     """The picture as the text of an SVG file: a panel for each measure, a bar for each call."""
-    panels, top = [], 62
-    for measure, title in MEASURES.items():
-        found = [row for row in rows if row["measure"] == measure]
-        panels += panel(title, sorted(found, key=lambda row: float(row["median_s"])), top)
-        top += HEAD + ROW * len(found) + 12
+    panels = [[row for row in rows if row["measure"] == measure] for measure in MEASURES]
+    picture = Picture(WIDTH, 62 + sum(HEAD + ROW * len(panel) + 12 for panel in panels), font_size=12)
     first = rows[0]
     machine = f"{first['ranks']} {first['device']}, torch {first['torch']}, megatron-core {first['megatron-core']}"
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{top}" viewBox="0 0 {WIDTH} {top}" '
-            'font-family="Helvetica, Arial, sans-serif" font-size="12" fill="#333">',
-            f'<rect width="{WIDTH}" height="{top}" fill="#fff"/>',
-            f'<text x="20" y="28" font-size="15" font-weight="bold">Seconds for {escape(first["case"])}, '
-            f"{first['gb']:.1f} GB</text>",
-            f'<text x="20" y="46" fill="#777">{escape(machine)}; benchmarks/results/{escape(source)}.jsonl</text>',
-            *panels,
-            "</svg>",
-            "",
-        ]
-    )
+    heading = f"Seconds for {first['case']}, {first['gb']:.1f} GB"
+    picture.text(20, 28, heading, font_size=15, font_weight="bold")
+    picture.text(20, 46, f"{machine}; benchmarks/results/{source}.jsonl", fill="#777")
+    top = 62
+    for title, panel in zip(MEASURES.values(), panels, strict=True):
+        draw_panel(picture, title, sorted(panel, key=lambda row: float(row["median_s"])), top)
+        top += HEAD + ROW * len(panel) + 12
+    return str(picture)
 
 
-def panel(title: str, rows: list[dict[str, Any]], top: int) -> Iterator[str]:
-    """A title and a bar for each row; the longest is as long as the panel is wide."""
+def draw_panel(picture: Picture, title: str, rows: list[dict[str, Any]], top: int) -> None:
+    """Draw a title and a bar for each row; the longest is as long as the panel is wide."""
     longest = max(float(row["median_s"]) for row in rows)
-    yield f'<text x="20" y="{top + 20}" font-weight="bold">{escape(title)}</text>'
+    picture.text(20, top + 20, title, font_weight="bold")
     for number, row in enumerate(rows):
         y, seconds = top + HEAD + number * ROW, float(row["median_s"])
         length = seconds / longest * BAR
+        picture.text(LABEL, y + 11, label(row), text_anchor="end")
         color = "#2a6fb0" if row["library"] == "ours" else "#b9c3cc"
-        yield f'<text x="{LABEL}" y="{y + 11}" text-anchor="end">{escape(label(row))}</text>'
-        yield f'<rect x="{LABEL + 8}" y="{y}" width="{max(length, 1):.1f}" height="14" fill="{color}"/>'
-        yield f'<text x="{LABEL + 16 + length:.1f}" y="{y + 11}">{seconds:.3g} s</text>'
+        picture.rect(LABEL + 8, y, max(length, 1.0), 14, fill=color)
+        picture.text(LABEL + 16 + length, y + 11, f"{seconds:.3g} s")
 
 
 def label(row: dict[str, Any]) -> str:

@@ -197,7 +197,7 @@ def plan_command(
     The numbers are those of the GPTModel that megatron-core builds for each kind of layer, on the meta device.
     """
     with _refusals(debug), uncollected(), _uncompiled():
-        from mcore_bridge.commands.plan.svg import write_svg
+        from mcore_bridge.commands.plan.picture import write_svg
         from mcore_bridge.commands.plan.tables import plan, render
         from mcore_bridge.weights.plan.target import engine_ranks
 
