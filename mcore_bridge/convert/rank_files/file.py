@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -12,9 +11,9 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.convert.parameters import Source
-from mcore_bridge.convert.rank_files.layout import ExtraState, FileLayout, RankFile
+from mcore_bridge.convert.rank_files.layout import FileLayout, RankFile
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.weights.dist_checkpoint.extra_state import SUFFIX
+from mcore_bridge.weights.dist_checkpoint.extra_state import SUFFIX, fillers
 from mcore_bridge.weights.dist_checkpoint.folder import VERSION
 from mcore_bridge.weights.files.torch_save import read_torch_file, write_torch_file
 
@@ -44,7 +43,7 @@ def write_rank_file(
         shape = layout.trace(mcore).shard_shape
         models.setdefault(model, OrderedDict())[name] = torch.empty(shape, dtype=layout.dtype(mcore))
     for state in models.values():
-        state.update(_extra_states(state, layout.style.extra_state))
+        state.update(fillers(state, layout.style.extra_state))
 
     def tensors() -> Iterator[Tensor]:
         for model, state in models.items():
@@ -75,22 +74,3 @@ def read_rank_file(path: Path) -> dict[str, Mapping[str, Tensor]]:
         if others:
             raise CheckpointError(f"{path} must hold tensors, found others as {others[:8]} of {key!r}")
     return states
-
-
-def _extra_states(state: Mapping[str, object], extra_state: ExtraState) -> dict[str, Tensor | None]:
-    """The extra states of all modules of the decoder but routers."""
-    if extra_state is None:
-        return {}
-    ends = (".weight", ".bias", ".weight0")
-    modules = (name.rpartition(".")[0] for name in state if name.startswith("decoder.") and name.endswith(ends))
-    found = [module for module in dict.fromkeys(modules) if not module.endswith(".router")]
-    return {f"{module}{SUFFIX}": _filler(extra_state) for module in found}
-
-
-def _filler(extra_state: ExtraState) -> Tensor | None:
-    """What TransformerEngine finds where there is no state of FP8; which of them, depends on its release."""
-    if extra_state == "none":
-        return None
-    if extra_state == "tensor_0_dim":
-        return torch.tensor([])
-    return torch.frombuffer(bytearray(pickle.dumps(None)), dtype=torch.uint8)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,9 +22,8 @@ from mcore_bridge.rules.names import INDEXER, expert_of, fused_norms, layer_of, 
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.trace import Shape, Trace, trace
 from mcore_bridge.weights.bound import axes_of_config
+from mcore_bridge.weights.dist_checkpoint.extra_state import ExtraState
 from mcore_bridge.weights.provenance import HF, Provenance, provenance_of
-
-ExtraState = Literal["none", "tensor_pickle_none", "tensor_0_dim"] | None
 
 
 @dataclass(frozen=True, slots=True)

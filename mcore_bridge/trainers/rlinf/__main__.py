@@ -8,8 +8,9 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
-from mcore_bridge.trainers.rlinf.conversion import EXTRA_STATES, Conversion
+from mcore_bridge.trainers.rlinf.conversion import Conversion
 from mcore_bridge.trainers.rlinf.convertor import hf_to_middle_file, middle_file_to_mg
+from mcore_bridge.weights.dist_checkpoint.extra_state import EXTRA_STATES
 
 SCRIPTS = {"convert_hf_to_middle_file": hf_to_middle_file, "convert_middle_file_to_mg": middle_file_to_mg}
 _UNUSED = ("--model", "--model-type", "--use-gpu-num", "--process-num")

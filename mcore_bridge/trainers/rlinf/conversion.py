@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-from mcore_bridge.convert.rank_files.layout import ExtraState, Style
+from mcore_bridge.convert.rank_files.layout import Style
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.weights.dist_checkpoint.extra_state import EXTRA_STATES, ExtraState
 
-EXTRA_STATES = (None, "none", "tensor_pickle_none", "tensor_0_dim")
 _ASKED = {
     "tensor_model_parallel_size": "tp_size",
     "pipeline_model_parallel_size": "pp_size",

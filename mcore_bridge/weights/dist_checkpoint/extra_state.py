@@ -1,25 +1,33 @@
-"""What TransformerEngine's modules keep beside tensors (``_extra_state``): nothing, but for fp8; yet they ask for it.
+"""The extra states of TransformerEngine's modules (``_extra_state``): empty without fp8, but asked for at each load.
 
-megatron-core's own linears say that they have one too, so that either kind loads what the other has saved. Its norms,
-its attention and linears that are not cut say nothing: a model with TransformerEngine's could not load what they save.
+megatron-core's own linears have an extra state, too, so that either kind loads what the other has saved. Its norms, its
+attention and linears that are not cut have none, so a model of TransformerEngine's modules could not load what they
+save.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
 
 SUFFIX = "._extra_state"
 _ATTENTION = (f".self_attention.linear_proj{SUFFIX}", f".self_attention.core_attention{SUFFIX}")
 _WITHOUT = ("embedding.", "output_layer")
-"""What has none, whoever builds it."""
+"""Modules that have none, whoever builds them."""
+ExtraState = Literal["none", "tensor_pickle_none", "tensor_0_dim"] | None
+"""What stands for an empty extra state in a rank file; None leaves it out. TransformerEngine's releases differ."""
+EXTRA_STATES = (None, "none", "tensor_pickle_none", "tensor_0_dim")
 
 
 def with_extra_states(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What a chunk says that it holds, with an empty state for each module that may be asked for one.
+    """The sharded state dict of a chunk, with an empty extra state for each module that may be asked for one.
 
-    Their names are those of nothing in the chunk, which numbers its layers otherwise than keys do.
+    The names of those that are added are no names of the chunk, which numbers its layers otherwise than keys do.
     """
     known = {sharded.key for sharded in state.values()}
     added = (each for sharded in state.values() for each in _extra_states(sharded))
@@ -27,7 +35,7 @@ def with_extra_states(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _extra_states(sharded: Any) -> Iterator[Any]:
-    """The states that one thing which a chunk holds tells of."""
+    """The extra states that follow from one entry of a sharded state dict."""
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
@@ -37,3 +45,22 @@ def _extra_states(sharded: Any) -> Iterator[Any]:
     is_whole = isinstance(sharded, ShardedTensor) and sharded.local_shape == sharded.global_shape
     if is_whole and name == "weight" and not module.endswith(".router") and not module.startswith(_WITHOUT):
         yield ShardedObject(module + SUFFIX, None, (1,), (0,), sharded.replica_id)
+
+
+def fillers(state: Mapping[str, object], extra_state: ExtraState) -> dict[str, Tensor | None]:
+    """Empty extra states for a chunk in a rank file, by name: for all modules of the decoder but routers."""
+    if extra_state is None:
+        return {}
+    ends = (".weight", ".bias", ".weight0")
+    modules = (name.rpartition(".")[0] for name in state if name.startswith("decoder.") and name.endswith(ends))
+    return {
+        f"{module}{SUFFIX}": _filler(extra_state) for module in dict.fromkeys(modules) if not module.endswith(".router")
+    }
+
+
+def _filler(extra_state: ExtraState) -> Tensor | None:
+    if extra_state == "none":
+        return None
+    if extra_state == "tensor_0_dim":
+        return torch.tensor([])
+    return torch.frombuffer(bytearray(pickle.dumps(None)), dtype=torch.uint8)
