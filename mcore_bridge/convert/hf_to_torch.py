@@ -61,7 +61,7 @@ class ToTorch(Conversion):
         model, ignored = read_source(source, hf, dtype=dtype)
         dims = resolve_layout(wanted.dims, model.provenance.hf, dtype=model.entries[0].held.dtype)
         layout = FileLayout(hf, dims, {spec.name: spec for spec in specs_of(model.entries)}, wanted.style)
-        numbers = {entry.held.mcore: number for number, entry in enumerate(model.entries)}
+        numbers = {entry.held.name: number for number, entry in enumerate(model.entries)}
         units = tuple(
             tuple(numbers[mcore] for _, _, mcore, _ in layout.held(file) if mcore in numbers) for file in layout.files()
         )

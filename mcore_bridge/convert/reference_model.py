@@ -79,9 +79,9 @@ def whole_model(
 
 
 def _placed(number: int, entry: ParamEntry, tensors: Mapping[str, Tensor], sharded: Mapping[int, Any]) -> LocatedParam:
-    places = tuple(_places(sharded[id(tensors[entry.held.mcore])], entry.held.shape))
+    places = tuple(_places(sharded[id(tensors[entry.held.name])], entry.held.shape))
     if sum(stop - start for start, stop in (place.rows for place in places)) != (entry.held.shape or (1,))[0]:
-        raise CheckpointError(f"sharded_state_dict does not say where all of {entry.held.mcore} goes; report this")
+        raise CheckpointError(f"sharded_state_dict does not say where all of {entry.held.name} goes; report this")
     return LocatedParam(number, entry.held.shape, entry.held.dtype, places)
 
 

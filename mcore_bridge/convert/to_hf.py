@@ -80,7 +80,7 @@ def stored_as(entry: ParamEntry, stored: torch.dtype, dtype: torch.dtype | None)
         return replace(entry, held=replace(entry.held, dtype=stored))
     if not is_exact(stored, own) and own != dtype:
         raise CheckpointError(
-            f"{entry.held.mcore} is {dtype_name(stored)}, and {dtype_name(own)} in a model, which cannot hold all its "
+            f"{entry.held.name} is {dtype_name(stored)}, and {dtype_name(own)} in a model, which cannot hold all its "
             "values; leave out --dtype to keep every tensor in its own"
         )
     return entry

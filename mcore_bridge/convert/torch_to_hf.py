@@ -31,18 +31,18 @@ class FromTorch(ToHF):
     def plan(cls, source: Path, staging: Path, hf: Path, *, dtype: torch.dtype | None, file_bytes: int) -> FromTorch:
         """Plan it, and hold the files against the config."""
         found = RankFolder.open(source, hf)
-        held = {entry.held.mcore: entry.held for entry in found.entries}
+        held = {entry.held.name: entry.held for entry in found.entries}
         own = widespread((each.dtype, each.num_bytes) for each in held.values())
         model = whole_model(hf, dtype=dtype or own, num_mtp_layers=found.num_mtp_layers)
         _check(found.path, _shapes(found.entries), _shapes(model.entries))
-        entries = tuple(stored_as(entry, held[entry.held.mcore].dtype, dtype) for entry in model.entries)
+        entries = tuple(stored_as(entry, held[entry.held.name].dtype, dtype) for entry in model.entries)
         model, units = replace(model, entries=entries), tuple(units_of(entries, file_bytes))
         return cls(model=model, source=found.path, staging=staging, units=units, hf=hf)
 
     def parts(self, number: int) -> Iterator[tuple[HFSlice, Tensor]]:
         """What the HF tensors of a parameter have of it."""
         whole = self.model.entries[number]
-        entry = self._entries[whole.held.mcore]
+        entry = self._entries[whole.held.name]
         shards = {shard: tensor.to(whole.held.dtype) for shard, tensor in self._folder.shards(entry).items()}
         yield from disassemble(entry, shards, self.device)
         self._folder.release(entry)
@@ -53,7 +53,7 @@ class FromTorch(ToHF):
 
     @cached_property
     def _entries(self) -> Mapping[str, ParamEntry]:
-        return {entry.held.mcore: entry for entry in self._folder.entries}
+        return {entry.held.name: entry for entry in self._folder.entries}
 
 
 def _shapes(entries: Iterable[ParamEntry]) -> Mapping[str, Shape]:

@@ -1,7 +1,8 @@
-"""The description of a tensor that need not exist yet."""
+"""What is known of a tensor before it is there."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -9,14 +10,13 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, shape and dtype of one HF tensor; and its digest, if that was asked for."""
+    """The name of a tensor, in HF or in megatron-core, with its shape and dtype."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    sha256: str | None = None
 
     @property
     def num_bytes(self) -> int:
         """The size of the tensor in bytes."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize

@@ -24,7 +24,7 @@ from mcore_bridge.weights.plan.inventory import Inventory
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.transfer.collectives import Group
-from mcore_bridge.weights.transfer.executor import raise_failures
+from mcore_bridge.weights.transfer.failures import raise_failures
 from mcore_bridge.weights.transfer.program import Program
 
 if TYPE_CHECKING:

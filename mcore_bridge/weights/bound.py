@@ -13,9 +13,10 @@ from mcore_bridge.errors import MappingError
 from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import Binding, Dialect, WeightMapping, axes_of
 from mcore_bridge.rules.names import expert_of, kind_of, layer_of, mtp_layer_of
+from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.trace import Trace, trace
 from mcore_bridge.weights.model_tensors import held_tensors, numbering_of, unwrap
-from mcore_bridge.weights.plan.inventory import HeldTensor, Inventory
+from mcore_bridge.weights.plan.inventory import Inventory
 from mcore_bridge.weights.provenance import HF, Provenance, provenance_of
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class BoundModel:
 
     def inventory(self) -> Inventory:
         """What this rank holds, as the others need to know it to plan an export."""
-        held = tuple(HeldTensor(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items())
+        held = tuple(TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items())
         return Inventory(self.ranks, held)
 
     def is_elsewhere(self, mcore: str) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_bridge.errors import describe
+from mcore_bridge.errors import ExportError
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.agreement import agree_on_plan
@@ -28,16 +28,23 @@ from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.positional_io import array_of
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import HF
-from mcore_bridge.weights.transfer.executor import raise_failures
+from mcore_bridge.weights.transfer.failures import raise_on_all
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestEntry(TensorSpec):
+    """One HF tensor of an export, and its digest if that was asked for."""
+
+    sha256: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """All HF tensors of a model, in the order in which an export yields them."""
 
-    tensors: tuple[TensorSpec, ...]
+    tensors: tuple[ManifestEntry, ...]
 
-    def __iter__(self) -> Iterator[TensorSpec]:
+    def __iter__(self) -> Iterator[ManifestEntry]:
         return iter(self.tensors)
 
     def __len__(self) -> int:
@@ -66,7 +73,7 @@ class Manifest:
         """The inverse of ``to_json``."""
         rows = json.loads(text)
         return cls(
-            tuple(TensorSpec(r["name"], tuple(r["shape"]), getattr(torch, r["dtype"]), r["sha256"]) for r in rows)
+            tuple(ManifestEntry(r["name"], tuple(r["shape"]), getattr(torch, r["dtype"]), r["sha256"]) for r in rows)
         )
 
     @classmethod
@@ -75,7 +82,7 @@ class Manifest:
         checkpoint = Checkpoint(folder)
         return cls(
             tuple(
-                TensorSpec(name, tuple(tensor.shape), tensor.dtype, digest(tensor) if digests else None)
+                ManifestEntry(name, tuple(tensor.shape), tensor.dtype, digest(tensor) if digests else None)
                 for name, tensor in checkpoint.pairs(checkpoint)
             )
         )
@@ -104,19 +111,19 @@ def manifest(
     """
     options: dict[str, Any] = {"dialect": dialect, "bucket_bytes": bucket_bytes, "target": target}
     export = agree_on_plan(models, hf, head, **options, problem=problem_of(dtype))
-    specs = tuple(TensorSpec(n, shape, wanted_dtype(n, own, dtype)) for n, shape, own in export.program.plan.tensors())
+    specs = tuple(
+        ManifestEntry(n, shape, wanted_dtype(n, own, dtype)) for n, shape, own in export.program.plan.tensors()
+    )
     if not digests:
         return Manifest(specs)
     pairs = iter_hf_weights(models, hf=hf, head=head, dtype=dtype, **options)
     size, rank = (export.group.size, export.group.rank) if export.program.is_gather else (1, 0)
-    found, problem = {}, ""
-    try:
-        with closing(pairs):  # type: ignore[type-var]  # a generator, as it promises
-            found = {name: digest(tensor) for i, (name, tensor) in enumerate(pairs) if i % size == rank}
-    except Exception as failure:  # such as no memory: the others must hear of it
-        problem = describe(failure)
-    answers = export.group.all_gather_object((found, problem))
-    raise_failures([problem for _, problem in answers])
-    if export.program.is_gather:
-        found = {name: value for part, _ in answers for name, value in part.items()}
-    return Manifest(tuple(replace(spec, sha256=found[spec.name]) for spec in specs))
+    own: dict[str, str] = {}
+    with (
+        raise_on_all(export.group, kind=ExportError),  # such as no memory
+        closing(pairs),  # type: ignore[type-var]  # a generator, as it promises
+    ):
+        own = {name: digest(tensor) for i, (name, tensor) in enumerate(pairs) if i % size == rank}
+    parts = export.group.all_gather_object(own) if export.program.is_gather else [own]
+    by_name = {name: value for part in parts for name, value in part.items()}
+    return Manifest(tuple(replace(spec, sha256=by_name[spec.name]) for spec in specs))

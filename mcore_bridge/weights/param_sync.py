@@ -12,7 +12,7 @@ from mcore_bridge.errors import ExportError
 from mcore_bridge.weights.bound import Models, chunks_of
 from mcore_bridge.weights.model_tensors import unwrap
 from mcore_bridge.weights.transfer.collectives import Group
-from mcore_bridge.weights.transfer.executor import require_all
+from mcore_bridge.weights.transfer.failures import require_all
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -71,7 +71,7 @@ def require_gatherable(models: Models, group: Group) -> None:
     wrappers = list(_wrappers(models))
     if wrappers:
         problem = next((message for message in map(_problem, filter(_awaits, wrappers)) if message), "")
-        require_all(group, ExportError(problem) if problem else None)
+        require_all(group, problem)
 
 
 def gather_pending(models: Models) -> None:

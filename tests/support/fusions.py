@@ -16,6 +16,7 @@ FUSED = (
     ("in_proj_b", "in_proj_a"),
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
+    ("wk", "weights_proj"),
 )
 
 

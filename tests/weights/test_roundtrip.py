@@ -106,6 +106,6 @@ def test_replicas_send_once():
     )
     plan = fake_mesh.plan_of(held, bucket_bytes=1 << 20)
     (message,) = plan.messages
-    sent = Counter(plan.payload.entries[piece.entry].held.mcore for piece in message.pieces)
+    sent = Counter(plan.payload.entries[piece.entry].held.name for piece in message.pieces)
     assert sent["decoder.final_layernorm.weight"] == 1
     assert sent["decoder.layers.0.mlp.linear_fc1.weight"] == 4

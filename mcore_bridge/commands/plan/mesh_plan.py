@@ -21,10 +21,11 @@ from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.rules.names import count_mtp_layers, expert_of, layer_of, mtp_layer_of, renumber_layer
+from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.bound import BoundModel, bind
 from mcore_bridge.weights.plan.export_plan import ExportPlan
 from mcore_bridge.weights.plan.gather import plan_export
-from mcore_bridge.weights.plan.inventory import HeldTensor, Inventory
+from mcore_bridge.weights.plan.inventory import Inventory
 
 if TYPE_CHECKING:
     from mcore_bridge.factory.blueprint import Blueprint
@@ -35,7 +36,7 @@ class Cell:
     """A layer of a chunk ("7"), an MTP layer ("mtp 0"), or the modules before the first or after the last layer."""
 
     name: str
-    held: tuple[HeldTensor, ...]
+    held: tuple[TensorSpec, ...]
 
     @property
     def num_parameters(self) -> int:
@@ -53,13 +54,13 @@ class Chunk:
     """One pipeline stage, as one of its ranks holds it."""
 
     stage: Stage
-    held: tuple[HeldTensor, ...]
+    held: tuple[TensorSpec, ...]
     """All tensors, in order: parameters, then buffers."""
 
     @property
     def cells(self) -> tuple[Cell, ...]:
         """The tensors by layer, in order, the output last."""
-        cells: dict[str, list[HeldTensor]] = {}
+        cells: dict[str, list[TensorSpec]] = {}
         for held in self.held:
             cells.setdefault(_cell_name(held), []).append(held)
         return tuple(Cell(name, tuple(cells[name])) for name in sorted(cells, key=lambda name: name == "output"))
@@ -77,12 +78,12 @@ class Chunk:
     @property
     def num_expert_bytes(self) -> int:
         """Bytes of routed experts that a rank holds."""
-        return sum(held.num_bytes for held in self.held if expert_of(held.mcore) is not None)
+        return sum(held.num_bytes for held in self.held if expert_of(held.name) is not None)
 
     @property
     def num_mtp_layers(self) -> int:
         """MTP layers that a rank holds."""
-        return count_mtp_layers(held.mcore for held in self.held)
+        return count_mtp_layers(held.name for held in self.held)
 
 
 class Replica(NamedTuple):
@@ -156,15 +157,15 @@ class _Layers:
     def __init__(self, blueprint: Blueprint) -> None:
         self._blueprint = blueprint
         self._sizes = count_params(blueprint.hf).layers
-        self._known: dict[object, tuple[list[HeldTensor], list[HeldTensor]]] = {}
+        self._known: dict[object, tuple[list[TensorSpec], list[TensorSpec]]] = {}
 
     def learn(self, stage: Stage, bound: BoundModel) -> Chunk:
         """The chunk of a stage that was built; its layers become known."""
         self.bound, chunk = bound, Chunk(stage, bound.inventory().held)
-        layers: dict[int, tuple[list[HeldTensor], list[HeldTensor]]] = {layer: ([], []) for layer in stage.layers}
+        layers: dict[int, tuple[list[TensorSpec], list[TensorSpec]]] = {layer: ([], []) for layer in stage.layers}
         for held in chunk.held:
-            if (layer := layer_of(held.mcore)) is not None:
-                layers[layer][not isinstance(bound.tensors[held.mcore], nn.Parameter)].append(held)
+            if (layer := layer_of(held.name)) is not None:
+                layers[layer][not isinstance(bound.tensors[held.name], nn.Parameter)].append(held)
         self._known |= zip(self._kinds(stage), layers.values(), strict=True)
         return chunk
 
@@ -183,8 +184,8 @@ class _Layers:
         return [(repr(spec), self._sizes[layer]) for spec, layer in zip(specs, stage.layers, strict=True)]
 
 
-def _of_layer(held: HeldTensor, layer: int) -> HeldTensor:
-    return HeldTensor(renumber_layer(held.mcore, layer), held.shape, held.dtype)
+def _of_layer(held: TensorSpec, layer: int) -> TensorSpec:
+    return TensorSpec(renumber_layer(held.name, layer), held.shape, held.dtype)
 
 
 def _chunks(blueprint: Blueprint, pp_rank: int, layers: _Layers) -> tuple[Chunk, ...]:
@@ -215,10 +216,10 @@ def _build(blueprint: Blueprint) -> list[BoundModel]:
     return list(map(bind, models))
 
 
-def _cell_name(held: HeldTensor) -> str:
-    layer = layer_of(held.mcore)
+def _cell_name(held: TensorSpec) -> str:
+    layer = layer_of(held.name)
     if layer is not None:
         return str(layer)
-    if (number := mtp_layer_of(held.mcore)) is not None:
+    if (number := mtp_layer_of(held.name)) is not None:
         return f"mtp {number}"
-    return "embedding" if held.mcore.startswith("embedding.") else "output"
+    return "embedding" if held.name.startswith("embedding.") else "output"

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.rules.names import expert_of, shift_expert
-from mcore_bridge.weights.plan.inventory import HeldTensor, Inventory
+from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.plan.inventory import Inventory
 
 
 def replicas(firsts: Sequence[Inventory], dims: ParallelDims, *, num_experts: int, world_size: int) -> list[Inventory]:
@@ -49,8 +50,8 @@ def _stage(first: Inventory, dims: ParallelDims, ranks: range, num_local: int) -
     ]
 
 
-def _shifted(held: HeldTensor, shift: int) -> HeldTensor:
+def _shifted(held: TensorSpec, shift: int) -> TensorSpec:
     """The tensor of another expert, ``shift`` numbers further. Other tensors stay as they are."""
-    if expert_of(held.mcore) is None:
+    if expert_of(held.name) is None:
         return held
-    return HeldTensor(shift_expert(held.mcore, shift), held.shape, held.dtype)
+    return TensorSpec(shift_expert(held.name, shift), held.shape, held.dtype)

@@ -159,7 +159,7 @@ def _by_dtype(chunk: Chunk) -> str:
 def _largest(mesh_plan: MeshPlan) -> str:
     tensors = (tensor for chunks in mesh_plan.ranks for chunk in chunks for tensor in chunk.held)
     largest = max(tensors, key=lambda tensor: tensor.num_bytes)
-    return f"{largest.mcore} of {text.num_bytes(largest.num_bytes)}"
+    return f"{largest.name} of {text.num_bytes(largest.num_bytes)}"
 
 
 def _export(mesh_plan: MeshPlan, bandwidth: float) -> str:

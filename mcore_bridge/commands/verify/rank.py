@@ -18,11 +18,10 @@ from torch import Tensor
 from mcore_bridge.commands.verify.logits import Comparison, compare_logits
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.launch.worker import Report
-from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.dtypes import Dtypes, wanted_dtype
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.files.hf_folder import Checkpoint
-from mcore_bridge.weights.manifest import Manifest, digest, manifest
+from mcore_bridge.weights.manifest import Manifest, ManifestEntry, digest, manifest
 from mcore_bridge.weights.save import save_hf_checkpoint
 from mcore_bridge.weights.ties import renamed
 
@@ -71,8 +70,8 @@ class Finding:
     """
 
     exported: Manifest = field(default_factory=lambda: Manifest(()))
-    expected: tuple[TensorSpec, ...] = ()
-    saved: tuple[TensorSpec, ...] = ()
+    expected: tuple[ManifestEntry, ...] = ()
+    saved: tuple[ManifestEntry, ...] = ()
     held: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     logits: Comparison | None = None
@@ -169,11 +168,11 @@ def _export(chunks: list[GPTModel], task: Task, finding: Finding, report: Report
         finding.exported = manifest(chunks, dtype=task.crossing, digests=True)
 
 
-def _share(checkpoint: Checkpoint, names: tuple[str, ...], crossing: Dtypes) -> tuple[TensorSpec, ...]:
+def _share(checkpoint: Checkpoint, names: tuple[str, ...], crossing: Dtypes) -> tuple[ManifestEntry, ...]:
     """The tensors in the files for this rank's part of ``names``, in the dtypes of the export."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     specs = []
     for name, tensor in checkpoint.pairs([name for name in names if name in checkpoint][rank::world_size]):
         wanted = tensor.to(wanted_dtype(name, tensor.dtype, crossing))
-        specs.append(TensorSpec(name, tuple(wanted.shape), wanted.dtype, digest(wanted)))
+        specs.append(ManifestEntry(name, tuple(wanted.shape), wanted.dtype, digest(wanted)))
     return tuple(specs)

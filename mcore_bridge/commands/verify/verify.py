@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,6 @@ from mcore_bridge.errors import CheckpointError
 from mcore_bridge.launch.processes import OnEvent, run_ranks
 from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.rules.names import mtp_layer_of
-from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.dtypes import Dtypes, dtype_name
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.manifest import Manifest
@@ -199,8 +199,8 @@ def _crossing(
 
 def held_specs(verdict: Verdict) -> tuple[str, str]:
     """The number of parameters, and the bytes and dtypes of the model, for the report."""
-    specs: tuple[TensorSpec, ...] = verdict.exported.tensors
-    numel = sum(torch.Size(spec.shape).numel() for spec in specs)
+    specs = verdict.exported.tensors
+    numel = sum(math.prod(spec.shape) for spec in specs)
     dtypes = Counter(dtype_name(spec.dtype) for spec in specs)
     kinds = " and ".join(name for name, _ in dtypes.most_common())
     size = text.num_bytes(verdict.exported.num_bytes)

@@ -18,10 +18,11 @@ from mcore_bridge.convert.rank_files.layout import RankFile
 from mcore_bridge.errors import CheckpointError, MappingError, MeshError
 from mcore_bridge.factory.blueprint import to_transformer_config
 from mcore_bridge.rules.names import count_mtp_layers
+from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.bound import axes_of_config
 from mcore_bridge.weights.dist_checkpoint.folder import latest_in
 from mcore_bridge.weights.files.torch_save import release
-from mcore_bridge.weights.plan.inventory import HeldTensor, Inventory, ParamEntry, merge_inventories
+from mcore_bridge.weights.plan.inventory import Inventory, ParamEntry, merge_inventories
 from mcore_bridge.weights.provenance import HF, provenance_of
 from mcore_bridge.weights.ties import are_equal
 
@@ -61,11 +62,11 @@ class RankFolder:
     @property
     def num_mtp_layers(self) -> int:
         """Layers for multi-token prediction."""
-        return count_mtp_layers(entry.held.mcore for entry in self.entries)
+        return count_mtp_layers(entry.held.name for entry in self.entries)
 
     def shards(self, entry: ParamEntry) -> Mapping[int, Tensor]:
         """What the files hold of a parameter, by the numbers of its shards."""
-        return {shard: self.tensors[holders[0]][entry.held.mcore] for shard, holders in entry.holders.items()}
+        return {shard: self.tensors[holders[0]][entry.held.name] for shard, holders in entry.holders.items()}
 
     def release(self, entry: ParamEntry) -> None:
         """Give back the memory of pages that were read for a parameter."""
@@ -124,7 +125,7 @@ def _entries(files: Sequence[RankFile], tensors: Sequence[Named], dims: Parallel
     inventories = [
         Inventory(
             {"pp": file.pp_rank, "tp": file.tp_rank, "etp": file.etp_rank},
-            tuple(HeldTensor(name, tuple(tensor.shape), tensor.dtype) for name, tensor in held.items()),
+            tuple(TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in held.items()),
         )
         for file, held in zip(files, tensors, strict=True)
     ]

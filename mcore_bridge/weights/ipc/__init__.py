@@ -1,1 +1,1 @@
-"""Tensors handed to the process of an engine. It imports ``errors``, ``rules/spec`` and ``plan/alignment``."""
+"""Tensors handed to the process of an engine; of ``rules`` it imports specs and fused loads, of ``plan`` alignment."""

@@ -6,45 +6,25 @@ so that all they say to each other later is the number of a bucket. Needs torch 
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from mcore_bridge.errors import TransferError
+from mcore_bridge.rules.fused_loads import fused_module
+from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.plan.alignment import ALIGNMENT, aligned
 
-if TYPE_CHECKING:
-    from mcore_bridge.rules.spec import TensorSpec
-
 SLOT_BYTES = 512 << 20
-_FUSED = re.compile(
-    r"(.*)\.(?:[qkv]_proj|q_a_proj|kv_a_proj_with_mqa|in_proj_\w+|gate_proj|up_proj|w1|w3)\.(?:weight|bias)"
-)
-"""The projections of one input, which engines hold as one: of an attention, a delta net, an MLP or an expert.
-
-SGLang leaves latents out (``q_a_proj`` and ``kv_a_proj_with_mqa``), without a word, where they come in two load calls.
-"""
 
 
 @dataclass(frozen=True, slots=True)
-class BucketEntry:
+class BucketEntry(TensorSpec):
     """One HF tensor in a slot: contiguous, from byte ``offset`` on, a multiple of ``ALIGNMENT``."""
 
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     offset: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that the tensor takes."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, slot: Tensor) -> Tensor:
         """The tensor, as a view of ``slot`` (uint8 [bytes])."""
@@ -123,8 +103,8 @@ def plan_buckets(
 def _fused(specs: Iterable[TensorSpec]) -> Iterable[Collection[str]]:
     groups: dict[str, list[str]] = {}
     for spec in specs:
-        if found := _FUSED.fullmatch(spec.name):
-            groups.setdefault(found[1], []).append(spec.name)
+        if module := fused_module(spec.name):
+            groups.setdefault(module, []).append(spec.name)
     return groups.values()
 
 
@@ -167,7 +147,7 @@ def _fill(runs: Iterable[Sequence[TensorSpec]], slot_bytes: int) -> Iterator[tup
             yield tuple(pieces)
             pieces, used = [], 0
         for spec in run:
-            pieces.append(BucketEntry(spec.name, spec.dtype, tuple(spec.shape), used))
+            pieces.append(BucketEntry(spec.name, tuple(spec.shape), spec.dtype, used))
             used += aligned(spec.num_bytes)
     if pieces:
         yield tuple(pieces)

@@ -63,7 +63,7 @@ class Slicer:
 
     def named(self, entry: ParamEntry) -> ParamEntry | None:
         """``entry`` under the names that the target has for it; None where it does not have it."""
-        mcore, target = entry.held.mcore, self._target
+        mcore, target = entry.held.name, self._target
         layer, expert = layer_of(mcore), expert_of(mcore)
         if mcore.startswith("embedding."):
             return self._embedding(entry)
@@ -94,7 +94,7 @@ class Slicer:
 
     def _sliced(self, entry: ParamEntry) -> dict[int, tuple[Trace, tuple[int, ...]]]:
         """By shard what the target takes of it: as a trace, and where each of its copies begins in what travels."""
-        rule = self._mapping.rule_of(entry.held.mcore)
+        rule = self._mapping.rule_of(entry.held.name)
         key = (id(entry.trace), id(rule), self._cuts(entry, rule))
         if key not in self._known:
             self._known[key] = _of_shards(entry.trace, self.taken(entry))
@@ -106,7 +106,7 @@ class Slicer:
 
     def taken(self, entry: ParamEntry) -> tuple[Indices, ...]:
         """What the target takes of each part."""
-        rule, shapes = self._mapping.rule_of(entry.held.mcore), entry.trace.part_shapes
+        rule, shapes = self._mapping.rule_of(entry.held.name), entry.trace.part_shapes
         axes = axes_of(rule, self._axes)
         found = []
         for part, (tp, rank) in enumerate(self._cuts(entry, rule)):

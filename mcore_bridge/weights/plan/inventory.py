@@ -6,27 +6,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from mcore_bridge.errors import MappingError
 from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import Binding, WeightMapping, axes_of, unstacked
 from mcore_bridge.rules.names import expert_of, kind_of, layer_of
+from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.trace import Copy, Shape, Trace, trace
-
-
-@dataclass(frozen=True, slots=True)
-class HeldTensor:
-    """A tensor that a rank holds, as the others need to know it."""
-
-    mcore: str
-    shape: Shape
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that the tensor takes."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +19,7 @@ class Inventory:
     """All that one rank holds, in order, and its place on the axes ``pp``, ``tp`` and ``etp``."""
 
     ranks: Mapping[str, int]
-    held: tuple[HeldTensor, ...]
+    held: tuple[TensorSpec, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +29,7 @@ class ParamEntry:
     A shard that no HF tensor takes anything from (a replica) is not listed. The holders of one are of one stage.
     """
 
-    held: HeldTensor
+    held: TensorSpec
     hf: tuple[str, ...]
     trace: Trace
     holders: Mapping[int, tuple[int, ...]]
@@ -87,20 +72,20 @@ def merge_inventories(
         MappingError: when a parameter has no rule, a needed shard no holder, an HF name two sources, a layer no rank,
             or ranks disagree on a shape or dtype.
     """
-    described: dict[str, HeldTensor] = {}
+    described: dict[str, TensorSpec] = {}
     bindings: dict[str, Binding] = {}
     holders: dict[str, dict[int, list[int]]] = {}
     for rank, inventory in enumerate(inventories):
         for held in inventory.held:
-            known = described.setdefault(held.mcore, held)
+            known = described.setdefault(held.name, held)
             if known is not held and known != held:
                 raise MappingError(
-                    f"rank {rank} of the group holds {held}, another {described[held.mcore]}; make them equal"
+                    f"rank {rank} of the group holds {held}, another {described[held.name]}; make them equal"
                 )
-            if held.mcore not in bindings:
-                bindings[held.mcore] = mapping.bind(held.mcore)
-            place = inventory.ranks[bindings[held.mcore].axis]
-            holders.setdefault(held.mcore, {}).setdefault(place, []).append(rank)
+            if held.name not in bindings:
+                bindings[held.name] = mapping.bind(held.name)
+            place = inventory.ranks[bindings[held.name].axis]
+            holders.setdefault(held.name, {}).setdefault(place, []).append(rank)
     stages = [inventory.ranks["pp"] for inventory in inventories]
     entries = tuple(
         _entry(described[name], bindings[name], axes, holders[name], stages)
@@ -119,20 +104,20 @@ def _in_order(inventories: Sequence[Inventory], kind_by_name: Mapping[str, str])
     for rank, inventory in enumerate(inventories):
         seen: dict[str, int] = {}
         for held in inventory.held:
-            kind = kind_by_name[held.mcore]
+            kind = kind_by_name[held.name]
             seen[kind] = seen.get(kind, 0) + 1
-            places.setdefault(held.mcore, (kinds.setdefault(kind, len(kinds)), seen[kind], rank))
+            places.setdefault(held.name, (kinds.setdefault(kind, len(kinds)), seen[kind], rank))
     return sorted(places, key=places.__getitem__)
 
 
 def _entry(
-    held: HeldTensor, binding: Binding, axes: Axes, holders: Mapping[int, Sequence[int]], stages: Sequence[int]
+    held: TensorSpec, binding: Binding, axes: Axes, holders: Mapping[int, Sequence[int]], stages: Sequence[int]
 ) -> ParamEntry:
     traced = trace(binding.layout, held.shape, axes_of(binding, axes))
     needed = sorted({copy.shard for copy in traced.to_hf})
     absent = [shard for shard in needed if shard not in holders]
     if absent:
-        raise MappingError(f"no rank of the group holds the shards {absent} of {held.mcore}; is a rank missing in it?")
+        raise MappingError(f"no rank of the group holds the shards {absent} of {held.name}; is a rank missing in it?")
     senders = {shard: _of_one_stage(holders[shard], stages) for shard in needed}
     stack = axes["experts"] if any(unstacked(name)[1] is not None for name in binding.hf) else 0
     return ParamEntry(held, binding.hf, traced, senders, stack, binding.copies)
@@ -144,7 +129,7 @@ def _of_one_stage(holders: Sequence[int], stages: Sequence[int]) -> tuple[int, .
 
 
 def _check_numbers(num_layers: int, num_experts: int, entries: Sequence[ParamEntry]) -> None:
-    found = {layer for entry in entries if (layer := layer_of(entry.held.mcore)) is not None}
+    found = {layer for entry in entries if (layer := layer_of(entry.held.name)) is not None}
     if found != set(range(num_layers)):
         raise MappingError(
             f"the ranks of the group hold the layers {sorted(found)}, expected 0 to {num_layers - 1}; "
@@ -152,8 +137,8 @@ def _check_numbers(num_layers: int, num_experts: int, entries: Sequence[ParamEnt
         )
     experts: dict[str, set[int]] = {}
     for entry in entries:
-        if (expert := expert_of(entry.held.mcore)) is not None:
-            experts.setdefault(kind_of(entry.held.mcore), set()).add(expert)
+        if (expert := expert_of(entry.held.name)) is not None:
+            experts.setdefault(kind_of(entry.held.name), set()).add(expert)
     for kind, numbers in experts.items():
         if numbers != set(range(num_experts)):
             absent = sorted(set(range(num_experts)) - numbers)
@@ -165,5 +150,5 @@ def _check_unique(entries: Sequence[ParamEntry]) -> None:
     for entry in entries:
         for name in (*entry.hf, *entry.copies):
             if name in seen:
-                raise MappingError(f"{name} would come from {seen[name]} and from {entry.held.mcore}; fix the rules")
-            seen[name] = entry.held.mcore
+                raise MappingError(f"{name} would come from {seen[name]} and from {entry.held.name}; fix the rules")
+            seen[name] = entry.held.name

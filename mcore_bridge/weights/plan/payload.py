@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 import math
-import re
 import zlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-import torch
-
+from mcore_bridge.rules.fused_loads import fused_module
 from mcore_bridge.rules.mapping import unstacked
 from mcore_bridge.rules.names import expert_of
-from mcore_bridge.rules.trace import Shape
+from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.plan.inventory import ParamEntry
-
-_FUSED = re.compile(r"^(.*\.self_attention)\.(?!linear_proj\.)")
 
 
 @dataclass(frozen=True, slots=True)
-class OutputTensor:
-    """An HF tensor: its name, shape and dtype, and further names under which it is written."""
+class OutputTensor(TensorSpec):
+    """An HF tensor, and the further names under which it is written."""
 
-    name: str
-    shape: Shape
-    dtype: torch.dtype
     copies: tuple[str, ...] = ()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that the tensor takes."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class RowRange(NamedTuple):
@@ -92,7 +80,7 @@ class Payload:
         copies = {key: _number(repr(trace.to_hf)) for key, trace in traces.items()}
         said = []
         for entry in self.entries:
-            names = _number(f"{entry.held.mcore} {entry.hf} {entry.held.dtype}")
+            names = _number(f"{entry.held.name} {entry.hf} {entry.held.dtype}")
             said.append((names, entry.sent, entry.starts or (), copies[id(entry.trace)]))
         return hash(tuple(said))
 
@@ -115,7 +103,7 @@ class Payload:
         """
         layers: dict[str, dict[int, int]] = {}
         for entry, found in zip(self.entries, self.places, strict=True):
-            if expert_of(entry.held.mcore) is not None:
+            if expert_of(entry.held.name) is not None:
                 sizes = layers.setdefault(_experts(entry), {})
                 sizes.update((output, self.outputs[output].num_bytes) for output, _ in found)
         kept = {layer for layer, sizes in layers.items() if sum(sizes.values()) <= bucket_bytes}
@@ -123,10 +111,9 @@ class Payload:
 
     @staticmethod
     def _key(entry: ParamEntry, found: Sequence[tuple[int, int]], kept: Collection[str]) -> object:
-        if expert_of(entry.held.mcore) is not None:
+        if expert_of(entry.held.name) is not None:
             return _experts(entry) if _experts(entry) in kept else found[0][0]
-        fused = _FUSED.match(entry.held.mcore)
-        return fused[1] if fused else entry.held.mcore
+        return next(filter(None, map(fused_module, entry.hf)), entry.held.name)
 
 
 def _number(text: str) -> int:
@@ -134,4 +121,4 @@ def _number(text: str) -> int:
 
 
 def _experts(entry: ParamEntry) -> str:
-    return entry.held.mcore.partition(".experts.")[0]
+    return entry.held.name.partition(".experts.")[0]

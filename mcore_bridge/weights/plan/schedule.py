@@ -57,7 +57,7 @@ def _shifts(goods: Payload, keys: Sequence[object], sizes: Sequence[int], room: 
     times = Counter(keys)
 
     def kind(number: int) -> tuple[str, int]:
-        name = goods.entries[number].held.mcore
+        name = goods.entries[number].held.name
         is_alone = expert_of(name) is not None and times[keys[number]] == 1
         return (name.partition(".experts.")[0], sizes[number]) if is_alone else ("", 0)
 

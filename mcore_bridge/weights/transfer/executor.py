@@ -8,18 +8,19 @@ whether they have come there well.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 
 import torch
 from torch import Tensor
 
-from mcore_bridge.errors import ExportError, describe, grouped_by_rank
+from mcore_bridge.errors import ExportError
 from mcore_bridge.weights.plan.budget import MESSAGES_IN_FLIGHT
 from mcore_bridge.weights.plan.export_plan import Message
 from mcore_bridge.weights.transfer.collectives import Group, Memory, State, Windows
 from mcore_bridge.weights.transfer.copier import Buffers
 from mcore_bridge.weights.transfer.endpoints import Outputs, Sources
+from mcore_bridge.weights.transfer.failures import raise_failures, raise_on_all, require_all
 from mcore_bridge.weights.transfer.program import OUTPUTS, Program
 
 Pairs = Iterator[tuple[str, Tensor]]
@@ -52,26 +53,11 @@ def run_messages(
     if group.size == 1:
         yield from _alone(program, tensors, group.device)
         return
-    exchange, problem = None, None
-    try:
+    exchange = None
+    with raise_on_all(group, kind=ExportError):  # such as no memory: others must hear of it before they wait
         exchange = _Exchange(program, group, tensors, lend=lend)
-    except Exception as error:  # such as no memory: the others must hear of it before they wait for a window
-        problem = error
-    require_all(group, problem)
     assert exchange is not None
     yield from exchange.messages()
-
-
-def raise_failures(messages: Sequence[str]) -> None:
-    """Raise ``ExportError`` if any rank sent a message."""
-    if failures := grouped_by_rank(messages):
-        raise ExportError(failures)
-
-
-def require_all(group: Group, problem: Exception | None) -> None:
-    """Raise ``ExportError`` on every rank where any has a problem: the others would wait for it."""
-    if not group.all_true(problem is None):
-        raise_failures(group.all_gather_object(describe(problem) if problem else ""))
 
 
 def _alone(program: Program, tensors: Mapping[str, Tensor], device: torch.device) -> Iterator[Pairs]:
@@ -129,7 +115,7 @@ class _Exchange:
         finally:
             for windows in self._sent:  # the same ones on every rank, as all read the same states
                 windows.wait()
-        require_all(self._group, self._failure)  # no window was left to say so
+        require_all(self._group, str(self._failure or ""))  # no window was left to say so
 
     def _given_out(self, message: Message) -> Pairs:
         """What is complete with a message. Who fails while these are looked at, fails for all."""
@@ -164,13 +150,10 @@ class _Exchange:
         """For a message of another size than the one that has arrived: on all ranks at once, and none fails alone."""
         assert self._arrived is not None
         self._arrived.leave()
-        room, problem = self._program.room(number), None
+        room = self._program.room(number)
         if not (self._spare and self._spare[-1].room == room):
-            try:
+            with raise_on_all(self._group, kind=ExportError):
                 self._spare = [Memory(self._group, *room) for _ in range(MESSAGES_IN_FLIGHT)]
-            except Exception as error:
-                problem = error
-            require_all(self._group, problem)
         self._memory[number % MESSAGES_IN_FLIGHT] = self._spare.pop()
 
     def _following(self, number: int) -> Windows:
@@ -207,6 +190,6 @@ class _Exchange:
 
     def _fail(self, problem: Exception, number: int) -> None:
         entries = self._program.plan.payload.entries
-        names = [entries[piece.entry].held.mcore for piece in self._messages[number].pieces]
+        names = [entries[piece.entry].held.name for piece in self._messages[number].pieces]
         where = f"in the message of {names[0]} to {names[-1]}" if names else "in a message for others"
         self._failure = ExportError(f"{type(problem).__name__} {where}: {problem}")

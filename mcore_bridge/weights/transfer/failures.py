@@ -1,38 +1,54 @@
-"""What fails on one rank raises on all of them, so that nobody waits for a rank that has left."""
+"""What fails on one rank raises on all of them, so that none waits for a rank that has left."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from mcore_bridge.errors import CheckpointError, describe, grouped_by_rank
+from mcore_bridge.errors import BridgeError, CheckpointError, ExportError, describe, grouped_by_rank
 
 if TYPE_CHECKING:
     from mcore_bridge.weights.transfer.collectives import Group
 
 
 @contextmanager
-def raise_on_all(world: Group, what: str) -> Iterator[None]:
-    """What fails in here on any rank raises ``what`` on all of them, when all have come to the end."""
-    error = ""
+def raise_on_all(group: Group, what: str = "", kind: type[BridgeError] = CheckpointError) -> Iterator[None]:
+    """Run the block on all ranks of ``group``, and then raise on all of them if it failed on any.
+
+    Args:
+        what: what the failure means, at the beginning of the message.
+        kind: the error to raise.
+    """
+    problem = ""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except BaseException as problem:  # torch's CheckpointException is no Exception; the others must hear of it, too
-        error = describe(problem)
-    if failures := grouped_by_rank(world.all_gather_object(error)):
-        raise CheckpointError(f"{what}: {failures}")
+    except BaseException as error:  # torch's CheckpointException is no Exception; other ranks must hear of it, too
+        problem = describe(error)
+    require_all(group, problem, what, kind)
 
 
-def require_alike(world: Group, arguments: Mapping[str, object]) -> None:
-    """Raise on all ranks where these arguments of one call are not the same on each.
+def require_all(group: Group, problem: str, what: str = "", kind: type[BridgeError] = ExportError) -> None:
+    """Raise ``kind`` on every rank if any rank has a ``problem``. Without one, this is one small collective."""
+    if not group.all_true(not problem):
+        raise_failures(group.all_gather_object(problem), what, kind)
+
+
+def raise_failures(problems: Sequence[str], what: str = "", kind: type[BridgeError] = ExportError) -> None:
+    """Raise ``kind`` if any rank has a problem. ``problems`` are known here already, by rank."""
+    if failures := grouped_by_rank(problems):
+        raise kind(f"{what}: {failures}" if what else failures)
+
+
+def require_alike(group: Group, arguments: Mapping[str, object]) -> None:
+    """Raise on all ranks if these arguments of one call differ between ranks.
 
     Raises:
         CheckpointError: naming the arguments, and what each rank passed.
     """
-    asked = world.all_gather_object({name: repr(value) for name, value in arguments.items()})
-    if differ := [name for name in arguments if len({each[name] for each in asked}) > 1]:
-        passed = grouped_by_rank([", ".join(f"{name}={each[name]}" for name in differ) for each in asked])
+    asked = group.all_gather_object({name: repr(value) for name, value in arguments.items()})
+    if differ := [name for name in arguments if len({own[name] for own in asked}) > 1]:
+        passed = grouped_by_rank([", ".join(f"{name}={own[name]}" for name in differ) for own in asked])
         raise CheckpointError(f"expected the same {' and '.join(differ)} on every rank, found {passed}; pass one value")

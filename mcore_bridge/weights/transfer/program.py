@@ -55,7 +55,7 @@ class Program:
         goods = {
             id(plan.payload): plan.payload for plan in plans
         }.values()  # which those who ask for the same have alike
-        held = {entry.held.mcore: None for each in goods for entry in each.entries if rank in _holders(entry)}
+        held = {entry.held.name: None for each in goods for entry in each.entries if rank in _holders(entry)}
         self.names = tuple(held)
         """What this rank sends or keeps, by canonical name."""
         self._numbers = {name: number for number, name in enumerate(self.names)}
@@ -144,7 +144,7 @@ class Program:
             yield self.plan.payload.outputs[numbers[0]], tuple(numbers)
 
     def _number(self, entry: ParamEntry) -> int:
-        return self._numbers[entry.held.mcore]
+        return self._numbers[entry.held.name]
 
     def _header(self, source: int, source_start: int, target: int, target_start: int) -> ByteCopy:
         behind = len(self.names)
