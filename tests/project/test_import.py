@@ -1,6 +1,7 @@
 """Importing the library costs next to nothing and changes nothing; its own modules import each other one way."""
 
 import ast
+import functools
 import json
 import subprocess
 import sys
@@ -155,6 +156,7 @@ def module_of(path: Path) -> str:
     return path.relative_to(PACKAGE.parent).with_suffix("").as_posix().removesuffix("/__init__").partition("/")[2]
 
 
+@functools.cache
 def import_graph() -> dict[str, set[str]]:
     """What each module of ours imports of ours, in any way. The package itself only looks names up, and is left out."""
     modules = {module_of(path): path for path in MODULES}
@@ -220,20 +222,17 @@ def levels(order: str) -> dict[str, int]:
     return {name: place for place, names in enumerate(order.split("<-")) for name in names.split()}
 
 
-@pytest.mark.parametrize("folder", ["", *INSIDE])
-def test_imports_run_one_way(folder: str) -> None:
-    order = levels(INSIDE.get(folder, ORDER))
-    depth = len(folder.split("/")) + 1 if folder else 1
-    graph = {
-        name: targets for name, targets in import_graph().items() if name.startswith(f"{folder}/" if folder else "")
-    }
-    for module, targets in graph.items():
-        for target in targets & graph.keys():
-            here, there = (name.split("/")[depth - 1] for name in (module, target))
-            if here != there and {here, there} <= order.keys():
-                assert order[there] < order[here], f"{module} imports {target}"
-    if not folder:
-        assert {name.split("/")[0] for name in graph} == order.keys()
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_run_one_way(path: Path) -> None:
+    module, graph = module_of(path), import_graph()
+    assert {name.split("/")[0] for name in graph} == levels(ORDER).keys()
+    for folder, order in [("", levels(ORDER)), *((f"{name}/", levels(INSIDE[name])) for name in INSIDE)]:
+        if module.startswith(folder):
+            here = module.removeprefix(folder).split("/")[0]
+            for target in (name for name in graph.get(module, ()) if name.startswith(folder)):
+                there = target.removeprefix(folder).split("/")[0]
+                if here != there and {here, there} <= order.keys():
+                    assert order[there] < order[here], f"{module} imports {target}"
 
 
 def test_rooms_that_others_read_alone_import_little() -> None:

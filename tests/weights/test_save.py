@@ -1,6 +1,6 @@
 """Saving: what is written loads again, everywhere and in transformers, and no file is held in memory.
 
-What happens to the target when processes die or meet each other there is in ``test_swap.py``.
+What happens to the target when processes die or meet each other there is in ``test_atomic_folder.py``.
 """
 
 import json

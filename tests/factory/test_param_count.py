@@ -1,4 +1,4 @@
-"""The census, which knows a config only, against the models of transformers."""
+"""The count of parameters, which knows a config only, against the models of transformers."""
 
 import re
 

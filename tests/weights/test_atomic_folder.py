@@ -35,7 +35,7 @@ from tests.support.strategies import random_state, tiny
 from tests.support.strategies import save as save_state
 
 ROUNDS = int(os.environ.get("STRESS_ROUNDS", "20"))
-"""Of savers to one folder: ``STRESS_ROUNDS=200 pytest tests/weights/test_swap.py -k stress`` tries longer."""
+"""Of savers to one folder: ``STRESS_ROUNDS=200 pytest tests/weights/test_atomic_folder.py -k stress`` tries longer."""
 HF = {name: tiny("qwen3", vocab_size=97 + number, num_hidden_layers=1) for number, name in enumerate("abc")}
 
 

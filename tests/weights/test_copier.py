@@ -1,4 +1,4 @@
-"""Moves: what a plan copies, on the CPU and by the kernel, against indexing."""
+"""Copies of bytes: what a plan copies, on the CPU and by the kernel, against indexing."""
 
 import numpy as np
 import pytest
