@@ -112,7 +112,7 @@ def unable(*arguments, **named):
     ("name", "result", "dims", "targets"),
     [
         (
-            "mcore_bridge.weights.plan.all_to_all.ReceiverPlan.in_the_making",
+            "mcore_bridge.weights.plan.all_to_all.ReceiverPlan.open_bytes",
             all_of_it,
             mb.ParallelDims(tp=2, pp=2),
             mb.engine_ranks(tp=2),

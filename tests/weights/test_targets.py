@@ -180,9 +180,11 @@ def test_a_large_tensor_begins_when_those_before_it_are_complete(engine):
     for target, found in zip(targets, fake_mesh.export_to(held, targets, bucket_bytes=1 << 18)[0], strict=True):
         assert_gets(found, expected(hf, state, target))
     for program in fake_mesh.programs_for(held, targets, bucket_bytes=1 << 18):
-        goods, making = program.plan.payload, set()
+        payload, making = program.plan.payload, set()
         for message in program.plan.messages:
-            entries = {goods.entries[piece.entry].held.name: goods.places[piece.entry] for piece in message.pieces}
+            entries = {
+                payload.entries[piece.entry].held.name: payload.destinations[piece.entry] for piece in message.pieces
+            }
             making |= {output for places in entries.values() for output, _ in places}
             assert "output_layer.weight" not in entries or len(making) == 1
             making -= set(message.done)

@@ -56,8 +56,8 @@ def feed(mesh_plan: MeshPlan, engine: Sequence[EngineRank], *, bandwidth: float 
     targets = [engine[rank % size] for rank in members(mesh_plan.blueprint.dims, world_size)]
     feeds = plan_targets(*mesh_plan.replica, targets, bucket_bytes=None)
     ranks = range(len(targets))
-    received = [sum(map(lane.bytes_of, ranks)) for lane in feeds.lanes]
-    sent = [sum(lane.bytes_of(rank) for lane in feeds.lanes) for rank in ranks]
+    received = [sum(map(lane.bytes_from, ranks)) for lane in feeds.receivers]
+    sent = [sum(lane.bytes_from(rank) for lane in feeds.receivers) for rank in ranks]
     most = max(ranks, key=received.__getitem__)
     program = Program(feeds.plans_of(most), most)
     num_messages = len(program.plan.messages)

@@ -1,4 +1,4 @@
-"""Plans of what travels where not all get everything: a lane from each rank to each, and when it is busy."""
+"""Plans of an export in which ranks get different things: one stream from each sender to each receiver."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from mcore_bridge.weights.plan.stream import HEADER, SendRange, Streams, WindowR
 from mcore_bridge.weights.plan.target import Target
 
 TO_TARGETS = 1 << 30
-"""Bytes of all messages that are on their way, received and sent, at most, where nothing else is asked for."""
+"""Upper limit on the bytes of all messages in flight, received and sent, unless the caller asks for more."""
 GAP = 2
-"""Messages of a lane from that before a large tensor to that with which it begins: other lanes may be one behind."""
+"""Messages between the end of what precedes a large tensor and its beginning. Other senders may be one behind."""
 RARE = 32
-"""Messages of a lane for each such gap at least: it travels empty."""
+"""A stream has at most one such gap for this many messages, because a gap travels empty."""
 SHARED = 1 << 20
-"""Bytes from which on those that hold a shard share the sending of it to a target."""
+"""Bytes from which on all holders of a shard share the sending of it to a target."""
 
 
 def plan_targets(
@@ -42,67 +42,80 @@ def plan_targets(
     """Plan the export of what each rank asks for. Only what is needed travels.
 
     Args:
-        targets: by rank of the group.
-        bucket_bytes: of the messages that are on their way to and from a rank, with what it takes of itself meanwhile.
-            None leaves room for the largest tensor within ``MEMORY``, and for what else is in the making.
+        targets: what each rank of the group asks for.
+        bucket_bytes: limits the messages in flight to and from a rank, with what it copies from itself meanwhile.
+            None leaves room in ``MEMORY`` for the largest tensor and for what else is incomplete.
 
     Raises:
         MappingError: what ``merge_inventories`` raises.
         TargetError: when the model cannot be cut as a target says.
     """
     entries = merge_inventories(mapping, axes, num_layers, inventories)
-    found = {
+    requests = {
         target: Request.of(wanted_by(target, mapping, axes, num_layers, entries), bucket_bytes)
         for target in dict.fromkeys(targets)
     }
-    loads, shards = [0] * len(targets), {target: shards_of(wanted, SHARED) for target, wanted in found.items()}
-    lanes = tuple(ReceiverPlan(found[each], shards[each], loads, receiver) for receiver, each in enumerate(targets))
-    most = max(lane.taken + sum(each.bytes_of(rank) for each in lanes) for rank, lane in enumerate(lanes))
-    largest = max((output.num_bytes for wanted in found.values() for output in wanted.payload.outputs), default=0)
+    loads, shards = [0] * len(targets), {target: shards_of(request, SHARED) for target, request in requests.items()}
+    receivers = tuple(
+        ReceiverPlan(requests[target], shards[target], loads, receiver) for receiver, target in enumerate(targets)
+    )
+    busiest = max(
+        own.num_bytes + sum(other.bytes_from(rank) for other in receivers) for rank, own in enumerate(receivers)
+    )
+    largest = max((output.num_bytes for request in requests.values() for output in request.payload.outputs), default=0)
     room = 2 * bucket_bytes + largest if bucket_bytes else MEMORY // 2  # for outputs, beside messages
-    beside = max(MEMORY, largest * 5 // 4) - largest  # for messages, and for what is in the making with the largest
+    beside = max(MEMORY, largest * 5 // 4) - largest  # for messages, and for outputs that are open with the largest
     bucket_bytes = bucket_bytes or min(max((MEMORY - largest * 3 // 2) // 2, beside // 3), TO_TARGETS)
-    count = max(-(-most // max(bucket_bytes // MESSAGES_IN_FLIGHT, MIN_WINDOW * len(targets))), 1)
+    count = max(-(-busiest // max(bucket_bytes // MESSAGES_IN_FLIGHT, MIN_WINDOW * len(targets))), 1)
     stages = [inventory.ranks["pp"] for inventory in inventories]
-    of_each = dict(zip(reversed(targets), reversed(lanes), strict=True))  # the first of those who ask for the same
-    together = all(lane.in_the_making() <= room for lane in of_each.values())
-    return TargetPlans(lanes, SendSchedule(count, [0] * len(stages) if together else stages, targets))
+    first_with_target = dict(zip(reversed(targets), reversed(receivers), strict=True))
+    together = all(receiver.open_bytes() <= room for receiver in first_with_target.values())
+    return TargetPlans(receivers, SendSchedule(count, [0] * len(stages) if together else stages, targets))
 
 
 @dataclass(frozen=True, slots=True)
 class TargetPlans:
-    """What travels to all ranks: the lanes to each, and when they are busy."""
+    """The plans of all receivers, and the schedule that they share."""
 
-    lanes: tuple[ReceiverPlan, ...]
-    pace: SendSchedule
+    receivers: tuple[ReceiverPlan, ...]
+    schedule: SendSchedule
 
     def plans_of(self, rank: int) -> tuple[ExportPlan, ...]:
-        """For each rank what travels to it, as ``rank`` has to know it: to itself from everybody, to others from it."""
+        """What travels to each rank, as far as ``rank`` must know it.
+
+        For ``rank`` itself this is all that it receives, for any other rank only what ``rank`` sends to it.
+        """
         return tuple(
-            lane.arriving(self.pace) if receiver == rank else lane.sent_by(rank, self.pace)
-            for receiver, lane in enumerate(self.lanes)
+            plan.arriving(self.schedule) if receiver == rank else plan.sent_by(rank, self.schedule)
+            for receiver, plan in enumerate(self.receivers)
         )
 
 
 class SendSchedule:
-    """When each rank sends to each receiver: always; or stage by stage, so that less is in the making there.
+    """When each rank sends to each receiver: in all messages, or in one period of them for each pipeline stage.
 
-    Receivers begin with different stages, those who ask for the same among them too. So all stages send all the time.
+    Periods keep fewer outputs open at a receiver. Receivers begin with different stages, those with the same target
+    too, so that all stages send all the time.
+
+    Args:
+        count: messages that the busiest rank needs.
+        stages: the pipeline stage of each rank.
+        targets: the target of each rank.
     """
 
     def __init__(self, count: int, stages: Sequence[int], targets: Sequence[Target]) -> None:
-        places = {stage: place for place, stage in enumerate(sorted(set(stages)))}
-        self._places = [places[stage] for stage in stages]
-        self.num_turns = len(places)
-        numbers = {target: number for number, target in enumerate(dict.fromkeys(targets))}
-        alike = sorted(range(len(targets)), key=lambda receiver: numbers[targets[receiver]])
-        self._begins = {receiver: number for number, receiver in enumerate(alike)}
-        self.times = -(-count // self.num_turns)
-        """Messages of a turn."""
+        period_of = {stage: period for period, stage in enumerate(sorted(set(stages)))}
+        self._periods = [period_of[stage] for stage in stages]
+        self.num_periods = len(period_of)
+        order = {target: place for place, target in enumerate(dict.fromkeys(targets))}
+        by_target = sorted(range(len(targets)), key=lambda receiver: order[targets[receiver]])
+        self._offsets = {receiver: place for place, receiver in enumerate(by_target)}
+        self.length = -(-count // self.num_periods)
+        """Messages of a period."""
 
     def first(self, sender: int, receiver: int) -> int:
         """The number of the first message with which a rank sends to a receiver."""
-        return (self._places[sender] + self._begins[receiver]) % self.num_turns * self.times
+        return (self._periods[sender] + self._offsets[receiver]) % self.num_periods * self.length
 
     def widths(
         self, own: Mapping[int, tuple[int, int]], firsts: Mapping[int, int], idle: Sequence[int]
@@ -110,107 +123,116 @@ class SendSchedule:
         """Bytes of the windows of all ranks with each message.
 
         Args:
-            own: of ranks that send, with any message of their turn but the last, and with the last.
-            firsts: the first message of their turn.
-            idle: of each rank, with all other messages.
+            own: for each rank that sends, its bytes with any message of its period but the last, and with the last.
+            firsts: the first message of its period.
+            idle: bytes of each rank with all other messages.
         """
-        needed = []
-        for turn in range(self.num_turns):
+        by_message = []
+        for period in range(self.num_periods):
             middle, last = list(idle), list(idle)
-            for rank, each in own.items():
-                if firsts[rank] == turn * self.times:
-                    middle[rank], last[rank] = each
-            needed += [*[tuple(middle)] * (self.times - 1), tuple(last)]
-        return needed
+            for rank, num_bytes in own.items():
+                if firsts[rank] == period * self.length:
+                    middle[rank], last[rank] = num_bytes
+            by_message += [*[tuple(middle)] * (self.length - 1), tuple(last)]
+        return by_message
 
 
 class ReceiverPlan:
-    """What travels to one receiver: a lane from each rank. What it has itself, it takes at the same pace.
+    """What one receiver gets: a stream from each rank. What it holds itself, it copies at the same pace.
 
     Args:
-        shards: of what is wanted.
-        loads: bytes that each rank has to send; counted on.
+        request: what it asks for.
+        shards: the shards of that.
+        loads: bytes that each rank has to send; what is sent to this receiver is added.
+        receiver: its rank.
     """
 
-    def __init__(self, wanted: Request, shards: Sequence[SourceShard], loads: list[int], receiver: int) -> None:
-        self._wanted, self._row_bytes, self._receiver = wanted, wanted.row_bytes, receiver
+    def __init__(self, request: Request, shards: Sequence[SourceShard], loads: list[int], receiver: int) -> None:
+        self._request, self._row_bytes, self._receiver = request, request.row_bytes, receiver
         before = list(loads)
-        self._parts = assign_senders(shards, loads, receiver)
+        self._ranges = assign_senders(shards, loads, receiver)
         self._bytes = list(map(sub, loads, before))
-        self._bytes[receiver] = sum(aligned(part.rows * self._row_bytes[part.entry]) for part in self._parts[receiver])
-        self.taken = sum(self._bytes)
-        """Bytes that become outputs: those that travel here, and its own."""
+        own = self._ranges[receiver]
+        self._bytes[receiver] = sum(aligned(part.rows * self._row_bytes[part.entry]) for part in own)
+        self.num_bytes = sum(self._bytes)
+        """Bytes that become outputs: those that travel here, and the receiver's own."""
 
-    def bytes_of(self, sender: int) -> int:
+    def bytes_from(self, sender: int) -> int:
         """Bytes that travel from a rank."""
         return 0 if sender == self._receiver else self._bytes[sender]
 
-    def in_the_making(self) -> int:
-        """Bytes of outputs that are there at once where all lanes are busy.
+    def open_bytes(self) -> int:
+        """Bytes of outputs that are incomplete at once if all ranks send at the same time.
 
-        Of each lane the most that is given out together, of what comes by it alone and of what comes by others too.
+        A stream counts with the largest group of outputs that it brings alone, and the largest that others bring, too.
         """
-        keys, sizes = self._wanted.keys, self._wanted.sizes
-        lanes = [dict.fromkeys(keys[part.entry] for part in each) for each in self._parts]
-        times = Counter(chain.from_iterable(lanes))
-        own = [max((sizes[key] for key in lane if times[key] == 1), default=0) for lane in lanes]
-        shared = {max((key for key in lane if times[key] > 1), key=sizes.__getitem__, default=None) for lane in lanes}
+        keys, sizes = self._request.keys, self._request.sizes
+        streams = [dict.fromkeys(keys[part.entry] for part in ranges) for ranges in self._ranges]
+        num_streams = Counter(chain.from_iterable(streams))
+        own = [max((sizes[key] for key in stream if num_streams[key] == 1), default=0) for stream in streams]
+        shared = {
+            max((key for key in stream if num_streams[key] > 1), key=sizes.__getitem__, default=None)
+            for stream in streams
+        }
         return sum(own) + sum(sizes[key] for key in shared if key is not None)
 
-    def arriving(self, pace: SendSchedule) -> ExportPlan:
-        """All lanes."""
-        ranks = range(len(self._parts))
-        streams = tuple(self._cut(sender, pace) for sender in ranks)
-        needed = self._needed(ranks, streams, pace)
-        return assemble_plan(self._wanted, streams, needed, _rooms(needed))
+    def arriving(self, schedule: SendSchedule) -> ExportPlan:
+        """The plan of all streams, as the receiver needs it."""
+        ranks = range(len(self._ranges))
+        streams = tuple(self._cut(sender, schedule) for sender in ranks)
+        widths_by_message = self._widths(ranks, streams, schedule)
+        return assemble_plan(self._request, streams, widths_by_message, _rooms(widths_by_message))
 
-    def sent_by(self, sender: int, pace: SendSchedule) -> ExportPlan:
-        """One lane, with whose messages nothing is given out."""
-        streams = tuple(self._cut(sender, pace) if rank == sender else () for rank in range(len(self._parts)))
-        needed = self._needed([sender], streams, pace)
-        messages = zip(range(len(needed)), needed, _rooms(needed), strict=True)
-        return ExportPlan(self._wanted.payload, streams, tuple(Message(*each, (), streams) for each in messages))
+    def sent_by(self, sender: int, schedule: SendSchedule) -> ExportPlan:
+        """The plan of one stream, as its sender needs it: no message of it completes an output."""
+        streams = tuple(self._cut(sender, schedule) if rank == sender else () for rank in range(len(self._ranges)))
+        widths_by_message = self._widths([sender], streams, schedule)
+        messages = zip(range(len(widths_by_message)), widths_by_message, _rooms(widths_by_message), strict=True)
+        return ExportPlan(self._request.payload, streams, tuple(Message(*sizes, (), streams) for sizes in messages))
 
-    def _cut(self, sender: int, pace: SendSchedule) -> tuple[WindowRun, ...]:
-        """A window has room for its share, for a row that does not fit any more, and for what alignment takes."""
-        begins = first = pace.first(sender, self._receiver)
-        parts: Sequence[SendRange] = self._parts[sender]
-        if pace.num_turns > 1:
-            parts = _large_last(parts, self._wanted.large)
-        longest = max((self._row_bytes[part.entry] for part in parts), default=0)
-        stretches = _before_large(parts, self._wanted.large, pace.times // RARE)
-        times = pace.times - GAP * (len(stretches) - 1)
-        window = HEADER + aligned(-(-self._bytes[sender] // times)) + longest + ALIGNMENT
+    def _cut(self, sender: int, schedule: SendSchedule) -> tuple[WindowRun, ...]:
+        """Cut a stream into windows with room for their share, one row that does not fit any more, and alignment."""
+        begins = first = schedule.first(sender, self._receiver)
+        ranges: Sequence[SendRange] = self._ranges[sender]
+        if schedule.num_periods > 1:
+            ranges = _large_last(ranges, self._request.large)
+        longest = max((self._row_bytes[part.entry] for part in ranges), default=0)
+        sections = _before_large(ranges, self._request.large, schedule.length // RARE)
+        count = schedule.length - GAP * (len(sections) - 1)
+        window = HEADER + aligned(-(-self._bytes[sender] // count)) + longest + ALIGNMENT
         stream: tuple[WindowRun, ...] = ()
-        for stretch in stretches:
-            stream += cut([stretch], self._row_bytes, [window], first=begins)[0]
+        for section in sections:
+            stream += cut([section], self._row_bytes, [window], first=begins)[0]
             begins = stream[-1].last() + GAP if stream else begins
-        assert num_messages((stream,)) <= first + pace.times
+        assert num_messages((stream,)) <= first + schedule.length
         return stream
 
-    def _needed(self, senders: Sequence[int], streams: Streams, pace: SendSchedule) -> list[tuple[int, ...]]:
-        """Bytes of all windows with each message: of ranks that send, but for the receiver, a header at least."""
-        travelling = [sender for sender in senders if sender != self._receiver]
-        firsts = {sender: pace.first(sender, self._receiver) for sender in travelling}
-        own = {rank: widths(streams[rank], self._row_bytes, first + pace.times) for rank, first in firsts.items()}
-        return pace.widths(own, firsts, [HEADER if rank in own else 0 for rank in range(len(streams))])
+    def _widths(self, senders: Sequence[int], streams: Streams, schedule: SendSchedule) -> list[tuple[int, ...]]:
+        """Bytes of all windows with each message. Senders other than the receiver have a header at least."""
+        firsts = {sender: schedule.first(sender, self._receiver) for sender in senders if sender != self._receiver}
+        own = {rank: widths(streams[rank], self._row_bytes, first + schedule.length) for rank, first in firsts.items()}
+        return schedule.widths(own, firsts, [HEADER if rank in own else 0 for rank in range(len(streams))])
 
 
-def _large_last(parts: Sequence[SendRange], large: Collection[int]) -> Sequence[SendRange]:
-    """An embedding behind the layers: a consumer may hold the output layer of another stage while this one begins."""
-    ends_large = bool(parts) and parts[-1].entry in large
-    return parts if ends_large else sorted(parts, key=lambda part: part.entry in large)
+def _large_last(ranges: Sequence[SendRange], large: Collection[int]) -> Sequence[SendRange]:
+    """Put an embedding behind the layers: a consumer may hold another stage's output layer while this stage begins."""
+    ends_large = bool(ranges) and ranges[-1].entry in large
+    return ranges if ends_large else sorted(ranges, key=lambda part: part.entry in large)
 
 
-def _before_large(parts: Sequence[SendRange], large: Collection[int], most: int) -> list[Sequence[SendRange]]:
-    """Parts, apart where a large one follows others, which are complete then; together if that is so more often."""
-    are_large = [part.entry in large for part in parts]
+def _before_large(ranges: Sequence[SendRange], large: Collection[int], limit: int) -> list[Sequence[SendRange]]:
+    """Split before each large entry that follows others, so that these are complete by then.
+
+    With more than ``limit`` such borders, do not split.
+    """
+    are_large = [part.entry in large for part in ranges]
     borders = [number for number, pair in enumerate(pairwise(are_large), 1) if pair == (False, True)]
-    if len(borders) > most:
+    if len(borders) > limit:
         borders = []
-    return [parts[start:end] for start, end in pairwise([0, *borders, len(parts)])]
+    return [ranges[start:end] for start, end in pairwise([0, *borders, len(ranges)])]
 
 
-def _rooms(needed: Sequence[tuple[int, ...]]) -> list[int]:
-    """All messages are of one size. Few widths differ, and most are the same object."""
-    return [max(map(sum, {id(each): each for each in needed}.values()))] * len(needed)
+def _rooms(widths_by_message: Sequence[tuple[int, ...]]) -> list[int]:
+    """The bytes of memory of each message: all are alike. Few widths differ, and most are the same object."""
+    distinct = {id(windows): windows for windows in widths_by_message}.values()
+    return [max(map(sum, distinct))] * len(widths_by_message)

@@ -1,7 +1,7 @@
-"""The parameters of a model as a rank of an engine takes them: slices of shards that become slices of HF tensors.
+"""Slices of parameters for a rank of an engine: slices of shards that become slices of HF tensors.
 
-What an engine cuts is read off the layouts at the engine's sizes, as what a trainer cuts is at its own. So any pair of
-the two fits: a slice is made of whatever each shard has of it.
+What an engine cuts follows from the layouts at the engine's sizes, just as what a trainer cuts follows from its own. So
+any trainer fits any engine: a slice is put together from what each shard has of it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _HEADS = "heads_per_group"
 def wanted_by(
     target: Target, mapping: WeightMapping, axes: Axes, num_layers: int, entries: Sequence[ParamEntry]
 ) -> Sequence[ParamEntry]:
-    """``entries`` as ``target`` takes them, in the same order; of an engine's rank, one for each shard that it needs.
+    """Select what ``target`` takes of ``entries``, in the same order. An engine's rank gets an entry for each shard.
 
     Raises:
-        TargetError: when the model cannot be cut so, or it is no target.
+        TargetError: when the model cannot be cut as the target says, or it is no target.
     """
     if isinstance(target, EngineRank):
         return tuple(Slicer(target, mapping, axes, num_layers).slices(entries))
@@ -44,7 +44,7 @@ def wanted_by(
 
 
 class Slicer:
-    """The slices for one target; layers and experts that are alike are worked out once."""
+    """Cuts parameters for one target. Layers and experts that are alike are computed once."""
 
     def __init__(self, target: EngineRank, mapping: WeightMapping, axes: Axes, num_layers: int) -> None:
         _check(target, axes)
@@ -56,13 +56,12 @@ class Slicer:
     def slices(self, entries: Sequence[ParamEntry]) -> Iterator[ParamEntry]:
         """See ``wanted_by``."""
         for entry in filter(None, map(self.named, entries)):
-            found = self._sliced(entry)
-            for shard, (traced, starts) in found.items():
+            for shard, (traced, starts) in self._sliced(entry).items():
                 holders = {shard: entry.holders[shard]} if traced.to_hf else {}
                 yield replace(entry, trace=traced, holders=holders, starts=starts)
 
     def named(self, entry: ParamEntry) -> ParamEntry | None:
-        """``entry`` under the names that the target has for it; None where it does not have it."""
+        """The entry with the names that the target has for it; None if the target does not have it."""
         mcore, target = entry.held.name, self._target
         layer, expert = layer_of(mcore), expert_of(mcore)
         if mcore.startswith("embedding."):
@@ -82,7 +81,7 @@ class Slicer:
         return replace(entry, hf=hf, stack=len(self._experts))
 
     def _embedding(self, entry: ParamEntry) -> ParamEntry | None:
-        """Its further names are those of MTP layers, which are in the last stage, as is a head that is tied to it."""
+        """The embedding as the target has it. MTP layers and a tied head, which use it again, are in the last stage."""
         target = self._target
         if target.is_first_stage:
             return entry if target.is_last_stage else replace(entry, copies=())
@@ -93,7 +92,7 @@ class Slicer:
         return replace(entry, hf=entry.copies[:1], copies=entry.copies[1:]) if entry.copies else None
 
     def _sliced(self, entry: ParamEntry) -> dict[int, tuple[Trace, tuple[int, ...]]]:
-        """By shard what the target takes of it: as a trace, and where each of its copies begins in what travels."""
+        """For each shard, the trace of what the target takes, and where each copy begins in what travels."""
         rule = self._mapping.rule_of(entry.held.name)
         key = (id(entry.trace), id(rule), self._cuts(entry, rule))
         if key not in self._known:
@@ -101,25 +100,25 @@ class Slicer:
         return self._known[key]
 
     def _cuts(self, entry: ParamEntry, rule: Rule) -> tuple[tuple[int, int], ...]:
-        """For each part, among how many ranks it is cut, and which of them the target is."""
+        """For each part, the number of ranks among which it is cut, and the target's rank among them."""
         return tuple(self._target.cut(unstacked(name)[0], routed=rule.axis == "etp") for name in entry.hf)
 
     def taken(self, entry: ParamEntry) -> tuple[Indices, ...]:
-        """What the target takes of each part."""
+        """The indices that the target takes of each part, along the dim that is cut."""
         rule, shapes = self._mapping.rule_of(entry.held.name), entry.trace.part_shapes
         axes = axes_of(rule, self._axes)
-        found = []
+        indices = []
         for part, (tp, rank) in enumerate(self._cuts(entry, rule)):
             sizes = {**axes, "padded_vocab": self._target.padded(axes["vocab"], tp)}
             try:
-                found.append(_taken(rule.layout, shapes, tuple(sorted(sizes.items())), tp, rank)[part])
+                indices.append(_taken(rule.layout, shapes, tuple(sorted(sizes.items())), tp, rank)[part])
             except (LookupError, ValueError, RuntimeError) as error:  # einops raises EinopsError, a RuntimeError
                 raise TargetError(
                     f"{entry.hf[part]} of shape {list(shapes[part])} cannot be cut for {tp} ranks of the engine, which "
                     "must divide what is cut (heads, or rows of an MLP): change tp, or etp of the experts, or name it "
                     f"in whole= ({str(error).strip().splitlines()[-1]})"
                 ) from None
-        return tuple(found)
+        return tuple(indices)
 
 
 def _check(target: EngineRank, axes: Axes) -> None:
@@ -144,6 +143,7 @@ def dims_of(traced: Trace) -> list[int]:
 
 
 def _of_shards(traced: Trace, taken: Sequence[Indices]) -> dict[int, tuple[Trace, tuple[int, ...]]]:
+    """See ``Slicer._sliced``; ``taken`` are the indices of each part."""
     positions = []
     shapes = []
     for shape, dim, indices in zip(traced.part_shapes, dims_of(traced), taken, strict=True):
@@ -154,11 +154,10 @@ def _of_shards(traced: Trace, taken: Sequence[Indices]) -> dict[int, tuple[Trace
     by_shard: dict[int, list[Copy]] = {}
     for copy in sorted(traced.to_hf, key=lambda copy: copy.shard_start):
         stop = copy.part_start + (copy.size - 1) * copy.part_step + 1
-        found = positions[copy.part][copy.part_start : stop : copy.part_step]
-        for offset, size, first, step in _runs(found):
+        for offset, size, first, step in _runs(positions[copy.part][copy.part_start : stop : copy.part_step]):
             part = replace(copy, part_start=first, part_step=step, shard_start=copy.shard_start + offset, size=size)
             by_shard.setdefault(copy.shard, []).append(part)
-    if not by_shard:  # a slice of nothing, such as of a small vocabulary on the last rank
+    if not by_shard:  # an empty slice, such as that of a small vocabulary on the last rank
         by_shard[0] = []
     sliced = {}
     for shard, copies in sorted(by_shard.items()):
@@ -168,22 +167,26 @@ def _of_shards(traced: Trace, taken: Sequence[Indices]) -> dict[int, tuple[Trace
 
 
 def _runs(positions: Indices) -> Iterator[tuple[int, int, int, int]]:
-    """``(offset, size, position, step)`` of stretches of elements that are taken and lie equally far apart there."""
-    wanted = np.flatnonzero(positions >= 0)
-    for stretch in np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1):
-        steps = np.diff(positions[stretch])
+    """Yield ``(offset, size, position, step)`` for each run of neighbours whose positions are equally far apart.
+
+    Args:
+        positions: where each element goes; below 0 if it is not taken.
+    """
+    taken = np.flatnonzero(positions >= 0)
+    for neighbours in np.split(taken, np.flatnonzero(np.diff(taken) != 1) + 1):
+        steps = np.diff(positions[neighbours])
         changes = [*(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)]
         start = 0
-        while start < len(stretch):
+        while start < len(neighbours):
             last = next((change for change in changes if change > start), start)
-            first = int(positions[stretch[start]])
-            yield int(stretch[start]), last - start + 1, first, int(steps[start]) if last > start else 1
+            first = int(positions[neighbours[start]])
+            yield int(neighbours[start]), last - start + 1, first, int(steps[start]) if last > start else 1
             start = last + 1
 
 
 @lru_cache(maxsize=4096)
 def _taken(layout: Layout, part_shapes: tuple[Shape, ...], sizes: Sizes, tp: int, rank: int) -> tuple[Indices, ...]:
-    """What rank ``rank`` of ``tp`` has of each part: indices along the dim of the layout, ascending."""
+    """The indices that rank ``rank`` of ``tp`` has of each part, along the dim of the layout, ascending."""
     axes = {**dict(sizes), "tp": tp}
     if isinstance(layout, Chain) and len(layout.steps) > 2:
         joined = layout.steps[-3]
@@ -191,16 +194,16 @@ def _taken(layout: Layout, part_shapes: tuple[Shape, ...], sizes: Sizes, tp: int
             return _repeated(layout, joined, part_shapes, axes, rank)
     (shards,) = layout(tuple(torch.empty(shape, device="meta") for shape in part_shapes), axes)
     copies = [copy for copy in trace(layout, tuple(shards.shape[1:]), axes).to_mcore if copy.shard == rank]
-    found: list[list[Indices]] = [[np.arange(0)] for _ in part_shapes]
+    indices: list[list[Indices]] = [[np.arange(0)] for _ in part_shapes]
     for copy in copies:
-        found[copy.part].append(copy.part_start + copy.part_step * np.arange(copy.size))
-    return tuple(np.sort(np.concatenate(each)) for each in found)
+        indices[copy.part].append(copy.part_start + copy.part_step * np.arange(copy.size))
+    return tuple(np.sort(np.concatenate(of_part)) for of_part in indices)
 
 
 def _repeated(
     layout: Chain, joined: Concat, part_shapes: Sequence[Shape], axes: Axes, rank: int
 ) -> tuple[Indices, ...]:
-    """With more ranks than KV heads: queries are cut within a group of heads, whose keys and values each rank has."""
+    """The same with more ranks than KV heads: ranks share a group, cut its queries and repeat its keys and values."""
     assert layout.steps[-2:] == (~GROUPS, COLUMN)
     share = axes["tp"] // axes["groups"]
     (groups,) = Chain(layout.steps[:-2])(lines(part_shapes, 0), axes)

@@ -1,9 +1,9 @@
-"""Which bytes travel together and what they become: data, the same on every rank. ``gather.py`` makes it.
+"""The plan of an export: which bytes travel together and what they become. It is the same on every rank.
 
-What a rank sends is one stream of bytes: its shards in order, cut into messages of one or two sizes, wherever a row
-ends. All ranks send one window per message at the same time, so that all pipeline stages send at once, and the number
-of messages depends on bytes alone. An HF tensor is given out with the message that completes it and all that an engine
-fuses with it in one load call.
+A rank sends one stream of bytes: its shards in order, cut at the ends of rows into messages of one or two sizes. All
+ranks send one window per message at the same time. So all pipeline stages send at once, and the number of messages
+depends on bytes alone. An HF tensor is yielded with the message that completes it and all that an engine fuses with it
+in one load call. ``gather.py`` and ``all_to_all.py`` make plans.
 """
 
 from __future__ import annotations
@@ -25,30 +25,32 @@ from mcore_bridge.weights.plan.stream import HEADER, Streams, WindowSlice, piece
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What travels at once: the bytes of each rank's window, those of memory for all windows, which messages of one
-    size have alike, and the outputs that are complete with it."""
+    """The windows that travel at once."""
 
     number: int
     widths: tuple[int, ...]
+    """Bytes of the window of each rank."""
     room: int
+    """Bytes of memory for all windows; messages of one size have it in common."""
     done: tuple[int, ...]
+    """The outputs that are complete with this message, by index."""
     streams: Streams = field(repr=False, compare=False)
-    """Those of the plan."""
+    """The streams of the plan."""
 
     @property
     def pieces(self) -> tuple[WindowSlice, ...]:
-        """What lies in the windows, found anew each time: all pieces of all messages would be many millions."""
-        senders = (sender for sender, width in enumerate(self.widths) if width != HEADER)  # which is all of an idle one
+        """The contents of all windows. They are not kept: all messages together may have many millions."""
+        senders = (sender for sender, width in enumerate(self.widths) if width != HEADER)  # an idle one has only that
         return tuple(piece for sender in senders for piece in self.pieces_of(sender))
 
     def pieces_of(self, sender: int) -> Iterator[WindowSlice]:
-        """What lies in the window of one rank."""
+        """The contents of the window of one rank."""
         return pieces(self.streams[sender], sender, self.number)
 
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What travels to one receiver, or to every rank alike: messages, in the order in which they travel."""
+    """The messages to one receiver, or to all ranks alike, in the order in which they travel."""
 
     payload: Payload
     streams: Streams
@@ -56,47 +58,50 @@ class ExportPlan:
 
     @cached_property
     def widths(self) -> Counter[tuple[int, ...]]:
-        """By the bytes of each rank's window, the number of messages that have them: few differ."""
-        found: Counter[tuple[int, ...]] = Counter()
+        """How many messages have windows of these bytes. Only few combinations occur."""
+        counts: Counter[tuple[int, ...]] = Counter()
         for widths, messages in groupby(self.messages, key=attrgetter("widths")):
-            found[widths] += len(tuple(messages))
-        return found
+            counts[widths] += len(tuple(messages))
+        return counts
 
     @cached_property
     def open_bytes_by_message(self) -> tuple[int, ...]:
-        """With each message, the bytes of the outputs that are there at once: from the message that first writes to one
-        to its last, and those that a consumer holds a little longer."""
-        return tuple(_opened(self))
+        """Bytes of the outputs that exist at once, with each message.
+
+        An output exists from the message that first writes to it to its last, and a little longer at the consumer.
+        """
+        return tuple(_open_bytes(self))
 
     def checksum(self) -> int:
-        """A number for all of it: the same in every process."""
+        """A hash of the plan, the same in every process."""
         messages = tuple((message.widths, message.room, message.done) for message in self.messages)
         return hash((self.payload.checksum, self.streams, messages))
 
-    def lane_checksum(self, sender: int, receiver: int) -> int:
-        """The same for what travels from one rank to another."""
+    def stream_checksum(self, sender: int, receiver: int) -> int:
+        """A hash of what travels from one rank to another, the same in every process."""
         widths = tuple(message.widths[sender] for message in self.messages)
         return hash((sender, receiver, self.payload.checksum, self.streams[sender], widths))
 
     @property
     def open_bytes(self) -> int:
-        """Bytes of the outputs that are there at once at most."""
+        """The most bytes of outputs that exist at once."""
         return max(self.open_bytes_by_message)
 
     @cached_property
     def dtypes(self) -> frozenset[torch.dtype]:
-        """Those of the outputs."""
+        """The dtypes of the outputs."""
         return frozenset(output.dtype for output in self.payload.outputs)
 
     def tensors(self) -> Iterator[tuple[str, Shape, torch.dtype]]:
-        """Name, shape and dtype of every HF tensor, in the order in which they are given out."""
+        """Name, shape and dtype of every HF tensor, in the order in which they are yielded."""
         for message in self.messages:
             for output in map(self.payload.outputs.__getitem__, message.done):
                 for name in (output.name, *output.copies):
                     yield name, output.shape, output.dtype
 
 
-def _opened(plan: ExportPlan) -> Iterator[int]:
+def _open_bytes(plan: ExportPlan) -> Iterator[int]:
+    """See ``ExportPlan.open_bytes_by_message``."""
     outputs = plan.payload.outputs
     sizes = [output.num_bytes for output in outputs]
     new = [0] * len(plan.messages)
@@ -108,12 +113,14 @@ def _opened(plan: ExportPlan) -> Iterator[int]:
         done = [outputs[output] for output in message.done]
         yield held + max(kept, *(output.num_bytes for output in done if output.copies), 0)
         held -= sum(map(sizes.__getitem__, message.done))
-        kept = _still_there(done) if done else kept
+        kept = _kept_by_consumer(done) if done else kept
 
 
-def _still_there(done: Sequence[OutputTensor]) -> int:
-    """Bytes of what a message gave out that a consumer holds while the next is unpacked: the last one, and what shares
-    memory with it."""
+def _kept_by_consumer(done: Sequence[OutputTensor]) -> int:
+    """Bytes of a message's outputs that the consumer may hold while the next message is unpacked.
+
+    These are the last output and those that share memory with it.
+    """
     if done and 2 * done[-1].num_bytes > SLAB:
         return done[-1].num_bytes
     return min(sum(output.num_bytes for output in done if 2 * output.num_bytes <= SLAB), 2 * SLAB)
@@ -121,12 +128,12 @@ def _still_there(done: Sequence[OutputTensor]) -> int:
 
 def _first_messages(plan: ExportPlan) -> dict[int, int]:
     """For each output, the first message that writes to it."""
-    found: dict[int, int] = {}
+    first_messages: dict[int, int] = {}
     for stream in plan.streams:
         for entry, shard, first, rows, _, message, times in stream:
             for output, start, end in plan.payload.row_ranges(entry, shard):
                 begin = max(start, first)
                 if begin < min(end, first + rows * times):
                     number = message + (begin - first) // rows
-                    found[output] = min(number, found.get(output, number))
-    return found
+                    first_messages[output] = min(number, first_messages.get(output, number))
+    return first_messages

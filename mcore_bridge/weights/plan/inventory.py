@@ -1,4 +1,4 @@
-"""What the ranks of a group hold, matched with the rules: the parameters that an export moves, and who has them."""
+"""Inventories of ranks, and the parameters of the whole model that follow from them and from the rules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mcore_bridge.rules.trace import Copy, Shape, Trace, trace
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """All that one rank holds, in order, and its place on the axes ``pp``, ``tp`` and ``etp``."""
+    """The tensors that one rank holds, in order, and its rank on the axes ``pp``, ``tp`` and ``etp``."""
 
     ranks: Mapping[str, int]
     held: tuple[TensorSpec, ...]
@@ -24,23 +24,23 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class ParamEntry:
-    """One parameter on its way: its HF names, what its layout does, and the ranks that hold its shards.
+    """One parameter of a model in an export: its HF names, the trace of its layout, and the holders of its shards.
 
-    A shard that no HF tensor takes anything from (a replica) is not listed. The holders of one are of one stage.
+    A shard from which no HF tensor takes anything (a replica) is not listed. All holders of a shard are of one stage.
     """
 
     held: TensorSpec
     hf: tuple[str, ...]
     trace: Trace
     holders: Mapping[int, tuple[int, ...]]
-    """Ranks of the group, by tensor-parallel rank."""
+    """For each tensor-parallel rank, the ranks of the group that hold that shard."""
     stack: int = 0
-    """The number of entries of the HF tensor of which this is one; 0 where an HF name is that of a whole tensor."""
+    """Experts in the HF tensor, if it stacks experts; 0 if each HF name is that of a whole tensor."""
     copies: tuple[str, ...] = ()
     """Further names under which the first HF tensor is written."""
     starts: tuple[int, ...] | None = None
-    """Where each copy of ``trace.to_hf`` begins in what travels, along its dim: one behind the other, for a target that
-    needs no more of a shard. None is where it begins in the shard, all of which travels as it is."""
+    """Where each copy of ``trace.to_hf`` begins in what travels, along its dim, if only a part of the shard travels.
+    None means that the whole shard travels as it is."""
 
     @property
     def sent(self) -> Shape:
@@ -52,7 +52,7 @@ class ParamEntry:
         return (*self.held.shape[:dim], sum(copy.size for copy in copies), *self.held.shape[dim + 1 :])
 
     def copies_of(self, shard: int) -> Iterator[tuple[Copy, int]]:
-        """What of a shard goes where, and where it begins in what travels of it."""
+        """Yield the copies from a shard to HF tensors, and where each begins in what travels."""
         copies = self.trace.to_hf
         starts = self.starts or [copy.shard_start for copy in copies]
         return ((copy, start) for copy, start in zip(copies, starts, strict=True) if copy.shard == shard)
@@ -66,7 +66,7 @@ class ParamEntry:
 def merge_inventories(
     mapping: WeightMapping, axes: Axes, num_layers: int, inventories: Sequence[Inventory]
 ) -> tuple[ParamEntry, ...]:
-    """The parameters of a model, in the order of their first holders.
+    """Merge what ranks hold into the parameters of the model, in the order of their first holders.
 
     Raises:
         MappingError: when a parameter has no rule, a needed shard no holder, an HF name two sources, a layer no rank,
@@ -84,8 +84,8 @@ def merge_inventories(
                 )
             if held.name not in bindings:
                 bindings[held.name] = mapping.bind(held.name)
-            place = inventory.ranks[bindings[held.name].axis]
-            holders.setdefault(held.name, {}).setdefault(place, []).append(rank)
+            shard = inventory.ranks[bindings[held.name].axis]
+            holders.setdefault(held.name, {}).setdefault(shard, []).append(rank)
     stages = [inventory.ranks["pp"] for inventory in inventories]
     entries = tuple(
         _entry(described[name], bindings[name], axes, holders[name], stages)
@@ -98,16 +98,16 @@ def merge_inventories(
 
 
 def _in_order(inventories: Sequence[Inventory], kind_by_name: Mapping[str, str]) -> list[str]:
-    """Names as their first holder has them; the experts of one kind side by side, dealt in turn from their holders."""
+    """Names in the order of their first holder. Experts of one kind are neighbours, and their holders alternate."""
     kinds: dict[str, int] = {}
-    places: dict[str, tuple[int, int, int]] = {}
+    keys: dict[str, tuple[int, int, int]] = {}
     for rank, inventory in enumerate(inventories):
         seen: dict[str, int] = {}
         for held in inventory.held:
             kind = kind_by_name[held.name]
             seen[kind] = seen.get(kind, 0) + 1
-            places.setdefault(held.name, (kinds.setdefault(kind, len(kinds)), seen[kind], rank))
-    return sorted(places, key=places.__getitem__)
+            keys.setdefault(held.name, (kinds.setdefault(kind, len(kinds)), seen[kind], rank))
+    return sorted(keys, key=keys.__getitem__)
 
 
 def _entry(
@@ -124,15 +124,15 @@ def _entry(
 
 
 def _of_one_stage(holders: Sequence[int], stages: Sequence[int]) -> tuple[int, ...]:
-    """Those of the first one's stage: tied copies of other stages would come at other times."""
+    """Keep the holders of the first one's stage: copies that other stages tie to it would come at other times."""
     return tuple(rank for rank in holders if stages[rank] == stages[holders[0]])
 
 
 def _check_numbers(num_layers: int, num_experts: int, entries: Sequence[ParamEntry]) -> None:
-    found = {layer for entry in entries if (layer := layer_of(entry.held.name)) is not None}
-    if found != set(range(num_layers)):
+    layers = {layer for entry in entries if (layer := layer_of(entry.held.name)) is not None}
+    if layers != set(range(num_layers)):
         raise MappingError(
-            f"the ranks of the group hold the layers {sorted(found)}, expected 0 to {num_layers - 1}; "
+            f"the ranks of the group hold the layers {sorted(layers)}, expected 0 to {num_layers - 1}; "
             "the model was not built whole, or a chunk was not passed"
         )
     experts: dict[str, set[int]] = {}
@@ -150,5 +150,5 @@ def _check_unique(entries: Sequence[ParamEntry]) -> None:
     for entry in entries:
         for name in (*entry.hf, *entry.copies):
             if name in seen:
-                raise MappingError(f"{name} would come from {seen[name]} and from {entry.held.name}; fix the rules")
+                raise MappingError(f"{name} has two sources, {seen[name]} and {entry.held.name}; fix the rules")
             seen[name] = entry.held.name

@@ -1,4 +1,4 @@
-"""The memory that running a plan takes beside the model, counted from the plan."""
+"""Memory that the run of a plan takes beside the model, computed from the plan."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from mcore_bridge.weights.plan.export_plan import ExportPlan
 
 
 def peak_bytes(plan: ExportPlan) -> int:
-    """Bytes on the receiver: memory for messages, and outputs."""
+    """The most bytes that messages and outputs take on the receiver."""
     if len(plan.streams) == 1:
         return plan.open_bytes
     rooms = [message.room for message in plan.messages]
-    return max(held + _for_messages(rooms, number) for number, held in enumerate(plan.open_bytes_by_message))
+    return max(held + _message_bytes(rooms, number) for number, held in enumerate(plan.open_bytes_by_message))
 
 
-def _for_messages(rooms: Sequence[int], number: int) -> int:
-    """Bytes of memory for messages while one is unpacked: of itself, of the next, and what is made for further ones.
+def _message_bytes(rooms: Sequence[int], number: int) -> int:
+    """Bytes of memory for messages while message ``number`` is unpacked.
 
-    Where their size changes, there is as much as for all that will be on their way, beside what has not arrived yet.
+    It has memory, and so has the next; more is allocated for further ones. If their size changes, there is memory for
+    all messages that will be in flight, beside what has not arrived yet.
     """
     if number + 1 == len(rooms):
         return sum(rooms[-MESSAGES_IN_FLIGHT:])

@@ -1,4 +1,4 @@
-"""How large messages are: as large as memory allows, so smaller while a tensor of a GB is in the making."""
+"""How large messages are: as large as memory allows, and smaller while a tensor of a GB is incomplete."""
 
 from __future__ import annotations
 
@@ -7,48 +7,50 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from mcore_bridge.weights.plan.budget import MESSAGES_IN_FLIGHT
-from mcore_bridge.weights.plan.schedule import Parts, bytes_of, split, window_of
+from mcore_bridge.weights.plan.schedule import RangesByRank, bytes_of, split, window_of
 
 FEW = 4
-"""Large tensors of a model, at most: an embedding, an output layer. Where there are more, all messages are alike."""
+"""Upper limit on large tensors, such as the embedding and the output layer. With more, all messages have one size."""
 
 
 class Span(NamedTuple):
-    """Bytes of what each rank sends that go in small messages."""
+    """From which byte to which of what each rank sends messages are small."""
 
     start: int
     end: int
     starts: dict[int, int]
-    """By rank, where its own large entry starts a little later."""
+    """The start on ranks whose own large entry begins a little later."""
 
 
 class Sizes(NamedTuple):
-    """Bytes that a rank receives with a message: as usual, and beside the large ones among the entries."""
+    """Bytes that a rank receives with a message."""
 
     usual: int
     beside: int
+    """The bytes while a large entry is incomplete."""
     large: frozenset[int] = frozenset()
+    """The large entries."""
 
 
 def large_entries(keys: Sequence[object], sizes: Mapping[object, int]) -> frozenset[int]:
-    """The few entries of which more than half as much is made together as of any.
+    """The entries of the few keys that have more than half the bytes of the largest key.
 
     Args:
-        keys: for each entry, what is given out together.
-        sizes: by key, the bytes of that.
+        keys: the key of each entry.
+        sizes: bytes of the outputs of each key.
     """
     most = max(sizes.values(), default=0)
-    found = {key for key, size in sizes.items() if 2 * size > most}
-    return frozenset(number for number, key in enumerate(keys) if key in found) if len(found) <= FEW else frozenset()
+    large = {key for key, size in sizes.items() if 2 * size > most}
+    return frozenset(number for number, key in enumerate(keys) if key in large) if len(large) <= FEW else frozenset()
 
 
-def sized(phases: Iterable[Parts], row_bytes: Sequence[int], sizes: Sizes) -> Iterator[tuple[int, Parts]]:
-    """What ranks send at the same time, phase by phase, cut where the size of messages changes; and that size.
+def sized(phases: Iterable[RangesByRank], row_bytes: Sequence[int], sizes: Sizes) -> Iterator[tuple[int, RangesByRank]]:
+    """Yield what ranks send at the same time, cut where the size of messages changes, with that size.
 
-    A large entry begins with a message, so that those before it are complete. What is on its way when the last of it
-    arrives is as small still, and so is what follows while a consumer holds the tensor.
+    A large entry begins a message, so that those before it are complete. Messages in flight when its last row arrives
+    are small, too, and so is what follows while a consumer holds the tensor.
     """
-    behind = 0  # messages that are to be small still
+    behind = 0  # messages that must still be small
     for phase in phases:
         small, usual = (window_of(size, len(phase)) for size in (sizes.beside, sizes.usual))
         rest, sent = dict(phase), Counter[int]()
@@ -57,10 +59,10 @@ def sized(phases: Iterable[Parts], row_bytes: Sequence[int], sizes: Sizes) -> It
         ):
             starts, ends = dict.fromkeys(phase, span.start) | span.starts, dict.fromkeys(phase, span.end)
             for size, until in ((sizes.usual, starts), (sizes.beside, ends)):
-                halves = {rank: split(each, row_bytes, until[rank] - sent[rank]) for rank, each in rest.items()}
+                halves = {rank: split(ranges, row_bytes, until[rank] - sent[rank]) for rank, ranges in rest.items()}
                 head, rest = ({rank: both[half] for rank, both in halves.items()} for half in (0, 1))
-                for rank, each in head.items():
-                    sent[rank] += bytes_of(each, row_bytes)
+                for rank, ranges in head.items():
+                    sent[rank] += bytes_of(ranges, row_bytes)
                 if sending := _some(head):
                     yield size, sending
             behind = MESSAGES_IN_FLIGHT + 1
@@ -69,37 +71,40 @@ def sized(phases: Iterable[Parts], row_bytes: Sequence[int], sizes: Sizes) -> It
             yield sizes.usual, sending
 
 
-def _some(parts: Parts) -> Parts:
-    return {rank: each for rank, each in parts.items() if each}
+def _some(phase: RangesByRank) -> RangesByRank:
+    return {rank: ranges for rank, ranges in phase.items() if ranges}
 
 
 def _spans(
-    parts: Parts, row_bytes: Sequence[int], large: frozenset[int], first: int, behind: int, least: int, near: int
+    phase: RangesByRank, row_bytes: Sequence[int], large: frozenset[int], first: int, behind: int, least: int, near: int
 ) -> list[Span]:
-    """From which byte to which of what each rank sends messages are to be small.
+    """The spans of small messages in a phase.
 
     Args:
-        first: bytes at the beginning.
-        behind: bytes after what is large.
-        least: bytes between two, or they are one.
+        first: bytes of small messages at the beginning.
+        behind: bytes of small messages after a large entry.
+        least: bytes between two spans; two that are nearer are joined.
         near: bytes that a rank may be ahead of others.
     """
-    found = [Span(0, first, dict.fromkeys(parts, 0))] if first else []
-    for start, end, rank in sorted(_of_each(parts, row_bytes, large)):
+    spans = [Span(0, first, dict.fromkeys(phase, 0))] if first else []
+    for start, end, rank in sorted(_large_ranges(phase, row_bytes, large)):
         span = Span(start, end + behind, {})
-        if found and start < found[-1].end + least:
-            last = found.pop()
+        if spans and start < spans[-1].end + least:
+            last = spans.pop()
             span = Span(last.start, max(span.end, last.end), last.starts)
         if start <= span.start + near:
             span.starts.setdefault(rank, start)
-        found.append(span)
-    return found
+        spans.append(span)
+    return spans
 
 
-def _of_each(parts: Parts, row_bytes: Sequence[int], large: frozenset[int]) -> Iterator[tuple[int, int, int]]:
+def _large_ranges(
+    phase: RangesByRank, row_bytes: Sequence[int], large: frozenset[int]
+) -> Iterator[tuple[int, int, int]]:
+    """Yield first byte, last byte and rank for each large entry in what a rank sends."""
     sent: Counter[int] = Counter()
-    for rank, each in parts.items():
-        for part in each if large else ():
+    for rank, ranges in phase.items():
+        for part in ranges if large else ():
             start = sent[rank]
             sent[rank] += part.rows * row_bytes[part.entry]
             if part.entry in large:

@@ -1,4 +1,4 @@
-"""What a receiver gets of an export, and which rows of it become which part of which HF tensor."""
+"""What a receiver gets in an export, and which rows of it become which part of which HF tensor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OutputTensor(TensorSpec):
 
 
 class RowRange(NamedTuple):
-    """Rows of what travels of a shard that become a part of one output."""
+    """Rows of a shard, as it travels, that become a part of one output."""
 
     output: int
     first: int
@@ -33,92 +33,98 @@ class RowRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Payload:
-    """What a receiver gets, in order; entries and outputs go by their places."""
+    """The entries that a receiver gets, and the outputs that they become. Both go by their index."""
 
     entries: tuple[ParamEntry, ...]
     outputs: tuple[OutputTensor, ...]
-    places: tuple[tuple[tuple[int, int], ...], ...]
-    """For each part of each entry, its output and the byte at which it begins there."""
-    _stretches: dict[tuple[int, int], tuple[RowRange, ...]] = field(default_factory=dict, repr=False, compare=False)
+    destinations: tuple[tuple[tuple[int, int], ...], ...]
+    """For each part of each entry, the index of its output and the byte at which the part begins there."""
+    _row_ranges: dict[tuple[int, int], tuple[RowRange, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, entries: Sequence[ParamEntry]) -> Payload:
-        """What becomes of ``entries``. Several may make up one output."""
+        """The payload that consists of ``entries``. Several of them may make up one output."""
         outputs: list[OutputTensor] = []
         numbers: dict[str, int] = {}
-        places = []
+        destinations = []
         for entry in entries:
-            found = []
+            of_entry = []
             for index, (hf, shape) in enumerate(zip(entry.hf, entry.trace.part_shapes, strict=True)):
                 name, number = unstacked(hf)
                 if name not in numbers:
                     numbers[name] = len(outputs)
                     whole = shape if number is None else (entry.stack, *shape)
                     outputs.append(OutputTensor(name, whole, entry.held.dtype, entry.copies if index == 0 else ()))
-                found.append((numbers[name], (number or 0) * math.prod(shape) * entry.held.dtype.itemsize))
-            places.append(tuple(found))
-        return cls(tuple(entries), tuple(outputs), tuple(places))
+                of_entry.append((numbers[name], (number or 0) * math.prod(shape) * entry.held.dtype.itemsize))
+            destinations.append(tuple(of_entry))
+        return cls(tuple(entries), tuple(outputs), tuple(destinations))
 
     def row_ranges(self, number: int, shard: int) -> tuple[RowRange, ...]:
-        """What becomes of a shard of an entry; found once, as many ranks send a part each, and plans are tried."""
-        if (number, shard) not in self._stretches:
+        """Which rows of a shard of entry ``number`` become which output.
+
+        They are kept: many ranks send a part of one shard, and planning tries several plans.
+        """
+        if (number, shard) not in self._row_ranges:
             entry = self.entries[number]
-            outputs = [output for output, _ in self.places[number]]
+            outputs = [output for output, _ in self.destinations[number]]
             if len(outputs) == 1:
-                found = [RowRange(outputs[0], 0, entry.sent[0])]
+                ranges = [RowRange(outputs[0], 0, entry.sent[0])]
             else:
                 copies = entry.copies_of(shard)
                 rows = [(c.part, *((at, c.size) if c.dim == 0 else (0, entry.sent[0]))) for c, at in copies]
-                found = [RowRange(outputs[part], first, first + size) for part, first, size in rows]
-            self._stretches[number, shard] = tuple(found)
-        return self._stretches[number, shard]
+                ranges = [RowRange(outputs[part], first, first + size) for part, first, size in rows]
+            self._row_ranges[number, shard] = tuple(ranges)
+        return self._row_ranges[number, shard]
 
     @cached_property
     def checksum(self) -> int:
-        """A number for what is got and in which order: the same in every process, as hashes of numbers are."""
+        """A hash of the payload and its order, the same in every process: it is made of numbers only."""
         traces = {id(entry.trace): entry.trace for entry in self.entries}  # which many entries share
-        copies = {key: _number(repr(trace.to_hf)) for key, trace in traces.items()}
-        said = []
+        copies = {key: _crc(repr(trace.to_hf)) for key, trace in traces.items()}
+        rows = []
         for entry in self.entries:
-            names = _number(f"{entry.held.name} {entry.hf} {entry.held.dtype}")
-            said.append((names, entry.sent, entry.starts or (), copies[id(entry.trace)]))
-        return hash(tuple(said))
+            names = _crc(f"{entry.held.name} {entry.hf} {entry.held.dtype}")
+            rows.append((names, entry.sent, entry.starts or (), copies[id(entry.trace)]))
+        return hash(tuple(rows))
 
-    def size_of(self, places: Iterable[tuple[int, int]]) -> int:
-        """Bytes of the outputs at ``places``."""
-        return sum(self.outputs[output].num_bytes for output, _ in places)
+    def size_of(self, destinations: Iterable[tuple[int, int]]) -> int:
+        """Bytes of the outputs at ``destinations``."""
+        return sum(self.outputs[output].num_bytes for output, _ in destinations)
 
     def sizes_together(self, keys: Sequence[object]) -> dict[object, int]:
-        """By key, the bytes of the outputs that are given out together."""
-        found: dict[object, dict[int, int]] = {}
-        for key, places in zip(keys, self.places, strict=True):
-            found.setdefault(key, {}).update(places)
-        return {key: self.size_of(places.items()) for key, places in found.items()}
+        """Bytes of the outputs of each key, given the key of each entry."""
+        by_key: dict[object, dict[int, int]] = {}
+        for key, destinations in zip(keys, self.destinations, strict=True):
+            by_key.setdefault(key, {}).update(destinations)
+        return {key: self.size_of(destinations.items()) for key, destinations in by_key.items()}
 
     def load_groups(self, bucket_bytes: int) -> tuple[object, ...]:
-        """For each entry a key: what becomes of those of one key is given out together.
+        """A key for each entry: the outputs of entries with one key are yielded together.
 
-        An engine fuses, within one load call, projections of an attention; the parts of one parameter, such as gate and
-        up; and the experts of a layer, which go together unless they alone take more than ``bucket_bytes``.
+        These are what an engine fuses in one load call: the projections of one input, the parts of one parameter, and
+        the experts of a layer, unless they alone take more than ``bucket_bytes``.
         """
         layers: dict[str, dict[int, int]] = {}
-        for entry, found in zip(self.entries, self.places, strict=True):
+        for entry, destinations in zip(self.entries, self.destinations, strict=True):
             if expert_of(entry.held.name) is not None:
-                sizes = layers.setdefault(_experts(entry), {})
-                sizes.update((output, self.outputs[output].num_bytes) for output, _ in found)
-        kept = {layer for layer, sizes in layers.items() if sum(sizes.values()) <= bucket_bytes}
-        return tuple(self._key(*each, kept) for each in zip(self.entries, self.places, strict=True))
+                sizes = layers.setdefault(_layer_with_experts(entry), {})
+                sizes.update((output, self.outputs[output].num_bytes) for output, _ in destinations)
+        whole = {layer for layer, sizes in layers.items() if sum(sizes.values()) <= bucket_bytes}
+        pairs = zip(self.entries, self.destinations, strict=True)
+        return tuple(self._key(entry, destinations[0][0], whole) for entry, destinations in pairs)
 
     @staticmethod
-    def _key(entry: ParamEntry, found: Sequence[tuple[int, int]], kept: Collection[str]) -> object:
+    def _key(entry: ParamEntry, output: int, whole: Collection[str]) -> object:
+        """The key of an entry, given its first output and the layers whose experts stay together."""
         if expert_of(entry.held.name) is not None:
-            return _experts(entry) if _experts(entry) in kept else found[0][0]
+            layer = _layer_with_experts(entry)
+            return layer if layer in whole else output
         return next(filter(None, map(fused_module, entry.hf)), entry.held.name)
 
 
-def _number(text: str) -> int:
+def _crc(text: str) -> int:
     return zlib.crc32(text.encode())
 
 
-def _experts(entry: ParamEntry) -> str:
+def _layer_with_experts(entry: ParamEntry) -> str:
     return entry.held.name.partition(".experts.")[0]

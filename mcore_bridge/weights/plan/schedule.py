@@ -1,6 +1,7 @@
-"""Who sends at the same time: stages take turns, experts go in shifts, and a stage sends alone what it has more.
+"""Which ranks send at the same time: all of them, one pipeline stage after the other, or a few experts at a time.
 
-What a rank sends, it sends in the order of the entries. So a turn is a range of entries, of one stage or of all.
+A rank sends in the order of the entries. So a *period* is a range of entries, of one stage or of all. Within a period,
+a stage with more bytes than the others sends the rest in a *phase* of its own.
 """
 
 from __future__ import annotations
@@ -16,101 +17,107 @@ from mcore_bridge.weights.plan.payload import Payload
 from mcore_bridge.weights.plan.stream import SendRange
 
 MANY = 128
-"""Ranks from which on only what takes least memory is planned: all of them at once would have too much on its way."""
+"""With more ranks, only the schedule that takes least memory is planned: if all sent at once, it would be too much."""
 MIN_WINDOW = 4096
-"""Bytes that a rank sends per message at least."""
-Parts = Mapping[int, Sequence[SendRange]]
-"""What some ranks send, by rank."""
+"""Lower limit on the bytes that a rank sends with a message."""
+RangesByRank = Mapping[int, Sequence[SendRange]]
+"""What some of the ranks send."""
 
 
 class Schedule(NamedTuple):
-    """How turns are taken: all stages together; or one after the other, each between these entries."""
+    """How periods are cut: all stages together, or one after the other and each of them at these ``borders``."""
 
     together: bool
     borders: Sequence[int] = ()
 
 
 def candidate_schedules(
-    goods: Payload, keys: Sequence[object], stages: Sequence[int], large: int, room: int
+    payload: Payload, keys: Sequence[object], stages: Sequence[int], large: int, room: int
 ) -> Iterator[Schedule]:
-    """Ways to take turns, from the fastest to that which takes least memory.
+    """Yield schedules, from the fastest to the one that takes least memory.
 
-    Each rank that sends has tensors in the making: so one stage sends after the other. Where one tensor ends and the
-    next begins, both are: so what is made of ``large`` entries, by bytes, has messages of its own, and of experts that
-    lie on so many ranks that those of all take more than ``room`` bytes, only as many go at once as take that.
+    Each rank that sends keeps outputs open at the receivers, so stages may send one after the other. In the message in
+    which one tensor ends and the next begins, both are open. So the last schedule gives large entries messages of their
+    own. If experts lie on many ranks, only so many of them are sent at once as take ``room`` bytes.
 
     Args:
-        keys: for each entry, what is given out together.
-        stages: of each rank.
+        keys: the key of each entry; outputs of entries with one key are yielded together.
+        stages: the pipeline stage of each rank.
+        large: bytes from which on an entry is large.
+        room: bytes of outputs that may be open at once.
     """
     if len(stages) <= MANY:
         yield Schedule(together=True)
         if len(set(stages)) > 1:
             yield Schedule(together=False)
-    sizes = [goods.size_of(places) for places in goods.places]
+    sizes = [payload.size_of(destinations) for destinations in payload.destinations]
     alone = {border for number, size in enumerate(sizes) if size >= large for border in (number, number + 1)}
-    yield Schedule(together=False, borders=sorted(alone.union(_shifts(goods, keys, sizes, room))))
+    yield Schedule(together=False, borders=sorted(alone.union(_shifts(payload, keys, sizes, room))))
 
 
-def _shifts(goods: Payload, keys: Sequence[object], sizes: Sequence[int], room: int) -> Iterator[int]:
-    """Borders between experts that are given out one by one. In a shift each holder sends as many as the others."""
-    times = Counter(keys)
+def _shifts(payload: Payload, keys: Sequence[object], sizes: Sequence[int], room: int) -> Iterator[int]:
+    """Yield borders between experts that are yielded one by one, so that in a period all holders send equally many."""
+    entries_of_key = Counter(keys)
 
     def kind(number: int) -> tuple[str, int]:
-        name = goods.entries[number].held.name
-        is_alone = expert_of(name) is not None and times[keys[number]] == 1
+        name = payload.entries[number].held.name
+        is_alone = expert_of(name) is not None and entries_of_key[keys[number]] == 1
         return (name.partition(".experts.")[0], sizes[number]) if is_alone else ("", 0)
 
-    for (layer, size), run in groupby(range(len(goods.entries)), key=kind):
+    for (layer, size), run in groupby(range(len(payload.entries)), key=kind):
         numbers = [*run]
-        many = len({min(map(min, goods.entries[number].holders.values())) for number in numbers})
+        num_holders = len({min(map(min, payload.entries[number].holders.values())) for number in numbers})
         count = max(room // max(size, 1), 1)
-        if layer and count < 2 * many:  # else each holder may have two in the making
-            count = -(-many // -(-many // count)) if count < many else many
+        if layer and count < 2 * num_holders:  # else each holder may have two experts open
+            count = -(-num_holders // -(-num_holders // count)) if count < num_holders else num_holders
             yield from (*range(numbers[0], numbers[-1] + 1, count), numbers[-1] + 1)
 
 
-def turns_of(way: Schedule, parts: Sequence[Sequence[SendRange]], stages: Sequence[int]) -> list[Parts]:
-    """What ranks send in each turn.
+def periods_of(schedule: Schedule, ranges: Sequence[Sequence[SendRange]], stages: Sequence[int]) -> list[RangesByRank]:
+    """What the ranks send in each period.
 
     Args:
-        parts: all that each rank sends.
-        stages: of each rank.
+        ranges: all that each rank sends.
+        stages: the pipeline stage of each rank.
     """
-    if way.together:
-        return [dict(enumerate(parts))]
-    found: dict[tuple[int, int], dict[int, list[SendRange]]] = {}
-    for rank, (stage, each) in enumerate(zip(stages, parts, strict=True)):
-        for part in each:
-            turn = stage, bisect_right(way.borders, part.entry)
-            found.setdefault(turn, {}).setdefault(rank, []).append(part)
-    return [found[turn] for turn in sorted(found)]
+    if schedule.together:
+        return [dict(enumerate(ranges))]
+    periods: dict[tuple[int, int], dict[int, list[SendRange]]] = {}
+    for rank, (stage, own) in enumerate(zip(stages, ranges, strict=True)):
+        for part in own:
+            period = stage, bisect_right(schedule.borders, part.entry)
+            periods.setdefault(period, {}).setdefault(rank, []).append(part)
+    return [periods[period] for period in sorted(periods)]
 
 
 def window_of(message_bytes: int, num_senders: int) -> int:
+    """Bytes of the window of each sender in a message."""
     return max(message_bytes // num_senders, MIN_WINDOW)
 
 
-def bytes_of(parts: Sequence[SendRange], row_bytes: Sequence[int]) -> int:
-    return sum(part.rows * row_bytes[part.entry] for part in parts)
+def bytes_of(ranges: Sequence[SendRange], row_bytes: Sequence[int]) -> int:
+    """Bytes of what is sent, given those of a row of each entry."""
+    return sum(part.rows * row_bytes[part.entry] for part in ranges)
 
 
-def phases_of(turn: Parts, row_bytes: Sequence[int], stages: Sequence[int], message_bytes: int) -> Iterator[Parts]:
-    """The ranks of a turn send at the same time; what a stage has more, it sends alone, before that or after it.
+def phases_of(
+    period: RangesByRank, row_bytes: Sequence[int], stages: Sequence[int], message_bytes: int
+) -> Iterator[RangesByRank]:
+    """Yield what ranks send at the same time in a period; a stage sends what it has more by itself, before or after.
 
-    No window travels half empty then, and where the first and the last stage have a large tensor more, which is in the
-    making for long, no other is at that time.
+    So no window travels half empty. If the first and the last stage have a large tensor more, which stays open for
+    long, no other large tensor is open at that time.
     """
-    rest = dict(turn)
-    totals = {rank: bytes_of(each, row_bytes) for rank, each in turn.items()}
-    least, ends = min(totals.values()), list[Parts]()
-    places = sorted({stages[rank] for rank in turn})
-    for place, stage in enumerate(places if len(places) > 1 else ()):
-        senders = [rank for rank in turn if stages[rank] == stage]
+    rest = dict(period)
+    totals = {rank: bytes_of(ranges, row_bytes) for rank, ranges in period.items()}
+    least, ends = min(totals.values()), list[RangesByRank]()
+    own_stages = sorted({stages[rank] for rank in period})
+    for place, stage in enumerate(own_stages if len(own_stages) > 1 else ()):
+        senders = [rank for rank in period if stages[rank] == stage]
         window = window_of(message_bytes, len(senders))
         if max(totals[rank] for rank in senders) - least < window // 4:
             continue
-        begins = 2 * place < len(places)
+        begins = 2 * place < len(own_stages)
         alone: dict[int, Sequence[SendRange]] = {}
         for rank in senders:
             halves = split(rest[rank], row_bytes, totals[rank] - least if begins else least)
@@ -124,13 +131,13 @@ def phases_of(turn: Parts, row_bytes: Sequence[int], stages: Sequence[int], mess
 
 
 def split(
-    parts: Sequence[SendRange], row_bytes: Sequence[int], num_bytes: int
+    ranges: Sequence[SendRange], row_bytes: Sequence[int], num_bytes: int
 ) -> tuple[Sequence[SendRange], Sequence[SendRange]]:
-    """The rows that begin within the first ``num_bytes``, and all others."""
-    for number, (entry, shard, first, rows) in enumerate(parts):
+    """Split what a rank sends into the rows that begin within the first ``num_bytes``, and all others."""
+    for number, (entry, shard, first, rows) in enumerate(ranges):
         count = max(-(-num_bytes // row_bytes[entry]), 0)
         if count < rows:
             head, tail = SendRange(entry, shard, first, count), SendRange(entry, shard, first + count, rows - count)
-            return (*parts[:number], *([head] if count else [])), (tail, *parts[number + 1 :])
+            return (*ranges[:number], *([head] if count else [])), (tail, *ranges[number + 1 :])
         num_bytes -= rows * row_bytes[entry]
-    return parts, ()
+    return ranges, ()

@@ -1,7 +1,7 @@
-"""Streams of bytes, cut into messages: as runs, so that the cost depends on parameters and not on their bytes.
+"""Streams of bytes, cut into messages. Runs describe them, so that the cost depends on parameters, not on bytes.
 
-Most of a shard travels in the same place of windows that follow one another. So a shard is three runs at most, however
-many messages it takes: what fills up the window in which it begins, whole windows, and the rest.
+Most of a shard travels at the same offset of consecutive windows. So a shard takes three runs at most, however many
+messages it needs: one fills up the window in which the shard begins, one fills whole windows, one has the rest.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import NamedTuple
 from mcore_bridge.weights.plan.alignment import aligned
 
 HEADER = 1024
-"""Bytes at the beginning of each window, in which its sender says how it is."""
+"""Bytes at the beginning of each window for the state of its sender."""
 
 
 class SendRange(NamedTuple):
-    """What a rank sends at a stretch: of a shard of an entry, so many rows from the first on."""
+    """Consecutive rows of one shard that a rank sends: ``rows`` rows from row ``first`` on."""
 
     entry: int
     shard: int
@@ -28,7 +28,7 @@ class SendRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WindowSlice:
-    """Rows ``first`` to ``first + count`` of a shard of an entry, in its sender's window from byte ``start`` on."""
+    """Rows ``first`` to ``first + count`` of a shard, in its sender's window from byte ``start`` on."""
 
     entry: int
     shard: int
@@ -39,7 +39,7 @@ class WindowSlice:
 
 
 class WindowRun(NamedTuple):
-    """Pieces of one shard, one behind the other: ``rows`` rows in each of ``times`` messages from ``message`` on."""
+    """Consecutive slices of one shard: ``rows`` rows in each of ``times`` messages, from ``message`` on."""
 
     entry: int
     shard: int
@@ -61,12 +61,12 @@ Streams = tuple[tuple[WindowRun, ...], ...]
 def cut(
     streams: Sequence[Sequence[SendRange]], row_bytes: Sequence[int], windows: Sequence[int], *, first: int = 0
 ) -> Streams:
-    """Streams, cut into messages: at the end of a row, where the window is full.
+    """Cut streams into messages: at the end of a row, when the window is full.
 
     Args:
-        streams: of each rank.
-        row_bytes: of each entry.
-        windows: bytes of each rank's window, its header included; more where one row takes more.
+        streams: what each rank sends.
+        row_bytes: bytes of a row of each entry.
+        windows: bytes of each rank's window, its header included. A window is larger if one row takes more.
         first: the number of the first message.
     """
     pairs = zip(streams, windows, strict=True)
@@ -74,12 +74,12 @@ def cut(
 
 
 def num_messages(streams: Streams) -> int:
-    """Messages that streams take, one at least."""
+    """The number of messages that streams take, at least one."""
     return 1 + max((stream[-1].last() for stream in streams if stream), default=0)
 
 
 def widths(stream: Sequence[WindowRun], row_bytes: Sequence[int], count: int) -> tuple[int, int]:
-    """Bytes that a rank's window takes: in any but the last of ``count`` messages, and in the last."""
+    """Bytes of a rank's window: in all but the last of ``count`` messages, and in the last."""
     width, last_width = HEADER, HEADER
     for run in stream:
         end = aligned(run.start + run.rows * row_bytes[run.entry])
@@ -108,7 +108,7 @@ def _runs(stream: Sequence[SendRange], row_bytes: Sequence[int], window: int, me
 
 
 def pieces(stream: Sequence[WindowRun], sender: int, number: int) -> Iterator[WindowSlice]:
-    """The pieces of one message in a stream."""
+    """Yield what a stream has in the window of message ``number``."""
     for index in range(bisect_left(stream, number, key=WindowRun.last), len(stream)):
         entry, shard, first, count, start, message, _ = stream[index]
         if message > number:

@@ -1,4 +1,4 @@
-"""Who gets what of an export: each rank says for itself. Everything, nothing, or what a rank of an engine holds."""
+"""Targets: what a rank gets in an export. Each rank chooses everything, nothing, or what a rank of an engine holds."""
 
 from __future__ import annotations
 
@@ -11,33 +11,39 @@ from mcore_bridge.errors import TargetError
 from mcore_bridge.rules.mapping import matches
 
 VOCAB_MULTIPLE = 64
-"""To what vLLM and SGLang pad vocabularies before they cut them."""
+"""vLLM and SGLang pad vocabularies to a multiple of this before they cut them."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRank:
     """One rank of a rollout engine, which holds slices of HF tensors.
 
-    What the engine cuts is what megatron-core cuts at the same sizes, in whole heads: with more ranks than KV heads,
-    several ranks hold the same ones. Tensors have HF's names and orientation, and nothing is padded.
+    An engine cuts what megatron-core cuts at the same sizes, and only between heads. With more ranks than KV heads,
+    several ranks hold the same KV head. Tensors have HF's names and orientation, and nothing is padded.
 
     Args:
-        tp, tp_rank: tensor parallelism, and this rank's place in it.
-        pp, pp_rank: pipeline parallelism. The first stage has the embedding, the last one the final norm, the head, MTP
-            layers, and the embedding again if the head is tied to it.
-        ep, ep_rank: expert parallelism. Each rank has whole experts, neighbours; the first ranks one more if need be.
-        etp, etp_rank: tensor parallelism of routed experts. None is that of all else with ``ep=1``, and otherwise none.
-        layers: decoder layers of each stage. None is as vLLM deals them: evenly, and what is left over to the last of
-            those stages that have no head.
-        local_names: number decoder layers from 0 in each stage. Experts in one tensor for all of a layer always count
-            from the first that this rank has.
+        tp, tp_rank: size of tensor parallelism, and this rank in it.
+        pp, pp_rank: pipeline parallelism. The first stage has the embedding. The last one has the final norm, the head,
+            MTP layers, and the embedding again if the head is tied to it.
+        ep, ep_rank: expert parallelism. Each rank has whole, consecutive experts; if there is a remainder, the first
+            ranks have one more.
+        etp, etp_rank: tensor parallelism of routed experts. By default it is that of all else with ``ep=1``, and
+            otherwise 1.
+        layers: decoder layers of each stage. By default as in vLLM: evenly, with the remainder on the last stages
+            before that of the head.
+        local_names: number decoder layers from 0 in each stage. Where one tensor has all experts of a layer, experts
+            always count from the first that this rank has.
         whole: ``fnmatch`` patterns of the names of HF tensors that the engine does not cut.
-        vocab_multiple: to what the engine pads vocabularies before it cuts them.
-        cuts: ``(pattern, size, rank)`` for HF tensors that the engine cuts otherwise, named as in ``whole``; the first
-            that matches counts. Engines with data parallel attention do so.
+        vocab_multiple: the engine pads vocabularies to a multiple of this before it cuts them.
+        cuts: ``(pattern, size, rank)`` for HF tensors that the engine cuts differently, with patterns as in ``whole``;
+            the first match counts. Engines with data parallel attention need it.
 
     Raises:
-        TargetError: when these do not fit each other.
+        TargetError: when the arguments contradict each other.
+
+    Example:
+        >>> EngineRank(tp=4, tp_rank=1).padded(vocab_size=1000, tp=4)
+        1024
     """
 
     tp: int = 1
@@ -70,26 +76,26 @@ class EngineRank:
 
     @property
     def experts_cut(self) -> tuple[int, int]:
-        """Size of, and place in, the tensor parallelism of routed experts."""
+        """Size of the tensor parallelism of routed experts, and this rank in it."""
         if self.etp is None:
             return (self.tp, self.tp_rank) if self.ep == 1 else (1, 0)
         return self.etp, self.tp_rank % self.etp if self.etp_rank is None else self.etp_rank
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether the embedding is here."""
+        """Whether this stage has the embedding."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether the head is here."""
+        """Whether this stage has the head."""
         return self.pp_rank == self.pp - 1
 
     def stage(self, num_layers: int) -> range:
         """The global numbers of the decoder layers of this stage.
 
         Raises:
-            TargetError: when ``layers`` are others.
+            TargetError: when ``layers`` do not add up to ``num_layers``.
         """
         counts = self.layers or _evenly(num_layers, self.pp)
         if sum(counts) != num_layers:
@@ -99,9 +105,9 @@ class EngineRank:
 
     def experts(self, num_experts: int) -> range:
         """The global numbers of the routed experts of this rank."""
-        each, more = divmod(num_experts, self.ep)
-        first = self.ep_rank * each + min(self.ep_rank, more)
-        return range(first, first + each + (self.ep_rank < more))
+        quotient, remainder = divmod(num_experts, self.ep)
+        first = self.ep_rank * quotient + min(self.ep_rank, remainder)
+        return range(first, first + quotient + (self.ep_rank < remainder))
 
     def padded(self, vocab_size: int, tp: int) -> int:
         """Rows of the vocabulary as the engine cuts it among ``tp`` ranks."""
@@ -109,19 +115,24 @@ class EngineRank:
         return -(-vocab_size // multiple) * multiple
 
     def cut(self, hf: str, *, routed: bool) -> tuple[int, int]:
-        """Among how many ranks the engine cuts this HF tensor, and this rank's place; ``routed`` is of an expert."""
+        """The number of ranks among which the engine cuts an HF tensor, and this rank among them.
+
+        Args:
+            hf: its name.
+            routed: whether it belongs to a routed expert.
+        """
         if self.is_whole(hf):
             return 1, 0
-        found = (each[1:] for each in self.cuts if matches(hf, each[:1]))
-        return next(found, self.experts_cut if routed else (self.tp, self.tp_rank))
+        special = ((size, rank) for pattern, size, rank in self.cuts if matches(hf, (pattern,)))
+        return next(special, self.experts_cut if routed else (self.tp, self.tp_rank))
 
     def is_whole(self, hf: str) -> bool:
-        """Whether the engine does not cut this HF tensor."""
+        """Whether the engine leaves this HF tensor whole."""
         return matches(hf, self.whole)
 
 
 Target = Literal["everything", "nothing"] | EngineRank
-"""What this rank gets: every HF tensor whole; none, so that it only sends; or what a rank of an engine holds."""
+"""What a rank gets: every HF tensor whole; nothing, so that it only sends; or what a rank of an engine holds."""
 
 
 def engine_ranks(
@@ -136,16 +147,19 @@ def engine_ranks(
 ) -> tuple[EngineRank, ...]:
     """All ranks of an engine in the order of vLLM and SGLang: tensor parallelism innermost, then pipeline stages.
 
-    With ``ep`` the ranks of a stage have whole experts each; if ``ep`` is below ``tp``, neighbours have the same ones
-    and cut them among themselves, as in SGLang.
-
-    >>> mb.iter_hf_weights(models, target=mb.engine_ranks(tp=4)[rank % 4])
+    With ``ep``, each rank of a stage has whole experts. If ``ep`` is below ``tp``, neighbouring ranks have the same
+    experts and cut them among themselves, as in SGLang.
 
     Args:
         tp, pp, ep, layers, local_names, whole, vocab_multiple: as for ``EngineRank``.
 
     Raises:
-        TargetError: when these do not fit each other.
+        TargetError: when the arguments contradict each other.
+
+    Example:
+        >>> [target.tp_rank for target in engine_ranks(tp=4)]
+        [0, 1, 2, 3]
+        >>> mb.iter_hf_weights(models, target=mb.engine_ranks(tp=4)[rank % 4])  # doctest: +SKIP
     """
     _check_sizes(tp=tp, pp=pp, ep=ep)
     if tp % ep:
@@ -174,6 +188,6 @@ def _check_sizes(**sizes: int) -> None:
 
 
 def _evenly(num_layers: int, stages: int) -> tuple[int, ...]:
-    """As vLLM's ``get_pp_indices``: the last stage has the head, so that it gets none of what is left over."""
-    each, more = divmod(num_layers, stages)
-    return tuple(each + (stages - 1 - more <= stage < stages - 1) for stage in range(stages))
+    """Layers of each stage, as in vLLM's ``get_pp_indices``. The last stage has the head, and no remainder."""
+    quotient, remainder = divmod(num_layers, stages)
+    return tuple(quotient + (stages - 1 - remainder <= stage < stages - 1) for stage in range(stages))

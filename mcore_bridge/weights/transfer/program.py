@@ -70,8 +70,8 @@ class Program:
         own, ranks = self._rank, range(len(self.plan.streams))
         if self.is_gather:
             return self.plan.checksum() * (len(ranks) * (own == 0) - 1)
-        sent = sum(plan.lane_checksum(own, receiver) for receiver, plan in enumerate(self._plans))
-        return sent - sum(self.plan.lane_checksum(sender, own) for sender in ranks)
+        sent = sum(plan.stream_checksum(own, receiver) for receiver, plan in enumerate(self._plans))
+        return sent - sum(self.plan.stream_checksum(sender, own) for sender in ranks)
 
     def received(self, number: int) -> tuple[int, ...]:
         """Bytes of each rank's window of a message, as they arrive here."""
@@ -173,7 +173,7 @@ class Program:
     def _unpack(self, piece: WindowSlice, window: int, outputs: dict[int, list[ByteCopy]]) -> None:
         """Add the moves of a piece to those of the outputs that it is a part of."""
         behind = len(self.names)
-        entry, places = self.plan.payload.entries[piece.entry], self.plan.payload.places[piece.entry]
+        entry, places = self.plan.payload.entries[piece.entry], self.plan.payload.destinations[piece.entry]
         is_own = piece.sender == self._rank
         source, start = (self._number(entry), 0) if is_own else (behind + WINDOWS, window + piece.start)
         for part, moves in enumerate(self._moves(entry, piece, "held" if is_own else "sent", "part")):
