@@ -148,7 +148,7 @@ def test_headers_of_many_ranks_are_few_moves() -> None:
     program = Program([plan], 100)
     headers = len(program.names) + HEADERS
     for message in plan.messages:
-        moves = [ByteCopy(*row) for row in program.step(message.number, None).moves.table.tolist()]
+        moves = [ByteCopy(*row) for row in program.step(message.number, None).copies.table.tolist()]
         found = [move for move in moves if move.target == headers]
         ranks = [move.target_start // HEADER + row for move in found for row in range(move.rows)]
         assert ranks == [*range(100), *range(101, 256)]

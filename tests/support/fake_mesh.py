@@ -89,7 +89,7 @@ def export_to(
             own = torch.empty(sum(program.sent(number)), dtype=torch.uint8)
             header = torch.full((HEADER,), rank, dtype=torch.uint8)
             step = program.step(None, number)
-            step.moves.run(staying[rank], Buffers([NOTHING, header, NOTHING, own]), CPU)
+            step.copies.run(staying[rank], Buffers([NOTHING, header, NOTHING, own]), CPU)
             sent[rank:] = [own.split(list(program.sent(number)))]
             travelled += sum(program.sent(number))
         for rank, program in enumerate(programs):
@@ -101,7 +101,7 @@ def export_to(
                 open_.setdefault(i, torch.full(outputs[i].shape, float("nan"), dtype=outputs[i].dtype))
             headers = torch.full((len(held), HEADER), rank, dtype=torch.uint8)
             passing = Buffers([windows, NOTHING, headers, NOTHING, *(open_[i] for i in step.outputs)])
-            step.moves.run(staying[rank], passing, CPU)
+            step.copies.run(staying[rank], passing, CPU)
             assert (headers == torch.arange(len(held))[:, None]).all()
             for i in program.plan.messages[number].done:
                 tensor = open_.pop(i) if i in open_ else torch.empty(outputs[i].shape, dtype=outputs[i].dtype)
@@ -126,7 +126,7 @@ def export(held: Sequence[Any], *, bucket_bytes: int = 1 << 16) -> dict[str, Ten
             own = windows.split(message.widths)[rank]
             header = torch.full((HEADER,), rank, dtype=torch.uint8)
             step = programs[rank].step(None, number)
-            step.moves.run(staying[rank], Buffers([NOTHING, header, NOTHING, own]), CPU)
+            step.copies.run(staying[rank], Buffers([NOTHING, header, NOTHING, own]), CPU)
         for rank in [0, number % len(held)]:  # others would do the same
             step = programs[rank].step(number, None)
             for i in step.outputs:
@@ -134,7 +134,7 @@ def export(held: Sequence[Any], *, bucket_bytes: int = 1 << 16) -> dict[str, Ten
                 outputs.setdefault(i, torch.full(shape, float("nan"), dtype=dtype))
             headers = torch.full((len(held), HEADER), rank, dtype=torch.uint8)
             passing = Buffers([windows, NOTHING, headers, NOTHING, *(outputs[i] for i in step.outputs)])
-            step.moves.run(staying[rank], passing, CPU)
+            step.copies.run(staying[rank], passing, CPU)
             assert (headers == torch.arange(len(held))[:, None]).all()
         for i in message.done:
             for name in (plan.payload.outputs[i].name, *plan.payload.outputs[i].copies):

@@ -94,7 +94,7 @@ def export_in_two_sizes(model, dims):
         counted = footprint.peak_bytes(plan)
     rooms = [message.room for message in plan.messages]
     largest = max(output.num_bytes for output in plan.payload.outputs)
-    return rooms, counted, largest, most, max(footprint._for_messages(rooms, number) for number in range(len(rooms)))
+    return rooms, counted, largest, most, max(footprint._message_bytes(rooms, number) for number in range(len(rooms)))
 
 
 @pytest.mark.parametrize(("model", "dims"), CASES, ids=str)

@@ -127,7 +127,7 @@ def planned(model: str, mesh: str, engine: str, megabytes: float | None) -> tupl
     programs = [Program(plan, rank) for plan, rank in zip(plans, ranks, strict=True)]
     own = [program.plan for program in programs]
     numbers = range(len(own[0].messages))
-    moves = sum(len(programs[0].step(number, number).moves.table) for number in numbers)
+    moves = sum(len(programs[0].step(number, number).copies.table) for number in numbers)
     number = hash(tuple(plan.checksum() for plan in own)) % (1 << 32)
     return len(numbers), max(map(peak_bytes, own)), moves, number
 

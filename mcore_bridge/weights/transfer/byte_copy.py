@@ -1,7 +1,7 @@
-"""One copy of bytes between two buffers, as data.
+"""One strided copy of bytes between two buffers, as data.
 
-A move copies ``rows`` times ``cols`` elements of ``item`` bytes; in either buffer it begins at a byte, and its rows and
-columns lie so many bytes apart. Every copy that a layout needs is one move or a few.
+It copies ``rows`` times ``cols`` elements of ``item`` bytes. In both buffers it begins at some byte, and its rows and
+columns have some distance in bytes. Every copy that a layout needs is one of these, or a few.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-WIDEST = 16  # bytes that a thread of a GPU moves at once
+WIDEST = 16  # bytes that a thread of a GPU copies at once
 Table = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 
 class ByteCopy(NamedTuple):
-    """From buffer number ``source`` to buffer number ``target``; all but ``rows`` and ``cols`` are bytes."""
+    """A copy from buffer ``source`` to buffer ``target``. Starts, items and distances are bytes."""
 
     source: int
     source_start: int
@@ -34,7 +34,7 @@ class ByteCopy(NamedTuple):
         return self.rows * self.cols * self.item
 
     def is_dense(self) -> bool:
-        """Whether elements lie one behind the other, on both sides and in the same order."""
+        """Whether all elements are contiguous in both buffers, in the same order."""
         row = self.cols * self.item
         in_rows = self.rows == 1 or (self.source_row, self.target_row) == (row, row)
         return in_rows and (self.source_col, self.target_col) == (self.item, self.item)

@@ -1,7 +1,7 @@
-"""The one module that communicates: agree on a flag, exchange descriptions, gather windows of bytes.
+"""Collectives of exports, loads and saves: agree on a flag, exchange descriptions, gather windows of bytes.
 
-Every window carries a header with its sender's state, so that a rank that failed or stopped consuming tells the others
-without a collective of its own, and nobody is left waiting.
+Every window carries a header with the state of its sender. So a rank that fails or stops consuming tells the others
+without a collective of its own, and no rank waits in vain.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MODULUS = 1 << 40
-"""Of numbers that are added up: those of millions of ranks are an int64."""
+"""Modulus of numbers that are added up, so that the sum over millions of ranks fits an int64."""
 
 
 class State(IntEnum):
-    """What a rank says with each window: it takes what it gets, it only sends for the others, or it failed.
+    """The state of a rank, the first byte of each header: it consumes, it only sends, or it has failed.
 
-    Behind it in the header, a message in UTF-8 is padded with zeros.
+    The rest of the header is a message in UTF-8, padded with zeros.
     """
 
     CONSUMING = 0
@@ -39,16 +39,15 @@ class State(IntEnum):
 
 
 class Windows:
-    """One message on its way: this rank's windows, and room for those of all ranks of a group.
+    """One message in flight: this rank's windows, and memory for the windows of all ranks of a group.
 
-    Windows that were sent arrive behind the back of the caller, and have arrived for all that is enqueued on the
-    current stream after ``wait``.
+    Windows travel asynchronously. What is enqueued on the current stream after ``wait`` sees them.
 
     Args:
-        number: of the message.
+        number: the number of the message.
         received: bytes of the window of each rank.
-        sent: bytes of this rank's window for each of them; of one alone, if that one is for all.
-        lineup: where the windows received lie.
+        sent: bytes of this rank's window for each rank; one number if one window is for all.
+        lineup: where the received windows lie.
     """
 
     def __init__(
@@ -58,22 +57,22 @@ class Windows:
         self._columns = lineup.columns
         self.number = number
         self.headers = memory.headers
-        """Where the headers of all windows are to be copied, for ``states``: uint8 [ranks, HEADER], on the host."""
+        """Destination of the headers of all windows, which ``states`` reads: uint8 [ranks, HEADER], on the host."""
         start = lineup.starts[group.rank]
         self.all = memory.all[: sum(received)]
         """The windows of all ranks, lined up."""
         self.own = memory.own[: sum(sent)] if len(sent) > 1 else self.all[start : start + sent[0]]
-        """This rank's windows: among those of all ranks, where one is for all of them."""
+        """This rank's windows. If one window is for all ranks, it lies among those of all ranks."""
         self._own_state = State.CONSUMING, ""
         self._works: list[Any] = []
 
-    def lies_upon(self, other: Windows) -> bool:
-        """Whether this rank's windows are where another message has those of other ranks."""
+    def overlaps(self, other: Windows) -> bool:
+        """Whether this rank's windows lie where another message has the windows of other ranks."""
         return len(self._sent) == 1 and self._received != other._received
 
     @naming_lost_ranks("sending windows of weights")
     def send(self) -> None:
-        """Send this rank's windows, and begin to receive everybody's."""
+        """Send this rank's windows, and begin to receive those of all ranks."""
         group = self._group
         if len(self._sent) > 1:
             sizes = [*self._received], [*self._sent]
@@ -84,30 +83,30 @@ class Windows:
     @naming_lost_ranks("receiving windows of weights")
     def wait(self) -> None:
         """Make the current stream wait for all windows."""
-        while self._works:  # which hold on to the memory
+        while self._works:  # a work keeps its memory alive
             self._works.pop().wait()
 
     def leave(self) -> None:
-        """Let go of the memory, when all that was in the windows is unpacked."""
+        """Free the memory, after all windows are unpacked."""
         self.all = self.own = self._memory.all = self._memory.own = self.all.new_empty(0)
 
     def mark(self) -> None:
-        """What is enqueued by now is what ``states`` waits for."""
+        """Have ``states`` wait for all that is enqueued by now."""
         if self._memory.arrived is not None:
             self._memory.arrived.record()
 
     def stamped(self, state: State, message: str = "") -> Tensor:
-        """What to write into this rank's header, so that others learn its state."""
+        """The header that tells other ranks the state of this rank."""
         self._own_state = state, message
         return self._group.header(state, message)
 
-    def said(self) -> tuple[bool, list[str]]:
-        """Whether all ranks only send, and what each rank that failed says of it, as it stands in ``headers``."""
+    def states(self) -> tuple[bool, list[str]]:
+        """Whether all ranks only send, and the message of each rank that has failed, read from ``headers``."""
         if self._memory.arrived is not None:
             self._memory.arrived.synchronize()
         headers, own = self.headers.numpy(), self._group.rank
         states = bytearray(headers[:, 0].tobytes())  # of thousands of ranks, with each message
-        states[own], message = self._own_state  # as it was stamped: its row may be written by now
+        states[own], message = self._own_state  # its row may already be that of the next message
         failures = [""] * len(states)
         if State(max(states)) is State.FAILED:
             for rank in (rank for rank, state in enumerate(states) if state == State.FAILED):
@@ -120,14 +119,14 @@ def _message(header: bytes) -> str:
 
 
 def _gather(group: dist.ProcessGroup | None, whole: Tensor, own: Tensor, widths: Sequence[int]) -> list[Any]:
-    """Begin to gather windows, one behind the other in ``whole``, where this rank's ``own`` lies at its place."""
+    """Begin to gather windows, one behind the other in ``whole``; this rank's ``own`` is a part of it."""
     if len({*widths}) == 1:
         return [dist.all_gather_into_tensor(whole, own, group=group, async_op=True)]
     windows = whole.split([*widths])
     if whole.is_cuda:
         return [dist.all_gather([*windows], own, group=group, async_op=True)]
-    pairs = zip(dist.get_process_group_ranks(group), windows, strict=True)  # gloo gathers what is alike alone
-    return [dist.broadcast(each, rank, group=group, async_op=True) for rank, each in pairs]
+    pairs = zip(dist.get_process_group_ranks(group), windows, strict=True)  # gloo gathers only equal sizes
+    return [dist.broadcast(window, rank, group=group, async_op=True) for rank, window in pairs]
 
 
 def _wait(works: Iterable[Any]) -> None:
@@ -136,7 +135,7 @@ def _wait(works: Iterable[Any]) -> None:
 
 
 class Memory:
-    """What messages take, one after the other: so many bytes received, and sent if not from among them."""
+    """Memory for one message at a time: for the windows received, and for those sent if they lie elsewhere."""
 
     def __init__(self, group: Group, received: int, sent: int) -> None:
         on_gpu = group.device.type == "cuda"
@@ -148,7 +147,7 @@ class Memory:
 
 
 class Group:
-    """A process group with the things that an export does in it. Ranks are ranks of the group."""
+    """A process group, with the collectives of an export. Ranks are ranks of the group."""
 
     def __init__(
         self,
@@ -157,13 +156,19 @@ class Group:
         column: dist.ProcessGroup | None = None,
         stage: dist.ProcessGroup | None = None,
     ) -> None:
-        """Wrap a group; of one of many pipeline stages, also its ranks at this rank's place, and those of its stage."""
+        """Wrap a group.
+
+        Args:
+            group: None is the world.
+            column: if the group has many pipeline stages, the ranks with this rank's place in each stage.
+            stage: the ranks of this rank's stage.
+        """
         note_process()
         self.group = group if group is not None else dist.group.WORLD
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
         self.members = dist.get_process_group_ranks(self.group)
-        """Their ranks in the world."""
+        """The ranks of the members in the world."""
         self.device = self._device()
         self._grid = (column, stage) if column and stage and self._are_grid(column, stage) else None
         self._stream = torch.cuda.Stream() if self._grid and self.device.type == "cuda" else None
@@ -178,8 +183,8 @@ class Group:
     def of_replica(cls, groups: ProcessGroupCollection) -> Group:
         """The smallest group with a whole model: dense parameters lie within ``mp``, experts within ``tp_ep_pp``.
 
-        Decided by sizes, which all ranks have in common: where neither divides the other, some ranks of the one group
-        would be all within the other and some not, and only the world is the same for all of them.
+        Sizes decide, because all ranks know them. If neither size divides the other, one group is within the other on
+        some ranks and not on all. Then only the world is the same group for all ranks.
         """
         dense, experts = groups.mp.size(), groups.tp_ep_pp.size()
         if dense % experts == 0:
@@ -190,18 +195,18 @@ class Group:
 
     @classmethod
     def across_replicas(cls, groups: ProcessGroupCollection) -> Group:
-        """The ranks at this one's place in all replicas, as ``of_replica`` has them."""
+        """The ranks that have this rank's place in each replica, for replicas as in ``of_replica``."""
         dense, experts = groups.mp.size(), groups.tp_ep_pp.size()
         if dense % experts == 0:
             return cls(groups.dp_cp)
         return cls(groups.expt_dp if experts % dense == 0 else None)
 
     def _are_grid(self, column: dist.ProcessGroup, stage: dist.ProcessGroup) -> bool:
-        """Whether there are many ranks, stage by stage, each as many as ``stage``, through which ``column`` leads."""
+        """Whether the group has many ranks, ordered by stages of one size, and ``column`` is a rank of each stage."""
         if min(column.size(), stage.size()) == 1 or not self.size == column.size() * stage.size() > FLAT:
             return False
         row, place = divmod(self.rank, stage.size())
-        in_column, in_stage = (dist.get_process_group_ranks(each) for each in (column, stage))
+        in_column, in_stage = map(dist.get_process_group_ranks, (column, stage))
         return (
             self.members[place :: stage.size()] == in_column
             and self.members[row * stage.size() :][: stage.size()] == in_stage
@@ -209,14 +214,14 @@ class Group:
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages by which windows that are not alike travel in two steps; 1 is in one step."""
+        """Pipeline stages by which windows of different widths travel in two steps; 1 means one step."""
         return self._grid[0].size() if self._grid else 1
 
     def gather_windows(self, whole: Tensor, own: Tensor, widths: Sequence[int], columns: Sequence[int]) -> list[Any]:
         """Begin to gather windows, which lie in ``whole`` one behind the other, or column by column.
 
-        Those of columns first go to this rank's column, and then with all others of that to its stage. On a GPU, what
-        several communicators do is enqueued on a stream of its own, one after the other.
+        Windows in columns first go to this rank's column. Then the whole column goes to this rank's stage. On a GPU,
+        the collectives of several groups are enqueued on a stream of their own, one after the other.
         """
         if self._grid is None:
             return _gather(self.group, whole, own, widths)
@@ -235,7 +240,7 @@ class Group:
 
     @contextmanager
     def _beside_current(self) -> Iterator[None]:
-        """On a stream of its own, behind what is enqueued on the current one by now."""
+        """Run the block on a stream of its own, after what is enqueued on the current stream by now."""
         if self._stream is None:
             yield
             return
@@ -244,47 +249,47 @@ class Group:
             yield
 
     def all_true(self, is_well: bool) -> bool:
-        """Whether it is so on every rank: the small collective with which an export begins and ends."""
+        """Whether a flag is set on every rank. An export begins and ends with this small collective."""
         return not self._most([not is_well])[0]
 
     def first_in_common(self, fits: Sequence[bool], count: int, version: int) -> int | None:
-        """The first of ``count`` places that fits on every rank; None where none does, or versions differ."""
+        """The first of ``count`` indices that fits on every rank; None if none does, or if versions differ."""
         misfits = [*(int(not fit) for fit in fits), *[1] * (count - len(fits))]
         *misfits, largest, negated = self._most([*misfits, version, -version])
         return misfits.index(0) if 0 in misfits and largest == -negated else None
 
     def _most(self, numbers: Sequence[int]) -> list[int]:
-        """The largest that any rank has of each number."""
-        return self._together(numbers, dist.ReduceOp.MAX)
+        """The maximum over all ranks of each number."""
+        return self._reduced(numbers, dist.ReduceOp.MAX)
 
     @naming_lost_ranks("agreeing with other ranks")
-    def _together(self, numbers: Sequence[int], operation: dist.ReduceOp.RedOpType) -> list[int]:
-        """What becomes of each number and those that other ranks have in its place."""
+    def _reduced(self, numbers: Sequence[int], operation: dist.ReduceOp.RedOpType) -> list[int]:
+        """Each number, reduced over all ranks."""
         if self.size == 1:
             return list(map(int, numbers))
         with self._beside_current():
-            found = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-            dist.all_reduce(found, operation, group=self.group)
-            return [int(number) for number in found.tolist()]
+            reduced = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+            dist.all_reduce(reduced, operation, group=self.group)
+            return [int(number) for number in reduced.tolist()]
 
     def max(self, number: int) -> int:
-        """The largest of the numbers that the ranks have."""
+        """The maximum of the numbers of all ranks."""
         return self._most([number])[0]
 
     def sums_to_zero(self, number: int) -> bool:
-        """Whether the numbers that the ranks have are 0 together, but for multiples of ``MODULUS``."""
-        return self._together([number % MODULUS], dist.ReduceOp.SUM)[0] % MODULUS == 0
+        """Whether the numbers of all ranks add up to a multiple of ``MODULUS``."""
+        return self._reduced([number % MODULUS], dist.ReduceOp.SUM)[0] % MODULUS == 0
 
     @naming_lost_ranks("gathering a tensor")
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensor of every rank; all are of one shape and dtype, and new ones."""
-        found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in self.members]
-        dist.all_gather(found, tensor.contiguous(), group=self.group)
-        return found
+        """The tensors of all ranks, as new tensors. All ranks pass one shape and dtype."""
+        gathered = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in self.members]
+        dist.all_gather(gathered, tensor.contiguous(), group=self.group)
+        return gathered
 
-    @naming_lost_ranks("spreading a tensor")
+    @naming_lost_ranks("broadcasting a tensor")
     def broadcast(self, tensor: Tensor, rank: int) -> None:
-        """Overwrite the tensor of every rank with that of one of them."""
+        """Overwrite the tensor of every rank with that of ``rank``."""
         dist.broadcast(tensor, self.members[rank], group=self.group)
 
     @naming_lost_ranks("exchanging descriptions with other ranks")
@@ -297,8 +302,8 @@ class Group:
         return values  # type: ignore[return-value]  # filled by the call
 
     def header(self, state: State, message: str = "") -> Tensor:
-        """How a state and a message travel."""
-        if (state, message) not in self._headers:  # nearly always the first state, which need not cross to a GPU twice
+        """The header for a state and a message: uint8 [HEADER]."""
+        if (state, message) not in self._headers:  # nearly always CONSUMING, which need not go to a GPU twice
             text = message.encode()[: HEADER - 1]
             header = torch.frombuffer(bytearray([state, *text.ljust(HEADER - 1, b"\0")]), dtype=torch.uint8)
             self._headers[state, message] = header.to(self.device)

@@ -1,4 +1,4 @@
-"""Moves of bytes between buffers: on a GPU all at once by one kernel, elsewhere one after the other."""
+"""Runs copies of bytes between buffers: on a GPU all at once by one kernel, elsewhere one after the other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Addresses = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 class Buffers:
-    """Contiguous tensors that moves count from the first byte of, and what a kernel needs to know of them."""
+    """Contiguous tensors between which bytes are copied, with what a kernel needs to know of them."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
@@ -31,11 +31,11 @@ class Buffers:
 
     @cached_property
     def addresses(self) -> Addresses:
-        """Where they begin."""
+        """The addresses of the tensors."""
         return np.array([tensor.data_ptr() for tensor in self.tensors], dtype=np.int64)
 
     def addresses_on(self, device: torch.device) -> Tensor:
-        """The same as a tensor on a GPU, sent there once: int64 [buffers]."""
+        """The addresses as a tensor on a GPU, int64 [buffers]. It is sent there once."""
         if device not in self._on_device:
             pinned = torch.empty(len(self.tensors), dtype=torch.int64, pin_memory=True)
             pinned.numpy()[:] = self.addresses
@@ -44,40 +44,40 @@ class Buffers:
 
     @cached_property
     def is_aligned(self) -> bool:
-        """Whether all begin where the widest words can."""
+        """Whether all tensors begin at a multiple of ``WIDEST``."""
         return not (self.addresses % WIDEST).any()
 
     @cached_property
     def on_gpu(self) -> bool:
-        """Whether a kernel reaches all of them: they are on a GPU, or pinned on the host."""
+        """Whether a kernel reaches all tensors: each is on a GPU, or pinned on the host."""
         return all(tensor.is_cuda or tensor.is_pinned() for tensor in self.tensors)
 
 
 class CopyTable:
-    """A table of moves that write to different places, and what was worked out to make them."""
+    """Copies that write to different bytes, as a table, and what a kernel needs to run them."""
 
-    def __init__(self, moves: Iterable[ByteCopy]) -> None:
-        self.table: Table = np.array([*moves], dtype=np.int64).reshape(-1, len(ByteCopy._fields))
+    def __init__(self, copies: Iterable[ByteCopy]) -> None:
+        self.table: Table = np.array([*copies], dtype=np.int64).reshape(-1, len(ByteCopy._fields))
         self._launches: dict[bool, tuple[Launch, ...]] = {}
 
     def run(self, staying: Buffers, passing: Buffers, device: torch.device) -> None:
-        """Copy on the current stream of ``device``, without waiting, and in any order.
+        """Run all copies on the current stream of ``device``, in any order, without waiting for them.
 
-        No move may read what another one writes.
+        No copy may read what another one writes.
 
         Args:
-            staying: the buffers that moves count first, which many tables share: anywhere, and of any address.
-            passing: those that they count on with, on ``device`` or pinned; they begin where the widest words can.
-            device: where most of them are.
+            staying: the first buffers by number, which many tables share. They may be anywhere and begin anywhere.
+            passing: the buffers that follow, on ``device`` or pinned. They begin at multiples of ``WIDEST``.
+            device: where most of the buffers are.
         """
         if device.type == "cuda" and _has_triton() and staying.on_gpu:
             self._launch(staying, passing, device)
             return
         tensors = [*staying.tensors, *passing.tensors]
         for row in self.table.tolist():
-            move = ByteCopy(*row)
-            source = _words(tensors[move.source], move, (move.source_start, move.source_row, move.source_col))
-            target = _words(tensors[move.target], move, (move.target_start, move.target_row, move.target_col))
+            copy = ByteCopy(*row)
+            source = _words(tensors[copy.source], copy, (copy.source_start, copy.source_row, copy.source_col))
+            target = _words(tensors[copy.target], copy, (copy.target_start, copy.target_row, copy.target_col))
             target.copy_(source)
 
     def _launch(self, staying: Buffers, passing: Buffers, device: torch.device) -> None:
@@ -88,20 +88,24 @@ class CopyTable:
         launch(self._launches[staying.is_aligned], staying.addresses_on(device), passing.addresses_on(device))
 
 
-def _words(buffer: Tensor, move: ByteCopy, place: tuple[int, int, int]) -> Tensor:
-    """The elements of a move in a buffer, as whole numbers, which every copy keeps bit for bit."""
-    start, row, col = (num_bytes // move.item for num_bytes in place)
-    flat = buffer.detach().view(-1).view(_WORDS[move.item])
-    return flat.as_strided((move.rows, move.cols), (row, col), flat.storage_offset() + start)
+def _words(buffer: Tensor, copy: ByteCopy, strides: tuple[int, int, int]) -> Tensor:
+    """The elements of a copy in one buffer, as integers: torch copies these bit for bit.
+
+    Args:
+        strides: bytes of the start, of a row and of a column.
+    """
+    start, row, col = (num_bytes // copy.item for num_bytes in strides)
+    flat = buffer.detach().view(-1).view(_WORDS[copy.item])
+    return flat.as_strided((copy.rows, copy.cols), (row, col), flat.storage_offset() + start)
 
 
 @contextmanager
 def compiling(device: torch.device) -> Iterator[None]:
-    """Compile the kernel while the block runs, where moves on ``device`` are made by one: up to a second, once."""
+    """Compile the kernel while the block runs, if copies on ``device`` need it. This takes up to a second, once."""
     if device.type != "cuda" or not _has_triton():
         yield
         return
-    import mcore_bridge.weights.transfer.triton_copy  # noqa: F401  # and with it Triton, which the block may import as well
+    import mcore_bridge.weights.transfer.triton_copy  # noqa: F401  # and so Triton, before the block may import it, too
 
     index = torch.cuda.current_device() if device.index is None else device.index  # a thread has its own
     thread = Thread(target=_compile, args=(torch.device("cuda", index),))
@@ -114,12 +118,12 @@ def compiling(device: torch.device) -> Iterator[None]:
 
 @cache
 def _compile(device: torch.device) -> None:
-    """By moves of the kinds that most exports have, for which it has tiles of two shapes."""
-    with suppress(Exception), torch.cuda.device(device):  # whoever needs it is told then
+    """Compile the kernel for the copies that most exports have: these have tiles of two shapes."""
+    with suppress(Exception), torch.cuda.device(device):  # an export that needs it raises then
         for rows in (1, 128):
-            move = ByteCopy(0, 0, 1, 0, rows, WIDEST, 1, WIDEST, 1, WIDEST, 1)
-            source, target = (torch.empty(move.num_bytes(), dtype=torch.uint8, device=device) for _ in range(2))
-            CopyTable([move]).run(Buffers([source]), Buffers([target]), device)
+            copy = ByteCopy(0, 0, 1, 0, rows, WIDEST, 1, WIDEST, 1, WIDEST, 1)
+            source, target = (torch.empty(copy.num_bytes(), dtype=torch.uint8, device=device) for _ in range(2))
+            CopyTable([copy]).run(Buffers([source]), Buffers([target]), device)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The tensors at both ends of an exchange: those that a rank holds, and HF tensors in the making."""
+"""The tensors at both ends of an exchange: those that a rank holds, and HF tensors that are not complete yet."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mcore_bridge.weights.transfer.program import Program, Step
 
 
 def check_storage(tensors: Mapping[str, Tensor]) -> None:
-    """Raise ``ExportError`` where a tensor has no values to be exported."""
+    """Raise ``ExportError`` if a tensor has no values to export."""
     for name, tensor in tensors.items():
         _storage_of(name, tensor)
 
@@ -33,27 +33,29 @@ class Sources:
     """This rank's tensors, in the memory that they have when an export begins.
 
     Raises:
-        ExportError: when any has none.
+        ExportError: when any of them has no memory.
     """
 
     def __init__(self, program: Program, tensors: Mapping[str, Tensor]) -> None:
         self._names = program.names
-        found = [tensors[name] for name in self._names]
-        self._storages = [*map(_storage_of, self._names, found)]  # they stay if tensors get others
-        self._places = [storage.data_ptr() for storage in self._storages]
-        self._buffers = Buffers([tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in found])
-        self._buffers.addresses  # noqa: B018  # of now
+        own = [tensors[name] for name in self._names]
+        self._storages = [*map(_storage_of, self._names, own)]  # they stay if tensors get others
+        self._addresses = [storage.data_ptr() for storage in self._storages]
+        self._buffers = Buffers([tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in own])
+        self._buffers.addresses  # noqa: B018  # computed now, and kept
 
     def read_by(self, step: Step) -> Buffers:
-        """All of them; what a step reads must still be there."""
-        if [self._storages[number].data_ptr() for number in step.held] != [*map(self._places.__getitem__, step.held)]:
-            moved = next(number for number in step.held if self._storages[number].data_ptr() != self._places[number])
-            raise ExportError(f"{self._names[moved]} has no storage any more: it was freed or moved amid an export")
+        """All tensors, after a check that those which a step reads are where they were."""
+        pairs = ((number, self._storages[number].data_ptr() == self._addresses[number]) for number in step.held)
+        if moved := [number for number, is_there in pairs if not is_there]:
+            raise ExportError(
+                f"{self._names[moved[0]]} was freed or moved during an export; leave the model in place until it ends"
+            )
         return self._buffers
 
 
 class Outputs:
-    """HF tensors in the making."""
+    """HF tensors that are open: allocated, and not yet yielded."""
 
     def __init__(self, plan: ExportPlan, device: torch.device) -> None:
         self._outputs = plan.payload.outputs
@@ -61,7 +63,7 @@ class Outputs:
         self._open: dict[int, Tensor] = {}
 
     def opened_by(self, step: Step) -> Iterator[Tensor]:
-        """The tensors that a step writes to, new ones where it is the first that does."""
+        """The tensors that a step writes to. It allocates those to which no step has written yet."""
         for output, numbers in step.alike:
             is_new = self._open.keys().isdisjoint(numbers)
             new = numbers if is_new else [number for number in numbers if number not in self._open]
@@ -69,38 +71,41 @@ class Outputs:
         return map(self._open.__getitem__, step.outputs)
 
     def _allocated(self, output: OutputTensor, count: int) -> Sequence[Tensor]:
-        """``count`` new tensors like ``output``. On GPUs small ones share memory, as the allocator takes longer than
-        the wire; they are cut out without the memory of being parts of one tensor. To pickle one writes all of it."""
+        """``count`` new tensors like ``output``.
+
+        On GPUs small ones share an allocation, as the allocator takes longer than the transfer. They do not know that
+        they are parts of one tensor. Pickling one writes the whole allocation.
+        """
         like, num_bytes = self._like[output.dtype], output.num_bytes
         is_small = like.is_cuda and 0 < num_bytes <= SLAB and num_bytes % ALIGNMENT == 0
-        each = SLAB // num_bytes if is_small else 1
-        found: list[Tensor] = []
-        while (left := count - len(found)) > 0:
+        per_slab = SLAB // num_bytes if is_small else 1
+        tensors: list[Tensor] = []
+        while (left := count - len(tensors)) > 0:
             rows, *others = output.shape
-            slab = like.new_empty((min(left, each) * rows, *others))
-            found += slab.unsafe_split(rows) if left > 1 and each > 1 else [slab]
-        return found
+            slab = like.new_empty((min(left, per_slab) * rows, *others))
+            tensors += slab.unsafe_split(rows) if left > 1 and per_slab > 1 else [slab]
+        return tensors
 
     def lend(self, step: Step, windows: Tensor) -> None:
-        """Give out what lies whole in windows from there."""
+        """Take outputs that lie whole in ``windows`` as views of them."""
         for number, start in step.lent:
             output = self._outputs[number]
             view = windows[start : start + output.num_bytes].view(output.dtype)
             self._open[number] = view.view(output.shape)
 
     def closed(self, message: Message) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that are complete with a message; they are the caller's from here."""
+        """Yield the tensors that are complete with a message; from here on they belong to the caller."""
         for number in message.done:
             output = self._outputs[number]
             tensor = self._open.pop(number, None)
-            if tensor is None:  # a slice of nothing
+            if tensor is None:  # an empty slice
                 tensor = self._like[output.dtype].new_empty(output.shape)
             name = output.name
-            if output.copies:  # made before the caller has the tensor
+            if output.copies:  # cloned before the caller has the tensor and may change it
                 *others, name = name, *output.copies
                 yield from ((other, tensor.clone()) for other in others)
             yield name, tensor
 
     def clear(self) -> None:
-        """Let go of all of them."""
+        """Free all open tensors."""
         self._open.clear()

@@ -1,8 +1,8 @@
-"""Runs a program: while the tensors of one message are given out, the next two are on their way.
+"""Runs a program: while the tensors of one message are yielded, the next two messages travel.
 
-A rank that stops early keeps sending until all have stopped; one that fails makes every rank of its group raise. What a
-rank says travels with its windows, so the others learn of it three messages later at most, or at the end, where all say
-whether they have come there well.
+A rank that stops early keeps sending until all have stopped. A rank that fails makes every rank of its group raise. The
+state of a rank travels with its windows, so the others see it at most three messages later. At the end, a collective
+says whether all ranks have come there without a failure.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Pairs = Iterator[tuple[str, Tensor]]
 def run_program(
     program: Program, group: Group, tensors: Mapping[str, Tensor], *, lend: bool = False
 ) -> Generator[tuple[str, Tensor], None, None]:
-    """Yield every HF tensor of ``program``, ready on the current stream: ``run_messages``, one tensor at a time."""
+    """Yield every HF tensor of ``program``, ready on the current stream: like ``run_messages``, but one at a time."""
     with closing(run_messages(program, group, tensors, lend=lend)) as messages:
         for pairs in messages:
             yield from pairs
@@ -38,14 +38,14 @@ def run_program(
 def run_messages(
     program: Program, group: Group, tensors: Mapping[str, Tensor], *, lend: bool = False
 ) -> Generator[Pairs, None, None]:
-    """Yield for each message the HF tensors that are complete with it, to be taken before the next is asked for.
+    """Yield an iterator for each message, over the HF tensors that are complete with it. Exhaust it before the next.
 
-    Every rank gets as many of these as all others, so that who counts them knows how far all are.
+    Every rank gets equally many iterators, so their number says how far all ranks are.
 
     Args:
         tensors: what this rank holds, by canonical name.
-        lend: yield what lies whole in the windows as it lies there, until the next tensor is asked for. All others are
-            new and the caller's own. While they are looked at, one message less is on its way.
+        lend: yield tensors that lie whole in the windows as views, valid until the next tensor is asked for. All other
+            tensors are new and belong to the caller. While it reads views, one message less is in flight.
 
     Raises:
         ExportError: on every rank of the group, when any of them fails; names rank and parameter.
@@ -65,7 +65,7 @@ def _alone(program: Program, tensors: Mapping[str, Tensor], device: torch.device
     nothing = [torch.empty(0, device=device)] * OUTPUTS
     for number, message in enumerate(program.plan.messages):
         step = program.step(number, None)
-        step.moves.run(held.read_by(step), Buffers([*nothing, *outputs.opened_by(step)]), device)
+        step.copies.run(held.read_by(step), Buffers([*nothing, *outputs.opened_by(step)]), device)
         yield outputs.closed(message)
 
 
@@ -87,7 +87,7 @@ class _Exchange:
         self._closed = False
         self._failure: ExportError | None = None
         first = self._following(0)
-        self._steps(None, first)  # now, while whoever cannot move bytes at all can still say so
+        self._steps(None, first)  # now, while a rank that cannot copy bytes at all can still say so
         self._sent.append(first)
 
     def messages(self) -> Generator[Pairs, None, None]:
@@ -100,32 +100,32 @@ class _Exchange:
                 windows = self._arrived = self._sent.popleft()
                 windows.wait()
                 self._advance(windows, None if self._lends else number + MESSAGES_IN_FLIGHT)
-                nobody_takes, failures = windows.said()
-                ends = nobody_takes or any(failures)
+                all_closed, failures = windows.states()
+                ends = all_closed or any(failures)
                 try:
                     if not (ends or self._closed or self._failure):
-                        yield self._given_out(message)
+                        yield self._yielded(message)
                 except GeneratorExit:
                     self._closed = True
-                if self._lends:  # what lies in these windows has been looked at
+                if self._lends:  # the caller has read the views of these windows
                     self._advance(None, number + MESSAGES_IN_FLIGHT)
                 raise_failures(failures)
                 if ends:
                     return
         finally:
-            for windows in self._sent:  # the same ones on every rank, as all read the same states
+            for windows in self._sent:  # the same messages on every rank, as all ranks read the same states
                 windows.wait()
-        require_all(self._group, str(self._failure or ""))  # no window was left to say so
+        require_all(self._group, str(self._failure or ""))  # no window was left to carry the state
 
-    def _given_out(self, message: Message) -> Pairs:
-        """What is complete with a message. Who fails while these are looked at, fails for all."""
+    def _yielded(self, message: Message) -> Pairs:
+        """Yield what is complete with a message. If the consumer raises into it, all ranks fail."""
         try:
             yield from self._outputs.closed(message)
         except Exception as problem:
             self._fail(problem, message.number)
 
     def _advance(self, arrived: Windows | None, number: int | None) -> None:
-        """Unpack the windows that have ``arrived``, and send message ``number``, where there is one."""
+        """Unpack the windows that have ``arrived``, and send message ``number`` if there is one."""
         number = number if number is not None and number < len(self._messages) else None
         if number is not None and self._memory[number % MESSAGES_IN_FLIGHT].room != self._program.room(number):
             if arrived:
@@ -135,7 +135,7 @@ class _Exchange:
         following = self._following(number) if number is not None else None
         try:
             self._steps(arrived, following)
-        except Exception as problem:  # whatever it is, the others are waiting for this window
+        except Exception as problem:  # whatever it is, the other ranks are waiting for this window
             windows = following or arrived
             assert windows is not None
             self._fail(problem, windows.number)
@@ -147,7 +147,7 @@ class _Exchange:
             self._sent.append(following)
 
     def _take_other_memory(self, number: int) -> None:
-        """For a message of another size than the one that has arrived: on all ranks at once, and none fails alone."""
+        """Replace the memory of a message by memory of another size. All ranks do so at once, or fail together."""
         assert self._arrived is not None
         self._arrived.leave()
         room = self._program.room(number)
@@ -163,8 +163,8 @@ class _Exchange:
         )
 
     def _steps(self, arrived: Windows | None, following: Windows | None) -> None:
-        """Both in one step, where this rank's next window does not lie upon those that others have sent."""
-        if arrived and following and following.lies_upon(arrived):
+        """Unpack and pack in one step, unless this rank's next window overlaps windows that others have sent."""
+        if arrived and following and following.overlaps(arrived):
             self._step(arrived, None)
             self._step(None, following)
         elif arrived or following:
@@ -184,7 +184,7 @@ class _Exchange:
             following.own if following else self._nothing,
         ]
         held, outputs = self._held.read_by(step), self._outputs.opened_by(step)
-        step.moves.run(held, Buffers([*passing, *outputs]), self._group.device)
+        step.copies.run(held, Buffers([*passing, *outputs]), self._group.device)
         if arrived:
             self._outputs.lend(step, arrived.all)
 

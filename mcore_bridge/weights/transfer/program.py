@@ -1,4 +1,4 @@
-"""A plan as the moves of one rank: from its tensors to its windows, and from all windows to HF tensors."""
+"""A plan as copies of bytes on one rank: from its tensors to its windows, and from all windows to HF tensors."""
 
 from __future__ import annotations
 
@@ -13,59 +13,58 @@ from mcore_bridge.weights.plan.payload import OutputTensor
 from mcore_bridge.weights.plan.stream import HEADER, WindowSlice
 from mcore_bridge.weights.transfer.byte_copy import ByteCopy
 from mcore_bridge.weights.transfer.copier import CopyTable
-from mcore_bridge.weights.transfer.strided import Side, moves_of, stacked
+from mcore_bridge.weights.transfer.strided import Side, byte_copies_of, stacked
 from mcore_bridge.weights.transfer.window_order import Lineup, lineup
 
 WINDOWS, HEADER_SENT, HEADERS, OWN_WINDOWS, OUTPUTS = range(5)
-"""Buffers of a step, behind the tensors that this rank holds: the windows that have arrived, lined up; this rank's
-header; the headers of all ranks; this rank's windows of the message that follows; and from here on outputs."""
+"""Buffers of a step, numbered on after the tensors that this rank holds: the windows that have arrived, in order; this
+rank's header; the headers of all ranks; this rank's windows of the next message; from here on outputs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """Unpacks a message that has arrived, and packs one that follows. A rank's own tensors skip its windows."""
+    """Unpacks a message that has arrived, and packs the next one. A rank's own tensors do not pass through windows."""
 
-    moves: CopyTable
+    copies: CopyTable
     held: tuple[int, ...]
-    """Tensors of this rank that are read."""
+    """Tensors of this rank that the step reads, by index."""
     outputs: tuple[int, ...]
-    """Outputs that something is written to."""
+    """Outputs that the step writes to, by index."""
     alike: tuple[tuple[OutputTensor, tuple[int, ...]], ...]
-    """The same by shape and dtype: one of them, and all like it."""
+    """These outputs grouped by shape and dtype: one of each group, and the indices of all."""
     lent: tuple[tuple[int, int], ...]
-    """Outputs that lie whole in the windows that have arrived, and the byte at which they begin there."""
+    """Outputs that lie whole in the windows that have arrived, with the byte at which they begin there."""
 
 
 class Program:
-    """The steps of one rank, made when they are first asked for.
+    """The steps of one rank. Each is computed when it is first asked for, and kept.
 
     Args:
-        plans: one that is for every rank alike, or one for each rank.
-        rank: this one.
-        num_stages: by which windows travel that one plan has for every rank, if not in one step.
+        plans: one plan for all ranks alike, or one for each receiver.
+        rank: this rank.
+        num_stages: pipeline stages by which windows of one plan travel, if they do not travel in one collective.
     """
 
     def __init__(self, plans: Sequence[ExportPlan], rank: int, num_stages: int = 1) -> None:
         self._plans, self._rank = plans, rank
         self.is_gather = len(plans) == 1
-        """Whether each rank sends one window to all, or one to each."""
+        """Whether each rank sends one window to all receivers. Otherwise it sends one to each."""
         self._num_stages = num_stages if self.is_gather else 1
         self.plan = plans[0 if self.is_gather else rank]
-        """What this rank gets."""
-        goods = {
-            id(plan.payload): plan.payload for plan in plans
-        }.values()  # which those who ask for the same have alike
-        held = {entry.held.name: None for each in goods for entry in each.entries if rank in _holders(entry)}
+        """The plan of what this rank gets."""
+        payloads = {id(plan.payload): plan.payload for plan in plans}  # receivers with one target share an object
+        entries = (entry for payload in payloads.values() for entry in payload.entries)
+        held = {entry.held.name: None for entry in entries if rank in _holders(entry)}
         self.names = tuple(held)
-        """What this rank sends or keeps, by canonical name."""
+        """The canonical names of what this rank sends, or copies to outputs of its own."""
         self._numbers = {name: number for number, name in enumerate(self.names)}
         self._steps: dict[tuple[int | None, int | None, bool, bool, bool], Step] = {}
         self._known: dict[tuple[object, ...], list[list[ByteCopy]]] = {}
 
     def balance(self) -> int:
-        """A number for what this rank sends, less one for what it expects.
+        """A hash of what this rank sends, minus one of what it expects.
 
-        Over all ranks of a group they add up to 0 where plans fit together, and where they do not hardly ever.
+        Over all ranks of a group these add up to 0 if the plans fit together, and otherwise hardly ever.
         """
         own, ranks = self._rank, range(len(self.plan.streams))
         if self.is_gather:
@@ -78,15 +77,15 @@ class Program:
         return self.plan.messages[number].widths
 
     def lineup(self, number: int) -> Lineup:
-        """Where these windows lie."""
+        """Where the windows of a message lie when they have arrived."""
         return lineup(self.received(number), self._num_stages)
 
     def sent(self, number: int) -> tuple[int, ...]:
-        """Bytes of this rank's window for each receiver, or of the one window that all of them get."""
+        """Bytes of this rank's window for each receiver, or of the one window that all receivers get."""
         return tuple(plan.messages[number].widths[self._rank] for plan in self._plans)
 
     def room(self, number: int) -> tuple[int, int]:
-        """Bytes of memory that a message lies in: the windows received, and those sent if not from among them."""
+        """Bytes of memory for a message: for the windows received, and for those sent if they lie elsewhere."""
         return self.plan.messages[number].room, self._most_sent
 
     @cached_property
@@ -97,9 +96,12 @@ class Program:
     def step(
         self, arrived: int | None, following: int | None, *, unpack: bool = True, pack: bool = True, lend: bool = False
     ) -> Step:
-        """The step between two messages, by number; of one that is not to be unpacked or packed, headers only.
+        """The step between two messages.
 
-        With ``lend``, what lies whole in a window is left there.
+        Args:
+            arrived, following: the numbers of the message to unpack and of the message to pack.
+            unpack, pack: whether to do so; otherwise only headers are copied.
+            lend: leave outputs that lie whole in a window where they are.
         """
         key = (arrived, following, unpack, pack, lend)
         if key not in self._steps:
@@ -107,32 +109,36 @@ class Program:
         return self._steps[key]
 
     def _made(self, arrived: int | None, following: int | None, unpack: bool, pack: bool, lend: bool) -> Step:
-        moves: list[ByteCopy] = []
+        byte_copies: list[ByteCopy] = []
         held: set[int] = set()
         outputs: dict[int, list[ByteCopy]] = {}
         lent: dict[int, int] = {}
         if arrived is not None:
             windows = self.lineup(arrived)
-            moves += self._headers_arrived(windows)
+            byte_copies += self._headers_arrived(windows)
             for piece in self.plan.messages[arrived].pieces if unpack else ():
                 self._unpack(piece, windows.starts[piece.sender], outputs)
                 if piece.sender == self._rank:
                     held.add(self._number(self.plan.payload.entries[piece.entry]))
             done = self.plan.messages[arrived].done if lend else ()
             lent = {number: outputs.pop(number)[0].source_start for number in done if self._is_whole(number, outputs)}
-            for place, found in enumerate(outputs.values(), len(self.names) + OUTPUTS):
-                moves += (move._replace(target=place) for move in found)
+            for buffer, of_output in enumerate(outputs.values(), len(self.names) + OUTPUTS):
+                byte_copies += (byte_copy._replace(target=buffer) for byte_copy in of_output)
         if following is not None:
             starts = tuple(accumulate(self.sent(following), initial=0))
             for receiver, (plan, start) in enumerate(zip(self._plans, starts, strict=False)):
                 if self.is_gather or receiver != self._rank:
-                    moves.append(self._header(HEADER_SENT, 0, OWN_WINDOWS, start))
+                    byte_copies.append(self._header(HEADER_SENT, 0, OWN_WINDOWS, start))
                     for piece in plan.messages[following].pieces_of(self._rank) if pack else ():
                         entry = plan.payload.entries[piece.entry]
-                        moves += self._packed(entry, piece, start)
+                        byte_copies += self._packed(entry, piece, start)
                         held.add(self._number(entry))
         return Step(
-            CopyTable(moves), tuple(sorted(held)), tuple(outputs), tuple(self._alike(outputs)), tuple(lent.items())
+            CopyTable(byte_copies),
+            tuple(sorted(held)),
+            tuple(outputs),
+            tuple(self._alike(outputs)),
+            tuple(lent.items()),
         )
 
     def _alike(self, outputs: Iterable[int]) -> Iterator[tuple[OutputTensor, tuple[int, ...]]]:
@@ -147,12 +153,12 @@ class Program:
         return self._numbers[entry.held.name]
 
     def _header(self, source: int, source_start: int, target: int, target_start: int) -> ByteCopy:
-        behind = len(self.names)
-        places = behind + source, source_start, behind + target, target_start
-        return ByteCopy(*places, 1, HEADER, 1, HEADER, 1, HEADER, 1)
+        first = len(self.names)
+        ends = first + source, source_start, first + target, target_start
+        return ByteCopy(*ends, 1, HEADER, 1, HEADER, 1, HEADER, 1)
 
     def _headers_arrived(self, windows: Lineup) -> Iterator[ByteCopy]:
-        """All but this rank's own, which may be written to by now; those of a row of ranks at once."""
+        """Yield the copies of all headers but this rank's own, which may already be that of the next message."""
         for row in windows.rows:
             end = row.first + row.length
             for first, last in ((row.first, min(end, self._rank)), (max(row.first, self._rank + 1), end)):
@@ -167,40 +173,45 @@ class Program:
             item = entry.held.dtype.itemsize
             yield ByteCopy(self._number(entry), first, target, start, 1, size // item, item, size, item, size, item)
             return
-        for move in self._moves(entry, piece, "held", "sent")[0]:
-            yield move._replace(source=self._number(entry), target=target, target_start=start + move.target_start)
+        for byte_copy in self._byte_copies(entry, piece, "held", "sent")[0]:
+            yield byte_copy._replace(
+                source=self._number(entry), target=target, target_start=start + byte_copy.target_start
+            )
 
     def _unpack(self, piece: WindowSlice, window: int, outputs: dict[int, list[ByteCopy]]) -> None:
-        """Add the moves of a piece to those of the outputs that it is a part of."""
-        behind = len(self.names)
-        entry, places = self.plan.payload.entries[piece.entry], self.plan.payload.destinations[piece.entry]
+        """Add the copies of a piece to those of the outputs that it is a part of."""
+        payload = self.plan.payload
+        entry, destinations = payload.entries[piece.entry], payload.destinations[piece.entry]
         is_own = piece.sender == self._rank
-        source, start = (self._number(entry), 0) if is_own else (behind + WINDOWS, window + piece.start)
-        for part, moves in enumerate(self._moves(entry, piece, "held" if is_own else "sent", "part")):
-            output, base = places[part]
-            if moves:
-                found = outputs.setdefault(output, [])
-                found += (ByteCopy(source, start + m.source_start, 0, base + m.target_start, *m[4:]) for m in moves)
+        source, start = (self._number(entry), 0) if is_own else (len(self.names) + WINDOWS, window + piece.start)
+        for part, byte_copies in enumerate(self._byte_copies(entry, piece, "held" if is_own else "sent", "part")):
+            output, base = destinations[part]
+            if byte_copies:
+                outputs.setdefault(output, []).extend(
+                    ByteCopy(source, start + byte_copy.source_start, 0, base + byte_copy.target_start, *byte_copy[4:])
+                    for byte_copy in byte_copies
+                )
 
     def _is_whole(self, number: int, outputs: Mapping[int, Sequence[ByteCopy]]) -> bool:
-        """Whether an output is one stretch of the windows, in the order of its elements."""
-        moves, output = outputs.get(number, ()), self.plan.payload.outputs[number]
-        if len(moves) != 1 or moves[0].source != len(self.names) + WINDOWS:
+        """Whether an output is contiguous in the windows, in the order of its elements."""
+        byte_copies, output = outputs.get(number, ()), self.plan.payload.outputs[number]
+        if len(byte_copies) != 1 or byte_copies[0].source != len(self.names) + WINDOWS:
             return False
-        is_viewable = moves[0].source_start % output.dtype.itemsize == 0
-        return is_viewable and moves[0].is_dense() and moves[0].num_bytes() == output.num_bytes
+        is_viewable = byte_copies[0].source_start % output.dtype.itemsize == 0
+        return is_viewable and byte_copies[0].is_dense() and byte_copies[0].num_bytes() == output.num_bytes
 
-    def _moves(self, entry: ParamEntry, piece: WindowSlice, source: Side, target: Side) -> list[list[ByteCopy]]:
-        """What of an entry is in a piece, from one place to another: for each part, or all at once where none is meant.
+    def _byte_copies(self, entry: ParamEntry, piece: WindowSlice, source: Side, target: Side) -> list[list[ByteCopy]]:
+        """The copies of a piece from one side to the other: a list for each part if ``target`` is that, else one list.
 
-        Bytes count from the beginning of what is held, of the piece, and of the part.
+        Bytes count from the beginning of the held tensor, of the piece, or of the part.
         """
         key = (id(entry.trace), entry.held.dtype, piece.shard, piece.first, piece.count, source, target)
         if key not in self._known:
-            found: list[list[ByteCopy]] = [[] for _ in (entry.hf if target == "part" else ("all",))]
+            by_part: list[list[ByteCopy]] = [[] for _ in (entry.hf if target == "part" else ("all",))]
             for copy, start in entry.copies_of(piece.shard):
-                found[copy.part if target == "part" else 0] += moves_of(entry, piece, copy, start, source, target)
-            self._known[key] = [stacked(moves) for moves in found]
+                part = copy.part if target == "part" else 0
+                by_part[part] += byte_copies_of(entry, piece, copy, start, source, target)
+            self._known[key] = [stacked(byte_copies) for byte_copies in by_part]
         return self._known[key]
 
 

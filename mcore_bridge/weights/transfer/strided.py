@@ -1,4 +1,4 @@
-"""Copies of a layout as moves of bytes: one rectangle where at most two dims are left after merging, or several."""
+"""Copies of a layout as copies of bytes: a rectangle if at most two dims are left after merging, else several."""
 
 from __future__ import annotations
 
@@ -15,15 +15,20 @@ from mcore_bridge.weights.plan.stream import WindowSlice
 from mcore_bridge.weights.transfer.byte_copy import ByteCopy
 
 Side = Literal["held", "sent", "part"]
-"""Where an element is: in the tensor of a rank, in what travels of it, in the HF tensor."""
+"""Where an element is: in the tensor that a rank holds, in what travels of it, or in a part, which is an HF tensor."""
 
 
-def moves_of(
+def byte_copies_of(
     entry: ParamEntry, piece: WindowSlice, copy: Copy, start: int, source: Side, target: Side
 ) -> Iterator[ByteCopy]:
-    """What of ``copy``, which begins at ``start`` in what travels, lies in the rows of ``piece``."""
-    offset = start if copy.dim == 0 else 0  # the row of what travels that is row 0 of the views
-    near, far = (_view(entry, copy, start, place) for place in (source, target))
+    """Yield the byte copies for what ``copy`` has in the rows of ``piece``.
+
+    Args:
+        start: where ``copy`` begins in what travels, along its dim.
+        source, target: between which two tensors to copy.
+    """
+    offset = start if copy.dim == 0 else 0  # row 0 of the views is this row of what travels
+    near, far = (_view(entry, copy, start, side) for side in (source, target))
     first = max(piece.first, offset) - offset
     last = min(piece.first + piece.count, offset + near.shape[0]) - offset
     if first >= last:
@@ -40,11 +45,11 @@ def moves_of(
     )
 
 
-def _view(entry: ParamEntry, copy: Copy, start: int, place: Side) -> Tensor:
-    """The elements of ``copy`` at a place, without storage."""
-    if place == "held":
+def _view(entry: ParamEntry, copy: Copy, start: int, side: Side) -> Tensor:
+    """The elements of ``copy`` on one side, as a view without storage."""
+    if side == "held":
         return copy.of_shard(torch.empty(entry.held.shape, device="meta"))
-    if place == "sent":
+    if side == "sent":
         return torch.empty(entry.sent, device="meta").narrow(copy.dim, start, copy.size)
     return copy.of_part(torch.empty(entry.trace.part_shapes[copy.part], device="meta"))
 
@@ -52,7 +57,7 @@ def _view(entry: ParamEntry, copy: Copy, start: int, place: Side) -> Tensor:
 def _rectangles(
     shape: Sequence[int], source: Sequence[int], target: Sequence[int], start: int, target_start: int, item: int
 ) -> Iterator[ByteCopy]:
-    """A copy between two strided views, as one move where at most two dims are left after merging, else several."""
+    """Yield the copies between two strided views: one if at most two dims are left after merging, else several."""
     dims: list[tuple[int, int, int]] = []
     for size, near, far in zip(shape, source, target, strict=True):
         if dims and dims[-1][1:] == (size * near, size * far):
@@ -71,26 +76,26 @@ def _rectangles(
         )
 
 
-def stacked(moves: Iterable[ByteCopy]) -> list[ByteCopy]:
-    """The same moves, where equal runs at equal distances are the rows of one."""
-    found: list[ByteCopy] = []
-    for move in moves:
-        joined = _joined(found[-1], move) if found else None
-        found[-1 if joined else len(found) :] = [joined or move]
-    return found
+def stacked(byte_copies: Iterable[ByteCopy]) -> list[ByteCopy]:
+    """Join copies of equal rows at equal distances into one copy of many rows."""
+    joined: list[ByteCopy] = []
+    for byte_copy in byte_copies:
+        longer = _with_row(joined[-1], byte_copy) if joined else None
+        joined[-1 if longer else len(joined) :] = [longer or byte_copy]
+    return joined
 
 
-def _joined(found: ByteCopy, move: ByteCopy) -> ByteCopy | None:
-    """``found`` with the one row of ``move`` below its own, if it stands where that would."""
-    if move.rows != 1 or (move.cols, move.item) != (found.cols, found.item):
+def _with_row(joined: ByteCopy, byte_copy: ByteCopy) -> ByteCopy | None:
+    """Add the one row of ``byte_copy`` below the rows of ``joined``; None if it does not lie there."""
+    if byte_copy.rows != 1 or (byte_copy.cols, byte_copy.item) != (joined.cols, joined.item):
         return None
-    if (move.source_col, move.target_col) != (found.source_col, found.target_col):
+    if (byte_copy.source_col, byte_copy.target_col) != (joined.source_col, joined.target_col):
         return None
-    near = (move.source_start - found.source_start) // found.rows
-    far = (move.target_start - found.target_start) // found.rows
-    if min(near, far) < 0 or (found.rows > 1 and (found.source_row, found.target_row) != (near, far)):
+    near = (byte_copy.source_start - joined.source_start) // joined.rows
+    far = (byte_copy.target_start - joined.target_start) // joined.rows
+    if min(near, far) < 0 or (joined.rows > 1 and (joined.source_row, joined.target_row) != (near, far)):
         return None
-    ends = (found.source_start + near * found.rows, found.target_start + far * found.rows)
-    if ends != (move.source_start, move.target_start):
+    ends = (joined.source_start + near * joined.rows, joined.target_start + far * joined.rows)
+    if ends != (byte_copy.source_start, byte_copy.target_start):
         return None
-    return found._replace(rows=found.rows + 1, source_row=near, target_row=far)
+    return joined._replace(rows=joined.rows + 1, source_row=near, target_row=far)

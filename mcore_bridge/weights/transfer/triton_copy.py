@@ -1,7 +1,7 @@
-"""The kernel behind ``Moves.make``: all moves of a table in one launch, each cut into tiles of some KB.
+"""The kernel behind ``CopyTable.run``: all copies of a table in one launch, each cut into tiles of some KB.
 
-Tiles of one size keep all multiprocessors busy, whether a table has three large moves or three thousand small ones. A
-program finds its move by bisection in the running number of tiles.
+Tiles of one size keep all multiprocessors busy, whether a table has three large copies or three thousand small ones. A
+program finds its copy by bisection in the cumulative number of tiles.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Launch:
-    """The moves of one width, on the GPU and ready but for the addresses of their buffers."""
+    """The copies of one word size, on the GPU; only the addresses of buffers are missing."""
 
     word: int
     wide: bool
     tile: tuple[int, int]
     table: Tensor
-    """What the kernel reads of each move: int64 [11, moves]. Rows: number of the source and first byte in it, the same
-    of the target, rows, columns, strides of rows and of columns (source, target; in words), last tile."""
+    """What the kernel reads, int64 [11, copies]. Rows: number of the source and first byte in it, the same of the
+    target, rows, columns, strides of rows and of columns (source, target; in words), last tile."""
     num_tiles: int
 
 
-def prepare(moves: Table, *, aligned: bool, device: torch.device) -> tuple[Launch, ...]:
-    """Sort moves by the width of the words that they can be made in.
+def prepare(copies: Table, *, aligned: bool, device: torch.device) -> tuple[Launch, ...]:
+    """Sort copies by the size of the words in which they can be copied.
 
     Args:
-        moves: fields of ``ByteCopy``.
-        aligned: whether all buffers begin at multiples of ``WIDEST``, so that moves can be made in its halves.
-        device: where they will be made.
+        copies: fields of ``ByteCopy``.
+        aligned: whether all buffers begin at multiples of ``WIDEST``, so that words of half of it can be used.
+        device: where the kernel will run.
     """
-    column = dict(zip(ByteCopy._fields, moves.T, strict=True))
+    column = dict(zip(ByteCopy._fields, copies.T, strict=True))
     item, rows, run = column["item"], column["rows"], column["cols"] * column["item"]
     several = rows > 1
     places = [column["source_start"], column["target_start"], run]
@@ -51,15 +51,15 @@ def prepare(moves: Table, *, aligned: bool, device: torch.device) -> tuple[Launc
     wide = dense & (np.stack(places) % WIDEST == 0).all(0) & aligned
     narrow = wide & (rows >= _NARROW[0]) & (run < _TILE[1] * 8)
     chosen = [
-        (_in_rows(moves[wide & ~narrow]), 8, True, _TILE),
-        (moves[narrow], 8, True, _NARROW),
-        *((moves[~wide & (item == word)], word, False, _TILE) for word in _WORDS),
+        (_in_rows(copies[wide & ~narrow]), 8, True, _TILE),
+        (copies[narrow], 8, True, _NARROW),
+        *((copies[~wide & (item == word)], word, False, _TILE) for word in _WORDS),
     ]
     return tuple(_launch(*each, device) for each in chosen if len(each[0]))
 
 
-def _launch(moves: Table, word: int, wide: bool, tile: tuple[int, int], device: torch.device) -> Launch:
-    column = dict(zip(ByteCopy._fields, moves.T, strict=True))
+def _launch(copies: Table, word: int, wide: bool, tile: tuple[int, int], device: torch.device) -> Launch:
+    column = dict(zip(ByteCopy._fields, copies.T, strict=True))
     cols = column["cols"] * column["item"] // word
     strides = [column[name] // word for name in ("source_row", "target_row", "source_col", "target_col")]
     tiles = (-(-column["rows"] // tile[0]) * -(-cols // tile[1])).cumsum()
@@ -68,11 +68,11 @@ def _launch(moves: Table, word: int, wide: bool, tile: tuple[int, int], device: 
     return Launch(word, wide, tile, table.to(device), int(tiles[-1]))
 
 
-def _in_rows(moves: Table) -> Table:
-    """The same moves with few long rows cut into many that a tile is as wide as."""
+def _in_rows(copies: Table) -> Table:
+    """Cut copies of few long rows into copies of many rows that are as wide as a tile."""
     width = _TILE[1] * 8
-    found = [moves[moves[:, 4] >= _TILE[0]]]
-    few = moves[moves[:, 4] < _TILE[0]]
+    tables = [copies[copies[:, 4] >= _TILE[0]]]
+    few = copies[copies[:, 4] < _TILE[0]]
     number = np.concatenate([np.arange(rows) for rows in few[:, 4]] or [np.arange(0)])
     few = few.repeat(few[:, 4], axis=0)
     few[:, 1] += number * few[:, 7]
@@ -84,19 +84,19 @@ def _in_rows(moves: Table) -> Table:
         part[:, 3] += offset
         part[:, 4], part[:, 5], part[:, 6] = rows, cols, 1
         part[:, 7:] = (width, 1, width, 1)
-        found.append(part[(part[:, 4] > 0) & (part[:, 5] > 0)])
-    return np.concatenate(found)
+        tables.append(part[(part[:, 4] > 0) & (part[:, 5] > 0)])
+    return np.concatenate(tables)
 
 
 def launch(launches: Sequence[Launch], staying: Tensor, passing: Tensor) -> None:
-    """Move between buffers at these addresses (int64 [buffers], on the GPU), on its current stream."""
-    for each in launches:
-        sizes = (each.table.shape[1], len(staying))
-        _move[(each.num_tiles,)](each.table, staying, passing, *sizes, _WORDS[each.word], each.wide, *each.tile)
+    """Copy between buffers at these addresses (int64 [buffers], on the GPU), on its current stream."""
+    for part in launches:
+        sizes = (part.table.shape[1], len(staying))
+        _copy[(part.num_tiles,)](part.table, staying, passing, *sizes, _WORDS[part.word], part.wide, *part.tile)
 
 
 @triton.jit(do_not_specialize=["count", "num_staying"])  # type: ignore[untyped-decorator]
-def _move(table, staying, passing, count, num_staying, WORD: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E501, N803  # fmt: skip
+def _copy(table, staying, passing, count, num_staying, WORD: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E501, N803  # fmt: skip
     tile = tl.program_id(0)
     ends = table + 10 * count
     low, high = 0, count - 1

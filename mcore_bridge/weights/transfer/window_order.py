@@ -1,8 +1,9 @@
 """Where the windows of ranks lie in a message: one behind the other, or column by column.
 
-One collective among all ranks carries windows that are all as wide. Of others, which come where stages take turns to
-send, NCCL makes a broadcast for each rank, and each takes time for every rank. So among many ranks they travel in two
-steps: within columns, the ranks that have the same place in each stage, and then, column by column, within stages.
+If all windows have one width, one collective among all ranks carries them. Widths differ if stages send one after the
+other. NCCL then makes a broadcast for each rank, and each broadcast takes time on every rank. So among many ranks such
+windows travel in two steps. First they go within columns, the ranks with one place in each stage; then whole columns go
+within stages.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from itertools import accumulate
 from typing import NamedTuple
 
 FLAT = 16
-"""Ranks up to which all windows travel in one step."""
+"""With this many ranks or fewer, all windows travel in one step."""
 
 
 class Row(NamedTuple):
-    """Neighbouring ranks whose windows begin at equal distances."""
+    """Consecutive ranks whose windows begin at equal distances."""
 
     first: int
     length: int
@@ -27,30 +28,31 @@ class Lineup(NamedTuple):
     """The windows of a message."""
 
     starts: tuple[int, ...]
-    """Byte at which the window of each rank begins."""
+    """The byte at which the window of each rank begins."""
     columns: tuple[int, ...]
-    """Bytes of each column; none where windows lie one behind the other."""
+    """Bytes of each column; empty if windows lie one behind the other."""
     rows: tuple[Row, ...]
     """All ranks, in order."""
 
 
 @lru_cache(maxsize=256)
 def lineup(widths: tuple[int, ...], num_stages: int) -> Lineup:
-    """Line up windows of these ``widths``, by rank: each stage has as many neighbours.
+    """Line up the windows of a message.
 
     Args:
-        num_stages: 1 where they are to lie one behind the other however wide they are.
+        widths: bytes of the window of each rank. All stages have equally many ranks, and these are consecutive.
+        num_stages: 1 if windows must lie one behind the other, whatever their widths.
     """
     columns: tuple[int, ...] = ()
     if num_stages == 1 or len({*widths}) == 1:
         starts = tuple(accumulate(widths[:-1], initial=0))
     else:
-        places = range(len(widths) // num_stages)
-        found = [widths[place :: len(places)] for place in places]
-        columns = tuple(map(sum, found))
+        stage_size = len(widths) // num_stages
+        by_column = [widths[place::stage_size] for place in range(stage_size)]
+        columns = tuple(map(sum, by_column))
         begins = [
             accumulate(column[:-1], initial=start)
-            for column, start in zip(found, accumulate(columns[:-1], initial=0), strict=True)
+            for column, start in zip(by_column, accumulate(columns[:-1], initial=0), strict=True)
         ]
         starts = tuple(start for stage in zip(*begins, strict=True) for start in stage)
     return Lineup(starts, columns, tuple(_rows(starts)))
