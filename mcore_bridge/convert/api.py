@@ -36,7 +36,7 @@ from mcore_bridge.weights.files.atomic_folder import CONVERSION, Update, commit,
 from mcore_bridge.weights.files.file_shards import MAX_SHARD_BYTES, require_positive
 from mcore_bridge.weights.files.folder_lock import PREFIX
 from mcore_bridge.weights.files.hf_folder import shard_names
-from mcore_bridge.weights.files.sidecars import config_places, first_with_config
+from mcore_bridge.weights.files.sidecars import config_folders, first_with_config
 
 DIST_FILE_BYTES = 512 << 20
 """torch keeps what it has written of a file until all of it is."""
@@ -187,7 +187,7 @@ def _do_share(work: _Work, report: Report) -> None:
 
 def _config_beside(source: Path, found: Path) -> Path:
     """Where the HF config of a checkpoint is."""
-    places = config_places(source, found)
+    places = config_folders(source, found)
     place = first_with_config(places)
     if place is None:
         tried = ", ".join(map(str, places))

@@ -260,7 +260,7 @@ def test_objects_of_other_classes_are_passed_over_and_nothing_is_run(tmp_path):
         torch.save({"model": {"weight": torch.arange(3)}, "args": args}, path)
         assert read_torch_file(path)["model"]["weight"].tolist() == [0, 1, 2]
     torch.save({"model": {}, "args": Calls(os.system, f"touch {ran}")}, path)
-    with pytest.raises(CheckpointError, match=r"cannot be passed over, of posix\.system \(.*\); save it again"):
+    with pytest.raises(CheckpointError, match=r"cannot be skipped, of posix\.system \(.*\); save it again"):
         read_torch_file(path)
     for left in (
         Calls(os.system, f"touch {ran}"),
@@ -268,10 +268,10 @@ def test_objects_of_other_classes_are_passed_over_and_nothing_is_run(tmp_path):
         torch.ones(1).as_subclass(Mine),
     ):
         torch.save({"model": {}, "args": left}, path)
-        with pytest.raises(CheckpointError, match=r"cannot be passed over, of .*save it again"):
+        with pytest.raises(CheckpointError, match=r"cannot be skipped, of .*save it again"):
             read_torch_file(path)
     torch.save({"model": {}}, path, pickle_protocol=4)
-    with pytest.raises(CheckpointError, match=r"cannot be passed over, of torch itself \(.*\); save it again"):
+    with pytest.raises(CheckpointError, match=r"cannot be skipped, of torch itself \(.*\); save it again"):
         read_torch_file(path)
     assert not ran.exists()
 

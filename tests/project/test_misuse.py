@@ -99,7 +99,7 @@ def test_a_conversion_that_cannot_be_put_into_place_goes_on_when_that_is_mended(
     target = tmp_path / "run" / "release"
     (target / "common.pt").mkdir(parents=True)
     (tmp_path / "run" / TRACKER).mkdir()
-    with pytest.raises(BridgeError, match=r"common\.pt is a folder where a file belongs: move it away"):
+    with pytest.raises(BridgeError, match=r"common\.pt is a folder, expected a file: move it away"):
         convert(source, target, on_event=quiet)
     (target / "common.pt").rmdir()
     with pytest.raises(BridgeError, match=f"is complete, but .*{TRACKER}, by which .* cannot be written"):

@@ -296,9 +296,9 @@ def test_another_writer_is_judged_by_its_process_or_by_its_last_sign_of_life(tmp
     here = {"machine": Writer().machine, "host": "here"}
     alive = {**here, "pid": os.getppid(), "started": start_time(os.getppid())}
     refused(lock_of(tmp_path, **alive), f"process {os.getppid()} on here .since yesterday. writes to .*remove .*{LOCK}")
-    refused(lock_of(tmp_path), "process 77 on far .*a sign of life [01] s ago.*remove .*try again when")
+    refused(lock_of(tmp_path), "process 77 on far .*renewed its lock [01] s ago.*remove .*try again when")
     (tmp_path / LOCK).write_text("{")
-    refused(tmp_path / LOCK, f"{LOCK} does not say who writes to .*: remove it if nobody does")
+    refused(tmp_path / LOCK, f"{LOCK} does not name the writer of .*: remove it if no process writes there")
     assert whose(tmp_path, digests) == "a"
     taken_over(lock_of(tmp_path, **{**alive, "started": "1"}))  # another process has its number by now
     taken_over(lock_of(tmp_path, **here, pid=1 << 22))

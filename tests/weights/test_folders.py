@@ -44,7 +44,7 @@ OUTSIDE = "outside.safetensors"
 STRICTER = {
     r"expected each key once, found \d+ twice": "JSON takes the last, and transformers with it",
     r"found \d+ in two: ": "it takes the one that it reads last",
-    r"expected of each tensor the name of a \*\.safetensors file in the same folder": "it follows any path",
+    r"expected a \*\.safetensors file in the same folder for each tensor": "it follows any path",
     r"promises \d+ tensors that its files lack": "it finds a tensor in another file than the index says",
     r"which cannot hold all its values": "it casts",
     r"unexpected \['(embed_tokens|layers|norm)\.": "it takes names without the prefix of the base model too",

@@ -234,7 +234,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n"
         (lambda folder: os.truncate(folder / INDEX, 1 << 30), rf"{INDEX} is damaged: .*more than 100000000 bytes"),
         (
             change_index(norm=3, a="../b.safetensors", b="/b.safetensors", c="c/b.safetensors", d="b.bin"),
-            rf"{INDEX} is damaged: expected of each tensor the name of a .* found 5 others \(.*norm.*: 3, .*'\.\./b\.",
+            rf"{INDEX} is damaged: expected a .* for each tensor, found 5 other values \(.*norm.*: 3, .*'\.\./b\.",
         ),
         (promise, r"promises 1 tensors that its files lack: \['model\.layers\.7\.extra'\]"),
         (empty, r"no \*\.safetensors in"),

@@ -337,7 +337,7 @@ def test_sizes_that_do_not_fit_are_refused(make, message):
         (EngineRank(ep=16), "more than 8 experts"),
         (
             EngineRank(ep=1, etp=3),
-            r"gate_proj\.weight of shape \[16, 48\] cannot be cut for 3 ranks .*change tp, or etp",
+            r"gate_proj\.weight of shape \[16, 48\] cannot be cut for 3 ranks .*Change tp, or etp",
         ),
         ("all", "everything"),
     ],

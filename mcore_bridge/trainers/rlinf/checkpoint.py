@@ -17,7 +17,7 @@ from mcore_bridge.convert.rank_files.layout import chunk_of, folder_of
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.dist_checkpoint.extra_state import SUFFIX
 from mcore_bridge.weights.dist_checkpoint.folder import TRACKER, latest_in
-from mcore_bridge.weights.files.sidecars import config_places, first_with_config
+from mcore_bridge.weights.files.sidecars import config_folders, first_with_config
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -53,7 +53,7 @@ def hf_folder_of(actor: Mapping[str, Any]) -> str | None:
 def config_of(folder: str) -> str | None:
     """Where the HF config of a checkpoint is, in it or beside it; None where there is none."""
     found = (*latest_in(Path(folder)), Path(folder))
-    place = first_with_config(place for each in found for place in config_places(Path(folder), each))
+    place = first_with_config(place for each in found for place in config_folders(Path(folder), each))
     return None if place is None else str(place)
 
 

@@ -1,13 +1,13 @@
-"""The files of a checkpoint change together: whoever reads the folder finds all of the old ones or all of the new.
+"""Atomic replacement of the files of a checkpoint: a reader sees all of the old files, or all of the new ones.
 
-A save writes to a hidden folder in its target, ``.mcore_bridge.TOKEN`` (its *home*), and commits when all is there:
+A save writes to a hidden folder in its target, ``.mcore_bridge.TOKEN`` (its *home*). Then it commits in three steps:
 
-1. Every file that is to change becomes a link through ``live`` in the home, which leads to the old files.
-2. ``live`` is replaced: it leads to the new files. This is one rename, and the commit.
+1. Every file that changes becomes a link through ``live`` in the home, which leads to the old files.
+2. ``live`` is replaced and leads to the new files. This is one rename, and the commit.
 3. Every link is replaced by the file that it leads to, and the home is removed.
 
-A process may die between any two steps: all links lead to one set. The next save takes the last step. Files that are
-neither written nor replaced are never touched, and the folder itself stays what it is.
+A process may die between any two steps, because all links lead to one set of files. The next save does the last step.
+Files that are neither written nor replaced are never touched, and the folder itself is never moved.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from mcore_bridge.weights.transfer.collectives import Group
 
 CONVERSION = "convert"
-"""In place of a token: files of a conversion are kept for its next run."""
+"""The name of the home of a conversion, in place of a token: its files are kept for its next run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """New files for ``target``, which are written to ``new``. ``writer`` is who may commit; other ranks have none."""
+    """New files for ``target``, which are written to ``new``. Only the rank with a ``writer`` may commit."""
 
     target: Path
     home: Path
@@ -43,51 +43,51 @@ class Update:
 
     @property
     def new(self) -> Path:
-        """Where files are written, under the names that they will have in the target."""
+        """The folder for new files, under the names that they will have in the target."""
         return self.home / "new"
 
     @property
     def old(self) -> Path:
-        """Where the files that are replaced can be read during a commit."""
+        """The folder in which replaced files can be read during a commit."""
         return self.home / "old"
 
     @property
     def live(self) -> Path:
-        """Leads to ``old`` before the commit, and to ``new`` after it."""
+        """The link to ``old`` before the commit, and to ``new`` after it."""
         return self.home / "live"
 
     @property
     def names_file(self) -> Path:
-        """Lists the names of all files that change."""
+        """The file that lists the names of all files that change."""
         return self.home / "names.json"
 
 
 def target_of(folder: str | os.PathLike[str]) -> Path:
-    """The absolute path of a folder to write to; of a link, what it leads to.
+    """The absolute path of a folder to write to, with links resolved.
 
     Raises:
-        CheckpointError: ``folder`` is an empty string, is a file, or is no path.
+        CheckpointError: ``folder`` is an empty string, a file, or no path.
     """
     if not os.fspath(folder):
         raise CheckpointError("expected the path of a folder to save to, found an empty string: is a variable not set?")
     try:
         target = Path(os.path.realpath(folder))
-    except ValueError as error:  # a character that no path has
+    except ValueError as error:  # such as a null byte
         raise CheckpointError(f"expected the path of a folder to save to, found {folder!r}: {error}") from None
-    if os.path.exists(target) and not os.path.isdir(target):  # which raise nothing where a folder may not be entered
+    if os.path.exists(target) and not os.path.isdir(target):  # unlike pathlib, these raise no PermissionError
         raise CheckpointError(f"expected the path of a folder to save to, found the file {target}: name another")
     return target
 
 
 @contextmanager
 def updating(target: Path, name: str | None = None) -> Iterator[Update]:
-    """Hold the lock of ``target``, end what dead writers left unfinished, and give room for new files.
+    """Hold the lock of ``target``, finish the commits of dead writers, and make a folder for new files.
 
-    The room is removed with the block, whether it ended well or not. With a ``name`` it is kept for another block of
-    that name, if it holds files.
+    The folder for new files is removed when the block ends. With a ``name`` it is kept for the next block of that name,
+    if it holds files.
 
     Raises:
-        CheckpointError: another writer is there, or the folder cannot be written to.
+        CheckpointError: another writer holds the lock, or the folder cannot be written to.
     """
     try:
         with locked(target) as writer:
@@ -105,10 +105,10 @@ def updating(target: Path, name: str | None = None) -> Iterator[Update]:
 
 @contextmanager
 def updating_by_all(world: Group, target: Path) -> Iterator[Update]:
-    """The same on all ranks of a job together; the first of them is the writer, for ``commit``.
+    """Do the same on all ranks of a job together. Rank 0 is the writer, which may call ``commit``.
 
     Raises:
-        CheckpointError: on every rank, as ``updating`` does, or where a rank does not see the first one's files.
+        CheckpointError: on every rank, as ``updating`` does, or if a rank does not see the files of rank 0.
     """
     failed, update = f"{target} was not written, and is as it was", Update(target, target)
     with ExitStack() as stack:
@@ -126,17 +126,17 @@ def updating_by_all(world: Group, target: Path) -> Iterator[Update]:
 
 
 def commit(update: Update, replaced: Iterable[str] = (), first: Iterable[str] = ()) -> None:
-    """Put all new files into the target at once, in the place of files of the same names and of those in ``replaced``.
+    """Put all new files into the target at once. They replace files of the same names, and those in ``replaced``.
 
-    Where a file system has no symbolic links, files change one after the other. Those in ``first`` are removed before
-    all others and come last, so that nobody takes for a checkpoint what is half of one.
+    On a file system without symbolic links, files change one after the other. Those in ``first`` are removed before all
+    others and written last, so that no reader takes half a checkpoint for a whole one.
 
     Args:
-        replaced: names of files of the target that are part of what is replaced.
-        first: names of the files without which no reader finds a checkpoint.
+        replaced: names of files in the target that belong to the checkpoint which is replaced.
+        first: names of files without which no reader recognises a checkpoint.
 
     Raises:
-        CheckpointError: a file cannot be replaced, or the lock was lost. Nothing has changed then.
+        CheckpointError: a file cannot be replaced, or the lock was lost. Then nothing has changed.
     """
     new = sorted(_files_in(update.new))
     names = sorted({*new, *(name for name in replaced if _is_there(update.target / name))})
@@ -163,14 +163,14 @@ def commit(update: Update, replaced: Iterable[str] = (), first: Iterable[str] = 
 
 
 def _point(update: Update, side: str) -> None:
-    """Have ``live`` lead to one side, in one step."""
+    """Make ``live`` lead to ``side``, in one step."""
     link = update.home / "next"
     link.symlink_to(side)
     link.replace(update.live)
 
 
 def _keep(path: Path, kept: Path) -> None:
-    """Have a file under another name too."""
+    """Give a file a second name."""
     if not _is_there(path):
         return
     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -184,7 +184,7 @@ def _keep(path: Path, kept: Path) -> None:
 
 
 def _link(update: Update, name: str) -> None:
-    """Put a link through ``live`` in the place of a file, in one step."""
+    """Replace a file by a link through ``live``, in one step."""
     path, link = update.target / name, update.home / "link"
     path.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(os.path.relpath(update.live / name, path.parent))
@@ -192,7 +192,7 @@ def _link(update: Update, name: str) -> None:
 
 
 def _put_one_by_one(update: Update, new: Iterable[str], names: Iterable[str], first: Iterable[str]) -> None:
-    """The commit where there are no symbolic links; see ``commit``."""
+    """Commit on a file system without symbolic links; see ``commit``."""
     heads, written = {*first}, {*new}
     update.live.write_text("new")
     for name in sorted(names, key=lambda name: name not in heads):
@@ -202,7 +202,7 @@ def _put_one_by_one(update: Update, new: Iterable[str], names: Iterable[str], fi
 
 
 def _settle(update: Update, last: Iterable[str] = ()) -> None:
-    """Put the files that ``live`` leads to into place, and remove links of ours that lead nowhere."""
+    """Move the files that ``live`` leads to into the target, and remove our links that lead nowhere."""
     live, names = update.live, json.loads(update.names_file.read_text())
     side, heads = update.home / (os.readlink(live) if live.is_symlink() else live.read_text()), {*last}
     for name in sorted(names, key=lambda name: name in heads):
@@ -226,7 +226,7 @@ def _remove_empty(folder: Path, top: Path) -> None:
 
 
 def _recover(target: Path) -> None:
-    """End what writers left that died: the lock is ours, so none of them is alive."""
+    """Finish the commits of dead writers, and remove their files. We hold the lock, so no other writer is alive."""
     for home in target.glob(f"{PREFIX}*"):
         update = Update(target, home)
         if not home.is_dir():
@@ -240,14 +240,14 @@ def _recover(target: Path) -> None:
 
 
 def _require_replaceable(target: Path, names: Iterable[str]) -> None:
-    """Raise where a file of the target cannot be replaced by a rename, before anything is."""
+    """Raise if a file of the target cannot be replaced by a rename, before any file is."""
     mounts, device = _mount_points(), target.stat().st_dev
     problems = []
     for name in names:
         path = target / name
         above = [folder for folder in path.parents if folder != target and target in folder.parents]
         if path.is_dir() and not path.is_symlink():
-            problems.append(f"{path} is a folder where a file belongs")
+            problems.append(f"{path} is a folder, expected a file")
         elif str(path) in mounts:
             problems.append(f"{path} is a mount point")
         problems += (
@@ -260,7 +260,7 @@ def _require_replaceable(target: Path, names: Iterable[str]) -> None:
 
 
 def _mount_points() -> frozenset[str]:
-    """Where file systems are mounted, as far as the system says so."""
+    """The paths at which file systems are mounted, as far as the system lists them."""
     with suppress(OSError):
         paths = (line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines())
         return frozenset(re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), path) for path in paths)
@@ -276,7 +276,7 @@ def _is_there(path: Path) -> bool:
 
 
 def _flush(folder: Path) -> None:
-    """Wait until the files of a folder are on disk; of another machine's, as far as the file system has them."""
+    """Wait until the files of a folder are on disk. A network file system may promise less."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -284,10 +284,10 @@ def _flush(folder: Path) -> None:
 
 
 def require_files(folder: Path, names: Iterable[str]) -> None:
-    """Raise where files that all ranks wrote are not in ``folder`` for this one.
+    """Check that the files which all ranks wrote are in ``folder`` on this rank.
 
     Raises:
-        CheckpointError: as where ranks have folders of their own by the same name.
+        CheckpointError: files are missing, as when each rank has a folder of its own by this name.
     """
     if absent := [name for name in names if not (folder / name).is_file()]:
         raise CheckpointError(

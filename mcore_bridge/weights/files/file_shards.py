@@ -1,4 +1,4 @@
-"""Which rank writes which tensors to which files of a checkpoint: data, the same on every rank."""
+"""Assignment of tensors to the files of a checkpoint and to the ranks that write them, the same on every rank."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mcore_bridge.rules.spec import TensorSpec
 MAX_SHARD_BYTES = 5 << 30
 MIN_SHARD_BYTES = 256 << 20
 FILES_AT_ONCE = 4
-"""Files that a rank writes to side by side: a kernel lets one thread at a time write to one file."""
+"""Files to which a rank writes at once: the kernel lets only one thread at a time write to a file."""
 
 
 def require_positive(**sizes: object) -> None:
-    """Raise where a size in bytes is no positive whole number."""
+    """Raise ``CheckpointError`` if a size in bytes is no positive whole number."""
     wrong = [
         f"{name}={size!r}"
         for name, size in sizes.items()
@@ -28,7 +28,7 @@ def require_positive(**sizes: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FileShard:
-    """A file, the rank that writes it, and what it holds."""
+    """A file, the rank that writes it, and its tensors."""
 
     name: str
     rank: int
@@ -38,31 +38,31 @@ class FileShard:
 def assign_files(
     specs: Sequence[TensorSpec], world_size: int, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> tuple[FileShard, ...]:
-    """Deal tensors to ranks, so that all write about as much and all the time, and cut what each has into files.
+    """Assign tensors to ranks, so that all ranks write equally much and all the time, and cut them into files.
 
-    Neighbours go to different ranks and files: an export yields one tensor after the other, and with
-    runs of them in one file only one thread would write at a time. While files would be small, there are fewer.
+    Neighbours go to different ranks and files. An export yields one tensor after the other; if neighbours were in one
+    file, only one thread would write at a time. If files would be small, there are fewer of them.
 
     Args:
-        max_shard_bytes: size of a file at most, unless one tensor is larger.
+        max_shard_bytes: upper limit on the size of a file, unless one tensor is larger.
     """
     num_files = max(1, min(len(specs), sum(spec.num_bytes for spec in specs) // min(MIN_SHARD_BYTES, max_shard_bytes)))
     num_writers = min(num_files, world_size)
     at_once = min(num_files // num_writers, FILES_AT_ONCE)
     shares = _shares(specs, num_writers * at_once)
-    found = [
+    files = [
         (share % num_writers * world_size // num_writers, part)
         for share, names in enumerate(shares)
         for part in _cut([spec for spec in specs if spec.name in names], max_shard_bytes)
     ]
     return tuple(
-        FileShard(f"model-{number:05}-of-{len(found):05}.safetensors", rank, part)
-        for number, (rank, part) in enumerate(found, 1)
+        FileShard(f"model-{number:05}-of-{len(files):05}.safetensors", rank, part)
+        for number, (rank, part) in enumerate(files, 1)
     )
 
 
 def _shares(specs: Iterable[TensorSpec], num_writers: int) -> list[set[str]]:
-    """The names of each writer: largest tensors first, each to whoever has least."""
+    """The names for each writer: from the largest tensor on, each goes to the writer with fewest bytes."""
     shares: list[set[str]] = [set() for _ in range(num_writers)]
     loads = [(0, writer) for writer in range(num_writers)]
     for spec in sorted(specs, key=lambda spec: -spec.num_bytes):
@@ -73,7 +73,7 @@ def _shares(specs: Iterable[TensorSpec], num_writers: int) -> list[set[str]]:
 
 
 def _cut(specs: list[TensorSpec], max_bytes: int) -> Iterator[tuple[TensorSpec, ...]]:
-    """Runs of even size, as few as ``max_bytes`` allows."""
+    """Cut tensors into runs of equal size, as few as ``max_bytes`` allows."""
     total = sum(spec.num_bytes for spec in specs)
     limit = -(-total // max(1, -(-total // max_bytes)))
     part: list[TensorSpec] = []

@@ -1,7 +1,7 @@
-"""One writer at a time for a folder: a lock file in it that says who writes, and whose age tells whether it still does.
+"""One writer at a time for a folder: a lock file in it names the writer, and its age says whether that is alive.
 
-A writer on the same machine is judged by its process: its number and the time when it started. Of any other, only the
-lock's age is known: a thread renews it every ``BEAT`` seconds, and after ``STALE`` seconds it counts for nothing.
+A writer on the same machine is alive if its process is, which number and start time identify. For any other writer only
+the age of the lock is known. A thread renews the lock every ``BEAT`` seconds; after ``STALE`` seconds it is void.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from mcore_bridge.errors import CheckpointError
 from mcore_bridge.machine import is_alive, start_time, this_machine
 
 PREFIX = ".mcore_bridge."
-"""How everything begins that a save puts into its target besides the result."""
+"""Prefix of all temporary files and folders of a save in its target."""
 LOCK = f"{PREFIX}lock"
 BEAT = 20.0
-"""Seconds between two signs of life."""
+"""Seconds between two renewals of a lock."""
 STALE = 600.0
-"""Seconds after which the lock of a writer on another machine is taken over."""
+"""Age in seconds at which the lock of a writer on another machine is taken over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Who holds a lock. ``token`` is unique to one save."""
+    """The process that holds a lock. ``token`` is unique to one save."""
 
     token: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
     host: str = field(default_factory=socket.gethostname)
@@ -45,13 +45,13 @@ class Writer:
 
     @property
     def is_here(self) -> bool:
-        """Whether it runs, or ran, where this process could see it."""
+        """Whether its process runs, or ran, on this machine, where this process can see it."""
         return bool(self.machine) and self.machine == this_machine()
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[Writer]:
-    """Hold the lock of a folder, which is made where it is not there, and removed again if it stays empty.
+    """Hold the lock of a folder. The folder is made if it is missing, and removed again if it stays empty.
 
     Raises:
         CheckpointError: another writer holds it, or may hold it; the message names it, and the file to remove.
@@ -75,7 +75,7 @@ def locked(folder: Path) -> Iterator[Writer]:
 
 
 def require_held(folder: Path, own: Writer | None) -> None:
-    """Raise where the lock has been taken from ``own`` meanwhile, as from a machine that was suspended for long."""
+    """Raise if ``own`` has lost the lock to another writer, as a machine may that was suspended for long."""
     if (holder := _holder(folder)) != own:
         who = f"{holder} holds it now" if holder else "nobody holds it now"
         raise CheckpointError(f"the lock {folder / LOCK} was lost while {own} wrote: {who}; save again")
@@ -103,47 +103,47 @@ def _acquire(folder: Path, own: Writer) -> None:
 
 
 def _take_over(folder: Path, own: Writer) -> None:
-    """Remove the lock of a writer that is dead.
+    """Remove the lock of a dead writer.
 
     Raises:
-        CheckpointError: it is not dead, or nobody can tell.
+        CheckpointError: the writer is alive, or may be.
     """
     path = folder / LOCK
     holder = _holder(folder, patience=1.0)
     if holder is None:
         if path.exists():
-            raise CheckpointError(f"{path} does not say who writes to {folder}: remove it if nobody does")
+            raise CheckpointError(f"{path} does not name the writer of {folder}: remove it if no process writes there")
         return
     if holder.is_here:
         if is_alive(holder.pid, holder.started):
             raise CheckpointError(
-                f"{holder} writes to {folder}: wait for its end, or name another folder. If that process does "
-                f"something else, remove {path}"
+                f"{holder} writes to {folder}: wait for its end, or name another folder. If that process is not a "
+                f"save, remove {path}"
             )
     elif (age := _age(path, own)) < STALE:
         raise CheckpointError(
-            f"{holder} writes to {folder}, and gave a sign of life {age:.0f} s ago: wait for its end, or name another "
-            f"folder. If it is dead, remove {path}, or try again when the last sign is {STALE:.0f} s old"
+            f"{holder} writes to {folder}, and renewed its lock {age:.0f} s ago: wait for its end, or name another "
+            f"folder. If it is dead, remove {path}, or try again when the lock is {STALE:.0f} s old"
         )
     apart = folder / f"{PREFIX}{own.token}.stale"
     try:
         path.rename(apart)
     except FileNotFoundError:
         return
-    if _read(apart) != holder:  # another process was faster, and this is its lock
+    if _read(apart) != holder:  # this is the lock of another process, which was faster
         with suppress(OSError):
             os.link(apart, path)
     apart.unlink(missing_ok=True)
 
 
 def _holder(folder: Path, patience: float = 0.0) -> Writer | None:
-    """Who holds the lock; None where nobody does, or where it is not readable after ``patience`` seconds."""
+    """The holder of the lock; None if there is none, or if the lock is not readable after ``patience`` seconds."""
     path, end = folder / LOCK, time.monotonic() + patience
     while True:
         holder = _read(path)
         if holder is not None or not path.exists() or time.monotonic() > end:
             return holder
-        time.sleep(0.05)  # it may be in the making
+        time.sleep(0.05)  # its writer may be writing it
 
 
 def _read(path: Path) -> Writer | None:
@@ -154,7 +154,7 @@ def _read(path: Path) -> Writer | None:
 
 
 def _age(path: Path, own: Writer) -> float:
-    """Seconds since the last sign of life, by the clock of the file system: those of machines differ."""
+    """Seconds since the lock was renewed, by the clock of the file system: the clocks of machines differ."""
     probe = path.with_name(f"{PREFIX}{own.token}.probe")
     try:
         probe.touch(exist_ok=False)

@@ -1,8 +1,8 @@
-"""A folder of safetensors as a lazy mapping: a tensor is a view of the mapped file until somebody copies from it.
+"""A folder of safetensors as a lazy mapping: each tensor is a view of a mapped file.
 
-Files are mapped once; the pages of a tensor are given back when its reader moves on, so that reading a checkpoint of
-any size keeps one tensor resident. A load reads the files by position instead (``file_of``). The page cache is shared
-by all processes of a node.
+Files are mapped once. The pages of a tensor are freed when its reader moves on, so reading a checkpoint of any size
+keeps one tensor resident. A load reads the files by position instead (``file_of``). All processes of a node share the
+page cache.
 """
 
 from __future__ import annotations
@@ -24,20 +24,28 @@ from mcore_bridge.weights.files.strict_json import parse
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
 HEADS = ("config.json", INDEX, SINGLE)
-"""Without these nobody takes a folder for a checkpoint."""
+"""Files without which no reader takes a folder for a checkpoint."""
 _ATTEMPTS = 5
 _SHARDS = "model-[0-9]*-of-[0-9]*.safetensors"
 _SUFFIX = ".safetensors"
 _INDEX_BYTES = 100_000_000
-"""As many as a header of the format may have: both name tensors."""
+"""Limit on the size of an index, the same as the format's limit on headers: both list tensors."""
 
 
 class Checkpoint(Mapping[str, Tensor]):
-    """All tensors of a HF folder, with an index or without."""
+    """All tensors of an HF folder by name, with an index or without.
+
+    Raises:
+        CheckpointError: the folder is missing, or a file of it is missing, damaged or contradicts the index.
+
+    Example:
+        >>> Checkpoint("Qwen3-8B")["model.norm.weight"].shape  # doctest: +SKIP
+        torch.Size([4096])
+    """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        if not os.path.isdir(self.folder):  # Path.is_dir raises where a folder above may not be entered
+        if not os.path.isdir(self.folder):  # Path.is_dir raises if a folder above may not be entered
             raise CheckpointError(f"no folder {self.folder}: expected one with *.safetensors files")
         for _ in range(_ATTEMPTS):
             before = _identity(self.folder)
@@ -50,7 +58,7 @@ class Checkpoint(Mapping[str, Tensor]):
                 if _identity(self.folder) == before:
                     return
         raise CheckpointError(
-            f"{self.folder} was changed {_ATTEMPTS} times while it was opened: wait for who saves there"
+            f"{self.folder} was changed {_ATTEMPTS} times while it was opened: wait for the process that saves there"
         )
 
     def _open(self) -> None:
@@ -74,20 +82,20 @@ class Checkpoint(Mapping[str, Tensor]):
         return names
 
     def _locate(self) -> dict[str, SafetensorsFile]:
-        """The file of each tensor. The index may leave one out, as for transformers 5; it cannot choose of two."""
-        found: dict[str, SafetensorsFile] = {}
+        """The file of each tensor. As for transformers 5, the index may omit tensors; it cannot choose between two."""
+        file_of: dict[str, SafetensorsFile] = {}
         twice = [
             f"{name} is in {other.path} and in {file_name}"
             for file_name, file in self._files.items()
             for name in file.entries
-            if (other := found.setdefault(name, file)) is not file
+            if (other := file_of.setdefault(name, file)) is not file
         ]
         if twice:
             raise CheckpointError(
                 f"expected each tensor in one file, found {len(twice)} in two: {'; '.join(twice[:5])}; remove the "
                 "files that are left of another save"
             )
-        return found
+        return file_of
 
     def _check_index(self) -> None:
         wrong = [name for name, file in (self._index or {}).items() if name not in self._files[file].entries]
@@ -123,23 +131,23 @@ class Checkpoint(Mapping[str, Tensor]):
         return TensorSpec(name, entry.shape, dtype) if dtype is not None else None
 
     def rename(self, old: str, new: str) -> None:
-        """Have the tensor ``old`` under the name ``new``."""
+        """Give the tensor ``old`` the name ``new``."""
         file = self._where[new] = self._where.pop(old)
         file.entries[new] = file.entries.pop(old)
 
     def release(self, name: str) -> None:
-        """Give back the memory of pages that were read for ``name``; they stay in the page cache."""
+        """Free the memory of pages that were read for ``name``; they stay in the page cache."""
         self._where[name].release(name)
 
     def pairs(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """``(name, tensor)`` for each of ``names``; a tensor's memory is given back when the next is asked for."""
+        """Yield ``(name, tensor)`` for each of ``names``. The next one frees the memory of the one before."""
         for name in names:
             yield name, self[name]
             self.release(name)
 
 
 def names_in(folder: str | os.PathLike[str]) -> tuple[str, ...]:
-    """The names of all tensors of a HF folder, as its index has them if there is one; none where it has no weights."""
+    """The names of all tensors of an HF folder, from its index if there is one; empty if it has no weights."""
     index = _read_index(Path(folder))
     if index is not None or not shard_names(Path(folder)):
         return tuple(index or ())
@@ -147,19 +155,19 @@ def names_in(folder: str | os.PathLike[str]) -> tuple[str, ...]:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The names of the files that hold the weights of a checkpoint, and its index; not all of them need be there.
+    """The names of the files of a checkpoint's weights, its index included. Some of them may be missing.
 
-    Other ``*.safetensors``, such as those of an adapter, are not of the checkpoint: its index does not name them.
+    Other ``*.safetensors``, such as those of an adapter, do not belong to the checkpoint: its index does not name them.
     """
     try:
         listed = {Path(name).name for name in (_read_index(folder) or {}).values()}
-    except CheckpointError:  # a damaged one
+    except CheckpointError:  # a damaged index
         listed = set()
     return sorted({SINGLE, INDEX, *listed, *(path.name for path in folder.glob(_SHARDS))})
 
 
 def shard_names(folder: Path) -> list[str]:
-    """What a folder has by names of ``*.safetensors``, files or not; nothing where there is no folder.
+    """The names ``*.safetensors`` in a folder, whether files or not; empty if there is no folder.
 
     Raises:
         CheckpointError: the folder may not be read.
@@ -173,7 +181,11 @@ def shard_names(folder: Path) -> list[str]:
 
 
 def write_index(folder: Path, files: Mapping[str, Iterable[TensorSpec]]) -> None:
-    """Write the index of a folder, as transformers does: which of its ``files`` holds which tensors."""
+    """Write the index of a folder, in the format of transformers.
+
+    Args:
+        files: the tensors of each file.
+    """
     held = [(spec, name) for name, specs in files.items() for spec in specs]
     index = {
         "metadata": {"total_size": sum(spec.num_bytes for spec, _ in held)},
@@ -183,19 +195,19 @@ def write_index(folder: Path, files: Mapping[str, Iterable[TensorSpec]]) -> None
 
 
 def _identity(folder: Path) -> list[tuple[int, int] | None]:
-    """Which files the index and a single file of weights are: all files of a folder change together with these."""
-    found: list[tuple[int, int] | None] = []
+    """Device and inode of the index and of a single file of weights. A save replaces one of these with all others."""
+    identity: list[tuple[int, int] | None] = []
     for name in (INDEX, SINGLE):
         try:
             status = (folder / name).stat()
-            found.append((status.st_dev, status.st_ino))
+            identity.append((status.st_dev, status.st_ino))
         except OSError:
-            found.append(None)
-    return found
+            identity.append(None)
+    return identity
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
-    """Which file each tensor is in; None without an index, or beside a single file, which transformers prefers too."""
+    """The file of each tensor. None without an index, or beside a single file, which transformers prefers, too."""
     path = folder / INDEX
     if not _is_there(path) or _is_there(folder / SINGLE):
         return None
@@ -216,8 +228,8 @@ def _read_index(folder: Path) -> dict[str, str] | None:
     if wrong:
         some = ", ".join(f"{name!r}: {reprlib.repr(file)}" for name, file in list(wrong.items())[:5])
         raise CheckpointError(
-            f"{path} is damaged: expected of each tensor the name of a *.safetensors file in the same folder, found "
-            f"{len(wrong)} others ({some}); put all files into one folder and save the index again"
+            f"{path} is damaged: expected a *.safetensors file in the same folder for each tensor, found "
+            f"{len(wrong)} other values ({some}). Put all files into one folder and save the index again"
         )
     return files
 
@@ -227,7 +239,7 @@ def _is_there(path: Path) -> bool:
 
 
 def _leads_nowhere(path: Path) -> bool:
-    """Whether it is a link to nothing, as a save leaves it where it dies: the name of a file of the other set."""
+    """Whether ``path`` is a link to nothing: a save that dies leaves such links for files of the other set."""
     return os.path.islink(path) and not os.path.exists(path)
 
 

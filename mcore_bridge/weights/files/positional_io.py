@@ -1,7 +1,7 @@
-"""Bytes from and to places in open files. Threads may do so side by side: nothing here has a position or holds the GIL.
+"""Reads and writes at offsets of open files. Threads may do so in parallel: they share no position and release the GIL.
 
-Files are read, not mapped: a file that has become shorter is then an error and no signal, and the kernel reads ahead
-what is not in the page cache, which all processes of a node share.
+Files are read and not mapped. So a file that has become shorter is an error and no signal, and the kernel reads ahead
+what is not in the page cache. All processes of a node share that cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = "NDArray[Any]"
 
-BLOCK_BYTES = 1 << 18  # what is read at once of an array with gaps; it should stay in a core's cache
+BLOCK_BYTES = 1 << 18  # bytes of an array with gaps that are read at once; they should stay in a core's cache
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFDIR: "a folder",
@@ -33,11 +33,10 @@ _POINTER = b"version https://git-lfs"
 
 
 def open_file(path: Path) -> int:
-    """A descriptor by which a file is read. A link is followed: the hub's cache consists of links.
+    """Open a file for reading and return its descriptor. Links are followed: the hub's cache consists of links.
 
     Raises:
-        CheckpointError: the file cannot be opened; is none, such as a FIFO, whose reader would wait for a writer; or
-            stands for one that git-lfs has not fetched.
+        CheckpointError: the file cannot be opened, is a FIFO or the like, or git-lfs has not fetched it.
     """
     try:
         kind = _KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
@@ -59,9 +58,14 @@ def open_file(path: Path) -> int:
 
 
 def read_array(fd: int, offset: int, out: Array, strides: tuple[int, ...]) -> None:
-    """Fill ``out`` (C-contiguous) with an array that begins at ``offset`` in a file, ``strides`` in bytes.
+    """Read a strided array from a file.
 
-    Small gaps are read along with the array, since a call costs more than they do.
+    Small gaps are read with the array, because a call costs more than they do.
+
+    Args:
+        offset: the byte of the file at which the array begins.
+        out: the array to fill, C-contiguous.
+        strides: distances in the file, in bytes.
 
     Raises:
         EOFError: the file ends before the array does.
@@ -83,7 +87,7 @@ def read_array(fd: int, offset: int, out: Array, strides: tuple[int, ...]) -> No
 
 
 def write_bytes(fd: int, offset: int, data: Array) -> None:
-    """Write all of ``data`` (C-contiguous) from ``offset`` of a file on."""
+    """Write all of ``data`` (C-contiguous) to a file, from byte ``offset`` on."""
     left = data.reshape(-1).view(np.uint8).data
     while left:
         written = os.pwrite(fd, left, offset)
@@ -110,10 +114,10 @@ def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -
 
 
 class _Memory:
-    """A tensor's memory as numpy reads it. ``Tensor.numpy`` would forbid that a trainer resizes it later on."""
+    """A tensor's memory in numpy's interface. After ``Tensor.numpy``, a trainer could not resize the tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor  # lives as long as the array
+        self._tensor = tensor  # it must live as long as the array
         self.__array_interface__ = {
             "version": 3,
             "typestr": f"<i{tensor.itemsize}",
@@ -123,6 +127,6 @@ class _Memory:
 
 
 def array_of(tensor: Tensor) -> Array:
-    """A contiguous CPU tensor as an array: of integers, since numpy lacks some dtypes and nothing here computes."""
+    """A contiguous CPU tensor as an array of integers of the same size: numpy lacks some of torch's dtypes."""
     assert tensor.is_contiguous()
     return np.asarray(_Memory(tensor)) if tensor.numel() else np.empty(tensor.shape, f"<i{tensor.itemsize}")

@@ -1,4 +1,4 @@
-"""One file of the safetensors format, read and written in place: a tensor is a range of bytes behind a JSON header.
+"""One file of the safetensors format: a JSON header, and behind it a range of bytes for each tensor.
 
 https://github.com/huggingface/safetensors#format
 """
@@ -48,15 +48,15 @@ _DTYPES = {
     "BOOL": "bool",
 }
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, ours) for name, ours in _DTYPES.items() if hasattr(torch, ours)}
-"""By the format's names, those that the installed torch has. It has none for the format's two of 6 bits."""
+"""The dtypes that the installed torch has, by their names in the format. It has none for the format's two of 6 bits."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PAIRS = "F4"
-"""Of this one torch has two values in an element, so that its last dim is half that of the format."""
+"""A dtype of which torch has two values in an element, so that its last dim is half that of the format."""
 _FIELDS = ("dtype", "shape", "data_offsets")
 
 
 class _Entry(NamedTuple):
-    """A tensor as the header has it, and its first byte in the file and the one behind its last."""
+    """A tensor in the header. Its bytes are ``start`` to ``stop`` of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -65,11 +65,11 @@ class _Entry(NamedTuple):
 
 
 class SafetensorsFile:
-    """A file to read. Its whole header is checked when it is opened; data is touched when tensors are read.
+    """A file to read. The whole header is checked when the file is opened; data is touched when tensors are read.
 
-    What a header must be like, the ``safetensors`` library says, which opens the file for that and lets it go. We add
-    one rule: no key may be there twice, where the library takes the last. Header and data then come by one descriptor,
-    so that nothing is mixed where somebody puts another file in this place meanwhile.
+    The ``safetensors`` library decides whether a header is valid; it opens the file for that and closes it. We add one
+    rule: no key may be there twice, where the library takes the last. Then we read header and data by one descriptor,
+    so that two files are never mixed if another process replaces the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -89,7 +89,7 @@ class SafetensorsFile:
             with safe_open(self.path, "numpy"):
                 pass
         except SafetensorError as error:
-            if "unknown variant" in str(error):  # whatever it is, the file need not be damaged
+            if "unknown variant" in str(error):  # an unknown dtype, which is no damage
                 raise CheckpointError(
                     f"{self.path} has a dtype that is not supported by the installed safetensors {version}: {error}; "
                     "install a newer one, or save the file in other dtypes"
@@ -131,16 +131,20 @@ class SafetensorsFile:
             ) from None
 
     def read(self, views: Sequence[Tensor], out: Array) -> None:
-        """Copy ``views``, slices of its tensors of one dtype, one behind the other into ``out`` (of ``array_of``).
+        """Read slices of the file's tensors into ``out``, one behind the other. The map is not used.
 
-        Not through the map; and what lies side by side in the file at once.
+        Neighbours in the file are read at once.
+
+        Args:
+            views: slices of tensors of one dtype.
+            out: what ``array_of`` returned.
 
         Raises:
             CheckpointError: the file cannot be read, or has become shorter since it was opened.
         """
         left = out.reshape(-1)
         try:
-            for address, shape, strides in _stretches(views):
+            for address, shape, strides in _joined(views):
                 size = math.prod(shape)
                 read_array(self._fd, address - self._address, left[:size].reshape(shape), strides)
                 left = left[size:]
@@ -148,14 +152,14 @@ class SafetensorsFile:
             raise CheckpointError(f"cannot read {self.path}: {error}; copy it again") from None
 
     def release(self, name: str) -> None:
-        """Give back the memory of pages that were read for ``name``; they stay in the page cache."""
+        """Free the memory of pages that were read for ``name``; they stay in the page cache."""
         entry = self.entries[name]
         start = entry.start // mmap.PAGESIZE * mmap.PAGESIZE
         self._map.madvise(mmap.MADV_DONTNEED, start, entry.stop - start)
 
 
-def _stretches(views: Iterable[Tensor]) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Address, shape and strides in bytes of each view; of dense ones that lie side by side, of all as one."""
+def _joined(views: Iterable[Tensor]) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Yield address, shape and strides in bytes of each view. Dense views that are neighbours count as one."""
     start, num_bytes, itemsize = 0, 0, 1
     for view in views:
         address = view.data_ptr()
@@ -173,7 +177,10 @@ def _stretches(views: Iterable[Tensor]) -> Iterator[tuple[int, tuple[int, ...], 
 
 
 def _entry(value: Any, base: int) -> _Entry:
-    """What the library has accepted: it also takes the fields in an array, and a dtype as a key whose value is null."""
+    """The entry of a header for one tensor.
+
+    The library also accepts the fields as an array, and a dtype as an object with one key, whose value is null.
+    """
     fields = value if isinstance(value, dict) else dict(zip(_FIELDS, value, strict=True))
     (dtype,) = [fields["dtype"]] if isinstance(fields["dtype"], str) else fields["dtype"]
     start, stop = fields["data_offsets"]
@@ -188,7 +195,7 @@ def _shape_in_torch(entry: _Entry) -> tuple[int, ...] | None:
 
 
 class SafetensorsWriter:
-    """A new file. Its header is written at once; each tensor then as its bytes come, in any order, by any thread."""
+    """A new file. Its header is written at once; bytes of tensors follow in any order, from any thread."""
 
     def __init__(self, path: Path, tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> None:
         header, self._starts = _lay_out(tensors)
@@ -200,7 +207,7 @@ class SafetensorsWriter:
             raise
 
     def write(self, name: str, start: int, data: Tensor) -> None:
-        """Write ``data`` (contiguous, on CPU) from byte ``start`` of the tensor ``name`` on."""
+        """Write ``data`` (contiguous, on CPU) into the tensor ``name``, from byte ``start`` on."""
         write_bytes(self._fd, self._starts[name] + start, array_of(data))
 
     def __enter__(self) -> SafetensorsWriter:
@@ -211,14 +218,14 @@ class SafetensorsWriter:
 
 
 def _lay_out(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> tuple[bytes, dict[str, int]]:
-    """The header, and where each tensor begins. Wide dtypes come first, so that each is aligned to its own."""
+    """The header, and the byte at which each tensor begins. Wide dtypes come first, so that all are aligned."""
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offsets, stop = {}, 0
     for name, shape, dtype in sorted(tensors, key=lambda tensor: -tensor[2].itemsize):
         offsets[name], stop = stop, stop + math.prod(shape) * dtype.itemsize
         own = _NAMES.get(dtype)
         if own is None or (own == _PAIRS and not shape):
-            raise CheckpointError(f"{name} is {dtype} of shape {shape}, which safetensors lacks: cast it by dtype=")
+            raise CheckpointError(f"{name} is {dtype} of shape {shape}, which safetensors lacks: cast it with dtype=")
         logical = (*shape[:-1], 2 * shape[-1]) if own == _PAIRS else shape
         fields[name] = {"dtype": own, "shape": logical, "data_offsets": (offsets[name], stop)}
     text = json.dumps(fields, separators=(",", ":")).encode()

@@ -1,4 +1,4 @@
-"""What lies beside weights in a HF folder: the config, and the files of the tokenizer."""
+"""Files beside the weights in an HF folder: the config, the tokenizer, and code."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _TOKENIZER = (
     *("chat_template*", "*.jinja"),
 )
 _COMPANIONS = ("generation_config.json", "preprocessor_config.json", "*.py")
-"""And code: of the model, the tokenizer and the processor, and what they import."""
+"""Further files to copy; code is that of the model, the tokenizer and the processor, and what they import."""
 
 
 def copy_companions(
     source: str | os.PathLike[str] | None, target: Path, *others: str, kept: Collection[str] = ()
 ) -> None:
-    """Copy the files of the tokenizer and of the model's own code, and what ``others`` match.
+    """Copy the tokenizer, the model's own code, and files that match ``others``.
 
     Args:
-        source: the folder that the model came from; there is nothing to copy without one.
+        source: the folder that the model came from; without one, nothing is copied.
         others: ``fnmatch`` patterns. Indexes of weights are left out.
-        kept: names of files that are there already, and stay. Where they have a tokenizer, no file of another one
-            comes: an old ``special_tokens_map.json`` would undo what a new ``tokenizer_config.json`` says.
+        kept: names of files that are in ``target`` already, and stay. If a tokenizer is among them, none is copied: an
+            old ``special_tokens_map.json`` would override a new ``tokenizer_config.json``.
     """
     tokenizer = () if any(matches(name, _TOKENIZER) for name in kept) else _TOKENIZER
     for path in Path(source).iterdir() if source is not None else ():
@@ -35,16 +35,16 @@ def copy_companions(
             shutil.copy2(path, target / path.name)
 
 
-def config_places(source: Path, found: Path) -> tuple[Path, ...]:
-    """Where the HF config of a checkpoint may be: in it, or where verl writes it.
+def config_folders(source: Path, iteration: Path) -> tuple[Path, ...]:
+    """The folders in which the HF config of a checkpoint may be: its own, or those to which verl writes it.
 
     Args:
-        source: the folder as it was named.
-        found: that of the iteration in it; or ``source``.
+        source: the folder that the caller named.
+        iteration: the folder of the iteration in it; or ``source``.
     """
-    return tuple(dict.fromkeys((found, source, source / "huggingface", found.parent / "huggingface")))
+    return tuple(dict.fromkeys((iteration, source, source / "huggingface", iteration.parent / "huggingface")))
 
 
-def first_with_config(places: Iterable[Path]) -> Path | None:
-    """The first of these folders that has an HF config."""
-    return next((place for place in places if (place / "config.json").is_file()), None)
+def first_with_config(folders: Iterable[Path]) -> Path | None:
+    """The first of these folders that has an HF config; None if none has."""
+    return next((folder for folder in folders if (folder / "config.json").is_file()), None)

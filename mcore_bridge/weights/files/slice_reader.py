@@ -1,6 +1,6 @@
-"""A slice of an HF tensor on its way into a parameter: copied at once, or read from its file by threads.
+"""Slices of HF tensors that become slices of parameters: copied from memory, or read from files by threads.
 
-One of an encoded weight goes the same way, and is decoded where it arrives (``encoded_copy.py``).
+Slices of encoded weights go the same way, and are decoded where they arrive (``encoded_copy.py``).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from mcore_bridge.weights.files.safetensors import SafetensorsFile
 from mcore_bridge.weights.files.staging import Slot, Staging
 
 _COMPARED = 4 << 20
-"""Bytes that are compared at once."""
+"""Bytes that ``SliceCopy.is_in_place`` compares at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class SliceCopy:
-    """``source`` goes to ``target``, a view of the same shape, and crosses in the dtype ``crossing``."""
+    """A copy of ``source`` to ``target``, a view of the same shape, with a cast to ``crossing`` in between."""
 
     source: Tensor
     target: Tensor
@@ -38,11 +38,12 @@ class SliceCopy:
     def is_in_place(self) -> bool:
         """Whether the target holds the values of the source already."""
         return all(
-            torch.equal(each.target, each.source.to(each.crossing).to(each.target)) for each in self.pieces(_COMPARED)
+            torch.equal(piece.target, piece.source.to(piece.crossing).to(piece.target))
+            for piece in self.pieces(_COMPARED)
         )
 
     def pieces(self, num_bytes: int) -> Iterator[SliceCopy]:
-        """The same in parts of at most ``num_bytes`` (or one element), with dims in the order of the source."""
+        """Split the copy into pieces of at most ``num_bytes`` (or one element), with dims in the source's order."""
         strides = self.source.stride()
         if list(strides) == sorted(strides, reverse=True):
             yield from self._split(num_bytes)
@@ -61,29 +62,29 @@ class SliceCopy:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are read."""
+        """Bytes to read."""
         return self.source.nbytes
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What is equal for slices that can go together."""
+        """A key that is equal for slices which one batch can hold."""
         return self.source.dtype, self.crossing, self.target.dtype, self.target.device, self.is_direct
 
     @property
     def is_direct(self) -> bool:
-        """Whether the bytes of the source can be read straight into place."""
+        """Whether the bytes of the source can be read straight into the target."""
         return self.target.is_cpu and self.target.dtype == self.source.dtype and self.target.is_contiguous()
 
 
 AnyCopy: TypeAlias = SliceCopy | EncodedCopy
 _Batch: TypeAlias = tuple[SafetensorsFile, list[AnyCopy]]
-"""Pieces of a file that fit into one slot: of one dtype, for one device, so that they are one tensor on their way."""
+"""Pieces of a file that fit into one slot. They have one dtype and one device, so that one tensor holds them."""
 AHEAD = 64
-"""Batches that are worked out before threads begin to read them: these need Python's lock between two reads."""
+"""Batches that are planned before threads begin to read them, because the threads need the GIL between two reads."""
 
 
 def read(slices: Iterable[tuple[AnyCopy, SafetensorsFile]], staging: Staging) -> None:
-    """Have threads read the sources of ``slices`` from their files. All is in place when ``staging`` has been left."""
+    """Have threads read the sources of ``slices`` from their files. All targets are filled when ``staging`` exits."""
     batches = _batches(slices, staging.slot_bytes)
     while portion := list(islice(batches, AHEAD)):
         for file, pieces in portion:
@@ -104,7 +105,7 @@ def _submit(file: SafetensorsFile, pieces: Sequence[SliceCopy], staging: Staging
 
 
 def _batches(slices: Iterable[tuple[AnyCopy, SafetensorsFile]], num_bytes: int) -> Iterator[_Batch]:
-    """To hand small pieces to a thread costs more than to read them."""
+    """Join small pieces into batches: handing one to a thread costs more than reading it."""
     pieces = ((file, piece) for slice_copy, file in slices for piece in slice_copy.pieces(num_bytes))
     for (file, *_), alike in groupby(pieces, lambda pair: (pair[0], *pair[1].kind)):
         for batch in _packed((piece for _, piece in alike), num_bytes):
@@ -124,13 +125,13 @@ def _packed(pieces: Iterable[AnyCopy], num_bytes: int) -> Iterator[list[AnyCopy]
     yield batch
 
 
-def _fill(file: SafetensorsFile, sources: Sequence[Tensor], places: Sequence[Array]) -> None:
-    for source, place in zip(sources, places, strict=True):
-        file.read([source], place)
+def _fill(file: SafetensorsFile, sources: Sequence[Tensor], targets: Sequence[Array]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        file.read([source], target)
 
 
 def _put(pieces: Sequence[SliceCopy], memory: Tensor, slot: Slot) -> None:
-    """Take what has arrived in a slot to the device at once, and from there into place, with casts and transposes."""
+    """Copy the memory of a slot to the device at once, and from there to the targets, with casts and transposes."""
     targets = [piece.target for piece in pieces]
     arrived = memory.to(targets[0].device, non_blocking=True).to(pieces[0].crossing)
     parts = arrived.split([target.numel() for target in targets])

@@ -1,8 +1,8 @@
 """Host memory between files and devices: a few slots, and the threads that fill or empty them.
 
-Work begins in the order in which it comes and ends in that order for the caller, and no more of it is under way than
-there are slots. So memory is bounded, a slow disk or device holds the caller up only when all slots are taken, and what
-a thread raises is raised in the caller.
+Work begins in the order in which it is submitted, and ends in that order for the caller. Each piece of work has a slot,
+so memory is bounded, and a slow disk or device blocks the caller only while all slots are taken. An error in a thread
+is raised in the caller.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NUM_THREADS = 8
 
 
 class Slot:
-    """Memory of a fixed size that is used again and again; pinned where a GPU reads or writes it."""
+    """Memory of a fixed size that is reused; pinned if a GPU reads or writes it."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
@@ -29,9 +29,9 @@ class Slot:
         self._event: torch.cuda.Event | None = None
 
     def memory(self, num_bytes: int, device: torch.device) -> Tensor:
-        """The first ``num_bytes`` of the slot, uint8, for copies from or to ``device``. Taken when first asked for.
+        """The first ``num_bytes`` of the slot, uint8, for copies from or to ``device``. The first call allocates it.
 
-        It grows where what cannot be divided asks for more.
+        The slot grows if one indivisible piece needs more.
         """
         if self._memory is None or self._memory.nbytes < num_bytes:
             size = max(self._num_bytes, num_bytes, 8)
@@ -39,20 +39,20 @@ class Slot:
         return self._memory[:num_bytes]
 
     def mark(self, device: torch.device) -> None:
-        """Note that copies from or to ``device`` were enqueued, and must be over before others use the slot."""
+        """Record that copies from or to ``device`` were enqueued. The slot is reused only after they end."""
         if device.type == "cuda":
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
-        """Wait for the copies that were noted."""
+        """Wait for the copies that ``mark`` recorded."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None
 
 
 class Staging:
-    """A ring of slots. ``take`` one, then ``submit`` what a thread is to do with it; leaving waits for everything."""
+    """A ring of slots. ``take`` one, then ``submit`` the work of a thread with it; the exit waits for all work."""
 
     def __init__(self, slot_bytes: int = SLOT_BYTES) -> None:
         self.slot_bytes = slot_bytes
@@ -73,17 +73,17 @@ class Staging:
                 slot.wait()
 
     def take(self) -> Slot:
-        """The next slot, when what was submitted with it has finished.
+        """The next slot, after the work that was submitted with it has finished.
 
         Raises:
-            Exception: what was raised there.
+            Exception: what that work raised.
         """
         if not self._free:
             self._finish()
         return self._free.popleft()
 
     def submit(self, slot: Slot, work: Callable[[], None], then: Callable[[], None] | None = None) -> None:
-        """Let a thread do ``work`` when the copies noted on ``slot`` are over; ``then`` is for the caller's thread."""
+        """Let a thread do ``work`` after the copies that ``slot`` waits for; the caller's thread does ``then``."""
 
         def run() -> None:
             slot.wait()

@@ -1,4 +1,4 @@
-"""Files of ``torch.save`` with one tensor in memory at a time: laid out first and then filled, and read as maps."""
+"""Files of ``torch.save`` with one tensor in memory at a time: first laid out, then filled; and read as maps."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from mcore_bridge.errors import CheckpointError, describe
 from mcore_bridge.weights.files.positional_io import array_of, write_bytes
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
-"""Of a record of a zip file: the lengths of the name and of the extra field between it and the data."""
+"""The header of a record of a zip file. It ends with the lengths of the name and of the extra field, which follow."""
 
 
 def write_torch_file(path: Path, content: object, tensors: Iterable[Tensor]) -> None:
-    """Write a file that ``torch.load`` reads as ``content`` with the values of ``tensors`` in it.
+    """Write a file that ``torch.load`` reads as ``content``, with the values of ``tensors``.
 
-    The checksums of its records are left out; ``torch.load`` does not look at them.
+    The checksums of its records are left out; ``torch.load`` does not check them.
 
     Args:
-        content: its tensors, of a storage each, say shapes and dtypes; what ``torch.empty`` makes takes no memory here.
-        tensors: what they hold, in their order. Each is asked for when the one before it is written.
+        content: an object whose tensors give shapes and dtypes. Each has a storage of its own; if ``torch.empty`` made
+            it, it takes no memory.
+        tensors: the values, in the same order. Each is asked for after the one before it is written.
 
     Raises:
-        CheckpointError: ``tensors`` are not those of ``content``.
+        CheckpointError: ``tensors`` do not have the sizes in ``content``.
     """
     with torch.serialization.skip_data():
         torch.save(content, path)
@@ -45,7 +46,7 @@ def write_torch_file(path: Path, content: object, tensors: Iterable[Tensor]) -> 
 
 
 def _storages(path: Path) -> Iterator[tuple[int, int]]:
-    """Where the bytes of each storage begin, and how many there are, in the order in which they were pickled."""
+    """Yield the first byte and the number of bytes of each storage, in the order in which they were pickled."""
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         records = [(info.filename.split("/"), info) for info in archive.infolist()]
         data = {int(names[2]): info for names, info in records if names[1] == "data"}
@@ -55,44 +56,44 @@ def _storages(path: Path) -> Iterator[tuple[int, int]]:
 
 
 class Opaque:
-    """Stands for an object of a class, or what a function made, that is not ours to call."""
+    """Takes the place of an object whose class or function must not be called."""
 
     def __init__(self, *arguments: object) -> None:
-        """Whatever it would be made of."""
+        """Ignore the arguments of the object."""
 
     def __setstate__(self, state: object) -> None:
-        """Whatever it would hold."""
+        """Ignore the state of the object."""
 
 
 def read_torch_file(path: Path) -> dict[str, Any]:
-    """What ``torch.save`` wrote, its tensors as views of the mapped file.
+    """Read a file of ``torch.save``, with tensors as views of the mapped file.
 
-    No code in it is run: in place of objects of classes that torch does not take for safe, such as the arguments of a
-    trainer, there are ``Opaque`` ones. It cannot be so for subclasses of dict, list and Tensor.
+    No code in it is run. Objects of classes that torch considers unsafe, such as the arguments of a trainer, become
+    ``Opaque``. This does not work for subclasses of dict, list and Tensor.
 
     Raises:
-        CheckpointError: it cannot be read so.
+        CheckpointError: the file cannot be read, or holds such a subclass.
     """
     others: list[str] = []
     try:
         others = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         with torch.serialization.safe_globals([(Opaque, name) for name in others]):
-            found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (pickle.UnpicklingError, TypeError, AttributeError, LookupError) as error:
         classes = ", ".join(sorted(others)) or "torch itself"
         raise CheckpointError(
-            f"{path} holds what cannot be passed over, of {classes} ({describe(error).splitlines()[0]}); save it again "
-            "with nothing but tensors, numbers and text beside the model"
+            f"{path} holds objects that cannot be skipped, of {classes} ({describe(error).splitlines()[0]}); save it "
+            "again with only tensors, numbers and text beside the model"
         ) from None
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}; copy it again") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} must hold a dict, found {type(found).__name__}: is it a checkpoint?")
-    return found
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a dict, found {type(content).__name__}: is it a checkpoint?")
+    return content
 
 
 def release(mapped: Tensor) -> None:
-    """Give back the memory of pages that were read for a tensor of ``read_torch_file``; they stay in the page cache."""
+    """Free the memory of pages that were read for a tensor of ``read_torch_file``; they stay in the page cache."""
     storage = mapped.untyped_storage()
     start = storage.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     size = storage.data_ptr() + storage.nbytes() - start

@@ -115,7 +115,7 @@ class Slicer:
             except (LookupError, ValueError, RuntimeError) as error:  # einops raises EinopsError, a RuntimeError
                 raise TargetError(
                     f"{entry.hf[part]} of shape {list(shapes[part])} cannot be cut for {tp} ranks of the engine, which "
-                    "must divide what is cut (heads, or rows of an MLP): change tp, or etp of the experts, or name it "
+                    "must divide what is cut (heads, or rows of an MLP). Change tp, or etp of the experts, or name it "
                     f"in whole= ({str(error).strip().splitlines()[-1]})"
                 ) from None
         return tuple(indices)

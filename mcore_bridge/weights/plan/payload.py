@@ -101,8 +101,8 @@ class Payload:
     def load_groups(self, bucket_bytes: int) -> tuple[object, ...]:
         """A key for each entry: the outputs of entries with one key are yielded together.
 
-        These are what an engine fuses in one load call: the projections of one input, the parts of one parameter, and
-        the experts of a layer, unless they alone take more than ``bucket_bytes``.
+        An engine fuses these in one load call: the projections of one input, the parts of one parameter, and the
+        experts of a layer. Experts go one by one if they alone take more than ``bucket_bytes``.
         """
         layers: dict[str, dict[int, int]] = {}
         for entry, destinations in zip(self.entries, self.destinations, strict=True):

@@ -1,7 +1,8 @@
 """Streams of bytes, cut into messages. Runs describe them, so that the cost depends on parameters, not on bytes.
 
 Most of a shard travels at the same offset of consecutive windows. So a shard takes three runs at most, however many
-messages it needs: one fills up the window in which the shard begins, one fills whole windows, one has the rest.
+messages it needs. The first fills up the window in which the shard begins, the next fills whole windows, the last has
+the rest.
 """
 
 from __future__ import annotations

@@ -17,8 +17,10 @@ from mcore_bridge.weights.transfer.strided import Side, byte_copies_of, stacked
 from mcore_bridge.weights.transfer.window_order import Lineup, lineup
 
 WINDOWS, HEADER_SENT, HEADERS, OWN_WINDOWS, OUTPUTS = range(5)
-"""Buffers of a step, numbered on after the tensors that this rank holds: the windows that have arrived, in order; this
-rank's header; the headers of all ranks; this rank's windows of the next message; from here on outputs."""
+"""Buffers of a step; their numbers follow those of the tensors that this rank holds.
+
+They are the windows that have arrived, this rank's header, the headers of all ranks, this rank's windows of the next
+message, and then outputs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

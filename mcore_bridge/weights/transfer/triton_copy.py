@@ -50,12 +50,12 @@ def prepare(copies: Table, *, aligned: bool, device: torch.device) -> tuple[Laun
     dense = (column["source_col"] == item) & (column["target_col"] == item)
     wide = dense & (np.stack(places) % WIDEST == 0).all(0) & aligned
     narrow = wide & (rows >= _NARROW[0]) & (run < _TILE[1] * 8)
-    chosen = [
+    groups = [
         (_in_rows(copies[wide & ~narrow]), 8, True, _TILE),
         (copies[narrow], 8, True, _NARROW),
         *((copies[~wide & (item == word)], word, False, _TILE) for word in _WORDS),
     ]
-    return tuple(_launch(*each, device) for each in chosen if len(each[0]))
+    return tuple(_launch(*group, device) for group in groups if len(group[0]))
 
 
 def _launch(copies: Table, word: int, wide: bool, tile: tuple[int, int], device: torch.device) -> Launch:
