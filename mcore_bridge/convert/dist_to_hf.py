@@ -34,7 +34,7 @@ class FromDist(ToHF):
         model = whole_model(hf, dtype=dtype or widespread(sizes), num_mtp_layers=mtp, metadata=found.spelling)
         placed = _found_places(model.placed, found)
         entries = tuple(
-            stored_as(entry, found.tensors[each.places[0].key].properties.dtype, dtype)
+            stored_as(entry, found.tensors[each.chunks[0].key].properties.dtype, dtype)
             for entry, each in zip(model.entries, placed, strict=True)
         )
         model = replace(model, entries=entries, placed=placed)
@@ -75,11 +75,11 @@ def _found_places(placed: Sequence[LocatedParam], found: TorchDistFolder) -> tup
 
 
 def _keys(placed: Iterable[LocatedParam]) -> Iterator[str]:
-    return (place.key for each in placed for place in each.places)
+    return (place.key for each in placed for place in each.chunks)
 
 
 def _map(placed: LocatedParam, change: Callable[[ChunkLocation], ChunkLocation]) -> LocatedParam:
-    return replace(placed, places=tuple(map(change, placed.places)))
+    return replace(placed, chunks=tuple(map(change, placed.chunks)))
 
 
 def _in_stack(place: ChunkLocation, num_layers: int) -> ChunkLocation:

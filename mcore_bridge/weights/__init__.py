@@ -1,2 +1,1 @@
-"""The verbs for weights, one file each, over plans and what runs them. It imports ``architecture``, ``config`` and
-``rules``."""
+"""The verbs for weights, one file each: load, save, export. They import ``architecture``, ``config`` and ``rules``."""

@@ -1,6 +1,6 @@
-"""The ranks of a replica agree on a plan, each of which makes it for itself, before they move a byte.
+"""Agreement of the ranks of a replica on a plan, before a byte is sent. Each rank makes the plan for itself.
 
-A plan is kept until anything that it rests on has changed on any rank.
+A plan is kept until anything that it depends on changes on any rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A plan, its number, which is the same on every rank, and what it rests on on this one."""
+    """A plan, its number, which is the same on every rank, and the fingerprint of what it depends on here."""
 
     fingerprint: object
     number: int
@@ -41,12 +41,12 @@ class _Kept:
 
 
 _plans: weakref.WeakKeyDictionary[nn.Module, tuple[_Kept, ...]] = weakref.WeakKeyDictionary()
-_NUM_PLANS = 4  # that are kept for a model: a sync, a save, ...
+_NUM_PLANS = 4  # plans that are kept for a model: one for a sync, one for a save, ...
 
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """A model ready to be exported: the same plan on every rank of ``group``, and what this rank holds."""
+    """An export that is ready to run: the plan, which all ranks of ``group`` have, and the tensors of this rank."""
 
     program: Program
     group: Group
@@ -63,15 +63,15 @@ def open_export(
     target: Target = "everything",
     problem: str = "",
 ) -> Export:
-    """Make ready for an export: agree on a plan, then gather what replicas have yet to gather.
+    """Prepare an export: agree on a plan, then gather parameters that are pending.
 
-    The order counts. Replicas gather together, so one that cannot export must tell the others before they begin.
+    The order matters. Replicas gather together, so a replica that cannot export must tell the others before they begin.
 
     Args:
         models, hf, head, dialect, bucket_bytes, target, problem: as for ``agree_on_plan``.
 
     Raises:
-        ExportError: on every rank, as for ``agree_on_plan``; or where a gather would not reach the parameters.
+        ExportError: on every rank, as for ``agree_on_plan``; or if a gather would not reach the parameters.
         TargetError: on every rank, as for ``agree_on_plan``.
     """
     with heard_by_replicas(models):
@@ -93,13 +93,14 @@ def agree_on_plan(
     target: Target = "everything",
     problem: str = "",
 ) -> Export:
-    """Agree with the group on a plan: one small collective when nothing has changed; else an exchange, and another.
+    """Agree with the group on a plan.
 
-    No weight moves, and what replicas have yet to gather stays so.
+    If nothing has changed, this takes one small collective; otherwise two more. No weight is sent, and pending
+    parameters stay pending.
 
     Args:
         models, hf, head, dialect, bucket_bytes, target: as for ``iter_hf_weights``.
-        problem: why this rank cannot export, if its caller knows it: what every rank is to raise.
+        problem: the reason why this rank cannot export, if the caller knows one. Every rank then raises it.
 
     Raises:
         ExportError: on every rank, when any rank cannot export, or their plans do not fit together.
@@ -112,18 +113,18 @@ def agree_on_plan(
         if bucket_bytes is not None and not (isinstance(bucket_bytes, int) and bucket_bytes > 0):
             raise ExportError(f"bucket_bytes must be a number of bytes above 0, or None, found {bucket_bytes!r}")
         bound = bind(models, provenance_on(models, hf, head), dialect=dialect)
-    except Exception as failure:  # of files, too: the others must hear of it
+    except Exception as failure:  # also of files: other ranks must hear of it
         error = describe(failure)
     fingerprint = (bucket_bytes, target, group.rank, group.size, group.num_stages, bound and bound.fingerprint())
     plans = _plans.get(first, ())
-    fits = [not error and each.fingerprint == fingerprint for each in plans]
-    place = group.first_in_common(fits, _NUM_PLANS, plans[0].number if plans else 0)
-    kept = None if place is None else plans[place]
+    fits = [not error and plan.fingerprint == fingerprint for plan in plans]
+    index = group.first_in_common(fits, _NUM_PLANS, plans[0].number if plans else 0)
+    kept = None if index is None else plans[index]
     if kept is None:
-        found = (bound.mapping.rules, bound.inventory()) if bound else ()
-        answer = _Answer(error, bucket_bytes, target, group.num_stages, *found)
-        answers = group.all_gather_object((answer, plans[0].number if plans else 0))
-        program = _agreed(group, bound, first, [each for each, _ in answers])
+        rules_and_inventory = (bound.mapping.rules, bound.inventory()) if bound else ()
+        own = _Answer(error, bucket_bytes, target, group.num_stages, *rules_and_inventory)
+        answers = group.all_gather_object((own, plans[0].number if plans else 0))
+        program = _agreed(group, bound, first, [answer for answer, _ in answers])
         kept = _Kept(fingerprint, 1 + max(number for _, number in answers), program)
         _plans[first] = (kept, *plans)[:_NUM_PLANS]
     assert bound is not None
@@ -131,7 +132,7 @@ def agree_on_plan(
 
 
 class _Answer(NamedTuple):
-    """What a rank tells the others before they plan."""
+    """The message of one rank to the others before they plan."""
 
     error: str
     bucket_bytes: int | None
@@ -142,20 +143,20 @@ class _Answer(NamedTuple):
 
 
 def _agreed(group: Group, bound: BoundModel | None, chunk: GPTModel, answers: Sequence[_Answer]) -> Program:
-    """Plan as all ranks do, each for itself, and see whether what they planned fits together."""
+    """Make the plan on this rank, and check that the plans of all ranks fit together."""
     try:
         with uncollected():
-            made = _planned(bound, chunk, answers, group.rank)
-            stages = {each.num_stages for each in answers}
-            program = Program(made, group.rank, stages.pop() if len(stages) == 1 else 1)
+            plans = _planned(bound, chunk, answers, group.rank)
+            stages = {answer.num_stages for answer in answers}
+            program = Program(plans, group.rank, stages.pop() if len(stages) == 1 else 1)
             balance = program.balance()
-    except Exception:  # the same on every rank, or else the others must hear of it
+    except Exception:  # the same on every rank; if not, the other ranks must hear of it
         group.sums_to_zero(1)
         raise
     if not group.sums_to_zero(balance):
         raise ExportError(
-            "the ranks made plans that do not fit together, or another rank made none, so nothing was sent: run one "
-            "version of Python and of mcore_bridge on all of them; if that is so, please report it, with the mesh"
+            "the ranks made plans that do not fit together, or another rank made none, so nothing was sent. Run one "
+            "version of Python and of mcore_bridge on all ranks; if you do, please report this, with the mesh"
         )
     return program
 

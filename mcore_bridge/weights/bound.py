@@ -1,4 +1,4 @@
-"""What one rank holds, bound to its HF names: the common start of load and export. Nothing here communicates."""
+"""The tensors of one rank, bound to their HF names: loads and exports begin here. Nothing here communicates."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class BoundModel:
     mapping: WeightMapping
     axes: Axes
     ranks: Mapping[str, int]
-    """This rank's place on the axes ``pp``, ``tp`` and ``etp``."""
+    """The rank on each of the axes ``pp``, ``tp`` and ``etp``."""
 
     def trace(self, binding: Binding) -> Trace:
-        """What the layout of ``binding`` does to the tensor that this rank holds under its name.
+        """The trace of the layout of ``binding``, for the tensor that this rank holds under its name.
 
         Raises:
-            MappingError: when the tensor's shape does not fit the layout, or the layout's parts the rule's names.
+            MappingError: when the layout fits neither the tensor's shape nor the number of HF names.
         """
         shape = tuple(self.tensors[binding.mcore].shape)
         try:
@@ -52,23 +52,27 @@ class BoundModel:
             raise MappingError(f"{binding.mcore} does not fit its rule for {list(binding.hf)}: {error}") from None
         if len(traced.part_shapes) != len(binding.hf):
             raise MappingError(
-                f"{binding.mcore}: the layout has {len(traced.part_shapes)} parts, the rule names {list(binding.hf)}"
+                f"{binding.mcore}: the layout has {len(traced.part_shapes)} parts, and the rule names "
+                f"{list(binding.hf)}; make them equally many"
             )
         return traced
 
     def fingerprint(self) -> tuple[object, ...]:
-        """All that a plan rests on, on this rank: equal when a plan made before is still right."""
+        """All that a plan depends on, on this rank. A kept plan is valid while this is equal."""
         tensors = self.tensors.values()
         held = ([tensor.shape for tensor in tensors], [tensor.dtype for tensor in tensors])
         return (tuple(self.tensors), held, self.mapping, self.axes, self.ranks)
 
     def inventory(self) -> Inventory:
-        """What this rank holds, as the others need to know it to plan an export."""
+        """The inventory of this rank, which other ranks need to plan an export."""
         held = tuple(TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items())
         return Inventory(self.ranks, held)
 
     def is_elsewhere(self, mcore: str) -> bool:
-        """Whether another rank holds the canonical name ``mcore``, which this one does not, if anybody does."""
+        """Whether the canonical name ``mcore``, which this rank does not hold, belongs to another rank.
+
+        It says True for names that no rank has if this rank cannot know better.
+        """
         layer, mtp_layer = layer_of(mcore), mtp_layer_of(mcore)
         if layer in self._layers or mtp_layer in self._mtp_layers:
             expert = expert_of(mcore)
@@ -79,7 +83,7 @@ class BoundModel:
             return layer < self.chunks[0].config.num_layers
         if mcore.startswith("embedding."):
             return not any(chunk.pre_process for chunk in self.chunks)
-        if mcore.startswith("decoder."):  # the final norm, which MTP layers of a later stage take their input from
+        if mcore.startswith("decoder."):  # the final norm, which gives MTP layers of a later stage their input
             return all(chunk.decoder.final_layernorm is None for chunk in self.chunks)
         return not any(chunk.post_process for chunk in self.chunks)
 
@@ -97,7 +101,7 @@ class BoundModel:
 
 
 def chunks_of(models: Models) -> tuple[GPTModel, ...]:
-    """The bare chunks.
+    """The ``GPTModel`` of each chunk, without wrappers.
 
     Raises:
         MappingError: when there are none, or they are no ``GPTModel``.
@@ -109,19 +113,19 @@ def chunks_of(models: Models) -> tuple[GPTModel, ...]:
 
 
 def provenance_on(models: Models, hf: HF | None = None, head: str = "lm") -> Provenance:
-    """Where models come from: as ``hf`` and ``head`` say, or as ``build_model`` noted on them.
+    """The provenance of models: from ``hf`` and ``head``, or as ``build_model`` has left it on them.
 
-    What ``build_model`` overrode holds in either case.
+    Overrides of ``build_model`` count in both cases.
 
     Raises:
-        MappingError: when neither is there.
+        MappingError: when there is neither.
     """
-    found: Provenance | None = getattr(chunks_of(models)[0], "bridge", None)
+    kept: Provenance | None = getattr(chunks_of(models)[0], "bridge", None)
     if hf is not None:
-        return provenance_of(hf, head=head).with_overridden(found.overridden if found is not None else {})
-    if found is None:
+        return provenance_of(hf, head=head).with_overridden(kept.overridden if kept is not None else {})
+    if kept is None:
         raise MappingError("these models were not made by build_model: pass hf= with their HF config or folder")
-    return found
+    return kept
 
 
 def bind(models: Models, provenance: Provenance | None = None, *, dialect: Dialect | None = None) -> BoundModel:
@@ -129,11 +133,11 @@ def bind(models: Models, provenance: Provenance | None = None, *, dialect: Diale
 
     Args:
         models: the chunks of this rank, one per virtual pipeline stage.
-        provenance: where they come from; None is as ``build_model`` noted on them.
-        dialect: how HF names the experts; None is as the checkpoint does that the models come from.
+        provenance: where they come from; None is what ``build_model`` has left on them.
+        dialect: how HF names the experts; None is the dialect of the checkpoint that the models come from.
 
     Raises:
-        MappingError: when it is not known where they come from, or they are no ``GPTModel``.
+        MappingError: when their provenance is unknown, or they are no ``GPTModel``.
     """
     provenance = provenance or provenance_on(models)
     chunks = chunks_of(models)
@@ -147,7 +151,11 @@ def bind(models: Models, provenance: Provenance | None = None, *, dialect: Diale
 
 
 def axes_of_config(config: TransformerConfig, *, vocab: int, padded_vocab: int) -> Axes:
-    """The sizes that layouts take, of a model with this config and so many rows of vocabulary, in HF and in mcore."""
+    """The sizes that layouts need, for a model.
+
+    Args:
+        vocab, padded_vocab: rows of the vocabulary, in HF and in mcore.
+    """
     return {
         "tp": config.tensor_model_parallel_size,
         "etp": config.expert_tensor_parallel_size,
@@ -163,11 +171,11 @@ def axes_of_config(config: TransformerConfig, *, vocab: int, padded_vocab: int) 
 
 
 def _linear_axes(config: TransformerConfig) -> dict[str, int]:
-    """The axes of linear attention, where a model has any."""
+    """The sizes of linear attention; empty if a model has none."""
     if config.experimental_attention_variant != "gated_delta_net":
         return {}
     heads = config.linear_num_key_heads
-    key, each = config.linear_key_head_dim, config.linear_num_value_heads // heads
-    value = each * config.linear_value_head_dim
-    joined = {"qkv": 2 * key + value, "qkvz": 2 * key + 2 * value, "ba": 2 * each}
-    return {"key_heads": heads, "key": key, "value": value, "each": each, **joined}
+    key, values_per_key = config.linear_key_head_dim, config.linear_num_value_heads // heads
+    value = values_per_key * config.linear_value_head_dim
+    joined = {"qkv": 2 * key + value, "qkvz": 2 * key + 2 * value, "ba": 2 * values_per_key}
+    return {"key_heads": heads, "key": key, "value": value, "each": values_per_key, **joined}

@@ -1,4 +1,4 @@
-"""Which dtype a tensor crosses in. Nothing is cast unless the caller asks; what is asked is ``tensor.to(dtype)``."""
+"""The dtype of a tensor between HF and mcore. Nothing is cast unless the caller asks; then it is ``tensor.to``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from fnmatch import fnmatchcase
 import torch
 
 Dtypes = torch.dtype | Mapping[str, torch.dtype] | None
-"""One dtype for all; or ``fnmatch`` patterns of HF names to dtypes, the first that matches wins; or each its own."""
+"""One dtype for all tensors; or dtypes by ``fnmatch`` pattern of HF names, of which the first match counts; or None."""
 
 _WIDENINGS = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
 
 
 def wanted_dtype(name: str, own: torch.dtype, dtypes: Dtypes) -> torch.dtype:
-    """The dtype in which the HF tensor ``name``, stored as ``own``, crosses. Integer tensors keep theirs."""
+    """The dtype to which to cast the HF tensor ``name``, stored as ``own``. Integer tensors keep their dtype.
+
+    >>> wanted_dtype("model.norm.weight", torch.bfloat16, {"*.norm.weight": torch.float32})
+    torch.float32
+    """
     if dtypes is None or not own.is_floating_point:
         return own
     if isinstance(dtypes, torch.dtype):
@@ -23,16 +27,16 @@ def wanted_dtype(name: str, own: torch.dtype, dtypes: Dtypes) -> torch.dtype:
 
 
 def problem_of(dtypes: object) -> str:
-    """Why these are no ``Dtypes`` to cast weights to, if so."""
-    asked = [*dtypes.values()] if isinstance(dtypes, Mapping) else [dtypes]
-    wrong = [each for each in asked if not isinstance(each, torch.dtype) or not each.is_floating_point]
+    """The reason why ``dtypes`` are no ``Dtypes``, or an empty string."""
+    values = [*dtypes.values()] if isinstance(dtypes, Mapping) else [dtypes]
+    wrong = [value for value in values if not isinstance(value, torch.dtype) or not value.is_floating_point]
     if dtypes is None or not wrong:
         return ""
     return f"dtype must be a floating torch.dtype, patterns of names to such, or None, found {wrong[0]!r}"
 
 
 def is_exact(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether every value of ``source`` is one of ``target``."""
+    """Whether the dtype ``target`` has every value of ``source``."""
     return source == target or (source, target) in _WIDENINGS
 
 

@@ -1,4 +1,4 @@
-"""mcore to HF: agree on a plan, run it, yield HF tensors. The one iterator that everything consumes.
+"""mcore to HF: agree on a plan, run it, and yield HF tensors. Saves, manifests and trainers all use this iterator.
 
 Nothing communicates until the first ``next``.
 """
@@ -33,36 +33,44 @@ def iter_hf_weights(
     target: Target = "everything",
     copy: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every HF tensor, whole, on every rank: same names, order, shapes and bits; or what ``target`` says.
+    """Yield every HF tensor, whole, on every rank: same names, order, shapes and bits; or what ``target`` selects.
 
-    All ranks of a model replica (tensor, expert and pipeline ranks) iterate together, also those that get nothing;
-    replicas do so on their own. Only where megatron-core's DDP has ``overlap_param_gather`` do all of them begin
-    together, from the first export on: what a step of the optimizer may have left for the next forward is gathered, and
-    where one of them cannot begin, none does. Tensors are detached copies that the caller may keep, unless ``copy`` is
-    False. A rank may stop early: close the generator (or let go of it), and it goes on sending what the others still
-    need before ``close`` returns; but it must have begun, with the first ``next``.
+    All ranks of a model replica (tensor, expert and pipeline ranks) iterate together, also those that get nothing.
+    Replicas are independent, unless megatron-core's DDP has ``overlap_param_gather``. Then all replicas begin together,
+    from the first export on: parameters that a step left for the next forward are gathered first, and if one replica
+    cannot begin, none does.
+
+    Tensors are detached copies that the caller may keep, unless ``copy`` is False. After the first ``next`` a rank may
+    stop early: it closes the generator or drops it. ``close`` returns after the rank has sent what others still need.
 
     Args:
         models: this rank's chunks, wrapped or not; parameters may be on CPU while the group is NCCL.
         hf, head: for models that ``build_model`` did not make: their HF config or folder, and their head.
-        dtype: cast to this on the way out; by default each tensor has its own.
+        dtype: cast tensors to this; by default each tensor keeps its own dtype.
         device: where tensors are yielded; by default where the group communicates.
-        dialect: "split" gives each routed expert a tensor of its own, "fused" those of a layer one for all; None is as
-            the checkpoint has it that the model came from.
-        bucket_bytes: of the messages that are on their way to a rank. An export takes at most three times this, beside
-            the model and the largest tensor (or what engines fuse of a layer): pipeline stages take turns, and experts
-            go in shifts, where all at once would take more. None is what takes 2 GB in all, or half as much again as
-            the largest tensor. What the caller still holds of the tensor before comes to it where buckets are smaller
-            than 512 MB, and a few KB for each rank. ``mcore-bridge plan`` says how much.
+        dialect: "split" gives each routed expert a tensor of its own, "fused" gives all experts of a layer one tensor.
+            None is the dialect of the checkpoint that the model came from.
+        bucket_bytes: limits the messages in flight to a rank. An export takes at most three times this, beside the
+            model and the largest tensor (or what engines fuse of a layer). If all at once would take more, pipeline
+            stages send one after the other, and experts a few at a time. None takes 2 GB in all, or half as much again
+            as the largest tensor. With buckets below 512 MB, add what the caller still holds of the tensor before, and
+            a few KB for each rank. ``mcore-bridge plan`` shows the figure.
         target: what this rank gets, whatever others get: "everything"; "nothing", so that it only sends; or an
-            ``EngineRank``, whose slices alone travel to it. ``mb.engine_ranks`` makes those of an engine.
-        copy: False yields tensors that arrived whole, such as those of most experts, as views of what arrived: valid
-            until the next one is asked for, and only to be read. They take less memory, and the next message waits.
+            ``EngineRank``, to which only its slices travel. ``mb.engine_ranks`` makes those of an engine.
+        copy: False yields tensors that arrive whole, such as those of most experts, as views of received memory. They
+            are valid until the next one is asked for, and only to be read. This takes less memory, and the next message
+            waits.
 
     Raises:
-        ExportError: on every rank of the group, when any of them fails; names rank and parameter.
+        ExportError: on every rank of the group, when any of them fails; it names rank and parameter.
         MappingError: on every rank of the group, when what they hold together is no whole model.
-        TargetError: on every rank of the group, when the model cannot be cut as the target of any of them says.
+        TargetError: on every rank of the group, when the model cannot be cut for the target of any of them.
+
+    Example:
+        >>> for name, tensor in mb.iter_hf_weights(models):  # doctest: +SKIP
+        ...     print(name, tuple(tensor.shape))
+        model.embed_tokens.weight (151936, 4096)
+        ...
     """
     options: dict[str, Any] = {"dialect": dialect, "bucket_bytes": bucket_bytes, "target": target}
     export = open_export(models, hf, head, **options, problem=problem_of(dtype))
@@ -71,10 +79,10 @@ def iter_hf_weights(
             yield from pairs
         for name, tensor in pairs:
             try:
-                found = tensor.to(device or tensor.device, wanted_dtype(name, tensor.dtype, dtype))
-            except Exception as problem:  # such as no memory: it fails the export, on every rank
+                converted = tensor.to(device or tensor.device, wanted_dtype(name, tensor.dtype, dtype))
+            except Exception as problem:  # such as no memory: the export fails on every rank
                 pairs.throw(problem)
-            yield name, found
+            yield name, converted
 
 
 def to_hf_state_dict(
@@ -88,7 +96,17 @@ def to_hf_state_dict(
     bucket_bytes: int | None = None,
     target: Target = "everything",
 ) -> dict[str, Tensor]:
-    """``iter_hf_weights``, collected: the whole HF state dict on every rank, or what ``target`` says."""
+    """The whole HF state dict on every rank, or what ``target`` selects: all pairs of ``iter_hf_weights``.
+
+    Args:
+        models, hf, head, dtype, device, dialect, bucket_bytes, target: as for ``iter_hf_weights``.
+
+    Raises:
+        ExportError, MappingError, TargetError: as ``iter_hf_weights``.
+
+    Example:
+        >>> transformers_model.load_state_dict(mb.to_hf_state_dict(models))  # doctest: +SKIP
+    """
     pairs = iter_hf_weights(
         models, hf=hf, head=head, dtype=dtype, device=device, dialect=dialect, bucket_bytes=bucket_bytes, target=target
     )

@@ -1,4 +1,4 @@
-"""Without Python's garbage collector, which takes a third of the time where a great many objects are made and kept."""
+"""A pause of Python's garbage collector, which takes a third of the time if very many objects are made and kept."""
 
 import contextlib
 import gc
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Pause it, where it is on."""
+    """Pause the garbage collector in the block, if it is on."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,7 +1,7 @@
-"""HF to mcore: every rank copies the slices that it owns straight into its parameters. No collective.
+"""HF to mcore: every rank copies the slices that it owns straight into its parameters, without communication.
 
-Exactly once: each element of each parameter is written by one copy, each HF tensor of this rank is read once, and what
-a source holds besides must belong to another pipeline stage or stand on the ignore list of the architecture.
+Each element of each parameter is written exactly once, and each HF tensor of this rank is read once. All else in a
+source must belong to another pipeline stage, or be on the architecture's list of ignored names.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ Source = str | os.PathLike[str] | Mapping[str, Tensor] | Iterable[tuple[str, Ten
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a load did on this rank.
+    """The result of a load on this rank.
 
     Attributes:
-        num_tensors: HF tensors that this rank read from.
-        num_bytes: bytes that it copied out of them, or compared with what it had copied.
-        initialised: HF names that the source lacks and that were drawn instead: a new head, or MTP layers.
-        ignored: HF names in the source that the architecture leaves unused, and further ones of a tensor that was used.
-        cast: HF names whose dtype was changed on the way, as ``"float32 -> bfloat16"``; and those that were decoded, as
+        num_tensors: HF tensors from which this rank has read.
+        num_bytes: bytes that it copied from them, or compared with what it had copied.
+        initialised: HF names that the source lacks and that keep their random values: a new head, or MTP layers.
+        ignored: HF names in the source that the architecture does not use, and further names of a used tensor.
+        cast: HF names whose dtype was changed, with the change as ``"float32 -> bfloat16"``. Decoded tensors have
             ``"float8_e4m3fn[128x128] -> bfloat16"``, with the block that shares a scale.
-        missing, unexpected: with ``strict=False``, what would have been an error.
+        missing, unexpected: HF names that would be an error without ``strict=False``.
     """
 
     num_tensors: int
@@ -68,7 +68,7 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """One HF tensor's place in one parameter of this rank."""
+    """The use of one HF tensor in one parameter of this rank."""
 
     mcore: str
     tensor: Tensor
@@ -76,10 +76,10 @@ class _Use:
     copies: tuple[Copy, ...]
     padding: tuple[tuple[int, int, int], ...]
     index: int | None
-    """The entry of the HF tensor, along dim 0, whose shape is ``shape``; None is all of it."""
+    """The index along dim 0 of the HF tensor that is used, of shape ``shape``; None uses the whole tensor."""
 
     def of(self, hf_tensor: Tensor) -> Tensor:
-        """What of an HF tensor goes into the parameter."""
+        """The part of the HF tensor that goes into the parameter."""
         return hf_tensor if self.index is None else hf_tensor[self.index]
 
 
@@ -100,21 +100,26 @@ def load_hf_weights(
     Args:
         models: this rank's chunks, wrapped or not, on any device.
         source: a folder of safetensors, with or without index (or its hub name in the local cache), a mapping of HF
-            names to tensors, or an iterable of pairs (on every rank, as there is no collective). Folders and mappings
-            are checked before the first write. Weights may be encoded (docs/quantized.md): each slice is decoded into
-            the dtype of its parameter, where that is. Of pairs, codes wait until their scales have come.
+            names to tensors, or an iterable of pairs. Every rank needs a source, as nothing communicates. Folders and
+            mappings are checked before the first write. Weights may be encoded (docs/quantized.md): each slice is
+            decoded on the device of its parameter, into its dtype. In an iterable, codes wait for their scales.
         hf, head: for models that ``build_model`` did not make: their HF config or folder, and their head.
-        dtype: what tensors are cast to on the way, where a parameter cannot hold every value of its source. By default
-            that raises.
-        dialect: how the source holds routed experts: "split" or "fused". None finds it out by the names of a folder or
-            mapping; of an iterable, it is that of the checkpoint that the models come from.
-        strict: whether missing and unexpected tensors raise, or are reported.
-        slot_bytes: what is read from a file at once. Some twelve times that is held in host memory, where slices cannot
-            be read straight into place: of parameters on a GPU, or of another dtype.
+        dtype: cast tensors to this first, where a parameter cannot hold every value of its source. By default such a
+            parameter is an error.
+        dialect: how the source holds routed experts: "split" or "fused". By default the names of a folder or mapping
+            decide; for an iterable, it is that of the checkpoint that the models come from.
+        strict: whether missing and unexpected tensors raise; otherwise they are reported.
+        slot_bytes: bytes that are read from a file at once. Host memory holds some twelve times that, if slices cannot
+            be read straight into parameters, because these are on a GPU or have another dtype.
 
     Raises:
-        CheckpointError: naming the tensors that are missing, unexpected, of another shape, or would lose bits; or that
-            differ from those that they repeat, as the head of a tied model may.
+        CheckpointError: naming the tensors that are missing, unexpected, of another shape, or would lose bits. Also
+            tensors that differ from those that they repeat, as the head of a tied model may.
+
+    Example:
+        >>> report = load_hf_weights(models, "Qwen/Qwen3-8B")  # doctest: +SKIP
+        >>> report.missing, report.unexpected  # doctest: +SKIP
+        ((), ())
     """
     provenance = provenance_on(models, hf, head)
     stored = _stored(source, provenance)
@@ -124,13 +129,13 @@ def load_hf_weights(
     device = next(
         (tensor.device for tensor in load.bound.tensors.values()), torch.device("cpu")
     )  # a stage may be empty
-    with compiling(device):  # what the first export would wait for
+    with compiling(device):  # the kernel, for which the first export would wait
         _write_all(load, stored, strict=strict, slot_bytes=slot_bytes)
     return load.report()
 
 
 def _stored(source: Source, provenance: Provenance) -> Mapping[str, Stored] | Iterable[tuple[str, Stored]]:
-    """A source by plain names. What a folder says of encoded weights counts, or else the config of the model."""
+    """The source by plain names. The config of a folder describes its encoded weights, or else that of the model."""
     if isinstance(source, str | os.PathLike):
         source = Checkpoint(find_folder(source))
     if isinstance(source, Checkpoint):
@@ -168,20 +173,20 @@ def _write_all(
         files = source.files_of
         with Staging(slot_bytes) as staging:
             pairs: Iterator[tuple[str, Stored]] = source.pairs(names)
-            copies = ((name, each) for name, tensor in pairs for each in load.slices(name, tensor, files(name)))
-            read(((each, files(name)[0]) for name, each in copies), staging)
+            copies = ((name, copy) for name, tensor in pairs for copy in load.slices(name, tensor, files(name)))
+            read(((copy, files(name)[0]) for name, copy in copies), staging)
         return
     for name in names:
         load.write(name, source[name])
 
 
 def _slice(use: _Use, copy: Copy, tensor: Tensor) -> Tensor:
-    """What one copy takes of an HF tensor, or of its coordinates."""
+    """The part of an HF tensor, or of its coordinates, that one copy uses."""
     return copy.of_part(use.of(tensor))
 
 
 class _Load:
-    """The state of one load: which HF tensors go where, and which have come."""
+    """The state of one load: which HF tensors go where, and which have arrived."""
 
     def __init__(self, bound: BoundModel, dtype: Dtypes) -> None:
         self.bound = bound
@@ -189,7 +194,7 @@ class _Load:
         self.uses: dict[str, list[_Use]] = {}
         self.seen: dict[str, None] = {}
         self.first: dict[str, str] = {}
-        """By the names of HF tensors, under which of their names they came first."""
+        """The first name under which each HF tensor arrived, by its main name."""
         self.cast: dict[str, str] = {}
         self.ignored: list[str] = []
         self.initialised: list[str] = []
@@ -214,7 +219,7 @@ class _Load:
             self.uses.setdefault(whole, []).append(_Use(mcore, tensor, shape, copies, padding, index))
 
     def check_names(self, names: Iterable[str], strict: bool) -> None:
-        """Both directions of totality for this rank: nothing missing, nothing that no rank would use."""
+        """Check that this rank misses no tensor, and that some rank uses each tensor of the source."""
         names = dict.fromkeys(names)
         present = {mtp_layer_of(use.mcore) for name in names if name in self.uses for use in self.uses[name]}
         absent = [name for name in self.uses if name not in names]
@@ -232,12 +237,13 @@ class _Load:
             )
 
     def _not_elsewhere(self, names: Iterable[str]) -> list[str]:
-        """Of ``names``, what no other rank takes; of the experts of a layer, the last is asked about for all."""
+        """The names that no other rank uses. If another rank uses the last expert of a layer, all are used."""
         kinds: dict[str, list[str]] = {}
         for name in names:
             kinds.setdefault(kind_of(name), []).append(name)
-        found = (kind for kind in kinds.values() if not self._is_elsewhere(max(kind, key=lambda x: expert_of(x) or 0)))
-        return [name for kind in found for name in kind if not self._is_elsewhere(name)]
+        last_of = (max(kind, key=lambda name: expert_of(name) or 0) for kind in kinds.values())
+        unclear = [kind for kind, last in zip(kinds.values(), last_of, strict=True) if not self._is_elsewhere(last)]
+        return [name for kind in unclear for name in kind if not self._is_elsewhere(name)]
 
     def _is_elsewhere(self, name: str) -> bool:
         return any(map(self.bound.is_elsewhere, self.bound.mapping.consumers(name)))
@@ -246,12 +252,12 @@ class _Load:
         return self.bound.mapping.is_unused(name, num_mtp_layers=self.bound.axes["mtp"])
 
     def _is_initialised(self, name: str, present: set[int | None]) -> bool:
-        """A source may lack a new head, and any MTP layer as a whole."""
+        """Whether a source may lack a tensor: one of a new head, or of an MTP layer that it lacks as a whole."""
         layers = {mtp_layer_of(use.mcore) for use in self.uses[name]}
         return self.bound.mapping.is_optional(name) or (None not in layers and layers.isdisjoint(present))
 
     def check(self, name: str, tensor: Stored) -> None:
-        """Kind, shape and dtype of an HF tensor against every place that it goes to."""
+        """Compare kind, shape and dtype of an HF tensor with every parameter that it goes to."""
         if isinstance(tensor, Encoded):
             self._check_encoded(name, tensor)
             return
@@ -273,7 +279,7 @@ class _Load:
                 self.cast.setdefault(name, f"{dtype_name(tensor.dtype)} -> {dtype_name(use.tensor.dtype)}")
 
     def _check_encoded(self, name: str, tensor: Encoded) -> None:
-        """Any dtype can hold what is decoded into it."""
+        """Compare the shape of an encoded tensor with every parameter; it is decoded into the dtype of any of them."""
         for use in self._uses_of(name):
             self._check_shape(name, tensor, use)
             self.cast.setdefault(name, f"{tensor.codec} -> {dtype_name(use.tensor.dtype)}")
@@ -287,20 +293,20 @@ class _Load:
             )
 
     def write(self, name: str, tensor: Stored) -> None:
-        """Copy this rank's slices of one HF tensor into place; if they are there under another name, compare them."""
+        """Copy this rank's slices of one HF tensor. If they have come under another name, compare them instead."""
         original = self.bound.mapping.twins.get(name, name)
         first = self.first.setdefault(original, name)
-        for each in self.slices(name, tensor):
+        for slice_copy in self.slices(name, tensor):
             if first == name:
-                each.run()
-            elif not each.is_in_place():
+                slice_copy.run()
+            elif not slice_copy.is_in_place():
                 raise differing(self.bound.mapping, [(name, first) if name != original else (first, name)])
 
     def slices(self, name: str, tensor: Stored, files: tuple[SafetensorsFile, ...] = ()) -> Iterator[AnyCopy]:
-        """What is to be copied of one HF tensor, once padding is zero. The tensor has been checked.
+        """Set padding to zero, and yield the copies of one HF tensor, which has been checked.
 
         Args:
-            files: of the tensor, or of its parts.
+            files: the files of the tensor, or of its parts.
         """
         if name in self.seen:
             raise CheckpointError(f"{name} came twice; every HF tensor must come exactly once")
@@ -320,11 +326,11 @@ class _Load:
                 yield SliceCopy(source, target, self._crossing(name, tensor.dtype, use))
 
     def _uses_of(self, name: str) -> list[_Use]:
-        """Where a tensor goes: to the places of the one that it repeats, if it is a further one."""
+        """The uses of a tensor; if it repeats another one, the uses of that."""
         return self.uses.get(self.bound.mapping.twins.get(name, name), [])
 
     def _crossing(self, name: str, own: torch.dtype, use: _Use) -> torch.dtype:
-        """The dtype in which a tensor crosses: its own where its place can hold all values, such as a router's bias."""
+        """The dtype of a tensor on its way: its own if the parameter holds all its values, as for a router's bias."""
         return own if is_exact(own, use.tensor.dtype) else wanted_dtype(name, own, self.dtype)
 
     def report(self) -> LoadReport:

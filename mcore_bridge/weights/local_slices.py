@@ -1,4 +1,4 @@
-"""What a rank holds of each HF tensor, and where it is there: for those who fetch weights themselves."""
+"""The slices of HF tensors that a rank holds, without communication: for callers that transfer weights themselves."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from mcore_bridge.weights.transfer.endpoints import check_storage
 
 @dataclass(frozen=True, slots=True)
 class LocalSlice:
-    """``whole[index] == tensor``, where ``whole`` is the HF tensor ``name`` of ``shape``.
+    """A slice of the HF tensor ``name`` of ``shape``: ``whole[index] == tensor``.
 
-    ``tensor`` is a view of the live parameter, in the orientation of HF: it changes with the parameter, is not always
+    ``tensor`` is a view of the live parameter, in the orientation of HF. It changes with the parameter, is not always
     contiguous, and is only to be read.
     """
 
@@ -31,7 +31,7 @@ class LocalSlice:
 
 @dataclass(frozen=True, slots=True)
 class SliceOrigin:
-    """Where a part of the parameter ``mcore`` is in the HF tensor ``name`` of ``shape``: at ``index``."""
+    """The part of the parameter ``mcore`` that is the slice ``index`` of the HF tensor ``name`` of ``shape``."""
 
     name: str
     shape: Shape
@@ -39,10 +39,10 @@ class SliceOrigin:
     mcore: str
     copy: Copy
     is_stacked: bool
-    """Whether the HF tensor has a leading dim for experts, which the part has not."""
+    """Whether the HF tensor has a leading dim for experts, which the part lacks."""
 
     def of(self, parameter: Tensor) -> Tensor:
-        """The part, as a view of the parameter in the orientation of HF."""
+        """The part as a view of the parameter, in the orientation of HF."""
         held = self.copy.of_shard(parameter.detach())
         part = held if self.copy.view is None else (~self.copy.view)((held,), {})[0]
         return part[None] if self.is_stacked else part
@@ -51,10 +51,10 @@ class SliceOrigin:
 def iter_hf_pieces(
     models: Models, *, hf: HF | None = None, head: str = "lm", dialect: Dialect | None = None
 ) -> Iterator[LocalSlice]:
-    """Yield what this rank holds of each HF tensor. Nothing is copied and nothing communicates.
+    """Yield the slices of HF tensors that this rank holds. Nothing is copied and nothing communicates.
 
-    The pieces of all ranks of a model replica make up every HF tensor; what several ranks hold, each of them yields.
-    Each parameter comes as few slices as its layout allows: one, or one for each group of heads that q, k and v share.
+    The slices of all ranks of a model replica make up every HF tensor. If several ranks hold a slice, each yields it.
+    A parameter comes in as few slices as its layout allows: one, or one for each group of heads that q, k and v share.
 
     Args:
         models: this rank's chunks, wrapped or not.
@@ -62,19 +62,23 @@ def iter_hf_pieces(
         dialect: how HF names the experts, as for ``iter_hf_weights``.
 
     Raises:
-        MappingError: when it is not known where models come from, or a parameter has no rule.
-        ExportError: when a parameter has no storage, or with ``overlap_param_gather`` a step of the optimizer may have
-            left parameters for the next forward to gather (also before the first one).
+        MappingError: when the provenance of models is unknown, or a parameter has no rule.
+        ExportError: when a parameter has no storage. With ``overlap_param_gather`` also when a step of the optimizer
+            may have left parameters for the next forward to gather, and before the first forward.
+
+    Example:
+        >>> for part in mb.iter_hf_pieces(models):  # doctest: +SKIP
+        ...     state[part.name][part.index] = part.tensor
     """
     require_gathered(models)
     bound = bind(models, provenance_on(models, hf, head), dialect=dialect)
     check_storage(bound.tensors)
-    for place in origins_of(bound):
-        yield LocalSlice(place.name, place.shape, place.index, place.of(bound.tensors[place.mcore]))
+    for origin in origins_of(bound):
+        yield LocalSlice(origin.name, origin.shape, origin.index, origin.of(bound.tensors[origin.mcore]))
 
 
 def origins_of(bound: BoundModel) -> Iterator[SliceOrigin]:
-    """Where all that a rank holds is, parameter by parameter."""
+    """Yield the origins of all slices that a rank holds, parameter by parameter."""
     for mcore in bound.tensors:
         binding = bound.mapping.bind(mcore)
         if not binding.exported:  # another parameter is the same HF tensor
@@ -83,10 +87,10 @@ def origins_of(bound: BoundModel) -> Iterator[SliceOrigin]:
         for copy in traced.to_mcore:
             if copy.shard == bound.ranks[binding.axis]:
                 for name in (binding.hf[copy.part], *(binding.copies if copy.part == 0 else ())):
-                    yield _place(name, traced.part_shapes[copy.part], copy, mcore, bound.axes["experts"])
+                    yield _origin(name, traced.part_shapes[copy.part], copy, mcore, bound.axes["experts"])
 
 
-def _place(name: str, shape: Shape, copy: Copy, mcore: str, num_experts: int) -> SliceOrigin:
+def _origin(name: str, shape: Shape, copy: Copy, mcore: str, num_experts: int) -> SliceOrigin:
     index = [slice(None)] * len(shape)
     stop = copy.part_start + (copy.size - 1) * copy.part_step + 1
     index[copy.part_dim] = slice(copy.part_start, stop, copy.part_step)

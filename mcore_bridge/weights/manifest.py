@@ -1,7 +1,7 @@
-"""What an export yields, known before any weight moves; with digests, what exactly it yields.
+"""Manifests: the names, shapes and dtypes that an export yields, known before any weight is sent.
 
-A digest is the SHA-256 of a tensor's bytes (row-major, little-endian): the same for a live model, for a file and for
-what an engine received, so that each can be held against the others.
+They may include digests. A digest is the SHA-256 of a tensor's bytes (row-major, little-endian). A live model, a file
+and what an engine received have the same digests, so each can be compared with the others.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Manifest:
         return tuple(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name))
 
     def to_json(self) -> str:
-        """As JSON: a list of ``{"name", "shape", "dtype", "sha256"}``."""
+        """The manifest as JSON: a list of ``{"name", "shape", "dtype", "sha256"}``."""
         rows = [
             {"name": spec.name, "shape": spec.shape, "dtype": dtype_name(spec.dtype), "sha256": spec.sha256}
             for spec in self.tensors
@@ -70,7 +70,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """The inverse of ``to_json``."""
+        """Read what ``to_json`` wrote."""
         rows = json.loads(text)
         return cls(
             tuple(ManifestEntry(r["name"], tuple(r["shape"]), getattr(torch, r["dtype"]), r["sha256"]) for r in rows)
@@ -78,7 +78,7 @@ class Manifest:
 
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str], *, digests: bool = False) -> Manifest:
-        """What a folder of safetensors holds. With ``digests``, every byte is read."""
+        """The manifest of a folder of safetensors. With ``digests``, every byte is read."""
         checkpoint = Checkpoint(folder)
         return cls(
             tuple(
@@ -104,10 +104,21 @@ def manifest(
     bucket_bytes: int | None = None,
     target: Target = "everything",
 ) -> Manifest:
-    """What ``iter_hf_weights`` with the same arguments yields. Called by all ranks of a replica together.
+    """The manifest of what ``iter_hf_weights`` with the same arguments yields. All ranks of a replica call it together.
 
-    Without digests no weight moves. With them the model is exported once; where all ranks get everything, they share
+    Without digests no weight is sent. With digests the model is exported once; if all ranks get everything, they share
     the hashing.
+
+    Args:
+        digests: whether to compute the SHA-256 of each tensor.
+        models, hf, head, dtype, dialect, bucket_bytes, target: as for ``iter_hf_weights``.
+
+    Raises:
+        ExportError, MappingError, TargetError: as ``iter_hf_weights``.
+
+    Example:
+        >>> mb.manifest(models).num_bytes  # doctest: +SKIP
+        16381470720
     """
     options: dict[str, Any] = {"dialect": dialect, "bucket_bytes": bucket_bytes, "target": target}
     export = agree_on_plan(models, hf, head, **options, problem=problem_of(dtype))

@@ -20,7 +20,7 @@ _PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 def unwrap(model: nn.Module) -> GPTModel:
-    """The bare ``GPTModel`` inside wrappers that keep their model as ``module`` (DDP, Float16Module, ...)."""
+    """The ``GPTModel`` inside wrappers that keep their model as ``module`` (DDP, Float16Module, ...)."""
     bare: Any = model
     while not hasattr(bare, "decoder"):
         inner = getattr(bare, "module", None)
@@ -42,19 +42,19 @@ def held_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
     held: dict[str, Tensor] = {}
     for chunk in map(unwrap, models):
         roll: _Roll | None = getattr(chunk, "bridge_roll", None)
-        if roll is None or not roll.is_right():
+        if roll is None or not roll.is_valid():
             roll = chunk.bridge_roll = _Roll.of(chunk)
-        found = dict(zip(roll.names, roll.tensors(), strict=True))
-        if twice := held.keys() & found.keys():
+        own = dict(zip(roll.names, roll.tensors(), strict=True))
+        if twice := held.keys() & own.keys():
             raise MappingError(f"{min(twice)} is in two of the {len(models)} chunks given; pass each chunk once")
-        held |= found
+        held |= own
     if not _PLAIN.issuperset(map(type, held.values())):
         _require_own_memory(held)
     return held
 
 
 def _require_own_memory(held: Mapping[str, Tensor]) -> None:
-    """Raise ``MappingError`` for a tensor that only stands for others: quantized ones do, and those that FSDP cuts."""
+    """Raise ``MappingError`` for a tensor without values of its own, such as a quantized one, or one that FSDP cuts."""
     for name, tensor in held.items():
         if type(tensor) not in _PLAIN and tensor.untyped_storage().nbytes() and not tensor.data_ptr():
             raise MappingError(
@@ -65,64 +65,65 @@ def _require_own_memory(held: Mapping[str, Tensor]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Roll:
-    """Where the tensors of a chunk are, by canonical name.
+    """The canonical names of the tensors of a chunk, and where in the chunk they are.
 
-    Kept on the chunk, as every export begins with it, and compared at once for all of the thousands of modules.
+    It is kept on the chunk, because every export needs it. One comparison says for all its thousands of modules whether
+    it is still valid.
     """
 
     names: tuple[str, ...]
-    places: tuple[int, ...]
-    """Of the tensors with these names, among all in ``holders``."""
+    indices: tuple[int, ...]
+    """Where the tensor of each name is among all tensors in ``holders``."""
     children: tuple[dict[str, nn.Module | None], ...]
     """The ``_modules`` of each module."""
     holders: tuple[dict[str, Tensor | None], ...]
     """The ``_parameters`` and ``_buffers`` of each module."""
     seen: tuple[list[object], ...]
-    """What the modules had when the chunk was looked at."""
+    """What ``_look`` saw in the modules when this was made."""
 
     @classmethod
     def of(cls, chunk: GPTModel) -> _Roll:
         numbering = numbering_of(chunk)
         modules = dict(chunk.named_modules())
         children = tuple(module._modules for module in modules.values())
-        holders = tuple(each for module in modules.values() for each in (module._parameters, module._buffers))
+        holders = tuple(chain.from_iterable((module._parameters, module._buffers) for module in modules.values()))
         prefixes = (f"{prefix}." if prefix else "" for prefix in modules for _ in range(2))
         paths = [prefix + name for prefix, holder in zip(prefixes, holders, strict=True) for name in holder]
         numbers = {path: number for number, path in enumerate(paths)}
         own = [name for name, _ in _tensors(chunk)]
         names = tuple(canonical(name, numbering) for name in own)
-        places = tuple(numbers[name] for name in own)
-        return cls(names, places, children, holders, cls._look(children, holders))
+        indices = tuple(numbers[name] for name in own)
+        return cls(names, indices, children, holders, cls._look(children, holders))
 
     @staticmethod
     def _look(children: Sequence[dict[str, Any]], holders: Sequence[dict[str, Any]]) -> tuple[list[object], ...]:
-        """Children and names of all modules, how many each has of them, and which tensors are None."""
-        each = chain.from_iterable
-        absent = map(is_, each(map(dict.values, holders)), repeat(None))
-        found = each(map(dict.values, children)), map(len, children), each(holders), map(len, holders), absent
-        return tuple([*every] for every in found)
+        """The children and names of all modules, the number that each module has, and which tensors are None."""
+        join = chain.from_iterable
+        absent = map(is_, join(map(dict.values, holders)), repeat(None))
+        columns = join(map(dict.values, children)), map(len, children), join(holders), map(len, holders), absent
+        return tuple([*column] for column in columns)
 
-    def is_right(self) -> bool:
-        """Whether the chunk has the modules that were found, and these the same names."""
+    def is_valid(self) -> bool:
+        """Whether the chunk still has the same modules, with the same names."""
         return self._look(self.children, self.holders) == self.seen
 
     def tensors(self) -> Iterator[Any]:
-        """What is in these places now."""
-        found = [*chain.from_iterable(map(dict.values, self.holders))]
-        return map(found.__getitem__, self.places)
+        """The tensors of ``names``, as they are now."""
+        tensors = [*chain.from_iterable(map(dict.values, self.holders))]
+        return map(tensors.__getitem__, self.indices)
 
 
 def numbering_of(chunk: GPTModel) -> Numbering:
-    """The numbers of a chunk, as it was built."""
+    """The global numbers of a chunk's layers and experts, read from its modules."""
     layers = tuple(layer.layer_number - 1 for layer in chunk.decoder.layers)
     indices = (getattr(module, "local_expert_indices", None) for module in chunk.modules())
-    experts = next((tuple(each) for each in indices if each is not None), ())
+    experts = next((tuple(numbers) for numbers in indices if numbers is not None), ())
     mtp = getattr(chunk, "mtp", None)
     return Numbering(layers, experts, tuple(layer.layer_number - 1 for layer in mtp.layers) if mtp is not None else ())
 
 
 def _tensors(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
-    """``state_dict`` without its hooks and copies: parameters, then the buffers that it would hold."""
+    """Yield what ``state_dict`` would have, without its hooks and copies: parameters, then persistent buffers."""
     yield from chunk.named_parameters()
     for prefix, module in chunk.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -1,4 +1,4 @@
-"""Parameters that are up to date on one replica each: ``overlap_param_gather`` has the next forward gather the rest."""
+"""Parameters that replicas have yet to gather: with ``overlap_param_gather``, the next forward does so."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ if TYPE_CHECKING:
 
 
 def is_pending(models: Models) -> bool:
-    """Whether a step of the optimizer may have left parameters that only other replicas have.
+    """Whether only other replicas may have the newest parameters, because of a step of the optimizer.
 
-    It is so before the first forward, too, and between a backward and the next forward: nothing tells when a step was.
+    This is also True before the first forward, and between a backward and the next forward: nothing shows whether a
+    step has happened.
     """
     return any(map(_awaits, _wrappers(models)))
 
 
 def require_gathered(models: Models) -> None:
-    """For what does not communicate: raise ``ExportError`` where a gather may be pending."""
+    """Raise ``ExportError`` if a gather may be pending, for callers that do not communicate."""
     if is_pending(models):
         raise ExportError(
-            "replicas may have yet to gather what a step changed, and nothing communicates here: on all of them, call "
-            "start_param_sync(force_sync=True) of each model first"
+            "replicas may have yet to gather what a step changed, and this call does not communicate: on all replicas, "
+            "call start_param_sync(force_sync=True) of each model first"
         )
 
 
 @contextmanager
 def heard_by_replicas(models: Models) -> Iterator[None]:
-    """What fails in here on all ranks of one replica raises on others, too, if they would wait for it to gather.
+    """Run a block. If it fails on one replica, raise on the replicas that would wait for it to gather, too.
 
     Raises:
-        ExportError: on all ranks of these.
+        ExportError: on all ranks of those replicas.
     """
     error = None
     try:
@@ -48,14 +49,16 @@ def heard_by_replicas(models: Models) -> Iterator[None]:
     except Exception as failure:
         error = failure
     if not _all_gather(models, error is None) and error is None:
-        raise ExportError("another replica, with which this one is to gather parameters, cannot export, and says why")
+        raise ExportError(
+            "another replica, with which this one must gather parameters, cannot export; its own error says why"
+        )
     if error is not None:
         raise error
 
 
 def _all_gather(models: Models, is_well: bool) -> bool:
-    """Whether all replicas are well that are about to gather."""
-    if not list(_wrappers(models)):  # a setting of the trainer, and so the same on every rank
+    """Whether all replicas that are about to gather can do so."""
+    if not list(_wrappers(models)):  # a setting of the trainer, so it is the same on every rank
         return True
     groups = chunks_of(models)[0].pg_collection
     somewhere = Group.of_replica(groups).max(is_pending(models))  # a stage may be frozen
@@ -63,10 +66,10 @@ def _all_gather(models: Models, is_well: bool) -> bool:
 
 
 def require_gatherable(models: Models, group: Group) -> None:
-    """See that what is gathered will reach the parameters. A collective of all ranks of ``group``.
+    """Check that a gather will reach the parameters. All ranks of ``group`` call it together.
 
     Raises:
-        ExportError: on all of them, where it would not on any.
+        ExportError: on all of them, if it would not on any rank.
     """
     wrappers = list(_wrappers(models))
     if wrappers:
@@ -75,16 +78,16 @@ def require_gatherable(models: Models, group: Group) -> None:
 
 
 def gather_pending(models: Models) -> None:
-    """Gather them now. A collective of all replicas."""
-    for ddp in filter(_awaits, _wrappers(models)):  # none where a stage is frozen
-        dispatched = [each.param_gather_dispatched for each in _groups(ddp)]
+    """Gather the parameters now. All replicas call it together."""
+    for ddp in filter(_awaits, _wrappers(models)):  # none if a stage is frozen
+        dispatched = [group.param_gather_dispatched for group in _groups(ddp)]
         ddp.start_param_sync(force_sync=True)
-        for each, was in zip(_groups(ddp), dispatched, strict=True):
-            each.param_gather_dispatched = was  # the step may be still to come, and the next forward must gather then
+        for group, was_dispatched in zip(_groups(ddp), dispatched, strict=True):
+            group.param_gather_dispatched = was_dispatched  # a step may still come, and the next forward must gather
 
 
 def _problem(ddp: DistributedDataParallel) -> str:
-    """Why a gather would not reach the parameters, if so."""
+    """The reason why a gather would not reach the parameters, or an empty string."""
     hint = "call start_param_sync(force_sync=True) of each model right after the step, and before it is offloaded"
     for bucket in (bucket for group in _groups(ddp) for bucket in group.buckets):
         if bucket.param_data is None:
@@ -104,18 +107,18 @@ def _awaits(ddp: DistributedDataParallel) -> bool:
 
 
 def _wrappers(models: Models) -> Iterator[DistributedDataParallel]:
-    """megatron-core's DDP around chunks, where it leaves parameters to the next forward.
+    """Yield megatron-core's DDP around each chunk, if it leaves parameters to the next forward.
 
-    It is found where the caller has unwrapped a chunk, too, as long as its hooks are on the chunk, since they know it.
+    Even for an unwrapped chunk it is known, because its hooks on the chunk refer to it.
     """
     from megatron.core.distributed import DistributedDataParallel
 
     for model in [models] if isinstance(models, nn.Module) else models:
         around, bare = model, unwrap(model)
         hooks = bare._forward_pre_hooks.values()
-        found: list[Any] = [cell.cell_contents for hook in hooks for cell in getattr(hook, "__closure__", None) or ()]
+        objects: list[Any] = [cell.cell_contents for hook in hooks for cell in getattr(hook, "__closure__", None) or ()]
         while around is not bare:
-            found.append(around)
-            around = found[-1].module
-        wrappers = {id(each): each for each in found if isinstance(each, DistributedDataParallel)}
-        yield from (each for each in wrappers.values() if each.use_forward_hook)
+            objects.append(around)
+            around = objects[-1].module
+        wrappers = {id(value): value for value in objects if isinstance(value, DistributedDataParallel)}
+        yield from (wrapper for wrapper in wrappers.values() if wrapper.use_forward_hook)

@@ -1,4 +1,4 @@
-"""Where a chunk comes from: all that is needed to give its weights HF names."""
+"""The provenance of a model: all that gives its weights HF names."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ SCORE_HEAD = table(("output_layer.weight", "score.weight",   REPLICATED),
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """A model's HF config, the rules and ignored HF names of its architecture, its head, the folder it came from.
+    """The HF config of a model, the rules and ignored HF names of its architecture, its head, and its folder.
 
-    ``dialect`` is that of the folder, or of the architecture where there is none. ``overridden`` are the fields of
-    ``hf`` that overrides have changed, and that a config which takes its place has to have too.
+    ``dialect`` is that of the folder, or of the architecture if there is no folder. ``overridden`` are the fields of
+    ``hf`` that overrides have changed. A config that replaces ``hf`` needs these values, too.
     """
 
     hf: PretrainedConfig
@@ -50,23 +50,23 @@ class Provenance:
     overridden: Mapping[str, object] = field(default_factory=dict)
 
     def with_overridden(self, fields: Mapping[str, object]) -> Provenance:
-        """The same with these fields in the HF config, and the rules that follow from it."""
+        """The provenance with these fields in the HF config, and the rules that follow from it."""
         if not fields:
             return self
         hf = with_fields(self.hf, fields)
         return replace(self, hf=hf, rules=architecture_of(hf).rules(hf), overridden=fields)
 
     def mapping(self, *, tied: bool, mtp: bool = False, dialect: Dialect | None = None) -> WeightMapping:
-        """All rules, head included.
+        """The weight mapping of the model: all rules, those of the head included.
 
         Args:
-            tied: the output layer is the word embedding.
-            mtp: MTP layers are built, and so their copies of embedding and head are written. Where they are not, the
-                copies are as unused as all that these layers have.
-            dialect: of the HF names; None is the model's own.
+            tied: whether the output layer is the word embedding.
+            mtp: whether MTP layers are built. Then their copies of embedding and head are written; otherwise these are
+                unused, as all tensors of these layers.
+            dialect: the dialect of the HF names; None is the model's own.
 
         Raises:
-            ConfigError: ``dialect`` is none.
+            ConfigError: there is no such dialect.
         """
         if dialect not in (None, "split", "fused"):
             raise ConfigError(f"dialect must be 'split' (a tensor for each expert), 'fused' or None, found {dialect!r}")
@@ -78,8 +78,8 @@ class Provenance:
             ignored = (*ignored, *(name for rule in rules if rule.copy for name in rule.hf))
             rules = tuple(rule for rule in rules if not rule.copy)
         if self.head != "lm":
-            # A causal LM has no score: its own head is left out, and ours stays as it was initialised. So it is in
-            # transformers, whose ...ForSequenceClassification and ...ForTokenClassification have no lm_head.
+            # A causal LM has no score: we skip its head, and ours keeps its random values. In transformers, too,
+            # ...ForSequenceClassification and ...ForTokenClassification have no lm_head.
             return WeightMapping((*rules, *SCORE_HEAD), (*ignored, HEAD), ("score.*",))
         if tied and ties_any_head():
             return WeightMapping((*rules, *tied_lm_head(rules)), (*ignored, HEAD))
@@ -89,12 +89,12 @@ class Provenance:
 
 
 def tied_lm_head(rules: Rules) -> Rules:
-    """The output layer that is the word embedding again."""
+    """Rules for an output layer that is the word embedding."""
     return tuple(replace(rule, mcore="output_layer.weight", exported=False) for rule in _embedding(rules))
 
 
 def redundant_head(rules: Rules) -> Rules:
-    """The embedding under the name of a head, as some files hold it beside its own name or in place of it."""
+    """Rules for an embedding under the name of a head: some files have it so, beside or instead of its own name."""
     return tuple(replace(rule, hf=(HEAD,), exported=False, copy=True) for rule in _embedding(rules))
 
 
@@ -103,17 +103,18 @@ def _embedding(rules: Rules) -> Rules:
 
 
 def provenance_of(hf: HF, *, head: str = "lm") -> Provenance:
-    """All that gives a model its HF names, from its HF config.
+    """The provenance that follows from an HF config.
+
+    If the config of a folder ties a head that differs from the embedding, the head is a tensor of its own, as in
+    transformers. The config of the result then says ``tie_word_embeddings=False``. A config without a folder is not
+    questioned.
 
     Args:
         hf: a folder, a hub name in the local cache, or a ``PretrainedConfig``.
 
-    A folder whose config ties a head that differs from the embedding has a head of its own, as in transformers: the
-    config that is found says ``tie_word_embeddings=False`` then. A config that is given by itself is taken at its word.
-
     Raises:
-        ConfigError: when it is no config, or of an architecture that is not registered.
-        CheckpointError: head and embedding have to be compared, and their files cannot be read.
+        ConfigError: when it is no config, or no architecture is registered for it.
+        CheckpointError: head and embedding must be compared, and their files cannot be read.
     """
     config = read_hf(hf)
     architecture = architecture_of(config)
@@ -127,8 +128,10 @@ def provenance_of(hf: HF, *, head: str = "lm") -> Provenance:
 
 
 def dialect_of(names: Iterable[str], rules: Rules) -> Dialect | None:
-    """The dialect that tells ``names`` from those of the other one, if they hold any routed experts."""
-    split, whole = ({name for rule in each if rule.axis == "etp" for name in rule.hf} for each in (rules, fused(rules)))
+    """The dialect of ``names``; None if they have no routed experts, or if both dialects name them alike."""
+    split, whole = (
+        {name for rule in dialect if rule.axis == "etp" for name in rule.hf} for dialect in (rules, fused(rules))
+    )
     if split == whole:
         return None
     stacks = {name.removesuffix("[*]") for name in whole}
@@ -137,16 +140,26 @@ def dialect_of(names: Iterable[str], rules: Rules) -> Dialect | None:
 
 
 def mapping(hf: HF, *, head: str = "lm", dialect: Dialect | None = None) -> WeightMapping:
-    """The weight mapping of a model as a value: its rules, and what a checkpoint may hold besides, or lack."""
-    found = provenance_of(hf, head=head)
-    return found.mapping(tied=bool(found.hf.tie_word_embeddings), dialect=dialect)
+    """The weight mapping of a model: its rules, and the HF names that a checkpoint may have in addition, or may lack.
+
+    Args:
+        hf: a folder, a hub name in the local cache, or a ``PretrainedConfig``.
+        head: ``"lm"``, ``"value"`` or ``"classification"``.
+        dialect: how HF names the experts; None is the dialect of the folder, or of the architecture.
+
+    Example:
+        >>> mb.mapping("Qwen/Qwen3-8B").bind("decoder.final_layernorm.weight").hf  # doctest: +SKIP
+        ('model.norm.weight',)
+    """
+    provenance = provenance_of(hf, head=head)
+    return provenance.mapping(tied=bool(provenance.hf.tie_word_embeddings), dialect=dialect)
 
 
 def config_in(provenance: Provenance, dtype: torch.dtype, *, tied: bool) -> PretrainedConfig:
-    """A copy of the HF config that says that most weights are of ``dtype``.
+    """A copy of the HF config with ``dtype`` as the dtype of most weights.
 
     Args:
-        tied: whether an LM head is the embedding; only then does the config say so. It is not changed for another head.
+        tied: whether an LM head is the embedding, which the config then says. For another head it is not changed.
     """
     hf = copy.deepcopy(provenance.hf)
     if hasattr(hf, "quantization_config"):  # of what was read; all that is written is plain

@@ -1,4 +1,4 @@
-"""mcore to a HF folder: all ranks write files side by side as the tensors come, and all files appear in one step."""
+"""mcore to an HF folder: all ranks write files in parallel as tensors come, and all files appear in one step."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 BUCKET_SLOTS = 16
-"""Slots' worth of tensors that are exported at once: more would only wait for the disk."""
-Places = dict[str, tuple[SafetensorsWriter, TensorSpec]]
+"""Tensors of this many slots are exported at once: more would only wait for the disk."""
+WriterByName = dict[str, tuple[SafetensorsWriter, TensorSpec]]
 
 
 def save_hf_checkpoint(
@@ -55,21 +55,24 @@ def save_hf_checkpoint(
 ) -> Manifest:
     """Write sharded safetensors, index, config, and the tokenizer files of the folder that the model came from.
 
-    Called by all ranks of the job together; ``folder`` is on a file system that they share. Files of a checkpoint that
-    is there change in one step. All other files, and the folder itself, stay as they are. One job writes at a time.
+    All ranks of the job call it together, with a ``folder`` on a file system that they share. It replaces the files of
+    an older checkpoint in one step. All other files, and the folder itself, stay as they are. One job writes at a time.
 
     Args:
-        dtype: cast tensors to this; by default each is written in its own.
-        dialect: of the experts, as for ``iter_hf_weights``.
-        keep: whether a config and a tokenizer that are in ``folder`` stay, as those that a trainer has changed. Of such
-            a config, the dtype becomes that of the weights, and with a head other than the LM's the class that has it;
-            what ``overrides=`` of ``build_model`` have changed is changed in it too.
-        max_shard_bytes: size of a file at most, unless one tensor is larger.
-        slot_bytes: what is written at once. Tensors on a GPU cross host memory of some twelve times that.
+        dtype: cast tensors to this; by default each is written in its own dtype.
+        dialect: the dialect of the experts, as for ``iter_hf_weights``.
+        keep: whether a config and a tokenizer in ``folder`` stay, such as those that a trainer has changed. In such a
+            config we set the dtype of the weights, the class for a head other than the LM's, and the fields that
+            ``overrides=`` of ``build_model`` have changed.
+        max_shard_bytes: upper limit on the size of a file, unless one tensor is larger.
+        slot_bytes: bytes that are written at once. Tensors on a GPU pass through host memory of some twelve times that.
+
+    Returns:
+        The manifest of what was written.
 
     Raises:
-        CheckpointError: on every rank, when any of them cannot write, the ranks pass different arguments, or another
-            job writes to the same folder. The target is then as it was.
+        CheckpointError: on every rank, when any rank cannot write, ranks pass different arguments, or another job
+            writes to the same folder. The folder is then unchanged.
 
     Example:
         >>> save_hf_checkpoint(models, "run/step_100", dtype=torch.bfloat16)  # doctest: +SKIP
@@ -86,10 +89,10 @@ def save_hf_checkpoint(
         with together():
             specs = manifest(models, hf=hf, head=head, dtype=dtype, dialect=dialect, bucket_bytes=bucket_bytes)
             shards = assign_files(specs.tensors, world.size, max_shard_bytes)
-            places = _open([shard for shard in shards if shard.rank == world.rank], update.new, stack)
+            writers = _open([shard for shard in shards if shard.rank == world.rank], update.new, stack)
         with together():
             pairs = iter_hf_weights(models, hf=hf, head=head, dtype=dtype, dialect=dialect, bucket_bytes=bucket_bytes)
-            _write(pairs, places, slot_bytes)
+            _write(pairs, writers, slot_bytes)
             stack.close()
             if world.rank == 0:
                 _write_rest(shards, specs, provenance, update.new, target if keep else None)
@@ -100,36 +103,39 @@ def save_hf_checkpoint(
     return specs
 
 
-def _open(shards: Sequence[FileShard], folder: Path, stack: ExitStack) -> Places:
-    """Open this rank's files, all or none, and say in which of them each tensor goes."""
-    places: Places = {}
+def _open(shards: Sequence[FileShard], folder: Path, stack: ExitStack) -> WriterByName:
+    """Open this rank's files, all or none, and return the writer for each tensor."""
+    writers: WriterByName = {}
     with ExitStack() as opened:
         for shard in shards:
             described = [(spec.name, spec.shape, spec.dtype) for spec in shard.tensors]
             writer = opened.enter_context(SafetensorsWriter(folder / shard.name, described))
-            places.update((spec.name, (writer, spec)) for spec in shard.tensors)
+            writers.update((spec.name, (writer, spec)) for spec in shard.tensors)
         stack.enter_context(opened.pop_all())
-    return places
+    return writers
 
 
-def _write(pairs: Iterator[tuple[str, Tensor]], places: Places, slot_bytes: int) -> None:
-    """Write this rank's tensors as they come; the others pass by."""
-    waiting = dict(places)
-    # Closed first, and explicitly: an error keeps its frames alive, and the other ranks would wait for this one.
+def _write(pairs: Iterator[tuple[str, Tensor]], writers: WriterByName, slot_bytes: int) -> None:
+    """Write this rank's tensors as they come, and skip all others."""
+    waiting = dict(writers)
+    # The iterator is closed explicitly: an error keeps its frames alive, and other ranks would wait for this one.
     with Staging(slot_bytes) as staging, closing(pairs):  # type: ignore[type-var]  # a generator, as it promises
         for name, tensor in pairs:
             if name not in waiting:
                 continue
             writer, spec = waiting.pop(name)
             if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
-                raise CheckpointError(f"{name} came as {tensor.dtype} {tuple(tensor.shape)}, the manifest has {spec}")
+                raise CheckpointError(
+                    f"{name} came as {tensor.dtype} {tuple(tensor.shape)}, the manifest has {spec}: change no model "
+                    "while it is saved"
+                )
             _write_tensor(tensor, partial(writer.write, name), staging)
     if waiting:
         raise CheckpointError(f"the export lacks {len(waiting)} tensors of its manifest: {list(waiting)[:8]}")
 
 
 def _write_tensor(tensor: Tensor, write: Callable[[int, Tensor], None], staging: Staging) -> None:
-    """Have threads write a tensor: from where it is, or through a slot that it is copied to when it is on a GPU."""
+    """Have threads write a tensor: from its own memory, or from a slot to which it is copied if it is on a GPU."""
     flat = tensor.contiguous().flatten().view(torch.uint8)
     for start in range(0, flat.nbytes, staging.slot_bytes):
         piece = flat[start : start + staging.slot_bytes]
@@ -145,7 +151,7 @@ def _write_tensor(tensor: Tensor, write: Callable[[int, Tensor], None], staging:
 def _write_rest(
     shards: Sequence[FileShard], specs: Manifest, provenance: Provenance, staging: Path, kept: Path | None
 ) -> None:
-    """Write all but the tensors; of ``kept``, the config and the tokenizer stay, where it has them."""
+    """Write all files but those of tensors. If ``kept`` has a config or a tokenizer, these stay."""
     write_index(staging, {shard.name: shard.tensors for shard in shards})
     names = os.listdir(kept) if kept is not None and kept.is_dir() else []
     copy_companions(provenance.folder, staging, kept=names)
@@ -155,7 +161,7 @@ def _write_rest(
 
 
 def _config_of(specs: Manifest, provenance: Provenance) -> PretrainedConfig:
-    """The HF config of what is written: its dtype, and with a head other than the LM's the class that has it."""
+    """The HF config of the manifest: with its dtype, and for a head other than the LM's, with the class that has it."""
     largest = max(specs, key=lambda spec: spec.num_bytes)
     hf = config_in(provenance, largest.dtype, tied=all(spec.name != HEAD for spec in specs))
     score = next((spec for spec in specs if spec.name == "score.weight"), None)

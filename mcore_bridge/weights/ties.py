@@ -1,8 +1,8 @@
-"""Tensors that a checkpoint holds twice: are both the same, as a model has them that keeps one of them?
+"""Tensors that a checkpoint has twice while the model has one parameter: both must be equal.
 
-The common case is a head beside the embedding that it is tied to. What the installed transformers does of it
-(``tie_weights`` in ``modeling_utils.py``) we do as well. Release 5 ties where both are equal, or one of them is
-missing, whichever it is; where they differ it does not. Release 4 ties in any case, and does not load a head alone.
+The common case is a head beside the embedding to which it is tied. We do what the installed transformers does
+(``tie_weights`` in ``modeling_utils.py``). Release 5 ties both if they are equal, or if one of them is missing; it
+does not if they differ. Release 4 always ties them, and does not load a head alone.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ Value = TypeVar("Value")
 HEAD = "lm_head.weight"
 _PIECE_BYTES = 4 << 20
 _known: dict[tuple[object, ...], bool] = {}
-"""What comparisons of tensors in files have found, in this process, by the names of both and the state of the files."""
+"""Results of comparisons of tensors in files, in this process, by both names and the state of the files."""
 logger = logging.getLogger("mcore_bridge")
 
 
 def is_tied(folder: str, names: Iterable[str], embedding: str) -> bool:
-    """Whether the head of a checkpoint is its embedding, where its config says so.
+    """Whether the head of a checkpoint is its embedding, given that its config says so.
 
     Args:
-        folder: of the checkpoint.
-        names: of its tensors.
-        embedding: what it calls the embedding.
+        folder: the folder of the checkpoint.
+        names: the names of its tensors.
+        embedding: the name of the embedding.
 
     Raises:
-        CheckpointError: both are in files that cannot be read.
+        CheckpointError: both tensors exist, and their files cannot be read.
     """
     if not {HEAD, embedding} <= {*names} or are_equal(opened_folder(Checkpoint(folder)), embedding, HEAD):
         return True
-    said = f"{HEAD} of {folder} differs from {embedding}, though its config says tie_word_embeddings=True"
+    warning = f"{HEAD} of {folder} differs from {embedding}, though its config says tie_word_embeddings=True"
     if ties_any_head():
-        _warn(f"{said}: it is not used, as transformers 4 does not use it either, while transformers 5 does")
+        _warn(f"{warning}: it is not used, as in transformers 4, while transformers 5 uses it")
         return True
-    _warn(f"{said}: the model has a head of its own, as in transformers 5, and what is saved says False")
+    _warn(f"{warning}: the model has a head of its own, as in transformers 5, and saved configs say False")
     return False
 
 
 @functools.cache
 def ties_any_head() -> bool:
-    """Whether the installed transformers ties where the config says so, whatever a checkpoint holds."""
+    """Whether the installed transformers ties the head if the config says so, even to an embedding that differs."""
     from transformers import __version__
 
     return int(__version__.split(".")[0]) < 5
@@ -66,15 +66,15 @@ def ties_any_head() -> bool:
 
 @functools.cache
 def _warn(message: str) -> None:
-    """Once in a process, as a folder is asked about several times."""
+    """Warn once in a process, because several calls ask about one folder."""
     logger.warning(message)
 
 
 def are_equal(source: Mapping[str, Stored], one: str, other: str) -> bool:
-    """Whether two tensors have the same shape and values, as ``torch.equal`` has it, whatever their dtypes.
+    """Whether two tensors have the same shape and values, in the sense of ``torch.equal``, whatever their dtypes.
 
-    They are read in pieces, up to the first that differs. Of files, a process does so once. Equal tensors of 1 GB take
-    about a second where the page cache has both.
+    They are read in pieces, up to the first that differs. A process compares tensors in files once. Equal tensors of
+    1 GB take about a second if the page cache has both.
     """
     if not isinstance(source, Checkpoint | DecodedCheckpoint):
         return _compare(source, one, other)
@@ -89,8 +89,8 @@ def _state(source: Folder, name: str) -> tuple[object, ...]:
 
 
 def _identity(path: str) -> tuple[object, ...]:
-    found = os.stat(path)
-    return path, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    status = os.stat(path)
+    return path, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _compare(source: Mapping[str, Stored], one: str, other: str) -> bool:
@@ -101,13 +101,13 @@ def _compare(source: Mapping[str, Stored], one: str, other: str) -> bool:
 
 
 def _same(left: Tensor, right: Tensor) -> bool:
-    if left.dtype != right.dtype:  # of which neither may hold the values of the other
+    if left.dtype != right.dtype:  # neither may hold all values of the other
         left, right = left.double(), right.double()
     return torch.equal(left, right.to(left.device))
 
 
 def _pieces(source: Mapping[str, Stored], name: str) -> Iterator[Tensor]:
-    """A tensor in pieces of some rows: as many whatever its dtype, so that two of one shape fit together."""
+    """Yield a tensor in pieces of some rows. Their number depends on the shape only, so that two tensors match."""
     tensor = source[name]
     if not isinstance(tensor, Encoded):
         tensor = torch.atleast_1d(tensor)
@@ -118,7 +118,7 @@ def _pieces(source: Mapping[str, Stored], name: str) -> Iterator[Tensor]:
         if not isinstance(piece, Tensor):
             yield piece.to(torch.bfloat16)
         elif isinstance(source, Checkpoint | DecodedCheckpoint):
-            # By position, as a load does: a file may become shorter meanwhile.
+            # Read by position, as a load does: a file may become shorter meanwhile.
             held = torch.empty(piece.shape, dtype=piece.dtype)
             source.files_of(name)[0].read([piece], array_of(held))
             yield held
@@ -127,21 +127,21 @@ def _pieces(source: Mapping[str, Stored], name: str) -> Iterator[Tensor]:
 
 
 def require_equal(source: Mapping[str, Stored], mapping: WeightMapping) -> None:
-    """Raise unless the further names of a tensor that a source has stand for the same tensor.
+    """Check that a tensor under further names has the same values as under its main name.
 
     Raises:
-        CheckpointError: naming all that do not.
+        CheckpointError: naming all tensors that differ.
     """
-    found = [(name, original) for name, original in mapping.twins.items() if name in source and original in source]
-    differ = [(name, original) for name, original in found if not are_equal(source, original, name)]
+    pairs = [(name, original) for name, original in mapping.twins.items() if name in source and original in source]
+    differ = [(name, original) for name, original in pairs if not are_equal(source, original, name)]
     if differ:
         raise differing(mapping, differ)
 
 
 def differing(mapping: WeightMapping, pairs: Sequence[tuple[str, str]]) -> CheckpointError:
-    """What to say of tensors that differ, though a model has one parameter for both."""
+    """The error for tensors that differ while the model has one parameter for both."""
     names = [name for name, _ in pairs]
-    said = "; ".join(f"{name} differs from {original}" for name, original in pairs)
+    differences = "; ".join(f"{name} differs from {original}" for name, original in pairs)
     advice = []
     if HEAD in names:
         advice.append(
@@ -151,13 +151,13 @@ def differing(mapping: WeightMapping, pairs: Sequence[tuple[str, str]]) -> Check
     if any(mapping.is_copy(name) for name in names):
         advice.append(
             "MTP layers of megatron-core have no embedding or head of their own: build without MTP layers, or leave "
-            "these names out of what is loaded"
+            "these names out of the source"
         )
-    return CheckpointError(f"{said}, and the model has one parameter for both; {'; '.join(advice)}")
+    return CheckpointError(f"{differences}, and the model has one parameter for both; {'; '.join(advice)}")
 
 
 def renamed(source: Mapping[str, Value], mapping: WeightMapping) -> Mapping[str, Value]:
-    """``source`` with the tied embedding under its own name, where it has it under that of the head alone.
+    """Give a tied embedding its own name in ``source``, if the source has it only under the name of the head.
 
     A ``Checkpoint``, decoded or not, is changed in place.
     """
@@ -172,7 +172,7 @@ def renamed(source: Mapping[str, Value], mapping: WeightMapping) -> Mapping[str,
 
 
 def opened(folder: str | os.PathLike[str], mapping: WeightMapping) -> Folder:
-    """The checkpoint of a folder, as ``renamed`` has it, with encoded weights as if they were plain."""
+    """Open the checkpoint of a folder, with encoded weights as plain ones, and a tied embedding by its own name."""
     checkpoint = opened_folder(Checkpoint(folder))
     renamed(checkpoint, mapping)
     return checkpoint

@@ -137,7 +137,7 @@ def test_norms_are_spelled_as_the_specs_of_transformer_engine_do(name, tmp_path)
     """megatron-core 0.16.1 and 0.19.2, gpt_layer_specs.py and experimental_attention_variant_module_specs.py."""
     zoo.cases()[name].hf.save_pretrained(tmp_path)
     placed = whole_model(tmp_path, dtype=torch.bfloat16).placed
-    keys = {place.key for each in placed for place in each.places}
+    keys = {place.key for each in placed for place in each.chunks}
     assert {f"decoder.layers.0.{key}" for key in FUSED[name]} <= keys
 
 
@@ -341,7 +341,7 @@ def test_a_folder_that_is_not_whole_is_not_taken_for_one(tmp_path):
     metadata = pickle.loads(kept)
     metadata.state_dict_metadata["decoder.layers.0.mlp.experts.experts.linear_fc1.weight"].chunks.pop()
     (dist / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=r"has 0 of the 1920 elements of decoder.*save did not come to an end"):
+    with pytest.raises(CheckpointError, match=r"has 0 of the 1920 elements of decoder.*save did not finish"):
         convert(dist, back, on_event=quiet)
     (dist / ".metadata").write_bytes(kept)
     file = dist / "__0_0.distcp"

@@ -84,7 +84,7 @@ def test_norms_are_in_the_modules_in_which_transformer_engine_has_them(name, tmp
     model = whole_model(tmp_path, dtype=torch.bfloat16)
     layout = FileLayout(hf, ParallelDims(), {spec.name: spec for spec in specs_of(model.entries)}, Style(grouped=True))
     named = {name for file in layout.files() for _, name, _, _ in layout.held(file)}
-    keys = {place.key for each in model.placed for place in each.places}
+    keys = {place.key for each in model.placed for place in each.chunks}
     assert {name for name in named if "norm" in name} == {key for key in keys if "norm" in key}
 
 

@@ -255,10 +255,10 @@ def test_a_plan_that_does_not_fit_its_slots_is_refused():
     refused("an end within the slot", first, replace(second, shape=(65,)))
     refused("from byte 12 on", first, replace(second, offset=0))
     refused("a multiple of 256", first, replace(second, offset=260))
-    refused("layers.0.weight comes twice", first, replace(second, name=first.name))
+    refused("layers.0.weight is in the plan twice", first, replace(second, name=first.name))
     refused("expected 2 slots of 512 bytes, found slots of .512.", handles=handles[:1])
     refused("expected 2 slots of 256 bytes, found", first, plan=replace(plan, slot_bytes=256))
-    with pytest.raises(TransferError, match="expected bucket 0 in its turn, found number 1"):
+    with pytest.raises(TransferError, match="expected bucket 0 in slot 0, found number 1"):
         Receiver(replace(plan, buckets=(replace(bucket, number=1),)), handles)
 
 

@@ -1,7 +1,7 @@
-"""Models, and what trains them, in megatron-core's own format: written at one mesh, read at any other.
+"""Checkpoints of models and optimizers in megatron-core's own format: written at one mesh, read at any other.
 
-megatron-core's ``dist_checkpointing`` writes and reads. Before it does, all that it would pass over is checked: which
-keys are there, how they are spelled, their shapes, and whether dtypes can hold what the folder has.
+megatron-core's ``dist_checkpointing`` writes and reads. Before that we check what it would accept without a word: which
+keys exist, how they are spelled, their shapes, and whether parameters can hold all values of the folder.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _OURS = "mcore_bridge_common"
 
 @dataclass(frozen=True, slots=True)
 class CheckpointReport:
-    """What a load found.
+    """The result of ``load_checkpoint``.
 
     Attributes:
-        folder: of the checkpoint that was read, such as the iteration that a tracker file names.
-        common: what was saved as ``common``; of a checkpoint that others wrote, all that is in no tensor
+        folder: the checkpoint that was read, such as the iteration that a tracker file names.
+        common: what was saved as ``common``. In a checkpoint of another writer, all that is in no tensor
             (``iteration``, ``args``, ...).
-        cast: keys whose dtype was changed on the way, as ``"float32 -> bfloat16"``.
-        missing, unexpected: with ``strict=False``, what would have been an error.
+        cast: keys whose dtype was changed, with the change as ``"float32 -> bfloat16"``.
+        missing, unexpected: keys that would be an error without ``strict=False``.
     """
 
     folder: Path
@@ -68,19 +68,22 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint of megatron-core (``torch_dist``), with the HF config and tokenizer files beside it.
 
-    Called by all ranks of the job together; ``folder`` is on a file system that they share. Its files change in one
-    step, as those of ``save_hf_checkpoint`` do. One with Megatron-LM's name for an iteration is then its latest.
+    All ranks of the job call it together, with a ``folder`` on a file system that they share. Its files change in one
+    step, as with ``save_hf_checkpoint``. If the folder has Megatron-LM's name for an iteration, it becomes the latest.
 
     Args:
         models: this rank's chunks, wrapped or not.
-        optimizer: megatron-core's, whose state is written too, so that any mesh can go on from it.
-        common: what else a trainer needs to go on (iteration, scheduler): can be pickled, the same on every rank. Its
-            ``iteration`` stands where Megatron-LM looks for it as well.
+        optimizer: megatron-core's optimizer, to write its state as well, so that any mesh can continue from it.
+        common: what else a trainer needs to continue (iteration, scheduler), the same on every rank and fit to be
+            pickled. Its ``iteration`` is also written where Megatron-LM looks for it.
         hf, head: for models that ``build_model`` did not make: their HF config or folder, and their head.
 
     Raises:
-        CheckpointError: on every rank, when any of them cannot write, the ranks pass different arguments, or another
-            job writes to the same folder. The target is then as it was.
+        CheckpointError: on every rank, when any rank cannot write, ranks pass different arguments, or another job
+            writes to the same folder. The folder is then unchanged.
+
+    Example:
+        >>> save_checkpoint(models, "run/iter_0000100", common={"iteration": 100})  # doctest: +SKIP
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
@@ -98,16 +101,16 @@ def save_checkpoint(
         with together():
             require_gatherable(models, Group.of_replica(chunks[0].pg_collection))
         gather_pending(models)
-        with together():  # alone, as what follows communicates on its own
+        with together():  # in a block of its own, because what follows communicates by itself
             metadata = {**CONTENT, "dp_cp_group": chunks[0].pg_collection.dp_cp}
             state = sharded_states(chunks, metadata)
-            said: dict[str, Any] = {name: with_extra_states(part) for name, part in state.items()}
+            content: dict[str, Any] = {name: with_extra_states(part) for name, part in state.items()}
             if optimizer is not None:
-                said["optimizer"] = optimizer.sharded_state_dict(_parts(state), metadata=metadata)
-            said |= {_OURS: dict(common or {}), **VERSION, **_iteration_of(common or {})}
+                content["optimizer"] = optimizer.sharded_state_dict(_parts(state), metadata=metadata)
+            content |= {_OURS: dict(common or {}), **VERSION, **_iteration_of(common or {})}
         with together():
             strategy = FullyParallelSaveStrategyWrapper(InThisProcess(), metadata["dp_cp_group"])
-            dist_checkpointing.save(said, str(update.new), strategy, content_metadata=dict(CONTENT))
+            dist_checkpointing.save(content, str(update.new), strategy, content_metadata=dict(CONTENT))
         with together():
             if world.rank == 0:
                 require_files(update.new, TorchDistFolder.open(update.new).files)
@@ -132,20 +135,24 @@ def load_checkpoint(
 ) -> CheckpointReport:
     """Read a checkpoint of megatron-core (``torch_dist``) that was written at any mesh, by us or by other trainers.
 
-    Called by all ranks of the job together. What else a training checkpoint holds is left alone.
+    All ranks of the job call it together. It ignores what else a training checkpoint holds.
 
     Args:
         models: this rank's chunks, wrapped or not.
-        folder: of the checkpoint; or one with ``latest_checkpointed_iteration.txt``, or with a ``dist_ckpt``.
-        optimizer: megatron-core's, whose state is read too.
+        folder: the checkpoint; or a folder with ``latest_checkpointed_iteration.txt``, or with a ``dist_ckpt``.
+        optimizer: megatron-core's optimizer, to read its state as well.
         hf, head: for models that ``build_model`` did not make: their HF config or folder, and their head.
-        dtype: what tensors are cast to on the way, where a parameter cannot hold every value of what the folder has. By
-            default that raises.
-        strict: whether missing and unexpected tensors of the model raise, or are reported.
+        dtype: cast tensors to this first, where a parameter cannot hold all values of the folder. By default such a
+            parameter is an error.
+        strict: whether missing and unexpected tensors of the model raise; otherwise they are reported.
 
     Raises:
-        CheckpointError: on every rank. It names what is missing, unexpected, of another shape, or would lose bits, and
-            nothing was written to the models then; or a file that cannot be read.
+        CheckpointError: on every rank. It names tensors that are missing, unexpected, of another shape, or would lose
+            bits; the models are then unchanged. Or it names a file that cannot be read.
+
+    Example:
+        >>> load_checkpoint(models, "run").common["iteration"]  # doctest: +SKIP
+        100
     """
     from megatron.core import dist_checkpointing
 
@@ -153,41 +160,41 @@ def load_checkpoint(
     with raise_on_all(world, f"{folder} was not read, and the models are as they were"):
         chunks = chunks_of(models)
         check_storage(held_tensors(chunks))
-        found = TorchDistFolder.open(folder)
-        written = dist_checkpointing.load_content_metadata(str(found.path))
+        checkpoint = TorchDistFolder.open(folder)
+        written = dist_checkpointing.load_content_metadata(str(checkpoint.path))
         numbered = {"non_homogeneous_layers": True, "dp_cp_group": chunks[0].pg_collection.dp_cp}
-        metadata = {**found.spelling, **(written or {}), **numbered}
+        metadata = {**checkpoint.spelling, **(written or {}), **numbered}
         state = sharded_states(chunks, metadata)
-        if found.is_stacked:
+        if checkpoint.is_stacked:
             for part in state.values():
                 stack_layers(part, chunks[0].config.num_layers)
-        check = Check(found, provenance_on(models, hf, head).hf.vocab_size, dtype)
+        check = Check(checkpoint, provenance_on(models, hf, head).hf.vocab_size, dtype)
         check.compare(state)
-    _require_one(world.all_gather_object(os.path.relpath(found.path, folder)), folder)
-    with raise_on_all(world, f"{found.path} was not read, and the models are as they were"):
+    _require_one(world.all_gather_object(os.path.relpath(checkpoint.path, folder)), folder)
+    with raise_on_all(world, f"{checkpoint.path} was not read, and the models are as they were"):
         missing, unexpected = check.agree(Group.of_replica(chunks[0].pg_collection), strict=strict)
         if optimizer is not None:
             state["optimizer"] = optimizer.sharded_state_dict(_parts(state), is_loading=True, metadata=metadata)
-    with raise_on_all(world, f"{found.path} was not read, or in part"):
-        loaded = dist_checkpointing.load(state, str(found.path))
+    with raise_on_all(world, f"{checkpoint.path} was not read, or in part"):
+        loaded = dist_checkpointing.load(state, str(checkpoint.path))
     for name, chunk in zip(chunk_names(chunks), chunks, strict=True):
         chunk.load_state_dict(loaded.pop(name), strict=False)
     if optimizer is not None:
         length = len(getattr(optimizer, "chained_optimizers", [optimizer]))
         optimizer.load_state_dict(fit_chain(loaded.pop("optimizer"), length))
-    return CheckpointReport(found.path, loaded.get(_OURS, loaded), check.cast, missing, unexpected)
+    return CheckpointReport(checkpoint.path, loaded.get(_OURS, loaded), check.cast, missing, unexpected)
 
 
-def _require_one(found: Sequence[str], folder: str | os.PathLike[str]) -> None:
-    """Each rank looks for itself, and a trainer may write the next checkpoint meanwhile."""
-    if len({*found}) > 1:
+def _require_one(paths: Sequence[str], folder: str | os.PathLike[str]) -> None:
+    """Raise if ranks found different checkpoints: each looks for itself, while a trainer may write the next one."""
+    if len({*paths}) > 1:
         raise CheckpointError(
-            f"ranks found different checkpoints in {folder}: {sorted({*found})}; load again, or name one of them"
+            f"ranks found different checkpoints in {folder}: {sorted({*paths})}; load again, or name one of them"
         )
 
 
 def _parts(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of the model as optimizers take it: that of one chunk, or of all by their names."""
+    """The state of the model as optimizers take it: that of the only chunk, or that of all chunks by name."""
     return next(iter(state.values())) if len(state) == 1 else state
 
 
@@ -196,4 +203,6 @@ def _iteration_of(common: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _dtype_of(chunks: Sequence[GPTModel]) -> torch.dtype:
-    return max((parameter for chunk in chunks for parameter in chunk.parameters()), key=lambda each: each.nbytes).dtype
+    """The dtype of the largest parameter."""
+    parameters = (parameter for chunk in chunks for parameter in chunk.parameters())
+    return max(parameters, key=lambda parameter: parameter.nbytes).dtype

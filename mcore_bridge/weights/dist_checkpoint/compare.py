@@ -1,4 +1,4 @@
-"""What models ask of a checkpoint of megatron-core, held against what is there, before anything is read or written."""
+"""Comparison of what models need with what a checkpoint of megatron-core has, before anything is read or written."""
 
 from __future__ import annotations
 
@@ -19,57 +19,57 @@ if TYPE_CHECKING:
 
 
 def chunk_names(chunks: Sequence[GPTModel]) -> list[str]:
-    """What megatron-core's trainer calls the state of each chunk."""
+    """The name that megatron-core's trainer gives to the state of each chunk."""
     return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
 
 
 def sharded_states(chunks: Sequence[GPTModel], metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What megatron-core says that each chunk holds, and where it lies in the whole model.
+    """The sharded state dict of each chunk, by the name of the chunk.
 
     Raises:
-        CheckpointError: a module leaves out what it holds.
+        CheckpointError: the sharded state dict of a module omits tensors that the module holds.
     """
     states = [chunk.sharded_state_dict(metadata=dict(metadata)) for chunk in chunks]
     for chunk, state in zip(chunks, states, strict=True):
-        said = {id(sharded.data) for sharded in state.values()}
-        left_out = [name for name, tensor in held_tensors([chunk]).items() if id(tensor) not in said]
-        if left_out:
+        listed = {id(sharded.data) for sharded in state.values()}
+        omitted = [name for name, tensor in held_tensors([chunk]).items() if id(tensor) not in listed]
+        if omitted:
             raise CheckpointError(
-                f"sharded_state_dict of this model leaves out {left_out[:8]}: give the modules that hold them one"
+                f"sharded_state_dict of this model omits {omitted[:8]}: give the modules that hold them such a method"
             )
     return dict(zip(chunk_names(chunks), states, strict=True))
 
 
 class Check:
-    """Holds what a model asks for against what a folder has, and takes over how the folder spells it.
+    """Compares what a model needs with what a folder has, and takes over the spelling of the folder's keys.
 
     Args:
         vocab: rows of the vocabulary that are not padding.
-        dtype: what tensors are cast to; None is that of the folder.
+        dtype: cast tensors to this first; None keeps that of the folder.
     """
 
-    def __init__(self, found: TorchDistFolder, vocab: int, dtype: torch.dtype | None) -> None:
-        self.found, self.vocab, self.dtype = found, vocab, dtype
-        self.spelled = found.spelled()
+    def __init__(self, folder: TorchDistFolder, vocab: int, dtype: torch.dtype | None) -> None:
+        self.folder, self.vocab, self.dtype = folder, vocab, dtype
+        self.spelled = folder.spelled()
         self.cast: dict[str, str] = {}
         self._wanted: set[str] = set()
         self._missing: list[str] = []
         self._wrong: list[str] = []
 
     def compare(self, state: dict[str, Any]) -> None:
-        """Check what this rank asks for, and leave out of it what is missing. No collective."""
+        """Check what this rank needs, and remove from ``state`` what is missing. This does not communicate."""
         from megatron.core.dist_checkpointing.mapping import ShardedObject
 
         for part in state.values():
             for name, sharded in list(part.items()):
-                if isinstance(sharded, ShardedObject):  # TransformerEngine's own state, empty but for fp8
-                    if sharded.unique_key not in self.found.metadata.state_dict_metadata:
+                if isinstance(sharded, ShardedObject):  # TransformerEngine's extra state, empty without fp8
+                    if sharded.unique_key not in self.folder.metadata.state_dict_metadata:
                         del part[name]
                     continue
                 sharded.key = self.spelled.get(plain_key(sharded.key), sharded.key)
                 leaves = leaves_of(sharded)
                 self._wanted |= {leaf.key for leaf in leaves}
-                absent = [leaf.key for leaf in leaves if leaf.key not in self.found.tensors]
+                absent = [leaf.key for leaf in leaves if leaf.key not in self.folder.tensors]
                 self._missing += absent
                 if absent:
                     del part[name]
@@ -77,28 +77,33 @@ class Check:
                     self._wrong += [problem for leaf in leaves for problem in self._problems(leaf)]
 
     def agree(self, group: Group, *, strict: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Of the whole model, what is missing and what is unexpected on any rank of ``group``, a replica.
+        """The keys that are missing and those that are unexpected, for the whole model.
+
+        Args:
+            group: the ranks of a replica.
+            strict: whether such keys raise.
 
         Raises:
-            CheckpointError: on all of them.
+            CheckpointError: on all ranks of ``group``.
         """
         answers = group.all_gather_object((self._wanted, self._missing, self._wrong))
-        lacking = tuple(sorted({key for _, each, _ in answers for key in each}))
-        unexpected = tuple(sorted(self.found.tensors.keys() - set().union(*(each for each, _, _ in answers))))
-        problems = sorted({problem for _, _, each in answers for problem in each})
+        wanted_by_rank, missing_by_rank, wrong_by_rank = zip(*answers, strict=True)
+        lacking = tuple(sorted(set().union(*missing_by_rank)))
+        unexpected = tuple(sorted(self.folder.tensors.keys() - set().union(*wanted_by_rank)))
+        problems = sorted(set().union(*wrong_by_rank))
         if problems:
-            raise CheckpointError(f"{self.found.path} does not fit the model: {'; '.join(problems[:8])}")
+            raise CheckpointError(f"{self.folder.path} does not fit the model: {'; '.join(problems[:8])}")
         if strict and (lacking or unexpected):
             raise CheckpointError(
-                f"{self.found.path} does not fit the model: {len(lacking)} tensors missing {list(lacking[:8])}, "
+                f"{self.folder.path} does not fit the model: {len(lacking)} tensors missing {list(lacking[:8])}, "
                 f"{len(unexpected)} unexpected {list(unexpected[:8])}. Use the checkpoint of this config, or "
                 "strict=False to have them reported"
             )
         return lacking, unexpected
 
     def _problems(self, sharded: Any) -> Iterator[str]:
-        """Why a tensor that is there cannot be read."""
-        key, stored = sharded.key, self.found.tensors[sharded.key]
+        """Yield the reasons why a tensor of the folder cannot be read into a parameter."""
+        key, stored = sharded.key, self.folder.tensors[sharded.key]
         held = stored.properties.dtype if self.dtype is None else self.dtype
         own, wanted = sharded.dtype, tuple(sharded.global_shape)
         if not is_exact(held, own):
@@ -108,14 +113,14 @@ class Check:
             )
         elif stored.properties.dtype != own:
             self.cast[key] = f"{dtype_name(stored.properties.dtype)} -> {dtype_name(own)}"
-        found = tuple(stored.size)
-        padded = getattr(sharded, "allow_shape_mismatch", False) and found[0] >= self.vocab
-        if found[padded:] != wanted[padded:]:
-            yield f"{key} has shape {found}, the model takes {wanted}: is this the checkpoint of this config?"
+        shape = tuple(stored.size)
+        padded = getattr(sharded, "allow_shape_mismatch", False) and shape[0] >= self.vocab
+        if shape[padded:] != wanted[padded:]:
+            yield f"{key} has shape {shape}, the model takes {wanted}: is this the checkpoint of this config?"
 
 
 def leaves_of(sharded: Any) -> list[Any]:
-    """The tensors of the folder that one of a rank is part of: one, or those that megatron-core makes of it."""
+    """The entries of the folder for one entry of a rank: one, or several that megatron-core makes of it."""
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 

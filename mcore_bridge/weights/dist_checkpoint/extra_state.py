@@ -30,8 +30,8 @@ def with_extra_states(state: Mapping[str, Any]) -> dict[str, Any]:
     The names of those that are added are no names of the chunk, which numbers its layers otherwise than keys do.
     """
     known = {sharded.key for sharded in state.values()}
-    added = (each for sharded in state.values() for each in _extra_states(sharded))
-    return {**state, **{f"added {each.key}": each for each in added if each.key not in known}}
+    extra = (added for sharded in state.values() for added in _extra_states(sharded))
+    return {**state, **{f"added {added.key}": added for added in extra if added.key not in known}}
 
 
 def _extra_states(sharded: Any) -> Iterator[Any]:

@@ -1,7 +1,7 @@
 """Folders of megatron-core's checkpoints (``torch_dist``): where they are, and which tensors they hold.
 
-A tensor of such a folder is that of the whole model: as one rank without parallelism would hold it. Layers may be
-entries of one tensor, by a leading axis, and experts mostly are. Nothing here communicates.
+A tensor of such a folder is that of the whole model, as one rank without parallelism would hold it. A leading dim may
+stack the layers, and mostly stacks the experts. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 CONFIG = "metadata.json"
-"""megatron-core writes it last: where it is missing, a save did not come to its end."""
+"""The file that megatron-core writes last. If it is missing, a save did not finish."""
 TRACKER = "latest_checkpointed_iteration.txt"
 VERLS = ("dist_ckpt", "model/dist_ckpt")
-"""Where verl has its checkpoint in the folder of a role: before 0.9.0, and since."""
+"""The folder of verl's checkpoint in that of a role: before 0.9.0, and since."""
 CONTENT: Mapping[str, Any] = {
     "non_homogeneous_layers": True,
     "singleton_local_shards": False,
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
 }
-"""How we write, as megatron-core notes it: a key for each layer, an optimizer's state so that any mesh reads it."""
+"""Our settings in megatron-core's terms: a key for each layer, and optimizer states that any mesh can read."""
 VERSION: Mapping[str, Any] = {"checkpoint_version": 3.0}
-"""What Megatron-LM asks for: without it, queries, keys and values are taken for those of its first releases."""
+"""A field that Megatron-LM needs. Without it, it takes queries, keys and values for those of its first releases."""
 HEADS = (".metadata", CONFIG)
-"""Without these nobody takes a folder for a checkpoint."""
+"""Files without which no reader takes a folder for a checkpoint."""
 _DIST_FILES = ("__[0-9]*_[0-9]*.distcp", "common.pt", *HEADS)
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _ITERATION = re.compile(r"release|iter_(\d{7,})")
@@ -47,7 +47,7 @@ _MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.")
 
 @dataclass(frozen=True)
 class TorchDistFolder:
-    """One checkpoint of megatron-core, which may hold the state of an optimizer and more beside the model."""
+    """One checkpoint of megatron-core. It may hold the state of an optimizer and more beside the model."""
 
     path: Path
     metadata: Metadata
@@ -72,42 +72,45 @@ class TorchDistFolder:
         """The tensors of the model, by their keys in the folder."""
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-        found = self.metadata.state_dict_metadata.items()
-        return {key: each for key, each in found if isinstance(each, TensorStorageMetadata) and key.startswith(_MODEL)}
+        return {
+            key: value
+            for key, value in self.metadata.state_dict_metadata.items()
+            if isinstance(value, TensorStorageMetadata) and key.startswith(_MODEL)
+        }
 
     @property
     def files(self) -> list[str]:
-        """The names of those that hold what the folder says that it has."""
-        return sorted({each.relative_path for each in self.metadata.storage_data.values()})
+        """The names of the files that hold the content of the folder, according to its metadata."""
+        return sorted({info.relative_path for info in self.metadata.storage_data.values()})
 
     @property
     def is_stacked(self) -> bool:
-        """Whether layers lie in one tensor."""
+        """Whether one tensor stacks the layers."""
         layers = (key.split(".")[2] for key in self.tensors if key.startswith("decoder.layers."))
         return not all(map(str.isdigit, layers))
 
     @property
     def spelling(self) -> Mapping[str, Any]:
-        """How the folder was written, as far as its keys tell: with a key for each expert?"""
+        """The settings with which the folder was written, as far as its keys show them."""
         return {**CONTENT, "singleton_local_shards": any(map(_SINGLE_EXPERT.search, self.tensors))}
 
     def spelled(self) -> Mapping[str, str]:
-        """The keys of the model's tensors by ``plain_key``, by which they are found however they are spelled.
+        """The keys of the model's tensors by ``plain_key``, which is independent of their spelling.
 
         Raises:
-            CheckpointError: two are spellings of one.
+            CheckpointError: two keys are spellings of one.
         """
         return by_plain_key(self.tensors)
 
 
 def find_checkpoint(folder: Path) -> Path:
-    """The folder with ``metadata.json``: this one, one of ``VERLS`` in it, or its latest iteration (Megatron-LM).
+    """Find the folder with ``metadata.json``: this one, one of ``VERLS`` in it, or its latest iteration (Megatron-LM).
 
     Raises:
         CheckpointError: there is none.
     """
     latest = latest_in(folder)
-    for path in (folder, *(folder / each for each in VERLS), *latest):
+    for path in (folder, *(folder / name for name in VERLS), *latest):
         if (path / CONFIG).is_file():
             return path
     if not folder.is_dir():
@@ -117,18 +120,18 @@ def find_checkpoint(folder: Path) -> Path:
     if (folder / "config.json").is_file() and not latest:
         raise CheckpointError(
             f"{folder} has a config.json, but neither *.safetensors nor {CONFIG}: expected a folder of HF, or a "
-            "checkpoint of megatron-core; save a HF model in other files again, by save_pretrained of transformers"
+            "checkpoint of megatron-core. If it is a HF model in other files, save it again with save_pretrained"
         )
     raise CheckpointError(
         f"{folder} is no checkpoint of megatron-core's dist_checkpointing: expected {CONFIG} in it, in its "
         f"{' or '.join(VERLS)}, or in the iteration that {TRACKER} names "
-        f"({latest[0].name if latest else 'no such file'}). A save that did not come to its end lacks it too: use an "
-        "earlier iteration"
+        f"({latest[0].name if latest else 'no such file'}). A save that did not finish lacks it, too: use an earlier "
+        "iteration"
     )
 
 
 def dist_files(folder: Path) -> list[str]:
-    """The names of the files of a checkpoint that are there, without the HF config and what lies beside it."""
+    """The names of a checkpoint's files in ``folder``, without the HF config and the tokenizer."""
     return sorted(path.name for pattern in _DIST_FILES for path in folder.glob(pattern))
 
 
@@ -139,9 +142,9 @@ def latest_in(folder: Path) -> list[Path]:
 
 
 def track(folder: Path) -> None:
-    """Enter a folder that is called as Megatron-LM calls its iterations in the tracker file beside it, as the latest.
+    """Write the name of ``folder`` to the tracker file beside it, if Megatron-LM would name an iteration so.
 
-    Megatron-LM finds no checkpoint without one, and trains from random weights.
+    Without that file Megatron-LM finds no checkpoint, and trains from random weights.
 
     Raises:
         CheckpointError: the file cannot be written.
@@ -160,12 +163,16 @@ def track(folder: Path) -> None:
 
 
 def by_plain_key(keys: Iterable[str]) -> Mapping[str, str]:
-    """``keys`` by how ``plain_key`` spells them."""
-    found: dict[str, str] = {}
+    """Each of ``keys`` by its ``plain_key``.
+
+    Raises:
+        CheckpointError: two keys are spellings of one.
+    """
+    by_key: dict[str, str] = {}
     for key in keys:
-        if (other := found.setdefault(plain_key(key), key)) != key:
+        if (other := by_key.setdefault(plain_key(key), key)) != key:
             raise CheckpointError(f"{other} and {key} are the same parameter; the checkpoint must have one of them")
-    return found
+    return by_key
 
 
 def _iteration(number: str) -> str:
@@ -173,6 +180,6 @@ def _iteration(number: str) -> str:
 
 
 def in_layer_stack(key: str) -> tuple[str, int | None]:
-    """The key of the tensor for all layers in place of that for one, and the number of that one; as it is without."""
+    """The key of the tensor that stacks all layers, and the layer's number in it; a key of no layer is unchanged."""
     match = _LAYER.match(key)
     return (_LAYER.sub("decoder.layers.", key), int(match[1])) if match else (key, None)

@@ -1,6 +1,6 @@
-"""What a model says of its layers, for folders in which those of all layers lie in one tensor, by a leading axis.
+"""Sharded state dicts for folders in which one tensor stacks all layers, along a leading dim.
 
-megatron-core says it so by itself of dense models, where it is asked to; here it is made of what it says of each layer.
+On request megatron-core makes them for dense models. Here they are made for any model, from those of single layers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from mcore_bridge.weights.dist_checkpoint.folder import in_layer_stack
 
 
 def stack_layers(state: dict[str, Any], num_layers: int) -> None:
-    """Turn, in place, what a chunk says of each layer into what it is of the tensors for all ``num_layers``."""
+    """Change the entries for single layers in ``state`` to slices of tensors that stack ``num_layers`` layers."""
     for name, sharded in state.items():
         key, layer = in_layer_stack(sharded.key)
         if layer is not None:
@@ -34,11 +34,11 @@ def _in_stack(sharded: Any, layer: int, num_layers: int) -> Any:
             prepend_axis_num=sharded.prepend_axis_num + 1,
         )
     if isinstance(sharded, ShardedObject):
-        if shape == (1,):  # what is not cut at all
+        if shape == (1,):  # an object that is not cut
             shape = offset = ()
         return replace(sharded, global_shape=(num_layers, *shape), global_offset=(layer, *offset))
 
-    def build(*arguments: Any) -> Any:  # of the parameter, or of an optimizer's state of it
-        return dict_list_map_inplace(lambda each: _in_stack(each, layer, num_layers), sharded.build_fn(*arguments))
+    def build(*arguments: Any) -> Any:  # for the parameter, or for an optimizer's state of it
+        return dict_list_map_inplace(lambda part: _in_stack(part, layer, num_layers), sharded.build_fn(*arguments))
 
     return replace(sharded, build_fn=build)

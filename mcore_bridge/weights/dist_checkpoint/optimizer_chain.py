@@ -1,8 +1,8 @@
-"""The state of an optimizer for another mesh, on which experts have an optimizer of their own, or no longer have.
+"""Optimizer states for another mesh, on which experts do or do not have an optimizer of their own.
 
-megatron-core chains one optimizer for experts behind that of all else where other ranks sum their gradients, which is a
-matter of the mesh. What it keeps of each parameter is named by parameter, and fits any chain. What it keeps of groups
-of parameters (step, learning rate) it looks up in the chain that was saved, which must be of the same length.
+If different ranks sum the gradients of experts, megatron-core chains one optimizer for experts behind that of all else.
+This depends on the mesh. States of parameters go by the names of parameters, and fit any chain. States of groups of
+parameters (step, learning rate) go by the place in the chain that was saved, which must have the same length.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _EXPERTS = "is_expert_parallel"
 
 
 def fit_chain(state: Mapping[Any, Any], length: int) -> Mapping[Any, Any]:
-    """The loaded state of an optimizer as a chain of ``length`` takes it; as it is, where it was saved by such a one.
+    """Convert the loaded state of an optimizer to that of a chain of ``length`` optimizers.
 
     Args:
-        state: what was saved beside tensors, merged with the tensors that the chain has asked for: of one optimizer by
-            names, of several by their places in the chain.
-        length: how many optimizers there are.
+        state: what was saved, merged with the tensors that the chain has requested. Keys are names for one optimizer,
+            and places in the chain for several.
+        length: the number of optimizers.
     """
     places = sorted(key for key in state if isinstance(key, int))
     saved = [state[place] for place in places if "optimizer" in state[place]] or [state]
@@ -33,6 +33,6 @@ def fit_chain(state: Mapping[Any, Any], length: int) -> Mapping[Any, Any]:
 
 
 def _for_either(saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The groups of all optimizers, each also as that of experts or of all else: the latter ones win where both are."""
-    groups = [group for each in saved for group in each["optimizer"]["param_groups"]]
+    """The groups of all optimizers, each as a group of experts and of all else. The saved ones come last and win."""
+    groups = [group for state in saved for group in state["optimizer"]["param_groups"]]
     return [*({**group, _EXPERTS: not group[_EXPERTS]} for group in groups), *groups]

@@ -1,7 +1,7 @@
-"""Which tensors share a slot on their way to another process, and at which byte each lies: data, known up front.
+"""The plan of a transfer to another process: which tensors share a slot, and at which byte each lies.
 
-A plan is made from a manifest, before any memory is taken and before any weight moves. Both sides hold the same plan,
-so that all they say to each other later is the number of a bucket. Needs torch only: an engine's process imports it.
+A plan is made from a manifest, before memory is allocated and before weights move. Both processes hold the same plan,
+so later they exchange only numbers of buckets. This module needs only torch: an engine's process imports it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SLOT_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class BucketEntry(TensorSpec):
-    """One HF tensor in a slot: contiguous, from byte ``offset`` on, a multiple of ``ALIGNMENT``."""
+    """One HF tensor in a slot: contiguous, from byte ``offset`` on, which is a multiple of ``ALIGNMENT``."""
 
     offset: int
 
@@ -33,15 +33,15 @@ class BucketEntry(TensorSpec):
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What one filling of a slot holds."""
+    """The tensors that lie in a slot at one time."""
 
     number: int
-    """Its place among the buckets of the plan, from 0: all that has to be said to a ``Receiver``."""
+    """The index among the buckets of the plan. A ``Receiver`` needs to know nothing else."""
     slot: int
     pieces: tuple[BucketEntry, ...]
 
     def columns(self) -> dict[str, list[object]]:
-        """The index as plain lists, for receivers that are not ours: names, dtypes as ``"bfloat16"``, shapes, bytes."""
+        """The entries as plain lists, for other receivers: names, dtypes as ``"bfloat16"``, shapes, bytes."""
         return {
             "names": [piece.name for piece in self.pieces],
             "dtypes": [str(piece.dtype).removeprefix("torch.") for piece in self.pieces],
@@ -53,7 +53,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """All buckets, in the order in which they are sent. Slots are used in turn."""
+    """All buckets, in the order in which they are sent. They use the slots one after the other."""
 
     num_slots: int
     slot_bytes: int
@@ -67,21 +67,26 @@ def plan_buckets(
     slot_bytes: int | None = None,
     together: Iterable[Collection[str]] = (),
 ) -> BucketPlan:
-    """Deal the tensors of a manifest, in its order, out to slots of one size.
+    """Distribute the tensors of a manifest, in its order, over slots of one size.
+
+    Projections of one input (q, k and v; gate and up) always share a slot, because engines fuse them. The experts of a
+    layer do so if one slot holds them all.
 
     Args:
-        manifest: names, shapes and dtypes in the order in which the tensors will come: ``mb.manifest(models)`` says
-            those of ``mb.iter_hf_weights(models)``.
-        num_slots: slots that are used in turn. With two, one is filled while the other is read.
-        slot_bytes: bytes of a slot, all of which are allocated ``num_slots`` times. None is 512 MiB, less for a model
-            that is smaller, and more for one with a larger tensor or group.
-        together: groups of names that must share a slot, beside what engines fuse: projections of one input (q, k and
-            v; gate and up), always, and the experts of a layer where a slot holds them all. What comes between the
-            first and the last of a group in the manifest travels with them.
+        manifest: names, shapes and dtypes in the order in which the tensors will come, such as ``mb.manifest(models)``
+            for ``mb.iter_hf_weights(models)``.
+        num_slots: the number of slots. With two, one is filled while the other is read.
+        slot_bytes: bytes of a slot; ``num_slots`` times as many are allocated. None is 512 MiB, less for a smaller
+            model, and more for one with a larger tensor or group.
+        together: further groups of names that must share a slot. Tensors between the first and the last of a group in
+            the manifest travel with them.
 
     Raises:
-        TransferError: when a tensor or group is larger than ``slot_bytes``, when a group names what the manifest lacks,
-            or the manifest a tensor twice.
+        TransferError: when a tensor or group is larger than ``slot_bytes``, a group names a tensor that the manifest
+            lacks, or the manifest has a tensor twice.
+
+    Example:
+        >>> plan = plan_buckets(mb.manifest(models), num_slots=2)  # doctest: +SKIP
     """
     if num_slots < 1:
         raise TransferError(f"expected one slot or more, found num_slots={num_slots}")
@@ -93,8 +98,8 @@ def plan_buckets(
     if _size(largest) > slot_bytes:
         names = " to ".join(dict.fromkeys((largest[0].name, largest[-1].name)))
         raise TransferError(
-            f"{names} takes {_size(largest)} bytes of one slot, and a slot has {slot_bytes}; pass "
-            f"slot_bytes={_size(largest)} or more, or None"
+            f"{names} takes {_size(largest)} bytes, and a slot has {slot_bytes}; pass slot_bytes={_size(largest)} or "
+            "more, or None"
         )
     filled = enumerate(_fill(_in_layers(runs, slot_bytes), slot_bytes))
     return BucketPlan(num_slots, slot_bytes, tuple(Bucket(i, i % num_slots, pieces) for i, pieces in filled))
@@ -109,34 +114,34 @@ def _fused(specs: Iterable[TensorSpec]) -> Iterable[Collection[str]]:
 
 
 def _runs(specs: Sequence[TensorSpec], together: Iterable[Collection[str]]) -> Iterator[Sequence[TensorSpec]]:
-    """The manifest cut wherever nothing has to stay together."""
-    places = {spec.name: place for place, spec in enumerate(specs)}
-    if len(places) < len(specs):
-        twice = sorted({spec.name for place, spec in enumerate(specs) if places[spec.name] != place})
+    """Cut the manifest wherever nothing has to stay together."""
+    index_of = {spec.name: index for index, spec in enumerate(specs)}
+    if len(index_of) < len(specs):
+        twice = sorted({spec.name for index, spec in enumerate(specs) if index_of[spec.name] != index})
         raise TransferError(f"expected each tensor once, found {twice} more often; rename or leave out the copies")
     last_with = list(range(len(specs)))
     for group in together:
-        if unknown := sorted(set(group) - places.keys()):
+        if unknown := sorted(set(group) - index_of.keys()):
             raise TransferError(f"the group {sorted(group)} names {unknown}, which the manifest lacks; leave those out")
         if group:
-            first = min(places[name] for name in group)
-            last_with[first] = max(last_with[first], *(places[name] for name in group))
+            first = min(index_of[name] for name in group)
+            last_with[first] = max(last_with[first], *(index_of[name] for name in group))
     start, last = 0, -1
-    for place in range(len(specs)):
-        if place > last and place > start:
-            yield specs[start:place]
-            start = place
-        last = max(last, last_with[place])
+    for index in range(len(specs)):
+        if index > last and index > start:
+            yield specs[start:index]
+            start = index
+        last = max(last, last_with[index])
     if specs:
         yield specs[start:]
 
 
 def _in_layers(runs: Iterable[Sequence[TensorSpec]], slot_bytes: int) -> Iterator[Sequence[TensorSpec]]:
-    """The experts of a layer as one run, where they come one behind the other and a slot holds them all."""
-    for layer, alike in groupby(runs, lambda run: run[0].name.rpartition(".experts.")[0]):
-        found = list(alike)
-        fits = layer and sum(map(_size, found)) <= slot_bytes
-        yield from [list(chain.from_iterable(found))] if fits else found
+    """Join the experts of a layer to one run, if they are neighbours and one slot holds them all."""
+    for layer, neighbours in groupby(runs, lambda run: run[0].name.rpartition(".experts.")[0]):
+        of_layer = list(neighbours)
+        fits = layer and sum(map(_size, of_layer)) <= slot_bytes
+        yield from [list(chain.from_iterable(of_layer))] if fits else of_layer
 
 
 def _fill(runs: Iterable[Sequence[TensorSpec]], slot_bytes: int) -> Iterator[tuple[BucketEntry, ...]]:

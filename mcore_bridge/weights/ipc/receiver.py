@@ -1,4 +1,4 @@
-"""The consumer's side: views of the slots that a sender's process fills, checked against the plan. Needs torch only."""
+"""The consumer's side: views of the slots that a sender's process fills, checked against the plan. Needs only torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,19 @@ from mcore_bridge.weights.plan.alignment import ALIGNMENT
 
 
 class Receiver:
-    """The slots of a sender's ``BufferRing``, opened in this process. May be used for any number of rounds.
+    """The slots of a sender's ``BufferRing``, opened in this process. They serve any number of rounds.
 
     Args:
-        plan: that of the ring.
+        plan: the plan of the ring.
         handles: what ``BufferRing.handles`` returned for this process.
 
     Raises:
         TransferError: when plan and slots do not fit, or this process does not see the sender's GPU.
+
+    Example:
+        >>> receiver = Receiver(plan, handles)  # doctest: +SKIP
+        >>> with receiver.open(number) as pairs:  # doctest: +SKIP
+        ...     engine.load_weights(pairs)
     """
 
     def __init__(self, plan: BucketPlan, handles: Sequence[Handle]) -> None:
@@ -36,9 +41,9 @@ class Receiver:
 
     @contextmanager
     def open(self, number: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """The tensors of bucket ``number``, as views of its slot. When the block ends they may be overwritten.
+        """Yield the tensors of bucket ``number``, as views of its slot. They may be overwritten when the block ends.
 
-        What the block has queued on the current stream has read them by then: acknowledge the bucket afterwards.
+        The block ends after all that it has queued on the current stream. Then acknowledge the bucket.
 
         Raises:
             TransferError: when another bucket is due.
@@ -46,8 +51,8 @@ class Receiver:
         if number != self._next or not 0 <= number < len(self.plan.buckets):
             due = self._next if self._next < len(self.plan.buckets) else "finish()"
             raise TransferError(
-                f"expected bucket {due} of {len(self.plan.buckets)}, found bucket {number}; send each in turn, and "
-                "after a round that broke off call restart()"
+                f"expected bucket {due} of {len(self.plan.buckets)}, found bucket {number}; send all in their order, "
+                "and call restart() after a round that broke off"
             )
         bucket = self.plan.buckets[number]
         slot = self._slots[bucket.slot]
@@ -60,7 +65,7 @@ class Receiver:
         """End a round.
 
         Raises:
-            TransferError: when tensors of the plan have not come.
+            TransferError: when tensors of the plan have not arrived.
         """
         missing = [piece.name for bucket in self.plan.buckets[self._next :] for piece in bucket.pieces]
         if missing:
@@ -72,22 +77,23 @@ class Receiver:
         self._next = 0
 
     def close(self) -> None:
-        """Let go of the slots; views of them must be gone. The sender frees the memory afterwards."""
+        """Close the slots. No views of them may be left. The sender frees the memory afterwards."""
         self._slots.clear()
 
 
 def _check(plan: BucketPlan) -> None:
-    """Every tensor lies within a slot, apart from the others, and has a name of its own."""
+    """Check that every tensor lies within a slot, apart from the others, and has a name of its own."""
     names: set[str] = set()
     for place, bucket in enumerate(plan.buckets):
         if bucket.number != place or bucket.slot != place % plan.num_slots:
             raise TransferError(
-                f"expected bucket {place} in its turn, found number {bucket.number}, slot {bucket.slot}"
+                f"expected bucket {place} in slot {place % plan.num_slots}, found number {bucket.number}, slot "
+                f"{bucket.slot}; make the plan with plan_buckets"
             )
         end = 0
         for piece in bucket.pieces:
             if piece.name in names:
-                raise TransferError(f"{piece.name} comes twice; expected each tensor once")
+                raise TransferError(f"{piece.name} is in the plan twice; expected each tensor once")
             names.add(piece.name)
             if piece.offset < end or piece.offset % ALIGNMENT or piece.offset + piece.num_bytes > plan.slot_bytes:
                 raise TransferError(

@@ -1,7 +1,7 @@
-"""The sender's side: a ring of flat buffers, allocated once, filled in turn, and read by another process in place.
+"""The sender's side: a ring of flat buffers, allocated once, filled in order, and read by another process in place.
 
-What is said between the processes, and over which channel, is the caller's: the plan and the handles once, the number
-of each bucket when it is filled, and an answer when it has been read.
+The caller provides the channel between the processes. It carries the plan and the handles once, the number of each
+bucket when it is filled, and an answer when it has been read.
 """
 
 from __future__ import annotations
@@ -22,11 +22,16 @@ Pair = tuple[str, Tensor]
 
 
 class BufferRing:
-    """The slots of a plan, in memory that another process can open. May be used for any number of rounds.
+    """The slots of a plan, in memory that another process can open. They serve any number of rounds.
 
     Args:
-        plan: what ``plan_buckets`` made of the manifest.
-        device: a CUDA device, or the CPU; None is the current CUDA device where there is one.
+        plan: what ``plan_buckets`` made from the manifest.
+        device: a CUDA device, or the CPU; None is the current CUDA device if there is one.
+
+    Example:
+        >>> ring = BufferRing(plan)  # doctest: +SKIP
+        >>> for bucket in ring.fill(mb.iter_hf_weights(models), acknowledged=channel.recv):  # doctest: +SKIP
+        ...     channel.send(bucket.number)
     """
 
     def __init__(self, plan: BucketPlan, device: torch.device | str | None = None) -> None:
@@ -36,11 +41,11 @@ class BufferRing:
         self._unread: deque[int] = deque()
 
     def handles(self) -> tuple[Handle, ...]:
-        """One handle for each slot, for one consumer. Every consumer needs handles of its own, and opens each once."""
+        """A handle for each slot, for one consumer. Every consumer needs handles of its own, and opens each once."""
         return tuple(map(share, self._slots))
 
     def slot(self, bucket: Bucket) -> Tensor:
-        """The memory that ``bucket`` lies in, uint8 [slot_bytes]: for channels of other processes' own."""
+        """The memory in which ``bucket`` lies, uint8 [slot_bytes], for channels of other projects."""
         return self._slots[bucket.slot]
 
     def fill(
@@ -48,19 +53,19 @@ class BufferRing:
     ) -> Generator[Bucket, None, None]:
         """Yield each bucket of the plan when it lies in its slot, complete for any process that reads it.
 
-        When this is exhausted, every bucket has been read. However it ends, ``pairs`` is closed, so that no rank of an
-        export is left waiting.
+        When the iterator is exhausted, every bucket has been read. ``pairs`` is closed in any case, so that no rank of
+        an export waits in vain.
 
         Args:
             pairs: the tensors of the plan in its order, on any device: ``iter_hf_weights`` with the arguments of the
                 manifest.
-            acknowledged: waits until the oldest bucket that was yielded and not yet acknowledged has been read by all
-                consumers; it raises when there will be no answer. Called when no slot is free, and at the end.
-            in_flight: buckets that may be unread when the next is yielded, by default as many as there are slots; 1 for
-                a channel on which questions and answers alternate. The next slot is filled meanwhile either way.
+            acknowledged: waits until all consumers have read the oldest bucket that is not yet acknowledged. It must
+                raise if there will be no answer. It is called when no slot is free, and at the end.
+            in_flight: the most buckets that may be unread when the next one is yielded, by default the number of slots.
+                Pass 1 for a channel on which questions and answers alternate. The next slot is filled meanwhile.
 
         Raises:
-            TransferError: when a tensor is not the one that the plan has next, or the last round broke off.
+            TransferError: when a tensor is not the next one of the plan, or the last round broke off.
         """
         allowed = self.plan.num_slots if in_flight is None else in_flight
         with _closing(pairs) as tensors:
@@ -76,11 +81,11 @@ class BufferRing:
         self._wait(acknowledged, 0)
 
     def restart(self) -> None:
-        """Count all slots as read, after a round that broke off. Only when no consumer reads any of them any more."""
+        """Count all slots as read, after a round that broke off. No consumer may still read any of them."""
         self._unread.clear()
 
     def close(self) -> None:
-        """Let go of the memory, after the consumers have. On a GPU, torch keeps it for its next allocations."""
+        """Free the memory, after the consumers have closed it. On a GPU, torch keeps it for its next allocations."""
         self._slots.clear()
         if self.device.type == "cuda":
             torch.cuda.ipc_collect()
@@ -91,7 +96,7 @@ class BufferRing:
         if self._unread or not self._slots:
             state = f"buckets {list(self._unread)} were never acknowledged" if self._slots else "its memory was freed"
             raise TransferError(
-                f"the ring cannot be filled: {state}; call restart() when nobody reads, or make another"
+                f"the ring cannot be filled: {state}; call restart() when no process reads it, or make another"
             )
 
     def _wait(self, acknowledged: Callable[[], object], allowed: int) -> None:
@@ -103,15 +108,15 @@ class BufferRing:
         on_gpu = self.device.type == "cuda"
         for piece in bucket.pieces:
             name, tensor = next(tensors, (None, None))
-            found = None if tensor is None else (name, tensor.dtype, tuple(tensor.shape))
-            if tensor is None or found != (piece.name, piece.dtype, piece.shape):
-                expected = (piece.name, piece.dtype, piece.shape)
+            actual = None if tensor is None else (name, tensor.dtype, tuple(tensor.shape))
+            expected = (piece.name, piece.dtype, piece.shape)
+            if tensor is None or actual != expected:
                 raise TransferError(
-                    f"expected {expected}, found {found or 'no further tensor'}; make the plan from the manifest of "
+                    f"expected {expected}, found {actual or 'no further tensor'}; make the plan from the manifest of "
                     "these tensors"
                 )
             piece.view(self._slots[bucket.slot]).copy_(tensor, non_blocking=on_gpu)
-        if on_gpu:  # the consumer's streams know nothing of ours
+        if on_gpu:  # streams of the consumer do not wait for ours
             torch.cuda.current_stream(self.device).synchronize()
 
 
@@ -122,8 +127,8 @@ def _closing(pairs: Iterable[Pair]) -> Iterator[Iterator[Pair]]:
         yield iterator
     finally:
         if isinstance(iterator, Generator):
-            if inspect.getgeneratorstate(iterator) == inspect.GEN_CREATED:  # to close it would do nothing
-                with suppress(Exception):  # what brought us here is raised
+            if inspect.getgeneratorstate(iterator) == inspect.GEN_CREATED:  # before it has begun, close does nothing
+                with suppress(Exception):  # the first error is raised
                     next(iterator, None)
             iterator.close()
 

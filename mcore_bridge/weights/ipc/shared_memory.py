@@ -1,6 +1,6 @@
 """Flat memory that another process of the same machine opens: CUDA IPC for a GPU, a mapped file for a CPU.
 
-This module needs torch and nothing else: an engine's process imports it.
+This module needs only torch: an engine's process imports it.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from torch.multiprocessing.reductions import reduce_tensor
 from mcore_bridge.errors import TransferError
 
 _MEMORY_FILES = Path("/dev/shm")
-_DEVICE = 6  # the place of the device's index among the arguments with which torch rebuilds a CUDA tensor
+_DEVICE = 6  # the index of the device among the arguments with which torch rebuilds a CUDA tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """What another process opens a buffer with; it can be pickled. ``rebuild(*args)`` is the buffer.
+    """A handle that another process opens a buffer with; it can be pickled. ``rebuild(*args)`` is the buffer.
 
-    On a GPU it is torch's own pair, as ``torch.multiprocessing.reductions.reduce_tensor`` makes it.
+    On a GPU the pair comes from ``torch.multiprocessing.reductions.reduce_tensor``.
     """
 
     rebuild: Callable[..., Tensor]
     args: tuple[Any, ...]
     gpu: str | None
-    """The UUID of the GPU that the memory is on: its index may differ between processes."""
+    """The UUID of the GPU that has the memory: its index may differ between processes."""
 
 
 def allocate(num_bytes: int, device: torch.device) -> Tensor:
-    """Memory that can be shared, uint8 [num_bytes], on a CUDA device or the CPU; what it holds is undefined."""
+    """Memory that can be shared, uint8 [num_bytes], on a CUDA device or the CPU. Its values are undefined."""
     if device.type == "cpu":
         return _allocate_file(num_bytes)
     if device.type != "cuda":
@@ -52,8 +52,8 @@ def allocate(num_bytes: int, device: torch.device) -> Tensor:
 def share(buffer: Tensor) -> Handle:
     """A handle of what ``allocate`` returned, for one process, which opens it once.
 
-    On a GPU torch counts: memory of which a handle is opened by nobody, or twice, is not given back before this process
-    ends.
+    On a GPU torch counts handles. If a handle is never opened, or opened twice, the memory is freed only when this
+    process ends.
     """
     if buffer.is_cuda:
         rebuild, args = reduce_tensor(buffer)
@@ -62,7 +62,7 @@ def share(buffer: Tensor) -> Handle:
 
 
 def open_shared(handle: Handle) -> Tensor:
-    """The buffer that ``share`` made ``handle`` of, in this process: the same memory.
+    """Open a handle in this process. The buffer is the same memory as the sender's.
 
     Raises:
         TransferError: when this process does not see that GPU, or the buffer is gone.
@@ -81,10 +81,10 @@ def _uuid(index: int) -> str:
 
 @contextmanager
 def _without_expandable_segments() -> Iterator[None]:
-    """Within it, torch takes new memory by cudaMalloc, and reuses only what was.
+    """Make torch allocate with cudaMalloc in the block, and not in expandable segments.
 
-    An expandable segment is handed on as a file descriptor, which a container may forbid another process to take. Torch
-    forgets what a setting leaves out, so the others are set again.
+    An expandable segment is shared as a file descriptor, which a container may forbid another process to take. Torch
+    forgets settings that a call omits, so the other ones are set again.
     """
     settings = torch.cuda.memory._snapshot()["allocator_settings"]
     if not settings["expandable_segments"]:
@@ -100,7 +100,7 @@ def _without_expandable_segments() -> Iterator[None]:
 
 
 def _set_allocator(settings: str) -> None:
-    newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # the older one warns where this one is
+    newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # where it exists, the older one warns
     (newer or torch.cuda.memory._set_allocator_settings)(settings)
 
 
@@ -120,7 +120,7 @@ def _allocate_file(num_bytes: int) -> Tensor:
 
 
 def _reserve(descriptor: int, num_bytes: int) -> None:
-    """Take the pages now: where there are too few, a later write would end the process."""
+    """Allocate the pages now: if there are too few, a later write would end the process."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, num_bytes)
     else:
@@ -129,7 +129,7 @@ def _reserve(descriptor: int, num_bytes: int) -> None:
 
 def _map_file(path: str, num_bytes: int) -> Tensor:
     size = os.path.getsize(path) if os.path.exists(path) else None
-    if size != num_bytes:  # torch would make or enlarge the file
+    if size != num_bytes:  # torch would create or enlarge the file
         raise TransferError(
             f"expected a buffer of {num_bytes} bytes at {path}, found {size}; the sender may have ended"
         )
