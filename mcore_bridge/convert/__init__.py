@@ -1,1 +1,1 @@
-"""Folders of weights to folders of another format: a library. It imports ``launch``, ``factory`` and ``weights``."""
+"""Conversion of folders of weights to another format, as a library. It imports ``launch``, ``factory``, ``weights``."""

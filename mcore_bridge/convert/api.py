@@ -1,8 +1,8 @@
-"""``mcore-bridge convert``: HF folders to checkpoints of megatron-core and back, one parameter in memory at a time.
+"""Conversion of HF folders to checkpoints of megatron-core and back, with one parameter in memory at a time.
 
-All is planned first, in this process: which parameters go to which file. Files are then written side by side, by any
-number of processes, each under its name only when it is whole. Whole files are kept when a conversion is run again, and
-the target gets all of them in one step.
+First this process plans which parameters go to which file. Then any number of processes write files in parallel, and a
+file gets its name only when it is whole. If a conversion is run again, it keeps whole files. At the end all files go to
+the target in one step.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from mcore_bridge.weights.files.hf_folder import shard_names
 from mcore_bridge.weights.files.sidecars import config_folders, first_with_config
 
 DIST_FILE_BYTES = 512 << 20
-"""torch keeps what it has written of a file until all of it is."""
+"""Size limit of a file of ``torch_dist``: torch keeps all that it writes to a file in memory until the end."""
 _PLAN = "plan.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What was written, and how many of its files by an earlier run."""
+    """The result of ``convert``: the conversion, and how many of its files an earlier run had written."""
 
     conversion: Conversion
     num_kept: int
@@ -53,13 +53,13 @@ class Converted:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """The files that are left to write."""
+    """The files that must still be written, by number."""
 
     conversion: Conversion
     numbers: tuple[int, ...]
 
     def do(self, rank: int, num_ranks: int, report: Report) -> None:
-        """Write one rank's share of them."""
+        """Write the share of one rank."""
         mine, sizes = self.numbers[rank::num_ranks], self.conversion.sizes
         done, total = 0, sum(sizes[number] for number in mine)
 
@@ -73,8 +73,8 @@ class _Work:
                 self.conversion.write(number, progress)
         except OSError as error:
             raise CheckpointError(
-                f"cannot write to {self.conversion.staging}: {error}; mend that and run the same command again: files "
-                "that are whole are kept"
+                f"cannot write to {self.conversion.staging}: {error}; solve that and run the same command again, which "
+                "keeps whole files"
             ) from error
 
 
@@ -92,37 +92,37 @@ def convert(
     strict_config: bool = False,
     on_event: OnEvent,
 ) -> Converted:
-    """Convert a folder: one of HF to one of megatron-core, and the other way round.
+    """Convert an HF folder to a checkpoint of megatron-core, or a checkpoint of megatron-core to an HF folder.
 
     Args:
         source: HF folder, or one in which ``find_checkpoint`` finds a checkpoint of megatron-core.
-        target: of which other files stay, if it is there.
-        hf: folder of the HF config and tokenizer, where ``source`` has none.
-        dtype: what tensors are cast to; by default each keeps its own.
-        num_mtp_layers: to take over from a HF folder; of a checkpoint of megatron-core, all are.
-        rank_files: of Megatron's ``torch`` format, to write in place of ``torch_dist``.
-        num_processes: that write side by side.
-        num_gpus: in place of ``num_processes``: one for each, which puts parameters together on its GPU.
-        file_bytes: of a file at most, unless one parameter is larger; files of Megatron's ``torch`` format are as large
-            as the mesh makes them.
+        target: the folder to write to. Other files in it stay.
+        hf: folder of the HF config and tokenizer, if ``source`` has none.
+        dtype: cast tensors to this; by default each keeps its own dtype.
+        num_mtp_layers: MTP layers to convert from an HF folder. From megatron-core all are converted.
+        rank_files: write Megatron's ``torch`` format with these settings, and not ``torch_dist``.
+        num_processes: processes that write in parallel.
+        num_gpus: use one process for each of these GPUs, instead of ``num_processes``. It assembles parameters there.
+        file_bytes: upper limit on the size of a file, unless one parameter is larger. In Megatron's ``torch`` format,
+            the mesh decides the size.
         strict_config: as for ``build_model``.
-        on_event: told how many bytes each process has written.
+        on_event: called with the bytes that each process has written.
 
     Raises:
-        BridgeError: the source does not fit its config, a process failed, or another run writes the same target. Files
-            that are whole by then are kept for the next run, and the target is as it was.
+        BridgeError: the source does not fit its config, a process failed, or another run writes to the same target. The
+            target is then unchanged, and the next run keeps the files that are whole.
     """
     if file_bytes is not None:
         require_positive(file_bytes=file_bytes)
     target = target_of(target)
     if target == source.resolve():
-        raise CheckpointError(f"{target} would be written into itself; name another folder")
+        raise CheckpointError(f"{target} is both source and target; name another folder to write to")
     _require_processes(num_processes, num_gpus)
     staging = Update(target, target / f"{PREFIX}{CONVERSION}").new
     if shard_names(source):
         conversion = _from_hf(source, staging, hf or source, rank_files, dtype, num_mtp_layers, file_bytes)
     elif rank_files is not None:
-        raise CheckpointError(f"{source} has no *.safetensors: a mesh can be chosen only for what a HF folder becomes")
+        raise CheckpointError(f"{source} has no *.safetensors: a mesh and --to torch need a HF folder as source")
     else:
         conversion = _to_hf(source, staging, hf, dtype, file_bytes)
     if strict_config:
@@ -144,12 +144,14 @@ def convert(
     return Converted(conversion, len(kept))
 
 
-def _require_processes(processes: int, wanted: int) -> None:
-    if processes < 1 or wanted < 0:
-        raise MeshError(f"expected one process or more, and no GPUs or some, found {processes} and {wanted}")
-    if wanted > (found := torch.cuda.device_count() if wanted else 0):
+def _require_processes(num_processes: int, num_gpus: int) -> None:
+    if num_processes < 1 or num_gpus < 0:
         raise MeshError(
-            f"--gpus {wanted} needs as many GPUs, found {found}; --processes {wanted} writes the same bytes"
+            f"expected processes of at least 1 and GPUs of at least 0, found {num_processes} and {num_gpus}"
+        )
+    if num_gpus > (visible := torch.cuda.device_count() if num_gpus else 0):
+        raise MeshError(
+            f"--gpus {num_gpus} needs as many GPUs, found {visible}; --processes {num_gpus} writes the same bytes"
         )
 
 
@@ -166,7 +168,7 @@ def _from_hf(
         size = file_bytes or DIST_FILE_BYTES
         return ToDist.plan(source, staging, hf, dtype=dtype, num_mtp_layers=num_mtp_layers, file_bytes=size)
     if num_mtp_layers:
-        raise CheckpointError("layers of multi-token prediction are written to torch_dist only; leave out --mtp")
+        raise CheckpointError("only torch_dist can have layers of multi-token prediction; leave out --mtp")
     return ToTorch.plan(source, staging, hf, rank_files, dtype=dtype)
 
 
@@ -174,9 +176,10 @@ def _to_hf(
     source: Path, staging: Path, hf: Path | None, dtype: torch.dtype | None, file_bytes: int | None
 ) -> Conversion:
     rank_files, size = find_rank_files(source), file_bytes or MAX_SHARD_BYTES
-    found = rank_files or find_checkpoint(source)
+    checkpoint = rank_files or find_checkpoint(source)
     conversion = FromTorch if rank_files else FromDist
-    return conversion.plan(found, staging, hf or _config_beside(source, found), dtype=dtype, file_bytes=size)
+    hf = hf or _config_beside(source, checkpoint)
+    return conversion.plan(checkpoint, staging, hf, dtype=dtype, file_bytes=size)
 
 
 def _do_share(work: _Work, report: Report) -> None:
@@ -185,18 +188,18 @@ def _do_share(work: _Work, report: Report) -> None:
     work.do(dist.get_rank(), dist.get_world_size(), report)
 
 
-def _config_beside(source: Path, found: Path) -> Path:
-    """Where the HF config of a checkpoint is."""
-    places = config_folders(source, found)
-    place = first_with_config(places)
-    if place is None:
-        tried = ", ".join(map(str, places))
-        raise CheckpointError(f"no config.json in any of {tried}: pass the folder of the HF config by --hf")
-    return place
+def _config_beside(source: Path, checkpoint: Path) -> Path:
+    """The folder with the HF config of a checkpoint."""
+    folders = config_folders(source, checkpoint)
+    folder = first_with_config(folders)
+    if folder is None:
+        tried = ", ".join(map(str, folders))
+        raise CheckpointError(f"no config.json in any of {tried}: pass the folder of the HF config with --hf")
+    return folder
 
 
 def _resume(conversion: Conversion) -> frozenset[int]:
-    """The files of the same conversion that an earlier run wrote. What any other one left is removed."""
+    """The files that an earlier run of the same conversion wrote, by number. Files of other conversions are removed."""
     plan = conversion.staging.with_name(_PLAN)
     own = json.dumps(_identity(conversion))
     if not plan.is_file() or plan.read_text() != own:
@@ -208,13 +211,16 @@ def _resume(conversion: Conversion) -> frozenset[int]:
 
 
 def _identity(conversion: Conversion) -> object:
-    """Equal for conversions that write the same files: the source as it is now, the plan, the config, and releases."""
-    found = (*conversion.source.iterdir(), *conversion.source.glob(f"mp_rank_*/{NAME}"))
-    files = sorted(path for path in found if path.is_file())
+    """A value that is equal for conversions that write the same files.
+
+    It is made of the source as it is now, the plan, the config, and releases.
+    """
+    paths = (*conversion.source.iterdir(), *conversion.source.glob(f"mp_rank_*/{NAME}"))
+    files = sorted(path for path in paths if path.is_file())
     model = conversion.model
     plan = hashlib.sha256()
-    for each in zip(model.entries, model.placed, strict=True):  # shapes alone do not tell heads of other sizes
-        plan.update(repr(each).encode())
+    for pair in zip(model.entries, model.placed, strict=True):  # shapes alone do not show the sizes of heads
+        plan.update(repr(pair).encode())
     sources = [
         [str(path.relative_to(conversion.source)), path.stat().st_size, path.stat().st_mtime_ns] for path in files
     ]
@@ -225,6 +231,6 @@ def _identity(conversion: Conversion) -> object:
         list(map(list, conversion.units)),
         plan.hexdigest(),
         model.provenance.hf.to_json_string(use_diff=False),
-        conversion.asked,
+        conversion.options,
         [__version__, installed()],
     ]

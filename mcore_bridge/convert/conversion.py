@@ -1,4 +1,4 @@
-"""What the two directions of ``convert`` have in common: which parameters go to which file."""
+"""The common base of all conversions: which parameters go to which file."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from mcore_bridge.weights.ties import HEAD, renamed
 Unit = tuple[int, ...]
 """The numbers of the parameters that are in one file."""
 Progress = Callable[[int], None]
-"""Told how many more bytes are written."""
+"""A function that is called with the number of further bytes that were written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """Files by number, each of which any process can write. It can be pickled.
+    """A conversion to numbered files, each of which any process can write. It can be pickled.
 
     Attributes:
         source: folder that is read.
         staging: folder that is written.
         units: the parameters of each file.
-        ignored: HF names that no parameter takes.
-        device: where parameters are put together and taken apart: "cpu", or "cuda" for that of the process.
+        ignored: HF names that no parameter uses.
+        device: where parameters are assembled and disassembled: "cpu", or "cuda" for that of the process.
     """
 
     kind: ClassVar[str]
     heads: ClassVar[Sequence[str]]
-    """Files without which nobody takes the target for a checkpoint."""
+    """Files without which no reader takes the target for a checkpoint."""
 
     model: WholeModel
     source: Path
@@ -49,7 +49,7 @@ class Conversion:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the files are called. One that is there is whole."""
+        """The names of the files. A file with its name is whole."""
         raise NotImplementedError
 
     @property
@@ -58,12 +58,12 @@ class Conversion:
         return tuple(sum(self.model.entries[number].held.num_bytes for number in unit) for unit in self.units)
 
     @property
-    def asked(self) -> object:
-        """What the target depends on besides the source, the units and the parameters; can be JSON."""
+    def options(self) -> object:
+        """Further settings on which the target depends, beside the source, the units and the parameters, as JSON."""
         return None
 
     def write(self, number: int, progress: Progress) -> None:
-        """Write one file, and say of each parameter how many bytes it has."""
+        """Write one file, and call ``progress`` with the bytes of each parameter."""
         raise NotImplementedError
 
     def replaced(self, target: Path) -> Iterable[str]:
@@ -71,7 +71,7 @@ class Conversion:
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Write what there must be beside the files."""
+        """Write the files of the target that have no tensors."""
         dtype = max(self.model.entries, key=lambda entry: entry.held.num_bytes).held.dtype
         tied = all(HEAD not in entry.hf for entry in self.model.entries)
         config_in(self.model.provenance, dtype, tied=tied).save_pretrained(self.staging)
@@ -81,7 +81,7 @@ class Conversion:
 def read_source(
     source: Path, hf: Path, *, dtype: torch.dtype | None, num_mtp_layers: int = 0
 ) -> tuple[WholeModel, tuple[str, ...]]:
-    """The model of a HF folder that is converted, and the names in the folder that none of its parameters takes.
+    """Read an HF folder to convert: its model, and the names in the folder that no parameter uses.
 
     Raises:
         CheckpointError: the folder does not fit its config.
@@ -94,7 +94,7 @@ def read_source(
 
 
 def widespread(sizes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
-    """The floating dtype of most bytes."""
+    """The floating dtype that most bytes have, given dtypes and bytes of tensors."""
     totals: dict[torch.dtype, int] = {}
     for dtype, size in sizes:
         if dtype.is_floating_point:
@@ -103,7 +103,7 @@ def widespread(sizes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
 
 
 def units_of(entries: Sequence[ParamEntry], file_bytes: int) -> Iterator[Unit]:
-    """Runs of parameters for a file each, of at most ``file_bytes``; those of one HF tensor stay together."""
+    """Yield runs of parameters of at most ``file_bytes``, one for each file. Those of one HF tensor stay together."""
     unit: list[int] = []
     filled = 0
     for group in _groups(entries):

@@ -1,4 +1,4 @@
-"""A ``torch_dist`` folder to a HF folder."""
+"""The conversion of a ``torch_dist`` folder to an HF folder."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder, in_laye
 
 @dataclass(frozen=True, kw_only=True)
 class FromDist(ToHF):
-    """A ``torch_dist`` folder to a HF folder."""
+    """The conversion of a ``torch_dist`` folder to an HF folder."""
 
     @classmethod
     def plan(cls, source: Path, staging: Path, hf: Path, *, dtype: torch.dtype | None, file_bytes: int) -> FromDist:
-        """Plan it, and hold the checkpoint against the config."""
-        found = TorchDistFolder.open(source)
-        sizes = ((each.properties.dtype, each.size.numel()) for each in found.tensors.values())
-        mtp = count_mtp_layers(found.tensors)
-        model = whole_model(hf, dtype=dtype or widespread(sizes), num_mtp_layers=mtp, metadata=found.spelling)
-        placed = _found_places(model.placed, found)
+        """Plan the conversion, and compare the checkpoint with the config."""
+        folder = TorchDistFolder.open(source)
+        sizes = ((tensor.properties.dtype, tensor.size.numel()) for tensor in folder.tensors.values())
+        mtp = count_mtp_layers(folder.tensors)
+        model = whole_model(hf, dtype=dtype or widespread(sizes), num_mtp_layers=mtp, metadata=folder.spelling)
+        placed = _located_in(folder, model.placed)
         entries = tuple(
-            stored_as(entry, found.tensors[each.chunks[0].key].properties.dtype, dtype)
-            for entry, each in zip(model.entries, placed, strict=True)
+            stored_as(entry, folder.tensors[param.chunks[0].key].properties.dtype, dtype)
+            for entry, param in zip(model.entries, placed, strict=True)
         )
         model = replace(model, entries=entries, placed=placed)
-        return cls(model=model, source=found.path, staging=staging, units=tuple(units_of(entries, file_bytes)))
+        return cls(model=model, source=folder.path, staging=staging, units=tuple(units_of(entries, file_bytes)))
 
     def parts(self, number: int) -> Iterator[tuple[HFSlice, Tensor]]:
-        """What the HF tensors of a parameter have of it."""
+        """Yield the parts of a parameter that belong to its HF tensors."""
         entry = self.model.entries[number]
         whole = self._reader.read(self.model.placed[number]).to(entry.held.dtype)
         return disassemble(entry, {0: whole}, self.device)
@@ -51,50 +51,51 @@ class FromDist(ToHF):
         return TorchDistReader(TorchDistFolder.open(self.source))
 
 
-def _found_places(placed: Sequence[LocatedParam], found: TorchDistFolder) -> tuple[LocatedParam, ...]:
-    """The places as a folder spells them.
+def _located_in(folder: TorchDistFolder, placed: Sequence[LocatedParam]) -> tuple[LocatedParam, ...]:
+    """The locations of parameters, with keys as the folder spells them.
 
     Raises:
         CheckpointError: naming what is missing, unexpected or of another shape.
     """
-    spelled = found.spelled()
-    if found.is_stacked:
+    spelled = folder.spelled()
+    if folder.is_stacked:
         num_layers = 1 + max(layer for key in _keys(placed) if (layer := layer_of(key)) is not None)
-        placed = [_map(each, lambda place: _in_stack(place, num_layers)) for each in placed]
+        placed = [_map(param, lambda location: _in_stack(location, num_layers)) for param in placed]
     missing = sorted({key for key in _keys(placed) if plain_key(key) not in spelled})
     unexpected = sorted(spelled.keys() - set(map(plain_key, _keys(placed))))
     if missing or unexpected:
         raise CheckpointError(
-            f"{found.path} does not fit its config: {len(missing)} tensors missing {missing[:8]}, {len(unexpected)} "
-            f"unexpected {[spelled[key] for key in unexpected[:8]]}. Pass the HF config of this model by --hf"
+            f"{folder.path} does not fit its config: {len(missing)} tensors missing {missing[:8]}, {len(unexpected)} "
+            f"unexpected {[spelled[key] for key in unexpected[:8]]}. Pass the HF config of this model with --hf"
         )
-    return tuple(
-        _map(each, lambda place: _checked(replace(place, key=spelled[plain_key(place.key)]), found.tensors))
-        for each in placed
-    )
+
+    def spell(location: ChunkLocation) -> ChunkLocation:
+        return _checked(replace(location, key=spelled[plain_key(location.key)]), folder.tensors)
+
+    return tuple(_map(param, spell) for param in placed)
 
 
 def _keys(placed: Iterable[LocatedParam]) -> Iterator[str]:
-    return (place.key for each in placed for place in each.chunks)
+    return (location.key for param in placed for location in param.chunks)
 
 
-def _map(placed: LocatedParam, change: Callable[[ChunkLocation], ChunkLocation]) -> LocatedParam:
-    return replace(placed, chunks=tuple(map(change, placed.chunks)))
+def _map(param: LocatedParam, change: Callable[[ChunkLocation], ChunkLocation]) -> LocatedParam:
+    return replace(param, chunks=tuple(map(change, param.chunks)))
 
 
-def _in_stack(place: ChunkLocation, num_layers: int) -> ChunkLocation:
-    """A place of a layer's own tensor, in that of all layers."""
-    key, layer = in_layer_stack(place.key)
+def _in_stack(location: ChunkLocation, num_layers: int) -> ChunkLocation:
+    """The location of a layer's chunk in the tensor that stacks all layers."""
+    key, layer = in_layer_stack(location.key)
     if layer is None:
-        return place
-    return replace(place, key=key, shape=(num_layers, *place.shape), offset=(layer, *place.offset))
+        return location
+    return replace(location, key=key, shape=(num_layers, *location.shape), offset=(layer, *location.offset))
 
 
-def _checked(place: ChunkLocation, tensors: Mapping[str, Any]) -> ChunkLocation:
-    found = tuple(tensors[place.key].size)
-    padded = place.padded and found[0] >= place.shape[0]
-    if found[padded:] != place.shape[padded:]:
+def _checked(location: ChunkLocation, tensors: Mapping[str, Any]) -> ChunkLocation:
+    shape = tuple(tensors[location.key].size)
+    padded = location.padded and shape[0] >= location.shape[0]
+    if shape[padded:] != location.shape[padded:]:
         raise CheckpointError(
-            f"{place.key} has shape {found}, the config takes {place.shape}: is this the config of this model?"
+            f"{location.key} has shape {shape}, the config takes {location.shape}: is this the config of this model?"
         )
-    return place
+    return location

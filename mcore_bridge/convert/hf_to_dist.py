@@ -1,4 +1,4 @@
-"""A HF folder to a checkpoint of megatron-core."""
+"""The conversion of an HF folder to a ``torch_dist`` folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ToDist(Conversion):
-    """A HF folder to one of megatron-core."""
+    """The conversion of an HF folder to a ``torch_dist`` folder."""
 
     kind = "torch_dist"
     heads = HEADS
@@ -41,14 +41,14 @@ class ToDist(Conversion):
         num_mtp_layers: int,
         file_bytes: int,
     ) -> ToDist:
-        """Plan it, and hold the folder against its config."""
+        """Plan the conversion, and compare the folder with its config."""
         model, ignored = read_source(source, hf, dtype=dtype, num_mtp_layers=num_mtp_layers)
         units = tuple(units_of(model.entries, file_bytes))
         return cls(model=model, source=source, staging=staging, units=units, ignored=ignored)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """One for each unit, and one for what is no tensor."""
+        """The names of the files: one for each unit, and one for what is no tensor."""
         return tuple(map(file_name, range(len(self.units) + 1)))
 
     @property
@@ -57,7 +57,7 @@ class ToDist(Conversion):
         return (*super().sizes, 0)
 
     def write(self, number: int, progress: Progress) -> None:
-        """Write one file, each parameter when torch asks for it."""
+        """Write one file. Each parameter is assembled when torch asks for it."""
         plans, _ = self._plans
 
         def make(number: int) -> Tensor:
@@ -86,4 +86,4 @@ class ToDist(Conversion):
         return plan_files(map(self._placed, range(len(self.units))), self.model.objects)
 
     def _placed(self, number: int) -> list[LocatedParam]:
-        return [self.model.placed[each] for each in self.units[number]] if number < len(self.units) else []
+        return [self.model.placed[param] for param in self.units[number]] if number < len(self.units) else []

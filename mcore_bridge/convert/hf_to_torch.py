@@ -1,4 +1,4 @@
-"""A HF folder to a checkpoint of Megatron's ``torch`` format: a file for each place on one mesh."""
+"""The conversion of an HF folder to Megatron's ``torch`` format: a file for each place on one mesh."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ from mcore_bridge.weights.files.decoded import Folder
 from mcore_bridge.weights.ties import opened
 
 _STYLES = {"te": Style(grouped=True), "torch": Style(fused_norms=False, extra_state=None)}
-"""How the modules of a backend have their parameters."""
+"""The names of parameters with the modules of each backend."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """What files are asked for: of which mesh, and for which kind of model."""
+    """Settings of files in Megatron's ``torch`` format: the mesh, and the kind of model that loads them."""
 
     dims: ParallelDims
     style: Style
 
 
 def rank_files(to: str, dims: ParallelDims, backend: str) -> RankFiles | None:
-    """What the options of the command ask for; None is another format.
+    """The settings for options of the command; None for another format.
 
     Raises:
-        MeshError: a mesh for a format that has none.
+        MeshError: the options have a mesh, and the format has none.
     """
     if to == "torch":
         return RankFiles(dims, _STYLES[backend])
     if dims != ParallelDims():
-        raise MeshError(f"torch_dist loads at any mesh, found {dims}: leave it out, or write files of it by --to torch")
+        raise MeshError(f"torch_dist loads at any mesh, found {dims}: leave it out, or write files for it: --to torch")
     return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToTorch(Conversion):
-    """A HF folder to the files of one mesh."""
+    """The conversion of an HF folder to the files of one mesh."""
 
     kind = "torch"
     heads = (TRACKER,)
@@ -57,7 +57,7 @@ class ToTorch(Conversion):
 
     @classmethod
     def plan(cls, source: Path, staging: Path, hf: Path, wanted: RankFiles, *, dtype: torch.dtype | None) -> ToTorch:
-        """Plan it, and hold the folder against its config."""
+        """Plan the conversion, and compare the folder with its config."""
         model, ignored = read_source(source, hf, dtype=dtype)
         dims = resolve_layout(wanted.dims, model.provenance.hf, dtype=model.entries[0].held.dtype)
         layout = FileLayout(hf, dims, {spec.name: spec for spec in specs_of(model.entries)}, wanted.style)
@@ -69,7 +69,7 @@ class ToTorch(Conversion):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """One for each place."""
+        """The names of the files, one for each place on the mesh."""
         return tuple(f"{RELEASE}/{file.name}/{NAME}" for file in self._files)
 
     @cached_property
@@ -78,8 +78,8 @@ class ToTorch(Conversion):
         return tuple(map(self.layout.num_bytes, self._files))
 
     @property
-    def asked(self) -> object:
-        """The mesh, and the kind of model."""
+    def options(self) -> object:
+        """The mesh, and the kind of model, as JSON."""
         return [dataclasses.asdict(self.layout.dims), dataclasses.asdict(self.layout.style)]
 
     def write(self, number: int, progress: Progress) -> None:

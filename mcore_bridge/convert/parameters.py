@@ -1,6 +1,7 @@
-"""Parameters as one rank without parallelism holds them, made of HF tensors and taken apart again, one at a time.
+"""Assembles parameters from HF tensors and disassembles them, one at a time.
 
-What lies between HF and any format that keeps whole parameters is here; the formats themselves are not.
+A parameter is whole here, as one rank without parallelism holds it. This module serves every format with whole
+parameters, and knows none of them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from mcore_bridge.weights.ties import require_equal
 
 @dataclass(frozen=True, slots=True)
 class HFSlice:
-    """One HF tensor that a parameter has something of: all of it, or the entry ``index`` of one for all experts."""
+    """The part of a parameter in one HF tensor: the whole tensor, or expert ``index`` of one that stacks experts."""
 
     name: str
     shape: Shape
@@ -33,7 +34,7 @@ class HFSlice:
 
 
 def parts_of(entry: ParamEntry) -> tuple[HFSlice, ...]:
-    """The HF tensors of a parameter, in the order of its layout."""
+    """The slices of HF tensors that make up a parameter, in the order of its layout."""
     return tuple(
         HFSlice(name, shape, index)
         for (name, index), shape in zip(map(unstacked, entry.hf), entry.trace.part_shapes, strict=True)
@@ -41,13 +42,13 @@ def parts_of(entry: ParamEntry) -> tuple[HFSlice, ...]:
 
 
 def names_of(entry: ParamEntry) -> Iterator[str]:
-    """The HF tensors that a parameter is written to, further names of the first one among them."""
+    """Yield the names of the HF tensors of a parameter, with further names of the first one."""
     yield from (part.name for part in parts_of(entry))
     yield from entry.copies
 
 
 def specs_of(entries: Iterable[ParamEntry]) -> Iterator[TensorSpec]:
-    """The HF tensors of a model, each once, in the dtypes of its parameters."""
+    """Yield a spec for each HF tensor of a model, in the dtypes of its parameters."""
     seen: set[str] = set()
     for entry in entries:
         for part in parts_of(entry):
@@ -60,38 +61,40 @@ def specs_of(entries: Iterable[ParamEntry]) -> Iterator[TensorSpec]:
 
 
 class Source(Protocol):
-    """HF tensors by name, whose memory can be given back."""
+    """HF tensors by name, whose memory can be freed."""
 
     def __getitem__(self, name: str, /) -> Stored: ...
 
     def release(self, name: str) -> None:
-        """Give back what was read for ``name``."""
+        """Free the memory of what was read for ``name``."""
 
 
 def assemble(entry: ParamEntry, source: Source, device: str = "cpu") -> Tensor:
-    """The parameter of an entry, from HF tensors."""
+    """Assemble a whole parameter from HF tensors."""
     return assemble_shard(entry.trace, 0, entry.hf, source, entry.held.dtype, device)
 
 
 def assemble_shard(
     traced: Trace, number: int, hf: Sequence[str], source: Source, dtype: torch.dtype, device: str = "cpu"
 ) -> Tensor:
-    """One shard of a parameter, on the CPU, from its HF tensors; what none of them has a value for is zero.
+    """Assemble one shard of a parameter, on the CPU, from its HF tensors. Padding is zero.
 
     Args:
-        hf: the HF names of a rule.
-        device: where it is put together. Casts are made on the CPU, as devices differ in the bits of NaN.
+        traced: the trace of the rule's layout.
+        number: of the shard.
+        hf: the HF names of the rule.
+        device: where the shard is assembled. Casts happen on the CPU, because devices differ in the bits of NaN.
     """
-    made = traced.shard(number, [_hf_tensor(source, name).to(dtype).to(device) for name in hf], dtype).cpu()
+    shard = traced.shard(number, [_hf_tensor(source, name).to(dtype).to(device) for name in hf], dtype).cpu()
     for name in hf:
         source.release(unstacked(name)[0])
-    return made
+    return shard
 
 
 def _hf_tensor(source: Source, hf: str) -> Tensor | Encoded | EncodedSlice:
-    """What ``source`` has of an HF name of a rule: a tensor, or the entry for one expert of that for all.
+    """The tensor for an HF name of a rule; for the name of an expert in a stack, that expert's slice.
 
-    An encoded one is decoded by ``to``.
+    ``to`` decodes an encoded one.
     """
     name, index = unstacked(hf)
     return source[name] if index is None else source[name][index]
@@ -100,15 +103,15 @@ def _hf_tensor(source: Source, hf: str) -> Tensor | Encoded | EncodedSlice:
 def disassemble(
     entry: ParamEntry, shards: Mapping[int, Tensor], device: str = "cpu"
 ) -> Iterator[tuple[HFSlice, Tensor]]:
-    """What the HF tensors of an entry have of its parameter, on the CPU.
+    """Yield the parts of a parameter that belong to its HF tensors, on the CPU. This is the inverse of ``assemble``.
 
     Args:
-        shards: by their numbers; the whole parameter is number 0 of one.
-        device: where they are taken apart.
+        shards: the shards by number; a whole parameter is the only shard, number 0.
+        device: where they are disassembled.
     """
-    there = {number: shard.to(device) for number, shard in shards.items()}
+    on_device = {number: shard.to(device) for number, shard in shards.items()}
     for number, part in enumerate(parts_of(entry)):
-        yield part, entry.trace.part(number, there).cpu()
+        yield part, entry.trace.part(number, on_device).cpu()
 
 
 def check_source(
@@ -119,11 +122,14 @@ def check_source(
     num_mtp_layers: int,
     dtype: torch.dtype | None,
 ) -> tuple[str, ...]:
-    """Hold a HF folder against the parameters that are to be made of it; the names that none of them takes.
+    """Compare an HF folder with the parameters to assemble from it.
 
     Args:
-        num_mtp_layers: that are among the parameters; the folder may hold more.
-        dtype: what tensors are cast to where a parameter cannot hold all their values.
+        num_mtp_layers: MTP layers among the parameters; the folder may have more.
+        dtype: the dtype to cast to, if a parameter cannot hold all values of its tensors.
+
+    Returns:
+        The names in the folder that no parameter uses.
 
     Raises:
         CheckpointError: naming what is missing, unexpected, of another shape, or would lose bits.
@@ -150,5 +156,5 @@ def _check(name: str, tensor: Stored, spec: TensorSpec, dtype: torch.dtype | Non
     if tuple(tensor.shape) != spec.shape:
         raise CheckpointError(f"{name} has shape {tuple(tensor.shape)}, the config takes {spec.shape}")
     if isinstance(tensor, Tensor) and not is_exact(tensor.dtype, spec.dtype) and dtype is None:
-        held, found = dtype_name(spec.dtype), dtype_name(tensor.dtype)
-        raise CheckpointError(f"{name} is {found}, and {held} cannot hold all its values; --dtype {held} casts")
+        held, stored = dtype_name(spec.dtype), dtype_name(tensor.dtype)
+        raise CheckpointError(f"{name} is {stored}, and {held} cannot hold all its values; --dtype {held} casts")

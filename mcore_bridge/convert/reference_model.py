@@ -1,7 +1,6 @@
-"""What megatron-core says of a model without parallelism: its parameters, and where each lies in a checkpoint.
+"""The parameters of a model without parallelism, and where megatron-core puts each of them in a checkpoint.
 
-It is asked of the real ``GPTModel``, on the meta device and in this process alone, so that keys are those of the
-installed release.
+A real ``GPTModel`` on the meta device shows them, in this process alone. So keys are those of the installed release.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WholeModel:
-    """All parameters of a model, in order; ``placed`` are their places in a checkpoint, with the same numbers."""
+    """All parameters of a model, in order, and in the same order their locations in a checkpoint (``placed``)."""
 
     provenance: Provenance
     mapping: WeightMapping
     entries: tuple[ParamEntry, ...]
     placed: tuple[LocatedParam, ...]
     objects: tuple[str, ...]
-    """What modules keep beside tensors: nothing, under these keys, without which megatron-core does not load."""
+    """Keys of the empty extra states of modules, without which megatron-core does not load a checkpoint."""
 
 
 def whole_model(
@@ -49,14 +48,14 @@ def whole_model(
     metadata: Mapping[str, Any] = CONTENT,
     names: Iterable[str] = (),
 ) -> WholeModel:
-    """Build a model without storage and ask it.
+    """Build a model without storage, and read its parameters and their locations from it.
 
     Args:
         hf: folder of the HF config.
-        dtype: of the parameters.
-        num_mtp_layers: that are built too.
-        metadata: how keys are spelled, as megatron-core's ``sharded_state_dict`` takes it.
-        names: of the HF tensors that it is made of, which tell their dialect; without any, ``hf`` does.
+        dtype: the dtype of the parameters.
+        num_mtp_layers: MTP layers to build.
+        metadata: the spelling of keys, as megatron-core's ``sharded_state_dict`` takes it.
+        names: names of HF tensors, which decide their dialect; without names, ``hf`` decides.
     """
     from megatron.core import parallel_state
 
@@ -72,21 +71,24 @@ def whole_model(
         entries = merge_inventories(bound.mapping, bound.axes, chunk.config.num_layers, [bound.inventory()])
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         state = with_extra_states(sharded_states([chunk], {**metadata, "dp_cp_group": group})["model"])
-    objects = tuple(each.unique_key for each in state.values() if hasattr(each, "unique_key"))
-    sharded = {id(each.data): each for each in state.values() if not hasattr(each, "unique_key")}
+    objects = tuple(value.unique_key for value in state.values() if hasattr(value, "unique_key"))
+    sharded = {id(value.data): value for value in state.values() if not hasattr(value, "unique_key")}
     placed = tuple(_placed(number, entry, bound.tensors, sharded) for number, entry in enumerate(entries))
     return WholeModel(chunk.bridge, bound.mapping, entries, placed, objects)
 
 
 def _placed(number: int, entry: ParamEntry, tensors: Mapping[str, Tensor], sharded: Mapping[int, Any]) -> LocatedParam:
-    places = tuple(_places(sharded[id(tensors[entry.held.name])], entry.held.shape))
-    if sum(stop - start for start, stop in (place.rows for place in places)) != (entry.held.shape or (1,))[0]:
+    chunks = tuple(_chunks(sharded[id(tensors[entry.held.name])], entry.held.shape))
+    if sum(stop - start for start, stop in (location.rows for location in chunks)) != (entry.held.shape or (1,))[0]:
         raise CheckpointError(f"sharded_state_dict does not say where all of {entry.held.name} goes; report this")
-    return LocatedParam(number, entry.held.shape, entry.held.dtype, places)
+    return LocatedParam(number, entry.held.shape, entry.held.dtype, chunks)
 
 
-def _places(sharded: Any, shape: Sequence[int]) -> Iterator[ChunkLocation]:
-    """Where the rows of a parameter go: what takes a parameter to pieces is shown the numbers of its rows instead."""
+def _chunks(sharded: Any, shape: Sequence[int]) -> Iterator[ChunkLocation]:
+    """Yield the locations of the rows of a parameter.
+
+    If megatron-core splits the parameter with a function, that function gets row numbers in place of values.
+    """
     if not hasattr(sharded, "build_fn"):
         padded = sharded.allow_shape_mismatch
         yield ChunkLocation(sharded.key, sharded.global_shape, sharded.global_offset, (0, (*shape, 1)[0]), padded)
@@ -98,5 +100,5 @@ def _places(sharded: Any, shape: Sequence[int]) -> Iterator[ChunkLocation]:
         column = leaf.data[(slice(None), *(0,) * (leaf.data.dim() - 1))]
         start = int(column[0])
         if column.tolist() != list(range(start, start + len(column))):
-            raise CheckpointError(f"{leaf.key} takes rows of a parameter in another order; report this")
+            raise CheckpointError(f"{leaf.key} has rows of a parameter in another order; report this")
         yield ChunkLocation(leaf.key, leaf.global_shape, leaf.global_offset, (start, start + len(column)))

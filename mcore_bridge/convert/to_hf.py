@@ -1,4 +1,4 @@
-"""A checkpoint of megatron-core to a HF folder: what all formats have in common."""
+"""The common base of conversions to an HF folder."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from mcore_bridge.weights.plan.inventory import ParamEntry
 
 @dataclass(frozen=True, kw_only=True)
 class ToHF(Conversion):
-    """A checkpoint of megatron-core to a HF folder."""
+    """A conversion of a checkpoint of megatron-core to an HF folder."""
 
     kind = "hf"
     heads = HEADS
 
     @property
     def names(self) -> tuple[str, ...]:
-        """As transformers numbers them."""
+        """The names of the files, numbered as in transformers."""
         count = len(self.units)
         return tuple(f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1))
 
@@ -39,17 +39,17 @@ class ToHF(Conversion):
         path.unlink(missing_ok=True)
         described = [(spec.name, spec.shape, spec.dtype) for spec in self._specs(number)]
         with SafetensorsWriter(path, described) as writer:
-            for each in self.units[number]:
-                entry = self.model.entries[each]
-                for part, tensor in self.parts(each):
+            for param in self.units[number]:
+                entry = self.model.entries[param]
+                for part, tensor in self.parts(param):
                     _write(writer, entry, part, tensor)
                 progress(entry.held.num_bytes)
         with path.open("rb") as file:
-            os.fsync(file.fileno())  # or the name might outlive what it stands for
+            os.fsync(file.fileno())  # so that no crash leaves the name without the data
         path.rename(self.staging / self.names[number])
 
     def parts(self, number: int) -> Iterator[tuple[HFSlice, Tensor]]:
-        """What the HF tensors of a parameter have of it."""
+        """Yield the parts of a parameter that belong to its HF tensors."""
         raise NotImplementedError
 
     def replaced(self, target: Path) -> Iterable[str]:
@@ -62,7 +62,7 @@ class ToHF(Conversion):
         write_index(self.staging, {name: self._specs(number) for number, name in enumerate(self.names)})
 
     def _specs(self, number: int) -> list[TensorSpec]:
-        return list(specs_of(self.model.entries[each] for each in self.units[number]))
+        return list(specs_of(self.model.entries[param] for param in self.units[number]))
 
 
 def _write(writer: SafetensorsWriter, entry: ParamEntry, part: HFSlice, tensor: Tensor) -> None:
@@ -74,13 +74,17 @@ def _write(writer: SafetensorsWriter, entry: ParamEntry, part: HFSlice, tensor: 
 
 
 def stored_as(entry: ParamEntry, stored: torch.dtype, dtype: torch.dtype | None) -> ParamEntry:
-    """An entry in the dtype that it is stored in, or in its own where a dtype was asked for."""
+    """The entry with the dtype of the stored tensor; if the caller asks for a ``dtype``, the entry is unchanged.
+
+    Raises:
+        CheckpointError: a model cannot hold all values of the stored tensor, and the caller asks for another dtype.
+    """
     own = entry.held.dtype
     if dtype is None:
         return replace(entry, held=replace(entry.held, dtype=stored))
     if not is_exact(stored, own) and own != dtype:
         raise CheckpointError(
             f"{entry.held.name} is {dtype_name(stored)}, and {dtype_name(own)} in a model, which cannot hold all its "
-            "values; leave out --dtype to keep every tensor in its own"
+            "values; leave out --dtype to keep every tensor in its own dtype"
         )
     return entry

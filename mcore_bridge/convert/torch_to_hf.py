@@ -1,4 +1,4 @@
-"""A checkpoint of Megatron's ``torch`` format to a HF folder."""
+"""The conversion of a checkpoint in Megatron's ``torch`` format to an HF folder."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from mcore_bridge.weights.plan.inventory import ParamEntry
 
 @dataclass(frozen=True, kw_only=True)
 class FromTorch(ToHF):
-    """The files of one mesh to a HF folder."""
+    """The conversion of the files of one mesh to an HF folder."""
 
     hf: Path
-    """Of the HF config."""
+    """The folder of the HF config."""
 
     @classmethod
     def plan(cls, source: Path, staging: Path, hf: Path, *, dtype: torch.dtype | None, file_bytes: int) -> FromTorch:
-        """Plan it, and hold the files against the config."""
-        found = RankFolder.open(source, hf)
-        held = {entry.held.name: entry.held for entry in found.entries}
-        own = widespread((each.dtype, each.num_bytes) for each in held.values())
-        model = whole_model(hf, dtype=dtype or own, num_mtp_layers=found.num_mtp_layers)
-        _check(found.path, _shapes(found.entries), _shapes(model.entries))
+        """Plan the conversion, and compare the files with the config."""
+        folder = RankFolder.open(source, hf)
+        held = {entry.held.name: entry.held for entry in folder.entries}
+        own = widespread((spec.dtype, spec.num_bytes) for spec in held.values())
+        model = whole_model(hf, dtype=dtype or own, num_mtp_layers=folder.num_mtp_layers)
+        _check(folder.path, _shapes(folder.entries), _shapes(model.entries))
         entries = tuple(stored_as(entry, held[entry.held.name].dtype, dtype) for entry in model.entries)
         model, units = replace(model, entries=entries), tuple(units_of(entries, file_bytes))
-        return cls(model=model, source=found.path, staging=staging, units=units, hf=hf)
+        return cls(model=model, source=folder.path, staging=staging, units=units, hf=hf)
 
     def parts(self, number: int) -> Iterator[tuple[HFSlice, Tensor]]:
-        """What the HF tensors of a parameter have of it."""
+        """Yield the parts of a parameter that belong to its HF tensors."""
         whole = self.model.entries[number]
         entry = self._entries[whole.held.name]
         shards = {shard: tensor.to(whole.held.dtype) for shard, tensor in self._folder.shards(entry).items()}
@@ -60,12 +60,12 @@ def _shapes(entries: Iterable[ParamEntry]) -> Mapping[str, Shape]:
     return {spec.name: spec.shape for spec in specs_of(entries)}
 
 
-def _check(folder: Path, found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
-    missing, unexpected = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
-    other = [name for name in wanted.keys() & found.keys() if wanted[name] != found[name]]
+def _check(folder: Path, stored: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
+    missing, unexpected = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
+    other = [name for name in wanted.keys() & stored.keys() if wanted[name] != stored[name]]
     if missing or unexpected or other:
+        shapes = [f"{name}: {stored[name]}, not {wanted[name]}" for name in sorted(other)[:8]]
         raise CheckpointError(
-            f"{folder} does not fit its config: it lacks what {missing[:8]} are made of, it has {unexpected[:8]}, and "
-            f"of another shape are {[f'{name}: {found[name]}, not {wanted[name]}' for name in sorted(other)[:8]]}. "
-            "Pass the HF config of this model by --hf"
+            f"{folder} does not fit its config: it lacks parameters for the HF tensors {missing[:8]}, has unexpected "
+            f"ones for {unexpected[:8]}, and other shapes for {shapes}. Pass the HF config of this model with --hf"
         )

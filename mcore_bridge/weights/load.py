@@ -153,7 +153,7 @@ def _stored(source: Source, provenance: Provenance) -> Mapping[str, Stored] | It
 def _write_all(
     load: _Load, source: Mapping[str, Stored] | Iterable[tuple[str, Stored]], *, strict: bool, slot_bytes: int
 ) -> None:
-    """All of a source, checked first where it can be."""
+    """Write all tensors of a source. Folders and mappings are checked before the first write."""
     mapping = load.bound.mapping
     if not isinstance(source, Mapping):
         for name, tensor in source:

@@ -106,7 +106,7 @@ def test_a_conversion_that_cannot_be_put_into_place_goes_on_when_that_is_mended(
         convert(source, target, on_event=quiet)
     convert(target, tmp_path / "back", file_bytes=1, on_event=quiet)
     assert_same(tmp_path / "back", source)
-    with pytest.raises(BridgeError, match="expected one process or more"):
+    with pytest.raises(BridgeError, match="expected processes of at least 1"):
         convert(source, tmp_path / "out", num_processes=0, on_event=quiet)
 
 

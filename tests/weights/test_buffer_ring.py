@@ -108,7 +108,7 @@ def test_groups_that_share_tensors_are_one(groups, expected):
 
 def test_what_cannot_be_planned_is_refused_before_anything_is_allocated():
     manifest = manifest_of(random_tensors([(torch.float32, (65,)), (torch.uint8, (1,))]))
-    with pytest.raises(TransferError, match=r"layers.0.weight takes 512 bytes .* slot_bytes=512 or more"):
+    with pytest.raises(TransferError, match=r"layers.0.weight takes 512 bytes, .* slot_bytes=512 or more"):
         plan_buckets(manifest, slot_bytes=511)
     with pytest.raises(TransferError, match=r"layers.0.weight to layers.1.weight takes 768 bytes"):
         plan_buckets(manifest, slot_bytes=512, together=[{"layers.0.weight", "layers.1.weight"}])

@@ -70,7 +70,7 @@ def save_what_one_replica_cannot_gather(folder, rank):
     [
         (save_what_one_replica_cannot_gather, "rank 1 of the group: .*moved before replicas"),
         (save_where_files_stay_small, "File too large|CheckpointException"),
-        (save_what_leaves_something_out, "rank 1 of the group: .*leaves out"),
+        (save_what_leaves_something_out, "rank 1 of the group: .*omits"),
         (save_what_cannot_be_pickled, "(all 2 ranks of the group|rank 0 .*rank 1 of the group): .*pickle"),
         (save_from_a_config_that_one_rank_lacks, "rank 1 of the group: .*nowhere"),
     ],

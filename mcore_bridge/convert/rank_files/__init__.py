@@ -1,2 +1,1 @@
-"""The files of Megatron's ``torch`` format, one for each place on a mesh. It imports ``factory``, ``weights`` and
-``convert/parameters``."""
+"""Megatron's ``torch`` format, a file for each place on a mesh. Imports ``factory``, ``weights``, ``parameters``."""

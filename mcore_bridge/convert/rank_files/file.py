@@ -1,4 +1,4 @@
-"""One file of a checkpoint of Megatron's ``torch`` format: what the ranks of one place on the mesh load."""
+"""One file of Megatron's ``torch`` format: the parameters for the ranks of one place on the mesh."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def write_rank_file(
 
     Args:
         source: HF tensors.
-        device: where parameters are put together.
-        progress: told the bytes of each.
+        device: where parameters are assembled.
+        progress: called with the bytes of each parameter.
     """
     shards = {(model, name): (mcore, shard) for model, name, mcore, shard in layout.held(file)}
     models: dict[str, OrderedDict[str, Tensor | None]] = {}
@@ -49,9 +49,9 @@ def write_rank_file(
         for model, state in models.items():
             for name, tensor in state.items():
                 if (model, name) in shards:
-                    made = layout.shard(*shards[model, name], source, device)
-                    progress(made.nbytes)
-                    yield made
+                    shard = layout.shard(*shards[model, name], source, device)
+                    progress(shard.nbytes)
+                    yield shard
                 elif tensor is not None:
                     yield tensor
 
@@ -59,14 +59,14 @@ def write_rank_file(
 
 
 def read_rank_file(path: Path) -> dict[str, Mapping[str, Tensor]]:
-    """The parameters in a file, by the key of each chunk; maps of the file.
+    """The parameters in a file, by the key of each chunk. They are views of the mapped file.
 
     Raises:
-        CheckpointError: it is damaged, or holds what only code can read.
+        CheckpointError: the file is damaged, or only code can read it.
     """
-    found = {key: value for key, value in read_torch_file(path).items() if _CHUNK.fullmatch(str(key))}
+    chunks = {key: value for key, value in read_torch_file(path).items() if _CHUNK.fullmatch(str(key))}
     states: dict[str, Mapping[str, Tensor]] = {}
-    for key, state in found.items():
+    for key, state in chunks.items():
         if not isinstance(state, Mapping):
             raise CheckpointError(f"{path} must hold a dict of tensors as {key!r}, found {type(state).__name__}")
         states[key] = {name: tensor for name, tensor in state.items() if not name.endswith(SUFFIX)}

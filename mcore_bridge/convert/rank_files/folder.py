@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron's ``torch`` format, read: of any mesh, and whoever wrote them."""
+"""Reads checkpoints of Megatron's ``torch`` format, for any mesh and from any writer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _HEAD = "output_layer.weight"
 
 @dataclass(frozen=True)
 class RankFolder:
-    """One checkpoint: the tensors of each file by canonical name, and what they are of the HF tensors."""
+    """One checkpoint: the tensors of each file by canonical name, and the parameters that they make up."""
 
     path: Path
     tensors: tuple[Named, ...]
@@ -42,7 +42,7 @@ class RankFolder:
         """Find a checkpoint, as ``find_rank_files`` does, and match its files with the rules of the model.
 
         Raises:
-            CheckpointError: there is none, it lacks files or parameters, or it is none of this config.
+            CheckpointError: there is none, it lacks files or parameters, or it does not fit this config.
         """
         path = find_rank_files(Path(folder))
         if path is None:
@@ -50,51 +50,51 @@ class RankFolder:
                 f"{folder} has no mp_rank_*/{NAME}, nor has the iteration that its tracker file names"
             )
         config = to_transformer_config(hf)
-        found = {file.parent.name: read_rank_file(file) for file in sorted(path.glob(f"mp_rank_*/{NAME}"))}
+        models = {file.parent.name: read_rank_file(file) for file in sorted(path.glob(f"mp_rank_*/{NAME}"))}
         try:
-            files = files_of(found, config.moe_ffn_hidden_size)
+            files = files_of(models, config.moe_ffn_hidden_size)
             dims = _dims_of(files)
-            tensors = named(files, found, (config.num_moe_experts or 0) // dims.ep)
+            tensors = named(files, models, (config.num_moe_experts or 0) // dims.ep)
             return cls(path, tensors, _entries(files, tensors, dims, hf))
         except (CheckpointError, MappingError, MeshError) as error:
-            raise CheckpointError(f"{path} is not whole, or not of the HF config that was given: {error}") from None
+            raise CheckpointError(f"{path} is not whole, or does not fit the given HF config: {error}") from None
 
     @property
     def num_mtp_layers(self) -> int:
-        """Layers for multi-token prediction."""
+        """The number of layers for multi-token prediction."""
         return count_mtp_layers(entry.held.name for entry in self.entries)
 
     def shards(self, entry: ParamEntry) -> Mapping[int, Tensor]:
-        """What the files hold of a parameter, by the numbers of its shards."""
+        """The shards of a parameter, by number."""
         return {shard: self.tensors[holders[0]][entry.held.name] for shard, holders in entry.holders.items()}
 
     def release(self, entry: ParamEntry) -> None:
-        """Give back the memory of pages that were read for a parameter."""
+        """Free the memory of pages that were read for a parameter."""
         for shard in self.shards(entry).values():
             release(shard)
 
 
 def find_rank_files(folder: Path) -> Path | None:
-    """The folder with ``mp_rank_*``: this one, or the one that its tracker file names."""
+    """Find the folder with ``mp_rank_*``: this one, or the one that its tracker file names; None if there is none."""
     return next((path for path in (folder, *latest_in(folder)) if any(path.glob(f"mp_rank_*/{NAME}"))), None)
 
 
 def iter_mg_weights(folder: str | os.PathLike[str], hf: HF | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield every HF tensor of such a checkpoint, whole: a source of ``load_hf_weights``.
+    """Yield every HF tensor of such a checkpoint, whole. ``load_hf_weights`` takes this as a source.
 
-    Files are mapped, and each tensor is made when it is asked for.
+    Files are mapped, and each tensor is assembled when it is asked for.
 
     Args:
-        folder: of the checkpoint, at any mesh.
-        hf: the HF config or folder; None is ``folder``, to which the convertor copies the config.
+        folder: the checkpoint, for any mesh.
+        hf: the HF config or folder; None is ``folder``, to which RLinf's convertor copies the config.
 
     Raises:
         CheckpointError: as ``RankFolder.open``.
     """
-    found = RankFolder.open(folder, hf or folder)
+    checkpoint = RankFolder.open(folder, hf or folder)
     stacks: dict[str, dict[int, Tensor]] = {}
-    for entry in found.entries:
-        for part, tensor in disassemble(entry, found.shards(entry)):
+    for entry in checkpoint.entries:
+        for part, tensor in disassemble(entry, checkpoint.shards(entry)):
             if part.index is None:
                 yield part.name, tensor
                 continue
@@ -102,11 +102,11 @@ def iter_mg_weights(folder: str | os.PathLike[str], hf: HF | None = None) -> Ite
             stack[part.index] = tensor
             if len(stack) == entry.stack:
                 yield part.name, torch.stack([tensor for _, tensor in sorted(stacks.pop(part.name).items())])
-        found.release(entry)
+        checkpoint.release(entry)
 
 
 def _dims_of(files: Sequence[RankFile]) -> ParallelDims:
-    """The axes of the mesh that cut values or deal experts out."""
+    """The sizes of the axes that cut values or distribute experts."""
     tp, ep, etp = (1 + max(ranks) for ranks in zip(*((f.tp_rank, f.ep_rank, f.etp_rank) for f in files), strict=True))
     return ParallelDims(tp=tp, ep=ep, etp=etp)
 
@@ -134,7 +134,7 @@ def _entries(files: Sequence[RankFile], tensors: Sequence[Named], dims: Parallel
 
 
 def _require_tied(files: Sequence[RankFile], tensors: Sequence[Named], vocab: int) -> None:
-    """Raise where an output layer is no embedding, though the HF config ties them: it would be left out."""
+    """Raise if an output layer differs from the embedding although the HF config ties them: it would get lost."""
     embeddings = {file.tp_rank: held[EMBEDDING] for file, held in zip(files, tensors, strict=True) if EMBEDDING in held}
     for file, held in zip(files, tensors, strict=True):
         if _HEAD not in held or file.tp_rank not in embeddings:

@@ -1,6 +1,6 @@
-"""Where on the mesh the files of a checkpoint belong, and what they hold by canonical name: what ``layout.py`` undoes.
+"""The mesh of files in Megatron's ``torch`` format, and their parameters by canonical name: inverse of ``layout.py``.
 
-Nothing in the files says how large the mesh is: names, numbers of layers and the sizes of experts do.
+No file states the sizes of the mesh. They follow from names, numbers of layers and sizes of experts.
 """
 
 from __future__ import annotations
@@ -15,39 +15,42 @@ from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.names import Numbering, canonical, layer_of, mtp_layer_of
 
 Models = Mapping[str, Mapping[str, Tensor]]
-"""The parameters of a file, by the key of their chunk and by their names in it."""
+"""The parameters of a file, by the key of their chunk and by their names in that."""
 Named = Mapping[str, Tensor]
 """The parameters of a file by canonical name."""
 EMBEDDING = "embedding.word_embeddings.weight"
 _ENDS = (EMBEDDING, "decoder.final_layernorm.weight")
-"""What only the first and only the last stage of a pipeline hold."""
+"""Parameters that only the first and only the last stage of a pipeline have."""
 _FILE = re.compile(r"^mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?$")
 _EXPERT = re.compile(r"\.experts\.(?:local_experts\.0\.linear_fc2\.weight|linear_fc2\.weight0)$")
 
 
-def files_of(found: Mapping[str, Models], expert_size: int | None) -> tuple[RankFile, ...]:
-    """The places of files by their names. Of two numbers, the second is of the pipeline where some file lacks an end.
+def files_of(models_by_file: Mapping[str, Models], expert_size: int | None) -> tuple[RankFile, ...]:
+    """The places of files on the mesh, from their names.
+
+    If a name has two numbers, the second is that of the pipeline stage, if some file lacks an end of the model.
 
     Args:
+        models_by_file: the content of each file, by its name.
         expert_size: the inner dim of an expert that is not cut.
 
     Raises:
         CheckpointError: files are missing.
     """
-    staged = any(end not in names for names in map(_all_names, found.values()) for end in _ENDS)
-    etp = _num_cuts(found, expert_size)
+    staged = any(end not in names for names in map(_all_names, models_by_file.values()) for end in _ENDS)
+    etp = _expert_tp(models_by_file, expert_size)
     files = []
-    for name in found:
+    for name in models_by_file:
         match = _FILE.match(name)
         if match is None:
-            raise CheckpointError(f"{name} is no name of a file by tensor, pipeline and expert parallel rank")
+            raise CheckpointError(f"expected the names of files to have the form mp_rank_00_000_000, found {name}")
         tp, *others = (int(number) for number in match.groups() if number)
         pp = others.pop(0) if staged and others else 0
         files.append(RankFile(name, tp, pp, others[0] if others else 0, tp % etp))
-    for what in ("tp_rank", "pp_rank", "ep_rank"):
-        ranks = {getattr(file, what) for file in files}
+    for axis_rank in ("tp_rank", "pp_rank", "ep_rank"):
+        ranks = {getattr(file, axis_rank) for file in files}
         if absent := sorted(set(range(max(ranks))) - ranks):
-            raise CheckpointError(f"it has no file for {what} {absent}")
+            raise CheckpointError(f"it has no file for {axis_rank} {absent}")
     return tuple(files)
 
 
@@ -55,30 +58,31 @@ def _all_names(models: Models) -> set[str]:
     return {name for state in models.values() for name in state}
 
 
-def _num_cuts(found: Mapping[str, Models], expert_size: int | None) -> int:
+def _expert_tp(models_by_file: Mapping[str, Models], expert_size: int | None) -> int:
     """The expert tensor parallel size."""
-    states = (state for models in found.values() for state in models.values())
+    states = (state for models in models_by_file.values() for state in models.values())
     sizes = (tensor.shape[1] for state in states for name, tensor in state.items() if _EXPERT.search(name))
     return max(1, (expert_size or 0) // next(sizes, 1 << 62))
 
 
-def named(files: Sequence[RankFile], found: Mapping[str, Models], num_experts: int) -> tuple[Named, ...]:
+def named(files: Sequence[RankFile], models_by_file: Mapping[str, Models], num_experts: int) -> tuple[Named, ...]:
     """The parameters of each file by canonical name.
 
     Args:
-        num_experts: of a layer, in each file.
+        models_by_file: the content of each file, by its name.
+        num_experts: experts of a layer in each file.
 
     Raises:
         CheckpointError: files of one stage differ in their layers, or one holds more experts than its share.
     """
     counts: dict[tuple[int, int], int] = {}
     for file in files:
-        for model, state in found[file.name].items():
+        for model, state in models_by_file[file.name].items():
             count = _count(map(layer_of, state))
             if counts.setdefault((_chunk(model), file.pp_rank), count) != count:
                 raise CheckpointError(f"{file.name} holds {count} layers in {model}, other files of its stage do not")
-    starts = {stage: sum(counts[each] for each in counts if each < stage) for stage in counts}
-    return tuple(_named(file, found[file.name], starts, num_experts) for file in files)
+    starts = {stage: sum(count for other, count in counts.items() if other < stage) for stage in counts}
+    return tuple(_named(file, models_by_file[file.name], starts, num_experts) for file in files)
 
 
 def _named(file: RankFile, models: Models, starts: Mapping[tuple[int, int], int], num_experts: int) -> Named:

@@ -1,4 +1,7 @@
-"""Which file of a checkpoint holds which shard of which parameter, and under what name: from a config and a mesh."""
+"""The layout of Megatron's ``torch`` format: which file has which shard of which parameter, under which name.
+
+It follows from a config and a mesh.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,12 @@ from mcore_bridge.weights.provenance import HF, Provenance, provenance_of
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How a ``GPTModel`` that loads the files has its parameters.
+    """The kind of ``GPTModel`` that loads the files, which decides the names of parameters.
 
     Attributes:
-        fused_norms: norms are in TransformerEngine's linears behind them.
+        fused_norms: norms are parts of TransformerEngine's linears behind them.
         grouped: the experts of a layer are one module, which numbers them.
-        extra_state: what stands for the extra state of TransformerEngine's modules; None leaves it out.
+        extra_state: the value of the extra state of TransformerEngine's modules; None omits it.
     """
 
     fused_norms: bool = True
@@ -42,7 +45,7 @@ class Style:
 
 
 def folder_of(dims: ParallelDims, tp_rank: int, pp_rank: int, ep_rank: int) -> str:
-    """Where the file of these ranks lies, as Megatron's ``get_checkpoint_name`` has it."""
+    """The folder for the file of these ranks, as in Megatron's ``get_checkpoint_name``."""
     stage = f"_{pp_rank:03d}" if dims.pp > 1 else ""
     experts = f"_{ep_rank:03d}" if dims.ep > 1 else ""
     return f"mp_rank_{tp_rank:02d}{stage}{experts}"
@@ -55,7 +58,7 @@ def chunk_of(dims: ParallelDims, vp_stage: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """One file of a checkpoint, and the place of the ranks that load it."""
+    """One file of a checkpoint, and the place on the mesh of the ranks that load it."""
 
     name: str
     tp_rank: int
@@ -66,13 +69,13 @@ class RankFile:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """A checkpoint of Megatron's ``torch`` format: parameters, without an optimizer.
+    """The layout of a checkpoint in Megatron's ``torch`` format, without an optimizer.
 
     Args:
         hf: the HF config or folder.
         dims: the mesh.
-        specs: of all HF tensors of the source, by name.
-        style: how parameters are named.
+        specs: specs of all HF tensors of the source, by name.
+        style: the kind of model that loads the files.
     """
 
     hf: HF
@@ -82,7 +85,7 @@ class FileLayout:
 
     @cached_property
     def provenance(self) -> Provenance:
-        """Of the model."""
+        """The provenance of the model."""
         return provenance_of(self.hf)
 
     @cached_property
@@ -92,7 +95,7 @@ class FileLayout:
 
     @cached_property
     def axes(self) -> Axes:
-        """Sizes that layouts take."""
+        """The sizes that layouts need."""
         config = to_transformer_config(self.hf, dims=self.dims)
         padded = to_gpt_arguments(self.hf, dims=self.dims)["vocab_size"]
         assert isinstance(padded, int)
@@ -100,17 +103,17 @@ class FileLayout:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """Of the pipeline."""
+        """The stages of the pipeline."""
         return self.dims.stages(self.provenance.hf.num_hidden_layers)
 
     @cached_property
     def bindings(self) -> Mapping[str, Binding]:
-        """All parameters that the source has tensors for, by canonical name.
+        """The bindings of all parameters for which the source has tensors, by canonical name.
 
         Raises:
-            CheckpointError: the source holds what the model does not, or lacks what it needs.
+            CheckpointError: the source has tensors that the model lacks, or lacks tensors that it needs.
         """
-        found: dict[str, Binding] = {}
+        bindings: dict[str, Binding] = {}
         unexpected = []
         for name in self.specs:
             consumers = [] if self.mapping.is_unused(name, num_mtp_layers=0) else self.mapping.consumers(name)
@@ -119,29 +122,29 @@ class FileLayout:
             for mcore in consumers:
                 stacked = unstacked(self.mapping.bind(mcore).hf[0])[1] is not None
                 for shift in range(self.axes["experts"] if stacked else 1):
-                    each = shift_expert(mcore, shift)
-                    found[each] = self.mapping.bind(each)
-        missing = {hf for binding in found.values() for hf in map(_whole, binding.hf) if hf not in self.specs}
-        layers = {layer_of(name) for name in found} - {None}
+                    expert = shift_expert(mcore, shift)
+                    bindings[expert] = self.mapping.bind(expert)
+        missing = {hf for binding in bindings.values() for hf in map(_whole, binding.hf) if hf not in self.specs}
+        layers = {layer_of(name) for name in bindings} - {None}
         absent = sorted(set(range(self.provenance.hf.num_hidden_layers)) - layers)
         if unexpected or missing or absent:
             raise CheckpointError(
                 f"the source does not fit the model: unexpected tensors {unexpected[:8]}, missing tensors "
                 f"{sorted(missing)[:8]}, layers without any {absent[:8]}; use the checkpoint of this config"
             )
-        return found
+        return bindings
 
     def files(self) -> Iterator[RankFile]:
-        """All files, as Megatron names them: ranks that hold the same share one.
+        """Yield all files, with Megatron's names. Ranks with the same parameters share a file.
 
         Raises:
-            MeshError: ranks of one ``tp_rank`` hold other shards of experts, which Megatron's names have no place for.
+            MeshError: ranks with one ``tp_rank`` have different shards of experts. Megatron's names cannot express it.
         """
         tp, pp, ep, etp = self.dims.tp, self.dims.pp, self.dims.ep, self.dims.etp
         if tp % etp:
             raise MeshError(
-                f"expected expert_tensor_parallel_size to divide tp={tp}, found {etp}: Megatron's names of files have "
-                "no other place for it; change either, or write torch_dist"
+                f"expected expert_tensor_parallel_size to divide tp={tp}, found {etp}: Megatron's names of files "
+                "cannot express this; change either, or write torch_dist"
             )
         for pp_rank in range(pp):
             for rank in range(math.lcm(etp * ep, tp)):
@@ -149,7 +152,7 @@ class FileLayout:
                 yield RankFile(folder_of(self.dims, tp_rank, pp_rank, ep_rank), tp_rank, pp_rank, ep_rank, rank % etp)
 
     def held(self, file: RankFile) -> Iterator[tuple[str, str, str, int]]:
-        """``(model, name, canonical name, shard)`` of each parameter in a file; ``model`` is the key of its chunk."""
+        """Yield ``(model, name, canonical name, shard)`` of each parameter in a file; ``model`` is the chunk's key."""
         experts = self._experts(file)
         for stage, names in zip(self.stages, self._by_stage, strict=True):
             if stage.pp_rank != file.pp_rank:
@@ -162,15 +165,15 @@ class FileLayout:
 
     @cached_property
     def _by_stage(self) -> tuple[tuple[tuple[str, int | None], ...], ...]:
-        """The parameters of each stage, with the numbers of their experts: there may be many files of a stage."""
+        """The parameters of each stage, with the numbers of their experts. Many files may share them."""
         return tuple(
             tuple((mcore, expert_of(mcore)) for mcore in self.bindings if self._is_in(mcore, stage))
             for stage in self.stages
         )
 
     def _experts(self, file: RankFile) -> range:
-        each = self.axes["experts"] // self.dims.ep
-        return range(file.ep_rank * each, (file.ep_rank + 1) * each)
+        per_rank = self.axes["experts"] // self.dims.ep
+        return range(file.ep_rank * per_rank, (file.ep_rank + 1) * per_rank)
 
     def _is_in(self, mcore: str, stage: Stage) -> bool:
         layer = layer_of(mcore)
@@ -196,18 +199,17 @@ class FileLayout:
 
     @cached_property
     def _fused(self) -> Mapping[int, Mapping[str, str]]:
-        """The fused norms of each layer. One whose selection is that of another layer is sparse without an indexer."""
+        """The fused norms of each layer. A sparse layer that reuses another layer's selection has no indexer."""
         everywhere = {INDEXER} if any(INDEXER in mcore for mcore in self.bindings) else set[str]()
-        found: dict[int, set[str]] = {}
+        modules_of: dict[int, set[str]] = {}
         for mcore in self.bindings:
             if (layer := layer_of(mcore)) is not None:
-                found.setdefault(layer, {*everywhere}).add(
-                    mcore.removeprefix(f"decoder.layers.{layer}.").rpartition(".")[0]
-                )
-        return {layer: fused_norms(modules) for layer, modules in found.items()}
+                module = mcore.removeprefix(f"decoder.layers.{layer}.").rpartition(".")[0]
+                modules_of.setdefault(layer, {*everywhere}).add(module)
+        return {layer: fused_norms(modules) for layer, modules in modules_of.items()}
 
     def trace(self, mcore: str) -> Trace:
-        """What the layout of a parameter does, at the sizes of the mesh."""
+        """The trace of a parameter's layout, at the sizes of the mesh."""
         binding = self.bindings[mcore]
         axes = axes_of(binding, self.axes)
         shapes = (self.specs[_whole(hf)].shape[unstacked(hf)[1] is not None :] for hf in binding.hf)
@@ -219,18 +221,18 @@ class FileLayout:
         return sum(math.prod(self.trace(mcore).shard_shape) * self.dtype(mcore).itemsize for mcore in held)
 
     def dtype(self, mcore: str) -> torch.dtype:
-        """Of a parameter: that of its HF tensors."""
+        """The dtype of a parameter, which is that of its HF tensors."""
         return self.specs[_whole(self.bindings[mcore].hf[0])].dtype
 
     def shard(self, mcore: str, number: int, source: Source, device: str = "cpu") -> Tensor:
-        """One shard of a parameter, new, of HF tensors."""
+        """Assemble one shard of a parameter from HF tensors."""
         hf = self.bindings[mcore].hf
         return assemble_shard(self.trace(mcore), number, hf, source, self.dtype(mcore), device)
 
 
 @lru_cache(maxsize=4096)
 def _shard_shape(layout: Layout, part_shapes: tuple[Shape, ...], axes: tuple[tuple[str, int], ...]) -> Shape:
-    """Of a parameter, whose HF tensors have these shapes; most have those of many others."""
+    """The shape of a shard of a parameter whose HF tensors have these shapes. Many parameters share it."""
     (shards,) = layout(tuple(torch.empty(shape, device="meta") for shape in part_shapes), dict(axes))
     return tuple(shards.shape[1:])
 

@@ -1,4 +1,4 @@
-"""Canonical names as a ``GPTModel`` with TransformerEngine's modules has them: what ``rules/names.py`` undoes."""
+"""The names that canonical names have in a ``GPTModel``: the inverse of ``rules/names.py``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from collections.abc import Mapping
 
 
 def fused_norm(name: str, fused: Mapping[str, str]) -> str | None:
-    """The name of a norm that is fused, by the ``fused_norms`` of its layer; None of what is not."""
+    """The name of a norm that TransformerEngine fuses; None of any other parameter.
+
+    Args:
+        fused: the ``fused_norms`` of its layer.
+    """
     norm, dot, kind = name.rpartition(".")
     linear = fused.get(norm + dot)
     return None if linear is None else f"{linear}{kind}"
