@@ -1,4 +1,4 @@
-"""The command ``mcore-bridge``: arguments and exit codes. What it does is in ``mcore_bridge.commands``."""
+"""Entry point of the command ``mcore-bridge``, which is in ``mcore_bridge.commands``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command; exit code 0 when all is well, 1 when something is off, 2 for wrong usage."""
+    """Run the command. The exit code is 0 for success, 1 for a problem, 2 for wrong usage."""
     try:
         from mcore_bridge.commands.app import app
     except ModuleNotFoundError as error:
@@ -17,7 +17,7 @@ def main() -> None:
     try:
         app()
     finally:
-        gc.freeze()  # or the interpreter would look through all that torch and a plan have made, for over a second
+        gc.freeze()  # else the interpreter would search all objects of torch and of a plan at exit, for over a second
 
 
 if __name__ == "__main__":

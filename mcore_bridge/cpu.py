@@ -1,9 +1,9 @@
-"""What megatron-core takes for granted about CUDA, on a machine without a GPU. Entered explicitly, never on import.
+"""Replaces what megatron-core takes from CUDA, on a machine without a GPU. This happens on request, never on import.
 
-``enable_cpu()`` changes names of the running process, and only where CUDA is missing, so every name that it replaces
-could do nothing but raise there. Weights still have to be asked for on the CPU (``use_cpu_initialization=True``;
-``build_model`` sets it). Not covered: megatron's own optimizers (they assert CUDA gradient types; use ``torch.optim``),
-and the fused kernels, which a config has to ask for.
+``enable_cpu()`` changes names of the running process, and only if CUDA is missing. So every name that it replaces could
+only raise. A config must still ask for weights on the CPU: ``build_model`` sets ``use_cpu_initialization=True``.
+Megatron's own optimizers are not covered, as they assert CUDA gradient types: use ``torch.optim``. Fused kernels, for
+which a config has to ask, are not covered either.
 """
 
 import contextlib
@@ -17,19 +17,22 @@ import torch
 
 _CPU = torch.device("cpu")
 _FACTORIES = frozenset({"arange", "empty", "full", "ones", "tensor", "zeros"})
-_LITERAL_CUDA = (  # modules that spell device="cuda" or pin_memory=True where the training step passes
+_LITERAL_CUDA = (  # modules with device="cuda" or pin_memory=True on the way of a training step
     "models.common.embeddings.rope_utils",  # positions of a context-parallel rank: pinned, then .cuda()
     "pipeline_parallel.schedules",  # the count of tokens of every schedule
-    "tensor_parallel.data",  # broadcast_data, with which trainers hand a batch to the TP group
+    "tensor_parallel.data",  # broadcast_data, with which trainers send a batch to the TP group
     "transformer.utils",  # causal and sliding-window masks of mcore's own DotProductAttention
 )
 _enabled = False
 
 
 def enable_cpu() -> None:
-    """Let megatron-core build, run forward and backward, recompute and pipeline on CPU tensors (gloo).
+    """Enable megatron-core to build, run forward and backward, recompute and pipeline on CPU tensors (gloo).
 
-    Does nothing where CUDA is available, and nothing twice. ``ParallelDims.initialize(device="cpu")`` calls it.
+    It does nothing if CUDA is available, or if it has run before. ``ParallelDims.initialize(device="cpu")`` calls it.
+
+    Example:
+        >>> mb.enable_cpu()  # doctest: +SKIP
     """
     global _enabled
     if _enabled or torch.cuda.is_available():
@@ -37,9 +40,9 @@ def enable_cpu() -> None:
     _stub_torch_cuda()
     for name in _LITERAL_CUDA:
         module = importlib.import_module(f"megatron.core.{name}")
-        module.torch = _TorchOnCpu("torch")  # type: ignore[attr-defined]  # this module's own name, not torch itself
+        module.torch = _TorchOnCpu("torch")  # type: ignore[attr-defined]  # a name of this module, not torch itself
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
-    dispatcher.maybe_move_tensor_to_cpu = _in_lists  # it leaves tensors alone that are on the CPU already
+    dispatcher.maybe_move_tensor_to_cpu = _in_lists  # megatron-core's does nothing with tensors on the CPU
     mappings: Any = importlib.import_module("megatron.core.tensor_parallel.mappings")
     mappings._gather_along_first_dim = _uneven_gather(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _uneven_reduce_scatter(mappings._reduce_scatter_along_first_dim)
@@ -48,7 +51,7 @@ def enable_cpu() -> None:
 
 
 class _Stream:
-    """Stands for ``torch.cuda.Stream`` and ``torch.cuda.Event``: on CPU all work is done when the call returns."""
+    """Takes the place of ``torch.cuda.Stream`` and ``torch.cuda.Event``: on CPU work is done when a call returns."""
 
     def __init__(self, *arguments: object, **keywords: object) -> None:
         pass
@@ -75,12 +78,12 @@ def _stub_torch_cuda() -> None:
 
 
 def _in_lists(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """What all_to_all takes as its split sizes."""
+    """Split sizes as ``all_to_all`` takes them."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def _uneven_gather(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """With sizes of its own for each rank, as tokens of experts have: gloo gathers equal ones only, so pad and cut."""
+    """Gather tensors of different sizes, such as tokens of experts. gloo gathers only equal sizes, so pad and cut."""
 
     @functools.wraps(even)
     def gather(
@@ -116,7 +119,7 @@ def _padded(tensor: torch.Tensor, size: int) -> torch.Tensor:
 
 
 class _TorchOnCpu(ModuleType):
-    """``torch`` as one mcore module sees it: factories told "cuda" or pinned memory answer with CPU tensors."""
+    """``torch`` for one module of megatron-core: factories return CPU tensors, even for "cuda" or pinned memory."""
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(torch, name)
@@ -133,11 +136,11 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _use_cpu_rng() -> None:
-    """tensor_parallel/random.py: dropout under TP, initial weights and recompute draw from CUDA generators."""
+    """Replace the CUDA generators of tensor_parallel/random.py, for dropout under TP, initial weights and recompute."""
     from megatron.core.tensor_parallel import random
 
     class CpuRNGStatesTracker(random.CudaRNGStatesTracker):
-        """The same tracker over torch's CPU generator; a state that nobody seeded is the generator's own."""
+        """The same tracker over torch's CPU generator. A state that was not seeded is that of the generator itself."""
 
         def add(self, name: str, seed: int) -> None:
             if seed in self.seeds_ or name in self.states_:
@@ -159,7 +162,7 @@ def _use_cpu_rng() -> None:
                 self.states_[name] = torch.get_rng_state()
                 torch.set_rng_state(outside)
 
-    random.CudaRNGStatesTracker = CpuRNGStatesTracker  # what initialize_rng_tracker makes, now and after a reset
+    random.CudaRNGStatesTracker = CpuRNGStatesTracker  # initialize_rng_tracker makes one, now and after a reset
     random.initialize_rng_tracker(force_reset=True)
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)

@@ -1,4 +1,4 @@
-"""Which processes can see each other, and which of them are alive, as Linux says it under ``/proc``."""
+"""Processes of this machine: which can see each other, and which are alive, read from Linux's ``/proc``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def this_machine() -> str:
-    """Equal for processes that see each other by number: this start of the machine, and the pid namespace.
+    """An identity that is equal for processes that can see each other by number: boot and pid namespace.
 
-    Empty where the system does not say it.
+    It is empty if the system does not provide it.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -19,7 +19,7 @@ def this_machine() -> str:
 
 
 def start_time(pid: int) -> str:
-    """When a process of this machine started, in ticks since boot; empty if it has ended, waited for or not."""
+    """The start time of a process of this machine, in ticks since boot; empty if the process has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -28,5 +28,5 @@ def start_time(pid: int) -> str:
 
 
 def is_alive(pid: int, started: str) -> bool:
-    """Whether the process of this number still runs that ``start_time`` once said to have ``started`` then."""
+    """Whether the process ``pid`` still runs. ``started`` is what ``start_time`` returned for it before."""
     return start_time(pid) == started

@@ -1,7 +1,7 @@
 """Architectures of other packages: the entry points of the group ``mcore_bridge.architectures``.
 
-Each loads to an ``Architecture`` or a sequence of them; loading may also make a config class known to transformers.
-They are looked up once a ``model_type`` is unknown, and not before.
+Each loads to an ``Architecture`` or a sequence of them. Loading may also register a config class with transformers.
+Entry points are looked up only when a ``model_type`` is unknown.
 """
 
 from collections.abc import Iterator
@@ -14,15 +14,15 @@ GROUP = "mcore_bridge.architectures"
 
 
 def load() -> Iterator[tuple[str, Any]]:
-    """Name and value of every entry point. Not cached: a package may be put on ``sys.path`` while we run.
+    """Yield name and value of every entry point. They are not cached, because ``sys.path`` may change later.
 
     Raises:
-        ConfigError: one does not load; it is named with what it raises.
+        ConfigError: an entry point does not load. The message names it and its error.
     """
     for entry_point in entry_points(group=GROUP):
         try:
             value = entry_point.load()
-        except Exception as error:  # whatever a broken package of someone else raises
+        except Exception as error:  # a broken package may raise anything
             raise ConfigError(
                 f"The entry point {entry_point.value!r} of {GROUP!r} must load, but raises: {error!r}. Update or "
                 "uninstall its package."

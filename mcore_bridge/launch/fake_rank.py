@@ -1,4 +1,4 @@
-"""This process as any rank of a mesh, by torch's `fake` process group: nothing is started, and nothing is sent."""
+"""Runs this process as any rank of a mesh, with torch's `fake` process group: nothing is started, nothing is sent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 
 @contextlib.contextmanager
 def rank_of(dims: ParallelDims, rank: int, world_size: int) -> Iterator[None]:
-    """Be one rank of a mesh."""
+    """Run the block as ``rank`` of a mesh, with torch's fake process group."""
     import torch.distributed as dist
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -31,18 +31,18 @@ def rank_of(dims: ParallelDims, rank: int, world_size: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_groups_only(rank: int) -> Iterator[None]:
-    """megatron-core makes the groups of all ranks on each; here a rank is alone, and they would take it seconds."""
+    """Create only groups with ``rank`` in them. megatron-core creates the groups of all ranks, which takes seconds."""
     import torch.distributed as dist
 
-    made = dist.new_group
+    original = dist.new_group
 
     def new_group(ranks: Sequence[int] | None = None, **options: Any) -> object:
         if ranks is None or rank in ranks:
-            return made(ranks, **options)
+            return original(ranks, **options)
         return dist.GroupMember.NON_GROUP_MEMBER
 
     dist.new_group = new_group  # type: ignore[assignment]
     try:
         yield
     finally:
-        dist.new_group = made
+        dist.new_group = original

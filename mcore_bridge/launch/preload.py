@@ -1,8 +1,8 @@
-"""What ranks on CPU need, imported once by the server that they are forked from: it costs more than most checks."""
+"""Imports for ranks on CPU. The server from which they are forked does them once: they take longer than most checks."""
 
 import contextlib
 
-with contextlib.suppress(ImportError):  # a rank that really needs what is missing will say so
+with contextlib.suppress(ImportError):  # a rank that needs a missing module raises by itself
     import transformers.models.auto.modeling_auto  # noqa: F401
 
     import mcore_bridge.factory.build

@@ -1,6 +1,7 @@
-"""One process per rank, started from here: what each of them returns, or one error that says what went wrong where.
+"""Starts one process per rank, and returns the results of all ranks, or raises one error that names the failed rank.
 
-What ranks print goes to a file that only a crash shows. The first failure ends all of them: nobody is left waiting.
+The output of ranks goes to a file, which is shown only after a crash. The first failure ends all ranks, so that none
+waits in vain. ``torch.multiprocessing`` starts processes, too, but has no channel for their progress.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ A = TypeVar("A")
 T = TypeVar("T")
 
 OnEvent = Callable[[int, str, int, int], None]
-"""What a rank reports, with the rank in front."""
+"""A function that gets the reports of ranks: the rank, and then the arguments of ``Report``."""
 
-_GRACE = 3.0  # seconds in which other ranks may still say what they think of a failure
+_GRACE = 3.0  # seconds for other ranks to report after the first failure
 
 
 class RankError(BridgeError, RuntimeError):
-    """A rank failed or died; the message says which and why, ``details`` holds tracebacks and what it printed."""
+    """A rank failed or died. The message names it and the reason; ``details`` has tracebacks and its output."""
 
     def __init__(self, message: str, details: str) -> None:
         super().__init__(message)
@@ -41,16 +42,17 @@ class RankError(BridgeError, RuntimeError):
 def run_ranks(
     function: Callable[[A, Report], T], argument: A, *, world_size: int, device: str, on_event: OnEvent
 ) -> list[T]:
-    """``function(argument, report)`` on every rank of a new process group: what each returned, by rank.
+    """Call ``function(argument, report)`` on every rank of a new process group, and return the results by rank.
 
     Args:
-        function: importable by name; finds torch.distributed initialised, and no ``parallel_state``.
-        argument: picklable.
+        function: a function that can be imported by name. torch.distributed is initialised for it, and
+            ``parallel_state`` is not.
+        argument: a value that can be pickled.
         device: "cpu" (gloo), or "cuda" (nccl, rank ``i`` on GPU ``i``).
-        on_event: told, in this process, what ranks report.
+        on_event: called in this process with the reports of ranks.
 
     Raises:
-        MeshError: fewer GPUs than ranks.
+        MeshError: there are fewer GPUs than ranks.
         RankError: a rank raised, or died.
     """
     _require_gpus(device, world_size)
@@ -69,16 +71,16 @@ def _require_gpus(device: str, world_size: int) -> None:
         return
     import torch
 
-    found = torch.cuda.device_count()
-    if found < world_size:
+    visible = torch.cuda.device_count()
+    if visible < world_size:
         raise MeshError(
-            f"device cuda needs one GPU for each of the {world_size} ranks, found {found}: change the mesh, or use cpu"
+            f"device cuda needs a GPU for each of the {world_size} ranks, found {visible}: change the mesh, or use cpu"
         )
 
 
 @contextlib.contextmanager
 def _environment(device: str) -> Iterator[None]:
-    """The environment of the ranks, while they are started."""
+    """Set the environment variables of the ranks in the block, in which they are started."""
     before = dict(os.environ)
     os.environ.update(variables(device))
     try:
@@ -92,7 +94,7 @@ def _environment(device: str) -> Iterator[None]:
 def _started(
     jobs: Sequence[Job], function: Callable[[A, Report], T], argument: A
 ) -> Iterator[dict[Connection, tuple[int, Any]]]:
-    """Processes that end with the block. On CPU they are forked from a server that has imported torch once."""
+    """Start processes, which end with the block. On CPU they are forked from a server that has imported torch once."""
     context: Any = multiprocessing.get_context("forkserver" if jobs[0].device == "cpu" else "spawn")
     if jobs[0].device == "cpu":
         context.set_forkserver_preload(["mcore_bridge.launch.preload"])
@@ -112,7 +114,7 @@ def _started(
 
 
 def _collect(pipes: dict[Connection, tuple[int, Any]], on_event: OnEvent) -> dict[int, Any]:
-    """What each rank returned or why it did not; once one failed, the others have little time left."""
+    """The result or the failure of each rank. After the first failure, the others have ``_GRACE`` seconds."""
     outcomes: dict[int, Any] = {}
     waiting = dict(pipes)
     deadline: float | None = None
@@ -143,7 +145,7 @@ def _death(exitcode: int | None) -> Failure:
 
 
 def _error(failures: dict[int, Failure], jobs: Sequence[Job]) -> RankError:
-    """The first failure of the likeliest kind; what others said of lost connections only follows from it."""
+    """The error for the most likely cause; failures of other ranks, such as lost connections, follow from it."""
     first = min(failures.values(), key=lambda failure: failure.cause)
     alike = sorted(rank for rank, failure in failures.items() if failure.message == first.message)
     ranks = f"all {len(jobs)} ranks" if len(alike) == len(jobs) else f"rank {', '.join(map(str, alike))} of {len(jobs)}"

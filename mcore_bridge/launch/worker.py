@@ -1,4 +1,4 @@
-"""The life of one rank that ``processes`` started: join the group, run, send back what came of it."""
+"""The main function of a rank that ``processes`` started: it joins the group, runs, and sends its result."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ A = TypeVar("A")
 T = TypeVar("T")
 
 Report = Callable[[str, int, int], None]
-"""How far a rank is: what it does, how much of it is done, and how much there is."""
+"""A function that reports progress: the name of a phase, how much of it is done, and the total."""
 
 _QUIET = 0.1  # seconds between two reports of one rank
 
 
 class Cause(IntEnum):
-    """Of several ranks that failed, the one with the smallest cause is to blame; then the one that said so first."""
+    """The kind of a failure. If several ranks fail, the smallest cause is the real one; then the first report."""
 
     DEATH = 0
     REFUSAL = 1
@@ -36,7 +36,7 @@ class Cause(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a rank did not return, and all that is known of it."""
+    """The reason why a rank did not return, with all details."""
 
     message: str
     details: str
@@ -45,7 +45,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a new process must know to be one rank. The process group's store is a file in ``folder``."""
+    """What a new process needs to become a rank. The store of the process group is a file in ``folder``."""
 
     rank: int
     world_size: int
@@ -54,17 +54,17 @@ class Job:
 
     @property
     def log(self) -> Path:
-        """What the rank printed."""
+        """The file with the output of the rank."""
         return Path(self.folder) / f"rank-{self.rank}.log"
 
 
 def serve(pipe: Connection, job: Job, function: Callable[[A, Report], T], argument: A) -> None:
-    """The life of one rank."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    """Run one rank from its start to its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     log = os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ.update(variables(job.device))  # the server that we were forked from may have started before
+    os.environ.update(variables(job.device))  # the server from which this was forked may have others
     outcome: Any
     try:
         _join(job)
@@ -72,12 +72,12 @@ def serve(pipe: Connection, job: Job, function: Callable[[A, Report], T], argume
     except BridgeError as error:
         outcome = Failure(str(error), traceback.format_exc(), Cause.REFUSAL)
     except BaseException as error:  # whatever it is, the parent must hear of it
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(place.filename).name}:{place.lineno}"
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(frame.filename).name}:{frame.lineno}"
         outcome = Failure(f"{type(error).__name__} in {where}: {error}", traceback.format_exc(), Cause.CRASH)
     pipe.send(("outcome", outcome))
     pipe.close()
-    os._exit(0)  # the group is not destroyed: that would wait for ranks which may be gone
+    os._exit(0)  # without destroying the group, which would wait for ranks that may have ended
 
 
 def _join(job: Job) -> None:
@@ -108,6 +108,6 @@ def _reporter(pipe: Connection) -> Report:
 
 
 def variables(device: str) -> dict[str, str]:
-    """On CPU no rank may see a GPU: megatron-core would use it."""
+    """The environment variables of ranks. On CPU no rank may see a GPU, because megatron-core would use it."""
     quiet = {"PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false"}
     return {**quiet, "CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else quiet

@@ -1,4 +1,4 @@
-"""What is known of a tensor before it is there."""
+"""The description of a tensor that need not exist yet."""
 
 from __future__ import annotations
 
