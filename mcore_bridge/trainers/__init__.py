@@ -1,1 +1,1 @@
-"""The faces that trainers drive: the surfaces of other bridges over ours. It imports all but ``commands``."""
+"""Interfaces for trainers: those of other bridges, on top of ours. It imports all but ``commands``."""

@@ -1,4 +1,4 @@
-"""Loading as trainers do it: from any HF folder, whoever wrote it, into chunks that may be wrapped."""
+"""Loads weights for trainers: from any HF folder, from any writer, into chunks that may be wrapped."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ _HEAD = "score.weight"
 def load_folder(
     models: Sequence[nn.Module], folder: str | os.PathLike[str], *, dtype: torch.dtype, may_draw_head: bool = True
 ) -> LoadReport:
-    """Copy the weights of a folder into this rank's chunks, and note on chunks without a folder that they are from it.
+    """Copy the weights of a folder into this rank's chunks, and make it the folder of chunks that have none.
 
-    The folder's own config says what its tensors are, since a trainer may have changed the model's: verl takes away the
-    number of MTP layers, and a checkpoint has them still.
+    The folder's own config describes its tensors, because a trainer may have changed that of the model. For example,
+    verl removes the number of MTP layers, while a checkpoint still has them.
 
     Args:
         models: this rank's chunks, wrapped or not.
-        folder: of a causal LM, or of what was saved with a head.
-        dtype: what weights are cast to.
-        may_draw_head: whether the folder may lack the model's head, which then stays as it is.
+        folder: an HF folder of a causal LM, or of a model that was saved with its head.
+        dtype: cast weights to this.
+        may_draw_head: whether the folder may lack the model's head, which then keeps its values.
 
     Raises:
-        CheckpointError: as ``load_hf_weights``; or the folder lacks the head, or has it under a name of others: then
-            on all ranks, whichever hold the head, and before a weight is written.
+        CheckpointError: as ``load_hf_weights``. Also when the folder lacks the head, or has it under the name of other
+            bridges: then on all ranks, with or without the head, and before a weight is written.
     """
     chunks = chunks_of(models)
-    found = provenance_of(folder, head=chunks[0].bridge.head)
-    if found.head != "lm":
-        _check_head(found.folder or folder, may_draw_head)
-    report = load_hf_weights(models, folder, hf=folder, head=found.head, dtype=dtype)
+    provenance = provenance_of(folder, head=chunks[0].bridge.head)
+    if provenance.head != "lm":
+        _check_head(provenance.folder or folder, may_draw_head)
+    report = load_hf_weights(models, folder, hf=folder, head=provenance.head, dtype=dtype)
     for chunk in chunks:
         if chunk.bridge.folder is None:
-            chunk.bridge = replace(chunk.bridge, folder=found.folder, dialect=found.dialect)
+            chunk.bridge = replace(chunk.bridge, folder=provenance.folder, dialect=provenance.dialect)
     return report
 
 

@@ -1,6 +1,6 @@
-"""The surface of ``mbridge``, as verl (``vanilla_mbridge=True``) and siiRL call it, over ours.
+"""The interface of ``mbridge``, as verl (``vanilla_mbridge=True``) and siiRL call it, on top of ours.
 
-The mesh is that of ``parallel_state``, with sequence parallelism wherever there is tensor parallelism.
+The mesh is that of ``parallel_state``, with sequence parallelism if there is tensor parallelism.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ Callback = Callable[..., object]
 """Called with a bare chunk and, by name, ``pre_process``, ``post_process``, ``config`` and ``hf_config``."""
 _DDP = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True}
 _REPLAY = "enable_routing_replay"
-"""No field of megatron-core: the routers of verl's router replay, before megatron-core had one, look for it."""
+"""A name that is no field of megatron-core. Routers of verl's own router replay read it from the config."""
 
 
 def make_value_model(
     model: nn.Module, pre_process: bool, post_process: bool, config: TransformerConfig, hf_config: PretrainedConfig
 ) -> None:
-    """Among the callbacks of ``get_model``: build with a value head. An LM head is never there.
+    """A callback for ``get_model``: the model is built with a value head, and without an LM head.
 
     Raises:
-        ConfigError: when it is called for a model that was built without one.
+        ConfigError: when it is called for a model that was built without a value head.
     """
     require_value_head([model])
 
@@ -50,20 +50,20 @@ def make_value_model(
 def freeze_moe_router(
     model: nn.Module, pre_process: bool, post_process: bool, config: TransformerConfig, hf_config: PretrainedConfig
 ) -> None:
-    """Among the callbacks of ``get_model``: freeze routers and the gates of shared experts."""
+    """A callback for ``get_model``: freeze routers and the gates of shared experts."""
     freeze_routers([model])
 
 
 class AutoBridge:
-    """Where a bridge comes from."""
+    """Makes bridges."""
 
     @classmethod
     def from_config(cls, hf_config: PretrainedConfig, *, dtype: torch.dtype = torch.bfloat16) -> Bridge:
-        """A bridge for an HF config, which is copied. Needs megatron-core's process groups.
+        """Make a bridge for an HF config, which is copied. megatron-core's process groups must exist.
 
         Args:
-            hf_config: of a causal LM.
-            dtype: of all parameters.
+            hf_config: the config of a causal LM.
+            dtype: the dtype of all parameters.
 
         Raises:
             ConfigError, MeshError: as ``build_model``.
@@ -72,7 +72,7 @@ class AutoBridge:
 
 
 class Bridge:
-    """One model of a trainer: its config, then its chunks, then their weights."""
+    """One model of a trainer: it provides the config, then the chunks, then their weights."""
 
     def __init__(self, hf_config: PretrainedConfig, dtype: torch.dtype) -> None:
         self.hf_config, self.dtype = hf_config, dtype
@@ -81,18 +81,18 @@ class Bridge:
 
     @property
     def config(self) -> TransformerConfig:
-        """What ``get_model`` builds with, this very object: fields may be set on it until then."""
+        """The config with which ``get_model`` builds. It is the same object, so fields may be set on it until then."""
         return self._blueprint.config
 
     def set_extra_args(self, **settings: object) -> None:
         """Override fields of ``TransformerConfig``, and make a new ``config``.
 
-        With ``mtp_loss_scaling_factor`` and without ``mtp_num_layers`` there are as many MTP layers as the HF config
-        says. ``enable_routing_replay`` is set on ``config`` as it is, where routers are verl's own, which read it.
+        With ``mtp_loss_scaling_factor`` and without ``mtp_num_layers``, the HF config decides the number of MTP layers.
+        ``enable_routing_replay`` is set on ``config`` unchanged, if routers are verl's own, which read it.
 
         Raises:
-            ConfigError, MeshError: as ``build_model``, for a setting that it cannot honour, or with which the model
-                would be another one than the HF config says.
+            ConfigError, MeshError: as ``build_model``, for a setting that it cannot apply, or that makes a model other
+                than that of the HF config.
         """
         self.extra_args |= settings
         self._blueprint = self._draw()
@@ -105,16 +105,16 @@ class Bridge:
         bf16: bool | None = None,
         ddp_config: Mapping[str, object] | None = None,
     ) -> list[nn.Module]:
-        """This rank's chunks, by virtual stage, with weights as megatron-core draws them.
+        """Build this rank's chunks, by virtual stage, with megatron-core's random weights.
 
         Args:
-            post_model_creation_callbacks: called with each bare chunk, before anything is wrapped.
-            wrap_with_ddp: put them into megatron-core's DDP.
-            fp16, bf16: set on ``config``; None leaves it as it is.
-            ddp_config: of DDP, beside fp32 gradients and the distributed optimizer.
+            post_model_creation_callbacks: functions that are called with each bare chunk, before it is wrapped.
+            wrap_with_ddp: whether to wrap chunks in megatron-core's DDP.
+            fp16, bf16: values for ``config``; None changes nothing.
+            ddp_config: further settings of DDP, beside fp32 gradients and the distributed optimizer.
 
         Raises:
-            ConfigError, MeshError: as ``build_model``; what was set on ``config`` is checked as overrides are.
+            ConfigError, MeshError: as ``build_model``. Fields that were set on ``config`` are checked as overrides are.
         """
         ddp = ddp_config_of({**_DDP, **(ddp_config or {})}) if wrap_with_ddp else None
         halves = {"fp16": fp16, "bf16": bf16}
@@ -140,18 +140,18 @@ class Bridge:
 
         Args:
             models: from ``get_model``.
-            weights_path: of what was saved with a head where the models have one. The first time it may also be of a
-                causal LM: a value head then stays as it was drawn.
-            memory_efficient: either way a rank reads its own slices only.
+            weights_path: an HF folder with the models' head. The first time it may also be that of a causal LM: a
+                value head then keeps its random values.
+            memory_efficient: without effect, as a rank only reads its own slices.
 
         Raises:
-            CheckpointError: the folder does not fit the model, or a later one lacks its head.
+            CheckpointError: the folder does not fit the model, or a later folder lacks its head.
         """
         is_first = chunks_of(models)[0].bridge.folder is None
         load_folder(models, weights_path, dtype=self.dtype, may_draw_head=is_first)
 
     def export_weights(self, models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-        """Every HF tensor, whole, on every rank: ``iter_hf_weights``. Nothing happens before the first is asked for."""
+        """Yield every HF tensor, whole, on every rank, as ``iter_hf_weights``. Nothing happens before the first one."""
         return iter_hf_weights(models)
 
     def save_weights(
@@ -162,13 +162,13 @@ class Bridge:
         distributed_filesystem: bool = False,
         strict: bool = True,
     ) -> None:
-        """Write an HF checkpoint: ``save_hf_checkpoint``. Called by all ranks; the folder is one that they share.
+        """Write an HF checkpoint, as ``save_hf_checkpoint``. All ranks call it, with a folder that they share.
 
         Args:
             models: from ``get_model``.
-            weights_path: the folder. Other files in it stay, and a config and a tokenizer that it has.
-            memory_efficient, distributed_filesystem, strict: all ranks write at the same time, no file is held in
-                memory, and all tensors are written, whatever these say.
+            weights_path: the folder. Other files in it stay, and so do its config and its tokenizer.
+            memory_efficient, distributed_filesystem, strict: without effect. All ranks write at the same time, no file
+                is kept in memory, and all tensors are written.
         """
         save_hf_checkpoint(models, weights_path, keep=True)
 
@@ -176,16 +176,16 @@ class Bridge:
         mesh = ParallelDims.from_mcore()
         mesh = replace(mesh, sp=mesh.tp > 1)
         schedule = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall", "batch_p2p_comm": False}
-        asked = with_mtp_layers(self.extra_args, self.hf_config)
-        for_routers = {_REPLAY: asked.pop(_REPLAY)} if _REPLAY in asked and _routers_read_replay() else {}
-        dims, overrides = split({**schedule, "overlap_p2p_comm": mesh.vp > 1, **asked}, mesh)
+        settings = with_mtp_layers(self.extra_args, self.hf_config)
+        for_routers = {_REPLAY: settings.pop(_REPLAY)} if _REPLAY in settings and _routers_read_replay() else {}
+        dims, overrides = split({**schedule, "overlap_p2p_comm": mesh.vp > 1, **settings}, mesh)
         overrides = require_same_model(self.hf_config, overrides, dtype=self.dtype)
-        drawn = make_blueprint(self.hf_config, dims=dims, dtype=self.dtype, overrides=overrides)
-        vars(drawn.config).update(for_routers)
-        return drawn
+        blueprint = make_blueprint(self.hf_config, dims=dims, dtype=self.dtype, overrides=overrides)
+        vars(blueprint.config).update(for_routers)
+        return blueprint
 
 
 def _routers_read_replay() -> bool:
     from megatron.core.transformer.moe.router import TopKRouter
 
-    return hasattr(TopKRouter, "_router_replay_patched")  # by which verl marks what it has done to them
+    return hasattr(TopKRouter, "_router_replay_patched")  # verl sets this on routers that it has patched

@@ -1,6 +1,6 @@
-"""The surface of Megatron-Bridge, as verl and RLinf call it, over ours.
+"""The interface of Megatron-Bridge, as verl and RLinf call it, on top of ours.
 
-Adapters (LoRA) are refused: a base model that is saved without them would pass for the trained one.
+Adapters (LoRA) are refused: a base model that is saved without them would look like the trained one.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _HEAD = frozenset({"output_layer.weight", "output_layer.bias"})
 
 
 def make_value_model(hidden_size: int, sequence_parallel: bool) -> ValueHead:
-    """A hook for ``Provider.register_pre_wrap_hook``, with which the model is built with a value head.
+    """A hook for ``Provider.register_pre_wrap_hook``: the model is built with a value head.
 
     Args:
-        hidden_size, sequence_parallel: those of the model, which knows them.
+        hidden_size, sequence_parallel: without effect, as the model has them.
     """
     from mcore_bridge.trainers.provider import ValueHead
 
@@ -60,11 +60,11 @@ def create_ddp_config(
     use_megatron_fsdp: bool = False,
     overrides: Mapping[str, object] | None = None,
 ) -> DistributedDataParallelConfig | None:
-    """megatron-core's settings of data parallelism; None where there is to be none.
+    """megatron-core's settings of data parallelism; None without it.
 
     Args:
-        wrap_with_ddp: whether there is to be any.
-        use_distributed_optimizer: shard the optimizer's state over data parallel ranks.
+        wrap_with_ddp: whether there is data parallelism.
+        use_distributed_optimizer: whether to shard the optimizer's state over data parallel ranks.
         use_megatron_fsdp: refused.
         overrides: further settings, applied last.
 
@@ -77,41 +77,41 @@ def create_ddp_config(
 
 
 class ConversionTasks:
-    """What a caller may keep of an export, for ever: nothing. Plans are kept with the model, and made anew in time."""
+    """Takes the place of Megatron-Bridge's conversion tasks, and is empty: plans of exports are kept with the model."""
 
     def __iter__(self) -> NoReturn:
         raise ConfigError(
             "conversion tasks are Megatron-Bridge's own, and this bridge has none to look into: use another checkpoint "
-            "engine than delta_sharded, or iter_hf_pieces, which says where each element of a shard is in HF's tensors"
+            "engine than delta_sharded. iter_hf_pieces says where each element of a shard is in HF's tensors"
         )
 
 
 class AutoBridge:
-    """A HF folder on its way to megatron-core and back."""
+    """The bridge between an HF folder and models of megatron-core."""
 
     def __init__(self, folder: Folder) -> None:
         self.folder = folder
 
     @classmethod
     def from_hf_pretrained(cls, path: Folder, *, trust_remote_code: bool = False) -> AutoBridge:
-        """A bridge for a folder, or for a repository in the local hub cache.
+        """Make a bridge for a folder, or for a repository in the local hub cache.
 
         Args:
-            path: with a ``config.json``.
-            trust_remote_code: no code of a repository is run either way.
+            path: a folder with a ``config.json``.
+            trust_remote_code: without effect, as no code of a repository is run.
 
         Raises:
-            ConfigError: it is of a family that is not supported; the message says why.
+            ConfigError: its family is not supported; the message says why.
         """
         read_hf(path)
         return cls(path)
 
     def to_megatron_provider(self, load_weights: bool = True, hf_path: Folder | None = None) -> Provider:
-        """The model's config, to be changed and finalized, and then to make the model: in bf16, unless that is changed.
+        """The config of the model, which can be changed and finalized, and then builds the model; bf16 by default.
 
         Args:
-            load_weights: whether the model is loaded as it is built.
-            hf_path: from where; None is the bridge's own folder.
+            load_weights: whether the model is loaded when it is built.
+            hf_path: the folder to load from; None is the bridge's own folder.
 
         Raises:
             ConfigError: megatron-core's ``GPTModel`` cannot express the HF config.
@@ -132,24 +132,25 @@ class AutoBridge:
 
         Args:
             model: this rank's chunks, wrapped or not.
-            hf_path: None is the bridge's own folder.
-            allowed_mismatched_params: the folder may lack these: a value head only, which stays as it was drawn.
+            hf_path: the folder; None is the bridge's own folder.
+            allowed_mismatched_params: parameters that the folder may lack. This can only be a value head, which then
+                keeps its random values.
 
         Raises:
-            ConfigError: other parameters may not be left out.
-            CheckpointError: the folder does not fit the model, or lacks its head and may not.
+            ConfigError: ``allowed_mismatched_params`` has other parameters.
+            CheckpointError: the folder does not fit the model, or lacks a head that it must have.
         """
         allowed = set(allowed_mismatched_params or ())
         if not allowed <= _HEAD:
             raise ConfigError(
-                f"allowed_mismatched_params may name {sorted(_HEAD)} only, found {sorted(allowed - _HEAD)}"
+                f"allowed_mismatched_params may only name {sorted(_HEAD)}, found {sorted(allowed - _HEAD)}"
             )
         dtype = chunks_of(model)[0].config.params_dtype
         load_folder(model, hf_path or self.folder, dtype=dtype, may_draw_head=bool(allowed))
         return model
 
     def get_conversion_tasks(self, megatron_model: Models, hf_path: Folder | None = None) -> ConversionTasks:
-        """Something to hand to ``export_hf_weights``. Whoever keeps it keeps no weight and no plan."""
+        """An object to pass to ``export_hf_weights``. It refers to no weight and no plan."""
         return ConversionTasks()
 
     def export_hf_weights(
@@ -160,16 +161,16 @@ class AutoBridge:
         conversion_tasks: ConversionTasks | None = None,
         merge_adapter_weights: bool = True,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Every HF tensor, whole, on every rank: ``iter_hf_weights``. Nothing happens before the first is asked for.
+        """Yield every HF tensor, whole, on every rank, as ``iter_hf_weights``. Nothing happens before the first one.
 
         Args:
             model: this rank's chunks, wrapped or not.
-            cpu: yield tensors on the CPU.
+            cpu: whether to yield tensors on the CPU.
             show_progress, merge_adapter_weights: without effect: nothing is printed, and there are no adapters.
             conversion_tasks: from ``get_conversion_tasks``, or None.
 
         Raises:
-            ConfigError: these tasks are not ours.
+            ConfigError: the tasks are those of another bridge.
         """
         if not isinstance(conversion_tasks, ConversionTasks | None):
             raise ConfigError(f"conversion_tasks must be those of get_conversion_tasks, found {type(conversion_tasks)}")
@@ -183,12 +184,12 @@ class AutoBridge:
         strict: bool = True,
         merge_adapter_weights: bool = True,
     ) -> None:
-        """Write an HF checkpoint: ``save_hf_checkpoint``. Called by all ranks; the folder is one that they share.
+        """Write an HF checkpoint, as ``save_hf_checkpoint``. All ranks call it, with a folder that they share.
 
         Args:
             model: this rank's chunks, wrapped or not.
-            path: the folder. Other files in it stay, and a config and a tokenizer that it has.
-            show_progress, strict, merge_adapter_weights: without effect: all tensors are written, or it raises.
+            path: the folder. Other files in it stay, and so do its config and its tokenizer.
+            show_progress, strict, merge_adapter_weights: without effect. All tensors are written, or it raises.
         """
         save_hf_checkpoint(model, path, keep=True)
 
@@ -201,22 +202,23 @@ class AutoBridge:
         strict: bool = True,
         merge_adapter_weights: bool = True,
     ) -> None:
-        """``save_hf_weights``, which writes config, tokenizer and code too: those of the folder that the model is from.
+        """Write an HF checkpoint with config, tokenizer and code from the folder that the model came from.
 
         Args:
-            source_path: without effect, like those of ``save_hf_weights``.
+            model, path: as for ``save_hf_weights``.
+            show_progress, source_path, strict, merge_adapter_weights: without effect.
         """
         save_hf_checkpoint(model, path)
 
     def export_adapter_weights(self, model: Models, **options: Any) -> NoReturn:
-        """Refused with ``ConfigError``."""
+        """Raise ``ConfigError``: there are no adapters."""
         refuse_adapters()
 
     def save_hf_adapter(self, model: Models, path: Folder, peft_cls: Any, **options: Any) -> NoReturn:
-        """Refused with ``ConfigError``."""
+        """Raise ``ConfigError``: there are no adapters."""
         refuse_adapters()
 
 
 def refuse_adapters() -> NoReturn:
-    """Raise ``ConfigError``."""
+    """Raise ``ConfigError``: there are no adapters."""
     raise ConfigError("adapters are not supported by this bridge: set lora.rank to 0, or keep Megatron-Bridge for LoRA")

@@ -1,4 +1,4 @@
-"""Taking the place of modules of a trainer: only before it has them, since it keeps what it has imported from them."""
+"""Replaces modules of a trainer. This must happen before it imports them, because it keeps what it has imported."""
 
 import functools
 import importlib
@@ -16,9 +16,9 @@ logger = logging.getLogger("mcore_bridge")
 
 
 class StandInModule(ModuleType):
-    """A module that has the names of one of ours, which is imported once the first of them is asked for.
+    """A module with the names of one of ours, which is imported when the first name is used.
 
-    So the driver of a trainer needs no megatron-core, and whoever has to be imported before it still is.
+    So the driver of a trainer needs no megatron-core, and modules that must be imported before megatron-core can be.
     """
 
     def __init__(self, name: str, home: str) -> None:
@@ -26,16 +26,19 @@ class StandInModule(ModuleType):
         self.__home = home
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked for by tools that look through all modules
+        if name.startswith("__"):  # for tools that inspect all modules
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         return getattr(importlib.import_module(self.__home), name)
 
 
 def replace_modules(homes: Mapping[str, str]) -> None:
-    """Have an import of each of these names give what our module of the other name has.
+    """Replace modules by stand-ins for ours.
+
+    Args:
+        homes: the names of the trainer's modules, and those of our modules.
 
     Raises:
-        ConfigError: another module has one of the names already; then none is taken.
+        ConfigError: one of the trainer's modules is imported already. Then none is replaced.
     """
     late = [name for name in homes if not isinstance(sys.modules.get(name), StandInModule | None)]
     if late:
@@ -49,7 +52,7 @@ def replace_modules(homes: Mapping[str, str]) -> None:
 
 @functools.cache
 def original(name: str) -> ModuleType:
-    """The trainer's own module of a name that was taken: for what we leave as it is.
+    """The trainer's own module that was replaced, for names that we do not change.
 
     Raises:
         ConfigError: the trainer has no such module.
@@ -64,7 +67,7 @@ def original(name: str) -> ModuleType:
 
 
 def attribute_of_original(module: str, name: str) -> Any:
-    """What the trainer's own ``module`` has, for the ``__getattr__`` of ours: not what an import asks of a module."""
+    """An attribute of the trainer's own ``module``, for the ``__getattr__`` of ours; names of Python itself raise."""
     if name.startswith("__"):
         raise AttributeError(f"the module in the place of {module!r} has no attribute {name!r}")
     return getattr(original(module), name)

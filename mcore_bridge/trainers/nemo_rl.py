@@ -1,4 +1,4 @@
-"""NeMo-RL's map of what a rank holds, for its refit without a gather (``nccl_reshard``)."""
+"""NeMo-RL's map of the local parts of HF tensors, for its refit without a gather (``nccl_reshard``)."""
 
 from __future__ import annotations
 
@@ -30,85 +30,85 @@ def local_params(
     context: Callable[..., Any],
     hf: HF | None = None,
 ) -> dict[str, Spec]:
-    """What ``build_hf_to_local_param_map`` has to find: by HF name, how this rank's part of it is got.
+    """The map that ``build_hf_to_local_param_map`` must return: for each HF name, how to get this rank's part of it.
 
-    The map may be kept. It names parameters and no memory, so that parts are those of the moment they are asked for,
-    also after parameters were moved to the CPU and back.
+    The map may be kept. It refers to parameters, not to memory. So a part always has the current values, also after
+    parameters were moved to the CPU and back.
 
     Args:
         models: this rank's chunks, wrapped or not.
-        refit_info: NeMo-RL's, with the names of what travels. Those of routed experts are named together, without a
-            number, and have a leading dim for them.
-        spec, context: its ``LocalParamSpec`` and ``RefitCtx``.
+        refit_info: NeMo-RL's description, with the names to transfer. All routed experts of a layer have one name,
+            without a number, and a leading dim.
+        spec, context: NeMo-RL's ``LocalParamSpec`` and ``RefitCtx``.
         hf: for models that ``build_model`` did not make: their HF config or folder.
 
     Returns:
-        ``spec(base=parameters, pre=...)`` for each name that this rank has a part of; ``pre(base)`` is
-        ``context(buf=part)``, with the part contiguous: along the dim that tensor parallelism cuts, or the experts of
+        ``spec(base=parameters, pre=...)`` for each name of which this rank has a part. ``pre(base)`` is
+        ``context(buf=part)`` with a contiguous part: a block of the dim that tensor parallelism cuts, or the experts of
         this rank, in their order.
 
     Raises:
-        MappingError: no rule knows a name, or this rank's part of an HF tensor is not one block of it, as that of fused
-            q, k and v is not.
+        MappingError: no rule knows a name, or this rank's part of an HF tensor is no single block, as with fused q, k
+            and v.
         ExportError: from ``pre``: parameters have no storage, or a step has left some for the next forward to gather.
     """
     bound = bind(models, provenance_on(models, hf, "lm"), dialect="split")
-    places = _by_name(bound)
+    origins = _by_name(bound)
     wanted = [info["name"] for layer in refit_info["layer_names"] for info in refit_info["per_layer_params"][layer]]
     if unknown := [name for name in wanted if not _is_known(name, bound.mapping)]:
         raise MappingError(
             f"refit_info must have names of HF tensors that a rule gives, found {len(unknown)} others: {unknown[:8]}. "
             "Name each expert's tensor, or all of one projection together: experts.gate_proj.weight"
         )
-    return {name: _spec_of(name, places[name], bound, models, spec, context) for name in wanted if name in places}
+    return {name: _spec_of(name, origins[name], bound, models, spec, context) for name in wanted if name in origins}
 
 
 def _is_known(name: str, mapping: WeightMapping) -> bool:
-    """Whether some rank has a part of this tensor, or of these of all experts."""
+    """Whether some rank has a part of this tensor, or of the tensors of all experts that it names."""
     return any(map(mapping.consumers, (name, name.replace(".experts.", ".experts.0.")))) or mapping.is_copy(name)
 
 
 def _by_name(bound: BoundModel) -> dict[str, list[SliceOrigin]]:
-    """Where this rank's parts are, by the names that NeMo-RL has: that of single experts is that of all, too."""
-    found: dict[str, list[SliceOrigin]] = {}
-    for place in origins_of(bound):
-        for name in _names(place):
-            found.setdefault(name, []).append(place)
-    return found
+    """The origins of this rank's parts, by NeMo-RL's names. A part of an expert has the common name of experts, too."""
+    by_name: dict[str, list[SliceOrigin]] = {}
+    for origin in origins_of(bound):
+        for name in _names(origin):
+            by_name.setdefault(name, []).append(origin)
+    return by_name
 
 
-def _names(place: SliceOrigin) -> Iterator[str]:
-    yield place.name
-    if match := _OF_EXPERT.fullmatch(place.name):
+def _names(origin: SliceOrigin) -> Iterator[str]:
+    yield origin.name
+    if match := _OF_EXPERT.fullmatch(origin.name):
         yield match[1] + match[2]
 
 
 def _spec_of(
     name: str,
-    places: Sequence[SliceOrigin],
+    origins: Sequence[SliceOrigin],
     bound: BoundModel,
     models: Models,
     spec: Callable[..., Spec],
     context: Callable[..., Any],
 ) -> Spec:
-    of_experts = places[0].name != name
-    if len({place.name for place in places}) != len(places) or any(each.copy.part_step != 1 for each in places):
+    of_experts = origins[0].name != name
+    if len({origin.name for origin in origins}) != len(origins) or any(o.copy.part_step != 1 for o in origins):
         raise MappingError(
-            f"this rank has {len(places)} blocks of {name}, expected one: send it whole, by iter_hf_weights"
+            f"this rank has {len(origins)} blocks of {name}, expected one: send it whole, with iter_hf_weights"
         )
-    pre = partial(_send, models=models, places=places, of_experts=of_experts, context=context)
-    return spec(base=[bound.tensors[place.mcore] for place in places], pre=pre)
+    pre = partial(_send, models=models, origins=origins, of_experts=of_experts, context=context)
+    return spec(base=[bound.tensors[origin.mcore] for origin in origins], pre=pre)
 
 
 def _send(
     parameters: Sequence[Tensor],
     *,
     models: Models,
-    places: Sequence[SliceOrigin],
+    origins: Sequence[SliceOrigin],
     of_experts: bool,
     context: Callable[..., Any],
 ) -> Any:
     require_gathered(models)
-    check_storage(dict(zip([place.mcore for place in places], parameters, strict=True)))
-    parts = [place.of(parameter) for place, parameter in zip(places, parameters, strict=True)]
+    check_storage(dict(zip([origin.mcore for origin in origins], parameters, strict=True)))
+    parts = [origin.of(parameter) for origin, parameter in zip(origins, parameters, strict=True)]
     return context(buf=torch.stack(parts) if of_experts else parts[0].contiguous())

@@ -1,7 +1,7 @@
-"""Megatron-Bridge's model provider: a ``TransformerConfig`` that can be changed until it makes its model.
+"""Megatron-Bridge's model provider: a ``TransformerConfig`` that can be changed until it builds its model.
 
-Fields that stay as they were drawn follow the HF config; each that is changed is a setting of the trainer: of the mesh,
-of the dtype, or an override.
+Fields that are not changed follow the HF config. A field that is changed is a setting of the trainer: of the mesh, of
+the dtype, or an override.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
 
 Hook = Callable[[list[nn.Module]], Sequence[nn.Module] | None]
-"""Called with the bare chunks of this rank before they are wrapped; what it returns takes their place."""
+"""A function that is called with this rank's bare chunks before they are wrapped. It may return others instead."""
 
 
 class ValueHead:
-    """A hook that has the model built with a value head; a model that was built without one it refuses."""
+    """A hook because of which the model is built with a value head. It refuses a model without one."""
 
     def __call__(self, chunks: Sequence[nn.Module]) -> None:
         require_value_head(chunks if isinstance(chunks, Sequence) else [chunks])
 
 
 class Provider(TransformerConfig):
-    """The config of a model to be, with the arguments of ``GPTModel`` as attributes beside its fields."""
+    """The config of a model that is not built yet, with the arguments of ``GPTModel`` as further attributes."""
 
     _blueprint: Blueprint
     _source: Source | None
@@ -49,32 +49,32 @@ class Provider(TransformerConfig):
 
     @classmethod
     def of(cls, blueprint: Blueprint, source: Source | None) -> Provider:
-        """A provider that stands for the config of ``blueprint``, and loads what it builds from ``source``."""
+        """Make a provider that replaces the config of ``blueprint``, and loads its model from ``source``."""
         latent = isinstance(blueprint.config, MLATransformerConfig)
         provider: Provider = object.__new__(LatentProvider if latent else Provider)
         provider.__dict__.update({**vars(blueprint.config), **blueprint.gpt_arguments})
-        provider.expert_tensor_parallel_size = None  # that of parallel_state, or the tensor parallel size
+        provider.expert_tensor_parallel_size = None  # means that of parallel_state, or the tensor parallel size
         provider._blueprint = replace(blueprint, config=provider)
         provider._source, provider._hooks = source, []
         return provider
 
     def register_pre_wrap_hook(self, hook: Hook) -> None:
-        """Have ``hook`` called with the bare chunks before they are wrapped, after those that are registered."""
+        """Register a hook, which is called with the bare chunks before they are wrapped, after earlier hooks."""
         self._hooks.append(hook)
 
     def apply_overrides_and_finalize(
         self, dtype: torch.dtype | None = None, overrides: Mapping[str, object] | None = None
     ) -> Provider:
-        """Set fields, and check the whole.
+        """Set fields, and check the config.
 
         Args:
-            dtype: of all parameters; None leaves it.
-            overrides: by name, applied after ``dtype``. With ``mtp_loss_scaling_factor`` and without
-                ``mtp_num_layers`` there are as many MTP layers as the HF config says.
+            dtype: the dtype of all parameters; None changes nothing.
+            overrides: fields by name, applied after ``dtype``. With ``mtp_loss_scaling_factor`` and without
+                ``mtp_num_layers``, the HF config decides the number of MTP layers.
 
         Raises:
-            ConfigError, MeshError: as ``build_model``, for a setting that it cannot honour, or with which the model
-                would be another one than the HF config says.
+            ConfigError, MeshError: as ``build_model``, for a setting that it cannot apply, or that makes a model other
+                than that of the HF config.
         """
         if dtype is not None:
             self.params_dtype, self.fp16, self.bf16 = dtype, dtype is torch.float16, dtype is torch.bfloat16
@@ -86,12 +86,16 @@ class Provider(TransformerConfig):
         return self
 
     def finalize(self) -> None:
-        """Check what was set, and derive from it what follows. Errors: see ``apply_overrides_and_finalize``."""
+        """Check the fields that were set, and derive others from them.
+
+        Raises:
+            ConfigError, MeshError: as ``apply_overrides_and_finalize``.
+        """
         changes = changes_of(self._blueprint)
         if self.expert_tensor_parallel_size is None and parallel_state.model_parallel_is_initialized():
             changes["expert_tensor_parallel_size"] = ParallelDims.from_mcore().etp
         dims, overrides = split(changes, self._blueprint.dims)
-        self.__dict__.update(dims.to_config_fields())  # sizes that were None: build must not take them for changes
+        self.__dict__.update(dims.to_config_fields())  # sizes that were None, which build would take for changes
         dtype = overrides.pop("params_dtype", None)
         assert dtype is None or isinstance(dtype, torch.dtype)
         head = "value" if any(isinstance(hook, ValueHead) for hook in self._hooks) else None
@@ -105,13 +109,13 @@ class Provider(TransformerConfig):
         bf16: bool | None = None,
         use_megatron_fsdp: bool = False,
     ) -> list[nn.Module]:
-        """This rank's chunks, by virtual stage, after all hooks.
+        """Build this rank's chunks, by virtual stage, and run all hooks.
 
         Args:
-            ddp_config: megatron-core's, or a subclass.
-            wrap_with_ddp: put the chunks into megatron-core's DDP.
-            fp16, bf16: set on the config; None leaves it as it is.
-            use_megatron_fsdp: refused.
+            ddp_config: megatron-core's config of DDP, or a subclass.
+            wrap_with_ddp: whether to wrap chunks in megatron-core's DDP.
+            fp16, bf16: values for the config; None changes nothing.
+            use_megatron_fsdp: must be False.
 
         Raises:
             ConfigError, MeshError, CheckpointError: as ``build_model``.
@@ -129,7 +133,7 @@ class Provider(TransformerConfig):
         return wrap(chunks, ddp_config if wrap_with_ddp else None)
 
     def __deepcopy__(self, memo: dict[int, object]) -> TransformerConfig:
-        """A plain config, without what makes it a provider: megatron-core copies configs for parts of a model."""
+        """A copy that is a plain config and no provider: megatron-core copies configs for parts of a model."""
         plain: TransformerConfig = object.__new__(config_class(latent=self.multi_latent_attention))
         own = {name: value for name, value in vars(self).items() if name not in ("_blueprint", "_source", "_hooks")}
         plain.__dict__.update(copy.deepcopy(own, memo))

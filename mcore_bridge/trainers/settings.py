@@ -1,4 +1,4 @@
-"""What a trainer sets on a model: mesh fields, dtypes and overrides under megatron-core's names, in one mapping."""
+"""Settings of trainers for a model: mesh, dtypes and overrides, by megatron-core's names, in one mapping."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 INITIAL = frozenset({"init_method_std"})
-"""What the HF config says of values that are drawn, and a trainer may draw otherwise."""
+"""Fields of the HF config for random values. A trainer may choose other ones."""
 DROPOUT = frozenset({"attention_dropout", "hidden_dropout"})
-"""What is dropped while a model trains: the trainer's, whatever it was trained with before."""
+"""Dropout, which the trainer decides, and not the HF config."""
 
 
 def split(settings: Mapping[str, object], dims: ParallelDims) -> tuple[ParallelDims, dict[str, object]]:
-    """A trainer's settings as the mesh and the overrides of ``build_model``.
+    """Split a trainer's settings into the mesh and the overrides of ``build_model``.
 
     Args:
-        settings: fields of ``TransformerConfig`` and arguments of ``GPTModel``; a name of an attention backend may
-            stand for the backend.
-        dims: the mesh where settings say nothing.
+        settings: fields of ``TransformerConfig`` and arguments of ``GPTModel``. An attention backend may be its name.
+        dims: the mesh for sizes that settings omit.
 
     Raises:
         ConfigError: no attention backend has this name.
-        MeshError: for a combination that no model and no world size can make right.
+        MeshError: a combination of sizes is impossible for any model and world size.
     """
     mesh = dims.to_config_fields()
     overrides = {name: value for name, value in settings.items() if name not in mesh}
@@ -44,12 +43,12 @@ def split(settings: Mapping[str, object], dims: ParallelDims) -> tuple[ParallelD
 
 
 def with_mtp_layers(settings: Mapping[str, object], hf: PretrainedConfig) -> dict[str, object]:
-    """``settings`` with as many MTP layers as ``hf`` says, where they scale the loss of such layers and count none.
+    """Add the number of MTP layers of ``hf`` to settings that scale the loss of such layers without a number.
 
-    That is how verl asks for them; a count of None is none.
+    verl asks for them so. A number of None means that there are none.
 
     Raises:
-        ConfigError: ``hf`` says nothing of such layers.
+        ConfigError: ``hf`` has no such layers.
     """
     if "mtp_loss_scaling_factor" not in settings or "mtp_num_layers" in settings:
         return dict(settings)
@@ -63,44 +62,51 @@ def with_mtp_layers(settings: Mapping[str, object], hf: PretrainedConfig) -> dic
 
 
 def decided(hf: PretrainedConfig) -> frozenset[str]:
-    """The names that an HF config decides."""
+    """The names of the fields of ``TransformerConfig`` that an HF config decides."""
     fields = hf.to_dict()
-    table = (each.to_mcore(fields) for each in architecture_of(hf).fields if not isinstance(each, Preset))
-    names = frozenset(name for found in table for name in found) - INITIAL
-    return names - {"qk_layernorm"} if "kv_lora_rank" in names else names  # latents have norms, whatever this says
+    entries = (entry for entry in architecture_of(hf).fields if not isinstance(entry, Preset))
+    names = frozenset(name for entry in entries for name in entry.to_mcore(fields)) - INITIAL
+    return names - {"qk_layernorm"} if "kv_lora_rank" in names else names  # latents always have norms
 
 
 def require_same_model(hf: HF, overrides: Mapping[str, object], **build: Any) -> dict[str, object]:
-    """``overrides``, as long as none makes another model of an HF config than it says.
+    """Check that no override makes a model other than that of the HF config, and return the overrides.
 
     Args:
         hf: the config, or its folder.
         build: dtype, device, backend and head, as for ``make_blueprint``.
 
     Raises:
-        ConfigError: naming all that do.
+        ConfigError: naming all overrides that do.
     """
-    meant = make_blueprint(hf, dims=ParallelDims(), **build)
-    held = {**vars(meant.config), **meant.gpt_arguments}
-    asked = {**held, **overrides}
+    blueprint = make_blueprint(hf, dims=ParallelDims(), **build)
+    own = {**vars(blueprint.config), **blueprint.gpt_arguments}
+    asked = {**own, **overrides}
     for name in ("kv_channels", "num_query_groups"):
-        if asked[name] is None:  # which megatron-core fills in
-            asked[name] = held[name]
-    names = (decided(meant.hf) | OF_SOME) & overrides.keys() - DROPOUT - _unread(asked)
+        if asked[name] is None:  # megatron-core fills these in
+            asked[name] = own[name]
+    names = (decided(blueprint.hf) | OF_SOME) & overrides.keys() - DROPOUT - _unread(asked)
     wrong = [
-        f"{name}={asked[name]!r}, where it is {held[name]!r}" for name in sorted(names) if not same(name, asked, held)
+        f"{name}={asked[name]!r}, where it is {own[name]!r}" for name in sorted(names) if not same(name, asked, own)
     ]
     if wrong:
         raise ConfigError(
             f"these settings make another model than the HF config says: {'; '.join(wrong)}. Set them so or leave them "
-            "out, or change the HF config, which engines and checkpoints go by as well"
+            "out, or change the HF config, which engines and checkpoints use, too"
         )
-    latent = {"qk_layernorm": held["qk_layernorm"]} if meant.config.multi_latent_attention else {}
+    latent = {"qk_layernorm": own["qk_layernorm"]} if blueprint.config.multi_latent_attention else {}
     return {name: latent.get(name, value) for name, value in overrides.items()}
 
 
 def settle_same(blueprint: Blueprint, *, overrides: Mapping[str, object] | None = None, **changed: Any) -> Blueprint:
-    """``reconcile``, as long as no change makes another model. Arguments are the same, errors also those of above."""
+    """Reconcile a blueprint with changes of its config, if none of them makes another model.
+
+    Args:
+        blueprint, overrides, changed: as for ``reconcile``.
+
+    Raises:
+        ConfigError, MeshError: as ``reconcile`` and ``require_same_model``.
+    """
     dtype, head = (changed.get(name) for name in ("dtype", "head"))
     own = {"dtype": dtype or blueprint.dtype, "head": head or blueprint.provenance.head}
     placed = {"device": blueprint.device, "backend": blueprint.backend}
@@ -111,16 +117,16 @@ def settle_same(blueprint: Blueprint, *, overrides: Mapping[str, object] | None 
 
 
 def _unread(asked: Mapping[str, object]) -> set[str]:
-    """What makes no other model: padding; a head of its own; the size of dense MLPs where all layers have experts."""
+    """Settings that make no other model: padding, a head of its own, and the size of dense MLPs if there are none."""
     has_dense = not asked["num_moe_experts"] or not all(layers_of(asked))
     is_tied = asked["share_embeddings_and_output_weights"]
-    found = {"vocab_size": True, "share_embeddings_and_output_weights": not is_tied, "ffn_hidden_size": not has_dense}
-    return {name for name, is_unread in found.items() if is_unread}
+    unread = {"vocab_size": True, "share_embeddings_and_output_weights": not is_tied, "ffn_hidden_size": not has_dense}
+    return {name for name, is_unread in unread.items() if is_unread}
 
 
 def _attention_backend(name: str) -> object:
     from megatron.core.transformer.enums import AttnBackend
 
     if name not in AttnBackend.__members__:
-        raise ConfigError(f"attention_backend must be one of {', '.join(AttnBackend.__members__)}; got {name!r}")
+        raise ConfigError(f"attention_backend must be one of {', '.join(AttnBackend.__members__)}, found {name!r}")
     return AttnBackend[name]

@@ -1,6 +1,6 @@
-"""Importing this makes siiRL's ``use_mbridge=True`` mean mcore_bridge, in this process.
+"""Import this to make siiRL's ``use_mbridge=True`` use mcore_bridge, in this process.
 
-siiRL imports it where ``model.external_lib`` of its config names it, before it looks for a bridge.
+siiRL imports it if ``model.external_lib`` of its config names it, before it looks for a bridge.
 """
 
 from mcore_bridge.trainers.module_patch import replace_modules

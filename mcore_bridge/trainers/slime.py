@@ -1,7 +1,7 @@
-"""slime's ``convert_to_hf`` by our rules: HF tensors of one parameter that is whole already.
+"""slime's ``convert_to_hf`` with our rules: from one whole parameter to HF tensors.
 
-With latent queries, the first of a layer's two latents waits here for the second: SGLang fuses ``q_a_proj`` with
-``kv_a_proj_with_mqa`` of one load call, and without a word leaves them as they were when they come in two.
+With latent queries, the first of a layer's two latents is kept until the second comes. SGLang fuses ``q_a_proj`` and
+``kv_a_proj_with_mqa`` within one load call. If they come in two calls, it ignores them without an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Named = tuple[str, Tensor]
 _PREFIX = re.compile(r"^(?:module\.)+")
 _LATENT = re.compile(r"(?P<attention>.+)\.(?:q_a_proj|kv_a_proj_with_mqa)\.weight")
 _HELD: dict[str, dict[str, Named]] = {}
-"""By HF folder and attention: the latent that came first, while the other one of its layer has not come."""
+"""The latent that came first and waits for the other one of its layer, by HF folder and attention."""
 
 
 def convert_to_hf(
@@ -39,25 +39,25 @@ def convert_to_hf(
     quantization_config: Mapping[str, Any] | None = None,
     transform_ue8m0: bool = True,
 ) -> list[Named]:
-    """HF names and tensors of one parameter, in the signature of slime 0.3.1.
+    """HF names and tensors of one parameter, with the signature of slime 0.3.1.
 
     Args:
-        args: slime's arguments, of which ``hf_checkpoint`` is read, the HF folder, which says what the model is, and
-            ``mtp_num_layers``.
-        model_name: not read.
-        name: of the parameter in a ``GPTModel``, with global numbers of layers and experts, wrappers and all.
-        param: the whole parameter, gathered over tensor parallelism; a padded vocabulary is cut.
-        quantization_config, transform_ue8m0: must ask for nothing.
+        args: slime's arguments. Only ``hf_checkpoint``, the HF folder of the model, and ``mtp_num_layers`` are read.
+        model_name: without effect.
+        name: the name of the parameter in a ``GPTModel``, with global numbers of layers and experts, and with wrappers.
+        param: the whole parameter, gathered over tensor parallelism. A padded vocabulary is cut.
+        quantization_config: must be None.
+        transform_ue8m0: without effect.
 
     Returns:
-        New, contiguous tensors; none of a head that is tied to the embedding. With latent queries, none of the first of
-        a layer's ``q_a_proj`` and ``kv_a_proj_with_mqa`` to come, and both of the second. When a pass over the
-        parameters ends without the second, the first is missing, which the next pass raises for.
+        New, contiguous tensors; none for a head that is tied to the embedding. With latent queries, none for the first
+        of a layer's ``q_a_proj`` and ``kv_a_proj_with_mqa``, and both for the second. If a pass over the parameters
+        ends without the second, the first is missing, and the next pass raises.
 
     Raises:
-        ConfigError: tensors are to be quantized, or the family has one tensor for all experts of a layer.
-        ExportError: a latent came again before the other one of its layer. All that were held back for this folder are
-            dropped, so that the next pass starts anew.
+        ConfigError: tensors must be quantized, or the family has one tensor for all experts of a layer.
+        ExportError: a latent came again before the other one of its layer. All latents that were kept for this folder
+            are dropped, so that the next pass starts anew.
         MappingError: no rule has this name, or the shape does not fit.
     """
     if quantization_config is not None:
@@ -70,18 +70,18 @@ def convert_to_hf(
     parts = (~binding.layout)((param.detach()[None],), {**model.axes, "padded_vocab": param.shape[0]})
     names = (*binding.hf, *binding.copies)
     parts = (*parts, *(parts[0] for _ in binding.copies))
-    found = [(hf, part.clone(memory_format=torch.contiguous_format)) for hf, part in zip(names, parts, strict=True)]
+    pairs = [(hf, part.clone(memory_format=torch.contiguous_format)) for hf, part in zip(names, parts, strict=True)]
     latent = _LATENT.fullmatch(names[0]) if model.has_latent_queries else None
-    return _paired(_HELD.setdefault(folder, {}), latent["attention"], found[0]) if latent else found
+    return _paired(_HELD.setdefault(folder, {}), latent["attention"], pairs[0]) if latent else pairs
 
 
 def _paired(held: dict[str, Named], attention: str, latent: Named) -> list[Named]:
-    """Both latents of ``attention`` when one of them is ``held`` already; else none, and this one is held.
+    """Both latents of ``attention`` if one of them is ``held`` already; else nothing, and this one is kept.
 
     Raises:
-        ExportError: this one is held already. Nothing is held any more then.
+        ExportError: this one is kept already. Then all are dropped.
     """
-    first = held.setdefault(attention, latent)  # in one step: slime's converter of files calls from several threads
+    first = held.setdefault(attention, latent)  # one atomic step: slime's converter of files calls from several threads
     if first is latent:
         return []
     if first[0] == latent[0]:
@@ -98,18 +98,18 @@ def _paired(held: dict[str, Named], attention: str, latent: Named) -> list[Named
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """What a folder says of a model: the names and sizes of its parameters at one rank."""
+    """The names and sizes of the parameters of a model without parallelism."""
 
     mapping: WeightMapping
     axes: Axes
     numbering: Numbering
     has_latent_queries: bool
-    """Else the latents of keys and values are alone, and nothing is to wait for."""
+    """Whether queries have latents. Otherwise only keys and values have them, and nothing needs to wait."""
 
 
 @functools.cache
 def _known(folder: str, mtp: bool) -> _Model:
-    """What a folder says of its model, read once.
+    """The model of an HF folder, read once.
 
     Raises:
         ConfigError: the family has one tensor for all experts of a layer.
@@ -117,10 +117,10 @@ def _known(folder: str, mtp: bool) -> _Model:
     provenance = provenance_of(folder)
     mapping = provenance.mapping(tied=bool(provenance.hf.tie_word_embeddings), mtp=mtp, dialect="split")
     if any(name.endswith("[*]") for rule in mapping.rules for name in rule.hf):
-        # Not held back until all are there: where the engine spreads experts, slime hands a rank its engine's alone.
+        # Waiting for all experts is no way out: if an engine distributes experts, slime passes only some of them.
         raise ConfigError(
             f"{provenance.hf.model_type} has one tensor for all experts of a layer, of which a parameter is a part: "
-            "export it by iter_hf_weights, which puts them together"
+            "export it with iter_hf_weights, which joins them"
         )
     config = to_transformer_config(folder)
     axes = axes_of_config(config, vocab=provenance.hf.vocab_size, padded_vocab=provenance.hf.vocab_size)

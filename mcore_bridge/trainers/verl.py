@@ -1,8 +1,8 @@
-"""Importing this makes verl build, load, export and save with mcore_bridge, in this process and both of its flavours.
+"""Import this to make verl build, load, export and save with mcore_bridge in this process, with either of its bridges.
 
-verl imports it itself, in every process and before it looks for a bridge, where the environment variable
-``VERL_USE_EXTERNAL_MODULES`` names it. Whoever merely has both installed sees no change: there is no entry point, which
-verl would load without being asked, and whose failure it would not show.
+verl imports it in every process before it looks for a bridge, if the environment variable
+``VERL_USE_EXTERNAL_MODULES`` names it. Installing both packages changes nothing. There is no entry point on purpose:
+verl would load it unasked, and would not show its failure.
 """
 
 from mcore_bridge.trainers.module_patch import replace_modules

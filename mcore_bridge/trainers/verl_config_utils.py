@@ -1,4 +1,4 @@
-"""Where verl has Megatron-Bridge make settings of data parallelism; what else is there stays Megatron-Bridge's own."""
+"""Replaces Megatron-Bridge's settings of data parallelism for verl; all other names stay Megatron-Bridge's own."""
 
 from typing import Any
 

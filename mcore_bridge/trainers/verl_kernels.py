@@ -1,7 +1,7 @@
-"""verl's fused kernels (``use_fused_kernels``), which go around an output layer: they take its weight, and no logits.
+"""verl's fused kernels (``use_fused_kernels``), which use the weight of an output layer and not its logits.
 
-What such a layer does beside multiplying is done here, or refused. On each tensor-parallel rank the kernels take a row
-for a label, the first for the one that comes next if all lower ranks have as many rows.
+What an output layer does beside multiplying is done here, or refused. The kernels assume that all tensor-parallel ranks
+have equally many rows, and number the labels of each rank accordingly.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _NAME = "verl.utils.kernel.linear_cross_entropy"
 _SPLIT = 1024
-"""Rows that the kernels take at a time: ranks exchange a maximum for each of these parts, and need as many of them."""
+"""Rows that the kernels process at a time. Ranks exchange a maximum for each such part, so all need equally many."""
 
 
 def __getattr__(name: str) -> Any:
@@ -31,16 +31,16 @@ def linear_cross_entropy(
     reduction: str = "none",
     dist_process_group: "ProcessGroup | None" = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of labels and entropies, by verl's kernels; rows that pad the vocabulary take no part.
+    """Log-probs of labels, and entropies, from verl's kernels without the padding of the vocabulary.
 
     Args:
-        hidden: of all tokens.
+        hidden: hidden states of all tokens.
         weight: this rank's rows of an output layer.
-        labels: of all tokens, in the whole vocabulary.
-        temperature, reduction, dist_process_group: as verl gives them.
+        labels: labels of all tokens, in the whole vocabulary.
+        temperature, reduction, dist_process_group: as for verl's function.
 
     Raises:
-        ConfigError: the model caps its logits, or padding takes so many rows that verl's kernels cannot go together.
+        ConfigError: the model caps its logits, or ranks have different numbers of parts because of padding.
     """
     rank, size = (0, 1) if dist_process_group is None else (dist_process_group.rank(), dist_process_group.size())
     rows = weight.size(0)
@@ -65,6 +65,6 @@ def _check(weight: Tensor, vocab_size: int, size: int) -> None:
     if last <= 0 or (size > 1 and -(-last // _SPLIT) != -(-rows // _SPLIT)):
         raise ConfigError(
             f"verl's fused kernels need as many parts of {_SPLIT} tokens on the last of {size} tensor-parallel ranks "
-            f"as on the others, found {last} and {rows} of {vocab_size} tokens: set use_fused_kernels=False or another "
+            f"as on the others, found {last} and {rows} of {vocab_size} tokens. Set use_fused_kernels=False or another "
             "tensor_model_parallel_size"
         )

@@ -1,4 +1,4 @@
-"""Where verl has Megatron-Bridge make adapters: refused by name, whether that is installed or not."""
+"""Replaces verl's use of Megatron-Bridge for adapters, which are refused by name."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from mcore_bridge.trainers.megatron_bridge import refuse_adapters
 
 
 def get_peft_cls(model_config: Any, bridge: object, provider: object, dtype: object = None) -> None:
-    """None, as verl has it for models without adapters.
+    """Return None, which means no adapters in verl.
 
     Raises:
         ConfigError: ``model_config.lora`` asks for some.

@@ -1,4 +1,4 @@
-"""What verl had before it had bridges, refused by name; all else of ``verl.models.mcore.registry`` stays as it is."""
+"""Refuses verl's functions from before it had bridges; all else of ``verl.models.mcore.registry`` stays as it is."""
 
 from typing import Any, NoReturn
 
@@ -11,17 +11,17 @@ def __getattr__(name: str) -> Any:
 
 
 def hf_to_mcore_config(*arguments: object, **keywords: object) -> NoReturn:
-    """Raise ``ConfigError``."""
+    """Raise ``ConfigError``: use verl's bridges."""
     _refuse("hf_to_mcore_config")
 
 
 def init_mcore_model(*arguments: object, **keywords: object) -> NoReturn:
-    """Raise ``ConfigError``."""
+    """Raise ``ConfigError``: use verl's bridges."""
     _refuse("init_mcore_model")
 
 
 def get_mcore_weight_converter(*arguments: object, **keywords: object) -> NoReturn:
-    """Raise ``ConfigError``."""
+    """Raise ``ConfigError``: use verl's bridges."""
     _refuse("get_mcore_weight_converter")
 
 

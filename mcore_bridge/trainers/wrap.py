@@ -1,4 +1,4 @@
-"""What trainers have done to chunks before they train them: frozen routers, half precision, data parallelism."""
+"""Prepares chunks for training: frozen routers, half precision, data parallelism."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROUTER = (".mlp.router.weight", ".mlp.router.bias", ".mlp.shared_experts.gate_w
 
 
 def freeze_routers(chunks: Sequence[nn.Module]) -> None:
-    """Take the gradient away from routers and the gates of shared experts; a model without them stays as it is."""
+    """Disable the gradients of routers and of the gates of shared experts, if the model has any."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if name.endswith(_ROUTER):
@@ -29,7 +29,7 @@ def require_value_head(chunks: Sequence[Any]) -> None:
     for chunk in chunks:
         if chunk.bridge.head != "value":
             raise ConfigError(
-                f"the model must have been built for a value head, found head {chunk.bridge.head!r}: hand "
+                f"the model must have been built for a value head, found head {chunk.bridge.head!r}: pass "
                 "make_value_model to the bridge before it builds, or use build_model(head='value')"
             )
 
@@ -51,11 +51,11 @@ def ddp_config_of(settings: Mapping[str, object]) -> DistributedDataParallelConf
 
 
 def wrap(chunks: Sequence[Any], ddp_config: DistributedDataParallelConfig | None) -> list[nn.Module]:
-    """Chunks as a trainer's schedules take them: in ``Float16Module`` where their config says so, and in mcore's DDP.
+    """Wrap chunks for a trainer's schedules: in ``Float16Module`` if their config says so, and in megatron-core's DDP.
 
     Args:
-        chunks: bare, by virtual stage, frozen where they are to be.
-        ddp_config: None leaves data parallelism out, for models that are not trained.
+        chunks: bare chunks by virtual stage. Parameters must be frozen already.
+        ddp_config: None means no data parallelism, for models that are not trained.
     """
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
@@ -74,13 +74,13 @@ def wrap(chunks: Sequence[Any], ddp_config: DistributedDataParallelConfig | None
 
 
 def _half(chunk: Any) -> nn.Module:
-    """The chunk in mcore's wrapper, which casts all tensors: those that were of another dtype on purpose keep theirs.
+    """Wrap a chunk in ``Float16Module``, which casts all tensors; those with another dtype on purpose keep it.
 
-    So the biases of routers stay fp32: what is added up in them is too small for bf16.
+    So the biases of routers stay fp32: the values that are added to them are too small for bf16.
     """
     from megatron.core.transformer.module import Float16Module
 
-    holders = [each for module in chunk.modules() for each in (module._parameters, module._buffers)]
+    holders = [holder for module in chunk.modules() for holder in (module._parameters, module._buffers)]
     kept = [
         (holder, name, tensor, tensor.data)
         for holder in holders

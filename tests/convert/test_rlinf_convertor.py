@@ -173,10 +173,10 @@ def test_what_was_made_of_something_else_is_not_taken(tmp_path):
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "mg").rglob("*")}
     convert_hf_to_mg(folder, block)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "mg").rglob("*")} == before
-    with pytest.raises(CheckpointError, match=r"made of something else: asked was .*'tp_size': 2"):
+    with pytest.raises(CheckpointError, match=r"made from something else: asked was .*'tp_size': 2"):
         convert_hf_to_mg(folder, asked(tmp_path / "mg"))
     save_file(state, tmp_path / "hf" / "model-a.safetensors")
-    with pytest.raises(CheckpointError, match="made of something else: files was"):
+    with pytest.raises(CheckpointError, match="made from something else: files was"):
         convert_hf_to_mg(folder, block)
     (tmp_path / "mg" / FINGERPRINT).unlink()
     with pytest.raises(CheckpointError, match="must be empty or made by this convertor"):

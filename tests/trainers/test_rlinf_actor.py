@@ -109,7 +109,7 @@ def test_a_block_that_rlinf_has_filled_in_says_the_same(name):
     changed = {"num_layers": 7, "hidden_size": 8, "layernorm_epsilon": 0.5, "rotary_base": 5, "activation": "geglu"}
     changed |= {"normalization": "layernorm", "num_attention_heads": 3, "share_embeddings_and_output_weights": True}
     for key, value in changed.items():
-        with pytest.raises(ConfigError, match="says otherwise than the HF config"):
+        with pytest.raises(ConfigError, match="contradicts the HF config"):
             read_actor(block("distill_ckpt_convertor", **{**own, key: value}, model_type=name), hf=hf)
 
 

@@ -152,7 +152,7 @@ def test_the_first_run_converts_the_next_opens_no_weights_and_a_stale_conversion
     prepare(actor)
     assert_loads(actor, state)
     path.touch()
-    with pytest.raises(CheckpointError, match="made of something else: files was"):
+    with pytest.raises(CheckpointError, match="made from something else: files was"):
         prepare(actor)
 
 

@@ -233,7 +233,7 @@ def say_no(dims: ParallelDims, folder: str) -> None:
     quantized.transformer_layer_spec = None  # what verl sets for QAT
     with pytest.raises(ConfigError, match="transformer_layer_spec must not be overridden"):
         quantized.finalize()
-    with pytest.raises(ConfigError, match="allowed_mismatched_params may name"):
+    with pytest.raises(ConfigError, match="allowed_mismatched_params may only name"):
         theirs.load_hf_weights([model], folder, allowed_mismatched_params=["*.bias"])
     with pytest.raises(ConfigError, match="conversion_tasks must be those"):
         theirs.export_hf_weights([model], conversion_tasks=[])  # type: ignore[arg-type]

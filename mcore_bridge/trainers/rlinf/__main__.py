@@ -1,6 +1,6 @@
-"""RLinf's scripts for checkpoints, by their own arguments: ``python -m mcore_bridge.trainers.rlinf SCRIPT ...``.
+"""RLinf's scripts for checkpoints, with their own arguments: ``python -m mcore_bridge.trainers.rlinf SCRIPT ...``.
 
-SCRIPT is ``convert_hf_to_middle_file`` or ``convert_middle_file_to_mg``. What a model is, its HF config says.
+SCRIPT is ``convert_hf_to_middle_file`` or ``convert_middle_file_to_mg``. The HF config describes the model.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     scripts = parser.add_subparsers(dest="script", required=True)
     for name, convert in SCRIPTS.items():
         script = scripts.add_parser(name)
-        script.add_argument("--load-path", required=True, help="the folder that is read")
-        script.add_argument("--save-path", required=True, help="the folder that is written")
+        script.add_argument("--load-path", required=True, help="folder to read")
+        script.add_argument("--save-path", required=True, help="folder to write")
         for unused in _UNUSED:
-            script.add_argument(unused, help="as RLinf's, without effect")
+            script.add_argument(unused, help="an argument of RLinf's script, without effect here")
         if convert is middle_file_to_mg:
             _add_mesh(script)
     asked = parser.parse_args(arguments)
@@ -39,7 +39,7 @@ def _add_mesh(script: ArgumentParser) -> None:
     script.add_argument("--grouped-gemm", choices=("te",), help="experts of one grouped module")
     for fused in ("--te-ln-linear-qkv", "--te-ln-linear-mlp_fc1"):
         script.add_argument(fused, type=_truth, default=False, help="norms fused with the linears behind them: both")
-    script.add_argument("--te-ln-add-extra-state", choices=[each for each in EXTRA_STATES if each])
+    script.add_argument("--te-ln-add-extra-state", choices=list(filter(None, EXTRA_STATES)))
 
 
 def _truth(text: str) -> bool:
@@ -49,10 +49,10 @@ def _truth(text: str) -> bool:
 
 
 def _conversion(asked: Namespace) -> Conversion:
-    found = {name: value for name, value in vars(asked).items() if name in Conversion.__dataclass_fields__}
-    if found.get("pp_stages") is not None:
-        found["pp_stages"] = tuple(found["pp_stages"])
-    return Conversion(**found)
+    fields = {name: value for name, value in vars(asked).items() if name in Conversion.__dataclass_fields__}
+    if fields.get("pp_stages") is not None:
+        fields["pp_stages"] = tuple(fields["pp_stages"])
+    return Conversion(**fields)
 
 
 if __name__ == "__main__":

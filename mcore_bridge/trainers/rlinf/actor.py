@@ -1,4 +1,4 @@
-"""RLinf's ``actor`` block as what ``build_model`` takes: every key is translated, and compared with the HF config."""
+"""Translates RLinf's ``actor`` block to arguments of ``build_model``, and compares every key with the HF config."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 BACKENDS = {"decoder_gpt": "auto", "te_gpt": "te", "local_gpt": "torch"}
-"""RLinf's ``spec_name``, and the backend that builds its layers."""
+"""The backend for each of RLinf's ``spec_name``."""
 _OWN = ("precision", "model_type", "is_lora", "padded_vocab_size", "override_vocab_size", "mcore_customization_config")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Actor:
-    """What an ``actor`` block says of the model.
+    """The model of an ``actor`` block.
 
     Attributes:
-        hf: the folder or config.
-        dims, dtype, backend, overrides: as ``build_model`` takes them.
+        hf: the HF folder or config.
+        dims, dtype, backend, overrides: as for ``build_model``.
     """
 
     hf: HF
@@ -41,8 +41,8 @@ class Actor:
     backend: str = "auto"
     overrides: Mapping[str, object] = field(default_factory=dict)
 
-    def drawn(self, *, head: str = "lm", device: torch.device | str | None = None) -> Blueprint:
-        """All that is decided about the model."""
+    def blueprint(self, *, head: str = "lm", device: torch.device | str | None = None) -> Blueprint:
+        """Make the blueprint of the model."""
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         backend = choose_backend(self.backend, device=device)
         kernels: Set[str] = KERNELS if backend == "torch" else set()
@@ -63,15 +63,15 @@ def read_actor(
     """Read an ``actor`` block (of dicts, or OmegaConf's), before or after RLinf has filled it in from the HF config.
 
     Args:
-        actor: with ``model``, and with ``megatron``, ``mcore_gpt`` and ``spec_name`` where it has them.
-        hf: the folder or config; None is the config in or beside the checkpoint that Megatron loads, or else
+        actor: the block, with ``model``, and optionally with ``megatron``, ``mcore_gpt`` and ``spec_name``.
+        hf: the HF folder or config. None is the config in or beside the checkpoint that Megatron loads, or else
             ``model.model_path``, or ``hf_model_path`` of the convertor's block.
-        overrides: what the model is to have whatever the HF config says, by megatron-core's names. What is in
-            ``model.mcore_customization_config`` is one as well.
+        overrides: values that replace those of the HF config, by megatron-core's names. Values in
+            ``model.mcore_customization_config`` do so, too.
 
     Raises:
-        ConfigError: naming every key that is unknown, or that says otherwise than the HF config and is no override.
-        MeshError: the sizes fit neither each other nor the model.
+        ConfigError: naming every key that is unknown, or that contradicts the HF config and is no override.
+        MeshError: the sizes do not fit each other, or the model.
     """
     if not actor.get("mcore_gpt", True):
         raise ConfigError(
@@ -93,21 +93,21 @@ def read_actor(
         backend=BACKENDS[spec_name],
         overrides={**_free(config, model, says), **chosen},
     )
-    _require_same(read.drawn(), config, model, says, chosen)
+    _require_same(read.blueprint(), config, model, says, chosen)
     return read
 
 
 def _folder(actor: Mapping[str, Any]) -> str:
-    """Where the HF config is: a checkpoint that Megatron loads has its own, so that the HF folder may be gone."""
+    """The folder of the HF config. A checkpoint that Megatron loads has its own, so that the HF folder may be gone."""
     checkpoint, hf = checkpoint_of(actor), hf_folder_of(actor)
     _require_resolved({"the checkpoint of Megatron": checkpoint, "hf_model_path": hf})
-    found = (config_of(checkpoint) if checkpoint is not None else None) or hf
-    if found is None:
+    folder = (config_of(checkpoint) if checkpoint is not None else None) or hf
+    if folder is None:
         raise ConfigError(
             "expected model.model_path, hf_model_path in the convertor's block, or a config.json in or beside what "
             f"Megatron loads ({checkpoint}), found none of them; pass hf="
         )
-    return str(found)
+    return str(folder)
 
 
 def _require_resolved(block: Mapping[str, Any]) -> None:
@@ -117,13 +117,13 @@ def _require_resolved(block: Mapping[str, Any]) -> None:
 
 
 def _dims(model: Mapping[str, Any]) -> ParallelDims:
-    """None is what the mesh has without the key; experts are then cut like all else, as in ``parallel_state``."""
+    """The mesh of the block. As in ``parallel_state``, experts are by default cut like all else."""
     given = {key: value for key, value in model.items() if value is not None}
     return ParallelDims().with_config_fields({"expert_tensor_parallel_size": None, **given})
 
 
 def _free(config: PretrainedConfig, model: Mapping[str, Any], says: Mapping[str, Any]) -> dict[str, object]:
-    """What the HF config does not decide, and the block does."""
+    """The settings of the block that the HF config does not decide."""
     taken = decided(config)
     free = {name: value for name, value in says.items() if name not in taken and name not in FROM_HF}
     for key in ("padded_vocab_size", "override_vocab_size"):
@@ -139,12 +139,12 @@ def _require_same(
     says: Mapping[str, Any],
     chosen: Mapping[str, object],
 ) -> None:
-    """Raise ``ConfigError`` for all that the block says otherwise than the HF config."""
+    """Raise ``ConfigError``, naming all settings of the block that contradict the HF config."""
     taken, wrong = decided(config), []
     for name, value in says.items():
-        found = blueprint.gpt_arguments.get(name, getattr(blueprint.config, name, None))
-        if name in taken and name not in chosen and value != found:
-            wrong.append(f"{name}={value!r}, where it is {found!r}")
+        own = blueprint.gpt_arguments.get(name, getattr(blueprint.config, name, None))
+        if name in taken and name not in chosen and value != own:
+            wrong.append(f"{name}={value!r}, where it is {own!r}")
     known = MODEL_TYPES.get(model.get("model_type") or "", (config.model_type,))
     if config.model_type not in known:
         wrong.append(f"model_type={model['model_type']!r}, where it is {config.model_type!r}")
@@ -152,6 +152,6 @@ def _require_same(
         wrong.append("is_lora=True, where no adapter is built")
     if wrong:
         raise ConfigError(
-            f"the actor's model block says otherwise than the HF config: {'; '.join(wrong)}. Remove these keys, or "
-            "pass what you want as overrides"
+            f"the actor's model block contradicts the HF config: {'; '.join(wrong)}. Remove these keys, or pass "
+            "overrides"
         )

@@ -1,4 +1,4 @@
-"""A folder that is made once, by one writer, and that says of what: it appears whole or not at all."""
+"""Folders that are made once, by one writer, with a record of their source. A folder appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ Fingerprint = dict[str, Any]
 
 
 def fingerprint(source: Path, conversion: Conversion | None = None) -> Fingerprint:
-    """All that a folder depends on: the files of the source, and what was asked for besides paths.
+    """All that a folder depends on: the files of the source, and the settings other than paths.
 
-    Files are told by name, size and time of change, and the config by what it says.
+    Files are identified by name, size and time of change, and the config by its content.
     """
     files = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(source.glob("*.safetensors"))}
     config = hashlib.sha256((source / "config.json").read_bytes()).hexdigest()
     asked = {} if conversion is None else asdict(conversion)
     asked = {name: value for name, value in asked.items() if name not in ("load_path", "save_path")}
-    found: Fingerprint = json.loads(json.dumps({"files": files, "config": config, "asked": asked}))
-    return found
+    values: Fingerprint = json.loads(json.dumps({"files": files, "config": config, "asked": asked}))
+    return values
 
 
 @contextmanager
 def made_once(target: Path, wanted: Fingerprint) -> Iterator[Path | None]:
-    """Yield a folder to fill, which becomes ``target``; None where that has been made so already.
+    """Yield a folder to fill, which becomes ``target``; None if ``target`` has been made from the same already.
 
-    Other processes that want the same wait for this one, and then find it made.
+    Other processes that want the same folder wait for this one, and then find it.
 
     Raises:
-        CheckpointError: ``target`` is there, and of something else.
+        CheckpointError: ``target`` exists, and was made from something else.
     """
     target = target_of(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -60,8 +60,10 @@ def _require(target: Path, wanted: Fingerprint) -> None:
     path = target / FINGERPRINT
     if not path.is_file():
         raise CheckpointError(f"{target} must be empty or made by this convertor, and has no {FINGERPRINT}; remove it")
-    found = json.loads(path.read_text())
-    stale = [name for name in wanted if found.get(name) != wanted[name]]
+    recorded = json.loads(path.read_text())
+    stale = [name for name in wanted if recorded.get(name) != wanted[name]]
     if stale:
-        said = "; ".join(f"{name} was {found.get(name)}, and is {wanted[name]}" for name in stale)
-        raise CheckpointError(f"{target} was made of something else: {said}. Remove it, or convert into another folder")
+        changes = "; ".join(f"{name} was {recorded.get(name)}, and is {wanted[name]}" for name in stale)
+        raise CheckpointError(
+            f"{target} was made from something else: {changes}. Remove it, or convert into another folder"
+        )

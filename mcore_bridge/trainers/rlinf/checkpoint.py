@@ -1,6 +1,6 @@
-"""The checkpoint that Megatron loads after the model is built: which one, and whether it will be loaded at all.
+"""The checkpoint that Megatron loads after the model is built: which one it is, and whether Megatron loads all of it.
 
-Megatron's trainer ends without an error where there is none, and leaves initial values in what a file does not fit.
+Without a checkpoint, Megatron's trainer ends without an error. Parameters that a file does not fit keep random values.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 
 _NUM_NAMED = 4
-"""Parameters that an error names; there may be thousands."""
+"""Limit on the parameters that an error names; there may be thousands."""
 
 
 def convertor_block(actor: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The block of the offline convertor: ``ckpt_convertor``, or ``ckpt`` as it was called first."""
+    """The block of the offline convertor: ``ckpt_convertor``, or ``ckpt`` in older versions."""
     megatron = actor.get("megatron") or {}
     block: Mapping[str, Any] = megatron.get("ckpt_convertor") or megatron.get("ckpt") or {}
     return block
 
 
 def checkpoint_of(actor: Mapping[str, Any]) -> str | None:
-    """The folder that RLinf's model manager has Megatron load: its keys, read as it reads them."""
+    """The folder that RLinf's model manager tells Megatron to load, from the same keys; None if there is none."""
     megatron = actor.get("megatron") or {}
     folder = actor["model"].get("megatron_checkpoint")
     if folder is None and megatron.get("use_hf_ckpt") and not megatron.get("mbridge"):
@@ -45,30 +45,31 @@ def checkpoint_of(actor: Mapping[str, Any]) -> str | None:
 
 
 def hf_folder_of(actor: Mapping[str, Any]) -> str | None:
-    """The HF folder that the block names, if any."""
+    """The HF folder that the block names; None if it names none."""
     folder: str | None = actor["model"].get("model_path") or convertor_block(actor).get("hf_model_path")
     return folder
 
 
 def config_of(folder: str) -> str | None:
-    """Where the HF config of a checkpoint is, in it or beside it; None where there is none."""
-    found = (*latest_in(Path(folder)), Path(folder))
-    place = first_with_config(place for each in found for place in config_folders(Path(folder), each))
-    return None if place is None else str(place)
+    """The folder of the HF config in a checkpoint or beside it; None if there is none."""
+    iterations = (*latest_in(Path(folder)), Path(folder))
+    candidates = (path for iteration in iterations for path in config_folders(Path(folder), iteration))
+    config_folder = first_with_config(candidates)
+    return None if config_folder is None else str(config_folder)
 
 
 def require_loads(chunk: GPTModel, folder: str, dims: ParallelDims, vp_stage: int, *, head: str) -> None:
     """Raise unless Megatron will load all of a chunk from ``folder``.
 
-    It is read here for names and shapes alone. Of ``torch_dist`` Megatron asks for every tensor itself.
+    This only reads names and shapes. For ``torch_dist`` Megatron itself requires every tensor.
 
     Args:
         dims: the mesh of the model.
-        vp_stage: of the chunk.
-        head: as of ``build_model``; only that of a language model is in a checkpoint.
+        vp_stage: the virtual stage of the chunk.
+        head: as for ``build_model``; a checkpoint only has the head of a language model.
 
     Raises:
-        CheckpointError: there is none, it is of another mesh, or it has other parameters.
+        CheckpointError: there is no checkpoint, it is for another mesh, or it has other parameters.
     """
     if not (Path(folder) / TRACKER).is_file():
         raise CheckpointError(
@@ -81,23 +82,23 @@ def require_loads(chunk: GPTModel, folder: str, dims: ParallelDims, vp_stage: in
     path = files / _folder_of_this_rank(dims) / NAME
     if not path.is_file():
         raise CheckpointError(f"expected {path} for this rank of {dims}, found none: convert it for this mesh")
-    found = _shapes(read_rank_file(path).get(chunk_of(dims, vp_stage), {}), head)
+    stored = _shapes(read_rank_file(path).get(chunk_of(dims, vp_stage), {}), head)
     wanted = _shapes(chunk.state_dict(), head)
-    names = {*wanted, *(name for name in found if not name.startswith("output_layer."))}  # which a tied one may have
-    differ = sorted(name for name in names if found.get(name) != wanted.get(name))
+    names = {*wanted, *(name for name in stored if not name.startswith("output_layer."))}  # a tied model may have one
+    differ = sorted(name for name in names if stored.get(name) != wanted.get(name))
     if differ:
-        said = "; ".join(
-            f"{name}: expected {wanted.get(name)}, found {found.get(name)}" for name in differ[:_NUM_NAMED]
+        shapes = "; ".join(
+            f"{name}: expected {wanted.get(name)}, found {stored.get(name)}" for name in differ[:_NUM_NAMED]
         )
         raise CheckpointError(
             f"{path} must hold the parameters of this model, and {len(differ)} differ, which Megatron would leave at "
-            f"initial values without an error: {said}. Convert it for this mesh, and with the names of this backend "
+            f"random values without an error: {shapes}. Convert it for this mesh, and with the names of this backend "
             "(grouped_gemm and te_ln_* of the convertor's block)"
         )
 
 
 def _shapes(state: Mapping[str, Tensor | None], head: str) -> dict[str, tuple[int, ...]]:
-    """What is compared: the parameters and buffers that both sides may have."""
+    """The shapes to compare: those of parameters and buffers that both sides may have."""
     tensors = {name: tensor for name, tensor in state.items() if tensor is not None and not name.endswith(SUFFIX)}
     left_out = () if head == "lm" else ("output_layer.",)
     return {name: tuple(tensor.shape) for name, tensor in tensors.items() if not name.startswith(left_out)}

@@ -1,4 +1,4 @@
-"""What RLinf's offline convertor is asked for: its block, or its ``ConvertorConfig``, as one value."""
+"""Settings of RLinf's offline convertor, read from its block or from its ``ConvertorConfig``."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _ASKED = {
     "te_ln_add_extra_state": "te_ln_add_extra_state",
 }
 _UNUSED = ("model", "model_type", "hf_model_path", "use_gpu_num", "use_gpu_index", "process_num", "num_hidden_layers")
-"""The HF config says what the model is, and one thread of the CPU is as fast as the disk."""
+"""Keys without effect: the HF config describes the model, and one thread of the CPU is as fast as the disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """One conversion. The attributes are those of RLinf's ``ConvertorConfig`` that decide what is written.
+    """One conversion. Its attributes are those of RLinf's ``ConvertorConfig`` that decide what is written.
 
     Attributes:
-        load_path: the folder that is read: of HF for the first stage and for both, of middle files for the second.
-        save_path: the folder that is written.
+        load_path: the folder to read: HF for the first stage and for both at once, middle files for the second.
+        save_path: the folder to write.
         tp_size, pp_size, ep_size, tpe_size: the mesh; ``tpe_size`` is the tensor parallelism of experts.
-        pp_stages: layers of each pipeline stage; None is evenly.
-        grouped_gemm: "te" for experts of one grouped module, None for experts one by one.
+        pp_stages: layers of each pipeline stage; None divides them evenly.
+        grouped_gemm: "te" for experts in one grouped module, None for experts one by one.
         te_ln_linear_qkv, te_ln_linear_mlp_fc1: whether norms are fused with the linears behind them.
-        te_ln_add_extra_state: what stands for the extra state of TransformerEngine's modules; None leaves it out.
+        te_ln_add_extra_state: the value of the extra state of TransformerEngine's modules; None omits it.
     """
 
     load_path: str
@@ -78,7 +78,7 @@ class Conversion:
 
     @property
     def style(self) -> Style:
-        """How parameters are named."""
+        """The kind of model that loads the files, which decides the names of parameters."""
         return Style(self.te_ln_linear_qkv, self.grouped_gemm == "te", self.te_ln_add_extra_state)
 
 
@@ -93,22 +93,21 @@ def read_conversion(hf_ckpt_path: str, ckpt_cfg: Mapping[str, Any]) -> Conversio
         raise ConfigError(f"the convertor's block must have known keys, found {unknown}; remove them")
     if not ckpt_cfg.get("save_path"):
         raise ConfigError("the convertor's block must have a save_path, found none")
-    found = {_ASKED[key]: value for key, value in ckpt_cfg.items() if key in _ASKED}
-    sizes = {name: value for name, value in found.items() if name not in ("te_ln_add_extra_state", "grouped_gemm")}
-    found |= {name: value for name, value in sizes.items() if value is not None}
-    kept = {name: value for name, value in found.items() if value is not None or name not in sizes}
-    if kept.get("pp_stages") is not None:
-        kept["pp_stages"] = tuple(kept["pp_stages"])
-    return Conversion(load_path=str(hf_ckpt_path), **kept)
+    may_be_none = ("te_ln_add_extra_state", "grouped_gemm")
+    named = {_ASKED[key]: value for key, value in ckpt_cfg.items() if key in _ASKED}
+    fields = {name: value for name, value in named.items() if value is not None or name in may_be_none}
+    if fields.get("pp_stages") is not None:
+        fields["pp_stages"] = tuple(fields["pp_stages"])
+    return Conversion(load_path=str(hf_ckpt_path), **fields)
 
 
 def as_conversion(config: Any) -> Conversion:
-    """A ``Conversion``, or RLinf's ``ConvertorConfig``, as one."""
+    """Convert RLinf's ``ConvertorConfig`` to a ``Conversion``; a ``Conversion`` is returned unchanged."""
     if isinstance(config, Conversion):
         return config
     if getattr(config, "schedular", "1f1b") != "1f1b":
-        raise ConfigError(f"schedular must be '1f1b', found {config.schedular!r}: its stages are no pipeline of ours")
+        raise ConfigError(f"schedular must be '1f1b', found {config.schedular!r}: we have no such pipeline stages")
     names = Conversion.__dataclass_fields__
-    found = {name: getattr(config, name) for name in names if hasattr(config, name)}
-    stages = found.get("pp_stages")
-    return Conversion(**{**found, "pp_stages": None if stages is None else tuple(stages)})
+    fields = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    stages = fields.get("pp_stages")
+    return Conversion(**{**fields, "pp_stages": None if stages is None else tuple(stages)})

@@ -1,7 +1,7 @@
-"""HF folders to checkpoints of Megatron's ``torch`` format, without a model or a process group.
+"""RLinf's offline convertor: HF folders to Megatron's ``torch`` format, without a model or a process group.
 
-One writer at a time makes a folder, which appears whole; a folder that was made of another source, or for another mesh,
-is never taken for the one that was asked for. Files are written one parameter after the other.
+One writer at a time makes a folder, which appears whole. A folder from another source, or for another mesh, is never
+taken for the one that is wanted. Files are written one parameter after the other.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from mcore_bridge.weights.files.sidecars import copy_companions
 from mcore_bridge.weights.ties import opened
 
 _OTHERS = ("*.json", "*.py", "*.md", "LICENSE")
-"""What RLinf copies besides."""
+"""Further files that RLinf copies."""
 
 
 def convert_hf_to_mg(hf_ckpt_path: str, ckpt_cfg: Mapping[str, Any]) -> None:
-    """Write ``release/mp_rank_{tp:02d}[_{pp:03d}][_{ep:03d}]/model_optim_rng.pt`` of an HF folder.
+    """Convert an HF folder to files ``release/mp_rank_{tp:02d}[_{pp:03d}][_{ep:03d}]/model_optim_rng.pt``.
 
-    Does nothing where ``save_path`` has been made of this source for this mesh. Both stages at once, without files in
-    between.
+    It does both stages at once, without middle files. It does nothing if ``save_path`` has been made from this source
+    for this mesh.
 
     Args:
         hf_ckpt_path: the HF folder.
@@ -53,7 +53,7 @@ def convert_hf_to_mg(hf_ckpt_path: str, ckpt_cfg: Mapping[str, Any]) -> None:
 
 
 def hf_to_middle_file(convert_config: Any) -> None:
-    """The first stage alone: a file of safetensors for each layer in ``save_path``, for any mesh, in Megatron's names.
+    """Do only the first stage: write a file of safetensors for each layer, with Megatron's names, for any mesh.
 
     Args:
         convert_config: a ``Conversion``, or RLinf's ``ConvertorConfig``.
@@ -72,13 +72,13 @@ def hf_to_middle_file(convert_config: Any) -> None:
 
 
 def middle_file_to_mg(convert_config: Any) -> None:
-    """The second stage alone: from the files of the first in ``load_path`` to those of a mesh in ``save_path``.
+    """Do only the second stage: from the files of the first one in ``load_path`` to those of a mesh in ``save_path``.
 
     Args:
         convert_config: a ``Conversion``, or RLinf's ``ConvertorConfig``.
 
     Raises:
-        CheckpointError: as for ``convert_hf_to_mg``, or where both paths are one folder.
+        CheckpointError: as for ``convert_hf_to_mg``, or if both paths are one folder.
     """
     conversion = as_conversion(convert_config)
     folder = Path(conversion.load_path)
@@ -100,7 +100,7 @@ def _write(source: Folder | MiddleFiles, folder: Path, conversion: Conversion, s
 
 
 def _copy_rest(folder: Path, layout: FileLayout, staging: Path) -> None:
-    """What lies beside the weights. The config says of the head what was found: no later reader has it to compare."""
+    """Copy all but weights. The config gets whether the head is tied, because later readers cannot compare it."""
     copy_companions(folder, staging, *_OTHERS)
     tied = bool(layout.provenance.hf.tie_word_embeddings)
     if tied != bool(read_hf(folder).tie_word_embeddings):

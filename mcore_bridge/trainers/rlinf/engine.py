@@ -1,4 +1,4 @@
-"""What RLinf's ``ReshardConfig`` says of the rollout engine, in any of its generations, as our targets."""
+"""Translates RLinf's ``ReshardConfig``, of any of its generations, to our targets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LM_HEAD = ("lm_head.*",)
 
 
 class Destination(NamedTuple):
-    """Where a rank's weights go: its places in the groups of the engine, as RLinf calls and passes them."""
+    """The rank of the engine that gets weights: its rank in each of the engine's groups, by RLinf's names."""
 
     dst_tp_rank: int | None = None
     dst_ep_rank: int | None = None
@@ -24,14 +24,14 @@ class Destination(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """How the rollout engine is cut.
+    """The sizes of the rollout engine.
 
     Attributes:
         tp, pp, ep: ``reshard_tp_size`` (that of attention), ``reshard_pp_size`` and ``rollout_ep_size``.
-        dense_tp, shared_tp, lm_head_tp: what cuts dense MLPs, shared experts and the head.
+        dense_tp, shared_tp, lm_head_tp: tensor parallelism of dense MLPs, shared experts and the head.
         has_dp_attention: whether these may differ from ``tp``.
-        follows_trainer: whether the config is of the generation (0.4.0 and before) whose actor passes
-            ``rank % rollout_tp`` and sends elsewhere: to ``tp_rank // (tp // rollout_tp)``, as its rank map says.
+        follows_trainer: whether the config is of the generation up to 0.4.0. Its actor passes ``rank % rollout_tp``,
+            and sends to ``tp_rank // (tp // rollout_tp)``, according to its rank map.
         bucket_bytes: ``bucket_capacity``.
     """
 
@@ -50,7 +50,7 @@ class Engine:
         """Read a ``ReshardConfig``, or any object with its attributes.
 
         Raises:
-            ConfigError: the weights are not for an engine, or the config says nothing of one.
+            ConfigError: the weights are not for an engine, or the config describes none.
         """
         if not hasattr(config, "reshard_tp_size"):
             raise ConfigError(
@@ -75,13 +75,13 @@ class Engine:
         )
 
     def rank_at(self, destination: Destination, *, tp: tuple[int, int], pp: tuple[int, int]) -> EngineRank:
-        """What the engine's rank at ``destination`` holds.
+        """The engine's rank at ``destination``.
 
         Args:
-            tp, pp: size of, and this rank's place in, tensor and pipeline parallelism of the trainer.
+            tp, pp: size of the trainer's tensor and pipeline parallelism, and this rank in it.
 
         Raises:
-            TargetError: the destination leaves out what this engine needs, or stages cannot be told from it.
+            TargetError: the destination omits a rank that this engine needs, or does not determine the stage.
         """
         tp_rank, ep_rank = destination.dst_tp_rank, destination.dst_ep_rank
         if self.follows_trainer:
@@ -96,13 +96,13 @@ class Engine:
         return EngineRank(self.tp, tp_rank, self.pp, stage, self.ep, ep_rank, cuts=cuts)
 
     def _stage(self, tp: int, pp: int, pp_rank: int) -> int:
-        """RLinf sends all layers, or where nothing is resharded those of a stage to that of the same number."""
+        """The engine's stage. RLinf sends all layers; if both have the same stages, it sends those of one stage."""
         if self.pp == 1:
             return 0
         if (self.tp, self.pp) != (tp, pp):
             raise TargetError(
-                f"reshard_pp_size must be 1, or both sizes those of the trainer (tp={tp}, pp={pp}), as a call does not "
-                f"say for which stage it is; found tp={self.tp}, pp={self.pp}"
+                f"reshard_pp_size must be 1, or both sizes must be the trainer's (tp={tp}, pp={pp}), because a call "
+                f"names no stage; found tp={self.tp}, pp={self.pp}"
             )
         return pp_rank
 

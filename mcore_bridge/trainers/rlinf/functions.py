@@ -1,7 +1,7 @@
-"""The functions that RLinf's resharder calls, made from our mapping rules, so that any family has them.
+"""The functions that RLinf's resharder calls, made from our rules, for any family.
 
-They keep its contracts, one collective for each parameter included:
-``MegatronCoreWeightReshard`` of ``weight_reshard.py`` is what to use where the whole object can be replaced.
+They keep RLinf's contracts, with one collective for each parameter. If the whole resharder can be replaced, use
+``MegatronCoreWeightReshard`` of ``weight_reshard.py`` instead.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.transfer.collectives import Group
 
 State = dict[str, Tensor]
-"""Tensors by name: Megatron's, with global layer and expert numbers, or HF's."""
+"""Tensors by name: Megatron's names, with global numbers of layers and experts, or HF's."""
 Spec = tuple[Any, ...] | None
-"""How ``narrow_to_target`` cuts a tensor that was gathered; None is not at all."""
+"""How ``narrow_to_target`` cuts a gathered tensor; None means not at all."""
 ProcessGroup = Any
 
 
 class ReshardFunctions:
-    """The functions of ``ReshardConfig``, in the forms that they have had.
+    """The functions of ``ReshardConfig``, for all generations of its interface.
 
     >>> functions = ReshardFunctions(model_config, hf="path/of/model", reshard_tp_size=2)
     >>> ReshardConfig(..., tp_reshard_fn=functions.tp_reshard_fn, convert_fn=functions.convert_fn)
@@ -36,14 +36,14 @@ class ReshardFunctions:
         reshard_tp_size: tensor parallel size of the engine.
 
     Raises:
-        ConfigError: ``hf`` is of no registered architecture, or has a layout that RLinf's interface cannot express.
+        ConfigError: no architecture is registered for ``hf``, or RLinf's interface cannot express one of its layouts.
     """
 
     def __init__(self, model_config: Any, *, hf: HF, reshard_tp_size: int = 1) -> None:
         self._parameters = Parameters(model_config, hf, reshard_tp_size)
 
     def tp_reshard_fn(self, model_state_dict: State, merge_factor: int, tp_group: ProcessGroup) -> State:
-        """Join the shards of ``merge_factor`` neighbours; gate and up alternate by neighbour (RLinf up to 0.4.0)."""
+        """Join the shards of ``merge_factor`` neighbours, for RLinf up to 0.4.0. Gate and up alternate by neighbour."""
         group = Group(tp_group)
         if group.size != merge_factor:
             raise MeshError(f"merge_factor must be the size of tp_group, {group.size}, found {merge_factor}")
@@ -57,7 +57,7 @@ class ReshardFunctions:
         dst_world_size: int,
         split_fc1: bool = True,
     ) -> State:
-        """Join all shards, and take those of one of ``dst_world_size`` ranks: ``tp_reshard_fn`` after 0.4.0."""
+        """Join all shards, and take the part of one of ``dst_world_size`` ranks: ``tp_reshard_fn`` after 0.4.0."""
         gathered = self.tp_gather_fn(model_state_dict, tp_group, "attn", split_fc1)
         return {
             name: value if spec is None else _taken(value, spec[1], dst_rank, dst_world_size, name)
@@ -72,32 +72,32 @@ class ReshardFunctions:
         split_fc1: bool = True,
         tp_gather_is_identity: bool = False,
     ) -> dict[str, tuple[Tensor, Spec]]:
-        """Join all shards, and say how to cut them again; gate and up apart, unless ``split_fc1`` is False.
+        """Join all shards, and return how to cut them again. Gate and up are apart, unless ``split_fc1`` is False.
 
-        Routed experts pass as they are. ``cat`` names the ranks among which an engine cuts, for ``narrow_to_target``.
+        Routed experts are not changed. ``cat`` names the ranks among which an engine cuts, for ``narrow_to_target``.
         """
         group = Group(tp_group)
-        found: dict[str, tuple[Tensor, Spec]] = {}
+        gathered: dict[str, tuple[Tensor, Spec]] = {}
         for name, value in model_state_dict.items():
             parameter = self._parameters[name]
             dim = parameter.dim
             if parameter.is_routed:
-                found[name] = value, None
+                gathered[name] = value, None
             elif dim is None:
-                found[name] = value.clone(), None
-            elif name.endswith("eh_proj.weight") and split_fc1:  # engines have it whole
-                found[name] = torch.cat(group.gather(value), dim), None
+                gathered[name] = value.clone(), None
+            elif name.endswith("eh_proj.weight") and split_fc1:  # engines do not cut it
+                gathered[name] = torch.cat(group.gather(value), dim), None
             elif tp_gather_is_identity:
-                found.update((key, (part.clone(), None)) for key, part in _halves(parameter, value, split_fc1))
+                gathered.update((key, (part.clone(), None)) for key, part in _halves(parameter, value, split_fc1))
             else:
                 for key, part in _halves(parameter, value, split_fc1):
-                    found[key] = torch.cat(group.gather(part), dim), ("slice", dim, cat)
-        return found
+                    gathered[key] = torch.cat(group.gather(part), dim), ("slice", dim, cat)
+        return gathered
 
     def tpe_reshard_fn(
         self, model_state_dict: State, tpe_size: int, tpe_group: ProcessGroup, rollout_tp_size: int, dst_tp_rank: int
     ) -> State:
-        """Routed experts as rank ``dst_tp_rank`` of ``rollout_tp_size`` has them, gate above up; all else as it is."""
+        """Cut routed experts for rank ``dst_tp_rank`` of ``rollout_tp_size``, gate above up; all else is unchanged."""
         gathered = self.tpe_gather_fn(self._routed(model_state_dict), tpe_size, tpe_group)
         cut = {}
         for name, (value, spec) in gathered.items():
@@ -111,49 +111,49 @@ class ReshardFunctions:
     def tpe_gather_fn(
         self, expert_params: State, tpe_size: int, tpe_group: ProcessGroup
     ) -> dict[str, tuple[Tensor, Spec]]:
-        """Join the shards of routed experts, gate above up, and say how to cut them again."""
-        found: dict[str, tuple[Tensor, Spec]] = {}
+        """Join the shards of routed experts, gate above up, and return how to cut them again."""
+        gathered: dict[str, tuple[Tensor, Spec]] = {}
         for name, value in expert_params.items():
             parameter = self._parameters[name]
             dim = parameter.dim
             if dim is None:
-                found[name] = value.clone(), None
+                gathered[name] = value.clone(), None
                 continue
             shards = [value] if tpe_size == 1 else Group(tpe_group).gather(value)
             parts = zip(*(shard.chunk(2) if parameter.is_gated else (shard,) for shard in shards), strict=True)
             spec = ("fused_glu", "expert_tp") if parameter.is_gated else ("slice", dim, "expert_tp")
-            found[name] = torch.cat([shard for part in parts for shard in part], dim), spec
-        return found
+            gathered[name] = torch.cat([shard for part in parts for shard in part], dim), spec
+        return gathered
 
     def ep_reshard_fn(
         self, expert_params: State, rollout_ep_size: int, dst_ep_rank: int, num_moe_experts: int
     ) -> State:
-        """The experts of one of ``rollout_ep_size`` ranks, neighbours each."""
-        each, rest = divmod(num_moe_experts, rollout_ep_size)
+        """The experts of one of ``rollout_ep_size`` ranks, each of which has consecutive experts."""
+        per_rank, rest = divmod(num_moe_experts, rollout_ep_size)
         if rest:
             raise MeshError(f"rollout_ep_size must divide {num_moe_experts} experts, found {rollout_ep_size}")
-        wanted = range(dst_ep_rank * each, (dst_ep_rank + 1) * each)
+        wanted = range(dst_ep_rank * per_rank, (dst_ep_rank + 1) * per_rank)
         return {name: value for name, value in expert_params.items() if self._parameters[name].expert in wanted}
 
     def pp_reshard_fn(self, model_state_dict: State, pp_group: ProcessGroup, dtype: torch.dtype) -> State:
-        """Give every stage what is in one stage alone: the embedding, the final norm, the head. Bits stay: no cast."""
+        """Give every stage the tensors of single stages: the embedding, the final norm, the head. Nothing is cast."""
         group = Group(pp_group)
         own = {name: value for name, value in model_state_dict.items() if self._parameters[name].layer is None}
-        found = group.all_gather_object([(name, tuple(value.shape), value.dtype) for name, value in own.items()])
+        by_rank = group.all_gather_object([(name, tuple(value.shape), value.dtype) for name, value in own.items()])
         result = dict(model_state_dict)
-        for rank, described in enumerate(found):
+        for rank, described in enumerate(by_rank):
             for name, shape, own_dtype in described:
                 held = own[name].contiguous() if rank == group.rank else None
-                spread = torch.empty(shape, dtype=own_dtype, device=group.device) if held is None else held.clone()
-                group.broadcast(spread, rank)
-                result[name] = spread
+                copy = torch.empty(shape, dtype=own_dtype, device=group.device) if held is None else held.clone()
+                group.broadcast(copy, rank)
+                result[name] = copy
         return result
 
     def convert_fn(self, state_dict: Mapping[str, Tensor]) -> State:
-        """HF names and tensors, new ones, of what any of these functions gives.
+        """Convert the result of any of these functions to HF names and new tensors.
 
         Raises:
-            MappingError: a name is of no parameter.
+            MappingError: a name belongs to no parameter.
         """
         converted: State = {}
         for name, value in state_dict.items():
@@ -172,7 +172,7 @@ class ReshardFunctions:
 
 
 def _halves(parameter: Parameter, value: Tensor, split_fc1: bool) -> Sequence[tuple[str, Tensor]]:
-    """Gate and up under names of their own, where a parameter has both."""
+    """Gate and up with names of their own, if a parameter has both; otherwise the parameter."""
     if not (split_fc1 and parameter.is_gated):
         return [(parameter.name, value)]
     names = (parameter.name.replace("linear_fc1", part) for part in ("gate_proj", "up_proj"))
@@ -182,5 +182,5 @@ def _halves(parameter: Parameter, value: Tensor, split_fc1: bool) -> Sequence[tu
 def _taken(value: Tensor, dim: int, rank: int, size: int, name: str) -> Tensor:
     if value.shape[dim] % size:
         raise MeshError(f"{size} ranks must divide dim {dim} of {name}, found shape {tuple(value.shape)}")
-    each = value.shape[dim] // size
-    return value.narrow(dim, rank * each, each).contiguous()
+    per_rank = value.shape[dim] // size
+    return value.narrow(dim, rank * per_rank, per_rank).contiguous()

@@ -1,4 +1,4 @@
-"""Files between HF and a mesh: one for each layer, with Megatron's canonical names at one rank, for any mesh."""
+"""RLinf's middle files: one file for each layer, with Megatron's names without parallelism, to convert to any mesh."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ PRE, POST = "pre", "post"
 
 
 def write_middle(layout: FileLayout, source: Source, folder: Path) -> None:
-    """Write ``0.safetensors`` to that of the last layer, ``pre`` and ``post``: one file in memory at a time.
+    """Write a file for each layer from ``0.safetensors`` on, and ``pre`` and ``post``, with one in memory at a time.
 
     Args:
-        layout: of one rank.
+        layout: the layout without parallelism.
         source: HF tensors by name.
     """
     names: dict[str, list[str]] = {}
@@ -44,10 +44,10 @@ def _file_of(mcore: str) -> str:
 
 
 class MiddleFiles(Mapping[str, Tensor]):
-    """HF tensors, each made of middle files when it is asked for.
+    """HF tensors by name. Each is made from middle files when it is asked for.
 
     Args:
-        folder: with the files, and the HF config that they were made by.
+        folder: the folder of the files, with the HF config that they were made with.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -55,7 +55,7 @@ class MiddleFiles(Mapping[str, Tensor]):
         self._layout = FileLayout(folder, ParallelDims(), {})
         self._parts: dict[str, dict[int | None, tuple[str, int]]] = {}
         self.specs: dict[str, TensorSpec] = {}
-        """Of all tensors, by name."""
+        """The specs of all tensors, by name."""
         for mcore, tensor in self._files.items():
             binding, traced = self._traced(mcore, tensor)
             for part, (hf, shape) in enumerate(zip(binding.hf, traced.part_shapes, strict=True)):
@@ -70,15 +70,15 @@ class MiddleFiles(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         parts = self._parts[name]
-        found = [self._part(*parts[entry]) for entry in sorted(parts, key=lambda entry: entry or 0)]
-        return found[0] if None in parts else torch.stack(found)
+        tensors = [self._part(*parts[entry]) for entry in sorted(parts, key=lambda entry: entry or 0)]
+        return tensors[0] if None in parts else torch.stack(tensors)
 
     def _part(self, mcore: str, number: int) -> Tensor:
         shard = self._files[mcore]
         return self._traced(mcore, shard)[1].part(number, {0: shard})
 
     def release(self, name: str) -> None:
-        """Give back the memory of pages that were read for ``name``."""
+        """Free the memory of pages that were read for ``name``."""
         for mcore, _ in self._parts[name].values():
             self._files.release(mcore)
 

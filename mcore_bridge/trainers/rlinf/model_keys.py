@@ -1,4 +1,4 @@
-"""The keys of RLinf's ``actor.model`` block, in all spellings: what each becomes, or why it changes nothing here."""
+"""The keys of RLinf's ``actor.model`` block, in all spellings: their translation, or why they change nothing here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import ConfigError
 
 MESH = frozenset(ParallelDims().to_config_fields())
-"""Keys of the mesh, as megatron-core has them."""
+"""Keys of the mesh, with megatron-core's names."""
 
 KERNELS = frozenset(
     (
@@ -20,7 +20,7 @@ KERNELS = frozenset(
         *("moe_permute_fusion", "persist_layer_norm"),
     )
 )
-"""Kernels that compute the same: asked for where TransformerEngine builds the model, and otherwise left out."""
+"""Keys for faster kernels with the same result. They are used only with TransformerEngine."""
 
 SPELLED = {
     "head_dim": "kv_channels",
@@ -30,7 +30,7 @@ SPELLED = {
     "qk_nope_head_dim": "qk_head_dim",
     "qk_rope_head_dim": "qk_pos_emb_head_dim",
 }
-"""Keys that megatron-core spells otherwise."""
+"""Keys that have another name in megatron-core."""
 
 FROM_HF = frozenset(
     (
@@ -42,23 +42,23 @@ FROM_HF = frozenset(
         "moe_shared_expert_intermediate_size",
     )
 )
-"""What RLinf fills in from the HF config, for every model: of one that does not have it, it says nothing."""
+"""Keys that RLinf fills in from the HF config, for every model, even for one without such a field."""
 
 IGNORED = {
-    "megatron_checkpoint": "it is where weights are, and the HF config: Megatron loads it after the model is built",
-    "model_path": "it is where the HF config is read",
+    "megatron_checkpoint": "it is the folder of weights and HF config: Megatron loads it after the model is built",
+    "model_path": "it is the folder of the HF config",
     "seq_length": "batches decide it",
     "encoder_seq_length": "batches decide it",
     "make_vocab_size_divisible_by": "a vocabulary is padded to a multiple of tensor_model_parallel_size",
     "moe_grouped_gemm": "the backend decides it: grouped with TransformerEngine, one by one without",
-    "seq_len_interpolation_factor": "the rope is computed from the HF config as transformers does",
+    "seq_len_interpolation_factor": "the rope is computed from the HF config as in transformers",
     "first_k_dense_replace": "the HF config says which layers have experts",
-    "add_position_embedding": "position_embedding_type says what there is",
+    "add_position_embedding": "position_embedding_type decides it",
     "pipeline_model_parallel_split_rank": "there is no encoder",
-    "trust_remote_code": "configs are read without code of their own",
-    "use_cpu_initialization": "parameters are made where the model is to be",
+    "trust_remote_code": "configs are read without running code of a repository",
+    "use_cpu_initialization": "parameters are made on the device of the model",
 }
-"""Keys that change nothing here, and why."""
+"""Keys that change nothing here, with the reason."""
 
 MODEL_TYPES = {
     "qwen2.5": ("qwen2",),
@@ -67,7 +67,7 @@ MODEL_TYPES = {
     "deepseek_v3": ("deepseek_v3", "kimi_k2"),
     "glm4_moe_lite": ("glm4_moe_lite",),
 }
-"""RLinf's names, and the ``model_type`` of HF that each may stand for."""
+"""The ``model_type`` of HF that each of RLinf's names may mean."""
 
 _DTYPES = {
     torch.bfloat16: ("bf16", "bf16-mixed"),
@@ -79,10 +79,10 @@ _NORMALIZATIONS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "layernorm1p"
 
 
 def dtype_of(precision: object) -> torch.dtype:
-    """``precision`` in any of its spellings.
+    """The dtype for ``precision`` in any of its spellings.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: there is no such spelling.
     """
     for dtype, spellings in _DTYPES.items():
         if precision in spellings:
@@ -92,23 +92,23 @@ def dtype_of(precision: object) -> torch.dtype:
 
 
 def to_mcore(model: Mapping[str, Any]) -> dict[str, Any]:
-    """What the keys that are neither of the mesh nor ignored say of a model, by megatron-core's names.
+    """Translate keys to megatron-core's fields, except keys of the mesh and ignored ones.
 
     Raises:
-        ConfigError: an activation or a normalization is none that we know.
+        ConfigError: an activation or a normalization is unknown.
     """
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for key, value in model.items():
         if key == "activation":
             name = _known(key, str(value).removeprefix("fast-"), {*_ACTIVATIONS, "squared-relu"})
-            found["gated_linear_unit"] = name.endswith("glu")
-            found["activation_func"] = _ACTIVATIONS.get(name) or _squared_relu()
+            fields["gated_linear_unit"] = name.endswith("glu")
+            fields["activation_func"] = _ACTIVATIONS.get(name) or _squared_relu()
         elif key == "normalization":
             name = _known(key, str(value).lower(), _NORMALIZATIONS.keys())
-            found |= {key: _NORMALIZATIONS[name], "layernorm_zero_centered_gamma": name == "layernorm1p"}
+            fields |= {key: _NORMALIZATIONS[name], "layernorm_zero_centered_gamma": name == "layernorm1p"}
         elif key not in MESH and key not in IGNORED:
-            found[SPELLED.get(key, key)] = value
-    return found
+            fields[SPELLED.get(key, key)] = value
+    return fields
 
 
 def _known(key: str, value: str, known: Any) -> str:

@@ -1,4 +1,4 @@
-"""The parameters that RLinf's functions meet, by the names that they have there, with what our rules say of each."""
+"""The parameters of RLinf's functions, by the names that they have there, with our rule for each."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ DIMS: dict[Layout, int | None] = {COLUMN: 0, VOCAB: 0, QKV: 0, GATED_UP: 0, ROW:
 
 @dataclass(frozen=True)
 class Parameter:
-    """What a name stands for.
+    """One parameter, or one of gate and up.
 
     Attributes:
-        name: as RLinf has it.
-        binding: its rule, by its canonical name.
-        part: of ``binding.hf``, for a name that stands for gate or up alone.
+        name: RLinf's name.
+        binding: the rule for its canonical name.
+        part: the index in ``binding.hf``, if the name means only gate or only up.
         axes: sizes of heads.
-        joined: shards of the trainer that make up one of the engine.
+        joined: the number of the trainer's shards that make up one of the engine.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Parameter:
 
     @property
     def is_routed(self) -> bool:
-        """Whether it is of a routed expert."""
+        """Whether it belongs to a routed expert."""
         return self.binding.axis == "etp"
 
     @property
@@ -50,21 +50,21 @@ class Parameter:
 
     @property
     def layer(self) -> int | None:
-        """The number of its decoder layer."""
+        """The number of its decoder layer, if it has one."""
         return layer_of(self.binding.mcore)
 
     @property
     def expert(self) -> int | None:
-        """The number of its routed expert."""
+        """The number of its routed expert, if it has one."""
         return expert_of(self.binding.mcore)
 
     @property
     def dim(self) -> int | None:
-        """The dim along which it is cut; None where every rank has all of it."""
+        """The dim along which it is cut; None if every rank has all of it."""
         return DIMS[self.binding.layout]
 
     def to_hf(self, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """HF names and new tensors of what an engine's rank has of it."""
+        """Yield HF names and new tensors for ``value``, the part of it that a rank of an engine has."""
         if not self.binding.exported:
             return
         names = self.binding.hf
@@ -78,17 +78,17 @@ class Parameter:
 
     @property
     def _num_shards(self) -> int:
-        """Those that a value was joined of, where each has gate above up; otherwise it is one."""
+        """The number of shards in a joined value, if each has gate above up; otherwise 1."""
         return self.joined if self.is_gated and not self.is_routed else 1
 
     def _axes_of(self, value: Tensor) -> Axes:
-        """Of a part of the heads: so many groups as are in it."""
+        """The sizes for a value with some of the heads: as many groups as it has."""
         per_group = (self.axes["heads_per_group"] + 2) * self.axes["head_dim"]
         return {**self.axes, "tp": self._num_shards, "groups": value.shape[0] // per_group}
 
 
 class Parameters:
-    """All of a model, by name.
+    """All parameters of a model, by name.
 
     Args:
         model_config: the trainer's ``TransformerConfig``.
@@ -96,11 +96,11 @@ class Parameters:
         reshard_tp_size: tensor parallel size of the engine.
 
     Raises:
-        ConfigError: a layout is none that RLinf's interface can express.
+        ConfigError: RLinf's interface cannot express a layout.
     """
 
     def __init__(self, model_config: Any, hf: HF, reshard_tp_size: int) -> None:
-        convertor_rules(hf)  # raises where there is none
+        convertor_rules(hf)  # raises for such a layout
         provenance = provenance_of(hf)
         tied, mtp = bool(provenance.hf.tie_word_embeddings), bool(model_config.mtp_num_layers)
         self._mapping = provenance.mapping(tied=tied, mtp=mtp, dialect="split")
@@ -113,13 +113,13 @@ class Parameters:
 
     def __getitem__(self, name: str) -> Parameter:
         if name not in self._known:
-            self._known[name] = self._found(name)
+            self._known[name] = self._parameter(name)
         return self._known[name]
 
-    def _found(self, name: str) -> Parameter:
+    def _parameter(self, name: str) -> Parameter:
         whole, part = name, None
-        for number, each in enumerate(_PARTS):
-            if f".{each}." in name:
-                whole, part = name.replace(each, "linear_fc1"), number
+        for number, half in enumerate(_PARTS):
+            if f".{half}." in name:
+                whole, part = name.replace(half, "linear_fc1"), number
         binding = self._mapping.bind(canonical(whole, self._numbering))
         return Parameter(name, binding, part, self._axes, self._joined)

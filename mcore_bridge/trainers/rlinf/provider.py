@@ -1,4 +1,4 @@
-"""``model_provider_func`` as RLinf gives it to Megatron's ``setup_model_and_optimizer``: one chunk at a time."""
+"""RLinf's ``model_provider_func`` for Megatron's ``setup_model_and_optimizer``, which builds one chunk at a time."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ def model_provider(
     device: Any = None,
     seed: int = 0,
 ) -> Callable[..., GPTModel]:
-    """The function that builds the chunks of one model, of an ``actor`` block (or a ``critic``'s), with one config.
+    """Make the function that builds the chunks of one model, from an ``actor`` block or that of a ``critic``.
 
     Args:
-        actor, hf, overrides: as for ``read_actor``. With ``use_critic_model`` the head gives a value.
-        load_weights: True loads from the HF folder, and a source from there; False leaves initial values. None is what
-            the block says: with ``megatron_checkpoint`` or ``use_hf_ckpt`` Megatron loads a checkpoint after the model
-            is built, which is then looked at for what Megatron does not say, and else the HF folder is loaded.
+        actor, hf, overrides: as for ``read_actor``. With ``use_critic_model`` the model has a value head.
+        load_weights: True loads the HF folder, a source loads that, and False keeps random values. With None the block
+            decides. With ``megatron_checkpoint`` or ``use_hf_ckpt``, Megatron loads a checkpoint after the model is
+            built, and we check that it will load all of it. Otherwise the HF folder is loaded.
         device, seed: as for ``build_model``.
 
     Returns:
-        ``model_provider_func(pre_process, post_process, config=None, vp_stage=None, pg_collection=None, **_)``. What
-        Megatron passes besides the first two is not what decides: the config is that of the block, the groups are those
-        of ``parallel_state``, and without ``vp_stage`` it is the stage that ``parallel_state`` is at.
+        ``model_provider_func(pre_process, post_process, config=None, vp_stage=None, pg_collection=None, **_)``. It
+        ignores ``config`` and ``pg_collection`` in favour of the block and of ``parallel_state``. Without ``vp_stage``
+        it builds the stage at which ``parallel_state`` is.
 
     Raises:
-        ConfigError: as ``read_actor``; or Megatron is to load a checkpoint over the weights that are asked for.
+        ConfigError: as ``read_actor``; or Megatron would load a checkpoint over the weights that are loaded here.
         CheckpointError: from the function, when Megatron would not load all of the chunk from its checkpoint.
-        MeshError: from the function, when ``parallel_state`` or the stage asked for is another than the block's.
+        MeshError: from the function, when ``parallel_state`` or the stage does not fit the block.
     """
-    if hf is None and load_weights is True:  # what was converted of it has its config too, and no HF weights
+    if hf is None and load_weights is True:  # a converted checkpoint also has an HF config, and no HF weights
         hf = hf_folder_of(actor)
     read = read_actor(actor, hf=hf, overrides=overrides)
     head = "value" if actor.get("use_critic_model") else "lm"
@@ -58,7 +58,7 @@ def model_provider(
         source = read.hf if load_weights is None or load_weights is True else load_weights
         _require_last(actor)
 
-    drawn = cache(partial(read.drawn, head=head, device=device))
+    make_once = cache(partial(read.blueprint, head=head, device=device))
 
     def model_provider_func(
         pre_process: bool = True,
@@ -68,8 +68,8 @@ def model_provider(
         pg_collection: object = None,
         **_: object,
     ) -> GPTModel:
-        read.dims.initialize()  # nothing, where parallel_state has these sizes; raises where it has others
-        blueprint = drawn()
+        read.dims.initialize()  # does nothing if parallel_state has these sizes, and raises if it has others
+        blueprint = make_once()
         stage = _stage(blueprint, vp_stage)
         if (stage.embedding, stage.loss) != (pre_process, post_process):
             raise MeshError(
@@ -88,11 +88,11 @@ def model_provider(
 
 
 def _require_last(actor: Mapping[str, Any]) -> None:
-    """Raise where Megatron loads something over the weights that are loaded here."""
+    """Raise if Megatron would load something over the weights that are loaded here."""
     load = (actor.get("megatron") or {}).get("load")
     if load is not None:
         raise ConfigError(
-            f"megatron.load must be None where weights are loaded from elsewhere, found {load!r}, which Megatron would "
+            f"megatron.load must be None if weights are loaded from elsewhere, found {load!r}, which Megatron would "
             "load over them: set it to None, or leave out load_weights"
         )
 

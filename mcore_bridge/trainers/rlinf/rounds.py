@@ -1,4 +1,4 @@
-"""An export in rounds that all ranks go through together: for trainers that hand weights on in so many steps."""
+"""Exports in rounds, which all ranks do together, for trainers that transfer weights in a given number of steps."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mcore_bridge.weights.transfer.executor import run_messages
 
 
 def run_rounds(export: Export, num_rounds: int) -> Generator[dict[str, Tensor], None, None]:
-    """Export in ``num_rounds`` rounds, with the same messages in each of them on every rank: what is complete after it.
+    """Export in ``num_rounds`` rounds, and yield after each what it completes.
 
-    A rank may get nothing with a round. Between rounds nobody waits for anybody, and the next two messages are on their
-    way; who closes the generator goes on sending what the others still need. Tensors are the caller's own.
+    A round has the same messages on all ranks. A rank may get nothing in a round. Between rounds no rank waits for another, and the next two messages travel. A
+    rank that closes the generator goes on sending what others still need. Tensors belong to the caller.
 
     Args:
-        num_rounds: the same on every rank. With fewer messages than that, some rounds are empty.
+        num_rounds: the number of rounds, the same on every rank. If there are fewer messages, some rounds are empty.
 
     Raises:
         ExportError: on every rank of the group, when any of them fails.
@@ -29,4 +29,4 @@ def run_rounds(export: Export, num_rounds: int) -> Generator[dict[str, Tensor], 
     with closing(run_messages(export.program, export.group, export.bound.tensors)) as messages:
         for start, end in pairwise(ends):
             yield dict(chain.from_iterable(islice(messages, end - start)))
-        yield dict(chain.from_iterable(messages))  # to their end, where the failures of others show
+        yield dict(chain.from_iterable(messages))  # up to their end, where failures of other ranks show

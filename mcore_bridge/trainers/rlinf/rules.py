@@ -1,4 +1,4 @@
-"""Our mapping rules as the rule list of RLinf's convertors: patterns of Megatron's names, what is split, HF's names."""
+"""Translates our rules to the rules of RLinf's convertors: patterns of Megatron's names, a transform, HF's names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LAYER = "decoder.layers.*."
 
 
 class TransformType(Enum):
-    """What RLinf's convertors do to a tensor, by the values of its own ``TransformType``."""
+    """What RLinf's convertors do to a tensor, with the values of its own ``TransformType``."""
 
     SPLIT_QKV = "split_qkv"
     SPLIT_FC1 = "split_fc1"
@@ -31,8 +31,8 @@ class ConvertorRule:
     """One rule, with the fields of RLinf's class of this name.
 
     Attributes:
-        pattern: of whole Megatron names, with the groups ``i`` (layer), ``ei`` (expert) and ``wb`` (weight or bias).
-        transform: what becomes of the tensor.
+        pattern: matches whole Megatron names, with groups ``i`` (layer), ``ei`` (expert) and ``wb`` (weight or bias).
+        transform: what to do with the tensor.
         targets: HF names, as templates of ``re.Match.expand``.
         post: always None.
     """
@@ -44,26 +44,26 @@ class ConvertorRule:
 
 
 def convertor_rules(hf: HF) -> list[ConvertorRule]:
-    """The rules of a family, for a ``build_rules`` of RLinf's ``BaseConvertor``. Patterns exclude each other.
+    """The rules of a family, for ``build_rules`` of RLinf's ``BaseConvertor``. No two patterns match one name.
 
     >>> [ConvertorRule(r.pattern, TransformType(r.transform.value), r.targets) for r in convertor_rules(folder)]
 
     Raises:
-        ConfigError: ``hf`` is of no registered architecture, or has a layout that RLinf's transforms do not have.
+        ConfigError: no architecture is registered for ``hf``, or RLinf has no transform for one of its layouts.
     """
     rules = (*provenance_of(hf).rules, *LM_HEAD)
-    found: dict[str, ConvertorRule] = {}
+    by_pattern: dict[str, ConvertorRule] = {}
     for rule in rules:
         if not rule.copy and not rule.mcore.startswith("mtp."):
             for mcore in _spellings(rule, rules):
-                made = _convertor_rule(rule, mcore)
-                found.setdefault(made.pattern.pattern, made)
-    return list(found.values())
+                theirs = _convertor_rule(rule, mcore)
+                by_pattern.setdefault(theirs.pattern.pattern, theirs)
+    return list(by_pattern.values())
 
 
 def _spellings(rule: Rule, rules: Rules) -> Iterator[str]:
-    """The names that the parameter of a rule may have in a model with TransformerEngine's modules."""
-    modules = {each.mcore.removeprefix(_LAYER).rpartition(".")[0] for each in rules}
+    """Yield the names that the parameter of a rule may have in a model with TransformerEngine's modules."""
+    modules = {other.mcore.removeprefix(_LAYER).rpartition(".")[0] for other in rules}
     name = rule.mcore.removeprefix(_LAYER)
     fused = fused_norm(name, fused_norms(modules))
     if fused is not None:
@@ -96,6 +96,6 @@ def _transform(rule: Rule) -> TransformType:
     if rule.layout in (COLUMN, ROW, VOCAB, REPLICATED):
         return TransformType.SPLIT_NONE
     raise ConfigError(
-        f"expected layouts that RLinf's transforms have, found {rule.layout} of {rule.mcore}: use our resharder, which "
-        "takes any"
+        f"expected layouts for which RLinf has a transform, found {rule.layout} of {rule.mcore}: use our resharder, "
+        "which takes any layout"
     )

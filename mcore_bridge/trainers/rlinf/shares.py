@@ -1,4 +1,4 @@
-"""What a rank of an engine takes of HF tensors that are there whole: cut where they are, without communication."""
+"""Slices of whole HF tensors for a rank of an engine, cut without communication."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from mcore_bridge.weights.plan.target import EngineRank
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """What is taken of one HF tensor.
+    """The slice of one HF tensor for a rank of an engine.
 
     Args:
-        name: of what is taken.
-        experts: which experts, where one HF tensor holds all of a layer; None where it does not.
-        dim: that is cut.
-        stretches: start and end of what is taken along ``dim``.
+        name: the name of the slice.
+        experts: the experts of the slice, if one HF tensor has all experts of a layer; otherwise None.
+        dim: the dim that is cut.
+        ranges: start and end of each range of indices along ``dim``.
     """
 
     name: str
     experts: range | None
     dim: int
-    stretches: tuple[tuple[int, int], ...]
+    ranges: tuple[tuple[int, int], ...]
 
     def of(self, whole: Tensor) -> Tensor:
-        """The share of a tensor: contiguous, and a view where it is one stretch of memory."""
+        """Cut the slice from the whole tensor. It is contiguous, and a view if possible."""
         dim = self.dim
         if self.experts is not None:
             whole, dim = whole[self.experts.start : self.experts.stop], dim + 1
-        parts = [whole.narrow(dim, start, end - start) for start, end in self.stretches]
+        parts = [whole.narrow(dim, start, end - start) for start, end in self.ranges]
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def slices_of(
     target: EngineRank, mapping: WeightMapping, axes: Axes, num_layers: int, entries: Sequence[ParamEntry]
 ) -> Mapping[str, TensorSlice]:
-    """By the name of each HF tensor of which ``target`` takes any, what it takes: what an export to it would yield.
+    """The slices that an export to ``target`` would yield, by the names of the HF tensors.
 
     Args:
         entries: all parameters of the model, whole.
@@ -54,20 +54,20 @@ def slices_of(
     """
     slicer = Slicer(target, mapping, axes, num_layers)
     experts = target.experts(axes["experts"])
-    found: dict[str, TensorSlice] = {}
+    by_name: dict[str, TensorSlice] = {}
     for entry in entries:
         if (named := slicer.named(entry)) is None:
             continue
-        shares = [
-            TensorSlice(unstacked(name)[0], experts if entry.stack else None, dim, tuple(_stretches(taken)))
+        slices = [
+            TensorSlice(unstacked(name)[0], experts if entry.stack else None, dim, tuple(_ranges(taken)))
             for name, dim, taken in zip(named.hf, dims_of(entry.trace), slicer.taken(named), strict=True)
         ]
-        found.update((unstacked(hf)[0], share) for hf, share in zip(entry.hf, shares, strict=True))
-        found.update((name, replace(shares[0], name=name)) for name in named.copies)
-    return found
+        by_name.update((unstacked(hf)[0], part) for hf, part in zip(entry.hf, slices, strict=True))
+        by_name.update((name, replace(slices[0], name=name)) for name in named.copies)
+    return by_name
 
 
-def _stretches(indices: Indices) -> Iterator[tuple[int, int]]:
-    """Start and end of each stretch of ascending indices that follow one another; an empty one where there are none."""
-    for stretch in np.split(indices, np.flatnonzero(np.diff(indices) != 1) + 1):
-        yield (int(stretch[0]), int(stretch[-1]) + 1) if len(stretch) else (0, 0)
+def _ranges(indices: Indices) -> Iterator[tuple[int, int]]:
+    """Yield start and end of each range of consecutive indices; one empty range if there are none."""
+    for run in np.split(indices, np.flatnonzero(np.diff(indices) != 1) + 1):
+        yield (int(run[0]), int(run[-1]) + 1) if len(run) else (0, 0)

@@ -1,6 +1,6 @@
-"""One pass over the weights of a model, in the buckets that RLinf asks for one by one.
+"""One pass over the weights of a model, in the buckets that RLinf gathers one by one.
 
-A bucket is a round of one export: which messages belong to it is the same on every rank, and follows from the plan.
+A bucket is a round of one export. Its messages follow from the plan, and are the same on every rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mcore_bridge.weights.provenance import HF
 
 @dataclass(eq=False)
 class Sync:
-    """One pass over ``models`` in ``num_buckets`` rounds, with messages of ``bucket_bytes``. The first begins it."""
+    """One pass over ``models`` in ``num_buckets`` rounds, with messages of ``bucket_bytes``."""
 
     models: Models
     num_buckets: int
@@ -40,15 +40,15 @@ class Sync:
         destination: Destination | None,
         target_at: Callable[[Models, Destination], Target],
     ) -> dict[str, Tensor]:
-        """The next bucket.
+        """Gather the next bucket.
 
         Args:
-            number: of the bucket.
-            destination: of this rank's weights; None is whole tensors.
-            target_at: what is taken at a destination.
+            number: the number of the bucket.
+            destination: where this rank's weights go; None gathers whole tensors.
+            target_at: a function that returns the target for a destination.
 
         Raises:
-            ExportError: it is not the next one, or has another destination than the first one; or any rank failed.
+            ExportError: it is not the next bucket, its destination is not that of the first one, or any rank failed.
         """
         if number != self.num_done:
             raise ExportError(f"expected bucket {self.num_done}, found {number}; gather each once, in order")
@@ -63,7 +63,7 @@ class Sync:
         return next(self.rounds)
 
     def close(self) -> None:
-        """Gather no more, but send what other ranks still need."""
+        """Stop gathering, and send what other ranks still need."""
         if self.rounds is not None:
             self.rounds.close()
 
@@ -75,7 +75,7 @@ class Sync:
         try:
             if destination is not None:
                 target = target_at(self.models, destination)
-        except Exception as error:  # the others are about to wait for this rank
+        except Exception as error:  # other ranks are about to wait for this one
             problem = describe(error)
         self.destination = destination
         self.export = open_export(
@@ -90,7 +90,7 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A round of a sync, by its number. What is in it is known when it is gathered."""
+    """A round of a sync, by its number. Its content is known when it is gathered."""
 
     sync: Sync = field(repr=False)
     number: int
@@ -98,7 +98,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class FullBucket:
-    """Whole HF tensors, to be narrowed to any number of destinations."""
+    """Whole HF tensors, which ``narrow_to_target`` cuts for any number of destinations."""
 
     export: Export = field(repr=False)
     tensors: Mapping[str, Tensor]

@@ -1,4 +1,4 @@
-"""RLinf's resharder over our exports: one object in the place of its own, for all generations of its interface."""
+"""RLinf's resharder on top of our exports: a class that replaces its own, for all generations of its interface."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from mcore_bridge.weights.transfer.collectives import Group
 
 
 class MegatronCoreWeightReshard:
-    """Gathers a model bucket by bucket, as the engine's rank beside this one takes it.
+    """Gathers a model bucket by bucket, cut for the rank of the engine beside this rank.
 
-    Every rank of a model replica calls each method, in the same order: also those whose weights are for nobody. Tensors
-    have HF's names, are contiguous and cut for the destination, and share memory with no parameter.
-    Expert names are those of single experts, as SGLang and vLLM load them, whatever the checkpoint has.
+    Every rank of a model replica calls each method, in the same order, also ranks without a destination. Tensors have
+    HF's names, are contiguous and cut for the destination, and share memory with no parameter. Each expert has names of
+    its own, as SGLang and vLLM load them, whatever the checkpoint has.
 
     >>> reshard = MegatronCoreWeightReshard(ReshardConfig(model_type="qwen3_moe", ...), hf="path/of/model")
     >>> for bucket in reshard.divide_model_to_bucket(model):
     ...     state = reshard.gather_and_reshard_model(bucket, dst_tp_rank)
 
     Args:
-        config: RLinf's ``ReshardConfig`` of any generation. Only what it says of the engine is read.
+        config: RLinf's ``ReshardConfig`` of any generation. Only its fields for the engine are read.
         hf, head: for models that ``build_model`` did not make: their HF config or folder, and their head.
 
     Raises:
@@ -47,16 +47,16 @@ class MegatronCoreWeightReshard:
         self._known: tuple[ExportPlan, dict[EngineRank, Mapping[str, TensorSlice]]] | None = None
 
     def set_tp_gather_is_identity(self, tp_gather_is_identity: bool) -> None:
-        """Nothing: what a rank holds itself never travels."""
+        """Do nothing: what a rank holds itself never travels."""
 
     def divide_model_to_bucket(self, model: Models) -> list[Bucket]:
-        """Begin a sync. A collective of the replica.
+        """Begin a sync. All ranks of the replica call it together.
 
         Returns:
-            As many buckets on every rank, and at every step: so many that those of the rank that holds most take
-            ``bucket_capacity`` bytes of its parameters each. They are gathered in order, each once.
+            The buckets, to gather in order, each once. Their number is the same on every rank and at every step: on the
+            rank with most parameters, each bucket has ``bucket_capacity`` bytes of these.
         """
-        self._end()  # which communicates, too
+        self._end()  # this communicates, too
         chunks = chunks_of(model)
         held = sum(tensor.nbytes for tensor in held_tensors(chunks).values())
         most = Group.of_replica(chunks[0].pg_collection).max(held)
@@ -70,29 +70,29 @@ class MegatronCoreWeightReshard:
         dst_lm_head_rank: int | None = None,
         dst_shared_rank: int | None = None,
     ) -> dict[str, Tensor]:
-        """Gather a bucket for this rank's destination; only what that lacks travels to this rank.
+        """Gather a bucket for this rank's destination. Only what this rank lacks travels.
 
         Args:
-            bucket_weight: of ``divide_model_to_bucket``; or a model as a whole, as RLinf had it before it had buckets.
-            dst_tp_rank: the destination's place in ``reshard_tp_size``. RLinf up to 0.4.0 passes another than where it
-                sends to, when the trainer's tp is above ``reshard_tp_size`` above 1: with configs that are so old it
-                follows from this rank's own place instead. With others, None is that these weights are for nobody.
-            dst_ep_rank, dst_lm_head_rank, dst_shared_rank: its places in expert parallelism, and, with data parallel
-                attention, in what cuts the head and shared experts.
+            bucket_weight: a bucket of ``divide_model_to_bucket``; or a whole model, as in RLinf before it had buckets.
+            dst_tp_rank: the destination's rank in ``reshard_tp_size``; None means that no rank gets these weights.
+                Up to RLinf 0.4.0 the value may be wrong if the trainer's tp is above ``reshard_tp_size`` above 1. With
+                configs of that generation, it follows from this rank's own place instead.
+            dst_ep_rank, dst_lm_head_rank, dst_shared_rank: its ranks in expert parallelism, and, with data parallel
+                attention, in the parallelism of the head and of shared experts.
 
         Returns:
-            What is complete with this bucket, by HF name; maybe nothing.
+            The tensors that are complete with this bucket, by HF name. There may be none.
 
         Raises:
-            ExportError: on every rank, when any fails; or the bucket is not the next one, or its destination is another
-                than that of the first one.
-            TargetError: on every rank, when the model cannot be cut for the destination of any.
+            ExportError: on every rank, when any fails; or the bucket is not the next one, or its destination is not
+                that of the first one.
+            TargetError: on every rank, when the model cannot be cut for the destination of any rank.
         """
         bucket = bucket_weight if isinstance(bucket_weight, Bucket) else self._begin(bucket_weight, 1)[0]
         return self._gathered(bucket, Destination(dst_tp_rank, dst_ep_rank, dst_lm_head_rank, dst_shared_rank))
 
     def gather_full_model(self, bucket_weight: Bucket) -> FullBucket:
-        """Gather a bucket whole, to be narrowed to as many destinations as this rank has, or to none.
+        """Gather a bucket of whole tensors, to cut for any number of destinations.
 
         Raises:
             ExportError: as for ``gather_and_reshard_model``.
@@ -109,29 +109,31 @@ class MegatronCoreWeightReshard:
         dst_lm_head_rank: int | None = None,
         dst_shared_rank: int | None = None,
     ) -> dict[str, Tensor]:
-        """What one destination takes of a bucket. Nothing communicates.
+        """Cut a bucket for one destination, without communication. Tensors may be views of those of ``full_sd``.
 
-        Arguments are those of ``gather_and_reshard_model``. Tensors may be views of those of ``full_sd``.
+        Args:
+            full_sd: from ``gather_full_model``.
+            dst_tp_rank, dst_ep_rank, dst_lm_head_rank, dst_shared_rank: as for ``gather_and_reshard_model``.
 
         Raises:
             TargetError: the model cannot be cut for this destination.
         """
         export = full_sd.export
         destination = Destination(dst_tp_rank, dst_ep_rank, dst_lm_head_rank, dst_shared_rank)
-        shares = self._shares_of(export, self._rank_at(export.bound.chunks, destination))
-        return {shares[name].name: shares[name].of(t) for name, t in full_sd.tensors.items() if name in shares}
+        slices = self._slices_of(export, self._rank_at(export.bound.chunks, destination))
+        return {slices[name].name: slices[name].of(t) for name, t in full_sd.tensors.items() if name in slices}
 
     def _target_at(self, models: Models, destination: Destination) -> Target:
-        is_for_nobody = destination.dst_tp_rank is None and not self._engine.follows_trainer
-        return "nothing" if is_for_nobody else self._rank_at(models, destination)
+        only_sends = destination.dst_tp_rank is None and not self._engine.follows_trainer
+        return "nothing" if only_sends else self._rank_at(models, destination)
 
     def _rank_at(self, models: Models, destination: Destination) -> EngineRank:
         groups = chunks_of(models)[0].pg_collection
         tp, pp = ((group.size(), group.rank()) for group in (groups.tp, groups.pp))
         return self._engine.rank_at(destination, tp=tp, pp=pp)
 
-    def _shares_of(self, export: Export, target: EngineRank) -> Mapping[str, TensorSlice]:
-        """Worked out once for each plan and target."""
+    def _slices_of(self, export: Export, target: EngineRank) -> Mapping[str, TensorSlice]:
+        """The slices of a target, computed once for each plan and target."""
         plan, bound = export.program.plan, export.bound
         if self._known is None or self._known[0] is not plan:
             self._known = plan, {}
@@ -147,13 +149,13 @@ class MegatronCoreWeightReshard:
         return [Bucket(self._sync, number) for number in range(num_buckets)]
 
     def _end(self) -> None:
-        """Of the sync before: others may still wait for what this rank has of it."""
+        """End the last sync: other ranks may still wait for what this rank has of it."""
         if self._sync is not None:
             self._sync.close()
             self._sync = None
 
     def _gathered(self, bucket: Bucket, destination: Destination | None) -> dict[str, Tensor]:
-        """The next bucket, for a destination or whole."""
+        """Gather the next bucket, for a destination or whole."""
         try:
             if bucket.sync is not self._sync:
                 raise ExportError("expected a bucket of the last divide_model_to_bucket, found one of an earlier sync")
