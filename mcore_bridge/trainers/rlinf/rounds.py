@@ -15,8 +15,9 @@ from mcore_bridge.weights.transfer.executor import run_messages
 def run_rounds(export: Export, num_rounds: int) -> Generator[dict[str, Tensor], None, None]:
     """Export in ``num_rounds`` rounds, and yield after each what it completes.
 
-    A round has the same messages on all ranks. A rank may get nothing in a round. Between rounds no rank waits for another, and the next two messages travel. A
-    rank that closes the generator goes on sending what others still need. Tensors belong to the caller.
+    A round has the same messages on all ranks. A rank may get nothing in a round. Between rounds no rank waits for
+    another, and the next two messages travel. A rank that closes the generator goes on sending what others still need.
+    Tensors belong to the caller.
 
     Args:
         num_rounds: the number of rounds, the same on every rank. If there are fewer messages, some rounds are empty.
