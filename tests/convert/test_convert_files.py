@@ -297,7 +297,10 @@ def test_what_does_not_fit_is_named(tmp_path):
     source, target = small(tmp_path / "hf"), tmp_path / "back"
     convert(source, tmp_path / "files", rank_files=files(tp=2, pp=2, ep=2), on_event=quiet)
     for change, message in (
-        ({"num_hidden_layers": 3}, r"not whole, or not of the HF config.*layers \[0, 1, 2, 3\], expected 0 to 2"),
+        (
+            {"num_hidden_layers": 3},
+            r"not whole, or does not fit the given HF config.*layers \[0, 1, 2, 3\], expected 0 to 2",
+        ),
         ({"num_hidden_layers": 5}, r"layers \[0, 1, 2, 3\], expected 0 to 4"),
         ({"hidden_size": 56}, r"other shapes for \['lm_head\.weight: \(97, 48\), not \(97, 56\)'"),
         ({"vocab_size": 99}, r"hold 98 rows of a vocabulary of 99"),

@@ -293,7 +293,7 @@ def refuse(folder: Path) -> None:
         assert report.unexpected
         assert all(key.startswith("decoder.layers.3.") for key in report.unexpected)
         model.decoder.layers[0].self_attention.sharded_state_dict = lambda *given, **options: {}
-        with pytest.raises(CheckpointError, match=r"leaves out .*decoder\.layers\.0\.self_attention"):
+        with pytest.raises(CheckpointError, match=r"omits .*decoder\.layers\.0\.self_attention"):
             mb.save_checkpoint(model, folder, hf=hf)
 
 
