@@ -11,7 +11,11 @@ from mcore_bridge.errors import ConfigError
 Grain = Literal["tensor", "row"] | tuple[int, int]
 """What shares a scale: all of a weight, a row, or a block of so many rows and columns."""
 
-_MODELOPT: dict[object, tuple[str, Grain]] = {"FP8": ("fp8", "tensor"), "NVFP4": ("nvfp4", (1, 16))}
+_MODELOPT: dict[object, tuple[str, Grain]] = {
+    "FP8": ("fp8", "tensor"),
+    "NVFP4": ("nvfp4", (1, 16)),
+    "W4A16_NVFP4": ("nvfp4", (1, 16)),
+}
 _BLOCK = (128, 128)
 """What transformers takes where a config leaves the size of blocks out; null is none."""
 _WAY_OUT = (
@@ -76,9 +80,9 @@ def _modelopt(fields: Mapping[str, Any]) -> Iterator[tuple[str, Grain]]:
 
 def _compressed(fields: Mapping[str, Any]) -> Iterator[tuple[str, Grain]]:
     for name in ("transform_config", "sparsity_config"):
-        found = fields.get(name)
-        if found and not (isinstance(found, Mapping) and found.get("format", "") == "dense"):
-            raise _refused(f"{name} of compressed-tensors", found, "none")
+        value = fields.get(name)
+        if value and not (isinstance(value, Mapping) and value.get("format", "") == "dense"):
+            raise _refused(f"{name} of compressed-tensors", value, "none")
     groups = fields.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise _refused("config_groups of compressed-tensors", groups, "an object for each kind of weights")
@@ -91,10 +95,10 @@ def _compressed(fields: Mapping[str, Any]) -> Iterator[tuple[str, Grain]]:
 def _of_group(weights: Mapping[str, Any]) -> tuple[str, Grain]:
     kind, bits, strategy = (weights.get(name) for name in ("type", "num_bits", "strategy"))
     size = weights.get("group_size")
-    found = f"{kind} of {bits} bits by {strategy} (group_size={size}, symmetric={weights.get('symmetric')})"
+    actual = f"{kind} of {bits} bits by {strategy} (group_size={size}, symmetric={weights.get('symmetric')})"
     expected = "symmetric float of 8 bits by tensor, channel or block, int of 4 by group, float of 4 by 16"
     if weights.get("symmetric") is False or weights.get("actorder") not in (None, False):
-        raise _refused("weights of compressed-tensors", found, expected)
+        raise _refused("weights of compressed-tensors", actual, expected)
     if (kind, bits) == ("float", 8) and strategy in ("tensor", "channel"):
         return "fp8", "tensor" if strategy == "tensor" else "row"
     if (kind, bits, strategy) == ("float", 8, "block") and (block := _block(weights.get("block_structure"))):
@@ -103,7 +107,7 @@ def _of_group(weights: Mapping[str, Any]) -> tuple[str, Grain]:
         return "int4", (1, size)
     if (kind, bits, strategy, size) == ("float", 4, "tensor_group", 16):
         return "nvfp4", (1, 16)
-    raise _refused("weights of compressed-tensors", found, expected)
+    raise _refused("weights of compressed-tensors", actual, expected)
 
 
 def _block(sizes: object) -> tuple[int, int] | None:
@@ -114,7 +118,7 @@ def _block(sizes: object) -> tuple[int, int] | None:
     raise _refused("the size of blocks", sizes, "two positive whole numbers")
 
 
-def _refused(what: str, found: object, expected: str) -> ConfigError:
+def _refused(what: str, value: object, expected: str) -> ConfigError:
     return ConfigError(
-        f"quantization_config: {what} must be {expected}, found {found!r:.200}, which is not read: {_WAY_OUT}."
+        f"quantization_config: {what} must be {expected}, found {value!r:.200}, which is not read: {_WAY_OUT}."
     )

@@ -56,8 +56,8 @@ class Codec:
 def numbers_of(codec: Codec, codes: Tensor) -> Tensor:
     """What codes (uint8 [..., bytes]) stand for without their scales: fp32 [..., bytes * per_byte]."""
     table = _table(codec.kind, codes.device)
-    found = table.index_select(0, codes.flatten().int()).view(torch.float32)
-    return found.view(*codes.shape[:-1], codes.shape[-1] * codec.per_byte)
+    numbers = table.index_select(0, codes.flatten().int()).view(torch.float32)
+    return numbers.view(*codes.shape[:-1], codes.shape[-1] * codec.per_byte)
 
 
 def scales_of(codec: Codec, scales: Tensor, overall: Tensor | None = None) -> Tensor:
@@ -91,7 +91,7 @@ def _table(kind: Kind, device: torch.device) -> Tensor:
     if kind == "int4":
         half = torch.arange(16).float() - _INT4_OFFSET
     else:
-        half = torch.tensor([*_E2M1, *(-each for each in _E2M1)]) * (2 if kind == _DOUBLED else 1)
+        half = torch.tensor([*_E2M1, *(-value for value in _E2M1)]) * (2 if kind == _DOUBLED else 1)
     low, high = (codes & 0xF).long(), (codes >> 4).long()
     return torch.stack((half[low], half[high]), -1).view(torch.float64).flatten().to(device)
 

@@ -1,8 +1,8 @@
 """A weight that a file holds encoded, and slices of it, which are decoded without the rest.
 
-Codes, scales and whatever else belongs to a weight are *grids*: tensors in which one element stands for a cell of the
-weight. Which cells a slice needs, its coordinates say: the numbers of rows and columns, as tensors of the shape of the
-weight, are sent through the very functions that cut a weight. So no second arithmetic says where a scale belongs.
+Codes and scales of a weight are *grids*: tensors in which one element stands for a cell of the weight. Coordinates say
+which cells a slice needs: tensors of the weight's shape that hold the numbers of rows and of columns. They are sent
+through the functions that cut the weight, so no second arithmetic says where a scale belongs.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class EncodedSlice:
 @lru_cache(maxsize=256)
 def coordinates(shape: Shape) -> tuple[Tensor, ...]:
     """For each dim of a tensor its numbers, as tensors of the same shape: views that take no memory."""
-    views = ([-1 if dim == each else 1 for each in range(len(shape))] for dim in range(len(shape)))
+    views = ([-1 if dim == other else 1 for other in range(len(shape))] for dim in range(len(shape)))
     return tuple(torch.arange(size).view(view).expand(shape) for size, view in zip(shape, views, strict=True))
 
 

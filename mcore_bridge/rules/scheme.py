@@ -41,7 +41,7 @@ _BESIDE = (".scale", ".qscale_weight")
 class Held:
     """How a checkpoint holds one plain tensor: its codec and shape, and the names of its parts.
 
-    ``order`` says which dim of the plain tensor each dim of the codes is. ``noted_shape`` is the name of a tensor that
+    ``order`` says which dim of the plain tensor each dim of the codes is. ``shape_tensor`` is the name of a tensor that
     holds the shape once more.
     """
 
@@ -51,7 +51,7 @@ class Held:
     codes: str
     scales: str
     overall: str | None = None
-    noted_shape: str | None = None
+    shape_tensor: str | None = None
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -61,7 +61,7 @@ class Held:
     @property
     def names(self) -> tuple[str, ...]:
         """All names in the checkpoint that belong to it."""
-        return self.parts if self.noted_shape is None else (*self.parts, self.noted_shape)
+        return self.parts if self.shape_tensor is None else (*self.parts, self.shape_tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +92,11 @@ def scheme_of(specs: Mapping[str, TensorSpec], block: tuple[int, int] | None = N
     problems: dict[str, str] = {}
     for name in specs:
         try:
-            if (found := _held(name, specs, block or BLOCK)) is not None:
-                held[found[0]] = found[1]
+            if (encoded := _held(name, specs, block or BLOCK)) is not None:
+                held[encoded[0]] = encoded[1]
         except _ProblemError as problem:
             problems[stem_of(name)] = f"{name} {problem}"
-    used = {name for each in held.values() for name in each.names}
+    used = {name for weight in held.values() for name in weight.names}
     left = [name for name in specs if name not in used]
     if lost := [name for name in left if _is_companion(specs[name]) and stem_of(name) not in problems]:
         problems[""] = f"{len(lost)} scales or the like belong to no encoded weight, such as {lost[:5]}"
@@ -176,7 +176,7 @@ def _held(name: str, specs: Specs, block: tuple[int, int]) -> tuple[str, Held] |
         return _packed(name.removesuffix("_packed"), spec, specs)
     if spec.dtype in _CODES and not name.endswith(("_scale_inv", "_scale", *_BESIDE)):
         return name, _float8(spec, specs, block)
-    if spec.dtype in (torch.uint8, torch.int8) and any(each in specs for each in _scales_of(name)):
+    if spec.dtype in (torch.uint8, torch.int8) and any(scales in specs for scales in _scales_of(name)):
         return name, _modelopt(spec, specs)
     return None
 
@@ -199,9 +199,9 @@ def _packed(name: str, spec: TensorSpec, specs: Specs) -> tuple[str, Held]:
     if spec.dtype == torch.int32:
         rows, columns, group = _groups(spec, scales, "int4", 8)
         _require(scales, (rows, columns // group), _FLOATS)
-        noted = f"{name}_shape" if f"{name}_shape" in specs else None
+        shape = f"{name}_shape" if f"{name}_shape" in specs else None
         codec = Codec("int4", (1, group), scales.dtype)
-        return name, Held(codec, (rows, columns), (0, 1), spec.name, scales.name, None, noted)
+        return name, Held(codec, (rows, columns), (0, 1), spec.name, scales.name, None, shape)
     if spec.dtype != torch.uint8:
         raise _ProblemError(f"is {spec.dtype}, expected int32 (int4) or uint8 (NVFP4)")
     return name, _nvfp4(spec, scales, _companion(f"{name}_global_scale", specs))
@@ -241,24 +241,24 @@ def _float8(spec: TensorSpec, specs: Specs, block: tuple[int, int]) -> Held:
     name, shape = spec.name, spec.shape
     if spec.dtype != _FP8:
         raise _ProblemError(f"is {spec.dtype}, whose codes are not read: expected float8_e4m3fn")
-    found = next((each for each in _scales_of(name) if each in specs), None)
-    if found is None:
+    scales_name = next((scales for scales in _scales_of(name) if scales in specs), None)
+    if scales_name is None:
         raise _ProblemError(f"is float8_e4m3fn and has no scale: expected one of {list(_scales_of(name))}")
-    scales = specs[found]
+    scales = specs[scales_name]
     if len(shape) < 2 or scales.dtype not in (*_FLOATS, *_E8M0):
         raise _ProblemError(f"has shape {shape} and scales of {scales.dtype}: expected a matrix, and floats")
     outer = shape[:-2]
-    grid = (*outer, *(-(-size // each) for size, each in zip(shape[-2:], block, strict=True)))
+    grid = (*outer, *(-(-size // cell) for size, cell in zip(shape[-2:], block, strict=True)))
     blocks = {grid: block, (*shape[:-1], 1): (1, shape[-1])}
     own = blocks.get(scales.shape, shape[-2:] if math.prod((*outer, *scales.shape)) == 1 else None)
     if own is None:
         raise _ProblemError(
-            f"has shape {shape} and {found} {scales.shape}: expected {grid} for blocks of {block}, {(*shape[:-1], 1)} "
-            "for rows, or one number"
+            f"has shape {shape} and {scales_name} {scales.shape}: expected {grid} for blocks of {block}, "
+            f"{(*shape[:-1], 1)} for rows, or one number"
         )
     # What transformers does: compressed-tensors' own code computes in the dtype of scales, but not for experts.
-    rounded = scales.dtype if found.endswith("weight_scale") and ".experts." not in name else None
-    return Held(Codec("fp8", (*(1 for _ in outer), *own), rounded), shape, tuple(range(len(shape))), name, found)
+    rounded = scales.dtype if scales_name.endswith("weight_scale") and ".experts." not in name else None
+    return Held(Codec("fp8", (*(1 for _ in outer), *own), rounded), shape, tuple(range(len(shape))), name, scales_name)
 
 
 def _scales_of(name: str) -> tuple[str, ...]:
@@ -277,5 +277,5 @@ def _companion(name: str, specs: Specs) -> TensorSpec:
 def _require(scales: TensorSpec, shape: Shape, dtypes: tuple[torch.dtype, ...]) -> None:
     if scales.shape != shape or scales.dtype not in dtypes:
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        found = f"{scales.name} {scales.shape} of {scales.dtype}"
-        raise _ProblemError(f"takes scales {shape} of {expected}, found {found}")
+        actual = f"{scales.name} {scales.shape} of {scales.dtype}"
+        raise _ProblemError(f"takes scales {shape} of {expected}, found {actual}")

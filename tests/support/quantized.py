@@ -70,10 +70,20 @@ def write(hf: Any, form: Format, folder: Path, *, dtype: torch.dtype = torch.flo
 
 
 def oracle(folder: Path, dtype: torch.dtype) -> Any:
-    """transformers' model of a folder, which it dequantizes itself."""
-    from transformers import AutoModelForCausalLM
+    """transformers' model of a folder, which it dequantizes itself; that of the twin where it lacks the family."""
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    config = folder / "config.json"
+    fields = json.loads(config.read_text())
+    arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
+    if fields["quantization_config"]["quant_method"] == "compressed-tensors":
+        arguments["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+    twin = {"kimi_k2": "deepseek_v3"}.get(fields["model_type"])
+    if twin is not None:
+        config.write_text(json.dumps({**fields, "model_type": twin}))
+    model = AutoModelForCausalLM.from_pretrained(folder, **arguments).eval()
+    config.write_text(json.dumps(fields))
+    return model
 
 
 # FP8 ------------------------------------------------------------------------------------------------------------------
@@ -156,3 +166,84 @@ def mxfp4() -> Format:
 
     note = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.embed_tokens"]}
     return Format(note, encode, decode, lambda name: name.endswith(("experts.gate_up_proj", "experts.down_proj")))
+
+
+# compressed-tensors and ModelOpt --------------------------------------------------------------------------------------
+
+
+def compressed(kind: str, weights: dict[str, Any], ignore: tuple[str, ...] = ("lm_head",)) -> dict[str, Any]:
+    """The config of compressed-tensors for one kind of weights."""
+    group = {"targets": ["Linear"], "weights": {"symmetric": True, "dynamic": False, **weights}}
+    status = {"quantization_status": "compressed", "kv_cache_scheme": None, "global_compression_ratio": None}
+    methods = {"quant_method": "compressed-tensors", "format": kind}
+    return {**methods, "config_groups": {"group_0": group}, "ignore": [*ignore, "re:.*mlp.gate$"], **status}
+
+
+def rows(dtype: torch.dtype = torch.float32) -> Format:
+    note = compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"})
+    return fp8((1, 0), note, name=".weight_scale", dtype=dtype, product=dtype)
+
+
+def one_scale(dtype: torch.dtype = torch.float32) -> Format:
+    note = compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"})
+    return fp8(None, note, name=".weight_scale", dtype=dtype, product=dtype)
+
+
+def blocks(block: tuple[int, int]) -> Format:
+    sizes = {"strategy": "block", "block_structure": list(block)}
+    return fp8(block, compressed("float-quantized", {"num_bits": 8, "type": "float", **sizes}), name=".weight_scale")
+
+
+def int4(group: int) -> Format:
+    def encode(weight: Tensor) -> State:
+        scales = (amax(weight, (1, group)) / 7).bfloat16()
+        values = (weight.float() / spread(scales.float(), (1, group), weight.shape)).round().clamp(-8, 7).long() + 8
+        words = (values.unflatten(-1, (-1, 8)) << torch.arange(0, 32, 4)).sum(-1)
+        shape = torch.tensor(weight.shape)
+        return {".weight_packed": words.to(torch.int32), ".weight_scale": scales, ".weight_shape": shape}
+
+    def decode(parts: State, wanted: torch.dtype) -> Tensor:
+        words = parts[".weight_packed"].long()
+        values = (words[..., None] >> torch.arange(0, 32, 4) & 15).flatten(-2) - 8
+        scales = parts[".weight_scale"]
+        return (values * spread(scales.float(), (1, group), values.shape)).to(scales.dtype).to(wanted)
+
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group}
+    skipped = ("lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*")
+    note = compressed("pack-quantized", weights, skipped)
+    return Format(note, encode, decode, lambda name: name.endswith(".weight") and ".experts." in name)
+
+
+def nvfp4(owner: str) -> Format:
+    """Of compressed-tensors, whose number for all divides; or of ModelOpt, whose number multiplies."""
+    divides = owner == "compressed-tensors"
+    codes_name = ".weight_packed" if divides else ".weight"
+    overall_name = ".weight_global_scale" if divides else ".weight_scale_2"
+
+    def encode(weight: Tensor) -> State:
+        overall = weight.float().abs().amax() / (6 * 448)
+        scales = (amax(weight, (1, 16)) / 6 / overall).to(torch.float8_e4m3fn)
+        values = weight.float() / (spread(scales.float(), (1, 16), weight.shape) * overall)
+        nearest = values[..., None].sub(LUT).abs().argmin(-1)
+        packed = (nearest[:, 0::2] | nearest[:, 1::2] << 4).to(torch.uint8)
+        held = (1 / overall).view(1) if divides else overall
+        return {codes_name: packed, ".weight_scale": scales, overall_name: held, ".input_scale": torch.tensor(1.0)}
+
+    def decode(parts: State, wanted: torch.dtype) -> Tensor:
+        codes, overall = parts[codes_name].long(), parts[overall_name]
+        values = torch.stack((LUT[codes & 15], LUT[codes >> 4]), -1).flatten(-2)
+        scales = parts[".weight_scale"].float()
+        scales = scales / overall if divides else scales * overall
+        values = values * spread(scales, (1, 16), values.shape)
+        return (values.bfloat16() if divides else values).to(wanted)
+
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    note = (
+        compressed("nvfp4-pack-quantized", weights) if divides else {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    )
+    return Format(note, encode, decode)
+
+
+def modelopt_fp8() -> Format:
+    note = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    return fp8(None, note, name=".weight_scale", extra={".input_scale": torch.tensor(1.0)})

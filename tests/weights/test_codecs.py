@@ -1,10 +1,13 @@
 """Codecs and schemes: what codes and scales stand for, in any slice; and what cannot be decoded."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -13,6 +16,7 @@ from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules import codec, encoded, scheme
 from mcore_bridge.weights.files.decoded import DecodedPairs, decoded_mapping
 from tests import zoo
+from tests.support import quantized
 from tests.support.quantized import Format, deepseek, mxfp4
 
 # edges, against the publisher's formula -------------------------------------------------------------------------------
@@ -87,9 +91,48 @@ def test_any_slice_is_a_slice_of_the_whole(form: Format) -> None:
         assert torch.equal(target, cut(whole))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "form",
+    [
+        quantized.rows(),
+        quantized.rows(torch.bfloat16),
+        quantized.one_scale(torch.bfloat16),
+        quantized.blocks((128, 128)),
+        quantized.int4(32),
+        quantized.nvfp4("compressed-tensors"),
+        quantized.nvfp4("modelopt"),
+        quantized.modelopt_fp8(),
+    ],
+    ids=["rows", "bf16 rows", "one scale", "blocks", "int4", "nvfp4", "modelopt nvfp4", "modelopt fp8"],
+)
+def test_formats_of_compressed_tensors_and_modelopt(form: Format, dtype: torch.dtype) -> None:
+    """Bitwise as the package decompresses; of ModelOpt, whose package wants CUDA, as its formula says."""
+    weight = torch.randn(192, 256, generator=torch.Generator().manual_seed(4))
+    parts = form.encode(weight)
+    found = plain_of({f"x{end}": part for end, part in parts.items()}, form.note)["x.weight"].to(dtype)
+    assert torch.equal(found, form.decode(parts, dtype))
+    if form.note["quant_method"] == "compressed-tensors":
+        config = QuantizationConfig.model_validate(form.note)
+        (group,) = config.config_groups.values()
+        compressor = BaseCompressor.get_value_from_registry(config.format)
+        own = {end.removeprefix("."): part for end, part in parts.items()}
+        assert torch.equal(found, compressor.decompress(own, group)["weight"].to(dtype))
+
+
+def test_a_number_for_all_multiplies_or_divides() -> None:
+    """ModelOpt and compressed-tensors store each other's reciprocal."""
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(5))
+    both = [quantized.nvfp4(owner) for owner in ("compressed-tensors", "modelopt")]
+    values = [plain_of({f"x{e}": p for e, p in f.encode(weight).items()})["x.weight"].to(torch.bfloat16) for f in both]
+    assert torch.allclose(values[0], values[1], rtol=1e-2)
+    assert float((values[0] - weight).abs().max()) < 0.5
+
+
 # what does not fit ----------------------------------------------------------------------------------------------------
 
 FP8, GRID = torch.zeros(128, 256).to(torch.float8_e4m3fn), torch.ones(1, 2)
+WORDS, GROUPS = torch.zeros(4, 8, dtype=torch.int32), torch.ones(4, 2)
 NOTE = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
@@ -117,6 +160,14 @@ NOTE = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         ),
         ({"x_blocks": torch.zeros(2, 4, 3, 16, dtype=torch.uint8)}, "x_blocks is encoded, and lacks x_scales"),
         ({"x_scales": torch.zeros(2, 4, 3, dtype=torch.uint8)}, "belong to no encoded weight"),
+        (
+            {"x.weight_packed": WORDS, "x.weight_scale": GROUPS.float()},
+            "says fp8 by .*, found others: x.weight is int4",
+        ),
+        ({"x.weight_packed": WORDS, "x.weight_scale": GRID[:, [0, 1, 1]]}, "has 64 columns, which x.weight_scale of"),
+        ({"x.weight_packed": WORDS.byte(), "x.weight_scale": GROUPS}, "is encoded, and lacks x.weight_global_scale"),
+        ({"x.weight": WORDS.byte(), "x.weight_scale": GROUPS}, "is encoded, and lacks x.weight_scale_2"),
+        ({"x.weight": FP8, "x.weight_scale": GRID, "x.weight_zero_point": GRID}, "such as .'x.weight_zero_point'"),
     ],
 )
 def test_what_cannot_be_decoded_raises(files: Mapping[str, Tensor], message: str) -> None:
@@ -147,10 +198,11 @@ def is_right() -> bool:
     generator = torch.Generator().manual_seed(3)
     matrix = torch.randn(192, 256, generator=generator) * torch.logspace(-2, 2, 192)[:, None]
     square = torch.randn(2, 64, 64, generator=generator)
-    for form, weight in ((deepseek((128, 128)), matrix), (mxfp4(), square)):
+    forms = (deepseek((128, 128)), quantized.int4(32), quantized.nvfp4("modelopt"))
+    for form, weight in (*((form, matrix) for form in forms), (mxfp4(), square)):
         parts = form.encode(weight)
-        files = plain_of({f"x.weight{end.removeprefix('.weight')}": part for end, part in parts.items()})
-        if not torch.equal(files["x.weight"].to(torch.float32), form.decode(parts, torch.float32)):
+        (weight,) = plain_of({f"x{end}": part for end, part in parts.items()}).values()
+        if not torch.equal(weight.to(torch.float32), form.decode(parts, torch.float32)):
             return False
     return True
 
@@ -182,6 +234,10 @@ def _rounded(right: Any) -> Any:
     return lambda *args: right(*args).bfloat16().float()
 
 
+def _divided(right: Any) -> Any:
+    return lambda form, *rest: right(dataclasses.replace(form, overall="divides"), *rest)
+
+
 def _up_first(right: Any) -> Any:
     return lambda form, codes: right(form, codes.unflatten(1, (-1, 2)).flip(2).flatten(1, 2))
 
@@ -207,6 +263,8 @@ MISTAKES: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "scales are rounded before the product": (encoded, "scales_of", _rounded),
     "up comes before gate": (encoded, "numbers_of", _up_first),
     "square blocks are in-major": (scheme, "_mxfp4", _in_major),
+    "integers have no offset": (codec, "_INT4_OFFSET", lambda right: 0),
+    "the number for all divides everywhere": (encoded, "scales_of", _divided),
 }
 
 
@@ -215,4 +273,6 @@ def test_planted_mistakes_are_found(mistake: str, monkeypatch: pytest.MonkeyPatc
     module, name, wrong = MISTAKES[mistake]
     assert is_right()
     monkeypatch.setattr(module, name, wrong(getattr(module, name)))
+    codec._table.cache_clear()
     assert not is_right()
+    codec._table.cache_clear()

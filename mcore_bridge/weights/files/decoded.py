@@ -138,7 +138,7 @@ class DecodedPairs(Iterable[tuple[str, Stored]]):
             held = scheme_within(_specs(group), self._quantization).held
         except CheckpointError:  # not yet, or never, which is said at the end
             return []
-        return [(name, each) for name, each in held.items() if each.codec.kind != "int4" or each.noted_shape]
+        return [(name, weight) for name, weight in held.items() if weight.codec.kind != "int4" or weight.shape_tensor]
 
     def _rest(self, *, is_quantized: bool) -> Iterator[tuple[str, Stored]]:
         left = {name: tensor for group in self._waiting.values() for name, tensor in group.items()}
@@ -165,10 +165,10 @@ def quantization_in(folder: Path) -> Quantization | None:
     """
     for name, key in (("config.json", "quantization_config"), ("hf_quant_config.json", None)):
         try:
-            found = json.loads((folder / name).read_text(encoding="utf-8"))
+            fields = json.loads((folder / name).read_text(encoding="utf-8"))
         except (OSError, ValueError):  # who needs a config says so elsewhere
             continue
-        note = found if key is None else found.get(key) if isinstance(found, dict) else None
+        note = fields if key is None else fields.get(key) if isinstance(fields, dict) else None
         if note is not None:
             return read_quantization(note)
     return None
@@ -182,7 +182,7 @@ def scheme_within(specs: Mapping[str, TensorSpec], quantization: Quantization | 
     """
     scheme = scheme_of(specs, quantization.block if quantization is not None else None)
     if quantization is not None:
-        wrong = [f"{name} is {each.codec}" for name, each in scheme.held.items() if not _allows(quantization, each)]
+        wrong = [f"{name} is {held.codec}" for name, held in scheme.held.items() if not _allows(quantization, held)]
         if wrong:
             said = ", ".join(f"{kind} by {grain}" for kind, grain in sorted(quantization.allowed, key=str))
             raise unreadable([f"quantization_config says {said}, found others: {', '.join(wrong[:5])}"])
@@ -212,9 +212,9 @@ def _allows(quantization: Quantization, held: Held) -> bool:
 def _encoded(name: str, held: Held, source: Mapping[str, Tensor]) -> Encoded:
     """The weight with its tensors, in the shapes that its codec takes."""
     codes, scales, *overall = (source[part] for part in held.parts)
-    noted = held.shape if held.noted_shape is None else tuple(source[held.noted_shape].tolist())
-    if noted != held.shape:
-        raise unreadable([f"{held.noted_shape} is {noted}, while there are codes for {held.shape}"])
+    shape = held.shape if held.shape_tensor is None else tuple(source[held.shape_tensor].tolist())
+    if shape != held.shape:
+        raise unreadable([f"{held.shape_tensor} is {shape}, while there are codes for {held.shape}"])
     if held.codec.kind == "mxfp4":
         codes = codes.flatten(2)
     grid = [-(-held.shape[dim] // block) for dim, block in zip(held.order, held.codec.block, strict=True)]
