@@ -3,8 +3,8 @@
 Ours are the files of ``models/`` that define ``ARCHITECTURE``, so a new architecture is one new file. Other packages
 call ``register``, or declare entry points, which are read once a ``model_type`` is unknown (``plugins.py``).
 
-A file of ``models/`` may also define ``REFUSALS``: families that we refuse, with the reason. A package that can build
-one of them may register it.
+A file of ``models/`` may also define ``COMPOSITES``, whose text is one of the architectures, and ``REFUSALS``: families
+that we refuse, with the reason. A package that can build one of them may register it.
 """
 
 import functools
@@ -13,12 +13,12 @@ import os
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from mcore_bridge import plugins
+from mcore_bridge.composite import Composite
 from mcore_bridge.config.fields import Field
-from mcore_bridge.config.hf import read_config
+from mcore_bridge.config.hf import nearest, read_config
 from mcore_bridge.config.megatron_release import Release
 from mcore_bridge.errors import ConfigError
 
@@ -78,6 +78,7 @@ class Refusal:
 
 
 _REGISTRY: dict[str, Architecture] = {}
+_COMPOSITES: dict[str, Composite] = {}
 _REFUSED: dict[str, Refusal] = {}
 
 
@@ -95,6 +96,18 @@ def architectures() -> Mapping[str, Architecture]:
     """Every registered architecture by ``model_type``, aliases included. Entry points are not looked up."""
     _load_ours()
     return dict(_REGISTRY)
+
+
+def composites() -> Mapping[str, Composite]:
+    """Every composite by ``model_type``."""
+    _load_ours()
+    return dict(_COMPOSITES)
+
+
+def composite_of(hf: "PretrainedConfig") -> Composite | None:
+    """The composite that an HF config is of; None for a config of text."""
+    _load_ours()
+    return _COMPOSITES.get(hf.model_type)
 
 
 def refusals() -> tuple[Refusal, ...]:
@@ -117,11 +130,10 @@ def architecture_of(hf: "PretrainedConfig | str") -> Architecture:
     if model_type not in _REGISTRY and model_type in _REFUSED:
         raise ConfigError(f"{_refused(model_type)}{_text_inside(hf)}")
     if model_type not in _REGISTRY:
-        near = get_close_matches(model_type, list(_REGISTRY), n=3) or sorted(_REGISTRY)
         raise ConfigError(
-            f"The model_type must be a registered architecture, found {model_type!r}; nearest names: "
-            f"{', '.join(near)}. Register one, or install a package with an entry point of the group {plugins.GROUP!r}."
-            f"{_text_inside(hf)}"
+            f"The model_type must be a registered architecture, found {model_type!r}."
+            f"{nearest(model_type, {*_REGISTRY, *_COMPOSITES})} Register an architecture for it, or install a package "
+            f"with an entry point of the group {plugins.GROUP!r}.{_text_inside(hf)}"
         )
     return _REGISTRY[model_type]
 
@@ -131,7 +143,7 @@ def read_hf(source: "str | os.PathLike[str] | PretrainedConfig") -> "PretrainedC
     known = architectures()
     reads_as = {name: architecture.reads_as for name, architecture in known.items() if architecture.reads_as}
     refused = {name: _refused(name) for name in _REFUSED if name not in known}
-    return read_config(source, reads_as=reads_as, refused=refused)
+    return read_config(source, reads_as=reads_as, refused=refused, known={*known, *_COMPOSITES})
 
 
 def _refused(model_type: str) -> str:
@@ -160,6 +172,8 @@ def _load_ours() -> None:
         module = importlib.import_module(f"{package.__name__}.{name}")
         if isinstance(architecture := getattr(module, "ARCHITECTURE", None), Architecture):
             _add(architecture)
+        for composite in getattr(module, "COMPOSITES", ()):
+            _COMPOSITES[composite.model_type] = composite
         for refusal in getattr(module, "REFUSALS", ()):
             _REFUSED.update(dict.fromkeys(refusal.model_types, refusal))
 

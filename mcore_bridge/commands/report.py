@@ -55,14 +55,13 @@ def render(verdict: Verdict) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    table.add_row("model", f"{verdict.task.folder}: {verdict.blueprint.hf.model_type}, {numbers}")
+    table.add_row("model", f"{verdict.task.folder}: {_kind(verdict)}, {numbers}")
     table.add_row("checkpoint", size)
     for _, note in notes_on(verdict.blueprint.unread):
         table.add_row("config", note)
-    if verdict.ignored:
-        table.add_row(
-            "not used", f"{text.plural(len(verdict.ignored), 'tensor')} of the files: {_names(verdict.ignored)}"
-        )
+    for row, names in (("carried", verdict.carried), ("not used", verdict.unused)):
+        if names:
+            table.add_row(row, f"{text.plural(len(names), 'tensor')} of the files: {_names(names)}")
     if verdict.initialised:
         drawn = text.plural(len(verdict.initialised), "tensor")
         table.add_row("drawn", f"{drawn} that the files lack, of MTP layers: {_names(verdict.initialised)}")
@@ -90,6 +89,13 @@ def render_conversion(converted: Converted, target: Path) -> str:
         f"{text.num_bytes(sum(conversion.sizes))} in {text.plural(len(conversion.names), 'file')}{kept}.{unused}"
         + "".join(notes)
     )
+
+
+def _kind(verdict: Verdict) -> str:
+    """The ``model_type``, and that of the text where a composite is around it."""
+    provenance = verdict.blueprint.provenance
+    kind: str = provenance.config.model_type
+    return kind if provenance.whole is None else f"the text ({provenance.hf.model_type}) of a {kind}"
 
 
 def _mesh(verdict: Verdict) -> str:

@@ -8,7 +8,7 @@ import copy
 import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _CONFIG = "config.json"
+TEXT = "text_config"
+"""Where a composite has the config of its text."""
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
 
 
@@ -29,6 +31,7 @@ def read_config(
     *,
     reads_as: Mapping[str, str] | None = None,
     refused: Mapping[str, str] | None = None,
+    known: Iterable[str] = (),
 ) -> "PretrainedConfig":
     """The HF config of ``source``, in the spelling of the installed transformers.
 
@@ -37,6 +40,7 @@ def read_config(
             copied.
         reads_as: for a ``model_type`` that transformers may lack, another one whose config class reads it.
         refused: for a ``model_type`` that transformers may lack and we refuse, the text of the error.
+        known: every ``model_type`` that can be built, of which an error names the nearest.
 
     Raises:
         ConfigError: there is no config, it is not valid JSON, or transformers does not know its model_type.
@@ -47,7 +51,7 @@ def read_config(
         return _completed(_translated(copy.deepcopy(source)))
     folder = find_folder(source)
     fields = _read_json(folder / _CONFIG)
-    hf = _config_class(fields, folder, reads_as or {}, refused or {})
+    hf = _config_class(fields, folder, reads_as or {}, refused or {}, known)
     try:
         config = hf.from_dict(_spell(fields))
     except ConfigError:
@@ -122,7 +126,11 @@ def _special_float(fields: dict[str, object]) -> object:
 
 
 def _config_class(
-    fields: dict[str, object], folder: Path, reads_as: Mapping[str, str], refused: Mapping[str, str]
+    fields: dict[str, object],
+    folder: Path,
+    reads_as: Mapping[str, str],
+    refused: Mapping[str, str],
+    known: Iterable[str],
 ) -> "type[PretrainedConfig]":
     from transformers import CONFIG_MAPPING
 
@@ -136,13 +144,18 @@ def _config_class(
     if model_type not in CONFIG_MAPPING and model_type in refused:
         raise ConfigError(refused[model_type])
     if model_type not in CONFIG_MAPPING:
-        near = get_close_matches(model_type, list(CONFIG_MAPPING.keys()), n=3)
-        hint = f" Nearest names: {', '.join(near)}." if near else ""
         raise ConfigError(
             f"The model_type of {folder / _CONFIG} must be one that the installed transformers knows, found "
-            f"{model_type!r}.{hint} Code inside a checkpoint is never run: update transformers, or pass a config."
+            f"{model_type!r}.{nearest(model_type, known)} Code inside a checkpoint is never run: update transformers, "
+            "or pass a config."
         )
     return CONFIG_MAPPING[model_type]
+
+
+def nearest(model_type: str, known: Iterable[str]) -> str:
+    """A sentence with the names that are most like ``model_type``, if there are any."""
+    near = get_close_matches(model_type, sorted(known), n=3)
+    return f" Nearest names: {', '.join(near)}." if near else ""
 
 
 def is_borrowed(config_class: "type[PretrainedConfig]") -> bool:
@@ -162,7 +175,9 @@ def _borrowed(model_type: str, owner: str) -> "type[PretrainedConfig]":
 
 def _spell(fields: dict[str, object]) -> dict[str, object]:
     """The ``fields`` of a config.json, with the names that the installed transformers has for rope and dtype."""
-    fields = dict(fields)
+    fields = {
+        name: _spell(value) if name == TEXT and isinstance(value, dict) else value for name, value in fields.items()
+    }
     if "torch_dtype" in fields:
         old = fields.pop("torch_dtype")
         fields["dtype"] = old if fields.get("dtype") is None else fields["dtype"]

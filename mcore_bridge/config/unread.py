@@ -48,18 +48,19 @@ def without_unread(hf: "PretrainedConfig", table: tuple[Field, ...]) -> dict[str
     return {name: value for name, value in hf.to_dict().items() if name not in unread}
 
 
-def require_no_unread(hf: "PretrainedConfig", table: tuple[Field, ...]) -> None:
-    """What ``strict_config=True`` asks for.
+def require_no_unread(read_by: Iterable[tuple["PretrainedConfig", tuple[Field, ...]]]) -> None:
+    """What ``strict_config=True`` asks for, of configs that these tables read.
 
     Raises:
         ConfigError: naming all fields of ``unread_fields``.
     """
-    if unread := unread_fields(hf, table):
-        fields = hf.to_dict()
-        listing = ", ".join(f"{name}={shown(fields[name])}" for name in unread)
+    listing = ", ".join(
+        f"{name}={shown(getattr(hf, name))}" for hf, table in read_by for name in unread_fields(hf, table)
+    )
+    if listing:
         raise ConfigError(
-            f"strict_config=True accepts only fields that the table of {hf.model_type!r} knows, found {listing}. The "
-            "installed transformers reads none of them: pass strict_config=False, or delete them from the config."
+            f"strict_config=True accepts only fields that our tables know, found {listing}. The installed transformers "
+            "reads none of them: pass strict_config=False, or delete them from the config."
         )
 
 

@@ -127,7 +127,7 @@ def convert(
         conversion = _to_hf(source, staging, hf, dtype, file_bytes)
     if strict_config:
         hf_config = conversion.model.provenance.hf
-        require_no_unread(hf_config, architecture_of(hf_config).fields)
+        require_no_unread([(hf_config, architecture_of(hf_config).fields)])
     device = "cuda" if num_gpus else "cpu"
     conversion = dataclasses.replace(conversion, device=device)
     with updating(target, CONVERSION) as update:

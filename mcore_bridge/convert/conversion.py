@@ -16,7 +16,7 @@ from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.sidecars import copy_companions
 from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.provenance import config_in
-from mcore_bridge.weights.ties import HEAD, renamed
+from mcore_bridge.weights.ties import renamed
 
 Unit = tuple[int, ...]
 """The numbers of the parameters that are in one file."""
@@ -73,7 +73,8 @@ class Conversion:
     def finish(self) -> None:
         """Write the files of the target that have no tensors."""
         dtype = max(self.model.entries, key=lambda entry: entry.held.num_bytes).held.dtype
-        tied = all(HEAD not in entry.hf for entry in self.model.entries)
+        head = self.model.provenance.lm_head
+        tied = all(head not in entry.hf for entry in self.model.entries)
         config_in(self.model.provenance, dtype, tied=tied).save_pretrained(self.staging)
         copy_companions(self.model.provenance.folder, self.staging)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -14,7 +15,9 @@ from mcore_bridge.convert.conversion import Conversion, Progress
 from mcore_bridge.convert.parameters import HFSlice, parts_of, specs_of
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.carried import Carried, carried_of
 from mcore_bridge.weights.dtypes import dtype_name, is_exact
+from mcore_bridge.weights.files.file_shards import MAX_SHARD_BYTES, assign_files
 from mcore_bridge.weights.files.hf_folder import HEADS, weight_files, write_index
 from mcore_bridge.weights.files.safetensors import SafetensorsWriter
 from mcore_bridge.weights.plan.inventory import ParamEntry
@@ -30,8 +33,24 @@ class ToHF(Conversion):
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the files, numbered as in transformers."""
-        count = len(self.units)
+        count = len(self.units) + len(self.carried_units)
         return tuple(f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1))
+
+    @cached_property
+    def carried(self) -> Carried:
+        """The tensors of a composite's other parts, which come from the folder of its HF config."""
+        return carried_of(self.model.provenance)
+
+    @cached_property
+    def carried_units(self) -> tuple[tuple[TensorSpec, ...], ...]:
+        """Those of each file, behind the files of parameters: as many bytes to a file as these have at most."""
+        limit = max((*super().sizes, MAX_SHARD_BYTES))
+        return tuple(shard.tensors for shard in assign_files(self.carried.specs, 1, limit))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of the tensors in each file."""
+        return (*super().sizes, *(sum(spec.num_bytes for spec in unit) for unit in self.carried_units))
 
     def write(self, number: int, progress: Progress) -> None:
         """Write one file, one parameter after the other."""
@@ -39,7 +58,10 @@ class ToHF(Conversion):
         path.unlink(missing_ok=True)
         described = [(spec.name, spec.shape, spec.dtype) for spec in self._specs(number)]
         with SafetensorsWriter(path, described) as writer:
-            for param in self.units[number]:
+            for name, tensor in self.carried.pairs(spec.name for spec in self._carried_in(number)):
+                writer.write(name, 0, tensor.contiguous().flatten().view(torch.uint8))
+                progress(tensor.nbytes)
+            for param in self.units[number] if number < len(self.units) else ():
                 entry = self.model.entries[param]
                 for part, tensor in self.parts(param):
                     _write(writer, entry, part, tensor)
@@ -62,7 +84,11 @@ class ToHF(Conversion):
         write_index(self.staging, {name: self._specs(number) for number, name in enumerate(self.names)})
 
     def _specs(self, number: int) -> list[TensorSpec]:
-        return list(specs_of(self.model.entries[param] for param in self.units[number]))
+        units = self.units[number] if number < len(self.units) else ()
+        return [*specs_of(self.model.entries[param] for param in units), *self._carried_in(number)]
+
+    def _carried_in(self, number: int) -> tuple[TensorSpec, ...]:
+        return self.carried_units[number - len(self.units)] if number >= len(self.units) else ()
 
 
 def _write(writer: SafetensorsWriter, entry: ParamEntry, part: HFSlice, tensor: Tensor) -> None:

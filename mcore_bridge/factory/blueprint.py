@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,6 +63,11 @@ class Blueprint:
         return self.dims.stages(self.config.num_layers)
 
     @property
+    def source(self) -> str | PretrainedConfig:
+        """What it was made from: a folder, or a config without overrides."""
+        return self.provenance.folder or replace(self.provenance, hf=self.origin).config
+
+    @property
     def hf(self) -> PretrainedConfig:
         """The HF config with overrides."""
         return self.provenance.hf
@@ -113,8 +118,11 @@ def make_blueprint(
     architecture = architecture_of(origin)
     if architecture.megatron_core is not None:
         architecture.megatron_core.require(architecture.model_type)
+    read_by = [(origin, architecture.fields)]
+    if (whole := provenance.whole) is not None:
+        read_by.append((whole.config, whole.composite.fields))
     if strict_config:
-        require_no_unread(origin, architecture.fields)
+        require_no_unread(read_by)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = choose_backend(backend, device=device)
     changed = effective(origin, architecture.fields, tp=dims.tp, overrides=overrides or {})
@@ -147,7 +155,7 @@ def make_blueprint(
         gpt_arguments=gpt_arguments,
         overrides=dict(overrides or {}),
         initial=dict(vars(config)),
-        unread=unread_fields(origin, architecture.fields),
+        unread=tuple(name for own, table in read_by for name in unread_fields(own, table)),
     )
 
 

@@ -55,6 +55,7 @@ def build_model(
     on_chunk: Callable[[GPTModel, int], None] | None = None,
     seed: int = 0,
     strict_config: bool = False,
+    vision: str = "carried",
 ) -> list[GPTModel]:
     """Build this rank's part of an HF model: bare ``GPTModel``s of megatron-core, one per virtual pipeline stage.
 
@@ -75,6 +76,8 @@ def build_model(
         seed: for all random values: the initial values, or those of a head that the source lacks.
         strict_config: True: refuse fields of the HF config that the architecture does not know. False: accept and log
             them, if no code of transformers reads them for this family.
+        vision: the fate of a composite's models of images, video and sound. "carried": they are not built, batches are
+            of text, exports yield the text, and ``save_hf_checkpoint`` copies their tensors. No other value works yet.
 
     Returns:
         The chunks by virtual stage. ``chunk.bridge`` holds the provenance: HF config, folder and head.
@@ -87,6 +90,8 @@ def build_model(
     Example:
         >>> models = mb.build_model("path/of/Qwen3-8B", dims=mb.ParallelDims(tp=2), dtype=torch.bfloat16)
     """
+    if vision != "carried":
+        raise ConfigError(f"vision must be 'carried', as no model of images is built yet, found {vision!r}")
     blueprint = make_blueprint(
         hf,
         dims=dims or _mesh(),

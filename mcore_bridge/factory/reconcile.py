@@ -44,7 +44,7 @@ def reconcile(
     if not changes and (dims, dtype, head) == (blueprint.dims, blueprint.dtype, known.head):
         return blueprint
     settled = make_blueprint(
-        known.folder or blueprint.origin,
+        blueprint.source,
         dims=dims,
         dtype=dtype,
         device=blueprint.device,

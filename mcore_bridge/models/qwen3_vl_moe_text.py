@@ -12,7 +12,7 @@ from mcore_bridge.rules.mapping import experts, table
 NO_WINDOW = "the text model of transformers has no windows"
 OWN = (
     Require("norm_topk_prob", (True, None), "transformers normalises the weights of experts, whatever it says"),
-    *(Require("sliding_window", (None,), NO_WINDOW), Require("use_sliding_window", (False, None), NO_WINDOW)),
+    Require("use_sliding_window", (False, None), NO_WINDOW),
 )
 # Published files have them transposed. Those that transformers 5 writes do not, and are refused for their shapes.
 # fmt: off

@@ -143,14 +143,10 @@ REFUSALS = (
     Refusal(
         (
             *("aria", "aya_vision", "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "emu3", "ernie4_5_vl_moe"),
-            *("exaone4_5", "gemma3", "gemma3n", "gemma4", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "got_ocr2"),
-            *("granite_speech", "hunyuan_vl", "idefics2", "idefics3", "internvl", "internvl_chat", "janus"),
-            *("kimi_k25", "kimi_vl", "lfm2_vl", "llama4", "llava", "llava_next", "llava_next_video"),
-            *("llava_onevision", "mistral3", "mllama", "molmo2", "ovis2", "paligemma", "qwen2_5_vl", "qwen2_audio"),
-            *("qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "video_llava", "vipllava"),
-            *("voxtral",),
+            *("gemma3n", "gemma4", "glm_ocr", "granite_speech", "idefics2", "idefics3", "internvl_chat"),
+            *("janus", "kimi_vl", "lfm2_vl", "llama4", "mllama", "molmo2", "ovis2", "paligemma", "smolvlm"),
         ),
-        "it joins a model of images, video or sound to one of text, and GPTModel takes text only",
+        "it joins models of images or sound to a text that none of our architectures is, or that is not causal",
         ("transformers.PretrainedConfig.sub_configs", GPT),
     ),
 )

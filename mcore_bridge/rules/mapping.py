@@ -65,6 +65,8 @@ class Binding:
 
 
 Rules = tuple[Rule, ...]
+Prefixes = tuple[tuple[str, str], ...]
+"""Prefixes of HF names in a checkpoint of text alone, each with what a composite has in its place."""
 Dialect = Literal["split", "fused"]
 """How HF holds the routed experts of a layer: one tensor per expert, or one tensor for all of them."""
 
@@ -81,6 +83,24 @@ def under(mcore: str, hf: str, *rules: Rules) -> Rules:
         for group in rules
         for rule in group
     )
+
+
+def respelled(rules: Rules, spelling: Prefixes) -> Rules:
+    """The rules of a text model under the names that a composite gives its tensors."""
+    return tuple(replace(rule, hf=tuple(respelled_name(name, spelling) for name in rule.hf)) for rule in rules)
+
+
+def top_names(rules: Rules) -> tuple[str, ...]:
+    """The first words of all HF names, each with its dot: what the names of this model begin with."""
+    return tuple(sorted({f"{name.partition('.')[0]}." for rule in rules for name in rule.hf}))
+
+
+def respelled_name(name: str, spelling: Prefixes) -> str:
+    """A name, or a pattern of names, with its prefix replaced, if it has one of these."""
+    for old, new in spelling:
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
 
 
 def numbered(rules: Rules, *, offset: int = 0, count: int | None = None) -> Rules:
@@ -143,6 +163,10 @@ class WeightMapping:
     rules: Rules
     ignored: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
+    text: tuple[str, ...] = ()
+    """Of a composite: the prefixes of its text's tensors. All others are carried: no parameter takes them."""
+    carried: tuple[str, ...] = ()
+    """Prefixes among those of ``text`` that are carried too."""
     _by_mcore: dict[str, Rule] = field(init=False, repr=False, compare=False)
     _by_hf: dict[str, list[Rule]] = field(init=False, repr=False, compare=False)
     _copies: dict[str, tuple[str, ...]] = field(init=False, repr=False, compare=False)
@@ -221,7 +245,11 @@ class WeightMapping:
 
     def is_ignored(self, hf: str) -> bool:
         """Whether the architecture allows this HF tensor to stay unused."""
-        return matches(hf, self.ignored) or hf in self.twins
+        return matches(hf, self.ignored) or hf in self.twins or self.is_carried(hf)
+
+    def is_carried(self, hf: str) -> bool:
+        """Whether this HF tensor is of another part of a composite than its text, so that a save copies its bytes."""
+        return bool(self.text) and (not hf.startswith(self.text) or hf.startswith(self.carried))
 
     def is_unused(self, hf: str, *, num_mtp_layers: int) -> bool:
         """Whether no parameter of a model uses this HF tensor: it is ignored, or its MTP layer is not built."""

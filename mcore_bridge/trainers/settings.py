@@ -111,7 +111,7 @@ def settle_same(blueprint: Blueprint, *, overrides: Mapping[str, object] | None 
     own = {"dtype": dtype or blueprint.dtype, "head": head or blueprint.provenance.head}
     placed = {"device": blueprint.device, "backend": blueprint.backend}
     changes = changes_of(blueprint) if overrides is None else overrides
-    hf = blueprint.provenance.folder or blueprint.origin
+    hf = blueprint.source
     checked = require_same_model(hf, {**blueprint.overrides, **changes}, **own, **placed)
     return reconcile(blueprint, overrides={name: checked[name] for name in changes}, **changed)
 

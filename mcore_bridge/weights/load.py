@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -21,11 +21,12 @@ from mcore_bridge.rules.encoded import Encoded
 from mcore_bridge.rules.mapping import Dialect, unstacked
 from mcore_bridge.rules.names import expert_of, kind_of, mtp_layer_of
 from mcore_bridge.rules.trace import Copy, Shape
-from mcore_bridge.weights.bound import BoundModel, Models, bind, provenance_on
+from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, provenance_on
 from mcore_bridge.weights.dtypes import Dtypes, dtype_name, is_exact, wanted_dtype
 from mcore_bridge.weights.files.decoded import (
     DecodedCheckpoint,
     DecodedPairs,
+    Folder,
     Stored,
     decoded_mapping,
     opened_folder,
@@ -123,6 +124,10 @@ def load_hf_weights(
     """
     provenance = provenance_on(models, hf, head)
     stored = _stored(source, provenance)
+    if isinstance(stored, Checkpoint | DecodedCheckpoint):
+        _note_folder(models, stored)
+    if isinstance(stored, Mapping):
+        provenance = provenance.spelled_as(stored)
     if dialect is None and isinstance(stored, Mapping):
         dialect = dialect_of(stored, provenance.rules)
     load = _Load(bind(models, provenance, dialect=dialect), dtype)
@@ -132,6 +137,14 @@ def load_hf_weights(
     with compiling(device):  # the kernel, for which the first export would wait
         _write_all(load, stored, strict=strict, slot_bytes=slot_bytes)
     return load.report()
+
+
+def _note_folder(models: Models, source: Folder) -> None:
+    """Have a composite that was built from a config know where its other parts are, for saves."""
+    for chunk in chunks_of(models):
+        built: Provenance | None = getattr(chunk, "bridge", None)
+        if built is not None and built.whole is not None and built.folder is None:
+            chunk.bridge = replace(built.spelled_as(source), folder=str(source.folder))
 
 
 def _stored(source: Source, provenance: Provenance) -> Mapping[str, Stored] | Iterable[tuple[str, Stored]]:

@@ -8,11 +8,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Union
 
-from mcore_bridge.architecture import architecture_of, read_hf
+from mcore_bridge.architecture import architecture_of, composite_of, read_hf
+from mcore_bridge.composite import Whole, spelling_in, text_of
 from mcore_bridge.config.hf import find_folder, with_fields
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.rules.layout import REPLICATED, VOCAB
-from mcore_bridge.rules.mapping import Dialect, Rules, WeightMapping, fused, pattern_of, table
+from mcore_bridge.rules.mapping import (
+    Dialect,
+    Prefixes,
+    Rules,
+    WeightMapping,
+    fused,
+    pattern_of,
+    respelled,
+    respelled_name,
+    table,
+    top_names,
+)
 from mcore_bridge.rules.scheme import plain_names
 from mcore_bridge.weights.dtypes import dtype_name
 from mcore_bridge.weights.files.hf_folder import names_in
@@ -37,6 +49,8 @@ SCORE_HEAD = table(("output_layer.weight", "score.weight",   REPLICATED),
 class Provenance:
     """The HF config of a model, the rules and ignored HF names of its architecture, its head, and its folder.
 
+    Of a composite, ``hf`` is the config of its text, names are those of the composite, and ``whole`` has the rest.
+
     ``dialect`` is that of the folder, or of the architecture if there is no folder. ``overridden`` are the fields of
     ``hf`` that overrides have changed. A config that replaces ``hf`` needs these values, too.
     """
@@ -48,13 +62,43 @@ class Provenance:
     folder: str | None = None
     dialect: Dialect = "split"
     overridden: Mapping[str, object] = field(default_factory=dict)
+    whole: Whole | None = None
 
     def with_overridden(self, fields: Mapping[str, object]) -> Provenance:
         """The provenance with these fields in the HF config, and the rules that follow from it."""
         if not fields:
             return self
         hf = with_fields(self.hf, fields)
-        return replace(self, hf=hf, rules=architecture_of(hf).rules(hf), overridden=fields)
+        return replace(self, hf=hf, rules=respelled(architecture_of(hf).rules(hf), self.spelling), overridden=fields)
+
+    def with_config(self, config: PretrainedConfig) -> Provenance:
+        """The same with another config of its kind, in which what was overridden is changed too."""
+        whole = None if self.whole is None else replace(self.whole, config=config)
+        hf = config if whole is None else text_of(config, whole.composite)
+        return replace(self, hf=with_fields(hf, self.overridden), whole=whole)
+
+    def spelled_as(self, names: Iterable[str]) -> Provenance:
+        """The same with the names of a composite's text spelled as a source has them."""
+        if self.whole is None:
+            return self
+        plain = architecture_of(self.hf).rules(self.hf)
+        spelling = spelling_in(names, self.whole.composite, _embedding(plain)[0].hf[0])
+        return replace(self, rules=respelled(plain, spelling), whole=replace(self.whole, spelling=spelling))
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The config of what a folder holds: of the composite, if it is one."""
+        return self.hf if self.whole is None else self.whole.with_text(self.hf)
+
+    @property
+    def spelling(self) -> Prefixes:
+        """What the composite has in place of prefixes of its text's names."""
+        return () if self.whole is None else self.whole.spelling
+
+    @property
+    def lm_head(self) -> str:
+        """The HF name of the LM head."""
+        return respelled_name(HEAD, self.spelling)
 
     def mapping(self, *, tied: bool, mtp: bool = False, dialect: Dialect | None = None) -> WeightMapping:
         """The weight mapping of the model: all rules, those of the head included.
@@ -77,15 +121,25 @@ class Provenance:
         if not mtp:
             ignored = (*ignored, *(name for rule in rules if rule.copy for name in rule.hf))
             rules = tuple(rule for rule in rules if not rule.copy)
+        parts = self._parts()
         if self.head != "lm":
             # A causal LM has no score: we skip its head, and ours keeps its random values. In transformers, too,
             # ...ForSequenceClassification and ...ForTokenClassification have no lm_head.
-            return WeightMapping((*rules, *SCORE_HEAD), (*ignored, HEAD), ("score.*",))
+            return WeightMapping((*rules, *SCORE_HEAD), (*ignored, self.lm_head), ("score.*",), **parts)
         if tied and ties_any_head():
-            return WeightMapping((*rules, *tied_lm_head(rules)), (*ignored, HEAD))
+            return WeightMapping((*rules, *tied_lm_head(rules)), (*ignored, self.lm_head), **parts)
         if tied:
-            return WeightMapping((*rules, *tied_lm_head(rules), *redundant_head(rules)), ignored)
-        return WeightMapping((*rules, *LM_HEAD), ignored)
+            again = redundant_head(rules, self.lm_head)
+            return WeightMapping((*rules, *tied_lm_head(rules), *again), ignored, **parts)
+        return WeightMapping((*rules, *respelled(LM_HEAD, self.spelling)), ignored, **parts)
+
+    def _parts(self) -> dict[str, tuple[str, ...]]:
+        """What tells the tensors of a composite's text from those that are carried."""
+        if self.whole is None:
+            return {}
+        names = top_names((*architecture_of(self.hf).rules(self.hf), *LM_HEAD, *SCORE_HEAD))
+        text = tuple(respelled_name(name, self.spelling) for name in names)
+        return {"text": text, "carried": self.whole.composite.carried}
 
 
 def tied_lm_head(rules: Rules) -> Rules:
@@ -93,9 +147,9 @@ def tied_lm_head(rules: Rules) -> Rules:
     return tuple(replace(rule, mcore="output_layer.weight", exported=False) for rule in _embedding(rules))
 
 
-def redundant_head(rules: Rules) -> Rules:
+def redundant_head(rules: Rules, lm_head: str = HEAD) -> Rules:
     """Rules for an embedding under the name of a head: some files have it so, beside or instead of its own name."""
-    return tuple(replace(rule, hf=(HEAD,), exported=False, copy=True) for rule in _embedding(rules))
+    return tuple(replace(rule, hf=(lm_head,), exported=False, copy=True) for rule in _embedding(rules))
 
 
 def _embedding(rules: Rules) -> Rules:
@@ -117,14 +171,18 @@ def provenance_of(hf: HF, *, head: str = "lm") -> Provenance:
         CheckpointError: head and embedding must be compared, and their files cannot be read.
     """
     config = read_hf(hf)
-    architecture = architecture_of(config)
     folder = os.fspath(find_folder(hf)) if isinstance(hf, str | os.PathLike) else None
-    rules = architecture.rules(config)
     names = tuple(plain_names(names_in(folder))) if folder else ()
+    whole = None
+    if (composite := composite_of(config)) is not None:
+        whole, config = Whole(composite, config, composite.spelling), text_of(config, composite)
+    architecture = architecture_of(config)
+    rules = respelled(architecture.rules(config), whole.spelling if whole else ())
+    found = Provenance(config, rules, architecture.ignored, head, folder, whole=whole).spelled_as(names)
     if folder and head == "lm" and config.tie_word_embeddings:
-        config.tie_word_embeddings = all(is_tied(folder, names, rule.hf[0]) for rule in _embedding(rules))
-    dialect = dialect_of(names, rules)
-    return Provenance(config, rules, architecture.ignored, head, folder, dialect or architecture.dialect)
+        embeddings = [rule.hf[0] for rule in _embedding(found.rules)]
+        config.tie_word_embeddings = all(is_tied(folder, names, name, found.lm_head) for name in embeddings)
+    return replace(found, dialect=dialect_of(names, found.rules) or architecture.dialect)
 
 
 def dialect_of(names: Iterable[str], rules: Rules) -> Dialect | None:
@@ -166,5 +224,6 @@ def config_in(provenance: Provenance, dtype: torch.dtype, *, tied: bool) -> Pret
         del hf.quantization_config
     if provenance.head == "lm":
         hf.tie_word_embeddings = tied
-    setattr(hf, "dtype" if hasattr(hf, "dtype") else "torch_dtype", dtype_name(dtype))
-    return hf
+    config = replace(provenance, hf=hf).config
+    setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype_name(dtype))
+    return config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -14,11 +13,11 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.architecture import read_hf
-from mcore_bridge.config.hf import with_fields
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.bound import Models, provenance_on
+from mcore_bridge.weights.carried import Carried, carried_of
 from mcore_bridge.weights.dtypes import Dtypes
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.files.atomic_folder import commit, require_files, target_of, updating_by_all
@@ -29,7 +28,6 @@ from mcore_bridge.weights.files.sidecars import copy_companions
 from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.manifest import Manifest, manifest
 from mcore_bridge.weights.provenance import HF, Provenance, config_in
-from mcore_bridge.weights.ties import HEAD
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_on_all, require_alike
 
@@ -54,6 +52,8 @@ def save_hf_checkpoint(
     slot_bytes: int = SLOT_BYTES,
 ) -> Manifest:
     """Write sharded safetensors, index, config, and the tokenizer files of the folder that the model came from.
+
+    Of a composite, the tensors of its other parts are copied from that folder, byte by byte.
 
     All ranks of the job call it together, with a ``folder`` on a file system that they share. It replaces the files of
     an older checkpoint in one step. All other files, and the folder itself, stay as they are. One job writes at a time.
@@ -88,11 +88,13 @@ def save_hf_checkpoint(
     with updating_by_all(world, target) as update, ExitStack() as stack:
         with together():
             specs = manifest(models, hf=hf, head=head, dtype=dtype, dialect=dialect, bucket_bytes=bucket_bytes)
+            carried = carried_of(provenance)
+            specs = Manifest((*specs.tensors, *carried.specs))
             shards = assign_files(specs.tensors, world.size, max_shard_bytes)
             writers = _open([shard for shard in shards if shard.rank == world.rank], update.new, stack)
         with together():
             pairs = iter_hf_weights(models, hf=hf, head=head, dtype=dtype, dialect=dialect, bucket_bytes=bucket_bytes)
-            _write(pairs, writers, slot_bytes)
+            _write(_and_carried(pairs, carried, writers), writers, slot_bytes)
             stack.close()
             if world.rank == 0:
                 _write_rest(shards, specs, provenance, update.new, target if keep else None)
@@ -101,6 +103,14 @@ def save_hf_checkpoint(
                 require_files(update.new, [shard.name for shard in shards])
                 commit(update, weight_files(target), HEADS)
     return specs
+
+
+def _and_carried(
+    pairs: Iterator[tuple[str, Tensor]], carried: Carried, writers: WriterByName
+) -> Iterator[tuple[str, Tensor]]:
+    """The exported tensors, and the carried tensors of this rank's files."""
+    yield from pairs
+    yield from carried.pairs(spec.name for spec in carried.specs if spec.name in writers)
 
 
 def _open(shards: Sequence[FileShard], folder: Path, stack: ExitStack) -> WriterByName:
@@ -156,14 +166,14 @@ def _write_rest(
     names = os.listdir(kept) if kept is not None and kept.is_dir() else []
     copy_companions(provenance.folder, staging, kept=names)
     if kept is not None and "config.json" in names:
-        provenance = dataclasses.replace(provenance, hf=with_fields(read_hf(kept), provenance.overridden))
+        provenance = provenance.with_config(read_hf(kept))
     _config_of(specs, provenance).save_pretrained(staging)
 
 
 def _config_of(specs: Manifest, provenance: Provenance) -> PretrainedConfig:
     """The HF config of the manifest: with its dtype, and for a head other than the LM's, with the class that has it."""
     largest = max(specs, key=lambda spec: spec.num_bytes)
-    hf = config_in(provenance, largest.dtype, tied=all(spec.name != HEAD for spec in specs))
+    hf = config_in(provenance, largest.dtype, tied=all(spec.name != provenance.lm_head for spec in specs))
     score = next((spec for spec in specs if spec.name == "score.weight"), None)
     if score is not None:
         biased = any(spec.name == "score.bias" for spec in specs)

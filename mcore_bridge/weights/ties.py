@@ -35,20 +35,20 @@ _known: dict[tuple[object, ...], bool] = {}
 logger = logging.getLogger("mcore_bridge")
 
 
-def is_tied(folder: str, names: Iterable[str], embedding: str) -> bool:
+def is_tied(folder: str, names: Iterable[str], embedding: str, lm_head: str = HEAD) -> bool:
     """Whether the head of a checkpoint is its embedding, given that its config says so.
 
     Args:
         folder: the folder of the checkpoint.
         names: the names of its tensors.
-        embedding: the name of the embedding.
+        embedding, lm_head: the names of the embedding and the head.
 
     Raises:
         CheckpointError: both tensors exist, and their files cannot be read.
     """
-    if not {HEAD, embedding} <= {*names} or are_equal(opened_folder(Checkpoint(folder)), embedding, HEAD):
+    if not {lm_head, embedding} <= {*names} or are_equal(opened_folder(Checkpoint(folder)), embedding, lm_head):
         return True
-    warning = f"{HEAD} of {folder} differs from {embedding}, though its config says tie_word_embeddings=True"
+    warning = f"{lm_head} of {folder} differs from {embedding}, though its config says tie_word_embeddings=True"
     if ties_any_head():
         _warn(f"{warning}: it is not used, as in transformers 4, while transformers 5 uses it")
         return True
@@ -143,7 +143,7 @@ def differing(mapping: WeightMapping, pairs: Sequence[tuple[str, str]]) -> Check
     names = [name for name, _ in pairs]
     differences = "; ".join(f"{name} differs from {original}" for name, original in pairs)
     advice = []
-    if HEAD in names:
+    if any(name.endswith(HEAD) for name in names):
         advice.append(
             "transformers does not tie such a head: set tie_word_embeddings=False in the HF config that the model is "
             "built from, or build it from the folder that holds both tensors"

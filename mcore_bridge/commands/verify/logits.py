@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore_bridge.architecture import composite_of, read_hf
 from mcore_bridge.commands.verify.free_memory import USABLE, shortage
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.launch.worker import Report
@@ -159,9 +160,8 @@ def _to_rank_0(logits: Tensor | None, shape: tuple[int, ...], device: str) -> Te
 
 def _reference(folder: Path, batch: Tensor, device: str) -> Tensor:
     """The logits of transformers, in fp32 on CPU. They are computed on this rank's GPU if the model fits there."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
+    model_class = _model_class(folder)
+    model = model_class.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, trust_remote_code=False
     ).eval()
     if device == "cuda":
@@ -171,6 +171,16 @@ def _reference(folder: Path, batch: Tensor, device: str) -> Tensor:
     with torch.no_grad():
         rows = [model(row.to(device)).logits.float().cpu() for row in batch.split(1)]
     return torch.cat(rows)
+
+
+def _model_class(folder: Path) -> Any:
+    """The class of transformers that computes logits: for a composite, the one that its config names."""
+    import transformers
+
+    hf = read_hf(folder)
+    if composite_of(hf) is None:
+        return transformers.AutoModelForCausalLM
+    return getattr(transformers, hf.architectures[0])
 
 
 def _compare(ours: Tensor, reference: Tensor) -> Comparison:

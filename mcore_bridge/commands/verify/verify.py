@@ -72,6 +72,18 @@ class Verdict:
         return differences(self.expected, [Manifest(tuple(s for finding in self.findings for s in finding.saved))])
 
     @property
+    def carried(self) -> tuple[str, ...]:
+        """Of the ignored tensors, those of a composite's other parts, which a save copies."""
+        mapping = self.blueprint.provenance.mapping(tied=True)
+        return tuple(name for name in self.ignored if mapping.is_carried(name))
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The other ignored tensors."""
+        carried = set(self.carried)
+        return tuple(name for name in self.ignored if name not in carried)
+
+    @property
     def logits_agree(self) -> bool:
         """Whether logits were left out, or are those of transformers. NaN means that they are not."""
         comparison = self.findings[0].logits

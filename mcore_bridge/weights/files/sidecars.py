@@ -13,7 +13,7 @@ _TOKENIZER = (
     *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken"),
     *("chat_template*", "*.jinja"),
 )
-_COMPANIONS = ("generation_config.json", "preprocessor_config.json", "*.py")
+_COMPANIONS = ("generation_config.json", "*processor_config.json", "*.py")
 """Further files to copy; code is that of the model, the tokenizer and the processor, and what they import."""
 
 

@@ -1,0 +1,62 @@
+"""Composites whose text is one of our architectures: how published files spell their text, and their own fields.
+
+Prefixes are those of the published files, as transformers' ``conversion_mapping`` and checkpoint indexes have them.
+"""
+
+from mcore_bridge.composite import BESIDE, IN_MODEL, INSIDE, Composite
+from mcore_bridge.config.fields import Ignore
+from mcore_bridge.config.tables import BASE
+
+OTHER_PARTS = Ignore(
+    "they describe the models of images, video and sound, and what joins these to the text: all of it is carried",
+    (
+        *("vision_config", "audio_config", "vision_feature_layer", "vision_feature_layers", "vision_aspect_ratio"),
+        *("vision_feature_select_strategy", "vision_use_cls_token", "image_grid_pinpoints", "image_seq_length"),
+        *("projector_hidden_act", "projector_bias", "projector_layernorm_eps", "projector_pooling_ratio"),
+        *("multimodal_projector_bias", "projection_hidden_size", "projection_layer_norm_eps", "projection_dim"),
+        *("spatial_merge_size", "spatial_pool_mode", "spatial_pool_stride", "downsample_ratio", "downsample_factor"),
+        *("mm_tokens_per_image", "alignment_intermediate_size", "adapter_layer_norm_eps", "token_classification_bias"),
+    ),
+)
+TOKENS_OF_IMAGES = Ignore(
+    "they are the tokens in whose place features of images, video or sound stand, which a batch of text has none of",
+    (
+        *("image_token_id", "image_token_index", "image_start_token_id", "image_end_token_id", "vision_token_id"),
+        *("vision_start_token_id", "vision_end_token_id", "video_token_id", "video_token_index"),
+        *("video_start_token_id", "video_end_token_id", "audio_token_id", "audio_token_index"),
+        *("boi_token_index", "eoi_token_index", "boi_token_id", "eoi_token_id"),
+    ),
+)
+TEXT = Ignore("the text is read by its own table", ("text_config", "tie_word_embeddings", "initializer_range"))
+FIELDS = (*BASE, OTHER_PARTS, TOKENS_OF_IMAGES, TEXT)
+
+# fmt: off
+COMPOSITES = (
+    Composite(model_type="qwen3_5",          spelling=IN_MODEL, fields=FIELDS),
+    Composite(model_type="qwen3_5_moe",      spelling=IN_MODEL, fields=FIELDS),
+    Composite(model_type="qwen3_vl",         spelling=IN_MODEL, fields=FIELDS),
+    Composite(model_type="qwen3_vl_moe",     spelling=IN_MODEL, fields=FIELDS),
+    Composite(model_type="qwen2_vl",         spelling=BESIDE,   fields=FIELDS, text="qwen2_vl_text"),
+    Composite(model_type="qwen2_5_vl",       spelling=BESIDE,   fields=FIELDS, text="qwen2_5_vl_text"),
+    Composite(model_type="glm4v",            spelling=IN_MODEL, fields=FIELDS),
+    Composite(model_type="glm46v",           spelling=IN_MODEL, fields=FIELDS),
+    Composite(model_type="glm4v_moe",        spelling=IN_MODEL, fields=FIELDS),
+    Composite(model_type="hunyuan_vl",       spelling=BESIDE,   fields=FIELDS),
+    Composite(model_type="internvl",         spelling=INSIDE,   fields=FIELDS),
+    Composite(model_type="mistral3",         spelling=INSIDE,   fields=FIELDS),
+    Composite(model_type="gemma3",           spelling=INSIDE,   fields=FIELDS),
+    Composite(model_type="kimi_k25",         spelling=INSIDE,   fields=FIELDS),
+    Composite(model_type="exaone4_5",        spelling=IN_MODEL, fields=FIELDS),
+    Composite(model_type="llava",            spelling=INSIDE,   fields=FIELDS),
+    Composite(model_type="llava_next",       spelling=INSIDE,   fields=FIELDS),
+    Composite(model_type="llava_next_video", spelling=INSIDE,   fields=FIELDS),
+    Composite(model_type="llava_onevision",  spelling=INSIDE,   fields=FIELDS),
+    Composite(model_type="vipllava",         spelling=INSIDE,   fields=FIELDS),
+    Composite(model_type="video_llava",      spelling=INSIDE,   fields=FIELDS),
+    Composite(model_type="got_ocr2",         spelling=INSIDE,   fields=FIELDS),
+    Composite(model_type="lighton_ocr",      spelling=IN_MODEL, fields=FIELDS),
+    Composite(model_type="qwen2_audio",      spelling=INSIDE,   fields=FIELDS),
+    Composite(model_type="voxtral",          spelling=INSIDE,   fields=FIELDS),
+    Composite(model_type="glmasr",           spelling=INSIDE,   fields=FIELDS),
+)
+# fmt: on

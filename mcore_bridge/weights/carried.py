@@ -1,0 +1,60 @@
+"""What a composite has beside its text: tensors that no parameter takes, copied from the folder that they came in.
+
+They are copied byte by byte, unless they are encoded: all that is written is plain, so these are decoded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from mcore_bridge.weights.files.decoded import opened_folder
+from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.manifest import ManifestEntry
+
+if TYPE_CHECKING:
+    from mcore_bridge.weights.provenance import Provenance
+
+logger = logging.getLogger("mcore_bridge")
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """The tensors of a folder that are carried, in the order of its files; none of a model of text."""
+
+    specs: tuple[ManifestEntry, ...] = ()
+    folder: str | None = None
+
+    def pairs(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """``(name, tensor)`` for each of ``names``, as ``Checkpoint.pairs`` reads them."""
+        if self.folder is not None:
+            for name, tensor in opened_folder(Checkpoint(self.folder)).pairs(names):
+                yield name, tensor if isinstance(tensor, Tensor) else tensor.to(tensor.dtype)
+
+
+def carried_of(provenance: Provenance) -> Carried:
+    """What a save of this model has to copy.
+
+    Without a folder nothing can be copied: the save holds the text alone, and a warning says so.
+    """
+    if provenance.whole is None:
+        return Carried()
+    if provenance.folder is None:
+        logger.warning(
+            "the other parts of this %s are not saved, as the folder that holds them is not known: build the model "
+            "from the folder of the checkpoint, or load the weights from it",
+            provenance.config.model_type,
+        )
+        return Carried()
+    checkpoint = opened_folder(Checkpoint(provenance.folder))
+    mapping = provenance.mapping(tied=bool(provenance.hf.tie_word_embeddings))
+    specs = (
+        ManifestEntry(name, tuple(tensor.shape), tensor.dtype)
+        for name, tensor in checkpoint.items()
+        if mapping.is_carried(name)
+    )
+    return Carried(tuple(specs), provenance.folder)

@@ -1,0 +1,136 @@
+"""Composites: their text loads from the published names and computes what transformers does; all else is carried."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import mcore_bridge as mb
+from mcore_bridge.config.hf import read_config
+from mcore_bridge.convert.api import convert
+from mcore_bridge.errors import CheckpointError, ConfigError
+from mcore_bridge.launch.fake_rank import rank_of
+from mcore_bridge.rules.mapping import respelled_name
+from tests.support import composites as tiny
+from tests.support import pool
+from tests.support.bounds import BOUND, ONE
+from tests.support.conversions import quiet
+
+MESHES = (mb.ParallelDims(tp=2, sp=True), mb.ParallelDims(pp=2))
+EXPERTS = mb.ParallelDims(ep=2)
+
+
+@pytest.mark.parametrize("name", tiny.NAMES)
+def test_a_composite_is_text_that_computes_as_in_transformers_and_parts_that_are_carried(
+    name: str, tmp_path: Path
+) -> None:
+    """On a mesh each; then the saved folder has every tensor of the source, bit for bit, and the same config."""
+    reference = tiny.written(name, tmp_path / "source")
+    dims = EXPERTS if "moe" in name else MESHES[len(name) % 2]
+    (logits, *_) = filter(
+        lambda x: x is not None, pool.run(2, tiny.load_and_save, tmp_path / "source", dims, tmp_path / "saved")
+    )
+    assert (logits - reference).abs().max() < BOUND * reference.std()
+    source = assert_same(tmp_path / "source", tmp_path / "saved")
+    assert fields_of(tmp_path / "saved") == fields_of(tmp_path / "source")
+    mapping = mb.mapping(tmp_path / "source")
+    carried = [spec.name for spec in source if mapping.is_carried(spec.name)]
+    assert carried
+    assert not any("language_model" in each or "embed_tokens" in each for each in carried)
+
+
+def respelled_folder(source: Path, folder: Path) -> Path:
+    """The same composite with the names of its text in ``model``, as transformers has them in memory."""
+    shutil.copytree(source, folder)
+    file = folder / "model.safetensors"
+    inside = (("language_model.model.", "model.language_model."), ("language_model.lm_head.", "lm_head."))
+    state = {respelled_name(name, inside): tensor for name, tensor in load_file(file).items()}
+    save_file(state, file, metadata={"format": "pt"})
+    return folder
+
+
+def built(hf: Any, folder: Path) -> Any:
+    """One rank's model, built from ``hf`` and loaded from ``folder``."""
+    return mb.build_model(hf, dims=ONE, dtype=torch.float32, device="cpu", load_weights=folder)
+
+
+def test_a_composite_keeps_its_spelling_its_ties_and_what_overrides_say(tmp_path: Path) -> None:
+    """From a config alone, from a folder in another spelling, and through a checkpoint of megatron-core."""
+    tiny.written("mistral3", tmp_path / "source")
+    other = respelled_folder(tmp_path / "source", tmp_path / "other")
+    hf = read_config(tmp_path / "source")
+    assert not hf.tie_word_embeddings
+    with rank_of(ONE, 0, 1):
+        models = built(hf, other)
+        names = set(mb.to_hf_state_dict(models))
+        assert "model.language_model.embed_tokens.weight" in names
+        mb.save_hf_checkpoint(models, tmp_path / "saved")
+        assert_same(tmp_path / "saved", other)
+        assert models[0].bridge.config.model_type == "mistral3"
+        larger = mb.build_model(hf, dims=ONE, device="cpu", overrides={"rotary_base": 5e5}, load_weights=False)
+        with pytest.raises(ConfigError, match="vision must be 'carried'"):
+            mb.build_model(hf, dims=ONE, device="cpu", load_weights=False, vision="train")
+    assert_theta(larger[0].bridge.config.text_config, 5e5)
+    convert(tmp_path / "source", tmp_path / "dist", on_event=quiet)
+    convert(tmp_path / "dist", tmp_path / "back", hf=tmp_path / "source", on_event=quiet)
+    assert_same(tmp_path / "back", tmp_path / "source")
+
+
+def assert_theta(text: Any, theta: float) -> None:
+    """What a config says of the base of its rope, in either spelling."""
+    assert (getattr(text, "rope_parameters", None) or {"rope_theta": text.rope_theta})["rope_theta"] == theta
+
+
+def test_a_text_that_is_tied_by_the_composite_is_tied(tmp_path: Path) -> None:
+    """transformers 5 asks the composite, 4.57 its text; a folder without a head says the same."""
+    reference = tiny.written("gemma3", tmp_path, tie_word_embeddings=True)
+    with rank_of(ONE, 0, 1):
+        (model,) = built(tmp_path, tmp_path)
+        assert model.share_embeddings_and_output_weights
+        assert not any("lm_head" in name for name in mb.to_hf_state_dict([model]))
+    assert reference.isfinite().all()
+
+
+def test_what_is_not_accounted_for_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A field of the composite that transformers reads, a tensor among the text's, and parts that nobody can carry."""
+    tiny.written("llava", tmp_path / "source")
+    fields = json.loads((tmp_path / "source" / "config.json").read_text())
+    (tmp_path / "source" / "config.json").write_text(json.dumps({**fields, "init_std": 3, "an_extra": 1}))
+    with pytest.raises(ConfigError, match="'llava' does not know init_std=3"):
+        mb.to_transformer_config(tmp_path / "source")
+    (tmp_path / "source" / "config.json").write_text(json.dumps({**fields, "an_extra": 1}))
+    with pytest.raises(ConfigError, match="found an_extra=1"):
+        mb.to_transformer_config(tmp_path / "source", strict_config=True)
+    with rank_of(ONE, 0, 1):
+        state = load_file(tmp_path / "source" / "model.safetensors")
+        models = mb.build_model(read_config(tmp_path / "source"), dims=ONE, device="cpu", load_weights=state)
+        with caplog.at_level(logging.WARNING, logger="mcore_bridge"):
+            mb.save_hf_checkpoint(models, tmp_path / "text")
+        assert "the other parts of this llava are not saved" in caplog.text
+        with pytest.raises(CheckpointError, match=r"unexpected.*language_model.model.layers.0.extra"):
+            mb.load_hf_weights(models, {**state, "language_model.model.layers.0.extra": torch.zeros(1)})
+
+
+def assert_same(one: Path, other: Path) -> mb.Manifest:
+    """Both folders hold the same tensors, bit for bit."""
+    first, second = (mb.Manifest.from_folder(folder, digests=True) for folder in (one, other))
+    assert first.differences(second) == second.differences(first) == ()
+    return first
+
+
+def fields_of(folder: Path) -> dict[str, Any]:
+    """A config as transformers reads it, but for what names the writer."""
+    return _without_writer(read_config(folder).to_dict())
+
+
+def _without_writer(fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_writer(value) if isinstance(value, dict) else value
+        for name, value in fields.items()
+        if name not in ("_name_or_path", "transformers_version")
+    }

@@ -1,0 +1,131 @@
+"""Small composites of transformers: a text of the zoo, and the other parts as small as their configs allow."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import CONFIG_MAPPING
+from transformers.models.auto import modeling_auto
+
+import mcore_bridge as mb
+from mcore_bridge.architecture import composites
+from mcore_bridge.commands.verify.logits import forward
+from tests import zoo
+from tests.support.stepping import leave_mesh
+from tests.zoo import NEWEST
+
+TEXTS = {case.model_type: case.hf for case in zoo.cases().values()}
+_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "depth": 1,
+    "num_heads": 2,
+    "embed_dim": 32,
+    "d_model": 32,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 48,
+    "max_source_positions": 16,
+    "num_mel_bins": 8,
+    "num_position_embeddings": 16,
+    "mlp_dim": 48,
+    "output_channels": 32,
+    "window_size": 2,
+    "projection_dim": 32,
+    "init_pos_emb_height": 4,
+    "init_pos_emb_width": 4,
+    "vt_hidden_size": 32,
+    "vt_intermediate_size": 48,
+    "vt_num_hidden_layers": 1,
+    "vt_num_attention_heads": 2,
+    "mlp_ratio": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "global_attn_indexes": [0],
+    "fullatt_block_indexes": [0],
+    "deepstack_visual_indexes": [0],
+}
+_AUTO = ("MULTIMODAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM")
+
+
+def config(model_type: str, **text: Any) -> Any:
+    """A small config of a composite."""
+    default = CONFIG_MAPPING[model_type]()
+    inner = {**TEXTS[default.text_config.model_type].to_dict(), **text}
+    parts = {
+        name: _small(getattr(default, name), inner["hidden_size"])
+        for name in ("vision_config", "audio_config")
+        if hasattr(default, name)
+    }
+    return type(default)(text_config=inner, tie_word_embeddings=inner["tie_word_embeddings"], **parts)
+
+
+def _small(part: Any, text_size: int) -> dict[str, Any]:
+    fields = part.to_dict()
+    for name in _SIZES.keys() & fields.keys():
+        size = _SIZES[name]
+        fields[name] = [size, size] if isinstance(fields[name], list | tuple) and isinstance(size, int) else size
+    return fields | {name: text_size for name in ("out_hidden_size", "text_hidden_size") if name in fields}
+
+
+def model_class(model_type: str) -> Any:
+    """The class of transformers that has the language model head of a composite."""
+    tables = (getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {}) for kind in _AUTO)
+    names = [table[model_type] for table in tables if model_type in table]
+    return getattr(transformers, names[0]) if names else None
+
+
+def written(model_type: str, folder: Path, **text: Any) -> Tensor:
+    """Write a random composite as it is published; what transformers computes of ``tokens`` without images, fp32."""
+    hf = config(model_type, **text)
+    torch.manual_seed(0)
+    model = model_class(model_type)(hf).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2)
+        model.save_pretrained(folder)
+        logits: Tensor = model(tokens()).logits
+    file = folder / "model.safetensors"
+    save_file(dict(_as_published(model_type, load_file(file))), file, metadata={"format": "pt"})
+    return logits
+
+
+def _as_published(model_type: str, state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """What transformers 5 writes otherwise: it renames the layers of Kimi's text, and leaves experts as it has them."""
+    for name, tensor in state.items():
+        if model_type == "qwen3_vl_moe" and tensor.dim() == 3 and "experts" in name:
+            tensor = tensor.transpose(1, 2).contiguous() if NEWEST else tensor
+        yield name.replace("language_model.model.blocks.", "language_model.model.layers."), tensor
+
+
+def tokens() -> Tensor:
+    """Token ids, int64 [2, 16], of which none stands for an image."""
+    return torch.randint(40, 90, (2, 16), generator=torch.Generator().manual_seed(3))
+
+
+def load_and_save(folder: Path, dims: mb.ParallelDims, saved: Path) -> Tensor | None:
+    """On each rank: what the text computes on this mesh once it is loaded; and the whole folder, saved again."""
+    dims.initialize(device="cpu")
+    models = mb.build_model(folder, dims=dims, dtype=torch.float32, device="cpu")
+    logits = forward(models, dims, tokens())
+    mb.save_hf_checkpoint(models, saved)
+    leave_mesh()
+    return logits
+
+
+def is_in_transformers(model_type: str) -> bool:
+    """Whether the installed release has a composite, with a head, whose text is in the zoo."""
+    if model_type not in CONFIG_MAPPING or model_class(model_type) is None:
+        return False
+    return CONFIG_MAPPING[model_type]().text_config.model_type in TEXTS
+
+
+NAMES = [name for name in composites() if is_in_transformers(name)]
