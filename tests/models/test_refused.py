@@ -156,7 +156,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
         "indexer_types must be periodic",
     ),
     "`rotary_dim` but": ({"rotary_dim": 2}, "rotary_dim must be"),
-    "`moe_topk` that": ({"moe_topk": [4]}, "moe_topk must be"),
+    "`moe_topk` that": ({"moe_topk": [2, 4] * 16}, "moe_topk must be"),
     "`quant_method` but": ({"quantization_config": {"quant_method": "gptq"}}, "quant_method must be"),
     "formats of compressed-tensors": (
         {"quantization_config": {"quant_method": "modelopt", "quant_algo": "INT4_AWQ"}},

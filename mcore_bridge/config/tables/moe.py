@@ -174,7 +174,11 @@ def number(hf_name: str, mcore_name: str, *aka: str) -> Derive:
     """A number that must be the same for all layers, although HF allows a list. ``aka`` are other field names."""
 
     def forward(hf: Hf) -> dict[str, object]:
-        return {mcore_name: count(hf, hf_name)}
+        value = hf.get(hf_name)
+        if isinstance(value, list) and len(value) >= (num_layers := count(hf, "num_hidden_layers")):
+            values = value[:num_layers]
+            value = values[0] if all(item == values[0] for item in values) else value
+        return {mcore_name: count({hf_name: value}, hf_name)}
 
     lists = f"`{hf_name}` that differs between layers: megatron-core's layers have it in common"
     return Derive((hf_name, *aka), forward, lambda mcore: {hf_name: mcore[mcore_name]}, (lists,))
