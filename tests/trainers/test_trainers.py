@@ -483,5 +483,5 @@ def test_a_model_without_mtp_layers_is_not_asked_for_some(tmp_path):
         provider.apply_overrides_and_finalize(overrides={"mtp_loss_scaling_factor": 0.1})
     hf.num_nextn_predict_layers = 1
     assert with_mtp_layers({"mtp_loss_scaling_factor": 0.5}, hf)["mtp_num_layers"] == 1
-    with pytest.raises(ConfigError, match="mtp_num_layers=1 must be at most 0"):
+    with pytest.raises(ConfigError, match="mtp_num_layers must be at most 0, found 1"):
         provider.apply_overrides_and_finalize(overrides={"mtp_num_layers": 1})
