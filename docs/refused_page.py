@@ -9,25 +9,28 @@ HEAD = """# What is refused
 
 Made from the registry by `docs/make_families.py`; CI checks that it is up to date.
 
-What megatron-core's `GPTModel` cannot compute exactly as the HF model does raises `ConfigError` with a reason, before
-anything is built. That is so for families as a whole, where neither a config nor a small module in a slot of
-megatron-core's own layers would do; for values of fields in families that are supported; and for each field of a
-config that the table of its family does not know. A name that is neither here nor in [families.md](families.md) is
-one that nobody has written. A package that has layers of its own can register any name that is refused here.
+If megatron-core's `GPTModel` cannot compute exactly what the HF model does, a `ConfigError` with the reason is raised
+before anything is built. There are three cases. Whole families are refused, if neither a config nor a small module in
+a slot of megatron-core's own layers is enough. Single values of fields are refused in supported families. Fields that
+the table of a family does not know are refused too. A name that is neither here nor in [families.md](families.md) has
+no implementation yet. A package with its own layers can register any name that is refused here.
 
-The code that is named was read in megatron-core 0.16.1 and 0.19.2, and in transformers 5.23; tests look for each of
-these names in what is installed, and try each of these values.
+The named code was read in megatron-core 0.16.1 and 0.19.2, and in transformers 5.23. Tests look for each of these names
+in the installed releases, and try each of these values.
 """
 SHARED = """## In several families
 
-Numbers in the table stand for these.
+Numbers in the table refer to this list.
 """
 MESHES = """## On some meshes
 
-The mesh is refused with `MeshError` where megatron-core could not cut a model along it, or would cut it otherwise
-than the HF model means. Besides plain divisions of heads, sizes and vocabularies (`config/mesh/divisibility.py`)
-that is: `etp` above 1 for experts with biases; MTP layers in a model that lists windows or ropes by layer, or whose
-last layer attends linearly; and linear attention whose key heads are not a multiple of `tp` times `cp`.
+A mesh is refused with `MeshError` if megatron-core cannot cut the model along it, or would compute something else than
+the HF model. Heads, sizes and vocabularies must be divisible (`config/mesh/divisibility.py`). Three more cases are
+refused:
+
+- `etp` above 1 for experts with biases;
+- MTP layers in a model that lists windows or ropes by layer, or whose last layer has linear attention;
+- linear attention if the number of its key heads is not a multiple of `tp` times `cp`.
 """
 
 

@@ -7,43 +7,43 @@ from typing import Any
 
 HEAD = """# What has passed on GPUs
 
-Made from `benchmarks/results/*_gpu.jsonl` by `docs/make_families.py`: what `pytest -m multigpu --record FILE` wrote. A
-mesh stands here only if everything that its latest record tried passed, with the code of that day; `DP2` is two
-replicas. Models are small and random, in sizes that kernels like or odd ones. On CPU every run of the suite holds every
-family that transformers has to its logits, on TP1, TP2 SP, TP4 SP and, where it is not refused, CP2
+`docs/make_families.py` makes this page from `benchmarks/results/*_gpu.jsonl`, which `pytest -m multigpu --record FILE`
+writes. A mesh is listed only if its latest record passed completely, with the code of that day. `DP2` means two
+replicas. Models are small and random, in sizes that suit kernels or odd ones. On CPU, every run of the suite compares
+logits of every family with transformers, on TP1, TP2 SP, TP4 SP and, if it is not refused, CP2
 ([families.md](families.md)).
 
-Log-probs on 4 GPUs were tried with one sequence in each pack of a pipeline. Where several ranks are said to be on each
-GPU, NCCL took them for hosts of their own: the same kernels and collectives, through sockets (figures of
-[one](../benchmarks/results/2026-11-23_night_1xH200.md) and of [two GPUs](../benchmarks/results/2026-11-24_2xH200.md),
-Qwen3-8B on siiRL's mesh of 8 ranks among the first).
-`bailing_moe` is `bailing_moe_v2` as its first files spell it. Families that need megatron-core 0.19.2 (deepseek_v32,
-glm_moe_dsa) ran with it, others with 0.16.1.
+Log-probs on 4 GPUs were tried with one sequence in each pack of a pipeline. If several ranks were on each GPU, NCCL
+treated them as different hosts: the same kernels and collectives, through sockets. There are figures of
+[one GPU](../benchmarks/results/2026-11-23_night_1xH200.md), with Qwen3-8B on siiRL's mesh of 8 ranks, and of
+[two GPUs](../benchmarks/results/2026-11-24_2xH200.md). `bailing_moe` is the name of `bailing_moe_v2` in its first
+files. Families that need megatron-core 0.19.2 (deepseek_v32, glm_moe_dsa) ran with it, others with 0.16.1.
 """
 CHECKS = {
-    "log-probs": "those of transformers: `te` in bf16 packed and in rows and packed in fp32, `torch` in bf16 packed "
-    "(qwen3: `te` packed in fp16 too); and an export is what was loaded, bit for bit",
-    "gradients": "in fp32, packed, the norm that megatron-core makes of them, and the loss: as on one rank that has "
-    "all rows one by one (qwen3, gemma2, qwen3_moe, deepseek_v3 and gpt_oss: in rows too), on TP1 with torch's modules "
-    "in place of TransformerEngine's",
-    "gradients in bf16": "those of each kind of tensor are at most twice as far from fp32 as those of torch's modules "
-    "on one rank are, where every expert has every token",
-    "optimizer": "four steps of the distributed optimizer in bf16, overlapped (those five: also not; qwen3 and "
-    "qwen3_moe: in fp16 too, also where gradients overflow at first): an export is what it holds in fp32, cast down, "
-    "and the same bits while parameters, gradients or the optimizer's state, each alone and all together, are on the "
-    "CPU",
-    "vllm": "vLLM, started without weights and fed bucket by bucket: log-probs of what it samples and of the same as "
-    "a prompt, after the first and the fifth round, and 64 greedy tokens are those of transformers; and its own "
-    "weights are in the end, bit for bit, those that it reads from files; "
-    "[on CPU](../benchmarks/results/2026-11-23_vllm_cpu.md) in fp32, all but minimax_m2's log-probs",
+    "log-probs": "they are those of transformers: `te` in bf16 packed and in rows and in fp32 packed, `torch` in bf16 "
+    "packed (qwen3: `te` packed in fp16 too). An export is what was loaded, bit for bit",
+    "gradients": "the gradient norm of megatron-core and the loss, packed in fp32, are as on one rank that runs all "
+    "rows one by one. Five families (qwen3, gemma2, qwen3_moe, deepseek_v3 and gpt_oss) also run in rows. On TP1 "
+    "torch's modules replace TransformerEngine's",
+    "gradients in bf16": "their errors, for each kind of tensor, are at most twice those of torch's modules on one "
+    "rank, if every expert has every token",
+    "optimizer": "four steps of the distributed optimizer in bf16, overlapped. The five families above also run "
+    "without overlap; qwen3 and qwen3_moe run in fp16 too, also if gradients overflow at first. An export is what the "
+    "optimizer holds in fp32, cast down. It has the same bits while parameters, gradients or the optimizer's state, "
+    "alone or all together, are on the CPU",
+    "vllm": "vLLM is started without weights and fed bucket by bucket. After the first and the fifth round, its "
+    "log-probs of sampled tokens and of a prompt, and 64 greedy tokens, are those of transformers. At the end its own "
+    "weights are, bit for bit, those that it reads from files. The same holds "
+    "[on CPU](../benchmarks/results/2026-11-23_vllm_cpu.md) in fp32, except for minimax_m2's log-probs",
     "verl": "verl's own engine with our plug-in, through load, log-probs, a step, export, offload, save and resume",
-    "exchanges": "every `cp_comm_type` in bf16, `a2a+p2p` where `HCP` says how many ranks its two levels have: "
-    "log-probs and gradients are at most twice as far from fp32 as with torch's attention in bf16",
-    "switches": "recompute, fusions, dispatchers and overlaps that change no gradient",
-    "fp8": "computed in FP8 with parameters in bf16, in three recipes: log-probs at most 16 times and gradients at "
-    "most 32 times as far from fp32 as in bf16, by their bits; and an export is what was loaded, bit for bit",
+    "exchanges": "every `cp_comm_type` in bf16; `HCP` gives the two levels of `a2a+p2p`. Errors of log-probs and "
+    "gradients are at most twice those of torch's attention in bf16",
+    "switches": "recompute, fusions, dispatchers and overlaps change no gradient",
+    "fp8": "three recipes compute in FP8 with parameters in bf16. By the bits of the formats, errors of log-probs are "
+    "at most 16 times and those of gradients at most 32 times the errors in bf16. An export is what was loaded, bit "
+    "for bit",
 }
-"""What is checked, and what that means."""
+"""The checks, with their meaning."""
 
 
 def page(folder: Path) -> str:

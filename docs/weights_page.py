@@ -19,20 +19,19 @@ if TYPE_CHECKING:
 
 HEAD = """# Families and their weights
 
-Made from the registry by `docs/make_families.py`; CI checks that it is up to date. What a config may not ask for is
-in [refused.md](refused.md). A family is named with the blocks that it is put together from, which are below, and with
-what it has of its own. Layouts are explained in [design.md](design.md); `>>` composes them. `*` is the number of a
-layer or an expert, `[*]` that of an expert inside of one tensor for all. Norms and biases that a config switches off
-are not there.
+Made from the registry by `docs/make_families.py`; CI checks that it is up to date. [refused.md](refused.md) lists the
+values that a config may not have. Each family is listed with its blocks, which are described below, and with its
+own weights. [design.md](design.md) explains layouts; `>>` composes them. `*` is the number of a layer or an expert,
+`[*]` that of an expert inside one tensor for all. A config may switch off norms and biases.
 
-Not named again are the blocks of all families ({everywhere}) and the output layer, which is
-`lm_head.weight` (VOCAB), or the embedding where both are tied. Layers for multi-token prediction (MTP) are
-`model.layers.*` in HF, numbered behind those of the decoder, where it is not said otherwise. In which of the layers a
-block is, the config says.
+Two things are not repeated: the blocks of all families ({everywhere}), and the output layer. The latter is
+`lm_head.weight` (VOCAB), or the embedding if both are tied. Layers for multi-token prediction (MTP) are
+`model.layers.*` in HF, numbered after those of the decoder, unless it is said otherwise. The config decides which
+layers have a block.
 """
-DIALECTS = """Routed experts have two dialects. `split` is one tensor for each expert, `fused` one for all of a layer,
-named `gate_up_proj` and `down_proj` in the module `experts`. Folders of either are read; the one that is named with a
-family is that of its published checkpoints, and is written where there is no folder.
+DIALECTS = """Routed experts have two dialects. `split` is one tensor per expert. `fused` is one tensor for all experts of a
+layer, named `gate_up_proj` and `down_proj` in the module `experts`. Folders of either dialect can be read. A family is
+listed with the dialect of its published checkpoints, which is written if there is no folder.
 """
 PLACES = {
     "Once": ("", ""),

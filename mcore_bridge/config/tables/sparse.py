@@ -9,8 +9,8 @@ from mcore_bridge.config.tables.moe_counted import COUNTED, SIGMOID_GROUPED
 
 SPARSE_RELEASE = Release(
     "0.19.2",
-    "earlier releases have no sparse attention in the layer specs of GPT models, and their indexer computes only in "
-    "bf16, with a CUDA kernel of fast_hadamard_transform and another epsilon",
+    "earlier releases have no sparse attention in the layer specs of GPT models. Their indexer computes only in bf16, "
+    "with a CUDA kernel of fast_hadamard_transform and another epsilon",
 )
 SPARSE: tuple[Field, ...] = (
     *but(
