@@ -29,9 +29,9 @@ Two things are not repeated: the blocks of all families ({everywhere}), and the 
 `model.layers.*` in HF, numbered after those of the decoder, unless it is said otherwise. The config decides which
 layers have a block.
 """
-DIALECTS = """Routed experts have two dialects. `split` is one tensor per expert. `fused` is one tensor for all experts of a
-layer, named `gate_up_proj` and `down_proj` in the module `experts`. Folders of either dialect can be read. A family is
-listed with the dialect of its published checkpoints, which is written if there is no folder.
+DIALECTS = """Routed experts have two dialects. `split` is one tensor per expert. `fused` is one tensor for
+all experts of a layer, named `gate_up_proj` and `down_proj` in the module `experts`. Folders of either dialect can be
+read. A family is listed with the dialect of its published checkpoints, which is written if there is no folder.
 """
 PLACES = {
     "Once": ("", ""),
