@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 _IMPORT = re.compile(r"^\s*from\s+(\.+)([\w.]*)\s+import\s+(\([^)]*\)|[^\n]+)", re.MULTILINE)
 _OF_A_FAMILY = ("configuration_", "modeling_")
 _NOT_OF_FORWARD = ("generation", "quantizers")
-"""Packages whose settings are of ``generate()``, or of quantized modules, which we never build."""
+"""Packages whose settings are for ``generate()``, or for quantized modules, which we never build."""
 _WHOLE = frozenset({"to_dict", "to_diff_dict", "__dict__"})
 
 
 def fields_read(config: "type[PretrainedConfig]", names: Iterable[str]) -> frozenset[str]:
-    """Those of ``names`` that the installed transformers may read of a config of this class.
+    """Those of ``names`` that the installed transformers may read from a config of this class.
 
-    A class that is not of transformers may have readers anywhere, so all names count as read.
+    If the class is not from transformers, any code may read it, so all names count as read.
 
     Example::
 
@@ -56,7 +56,7 @@ def _root() -> Path:
 
 
 def _package_of(config: "type[PretrainedConfig]") -> Path | None:
-    """The folder of a family; None for a class that is not of transformers."""
+    """The folder of a family; None if the class is not from transformers."""
     match config.__module__.split("."):
         case ["transformers", "models", *folders, _]:
             return _root().joinpath("models", *folders)
@@ -65,7 +65,7 @@ def _package_of(config: "type[PretrainedConfig]") -> Path | None:
 
 @functools.cache
 def _code_of(package: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """The modules of families and the shared ones that the code of a family consists of."""
+    """All modules that the code of a family imports, itself included: those of families, and shared ones."""
     waiting = [path for prefix in _OF_A_FAMILY for path in package.glob(f"{prefix}*.py")]
     modules: set[Path] = set()
     while waiting:
@@ -105,7 +105,7 @@ def _imports(path: Path) -> tuple[Path, ...]:
 
 
 def _modules(base: Path, name: str, imported: frozenset[str]) -> Iterator[Path]:
-    """The modules that define ``imported``: a package is looked through to those that it takes these names from."""
+    """The modules that define ``imported``. For a package, these are the modules from which it imports the names."""
     target = base.joinpath(*name.split(".")) if name else base
     if name and (module := target.with_suffix(".py")).exists():
         yield module
@@ -127,11 +127,11 @@ def _nodes(path: Path) -> tuple[ast.AST, ...]:
 
 
 def _is_in_family(path: Path, name: str) -> bool:
-    """Whether a family's module reads the field, or holds its name in quotes for whatever reason.
+    """Whether a module of a family reads the field, or has its name in quotes for any reason.
 
-    A config may have any name there, so the attributes of everything count but those of ``self`` in a module.
+    The variable of a config may have any name, so attributes of all variables count, except ``self`` in a module.
     """
-    if name not in _text(path):  # quick, and it decides nearly always
+    if name not in _text(path):  # quick, and usually enough
         return False
     return any(
         _is_quoted(node, name)
@@ -142,9 +142,9 @@ def _is_in_family(path: Path, name: str) -> bool:
 
 
 def _is_in_shared(path: Path, name: str, classes: frozenset[str]) -> bool:
-    """Whether a shared module reads the field of a config, or one of the base classes ``classes`` does.
+    """Whether a shared module reads the field from a config, or one of the base classes ``classes`` does.
 
-    Names in quotes count where it reads fields by names that it was given.
+    Names in quotes count if the module reads fields by names that it receives.
     """
     if any(pattern.fullmatch(name) for pattern in _spelled_fields(path)):
         return True

@@ -1,7 +1,8 @@
-"""Fields of an HF config that a table does not claim and that no code of transformers reads: they are accepted.
+"""Unread fields of an HF config: no entry of a table claims them, and no code of transformers reads them.
 
-transformers defines what a checkpoint means. A field that its code does not read for a family cannot change what it
-computes, so nothing is lost without it. What is read and not claimed stays an error (``fields.require_total``).
+transformers defines what a checkpoint means. A field that its code does not read for a family cannot change what the
+model computes, so the field is accepted. A field that is read and not claimed stays an error
+(``fields.require_total``).
 """
 
 from collections.abc import Iterable
@@ -19,13 +20,14 @@ if TYPE_CHECKING:
 READ_BY_OTHERS = {
     "dual_chunk_attention_config": "vLLM and SGLang, for prompts longer than original_max_position_embeddings",
 }
-"""Fields that transformers does not read and others do: who they are, and when it matters."""
+"""Fields that transformers does not read and other programs do, with these programs and the case that matters."""
 
 
 def unread_fields(hf: "PretrainedConfig", table: tuple[Field, ...]) -> tuple[str, ...]:
     """The fields of ``hf`` that change nothing, because neither ``table`` nor transformers' code knows them.
 
-    A class that is borrowed from a twin family answers for the fields that it declares; other code may read the rest.
+    If the config class is borrowed from a twin family, only fields that the class declares count as unread, since
+    other code may read the rest.
 
     Example::
 
@@ -43,16 +45,16 @@ def unread_fields(hf: "PretrainedConfig", table: tuple[Field, ...]) -> tuple[str
 
 
 def without_unread(hf: "PretrainedConfig", table: tuple[Field, ...]) -> dict[str, object]:
-    """The fields of ``hf`` but those of ``unread_fields``."""
+    """The fields of ``hf`` without those of ``unread_fields``."""
     unread = unread_fields(hf, table)
     return {name: value for name, value in hf.to_dict().items() if name not in unread}
 
 
 def require_no_unread(read_by: Iterable[tuple["PretrainedConfig", tuple[Field, ...]]]) -> None:
-    """What ``strict_config=True`` asks for, of configs that these tables read.
+    """The check of ``strict_config=True``, for configs with their tables.
 
     Raises:
-        ConfigError: naming all fields of ``unread_fields``.
+        ConfigError: there are unread fields; the message names all of them.
     """
     listing = ", ".join(
         f"{name}={shown(getattr(hf, name))}" for hf, table in read_by for name in unread_fields(hf, table)
@@ -65,9 +67,9 @@ def require_no_unread(read_by: Iterable[tuple["PretrainedConfig", tuple[Field, .
 
 
 def notes_on(unread: Iterable[str]) -> list[tuple[int, str]]:
-    """What a log or report says of unread fields, each line with its level of ``logging``.
+    """Lines about unread fields for a log or a report, each with its level of ``logging``.
 
-    All of them are named in one line; a field that other programs read gets a warning of its own.
+    One line names all of them. A field that other programs read also gets a warning.
     """
     unread = list(unread)
     if not unread:

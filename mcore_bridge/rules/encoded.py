@@ -1,4 +1,4 @@
-"""A weight that a file holds encoded, and slices of it, which are decoded without the rest.
+"""An encoded weight of a file, and slices of it, which are decoded without the rest.
 
 Codes and scales of a weight are *grids*: tensors in which one element stands for a cell of the weight. Coordinates say
 which cells a slice needs: tensors of the weight's shape that hold the numbers of rows and of columns. They are sent
@@ -20,21 +20,21 @@ from mcore_bridge.rules.codec import Codec, decoded, numbers_of, scales_of
 
 Shape = tuple[int, ...]
 _PIECE_ELEMENTS = 1 << 20
-"""Elements that are decoded at once where memory holds a whole weight."""
+"""The number of elements to decode at once, if memory holds a whole weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One weight, as a checkpoint of plain numbers would have it, and what a file has in its place.
+    """One weight: its plain name and shape, and the tensors that a file has instead.
 
     Attributes:
-        name: of the plain tensor.
+        name: the name of the plain tensor.
         codec: how numbers are encoded.
-        shape: of the plain tensor.
-        order: which of its dims each dim of the codes is; a transposed weight has others than 0, 1, ...
-        codes: uint8, in this order, the last dim in bytes.
-        scales: one for each block, in this order.
-        overall: one further number, [1], if the codec has one.
+        shape: the shape of the plain tensor.
+        order: for each dim of the codes, the dim of the plain tensor; not 0, 1, ... for a transposed weight.
+        codes: uint8, with dims in this order; the last dim counts bytes.
+        scales: one per block, with dims in this order.
+        overall: a single number for the whole weight, [1], if the codec has one.
     """
 
     name: str
@@ -47,21 +47,21 @@ class Encoded:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the plain tensor, as publishers have it; any other can be asked for."""
+        """The dtype of the plain tensor in unquantized releases. It can be decoded to any other dtype."""
         return torch.bfloat16
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the plain tensor."""
+        """The size of the plain tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """The tensors of which it consists: codes, scales, and the number for all, if there is one."""
+        """Its tensors: codes, scales, and the overall number if there is one."""
         return (self.codes, self.scales) if self.overall is None else (self.codes, self.scales, self.overall)
 
     def cut(self, cutting: Callable[[Tensor], Tensor] = lambda whole: whole) -> EncodedSlice:
-        """The slice that ``cutting`` takes of the plain tensor."""
+        """The slice of the plain tensor that the function ``cutting`` takes."""
         axes: list[int | None] = [None] * len(self.shape)
         ranges = [range(0)] * len(self.shape)
         num_dims = 0
@@ -77,21 +77,23 @@ class Encoded:
         return self.cut(lambda whole: whole[index])
 
     def to(self, dtype: torch.dtype) -> Tensor:
-        """All of it, decoded piece by piece."""
+        """Decodes the whole weight, piece by piece."""
         return self.cut().to(dtype)
 
     def is_floating_point(self) -> bool:
-        """As every weight is."""
+        """True, as for every weight."""
         return True
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedSlice:
-    """Some rows and columns of an encoded weight: along each dim of the codes, ``ranges`` of the weight's coordinates.
+    """Some rows and columns of an encoded weight.
 
     Attributes:
-        axes: which dim of the slice each dim of the codes is; None is a dim that the slice lacks, or has as one of 1.
-        num_dims: of the slice.
+        weight: the whole weight.
+        ranges: for each dim of the codes, the coordinates of the weight that the slice has.
+        axes: for each dim of the codes, the dim of the slice. None: the slice does not have this dim, or it has size 1.
+        num_dims: the number of dims of the slice.
     """
 
     weight: Encoded
@@ -101,16 +103,16 @@ class EncodedSlice:
 
     @property
     def shape(self) -> Shape:
-        """In the order of the codes."""
+        """The shape of the slice, with dims in the order of the codes."""
         return tuple(map(len, self.ranges))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its parts."""
+        """The number of bytes of its parts."""
         return sum(part.nbytes for part in self.parts)
 
     def arranged(self, plain: Tensor) -> Tensor:
-        """A tensor of the slice, as a view with the dims of the codes."""
+        """``plain``, a tensor with the dims of the slice, as a view with the dims of the codes."""
         own = [axis for axis in self.axes if axis is not None]
         rest = [dim for dim in range(self.num_dims) if dim not in own]
         view = plain.permute(*own, *rest)
@@ -122,9 +124,9 @@ class EncodedSlice:
         return view
 
     def pieces(self, plain: Tensor, num_elements: int) -> Iterator[tuple[EncodedSlice, Tensor]]:
-        """The same in parts of at most ``num_elements``, each with its part of ``plain``.
+        """Smaller slices with at most ``num_elements``, each with its part of ``plain``.
 
-        ``plain`` and its parts are as ``arranged`` makes them, and each part can be taken for a slice of its own.
+        ``plain`` and its parts have the dims of the codes, as from ``arranged``.
         """
         if math.prod(self.shape) <= num_elements:
             yield self, plain
@@ -138,29 +140,30 @@ class EncodedSlice:
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """What is needed of each part of the weight, as views."""
+        """Views of codes, scales and overall number, with only the elements that the slice needs."""
         codes, scales = self._cells
         covered = self.weight.codes[tuple(map(_covering, self.ranges, codes))]
         return (covered, self.weight.scales[tuple(map(_covering, self.ranges, scales))], *self.weight.parts[2:])
 
     @property
     def _cells(self) -> tuple[Shape, Shape]:
-        """How many coordinates an element of the codes, and one of the scales, stands for along each dim."""
+        """Along each dim, the number of coordinates per element of the codes, and per element of the scales."""
         return (*(1 for _ in self.ranges[1:]), self.weight.codec.per_byte), self.weight.codec.block
 
     @property
     def geometry(self) -> tuple[object, ...]:
-        """Equal for slices whose parts are alike in shape, and are decoded by the same indices."""
+        """A key that is equal for slices whose parts have equal shapes, and are decoded with the same indices."""
         cells = map(math.lcm, *self._cells)
         return self.weight.codec, *(
             (r.start % cell, len(r), r.step) for r, cell in zip(self.ranges, cells, strict=True)
         )
 
     def decode(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-        """The numbers of ``n`` slices of one ``geometry``: [n, *shape].
+        """Decodes ``n`` slices with the same ``geometry``: [n, *shape].
 
         Args:
-            parts: for each of ``self.parts``, those of all slices, with a leading dim of ``n``, on any device.
+            parts: for each of ``self.parts``, the parts of all slices, stacked along a first dim of ``n``.
+            dtype: of the result.
         """
         codec = self.weight.codec
         numbers = numbers_of(codec, parts[0])
@@ -171,7 +174,7 @@ class EncodedSlice:
         return decoded(codec, _within(numbers, self.ranges[-1], codec.per_byte), scales, dtype)
 
     def to(self, dtype: torch.dtype) -> Tensor:
-        """All of it, decoded piece by piece, with its own dims."""
+        """Decodes the slice, piece by piece; the result has the dims of the slice."""
         axes = sorted((axis, dim) for dim, axis in enumerate(self.axes) if axis is not None)
         sizes = dict.fromkeys(range(self.num_dims), 1) | {axis: self.shape[dim] for axis, dim in axes}
         plain = torch.empty([sizes[dim] for dim in range(self.num_dims)], dtype=dtype)
@@ -180,20 +183,20 @@ class EncodedSlice:
         return plain
 
     def put(self, plain: Tensor) -> None:
-        """Decode it from memory into ``plain``, a tensor as ``arranged`` makes it, where that is."""
+        """Decodes the slice from memory into ``plain``, which has the dims of the codes, on the device of ``plain``."""
         parts = tuple(part.unsqueeze(0).to(plain.device) for part in self.parts)
         plain.copy_(self.decode(parts, plain.dtype)[0])
 
 
 @lru_cache(maxsize=256)
 def coordinates(shape: Shape) -> tuple[Tensor, ...]:
-    """For each dim of a tensor its numbers, as tensors of the same shape: views that take no memory."""
+    """For each dim of a tensor, the coordinates along it, as tensors of the same shape. These views need no memory."""
     views = ([-1 if dim == other else 1 for other in range(len(shape))] for dim in range(len(shape)))
     return tuple(torch.arange(size).view(view).expand(shape) for size, view in zip(shape, views, strict=True))
 
 
 def _run(numbers: Tensor) -> tuple[range, int | None]:
-    """The coordinates along one dim that a slice has, and along which of its own dims they run."""
+    """The coordinates of a slice along one dim of the weight, and the dim of the slice along which they change."""
     axes = [dim for dim, size in enumerate(numbers.shape) if size > 1 and numbers.stride(dim)]
     first = int(numbers[(0,) * numbers.dim()])
     if not axes:
@@ -203,19 +206,22 @@ def _run(numbers: Tensor) -> tuple[range, int | None]:
     step = int(line[1]) - first
     run = range(first, first + step * len(line), step)
     if step < 1 or int(line[-1]) != run[-1]:
-        raise CheckpointError(f"a slice takes coordinates {line[:8].tolist()}...: only even steps can be decoded")
+        raise CheckpointError(
+            f"the coordinates of an encoded slice must have even steps, found {line[:8].tolist()}...: load the model "
+            "from a folder of plain tensors, and report this"
+        )
     return run, axis
 
 
 def _covering(run: range, cell: int) -> slice:
-    """The elements of a grid whose cells have all coordinates of a run."""
+    """The elements of a grid whose cells contain all coordinates of ``run``."""
     if cell == 1:
         return slice(run.start, run[-1] + 1, run.step)
     return slice(run.start // cell, run[-1] // cell + 1)
 
 
 def _within(numbers: Tensor, run: range, per_byte: int) -> Tensor:
-    """Of the numbers in the bytes that cover a run along the last dim, those of the run."""
+    """The numbers of ``run``, from those in all bytes that cover it along the last dim."""
     if per_byte == 1:
         return numbers
     start = run.start % per_byte
@@ -223,7 +229,7 @@ def _within(numbers: Tensor, run: range, per_byte: int) -> Tensor:
 
 
 def _spread(scales: Tensor, dim: int, run: range, block: int) -> Tensor:
-    """The scales of the blocks that cover a run along ``dim``, one for each coordinate; or one that is for all."""
+    """Scales repeated along ``dim``, so that there is one for each coordinate of ``run``, or a single one for all."""
     if block == 1 or scales.shape[dim] == 1:
         return scales
     return scales.index_select(dim, _places(run.start % block, len(run), run.step, block, scales.device))
@@ -231,5 +237,5 @@ def _spread(scales: Tensor, dim: int, run: range, block: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _places(start: int, size: int, step: int, block: int, device: torch.device) -> Tensor:
-    """In which block, counted from the first one of a run, each of its coordinates is."""
+    """For each coordinate of a run, the index of its block, counted from the first block of the run."""
     return (torch.arange(size, device=device) * step + start) // block

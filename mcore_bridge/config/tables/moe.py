@@ -71,7 +71,7 @@ def _mlp_types_back(mcore: Mcore) -> dict[str, object]:
 
 
 def shared_experts(name: str) -> Derive:
-    """``name`` experts of the size of a routed one, side by side: megatron-core has one of their total size."""
+    """Shared experts: HF has ``name`` of them, each as large as a routed one; megatron-core has one large one."""
 
     def forward(hf: Hf) -> dict[str, object]:
         size = count(hf, "moe_intermediate_size")

@@ -24,7 +24,7 @@ class ReplicatedHead(nn.Module):
     """A linear layer ``[num_outputs, hidden]`` that is equal on all TP ranks, in place of ``GPTModel.output_layer``.
 
     With sequence parallelism it runs on this rank's tokens and gathers the few outputs. So each rank has only a part of
-    its gradient, as with norms, and its parameters have the same mark.
+    its gradient, as with norms, and its parameters have the ``sequence_parallel`` mark of norms.
     """
 
     def __init__(
