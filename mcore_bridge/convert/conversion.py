@@ -49,7 +49,7 @@ class Conversion:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the files. A file with its name is whole."""
+        """The names of the files. A file gets its name when it is complete."""
         raise NotImplementedError
 
     @property

@@ -1,7 +1,7 @@
 """Checkpoints of models and optimizers in megatron-core's own format: written at one mesh, read at any other.
 
-megatron-core's ``dist_checkpointing`` writes and reads. Before that we check what it would accept without a word: which
-keys exist, how they are spelled, their shapes, and whether parameters can hold all values of the folder.
+megatron-core's ``dist_checkpointing`` writes and reads. Before that we check things that it silently accepts: missing
+keys, other names of keys, other shapes, and values that parameters cannot hold.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ def peak_bytes(plan: ExportPlan) -> int:
 def _message_bytes(rooms: Sequence[int], number: int) -> int:
     """Bytes of memory for messages while message ``number`` is unpacked.
 
-    It has memory, and so has the next; more is allocated for further ones. If their size changes, there is memory for
-    all messages that will be in flight, beside what has not arrived yet.
+    This message and the next have memory. If the messages after them have another size, memory for all messages in
+    flight is allocated at once, beside that of the messages that are still to be unpacked.
     """
     if number + 1 == len(rooms):
         return sum(rooms[-MESSAGES_IN_FLIGHT:])

@@ -195,7 +195,7 @@ class Group:
 
     @classmethod
     def across_replicas(cls, groups: ProcessGroupCollection) -> Group:
-        """The ranks that have this rank's place in each replica, for replicas as in ``of_replica``."""
+        """The ranks with the same position in each replica as this rank. Replicas are those of ``of_replica``."""
         dense, experts = groups.mp.size(), groups.tp_ep_pp.size()
         if dense % experts == 0:
             return cls(groups.dp_cp)

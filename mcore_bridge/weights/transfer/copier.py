@@ -118,7 +118,7 @@ def compiling(device: torch.device) -> Iterator[None]:
 
 @cache
 def _compile(device: torch.device) -> None:
-    """Compile the kernel for the copies that most exports have: these have tiles of two shapes."""
+    """Compile the kernel for the two shapes of tiles that the copies of most exports have."""
     with suppress(Exception), torch.cuda.device(device):  # an export that needs it raises then
         for rows in (1, 128):
             copy = ByteCopy(0, 0, 1, 0, rows, WIDEST, 1, WIDEST, 1, WIDEST, 1)
