@@ -1,8 +1,8 @@
-"""A scheme says which plain HF tensor has which codec: read off the names, dtypes and shapes that a checkpoint has.
+"""A scheme says which plain HF tensor has which codec, by the names, dtypes and shapes in a checkpoint.
 
-The index is the truth. A tensor is encoded where it has its companions, whatever lists a config holds of modules that
-are or are not. What fits nothing raises, with all that does not fit: a scale without its weight, codes without their
-scales, a grid of another size.
+Only the files decide. A tensor is encoded if it has its companions, whatever lists of modules a config has. Tensors
+that fit nothing raise, and the error names all of them: a scale without its weight, codes without their scales, a grid
+of another size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mcore_bridge.rules.spec import TensorSpec
 
 Shape = tuple[int, ...]
 BLOCK = (128, 128)
-"""Of FP8, where no config says another one: what all publishers have."""
+"""The block of FP8 if a config gives none; all publishers use it."""
 _FP8 = torch.float8_e4m3fn
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _E8M0 = tuple(getattr(torch, name) for name in ("float8_e8m0fnu",) if hasattr(torch, name))
@@ -28,13 +28,13 @@ _CODES = tuple(
     for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2")
     if hasattr(torch, name)
 )
-"""Dtypes that say little without a scale."""
+"""Dtypes of codes, which need a scale."""
 _UNUSED = tuple(f".{name}_scale" for name in ("activation", "input", "input_global", "output", "q", "k", "v"))
-"""Ends of the names of scales of activations: they are of inference in low precision, and no weight needs them."""
+"""Name suffixes of the scales of activations. Inference in low precision uses them, and no weight needs them."""
 _COMPANIONS = ("_scale_inv", "_scale_2", "_global_scale", "_scale", "_shape", "_zero_point", "_g_idx", "_scales")
-"""What the name of a scale, or of what else goes with codes, adds to that of its weight."""
+"""Suffixes that scales and other companions of codes add to the name of a weight."""
 _BESIDE = (".scale", ".qscale_weight")
-"""The same where it stands in place of ``.weight``."""
+"""Suffixes of companions that replace ``.weight``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +55,24 @@ class Held:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The names of codes, scales, and the number for all, if there is one."""
+        """The names of codes, scales, and the overall number if there is one."""
         return (self.codes, self.scales) if self.overall is None else (self.codes, self.scales, self.overall)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names in the checkpoint that belong to it."""
+        """All names in the checkpoint that belong to this tensor."""
         return self.parts if self.shape_tensor is None else (*self.parts, self.shape_tensor)
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """The encoded tensors of a checkpoint by their plain names, and the names that no weight needs."""
+    """The encoded tensors of a checkpoint, by plain name; and the names that no weight needs."""
 
     held: Mapping[str, Held] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
 
     def plain(self, names: Iterable[str]) -> Iterator[str]:
-        """The names that a checkpoint of plain tensors would have, in order."""
+        """The names in a checkpoint, in order, with one plain name for all parts of an encoded tensor."""
         whole = {held.codes: name for name, held in self.held.items()}
         hidden = {name for held in self.held.values() for name in held.names}.union(self.unused) - whole.keys()
         return (whole.get(name, name) for name in names if name not in hidden)
@@ -82,11 +82,11 @@ def scheme_of(specs: Mapping[str, TensorSpec], block: tuple[int, int] | None = N
     """The scheme of a checkpoint.
 
     Args:
-        specs: what it holds, by name.
-        block: rows and columns that share a scale, as a config says of FP8; None is what publishers have.
+        specs: the tensors in the checkpoint, by name.
+        block: rows and columns that share a scale of FP8, by the config. None: ``BLOCK``.
 
     Raises:
-        CheckpointError: naming all that does not fit.
+        CheckpointError: tensors do not fit together; the message names all of them.
     """
     held: dict[str, Held] = {}
     problems: dict[str, str] = {}
@@ -99,23 +99,23 @@ def scheme_of(specs: Mapping[str, TensorSpec], block: tuple[int, int] | None = N
     used = {name for weight in held.values() for name in weight.names}
     left = [name for name in specs if name not in used]
     if lost := [name for name in left if _is_companion(specs[name]) and stem_of(name) not in problems]:
-        problems[""] = f"{len(lost)} scales or the like belong to no encoded weight, such as {lost[:5]}"
+        problems[""] = f"{len(lost)} companions of codes belong to no encoded weight, such as {lost[:5]}"
     if problems:
         raise unreadable(list(problems.values()))
     return Scheme(held, tuple(filter(is_unused, left)) if held else ())
 
 
 def unreadable(problems: list[str]) -> CheckpointError:
-    """What to say of encoded weights that cannot be decoded."""
+    """The error for encoded weights that cannot be decoded."""
     more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
     return CheckpointError(
-        f"the encoded weights cannot be decoded: {'; '.join(problems[:8])}{more}. Copy the files again, or take a "
+        f"the encoded weights cannot be decoded: {'; '.join(problems[:8])}{more}. Copy the files again, or use a "
         "folder of plain tensors"
     )
 
 
 def plain_names(names: Iterable[str]) -> Iterator[str]:
-    """The names that a checkpoint of plain tensors would have, where only names are known: codes for their weights."""
+    """Like ``Scheme.plain``, if only the names in a checkpoint are known."""
     known = dict.fromkeys(names)
     for name in known:
         weight = name.removesuffix("_blocks").removesuffix("_packed")
@@ -130,25 +130,25 @@ def _is_weight(name: str, known: Mapping[str, None]) -> bool:
 
 
 def stem_of(name: str) -> str:
-    """What the names of all parts of a weight begin with."""
+    """The common prefix of the names of all parts of a weight."""
     for end in (*_COMPANIONS, "_blocks", "_packed", ".weight", *_BESIDE):
         name = name.removesuffix(end)
     return name
 
 
 def is_unused(name: str) -> bool:
-    """Whether it is a scale of activations, which loading weights does not need."""
+    """Whether ``name`` is that of a scale of activations, which a load does not need."""
     return name.endswith(_UNUSED)
 
 
 def is_part(spec: TensorSpec) -> bool:
-    """Whether a tensor may belong to an encoded weight, so that it says nothing before its companions are there."""
+    """Whether a tensor may be a part of an encoded weight, and cannot be used without its companions."""
     ends = (*_COMPANIONS, *_BESIDE, "_blocks", "_packed")
     return spec.name.endswith(ends) or spec.dtype in (*_CODES, torch.uint8)
 
 
 def _is_companion(spec: TensorSpec) -> bool:
-    """Whether a tensor is of use only with codes."""
+    """Whether a tensor has a use only together with codes."""
     name = spec.name
     if name.endswith("_scales"):
         return spec.dtype == torch.uint8
@@ -161,14 +161,14 @@ def _is_companion(spec: TensorSpec) -> bool:
 
 
 class _ProblemError(Exception):
-    """Why one weight cannot be decoded; its name comes before."""
+    """Why one weight cannot be decoded. The name of the weight is put before the message."""
 
 
 Specs = Mapping[str, TensorSpec]
 
 
 def _held(name: str, specs: Specs, block: tuple[int, int]) -> tuple[str, Held] | None:
-    """The plain name of an encoded tensor and how it is held, if ``name`` is that of its codes."""
+    """The plain name of an encoded tensor and how it is held, if ``name`` is the name of its codes."""
     spec = specs[name]
     if name.endswith("_blocks") and spec.dtype == torch.uint8:
         return _mxfp4(name.removesuffix("_blocks"), spec, specs)
@@ -182,7 +182,7 @@ def _held(name: str, specs: Specs, block: tuple[int, int]) -> tuple[str, Held] |
 
 
 def _mxfp4(name: str, spec: TensorSpec, specs: Specs) -> tuple[str, Held]:
-    """gpt-oss: codes [experts, out, in / 32, 16], while plain files have [experts, in, out]."""
+    """gpt-oss: codes are [experts, out, in / 32, 16], and plain files have [experts, in, out]."""
     scales = _companion(f"{name}_scales", specs)
     if len(spec.shape) != 4:
         raise _ProblemError(f"has shape {spec.shape}, expected [experts, out, in / 32, 16]")
@@ -194,7 +194,7 @@ def _mxfp4(name: str, spec: TensorSpec, specs: Specs) -> tuple[str, Held]:
 
 
 def _packed(name: str, spec: TensorSpec, specs: Specs) -> tuple[str, Held]:
-    """compressed-tensors: int4 in words of 32 bits, or NVFP4 in bytes with one more scale for all."""
+    """compressed-tensors: int4 in words of 32 bits, or NVFP4 in bytes with an overall scale."""
     scales = _companion(f"{name}_scale", specs)
     if spec.dtype == torch.int32:
         rows, columns, group = _groups(spec, scales, "int4", 8)
@@ -208,7 +208,7 @@ def _packed(name: str, spec: TensorSpec, specs: Specs) -> tuple[str, Held]:
 
 
 def _modelopt(spec: TensorSpec, specs: Specs) -> Held:
-    """ModelOpt's NVFP4: bytes under the plain name, a scale for 16 numbers, and one more for all."""
+    """ModelOpt's NVFP4: bytes under the plain name, a scale for every 16 numbers, and an overall scale."""
     if spec.dtype != torch.uint8:
         raise _ProblemError(f"is {spec.dtype} with scales, expected uint8 (NVFP4)")
     return _nvfp4(spec, _companion(f"{spec.name}_scale", specs), _companion(f"{spec.name}_scale_2", specs))
@@ -227,13 +227,15 @@ def _nvfp4(spec: TensorSpec, scales: TensorSpec, overall: TensorSpec) -> Held:
 
 
 def _groups(spec: TensorSpec, scales: TensorSpec, kind: Kind, per: int) -> tuple[int, int, int]:
-    """Rows and columns of a matrix, and how many columns of a row share a scale."""
+    """Rows and columns of a matrix, and the number of columns that share a scale."""
     if len(spec.shape) != 2 or len(scales.shape) != 2:
         raise _ProblemError(f"has shape {spec.shape}, expected a matrix, and one of scales")
     rows, columns = spec.shape[0], spec.shape[1] * per
     group, rest = divmod(columns, max(1, scales.shape[1]))
     if rest or not group or (kind == "nvfp4" and group != 16):
-        raise _ProblemError(f"has {columns} columns, which {scales.name} of shape {scales.shape} does not share out")
+        raise _ProblemError(
+            f"has {columns} columns, which {scales.name} of shape {scales.shape} does not divide into groups"
+        )
     return rows, columns, group
 
 
@@ -262,7 +264,7 @@ def _float8(spec: TensorSpec, specs: Specs, block: tuple[int, int]) -> Held:
 
 
 def _scales_of(name: str) -> tuple[str, ...]:
-    """What the scales of a tensor may be called, the usual name first."""
+    """Possible names for the scales of a tensor, the usual name first."""
     module = name.removesuffix(".weight")
     beside = tuple(f"{module}{end}" for end in _BESIDE) if module != name else ()
     return (f"{name}_scale_inv", f"{name}_scale", *beside)
@@ -270,7 +272,7 @@ def _scales_of(name: str) -> tuple[str, ...]:
 
 def _companion(name: str, specs: Specs) -> TensorSpec:
     if name not in specs:
-        raise _ProblemError(f"is encoded, and lacks {name}")
+        raise _ProblemError(f"is encoded, but {name} is missing")
     return specs[name]
 
 

@@ -26,9 +26,6 @@ VAGUE = frozenset({"found", "each", "many", "noted", "told"})
 LONG: tuple[str, ...] = ()
 """How the sentences begin that may be longer, as they are counted here."""
 
-TO_DO: tuple[str, ...] = ("mcore_bridge/weights/files/decoded.py",)
-"""Files and folders that have yet to be rewritten. At the end there is none."""
-
 CODE = "CODE"
 _SPAN = re.compile(r"``[^`]*``|`[^`]*`|\]\([^)]*\)|<?https?://\S+")
 _LIST = re.compile(rf"{CODE}(?:\s*,?\s+(?:and |or )?{CODE})+")
@@ -37,10 +34,6 @@ _ARGUMENT = re.compile(r"\s*\*{0,2}\w+: +")
 _END = re.compile(r"(?<!e\.g)(?<!i\.e)(?<!\.\.)[.!?][)\"'*]*(?=\s|$)")
 _SECTIONS = ("Args:", "Raises:", "Returns:", "Yields:", "Example:", "Attributes:")
 _DIRECTIVES = ("type:", "noqa", "fmt:", "pragma", "mypy:", "SPDX", "ruff:")
-
-
-def is_to_do(path: Path) -> bool:
-    return path.relative_to(ROOT).as_posix().startswith(TO_DO)
 
 
 def sentences(text: str) -> Iterator[str]:
@@ -123,7 +116,7 @@ def texts_of(path: Path) -> Iterator[tuple[int, str]]:
     return module_texts(path.read_text(encoding="utf-8")) if path.suffix == ".py" else page_texts(path)
 
 
-FILES = [path for path in (*MODULES, *PAGES) if not is_to_do(path)]
+FILES = [*MODULES, *PAGES]
 
 
 def test_no_sentence_is_long() -> None:
@@ -139,15 +132,11 @@ def test_no_sentence_is_long() -> None:
 def test_every_exception_is_still_needed() -> None:
     text = [sentence for path in FILES for _, sentence in long_sentences(texts_of(path))]
     assert [start for start in LONG if not any(sentence.startswith(start) for sentence in text)] == []
-    assert [entry for entry in TO_DO if not (ROOT / entry).exists()] == []
 
 
 def test_no_name_is_vague() -> None:
     vague = [
-        f"{path.relative_to(ROOT)}:{name}"
-        for path in MODULES
-        if not is_to_do(path)
-        for name in vague_names(path.read_text(encoding="utf-8"))
+        f"{path.relative_to(ROOT)}:{name}" for path in MODULES for name in vague_names(path.read_text(encoding="utf-8"))
     ]
     assert not vague, "\n".join(vague)
 
