@@ -178,4 +178,4 @@ def _linear_axes(config: TransformerConfig) -> dict[str, int]:
     key, values_per_key = config.linear_key_head_dim, config.linear_num_value_heads // heads
     value = values_per_key * config.linear_value_head_dim
     joined = {"qkv": 2 * key + value, "qkvz": 2 * key + 2 * value, "ba": 2 * values_per_key}
-    return {"key_heads": heads, "key": key, "value": value, "each": values_per_key, **joined}
+    return {"key_heads": heads, "key": key, "value": value, "value_heads": values_per_key, **joined}

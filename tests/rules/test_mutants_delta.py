@@ -25,7 +25,7 @@ HF = delta(
     mlp_only_layers=[0, 1],
 ).hf
 RATIO = ("heads_per_group", "heads_per_group", 1, 1)
-SECTIONS = ("key", "key", "value", "value", "each", "each")
+SECTIONS = ("key", "key", "value", "value", "value_heads", "value_heads")
 
 
 def gated(*steps):
