@@ -1,7 +1,7 @@
-"""Families that megatron-core's ``GPTModel`` cannot express, each with the code in which that was seen.
+"""Families that megatron-core's ``GPTModel`` cannot express, each with the code that shows it.
 
-Where a module of ours could do it in a slot of megatron-core's own layers, and nobody has written one, the reason says
-what such a module has to do.
+In some cases a module in a slot of megatron-core's own layers would be enough, but nobody has written it yet. The
+reason then says what the module must do.
 """
 
 from mcore_bridge.architecture import Refusal
@@ -19,7 +19,7 @@ SSM = "megatron.core.ssm"
 
 
 def _because(reason: str, *where: str, **classes: str) -> tuple[Refusal, ...]:
-    """A refusal for each family: its ``model_type``, and the part of its code in transformers that is meant."""
+    """A refusal for each family: its ``model_type``, and the part of its code in transformers that shows the reason."""
     return tuple(
         Refusal((name,), reason, (f"transformers.models.{name.removesuffix('_text')}.{seen}", *where))
         for name, seen in classes.items()
@@ -29,7 +29,7 @@ def _because(reason: str, *where: str, **classes: str) -> tuple[Refusal, ...]:
 # fmt: off
 REFUSALS = (
     *_because(
-        "the MLP reads what attention reads; megatron-core's reads it with the output of attention added",
+        "the MLP has the same input as attention; megatron-core's MLP has that input plus the output of attention",
         LAYER,
         codegen="modeling_codegen.CodeGenBlock", cohere="modeling_cohere.CohereDecoderLayer",
         cohere2="modeling_cohere2.Cohere2DecoderLayer", cohere2_moe="modeling_cohere2_moe.Cohere2MoeDecoderLayer",
@@ -37,12 +37,12 @@ REFUSALS = (
         gptj="modeling_gptj.GPTJBlock", phi="modeling_phi.PhiDecoderLayer",
     ),
     *_because(
-        "positions are a bias of the scores (ALiBi), which megatron-core has no kind of position embedding for",
+        "positions are a bias of the scores (ALiBi); megatron-core has no such position embedding",
         GPT, SCORES,
         bloom="modeling_bloom.build_alibi_tensor", mpt="modeling_mpt.build_mpt_alibi_tensor",
     ),
     *_because(
-        "layers are state spaces (Mamba), all or some; megatron-core has them in a MambaModel, which is no GPTModel",
+        "layers are state spaces (Mamba), some or all; megatron-core has these in a MambaModel, not in a GPTModel",
         MAMBA, GPT,
         bamba="modeling_bamba.BambaMixer", falcon_h1="modeling_falcon_h1.FalconH1Mixer",
         falcon_mamba="modeling_falcon_mamba.FalconMambaMixer", jamba="modeling_jamba.JambaMambaMixer",
@@ -61,18 +61,18 @@ REFUSALS = (
         recurrent_gemma="modeling_recurrent_gemma.RecurrentGemmaRglru", rwkv="modeling_rwkv.RwkvSelfAttention",
     ),
     *_because(
-        "linear attention forgets by channel (Kimi delta attention); megatron-core's gated delta rule, by head", DELTA,
+        "linear attention decays by channel (Kimi delta attention); in megatron-core it decays by head", DELTA,
         bailing_hybrid="modeling_bailing_hybrid.BailingHybridDeltaAttention",
         kimi_linear="modeling_kimi_linear.KimiLinearDeltaAttention",
     ),
     *_because(
-        "the delta rule writes with up to twice its weight (linear_allow_neg_eigval); megatron-core's, up to once",
+        "the delta rule has weights up to 2 (linear_allow_neg_eigval); those of megatron-core are at most 1",
         DELTA,
         olmo_hybrid="modeling_olmo_hybrid.OlmoHybridGatedDeltaNet",
     ),
     *_because(
-        "linear attention is lightning attention, which megatron-core has no module for; residuals are scaled and come "
-        "behind the norms",
+        "linear attention is lightning attention, for which megatron-core has no module; residuals are scaled and added "
+        "after the norms",
         SSM, LAYER,
         minimax="modeling_minimax.MiniMaxLightningAttention",
     ),
@@ -89,7 +89,7 @@ REFUSALS = (
         gemma4_text="configuration_gemma4.Gemma4TextConfig",
     ),
     *_because(
-        "values are smaller than keys (v_head_dim) without latent attention; megatron-core's are of one size there",
+        "values are smaller than keys (v_head_dim) without latent attention; in megatron-core they have the same size",
         ATTENTION,
         mimo_v2_flash="modeling_mimo_v2_flash.MiMoV2FlashAttention",
     ),
@@ -99,12 +99,12 @@ REFUSALS = (
         llama4_text="modeling_llama4.create_chunked_causal_mask",
     ),
     *_because(
-        "a layer is two attentions and two MLPs, and experts whose sum joins at its end; megatron-core's has one each",
+        "a layer has two attentions, two MLPs, and experts whose sum is added at its end; megatron-core's has one each",
         LAYER,
         longcat_flash="modeling_longcat_flash.LongcatFlashDecoderLayer",
     ),
     *_because(
-        "the router samples experts, with a gradient of its own (SparseMixer); megatron-core's takes the best", ROUTER,
+        "the router samples experts, with a special gradient (SparseMixer); megatron-core's takes the best", ROUTER,
         phimoe="modeling_phimoe.sparsemixer",
     ),
     *_because(
@@ -112,8 +112,8 @@ REFUSALS = (
         jetmoe="modeling_jetmoe.JetMoeMoA",
     ),
     *_because(
-        "attention is the difference of two softmaxes, between heads that lie in different halves; megatron-core's is "
-        "one softmax for each head",
+        "attention is the difference of two softmaxes, between heads of different halves; megatron-core's has one "
+        "softmax per head",
         SCORES,
         diffllama="modeling_diffllama.DiffLlamaAttention",
     ),
@@ -124,12 +124,12 @@ REFUSALS = (
         granitemoeshared="modeling_granitemoeshared.GraniteMoeSharedDecoderLayer",
     ),
     *_because(
-        "the activation learns two numbers in each layer (xIELU); megatron-core's MLP calls a function without any",
+        "the activation has two learned numbers in each layer (xIELU); that of megatron-core's MLP has none",
         MLP,
         apertus="modeling_apertus.ApertusMLP",
     ),
     *_because(
-        "attention masks by its values, and residuals have learned weights; megatron-core's layer just adds", LAYER,
+        "values decide the attention mask, and residuals have learned weights; megatron-core's layer just adds", LAYER,
         doge="modeling_doge.DogeDecoderLayer",
     ),
     Refusal(
@@ -137,7 +137,7 @@ REFUSALS = (
             *("bart", "longt5", "m2m_100", "marian", "mbart", "mt5", "pegasus", "switch_transformers"),
             *("t5", "t5gemma", "t5gemma2", "umt5"),
         ),
-        "its decoder attends to an encoder, and GPTModel is a decoder by itself",
+        "its decoder attends to an encoder, and GPTModel has no encoder",
         ("transformers.PretrainedConfig.is_encoder_decoder", GPT),
     ),
     Refusal(
@@ -146,7 +146,7 @@ REFUSALS = (
             *("gemma3n", "gemma4", "glm_ocr", "granite_speech", "idefics2", "idefics3", "internvl_chat"),
             *("janus", "kimi_vl", "lfm2_vl", "llama4", "mllama", "molmo2", "ovis2", "paligemma", "smolvlm"),
         ),
-        "it joins models of images or sound to a text that none of our architectures is, or that is not causal",
+        "it joins models of images or sound to a text model that is none of our architectures, or is not causal",
         ("transformers.PretrainedConfig.sub_configs", GPT),
     ),
 )
