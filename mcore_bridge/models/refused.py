@@ -71,8 +71,8 @@ REFUSALS = (
         olmo_hybrid="modeling_olmo_hybrid.OlmoHybridGatedDeltaNet",
     ),
     *_because(
-        "linear attention is lightning attention, for which megatron-core has no module; residuals are scaled and added "
-        "after the norms",
+        "linear attention is lightning attention, for which megatron-core has no module; residuals are scaled, and "
+        "added after the norms",
         SSM, LAYER,
         minimax="modeling_minimax.MiniMaxLightningAttention",
     ),
