@@ -45,8 +45,8 @@ def carried_of(provenance: Provenance) -> Carried:
         return Carried()
     if provenance.folder is None:
         logger.warning(
-            "the other parts of this %s are not saved, as the folder that holds them is not known: build the model "
-            "from the folder of the checkpoint, or load the weights from it",
+            "the other parts of this %s are not saved, since their folder is not known. Build the model from the "
+            "folder of the checkpoint, or load the weights from it",
             provenance.config.model_type,
         )
         return Carried()

@@ -178,11 +178,11 @@ def provenance_of(hf: HF, *, head: str = "lm") -> Provenance:
         whole, config = Whole(composite, config, composite.spelling), text_of(config, composite)
     architecture = architecture_of(config)
     rules = respelled(architecture.rules(config), whole.spelling if whole else ())
-    found = Provenance(config, rules, architecture.ignored, head, folder, whole=whole).spelled_as(names)
+    provenance = Provenance(config, rules, architecture.ignored, head, folder, whole=whole).spelled_as(names)
     if folder and head == "lm" and config.tie_word_embeddings:
-        embeddings = [rule.hf[0] for rule in _embedding(found.rules)]
-        config.tie_word_embeddings = all(is_tied(folder, names, name, found.lm_head) for name in embeddings)
-    return replace(found, dialect=dialect_of(names, found.rules) or architecture.dialect)
+        embeddings = [rule.hf[0] for rule in _embedding(provenance.rules)]
+        config.tie_word_embeddings = all(is_tied(folder, names, name, provenance.lm_head) for name in embeddings)
+    return replace(provenance, dialect=dialect_of(names, provenance.rules) or architecture.dialect)
 
 
 def dialect_of(names: Iterable[str], rules: Rules) -> Dialect | None:
