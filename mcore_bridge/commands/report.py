@@ -69,6 +69,9 @@ def render(verdict: Verdict) -> Table:
     table.add_row("built", f"{verdict.blueprint}; at most {_largest(verdict)} of parameters on a rank")
     table.add_row("seconds", _seconds(verdict))
     table.add_row("exact", _exact(len(verdict.expected), verdict.different, f"on all {len(verdict.findings)} ranks"))
+    if verdict.widened:
+        kept = text.plural(len(verdict.widened), "tensor")
+        table.add_row("dtypes", f"{kept} in fp32 in the model leave as the files have them: {_names(verdict.widened)}")
     if verdict.task.save is not None:
         saved = _exact(len(verdict.expected), verdict.saved_different, f"in {verdict.task.save}")
         table.add_row("saved", saved)

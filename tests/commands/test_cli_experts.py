@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_bridge import ParallelDims
+from mcore_bridge import Manifest, ParallelDims
 from mcore_bridge.commands.verify.verify import _is_exported, _is_of_mtp
 from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.weights.provenance import mapping, provenance_of
+from tests import zoo
 from tests.support.command import refused, run
 from tests.support.experts import HF
 from tests.support.mtp import published
@@ -36,6 +37,20 @@ def test_verify_on_a_mesh_of_experts(tmp_path: Path) -> None:
     assert "TP2 EP2 SP, DP1 EDP1, 2 ranks" in said(result.output)
     assert "bit by bit, on all 2 ranks" in said(result.output)
     assert "largest difference to transformers" in said(result.output)
+
+
+def test_verify_of_a_family_that_transformers_lacks_in_files_of_one_dtype(tmp_path: Path) -> None:
+    """Kimi K2 with router biases in bf16, which megatron-core holds in fp32: all is exact, without a reference."""
+    hf = zoo.cases()["deepseek_v3"].hf
+    save({name: tensor.bfloat16() for name, tensor in random_state(hf).items()}, hf, tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": "kimi_k2"}))
+    assert {spec.dtype for spec in Manifest.from_folder(tmp_path)} == {torch.bfloat16}
+    result = run("verify", tmp_path, "--ep", 2)
+    assert result.exit_code == 0, result.output
+    assert "in fp32 in the model leave as the files have them: model.layers" in said(result.output)
+    assert "e_score_correction_bias" in said(result.output)
+    assert "no reference for logits" in said(result.output)
 
 
 def remove_an_expert(state: State) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mcore_bridge.architecture import composite_of, read_hf
 from mcore_bridge.commands.verify.free_memory import USABLE, shortage
+from mcore_bridge.config.hf import is_borrowed
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.launch.worker import Report
 
@@ -59,10 +60,10 @@ def compare_logits(
         num_parameters: those of the whole model, to check whether it fits into memory.
 
     Returns:
-        The comparison on rank 0 (None on others); and, if memory is short, the reason why there is none.
+        The comparison on rank 0 (None on others). If memory is short or transformers lacks the family, None and why.
     """
     gc.collect()
-    lack = shortage(num_parameters, dims, device)
+    lack = _lack_of_reference(folder) or shortage(num_parameters, dims, device)
     if lack:
         return None, lack
     if not chunks:
@@ -171,6 +172,14 @@ def _reference(folder: Path, batch: Tensor, device: str) -> Tensor:
     with torch.no_grad():
         rows = [model(row.to(device)).logits.float().cpu() for row in batch.split(1)]
     return torch.cat(rows)
+
+
+def _lack_of_reference(folder: Path) -> str:
+    """Why transformers cannot compute logits of this family; empty where it can."""
+    hf = read_hf(folder)
+    if not is_borrowed(type(hf)):
+        return ""
+    return f"no reference for logits, as the installed transformers has no model of {hf.model_type}"
 
 
 def _model_class(folder: Path) -> Any:

@@ -67,6 +67,7 @@ class Finding:
         held: bytes of this rank's parameters.
         seconds: times by phase.
         logits: on rank 0, unless they were left out; then ``skipped`` is the reason.
+        widened: the tensors that the model holds in another dtype than its own, such as a router's bias in fp32.
     """
 
     exported: Manifest = field(default_factory=lambda: Manifest(()))
@@ -76,6 +77,7 @@ class Finding:
     seconds: dict[str, float] = field(default_factory=dict)
     logits: Comparison | None = None
     skipped: str = ""
+    widened: tuple[str, ...] = ()
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -166,6 +168,9 @@ def _export(chunks: list[GPTModel], task: Task, finding: Finding, report: Report
     report("export", total, total)
     with finding.timed("digests"):
         finding.exported = manifest(chunks, dtype=task.crossing, digests=True)
+    own = {spec.name: spec.dtype for spec in manifest(chunks)}
+    plain = (spec for spec in finding.exported if spec.dtype.is_floating_point)
+    finding.widened = tuple(spec.name for spec in plain if own[spec.name] not in (spec.dtype, task.dtype))
 
 
 def _share(checkpoint: Checkpoint, names: tuple[str, ...], crossing: Dtypes) -> tuple[ManifestEntry, ...]:

@@ -84,6 +84,11 @@ class Verdict:
         return tuple(name for name in self.ignored if name not in carried)
 
     @property
+    def widened(self) -> tuple[str, ...]:
+        """Names of tensors that the model holds in a wider dtype than the files; they leave in that of the files."""
+        return tuple(dict.fromkeys(name for finding in self.findings for name in finding.widened))
+
+    @property
     def logits_agree(self) -> bool:
         """Whether logits were left out, or are those of transformers. NaN means that they are not."""
         comparison = self.findings[0].logits
@@ -202,7 +207,7 @@ def _crossing(
 ) -> Dtypes:
     """The dtype of all exported tensors; if a checkpoint has several, the dtype of each tensor."""
     if dtype is not None or len(dtypes) == 1:
-        return dtype
+        return dtype or next(iter(dtypes))
     own = {name: checkpoint[name].dtype for name in names if checkpoint[name].is_floating_point()}
     ((common, _),) = Counter(own.values()).most_common(1)
     # One pattern for the most common dtype, since every name is compared with all patterns.
