@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mcore_bridge.weights.export import iter_hf_weights as iter_hf_weights
     from mcore_bridge.weights.export import to_hf_state_dict as to_hf_state_dict
     from mcore_bridge.weights.ipc.buckets import plan_buckets as plan_buckets
+    from mcore_bridge.weights.ipc.map_engine import map_engine as map_engine
     from mcore_bridge.weights.ipc.receiver import Receiver as Receiver
     from mcore_bridge.weights.ipc.sender import BufferRing as BufferRing
     from mcore_bridge.weights.load import LoadReport as LoadReport
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from mcore_bridge.weights.local_slices import iter_hf_pieces as iter_hf_pieces
     from mcore_bridge.weights.manifest import Manifest as Manifest
     from mcore_bridge.weights.manifest import manifest as manifest
+    from mcore_bridge.weights.plan.engine_map import EngineMap as EngineMap
     from mcore_bridge.weights.plan.target import EngineRank as EngineRank
     from mcore_bridge.weights.plan.target import engine_ranks as engine_ranks
     from mcore_bridge.weights.provenance import mapping as mapping
@@ -65,6 +67,8 @@ _HOMES = {
     "plan_buckets": "weights.ipc.buckets",
     "BufferRing": "weights.ipc.sender",
     "Receiver": "weights.ipc.receiver",
+    "map_engine": "weights.ipc.map_engine",
+    "EngineMap": "weights.plan.engine_map",
     "forward": "batches.forward",
     "TokenOutputs": "batches.forward",
     "log_probs": "batches.logprobs",

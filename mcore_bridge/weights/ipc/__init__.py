@@ -1,1 +1,1 @@
-"""Tensors handed to the process of an engine; of ``rules`` it imports specs and fused loads, of ``plan`` alignment."""
+"""Tensors handed to the process of an engine, and copied into its own. All of it needs torch and numpy alone."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import TransferError
-from mcore_bridge.weights.ipc.buckets import BucketPlan
+from mcore_bridge.weights.ipc.buckets import Bucket, BucketPlan
+from mcore_bridge.weights.ipc.mapped_engine import MappedEngine
 from mcore_bridge.weights.ipc.shared_memory import Handle, open_shared
 from mcore_bridge.weights.plan.alignment import ALIGNMENT
 
@@ -38,6 +39,7 @@ class Receiver:
         if sizes != [plan.slot_bytes] * plan.num_slots:
             raise TransferError(f"expected {plan.num_slots} slots of {plan.slot_bytes} bytes, found slots of {sizes}")
         self._next = 0
+        self._engine: MappedEngine | None = None
 
     @contextmanager
     def open(self, number: int) -> Iterator[list[tuple[str, Tensor]]]:
@@ -48,6 +50,31 @@ class Receiver:
         Raises:
             TransferError: when another bucket is due.
         """
+        bucket, slot = self._due(number)
+        yield [(piece.name, piece.view(slot)) for piece in bucket.pieces]
+        self._read(number, slot)
+
+    @torch.no_grad()
+    def copy_into(self, number: int, engine: MappedEngine) -> None:
+        """Copy bucket ``number`` into the tensors of an engine by its map: no loader, and nothing for each tensor.
+
+        When this returns the slot may be overwritten, as after ``open``. ``engine.state`` is ``"half"`` from the first
+        bucket on until ``finish``.
+
+        Raises:
+            TransferError: when another bucket is due; or, before the first is copied, when the engine or the plan is
+                not what the map was made for.
+        """
+        bucket, slot = self._due(number)
+        if number == 0:
+            engine.begin(self.plan)
+        elif engine is not self._engine:
+            raise TransferError("this engine has not had the buckets before; begin a round with bucket 0")
+        self._engine = engine
+        engine.copy(bucket, slot)
+        self._read(number, slot)
+
+    def _due(self, number: int) -> tuple[Bucket, Tensor]:
         if number != self._next or not 0 <= number < len(self.plan.buckets):
             due = self._next if self._next < len(self.plan.buckets) else "finish()"
             raise TransferError(
@@ -55,14 +82,18 @@ class Receiver:
                 "and call restart() after a round that broke off"
             )
         bucket = self.plan.buckets[number]
-        slot = self._slots[bucket.slot]
-        yield [(piece.name, piece.view(slot)) for piece in bucket.pieces]
+        return bucket, self._slots[bucket.slot]
+
+    def _read(self, number: int, slot: Tensor) -> None:
         if slot.is_cuda:
             torch.cuda.current_stream(slot.device).synchronize()
         self._next = number + 1
 
-    def finish(self) -> None:
-        """End a round.
+    def finish(self, version: int | None = None) -> None:
+        """End a round; the engine of ``copy_into`` then has the weights of ``version``.
+
+        Args:
+            version: a number for these weights; None counts rounds.
 
         Raises:
             TransferError: when tensors of the plan have not arrived.
@@ -71,10 +102,13 @@ class Receiver:
         if missing:
             raise TransferError(f"{len(missing)} tensors never came, from {missing[0]} to {missing[-1]}")
         self._next = 0
+        if self._engine is not None:
+            self._engine.complete(version)
+            self._engine = None
 
     def restart(self) -> None:
         """Expect the first bucket again, after a round that broke off."""
-        self._next = 0
+        self._next, self._engine = 0, None
 
     def close(self) -> None:
         """Close the slots. No views of them may be left. The sender frees the memory afterwards."""

@@ -70,7 +70,7 @@ class CopyTable:
             passing: the buffers that follow, on ``device`` or pinned. They begin at multiples of ``WIDEST``.
             device: where most of the buffers are.
         """
-        if device.type == "cuda" and _has_triton() and staying.on_gpu:
+        if device.type == "cuda" and has_triton() and staying.on_gpu:
             self._launch(staying, passing, device)
             return
         tensors = [*staying.tensors, *passing.tensors]
@@ -102,7 +102,7 @@ def _words(buffer: Tensor, copy: ByteCopy, strides: tuple[int, int, int]) -> Ten
 @contextmanager
 def compiling(device: torch.device) -> Iterator[None]:
     """Compile the kernel while the block runs, if copies on ``device`` need it. This takes up to a second, once."""
-    if device.type != "cuda" or not _has_triton():
+    if device.type != "cuda" or not has_triton():
         yield
         return
     import mcore_bridge.weights.transfer.triton_copy  # noqa: F401  # and so Triton, before the block may import it, too
@@ -127,5 +127,6 @@ def _compile(device: torch.device) -> None:
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether copies on a GPU are made by a kernel."""
     return find_spec("triton") is not None

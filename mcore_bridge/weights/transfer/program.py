@@ -13,7 +13,8 @@ from mcore_bridge.weights.plan.payload import OutputTensor
 from mcore_bridge.weights.plan.stream import HEADER, WindowSlice
 from mcore_bridge.weights.transfer.byte_copy import ByteCopy
 from mcore_bridge.weights.transfer.copier import CopyTable
-from mcore_bridge.weights.transfer.strided import Side, byte_copies_of, stacked
+from mcore_bridge.weights.transfer.rectangles import stacked
+from mcore_bridge.weights.transfer.strided import Side, byte_copies_of
 from mcore_bridge.weights.transfer.window_order import Lineup, lineup
 
 WINDOWS, HEADER_SENT, HEADERS, OWN_WINDOWS, OUTPUTS = range(5)

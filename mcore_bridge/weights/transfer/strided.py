@@ -1,11 +1,10 @@
-"""Copies of a layout as copies of bytes: a rectangle if at most two dims are left after merging, else several."""
+"""Copies of a layout as copies of bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +12,7 @@ from mcore_bridge.rules.trace import Copy
 from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.plan.stream import WindowSlice
 from mcore_bridge.weights.transfer.byte_copy import ByteCopy
+from mcore_bridge.weights.transfer.rectangles import rectangles
 
 Side = Literal["held", "sent", "part"]
 """Where an element is: in the tensor that a rank holds, in what travels of it, or in a part, which is an HF tensor."""
@@ -35,7 +35,7 @@ def byte_copies_of(
         return
     item = entry.held.dtype.itemsize
     before = {"held": 0, "sent": piece.first * entry.row_bytes, "part": 0}
-    yield from _rectangles(
+    yield from rectangles(
         (last - first, *near.shape[1:]),
         [stride * item for stride in near.stride()],
         [stride * item for stride in far.stride()],
@@ -52,50 +52,3 @@ def _view(entry: ParamEntry, copy: Copy, start: int, side: Side) -> Tensor:
     if side == "sent":
         return torch.empty(entry.sent, device="meta").narrow(copy.dim, start, copy.size)
     return copy.of_part(torch.empty(entry.trace.part_shapes[copy.part], device="meta"))
-
-
-def _rectangles(
-    shape: Sequence[int], source: Sequence[int], target: Sequence[int], start: int, target_start: int, item: int
-) -> Iterator[ByteCopy]:
-    """Yield the copies between two strided views: one if at most two dims are left after merging, else several."""
-    dims: list[tuple[int, int, int]] = []
-    for size, near, far in zip(shape, source, target, strict=True):
-        if dims and dims[-1][1:] == (size * near, size * far):
-            dims[-1] = (dims[-1][0] * size, near, far)
-        elif size > 1:
-            dims.append((size, near, far))
-    if len(dims) < 2:
-        run = bool(dims) and dims[0][1:] == (item, item)
-        dims = [(1, 0, 0), *dims] if run else [*(dims or [(1, 0, 0)]), (1, item, item)]
-    *outer, rows, cols = dims
-    for index in np.ndindex(*(size for size, _, _ in outer)):
-        yield ByteCopy(
-            *(0, start + sum(i * near for i, (_, near, _) in zip(index, outer, strict=True))),
-            *(0, target_start + sum(i * far for i, (_, _, far) in zip(index, outer, strict=True))),
-            *(rows[0], cols[0], item, rows[1], cols[1], rows[2], cols[2]),
-        )
-
-
-def stacked(byte_copies: Iterable[ByteCopy]) -> list[ByteCopy]:
-    """Join copies of equal rows at equal distances into one copy of many rows."""
-    joined: list[ByteCopy] = []
-    for byte_copy in byte_copies:
-        longer = _with_row(joined[-1], byte_copy) if joined else None
-        joined[-1 if longer else len(joined) :] = [longer or byte_copy]
-    return joined
-
-
-def _with_row(joined: ByteCopy, byte_copy: ByteCopy) -> ByteCopy | None:
-    """Add the one row of ``byte_copy`` below the rows of ``joined``; None if it does not lie there."""
-    if byte_copy.rows != 1 or (byte_copy.cols, byte_copy.item) != (joined.cols, joined.item):
-        return None
-    if (byte_copy.source_col, byte_copy.target_col) != (joined.source_col, joined.target_col):
-        return None
-    near = (byte_copy.source_start - joined.source_start) // joined.rows
-    far = (byte_copy.target_start - joined.target_start) // joined.rows
-    if min(near, far) < 0 or (joined.rows > 1 and (joined.source_row, joined.target_row) != (near, far)):
-        return None
-    ends = (joined.source_start + near * joined.rows, joined.target_start + far * joined.rows)
-    if ends != (byte_copy.source_start, byte_copy.target_start):
-        return None
-    return joined._replace(rows=joined.rows + 1, source_row=near, target_row=far)

@@ -1,0 +1,290 @@
+"""How an engine map is made: record the loader, probe what recording did not explain, and prove the whole.
+
+Whatever is recorded or read off is a guess until it is proven. Two sets of drawn values go through the engine's
+loader. The map then has to bring back every bit of the first set over the second.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mcore_bridge.errors import TransferError
+from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.ipc.buckets import BucketPlan
+from mcore_bridge.weights.ipc.checksum import checksums
+from mcore_bridge.weights.ipc.engine_copies import WORDS
+from mcore_bridge.weights.ipc.engine_tensors import Source, all_tensors, described, hosts, tensors_named
+from mcore_bridge.weights.ipc.mapped_engine import Loader, MappedEngine, specs_of
+from mcore_bridge.weights.ipc.probe import Numbering, drawn_values
+from mcore_bridge.weights.ipc.read_off import Numbers, read_off
+from mcore_bridge.weights.ipc.recorder import Piece, Recorder
+from mcore_bridge.weights.plan.engine_map import EngineMap, EngineTensor, SliceCopy, SliceFill, Uncovered
+
+logger = logging.getLogger(__name__)
+
+_MOST_SLICES = 1 << 16
+"""Slices of one tensor; what is read off as more is left to the loader."""
+
+
+@dataclass
+class _Tensor:
+    """What is known of one of the engine's tensors so far."""
+
+    described: EngineTensor
+    hf: frozenset[str]
+    copies: list[SliceCopy] | None = None
+    """None where nothing explains it yet."""
+    fills: list[SliceFill] = field(default_factory=list)
+    reason: str = "its loader computes it"
+    is_given_up: bool = False
+
+
+def map_engine(
+    plan: BucketPlan | Iterable[TensorSpec],
+    source: Source,
+    load: Loader,
+    *,
+    engine: str = "",
+    kept: EngineMap | None = None,
+    verify_every: int = 0,
+) -> MappedEngine:
+    """Find out which slice of which HF tensor goes where in this engine, and prove it.
+
+    The engine's loader runs twice, and once from a kept map. It runs two or three times more where something between it
+    and the engine's tensors is no copy that torch makes. The engine's weights are lost: a whole round has to follow.
+
+    >>> engine = mb.map_engine(receiver.plan, model, model.load_weights)
+    >>> for number in numbers:                      # then, in every round
+    ...     receiver.copy_into(number, engine)
+    >>> receiver.finish()
+
+    Args:
+        plan: the HF tensors that will come: ``Receiver.plan``, or specs such as those of a ``Manifest``.
+        source: the engine's model, whose tensors are looked for by name in each round; or a function that returns them.
+        load: the engine's own loader, called with pairs of an HF name and a tensor. It has to do all that the engine
+            does after loading as well.
+        engine: what the map is for: engine, release, model, and this rank's place in the engine's mesh. A kept map has
+            to say the same.
+        kept: a map that was made before, such as ``EngineMap.load(path)``. It is proven by one run of the loader.
+        verify_every: prove the map again before every so many rounds, by two runs of the loader; 0 is never.
+
+    Raises:
+        TransferError: when a kept map is not this engine's.
+    """
+    specs = specs_of(plan) if isinstance(plan, BucketPlan) else tuple(plan)
+    if kept is not None:
+        return _proven(kept, specs, source, load, engine, verify_every)
+    mapping = _Mapping(specs, source, load, engine)
+    engine_map = mapping.make()
+    for entry in engine_map.uncovered:
+        logger.warning("%s goes by the engine's loader in every round: %s", entry.tensor, entry.reason)
+    return MappedEngine(engine_map, source, load, verify_every=verify_every)
+
+
+def _proven(
+    kept: EngineMap, specs: Sequence[TensorSpec], source: Source, load: Loader, engine: str, verify_every: int
+) -> MappedEngine:
+    wrong = kept.differences(specs)
+    if kept.engine != engine:
+        wrong.insert(0, f"expected an engine {engine!r}, found {kept.engine!r}")
+    if wrong:
+        raise TransferError(f"the kept map is another engine's: {'; '.join(wrong[:8])}; make it anew")
+    mapped = MappedEngine(kept, source, load, verify_every=verify_every)
+    mapped.find()
+    wrong = kept.problems(mapped.device)
+    if wrong:
+        raise TransferError(f"the kept map is damaged: {'; '.join(wrong[:8])}; make it anew")
+    reference = mapped.loaded(specs, 0)
+    mapped.differing(1, reference)  # other values over those of the loader
+    wrong = mapped.differing(0, reference)
+    if wrong:
+        raise TransferError(
+            f"the kept map and the engine's loader disagree on {len(wrong)} tensors, such as {wrong[0]}; make it anew"
+        )
+    return mapped
+
+
+class _Mapping:
+    """One engine while its map is made."""
+
+    def __init__(self, specs: Sequence[TensorSpec], source: Source, load: Loader, engine: str) -> None:
+        self._specs, self._source, self._load, self._engine = tuple(specs), source, load, engine
+        self._by_name = {spec.name: spec for spec in specs}
+        first = next(iter(all_tensors(source).values()), torch.empty(0))
+        self._device = first.device
+        self._tensors: dict[str, _Tensor] = {}
+        self._aliases: dict[str, tuple[str, int]] = {}
+
+    def make(self) -> EngineMap:
+        """Record, prove, probe what is left, and prove again."""
+        reference = self._record()
+        self._unproven(reference, is_first=True)
+        wanting = [name for name, tensor in self._tensors.items() if tensor.copies is None and not tensor.is_given_up]
+        if wanting:
+            self._probe(wanting)
+            self._unproven(reference, is_first=False)
+        return self._map()
+
+    def _record(self) -> dict[str, int]:
+        """Load drawn values under the recorder, then others: what depends on them, and its checksums by the first."""
+        recorder = Recorder()
+        with recorder:
+            self._load(recorder.watched(drawn_values(self._specs, 0, self._device)))
+        held = all_tensors(self._source)
+        seen = {name: recorder.names_in(tensor) for name, tensor in held.items()}
+        inside = hosts(held)
+        chosen = {name: tensor for name, tensor in held.items() if name not in inside and not tensor.is_meta}
+        chosen = {name: t for name, t in chosen.items() if seen[name] or _is_weight(self._source, name)}
+        first = dict(zip(chosen, checksums(chosen.values()), strict=True))
+        for name, tensor in chosen.items():
+            self._tensors[name] = self._explained(name, tensor, recorder.traced(tensor), seen[name])
+        self._load(drawn_values(self._specs, 1, self._device))
+        now = tensors_named(self._source, chosen)
+        second = dict(zip(now, checksums(now.values()), strict=True))
+        for name in [name for name in chosen if first[name] == second.get(name)]:
+            if seen[name]:
+                self._give_up(name, "its loader computes it, and other weights gave the same")
+            else:
+                del self._tensors[name]
+        self._aliases = {name: place for name, place in inside.items() if place[0] in self._tensors}
+        return first
+
+    def _explained(self, name: str, tensor: Tensor, pieces: Sequence[Piece], seen: frozenset[str]) -> _Tensor:
+        """What the recorder says of a tensor, if that is the whole of it."""
+        known = _Tensor(described(name, tensor), seen)
+        painted = torch.zeros(known.described.span, dtype=torch.bool, device=tensor.device)
+        copies, fills = [], []
+        for piece in reversed(pieces):  # what was written last counts
+            dims = piece.box.dims
+            place = painted.as_strided([dim.size for dim in dims], [dim.target for dim in dims], piece.box.target)
+            num_painted = int(place.sum())
+            if num_painted == piece.box.num_elements:
+                continue
+            if piece.is_computed or (num_painted and piece.hf is not None):
+                return known
+            place.fill_(True)
+            if piece.hf is not None:
+                copies.append(SliceCopy(piece.hf, name, piece.box, self._casts(piece, tensor)))
+            elif piece.bits is not None:
+                fills.append(SliceFill(name, piece.box, piece.bits))
+        known.copies, known.fills = copies[::-1], fills[::-1]
+        known.described = replace(known.described, kept=tensor.numel() - int(painted.sum()))
+        return known
+
+    def _casts(self, piece: Piece, tensor: Tensor) -> bool:
+        return piece.casts and piece.hf is not None and self._by_name[piece.hf].dtype != tensor.dtype
+
+    def _unproven(self, reference: Mapping[str, int], *, is_first: bool) -> None:
+        """Copy the first drawn values by the map as it is, and give up what differs from the loader's."""
+        mapped = MappedEngine(self._map(), self._source, self._load)
+        for name in mapped.differing(0, dict(reference)):
+            self._give_up(
+                name, "" if is_first else "its loader computes it: slices that were read off give other values"
+            )
+
+    def _give_up(self, name: str, reason: str) -> None:
+        """Forget what seemed to explain a tensor; without a reason it may be probed."""
+        tensor = self._tensors[name]
+        tensor.copies, tensor.fills = None, []
+        tensor.described = replace(tensor.described, kept=0)
+        tensor.reason, tensor.is_given_up = reason or tensor.reason, bool(reason)
+
+    def _probe(self, names: Sequence[str]) -> None:
+        """Load numbers in place of weights, digit by digit, and read off where they went."""
+        numbering = Numbering(self._specs)
+        numbers = {name: torch.zeros(0, dtype=torch.int64) for name in names}
+        bits: dict[str, Tensor] = {}
+        for place in range(numbering.num_digits):
+            self._load(numbering.values(place, self._device))
+            for name, tensor in tensors_named(self._source, names).items():
+                flat = _in_memory_order(tensor)
+                digits = numbering.digits(flat, self._source_dtype(name, tensor)).cpu()
+                raw = flat.view(WORDS[tensor.element_size()]).cpu()
+                if not place:
+                    numbers[name], bits[name] = torch.zeros_like(digits), raw
+                scaled = numbers[name] + digits * numbering.base**place
+                numbers[name] = torch.where((digits < 0) | (numbers[name] < 0), -1, scaled)
+                bits[name] = torch.where(bits[name] == raw, raw.to(torch.int64), _DIFFERENT)
+        for name in names:
+            self._read(name, numbering, numbers[name].numpy(), bits[name].numpy())
+
+    def _source_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
+        dtypes = {self._by_name[hf].dtype for hf in self._tensors[name].hf}
+        return dtypes.pop() if len(dtypes) == 1 else tensor.dtype
+
+    def _read(self, name: str, numbering: Numbering, numbers: Numbers, bits: Numbers) -> None:
+        """Turn the numbers that a tensor holds into slices, where every element is of an HF tensor or a constant."""
+        known = self._tensors[name]
+        places = _memory_places(known.described)
+        owners = np.searchsorted(np.array(numbering.starts), numbers, side="right") - 1
+        is_number = (numbers > 0) & (owners < len(self._specs))
+        if (~is_number & (bits == _DIFFERENT)).any():
+            return
+        copies = []
+        inside = numbers[is_number] - np.array(numbering.starts)[owners[is_number]]
+        for owner, box in read_off(inside, places[is_number], owners[is_number]):
+            spec = self._specs[owner]
+            copies.append(SliceCopy(spec.name, name, box, spec.dtype != known.described.dtype))
+            if len(copies) > _MOST_SLICES:
+                known.reason = f"it is made of more than {_MOST_SLICES} slices"
+                return
+        constant = bits[~is_number] % (1 << 8 * known.described.dtype.itemsize)
+        zeros = np.zeros(len(constant), np.int64)
+        fills = [SliceFill(name, box, bits) for bits, box in read_off(zeros, places[~is_number], constant)]
+        known.copies, known.fills = copies, fills
+        known.hf |= {copy.hf for copy in copies}
+
+    def _map(self) -> EngineMap:
+        tensors = self._tensors.values()
+        return EngineMap(
+            self._engine,
+            self._specs,
+            tuple(tensor.described for tensor in tensors),
+            tuple(copy for tensor in tensors for copy in tensor.copies or ()),
+            tuple(entry for tensor in tensors for entry in tensor.fills),
+            tuple(
+                Uncovered(tensor.described.name, tensor.reason, self._in_order(tensor.hf))
+                for tensor in tensors
+                if tensor.copies is None
+            ),
+            tuple((name, host, start) for name, (host, start) in self._aliases.items()),
+        )
+
+    def _in_order(self, names: frozenset[str]) -> tuple[str, ...]:
+        """As they come; all, where nobody knows which."""
+        return tuple(spec.name for spec in self._specs if not names or spec.name in names)
+
+
+_DIFFERENT = 1 << 62
+"""In place of bits that were not the same with every digit."""
+
+
+def _is_weight(source: Source, name: str) -> bool:
+    """Whether the engine itself calls a tensor a parameter or a buffer."""
+    if not isinstance(source, torch.nn.Module):
+        return True
+    prefix, _, last = name.rpartition(".")
+    module = source.get_submodule(prefix)
+    return last in module._parameters or last in module._buffers
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """The elements by their places in memory, [elements]."""
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: strides[dim], reverse=True)
+    return tensor.detach().permute(order).reshape(-1)
+
+
+def _memory_places(tensor: EngineTensor) -> Numbers:
+    """Where the elements lie, counted from the first, in the order of ``_in_memory_order``."""
+    places = np.zeros(1, np.int64)
+    for size, stride in sorted([*zip(tensor.shape, tensor.strides, strict=True)], key=itemgetter(1), reverse=True):
+        places = (places[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
+    return places

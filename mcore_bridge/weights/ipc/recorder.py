@@ -1,0 +1,296 @@
+"""Watches an engine's loader once, and says of each tensor which slices of which HF tensors were copied into it.
+
+What is watched are torch's own operations, below any class or wrapper. Memory is known by its storage, so views need
+no attention: a copy says where it reads and where it writes. What lies between (a clone, a cast, a concatenation) is
+memory as well, and copies into it are composed with copies out of it. Of what an operation computes, only the names of
+the HF tensors that went into it are known. What is written without torch is not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mcore_bridge.weights.plan.boxes import BoxCopy
+
+_ATEN = torch.ops.aten
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Piece(NamedTuple):
+    """Part of what is in a memory: copied from an HF tensor, a constant, or computed from some."""
+
+    box: BoxCopy
+    hf: str | None = None
+    bits: int | None = None
+    casts: bool = False
+    names: frozenset[str] = frozenset()
+    """The HF tensors that went into it."""
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether nobody can say which element it is."""
+        return self.hf is None and self.bits is None
+
+
+@dataclass
+class _Memory:
+    """One storage: the HF tensor that it is, or what was written into it, in order."""
+
+    hf: str | None = None
+    writes: list[_Write] = field(default_factory=list)
+    names: frozenset[str] = frozenset()
+
+
+class _Write(NamedTuple):
+    """A write into a memory, in elements of ``item`` bytes: of another memory as it was then, of bits, or computed."""
+
+    box: BoxCopy
+    item: int
+    origin: _Memory | None = None
+    num_writes: int = 0
+    origin_item: int = 0
+    bits: int | None = None
+    casts: bool = False
+    names: frozenset[str] = frozenset()
+
+
+class Recorder(TorchDispatchMode):
+    """Within it, every operation of torch is noted that writes memory.
+
+    >>> recorder = Recorder()
+    >>> with recorder:
+    ...     load(recorder.watched(pairs))
+    >>> recorder.traced(model.lm_head.weight)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._memories: dict[int, _Memory] = {}
+        self._is_paused = False
+
+    def watched(self, pairs: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same pairs of an HF name and a contiguous tensor, which are followed from here on."""
+        while True:
+            with self._paused():
+                name, tensor = next(pairs, (None, None))
+            if name is None or tensor is None:
+                return
+            self._memories[_address(tensor)] = _Memory(hf=name, names=frozenset((name,)))
+            yield name, tensor
+
+    def names_in(self, tensor: Tensor) -> frozenset[str]:
+        """The HF tensors of which anything went into the memory of ``tensor``."""
+        memory = self._memories.get(_address(tensor))
+        return memory.names if memory else frozenset()
+
+    def traced(self, tensor: Tensor) -> list[Piece]:
+        """What was written into ``tensor``, in order; boxes count from its first element."""
+        memory = self._memories.get(_address(tensor))
+        start, item = int(tensor.storage_offset()), tensor.element_size()
+        end = BoxCopy.of(0, tensor.shape, (0,) * tensor.dim(), start, tensor.stride()).target_end
+        pieces = _pieces(memory, len(memory.writes), item) if memory and tensor.numel() else ()
+        return [
+            piece._replace(box=BoxCopy(piece.box.source, piece.box.target - start, piece.box.dims))
+            for piece in pieces
+            if piece.box.target < end and piece.box.target_end > start
+        ]
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation, and note what it wrote."""
+        result = func(*args, **(kwargs or {}))
+        if not self._is_paused:
+            with self._paused():
+                self._note(func, args, kwargs or {}, result)
+        return result
+
+    def _note(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        known = {_address(tensor) for tensor in inputs}
+        fresh = [t for t in tree_leaves(result) if isinstance(t, Tensor) and _address(t) not in known]
+        names = frozenset[str]().union(*(self._memory(tensor).names for tensor in inputs))
+        for tensor in fresh:
+            self._memories.pop(_address(tensor), None)
+        note = _NOTES.get(func.overloadpacket)
+        if note is not None:
+            note(self, args, kwargs, result)
+            return
+        for tensor in fresh if func.overloadpacket not in _EMPTY else ():
+            self._write(tensor, names=names)
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)):
+                    self._write(tensor, names=names)
+        for argument in func._schema.arguments:
+            if argument.name in kwargs and argument.alias_info is not None and argument.alias_info.is_write:
+                self._write(kwargs[argument.name], names=names)
+
+    def _memory(self, tensor: Tensor) -> _Memory:
+        address = _address(tensor)
+        return self._memories.setdefault(address, _Memory()) if address else _Memory()  # of the meta device, nothing
+
+    def _written(self, tensor: Tensor) -> _Memory:
+        """The memory that is about to be written; an HF tensor then becomes memory that holds it."""
+        memory = self._memory(tensor)
+        if memory.hf is not None:
+            item = tensor.element_size()
+            whole = BoxCopy.of(0, (tensor.untyped_storage().nbytes() // item,), (1,), 0, (1,))
+            changed = _Memory(writes=[_Write(whole, item, memory, 0, item)], names=memory.names)
+            memory = self._memories[_address(tensor)] = changed
+        return memory
+
+    def _write(self, target: Tensor, *, bits: int | None = None, names: frozenset[str] = frozenset()) -> None:
+        memory = self._written(target)
+        zeros = (0,) * target.dim()
+        box = BoxCopy.of(0, target.shape, zeros, int(target.storage_offset()), target.stride())
+        memory.writes.append(_Write(box, target.element_size(), bits=bits, names=names))
+        memory.names |= names
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        if not target.numel() or target.is_meta:
+            return
+        origin, memory = self._memory(source), self._written(target)
+        if not (origin.names or origin.writes):  # a constant of the loader, or a number that it read out of a tensor
+            same = source.numel() == 1 or bool((source == source.flatten()[0]).all())
+            self._write(target, bits=_bits_of(target) if same else None)
+            return
+        source = source.expand(target.shape)
+        box = BoxCopy.of(
+            int(source.storage_offset()), target.shape, source.stride(), int(target.storage_offset()), target.stride()
+        )
+        casts = source.dtype != target.dtype
+        memory.writes.append(
+            _Write(box, target.element_size(), origin, len(origin.writes), source.element_size(), None, casts)
+        )
+        memory.names |= origin.names
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _bits_of(tensor: Tensor) -> int:
+    """The first element, as an unsigned number."""
+    size = tensor.element_size()
+    first = tensor.as_strided((1,), (1,), tensor.storage_offset()).view(_BITS[size])
+    return int(first.item()) % (1 << 8 * size)
+
+
+def _pieces(memory: _Memory, num_writes: int, item: int) -> Iterator[Piece]:
+    """What the first ``num_writes`` writes made of ``memory``, in elements of ``item`` bytes."""
+    for write in memory.writes[:num_writes]:
+        if write.item != item:
+            yield Piece(_everywhere(write.box, write.item, item), names=memory.names)
+        elif write.origin is None:
+            yield Piece(write.box, bits=write.bits, names=write.names)
+        elif write.origin.hf is not None:
+            yield Piece(write.box, write.origin.hf, casts=write.casts, names=write.origin.names)
+        else:
+            yield Piece(write.box, names=write.origin.names)  # what nobody has written there is computed
+            yield from _through(write, write.origin)
+
+
+def _through(write: _Write, origin: _Memory) -> Iterator[Piece]:
+    """What was in ``origin`` when ``write`` read it."""
+    for piece in _pieces(origin, write.num_writes, write.origin_item):
+        try:
+            box = write.box.after(piece.box)
+        except ValueError:
+            yield Piece(write.box, names=piece.names)
+            continue
+        if box is not None:
+            bits = None if write.casts else piece.bits
+            yield piece._replace(box=box, casts=piece.casts or write.casts, bits=bits)
+
+
+def _everywhere(box: BoxCopy, item: int, other: int) -> BoxCopy:
+    """All elements of ``other`` bytes that a box of ``item`` bytes may touch."""
+    start, end = box.target * item // other, -(-box.target_end * item // other)
+    return BoxCopy.of(0, (end - start,), (0,), start, (1,))
+
+
+# what is known of single operations -----------------------------------------------------------------------------------
+
+_Note = Callable[[Recorder, Sequence[Any], dict[str, Any], Any], None]
+
+
+def _note_copy(recorder: Recorder, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    recorder._copy(args[0], args[1])
+
+
+def _note_copies(recorder: Recorder, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    for target, source in zip(args[0], args[1], strict=True):
+        recorder._copy(target, source)
+
+
+def _note_clone(recorder: Recorder, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    recorder._copy(result, args[0])
+
+
+def _note_fill(recorder: Recorder, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    if result.numel() and not result.is_meta:
+        names = [recorder._memory(value).names for value in args[1:] if isinstance(value, Tensor)]
+        seen = frozenset[str]().union(*names)
+        recorder._write(result, bits=None if seen else _bits_of(result), names=seen)
+
+
+def _note_cat(recorder: Recorder, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    dim, start = (args[1] if len(args) > 1 else kwargs.get("dim", 0)), 0
+    for tensor in args[0]:
+        if tensor.numel():
+            recorder._copy(result.narrow(dim, start, tensor.shape[dim]), tensor)
+            start += tensor.shape[dim]
+
+
+def _note_stack(recorder: Recorder, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    for index, tensor in enumerate(args[0]):
+        recorder._copy(result.select(dim, index), tensor)
+
+
+def _note_pad(recorder: Recorder, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    inside = result
+    for place, (low, high) in enumerate(zip(args[1][::2], args[1][1::2], strict=True)):
+        dim = result.dim() - 1 - place
+        if low < 0 or high < 0:
+            recorder._write(result, names=recorder._memory(args[0]).names)
+            return
+        inside = inside.narrow(dim, low, result.shape[dim] - low - high)
+    value = args[2] if len(args) > 2 else kwargs.get("value", 0)
+    if result.numel() and not result.is_meta:
+        recorder._write(result, bits=_bits_of(torch.full((1,), value, dtype=result.dtype)))
+    recorder._copy(inside, args[0])
+
+
+_NOTES: dict[Any, _Note] = {
+    _ATEN.copy_: _note_copy,
+    _ATEN._foreach_copy_: _note_copies,
+    _ATEN.clone: _note_clone,
+    _ATEN._to_copy: _note_clone,
+    _ATEN.fill_: _note_fill,
+    _ATEN.zero_: _note_fill,
+    **dict.fromkeys((_ATEN.zeros, _ATEN.zeros_like, _ATEN.new_zeros, _ATEN.ones, _ATEN.ones_like), _note_fill),
+    **dict.fromkeys((_ATEN.full, _ATEN.full_like, _ATEN.new_full), _note_fill),
+    _ATEN.cat: _note_cat,
+    _ATEN.stack: _note_stack,
+    _ATEN.constant_pad_nd: _note_pad,
+}
+_EMPTY = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided}
+"""They make memory and write nothing into it."""

@@ -1,0 +1,131 @@
+"""Strided boxes of elements in two memories, and what is left of them when one copy follows another.
+
+A box counts in elements. Needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+
+class Dim(NamedTuple):
+    """One dim of a copy: how many elements, and how far apart they lie in either memory."""
+
+    size: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class BoxCopy:
+    """Elements of one memory, and where they go in another.
+
+    >>> BoxCopy.of(0, (2, 3), (3, 1), 10, (3, 1))       # two rows of three, dense on both sides
+    BoxCopy(source=0, target=10, dims=(Dim(size=6, source=1, target=1),))
+    """
+
+    source: int
+    """The first element, counted from the beginning of the memory."""
+    target: int
+    dims: tuple[Dim, ...]
+    """The outermost in the target first; no two that follow one another could be one."""
+
+    @classmethod
+    def of(
+        cls,
+        source: int,
+        sizes: Sequence[int],
+        source_strides: Sequence[int],
+        target: int,
+        target_strides: Sequence[int],
+    ) -> BoxCopy:
+        """The copy between two strided views of one shape."""
+        return cls(source, target, merged(map(Dim, sizes, source_strides, target_strides)))
+
+    @property
+    def num_elements(self) -> int:
+        """Elements that are copied."""
+        return math.prod(dim.size for dim in self.dims)
+
+    @property
+    def target_end(self) -> int:
+        """The place behind the last element in the target."""
+        return self.target + 1 + sum((dim.size - 1) * dim.target for dim in self.dims) if self.num_elements else 0
+
+    def after(self, first: BoxCopy) -> BoxCopy | None:
+        """What ``first`` and then this one copy, where ``first`` writes the memory that this one reads.
+
+        Returns:
+            The elements that both touch, or None where they have none in common.
+
+        Raises:
+            ValueError: when this is no box, or nobody knows.
+        """
+        between = [*(dim.target for dim in first.dims), *(dim.source for dim in self.dims)]
+        radices = _radices(between)
+        near = _digits(first.target, [(dim.size, dim.target, dim.source) for dim in first.dims], radices)
+        steady = [dim for dim in self.dims if not dim.source]  # one element that goes to several places
+        far = _digits(self.source, [(dim.size, dim.source, dim.target) for dim in self.dims if dim.source], radices)
+        source, target, dims = first.source, self.target, [Dim(dim.size, 0, dim.target) for dim in steady]
+        for one, other in zip(near, far, strict=True):
+            low, high = max(one.low, other.low), min(one.low + one.size, other.low + other.size)
+            if low >= high:
+                return None
+            source += (low - one.low) * one.step
+            target += (low - other.low) * other.step
+            dims.append(Dim(high - low, one.step, other.step))
+        return BoxCopy(source, target, merged(dims))
+
+
+def merged(dims: Iterable[Dim]) -> tuple[Dim, ...]:
+    """The same dims, sorted by their strides in the target, and neighbours joined that are one run on both sides."""
+    joined: list[Dim] = []
+    for dim in sorted((dim for dim in dims if dim.size != 1), key=lambda dim: (-dim.target, -dim.source)):
+        last = joined[-1] if joined else None
+        if last and (last.source, last.target) == (dim.size * dim.source, dim.size * dim.target):
+            joined[-1] = Dim(last.size * dim.size, dim.source, dim.target)
+        else:
+            joined.append(dim)
+    return tuple(joined)
+
+
+class _Digit(NamedTuple):
+    """A range of one digit of an address, and how far one step of it goes in the other memory."""
+
+    low: int
+    size: int
+    step: int
+
+
+def _radices(strides: Iterable[int]) -> list[int]:
+    """The places of the digits in which addresses are written, the largest first."""
+    radices = sorted({1, *(stride for stride in strides if stride)})
+    if any(large % small for small, large in pairwise(radices)):
+        raise ValueError(f"strides {radices} do not divide one another")
+    return radices[::-1]
+
+
+def _digits(start: int, dims: Sequence[tuple[int, int, int]], radices: Sequence[int]) -> list[_Digit]:
+    """The addresses of a box as one range for each digit; a dim that goes beyond its digit takes the next as well."""
+    spans: dict[int, tuple[int, int]] = {}
+    for size, stride, step in dims:
+        place = radices.index(stride)
+        while size > 1:
+            limit = radices[place - 1] // radices[place] if place else size
+            taken = min(size, limit)
+            if size % taken or radices[place] in spans:
+                raise ValueError("a dim ends within a digit, or two share one")
+            spans[radices[place]] = (taken, step)
+            size, step, place = size // taken, step * taken, place - 1
+    digits = []
+    for place, radix in enumerate(radices):
+        low, start = divmod(start, radix)
+        size, step = spans.get(radix, (1, 0))
+        if place and low + size > radices[place - 1] // radix:
+            raise ValueError("a range of a digit goes into the next")
+        digits.append(_Digit(low, size, step))
+    return digits

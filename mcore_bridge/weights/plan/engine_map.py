@@ -1,0 +1,234 @@
+"""Which slice of which HF tensor goes where in the tensors of an engine: data, made once and kept in a file.
+
+A map belongs to one rank of one engine, and to HF names and bits. It knows no family and no mesh of a trainer. Needs
+torch only: an engine's process imports it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_bridge.errors import TransferError
+from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.plan.boxes import BoxCopy, Dim
+
+FORMAT = "mcore_bridge engine map 1"
+"""The first line of a file says which version of the format it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTensor:
+    """A tensor of the engine as the map was made for it: its name there, and how it lies in memory."""
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    kept: int = field(default=0, compare=False)
+    """Elements that the engine's loader leaves as they are."""
+
+    @property
+    def span(self) -> int:
+        """Elements from the first to the last in memory; more than it has, where it has gaps."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class SliceCopy:
+    """A slice of an HF tensor that becomes a slice of an engine's tensor.
+
+    ``box`` counts the elements of the HF tensor, which is contiguous, and those of the engine's from its first one.
+    """
+
+    hf: str
+    tensor: str
+    box: BoxCopy
+    casts: bool = False
+    """Whether values are converted to the engine's dtype; otherwise bits are copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class SliceFill:
+    """Elements of an engine's tensor that are the same whatever the weights are, such as padding.
+
+    They are written before any copy, and a copy may write over some of them. ``bits`` are those of one element.
+    """
+
+    tensor: str
+    box: BoxCopy
+    bits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Uncovered:
+    """A tensor of the engine that is not made of slices: the engine's own loader makes it of these HF tensors."""
+
+    tensor: str
+    reason: str
+    hf: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class EngineMap:
+    """What one rank of an engine makes of the HF tensors of a checkpoint.
+
+    Args:
+        engine: a line that says for whom it was made: engine, release, model, place in the engine's mesh.
+        sources: the HF tensors that the engine's loader was given.
+        tensors: the engine's tensors that depend on them.
+        copies, fills: what makes up those that are covered.
+        uncovered: the others.
+        aliases: further names of the engine for memory of ``tensors``: name, tensor, and the first element there.
+    """
+
+    engine: str
+    sources: tuple[TensorSpec, ...]
+    tensors: tuple[EngineTensor, ...]
+    copies: tuple[SliceCopy, ...]
+    fills: tuple[SliceFill, ...] = ()
+    uncovered: tuple[Uncovered, ...] = ()
+    aliases: tuple[tuple[str, str, int], ...] = ()
+
+    @cached_property
+    def by_hf(self) -> dict[str, tuple[SliceCopy, ...]]:
+        """The copies of each HF tensor that has any."""
+        grouped: dict[str, list[SliceCopy]] = {}
+        for copy in self.copies:
+            grouped.setdefault(copy.hf, []).append(copy)
+        return {hf: tuple(copies) for hf, copies in grouped.items()}
+
+    @cached_property
+    def by_loader(self) -> frozenset[str]:
+        """The HF tensors that the engine's loader is still given, for what is not covered."""
+        return frozenset(hf for entry in self.uncovered for hf in entry.hf)
+
+    @cached_property
+    def unused(self) -> tuple[str, ...]:
+        """The HF tensors of which this rank takes nothing, such as layers of another stage."""
+        used = self.by_hf.keys() | self.by_loader
+        return tuple(spec.name for spec in self.sources if spec.name not in used)
+
+    @property
+    def num_elements(self) -> int:
+        """Elements that copies write."""
+        return sum(copy.box.num_elements for copy in self.copies)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of all that the map says, as hexadecimal digits."""
+        return hashlib.sha256(self._json().encode()).hexdigest()
+
+    def differences(self, sources: Iterable[TensorSpec]) -> list[str]:
+        """HF tensors that ``sources`` lacks, has more, or has with another shape or dtype, each with what was seen."""
+        mine = {spec.name: (spec.shape, spec.dtype) for spec in self.sources}
+        theirs = {spec.name: (tuple(spec.shape), spec.dtype) for spec in sources}
+        return [
+            f"{name}: expected {mine.get(name, 'no such HF tensor')}, found {theirs.get(name, 'none')}"
+            for name in {**mine, **theirs}
+            if mine.get(name) != theirs.get(name)
+        ]
+
+    def problems(self, device: torch.device | str = "cpu") -> list[str]:
+        """What is wrong with the map by itself: slices out of bounds, and elements that two copies or none write.
+
+        Args:
+            device: where the elements of one tensor after the other are counted, a byte for each.
+        """
+        specs = {spec.name: torch.Size(spec.shape).numel() for spec in self.sources}
+        wrong = []
+        left_out = {entry.tensor for entry in self.uncovered}
+        for tensor in (tensor for tensor in self.tensors if tensor.name not in left_out):
+            count = torch.zeros(tensor.span, dtype=torch.uint8, device=device)
+            for copy in (copy for copy in self.copies if copy.tensor == tensor.name):
+                box = copy.box
+                end = box.source + 1 + sum((dim.size - 1) * dim.source for dim in box.dims)
+                if end > specs.get(copy.hf, 0) or box.target_end > tensor.span or min(box.source, box.target) < 0:
+                    wrong.append(f"{copy.hf} to {tensor.name}: {box} is out of bounds")
+                else:
+                    count.as_strided([d.size for d in box.dims], [d.target for d in box.dims], box.target).add_(1)
+            if bool((count > 1).any()):
+                wrong.append(f"{tensor.name}: two copies write the same elements")
+            for box in (fill.box for fill in self.fills if fill.tensor == tensor.name):
+                count.as_strided([d.size for d in box.dims], [d.target for d in box.dims], box.target).fill_(1)
+            expected = math.prod(tensor.shape) - tensor.kept
+            if int(count.count_nonzero()) != expected:
+                wrong.append(
+                    f"{tensor.name}: expected {expected} elements that are written, found {int(count.count_nonzero())}"
+                )
+        names = {tensor.name for tensor in self.tensors}
+        unknown = {copy.tensor for copy in self.copies} | {entry.tensor for entry in self.fills}
+        return wrong + [f"{name}: the map copies into it and does not describe it" for name in sorted(unknown - names)]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a file that names its format and its digest."""
+        Path(path).write_text(f"{FORMAT}\n{self.digest}\n{self._json()}\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> EngineMap:
+        """The inverse of ``save``.
+
+        Raises:
+            TransferError: when the file has another format, or is not what was written.
+        """
+        text = Path(path).read_text()
+        form, _, rest = text.partition("\n")
+        digest, _, body = rest.partition("\n")
+        if form != FORMAT:
+            raise TransferError(
+                f"{path}: expected a file that begins with {FORMAT!r}, found {form[:60]!r}; make another"
+            )
+        if hashlib.sha256(body.rstrip("\n").encode()).hexdigest() != digest:
+            raise TransferError(f"{path}: its digest is not that of its text; the file was changed, so make another")
+        return _read(json.loads(body))
+
+    def _json(self) -> str:
+        return json.dumps(
+            {
+                "engine": self.engine,
+                "sources": [[s.name, list(s.shape), _name(s.dtype)] for s in self.sources],
+                "tensors": [[t.name, list(t.shape), list(t.strides), _name(t.dtype), t.kept] for t in self.tensors],
+                "copies": [[c.hf, c.tensor, _row(c.box), c.casts] for c in self.copies],
+                "fills": [[f.tensor, _row(f.box), f.bits] for f in self.fills],
+                "uncovered": [[u.tensor, u.reason, list(u.hf)] for u in self.uncovered],
+                "aliases": [list(alias) for alias in self.aliases],
+            },
+            separators=(",", ":"),
+        )
+
+
+def _row(box: BoxCopy) -> list[Any]:
+    return [box.source, box.target, [list(dim) for dim in box.dims]]
+
+
+def _box(row: list[Any]) -> BoxCopy:
+    return BoxCopy(row[0], row[1], tuple(Dim(*dim) for dim in row[2]))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _read(data: dict[str, Any]) -> EngineMap:
+    return EngineMap(
+        data["engine"],
+        tuple(TensorSpec(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in data["sources"]),
+        tuple(
+            EngineTensor(n, tuple(sh), tuple(st), getattr(torch, dt), kept) for n, sh, st, dt, kept in data["tensors"]
+        ),
+        tuple(SliceCopy(hf, tensor, _box(row), casts) for hf, tensor, row, casts in data["copies"]),
+        tuple(SliceFill(tensor, _box(row), bits) for tensor, row, bits in data["fills"]),
+        tuple(Uncovered(tensor, reason, tuple(hf)) for tensor, reason, hf in data["uncovered"]),
+        tuple((name, tensor, start) for name, tensor, start in data["aliases"]),
+    )

@@ -1,0 +1,185 @@
+"""A rollout engine of ours, in torch alone: it holds weights as engines do, and takes them by HF names.
+
+One rank of ``tp`` has queries, keys and values in one parameter, with KV heads repeated where there are fewer than
+ranks. Experts are a stack of gate and up and a stack of down. The vocabulary is padded, the router is cast, and the
+head is tied. A copy of a projection, transposed and padded, is made after loading. There are two switches: norms to
+which one is added, which is no copy; and rows that numpy shuffles after loading, which torch does not see.
+"""
+
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from mcore_bridge.rules.spec import TensorSpec
+
+
+@dataclass(frozen=True)
+class Sizes:
+    layers: int = 2
+    hidden: int = 8
+    heads: int = 4
+    kv_heads: int = 1
+    head_dim: int = 4
+    experts: int = 4
+    intermediate: int = 6
+    vocab: int = 21
+    padded_vocab: int = 32
+
+
+def specs(sizes, dtype=torch.bfloat16):
+    """The HF tensors of a checkpoint that fits."""
+    s = sizes
+    shapes = {"model.embed_tokens.weight": (s.vocab, s.hidden), "model.norm.weight": (s.hidden,)}
+    for layer in range(s.layers):
+        p = f"model.layers.{layer}"
+        shapes[f"{p}.input_layernorm.weight"] = (s.hidden,)
+        shapes[f"{p}.self_attn.q_proj.weight"] = (s.heads * s.head_dim, s.hidden)
+        shapes[f"{p}.self_attn.k_proj.weight"] = (s.kv_heads * s.head_dim, s.hidden)
+        shapes[f"{p}.self_attn.v_proj.weight"] = (s.kv_heads * s.head_dim, s.hidden)
+        shapes[f"{p}.self_attn.o_proj.weight"] = (s.hidden, s.heads * s.head_dim)
+        shapes[f"{p}.mlp.gate.weight"] = (s.experts, s.hidden)
+        for expert in range(s.experts):
+            for name in ("gate_proj", "up_proj"):
+                shapes[f"{p}.mlp.experts.{expert}.{name}.weight"] = (s.intermediate, s.hidden)
+            shapes[f"{p}.mlp.experts.{expert}.down_proj.weight"] = (s.hidden, s.intermediate)
+    return [TensorSpec(name, shape, dtype) for name, shape in shapes.items()]
+
+
+class Layer(nn.Module):
+    def __init__(self, s, tp, rank, dtype, device):
+        super().__init__()
+        self.sizes, self.tp, self.rank = s, tp, rank
+        options = {"dtype": dtype, "device": device}
+        self.heads, self.kv_heads = s.heads // tp, max(1, s.kv_heads // tp)
+        width = s.intermediate // tp
+
+        def parameter(*shape, **other):
+            return nn.Parameter(torch.zeros(*shape, **{**options, **other}), requires_grad=False)
+
+        self.norm = parameter(s.hidden)
+        self.qkv = parameter((self.heads + 2 * self.kv_heads) * s.head_dim, s.hidden)
+        self.o_proj = parameter(s.hidden, self.heads * s.head_dim)
+        self.router = parameter(s.experts, s.hidden, dtype=torch.float32)
+        self.w13 = parameter(s.experts, 2 * width, s.hidden)
+        self.w2 = parameter(s.experts, s.hidden, width)
+        self.prepared = torch.zeros(self.heads * s.head_dim + 3, s.hidden, **options)  # of o_proj, by its kernel
+
+
+class StandIn(nn.Module):
+    """One rank. ``load`` is its loader with all that it does afterwards."""
+
+    def __init__(self, tp=1, rank=0, *, sizes=Sizes(), dtype=torch.bfloat16, device="cpu", adds=False, shuffles=False):
+        super().__init__()
+        self.adds, self.shuffles = adds, shuffles
+        self.sizes, self.tp, self.rank = sizes, tp, rank
+        self.layers = nn.ModuleList(Layer(sizes, tp, rank, dtype, device) for _ in range(sizes.layers))
+        rows = sizes.padded_vocab // tp
+        self.embed = nn.Parameter(torch.zeros(rows, sizes.hidden, dtype=dtype, device=device), requires_grad=False)
+        self.head = nn.Linear(1, 1, bias=False, device=device)
+        self.head.weight = self.embed
+        self.norm = nn.Parameter(torch.zeros(sizes.hidden, dtype=dtype, device=device), requires_grad=False)
+        self.register_buffer("rotary", torch.arange(7.0, device=device))
+        self.num_loads = 0
+        self.up_first = False  # a switch of its kernels, which is seen in no shape
+
+    @torch.no_grad()
+    def load(self, pairs):
+        self.num_loads += 1
+        for name, tensor in pairs:
+            self._take(name, tensor)
+        for layer in self.layers:
+            self._prepare(layer)
+
+    def _take(self, name, tensor):
+        if name == "model.norm.weight":
+            self.norm.data.copy_(tensor)
+            return
+        if name == "model.embed_tokens.weight":
+            rows = self.embed.shape[0]
+            mine = tensor[self.rank * rows : (self.rank + 1) * rows]
+            self.embed[: len(mine)].data.copy_(mine)
+            self.embed[len(mine) :].data.fill_(0)
+            return
+        _, _, number, rest = name.split(".", 3)
+        layer, s = self.layers[int(number)], self.sizes
+        if rest == "input_layernorm.weight":
+            layer.norm.data.copy_(tensor + 1 if self.adds else tensor)
+        elif rest == "mlp.gate.weight":
+            layer.router.data.copy_(tensor)
+        elif rest.startswith("mlp.experts."):
+            _, _, expert, projection, _ = rest.split(".")
+            self._take_expert(layer, int(expert), projection, tensor)
+        elif rest == "self_attn.o_proj.weight":
+            layer.o_proj.data.copy_(tensor.chunk(self.tp, 1)[self.rank].contiguous())
+        else:
+            which = "qkv".index(rest.split(".")[1][0])
+            heads = layer.heads if which == 0 else layer.kv_heads
+            first = self.rank if which == 0 or s.kv_heads >= self.tp else self.rank * s.kv_heads // self.tp
+            start = [0, layer.heads, layer.heads + layer.kv_heads][which]
+            rows = tensor.narrow(0, first * heads * s.head_dim, heads * s.head_dim)
+            layer.qkv.data.narrow(0, start * s.head_dim, heads * s.head_dim).copy_(rows)
+
+    def _take_expert(self, layer, expert, projection, tensor):
+        if projection == "down_proj":
+            layer.w2.data[expert].copy_(tensor.chunk(self.tp, 1)[self.rank])
+            return
+        half = layer.w13.shape[1] // 2
+        start = half * ((projection == "up_proj") ^ self.up_first)
+        layer.w13.data[expert].narrow(0, start, half).copy_(tensor.chunk(self.tp, 0)[self.rank])
+
+    def _prepare(self, layer):
+        layer.prepared = torch.nn.functional.pad(layer.o_proj.t().contiguous(), (0, 0, 0, 3))
+        if self.shuffles:
+            words = layer.prepared.view(torch.int16).numpy()
+            words[:] = words[[*range(1, len(words), 2), *range(0, len(words), 2)]]
+
+    def held(self):
+        """Every bit that a forward would read."""
+        derived = {f"layers.{i}.prepared": layer.prepared for i, layer in enumerate(self.layers)}
+        return {name: tensor.clone() for name, tensor in {**self.state_dict(), **derived}.items()}
+
+
+def loaded(pairs, *arguments, **options):
+    """What an engine holds that has taken these by its own loader."""
+    model = StandIn(*arguments, **options)
+    model.load(pairs.items())
+    return model.held()
+
+
+def differing(held, expected):
+    """The names of tensors that are not the same, bit for bit."""
+    assert held.keys() == expected.keys()
+    return [n for n in held if not torch.equal(held[n].view(torch.uint8), expected[n].view(torch.uint8))]
+
+
+# a process of its own -------------------------------------------------------------------------------------------------
+
+FORBIDDEN = ("megatron", "transformers", "einops", "safetensors", "transformer_engine")
+
+
+class _Forbid:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in FORBIDDEN:
+            raise ImportError(f"an engine's process has no {name}")
+
+
+def serve(pipe, tp, rank):
+    """An engine that has torch alone: its map, then what it holds after each round."""
+    sys.meta_path.insert(0, _Forbid())
+    import mcore_bridge as mb
+
+    receiver = mb.Receiver(*pipe.recv())
+    model = StandIn(tp, rank)
+    engine = mb.map_engine(receiver.plan, model, model.load, engine=f"stand-in tp {rank} of {tp}")
+    pipe.send((engine.map, model.num_loads))
+    for message in iter(pipe.recv, "close"):
+        if message == "finish":
+            receiver.finish()
+            pipe.send((model.held(), model.num_loads, engine.require_whole()))
+        else:
+            receiver.copy_into(message, engine)
+            pipe.send(message)
+    receiver.close()
+    pipe.send([name for name in sys.modules if name.partition(".")[0] in FORBIDDEN])

@@ -1,0 +1,329 @@
+"""An engine's tensors written by a map of its loader: how maps are made, what they say, and what they refuse."""
+
+import multiprocessing
+from contextlib import ExitStack, closing
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mcore_bridge as mb
+from mcore_bridge.errors import TransferError
+from mcore_bridge.weights.ipc.buckets import plan_buckets
+from mcore_bridge.weights.ipc.probe import drawn_values
+from mcore_bridge.weights.ipc.receiver import Receiver
+from mcore_bridge.weights.ipc.recorder import Recorder
+from mcore_bridge.weights.ipc.sender import BufferRing
+from mcore_bridge.weights.plan.boxes import BoxCopy
+from tests.support.stand_in import Sizes, StandIn, differing, loaded, serve, specs
+
+CPU = torch.device("cpu")
+SPECS = specs(Sizes())
+SLOT_BYTES = 1024
+
+
+def weights(seed):
+    return dict(drawn_values(SPECS, seed, CPU))
+
+
+@pytest.fixture
+def ring():
+    with closing(BufferRing(plan_buckets(SPECS, slot_bytes=SLOT_BYTES), "cpu")) as ring:
+        assert len(ring.plan.buckets) > 3 * ring.plan.num_slots
+        yield ring
+
+
+def send(ring, receiver, engine, pairs):
+    for bucket in ring.fill(pairs.items(), acknowledged=lambda: None):
+        receiver.copy_into(bucket.number, engine)
+    receiver.finish()
+
+
+# boxes ----------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def narrowed(draw, tensor):
+    """A slice of ``tensor`` along every dim."""
+    for dim, size in enumerate(tensor.shape):
+        start = draw(st.integers(0, size - 1))
+        tensor = tensor.narrow(dim, start, draw(st.integers(1, size - start)))
+    return tensor
+
+
+def copied(source, target):
+    return BoxCopy.of(source.storage_offset(), target.shape, source.stride(), target.storage_offset(), target.stride())
+
+
+@given(st.data())
+def test_a_copy_after_a_copy_is_what_both_do(data):
+    rows, cols = data.draw(st.sampled_from([(2, 3), (4, 6), (3, 8)]))
+    source, between = torch.arange(rows * cols * 2).view(rows, 2 * cols), torch.full((rows, 2 * cols), -1)
+    first = data.draw(narrowed(source))
+    place = between[: first.shape[0], : first.shape[1]]
+    place.copy_(first)
+    read = data.draw(narrowed(between.view(rows, 2, cols) if data.draw(st.booleans()) else between))
+    read = read.transpose(0, -1) if data.draw(st.booleans()) else read
+    target = torch.full(read.shape, -1)
+    try:
+        both = copied(read, target).after(copied(first, place))
+    except ValueError:
+        return
+    if both is not None:
+        sizes, near, far = zip(*both.dims, strict=True) if both.dims else ((), (), ())
+        target.as_strided(sizes, far, both.target).copy_(source.as_strided(sizes, near, both.source))
+    assert torch.equal(target, read)
+
+
+def test_a_recorder_follows_copies_through_other_memory():
+    parameter, other = torch.zeros(4, 6), torch.zeros(5)
+
+    def load(pairs):
+        for name, tensor in pairs:
+            if name == "a":
+                parameter[:, :2].copy_(torch.cat((tensor, tensor.clone()), 0).t().contiguous().t()[:4])
+                parameter[:2, 3:].copy_(torch.stack((tensor[0], tensor[1]))[:, :1].expand(2, 3))
+            other.copy_(tensor if name == "b" else tensor.sum() * 2)
+
+    recorder, values = Recorder(), {"a": torch.rand(2, 2), "b": torch.rand(5)}
+    with recorder:
+        load(recorder.watched(iter(values.items())))
+    found = torch.zeros(4, 6)
+    for piece in recorder.traced(parameter):
+        if piece.is_computed:
+            continue
+        sizes, near, far = zip(*piece.box.dims, strict=True) if piece.box.dims else ((), (), ())
+        found.as_strided(sizes, far, piece.box.target).copy_(values["a"].as_strided(sizes, near, piece.box.source))
+    assert torch.equal(found, parameter)
+    *computed, last = recorder.traced(other)
+    assert last.hf == "b"
+    assert all(piece.is_computed and piece.names == {"a"} for piece in computed)
+
+
+# maps -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "num_loads", "computed"),
+    [({}, 2, 0), ({"shuffles": True}, 4, 0), ({"adds": True}, 4, 2), ({"adds": True, "shuffles": True}, 4, 2)],
+)
+@pytest.mark.parametrize(("tp", "rank"), [(1, 0), (2, 0), (2, 1)])
+def test_a_map_does_what_the_loader_does(options, num_loads, computed, tp, rank, ring, tmp_path):
+    model = StandIn(tp, rank, **options)
+    engine = mb.map_engine(SPECS, model, model.load, engine="ours")
+    assert model.num_loads == num_loads
+    assert engine.map.problems() == []
+    assert len(engine.map.uncovered) == computed
+    assert all(entry.tensor.endswith(".norm") and "computes" in entry.reason for entry in engine.map.uncovered)
+    assert ("head.weight", "embed", 0) in engine.map.aliases
+    engine.map.save(tmp_path / "map")
+    assert mb.EngineMap.load(tmp_path / "map") == engine.map
+    with closing(Receiver(ring.plan, ring.handles())) as receiver:
+        for seed in (5, 6, 7):
+            send(ring, receiver, engine, weights(seed))
+            assert differing(model.held(), loaded(weights(seed), tp, rank, **options)) == []
+            model.embed.data = model.embed.data.clone()  # an engine that slept: it has moved
+    if not computed:
+        assert model.num_loads == num_loads
+
+
+def test_a_kept_map_is_proven_by_one_load(ring):
+    model, other = StandIn(), StandIn()
+    kept = mb.map_engine(SPECS, model, model.load, engine="ours").map
+    engine = mb.map_engine(SPECS, other, other.load, engine="ours", kept=kept)
+    assert other.num_loads == 1
+    with closing(Receiver(ring.plan, ring.handles())) as receiver:
+        send(ring, receiver, engine, weights(3))
+    assert differing(other.held(), loaded(weights(3))) == []
+    other.up_first = True
+    with pytest.raises(TransferError, match=r"disagree on 2 tensors, such as layers\.0\.w13"):
+        mb.map_engine(SPECS, other, other.load, engine="ours", kept=kept)
+    with pytest.raises(TransferError, match="another engine's: expected an engine 'theirs', found 'ours'"):
+        mb.map_engine(SPECS, other, other.load, engine="theirs", kept=kept)
+
+
+def test_two_processes_with_torch_alone_are_fed_without_their_loaders():
+    context = multiprocessing.get_context("spawn")
+    with ExitStack() as stack:
+        rings = [
+            stack.enter_context(closing(BufferRing(plan_buckets(SPECS, slot_bytes=SLOT_BYTES), "cpu"))) for _ in "01"
+        ]
+        pipes = []
+        for rank, ring in enumerate(rings):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(theirs, 2, rank))
+            process.start()
+            stack.callback(process.kill)
+            theirs.close()
+            ours.send((ring.plan, ring.handles()))
+            pipes.append(ours)
+        maps = [pipe.recv()[0] for pipe in pipes]
+        assert maps[0].digest != maps[1].digest
+        for seed in range(5):
+            for rank, (ring, pipe) in enumerate(zip(rings, pipes, strict=True)):
+                for bucket in ring.fill(weights(seed).items(), acknowledged=pipe.recv):
+                    pipe.send(bucket.number)
+                pipe.send("finish")
+                held, num_loads, version = pipe.recv()
+                assert (num_loads, version) == (2, seed + 1)
+                assert differing(held, loaded(weights(seed), 2, rank)) == []
+        for pipe in pipes:
+            pipe.send("close")
+            assert pipe.recv() == []
+
+
+# mistakes -------------------------------------------------------------------------------------------------------------
+
+
+def exchanged(entry):
+    """The map with two experts exchanged."""
+    swap = {"0": "1", "1": "0"}
+
+    def other(copy):
+        head, mark, tail = copy.hf.partition(".experts.")
+        number, _, rest = tail.partition(".")
+        return replace(copy, hf=f"{head}{mark}{swap.get(number, number)}.{rest}") if mark else copy
+
+    return replace(entry, copies=tuple(map(other, entry.copies)))
+
+
+def without_one(entry):
+    return replace(entry, copies=tuple(copy for copy in entry.copies if copy.tensor != "layers.1.qkv"))
+
+
+def shifted(entry):
+    """A slice that begins a row later in the HF tensor."""
+    first = next(copy for copy in entry.copies if copy.hf.endswith("0.self_attn.q_proj.weight"))
+    later = replace(first, box=replace(first.box, source=first.box.source + Sizes().hidden))
+    return replace(entry, copies=tuple(later if copy is first else copy for copy in entry.copies))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "tensor"), [(exchanged, "w13"), (without_one, r"layers\.1\.qkv"), (shifted, r"layers\.0\.qkv")]
+)
+def test_a_wrong_map_is_not_accepted(mistake, tensor):
+    model = StandIn(2, 0)
+    right = mb.map_engine(SPECS, model, model.load).map
+    assert mb.map_engine(SPECS, model, model.load, kept=right).map is right
+    with pytest.raises(TransferError, match=tensor):
+        mb.map_engine(SPECS, model, model.load, kept=mistake(right))
+
+
+def lost(model):
+    del model.layers[1].prepared
+
+
+def moved_elsewhere(model):
+    model.layers[0].w13.data = model.layers[0].w13.data.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def freed(model):
+    model.layers[0].w2.untyped_storage().resize_(0)
+
+
+def untied(model):
+    model.head.weight = torch.nn.Parameter(model.embed.clone())
+
+
+def cast(model):
+    model.layers[1].router.data = model.layers[1].router.data.bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lost, r"layers\.1\.prepared is missing"),
+        (
+            moved_elsewhere,
+            r"layers\.0\.w13: expected .* strides \(96, 8, 1\).* found .* strides \(8, 32, 1\)",
+        ),
+        (freed, r"layers\.0\.w2 has no memory"),
+        (untied, r"head\.weight: expected memory of embed from element 0 on, found other"),
+        (cast, r"layers\.1\.router: expected .*float32, found .*bfloat16"),
+    ],
+)
+def test_an_engine_that_changed_is_seen_before_anything_is_written(change, message, ring):
+    model = StandIn()
+    engine = mb.map_engine(SPECS, model, model.load)
+    with closing(Receiver(ring.plan, ring.handles())) as receiver:
+        send(ring, receiver, engine, weights(0))
+        change(model)
+        held = {name: tensor for name, tensor in model.state_dict().items() if tensor.data_ptr()}
+        before = {name: tensor.clone() for name, tensor in held.items()}
+        with pytest.raises(TransferError, match=message):
+            send(ring, receiver, engine, weights(1))
+        assert all(torch.equal(before[name], tensor) for name, tensor in held.items())
+        assert (engine.state.weights, engine.require_whole()) == ("old", 1)
+
+
+def test_what_an_engine_does_after_loading_is_proven_again(ring):
+    model = StandIn()
+    engine = mb.map_engine(SPECS, model, model.load, verify_every=2)
+    with closing(Receiver(ring.plan, ring.handles())) as receiver:
+        for seed in range(3):  # the third begins with a proof
+            send(ring, receiver, engine, weights(seed))
+            assert differing(model.held(), loaded(weights(seed))) == []
+        model.up_first = True
+        send(ring, receiver, engine, weights(3))
+        ring.restart()
+        with pytest.raises(TransferError, match=r"disagree on 2 tensors, such as layers\.0\.w13"):
+            send(ring, receiver, engine, weights(4))
+        with pytest.raises(TransferError, match="half old and half new"):
+            engine.require_whole()
+
+
+def test_an_engine_knows_whether_its_weights_are_whole(ring):
+    model = StandIn()
+    engine = mb.map_engine(ring.plan, model, model.load)
+    assert engine.state.weights == "half"  # the loader had drawn values
+    with closing(Receiver(ring.plan, ring.handles())) as receiver:
+        send(ring, receiver, engine, weights(0))
+        assert (engine.state.weights, engine.state.version) == ("new", 1)
+        broken_off = ring.fill(weights(1).items(), acknowledged=lambda: None)
+        receiver.copy_into(next(broken_off).number, engine)
+        with pytest.raises(TransferError, match="never came"):
+            receiver.finish()
+        with pytest.raises(TransferError, match="half old and half new"):
+            engine.require_whole()
+        broken_off.close()
+        ring.restart()
+        receiver.restart()
+        for bucket in ring.fill(weights(1).items(), acknowledged=lambda: None):
+            receiver.copy_into(bucket.number, engine)
+            if bucket.number == 2:
+                model.layers[0].w2.data = torch.zeros_like(model.layers[0].w2)
+        with pytest.raises(TransferError, match="moved its tensors in the middle of a round"):
+            receiver.finish()
+        assert engine.state.weights == "half"
+        receiver.restart()
+        for bucket in ring.fill(weights(1).items(), acknowledged=lambda: None):
+            receiver.copy_into(bucket.number, engine)
+        receiver.finish(version=70)
+        assert engine.require_whole() == 70
+    assert differing(model.held(), loaded(weights(1))) == []
+
+
+def test_another_plan_is_refused(ring):
+    model = StandIn()
+    other = [replace(spec, dtype=torch.float32) if "norm" in spec.name else spec for spec in SPECS[1:]]
+    engine = mb.map_engine(other, model, model.load)
+    with (
+        closing(Receiver(ring.plan, ring.handles())) as receiver,
+        pytest.raises(TransferError, match=r"embed_tokens\.weight: expected no such HF tensor.*\(4 in all\)"),
+    ):
+        send(ring, receiver, engine, weights(0))
+
+
+def test_a_file_that_was_changed_is_refused(tmp_path):
+    model = StandIn()
+    path = tmp_path / "map"
+    mb.map_engine(SPECS, model, model.load).map.save(path)
+    text = path.read_text()
+    path.write_text(text.replace('"engine":""', '"engine":"x"'))
+    with pytest.raises(TransferError, match="its digest is not that of its text"):
+        mb.EngineMap.load(path)
+    path.write_text(text.replace("engine map 1", "engine map 9"))
+    with pytest.raises(TransferError, match="map 9"):
+        mb.EngineMap.load(path)
