@@ -35,7 +35,7 @@ def write_zeros(folder: Path, specs: Iterable[TensorSpec]) -> int:
     index, total = {}, 0
     for number, part in enumerate(_parts(specs)):
         name = f"model-{number:05}.safetensors"
-        with SafetensorsWriter(folder / name, [(spec.name, spec.shape, spec.dtype) for spec in part]) as writer:
+        with SafetensorsWriter(folder / name, part) as writer:
             largest = max(part, key=lambda spec: spec.num_bytes)
             writer.write(largest.name, largest.num_bytes - 1, torch.zeros(1, dtype=torch.uint8))
         size = sum(spec.num_bytes for spec in part)

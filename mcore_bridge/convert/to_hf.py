@@ -56,8 +56,7 @@ class ToHF(Conversion):
         """Write one file, one parameter after the other."""
         path = self.staging / f"{number}.partial"
         path.unlink(missing_ok=True)
-        described = [(spec.name, spec.shape, spec.dtype) for spec in self._specs(number)]
-        with SafetensorsWriter(path, described) as writer:
+        with SafetensorsWriter(path, self._specs(number)) as writer:
             for name, tensor in self.carried.pairs(spec.name for spec in self._carried_in(number)):
                 writer.write(name, 0, tensor.contiguous().flatten().view(torch.uint8))
                 progress(tensor.nbytes)

@@ -17,6 +17,11 @@ class TensorSpec:
     dtype: torch.dtype
 
     @property
+    def numel(self) -> int:
+        """The number of elements of the tensor."""
+        return math.prod(self.shape)
+
+    @property
     def num_bytes(self) -> int:
         """The size of the tensor in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize

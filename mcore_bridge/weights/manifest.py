@@ -123,7 +123,8 @@ def manifest(
     options: dict[str, Any] = {"dialect": dialect, "bucket_bytes": bucket_bytes, "target": target}
     export = agree_on_plan(models, hf, head, **options, problem=problem_of(dtype))
     specs = tuple(
-        ManifestEntry(n, shape, wanted_dtype(n, own, dtype)) for n, shape, own in export.program.plan.tensors()
+        ManifestEntry(spec.name, spec.shape, wanted_dtype(spec.name, spec.dtype, dtype))
+        for spec in export.program.plan.tensors()
     )
     if not digests:
         return Manifest(specs)

@@ -118,8 +118,7 @@ def _open(shards: Sequence[FileShard], folder: Path, stack: ExitStack) -> Writer
     writers: WriterByName = {}
     with ExitStack() as opened:
         for shard in shards:
-            described = [(spec.name, spec.shape, spec.dtype) for spec in shard.tensors]
-            writer = opened.enter_context(SafetensorsWriter(folder / shard.name, described))
+            writer = opened.enter_context(SafetensorsWriter(folder / shard.name, shard.tensors))
             writers.update((spec.name, (writer, spec)) for spec in shard.tensors)
         stack.enter_context(opened.pop_all())
     return writers

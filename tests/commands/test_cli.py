@@ -340,7 +340,7 @@ def test_plan_counts_what_transformers_counts(model_type: str, dims: ParallelDim
     hf.save_pretrained(tmp_path)
     found = plan(tmp_path, dims, dtype=torch.float32, world_size=None)
     expected = {name: tuple(p.shape) for name, p in tiny.random_model(hf).named_parameters()}
-    assert {name: shape for name, shape, _ in found.export.tensors()} == expected
+    assert {spec.name: spec.shape for spec in found.export.tensors()} == expected
     layers = [int(cell.name) for chunks in found.ranks for c in chunks for cell in c.cells if cell.name.isdigit()]
     assert sorted(layers) == list(range(4))
     held = sum(chunk.num_bytes for chunks in found.ranks for chunk in chunks)

@@ -10,7 +10,6 @@ import pytest
 from mcore_bridge import ParallelDims
 from tests import zoo
 from tests.support import pool, stepping, tiny
-from tests.support.strategies import on_disk
 
 CASES = ("deepseek_v3", "deepseek_v3-yarn", "deepseek_v2", "qwen2_moe", "gpt_oss")
 WITHOUT_EXPERTS = ("deepseek_v3-yarn",)
@@ -27,16 +26,12 @@ MESHES: dict[int, list[dict[str, Any]]] = {
 
 def steps(folders: dict[str, str], meshes: list[dict[str, Any]], every: int) -> list[Any]:
     """Runs in each worker: a step on each mesh, of ``every`` so many cases in turn."""
-    found = []
-    for turn, sizes in enumerate(meshes):
-        dims = ParallelDims(**sizes)
-        with stepping.mesh(dims):
-            for name in WITHOUT_EXPERTS if dims.tp > 1 and not dims.sp else CASES[turn % every :: every]:
-                if name == "gpt_oss" and dims.etp > 1:
-                    continue
-                step = stepping.train(folders[name], dims, tiny.tokens(8), micro_batch_size=4)
-                found.append((f"{name} on {sizes}", name, step))
-    return found
+
+    def names_on(number: int, dims: ParallelDims) -> list[str]:
+        names = WITHOUT_EXPERTS if dims.tp > 1 and not dims.sp else CASES[number % every :: every]
+        return [name for name in names if name != "gpt_oss" or dims.etp == 1]
+
+    return stepping.train_cases(folders, meshes, names_on)
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +41,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected():
-    return {name: reference(zoo.cases()[name].hf) for name in CASES}
-
-
-def reference(hf):
-    """Loss and gradients, under the names on disk."""
-    model = tiny.random_model(hf)
-    _, loss, grads = tiny.reference(model, tiny.tokens(8))
-    return loss, on_disk(model, grads)
+    return {name: stepping.reference(zoo.cases()[name].hf) for name in CASES}
 
 
 @pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.slow)])

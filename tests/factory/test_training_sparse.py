@@ -5,7 +5,6 @@ import pytest
 from mcore_bridge import ParallelDims
 from tests import zoo
 from tests.support import pool, stepping, tiny
-from tests.support.strategies import on_disk
 
 CASES = [name for name in ("deepseek_v32", "glm_moe_dsa-shared") if name in zoo.cases()]
 MESHES = {
@@ -17,14 +16,7 @@ pytestmark = pytest.mark.skipif(not CASES, reason="sparse attention needs newer 
 
 def steps(folders, meshes):
     """Runs in each worker: a step on each mesh."""
-    found = []
-    for sizes in meshes:
-        dims = ParallelDims(**sizes)
-        with stepping.mesh(dims):
-            for name, folder in folders.items():
-                step = stepping.train(folder, dims, tiny.tokens(8), micro_batch_size=4)
-                found.append((f"{name} on {sizes}", name, step))
-    return found
+    return stepping.train_cases(folders, meshes, lambda number, dims: folders)
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +26,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected():
-    found = {}
-    for name in CASES:
-        model = tiny.random_model(zoo.cases()[name].hf)
-        _, loss, grads = tiny.reference(model, tiny.tokens(8))
-        found[name] = loss, on_disk(model, grads)
-    return found
+    return {name: stepping.reference(zoo.cases()[name].hf) for name in CASES}
 
 
 @pytest.mark.parametrize("world_size", MESHES)

@@ -44,7 +44,7 @@ def apart(home: dict[str, int], groups: Iterable[set[str]]) -> list[set[str]]:
 
 def require_together(plan: ExportPlan, bucket_bytes: int) -> None:
     """In the messages of an export, and in the slots of what is handed on: the smallest ones, and larger ones."""
-    specs = [TensorSpec(*each) for each in plan.tensors()]
+    specs = list(plan.tensors())
     groups = siblings(spec.name for spec in specs)
     given_out = {plan.payload.outputs[i].name: number for number, each in enumerate(plan.messages) for i in each.done}
     assert apart(given_out, [group & given_out.keys() for group in groups + experts(specs, bucket_bytes)]) == []

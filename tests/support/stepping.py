@@ -7,15 +7,18 @@ import contextlib
 import gc
 import multiprocessing
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from mcore_bridge import ParallelDims, build_model, to_hf_state_dict
 from mcore_bridge.cpu import _TorchOnCpu
+from tests.support import tiny
+from tests.support.strategies import on_disk
 
 
 @contextlib.contextmanager
@@ -43,6 +46,27 @@ def leave_mesh() -> None:
     for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
     gc.collect()  # chunks hold groups, and themselves by cycles
+
+
+def train_cases(
+    folders: dict[str, str], meshes: Sequence[dict[str, Any]], names_on: Callable[[int, ParallelDims], Iterable[str]]
+) -> list[tuple[str, str, dict[str, Any]]]:
+    """Runs in each worker: a label, the name and a step of each case that ``names_on`` chooses for a mesh."""
+    steps = []
+    for number, sizes in enumerate(meshes):
+        dims = ParallelDims(**sizes)
+        with mesh(dims):
+            for name in names_on(number, dims):
+                step = train(folders[name], dims, tiny.tokens(8), micro_batch_size=4)
+                steps.append((f"{name} on {sizes}", name, step))
+    return steps
+
+
+def reference(hf: PretrainedConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of transformers for the batch of ``train_cases``, under the names on disk."""
+    model = tiny.random_model(hf)
+    _, loss, grads = tiny.reference(model, tiny.tokens(8))
+    return loss, on_disk(model, grads)
 
 
 def train(

@@ -83,8 +83,8 @@ def test_what_engines_fuse_comes_together_and_the_manifest_is_known_first(proble
     state = random_state(hf)
     held = fake_mesh.build_everywhere(hf, dims, lambda chunks: load_hf_weights(chunks, state), dtype=torch.float32)
     plan = fake_mesh.plan_of(held, bucket_bytes=bucket_bytes)
-    assert [name for name, _, _ in plan.tensors()] == list(fake_mesh.export(held, bucket_bytes=bucket_bytes))
-    assert {name: shape for name, shape, _ in plan.tensors()} == {n: tuple(t.shape) for n, t in state.items()}
+    assert [spec.name for spec in plan.tensors()] == list(fake_mesh.export(held, bucket_bytes=bucket_bytes))
+    assert {spec.name: spec.shape for spec in plan.tensors()} == {n: tuple(t.shape) for n, t in state.items()}
     message_of = {plan.payload.outputs[i].name: n for n, message in enumerate(plan.messages) for i in message.done}
     for name, index in message_of.items():
         for fused in (("q_proj", "k_proj"), ("k_proj", "v_proj"), ("gate_proj", "up_proj")):

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import _SIZE, load_file, save_file
 
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files import positional_io
 from mcore_bridge.weights.files.safetensors import DTYPES, SafetensorsFile, SafetensorsWriter, array_of
 from mcore_bridge.weights.files.slice_reader import SliceCopy, _batches
@@ -138,7 +139,7 @@ def test_others_read_what_we_write(tmp_path):
     assert set(DTYPES.values()) == {dtype for dtype in _SIZE if dtype is not None}
     path = tmp_path / "model.safetensors"
     tensors = example()
-    described = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    described = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
     with SafetensorsWriter(path, described) as writer:
         for name, tensor in reversed(tensors.items()):
             flat = tensor.flatten().view(torch.uint8)
@@ -155,13 +156,13 @@ def test_others_read_what_we_write(tmp_path):
 
 def test_what_the_format_lacks_is_not_written(tmp_path):
     with pytest.raises(CheckpointError, match=r"a is torch\.complex128 of shape \(2,\), which safetensors lacks"):
-        SafetensorsWriter(tmp_path / "model.safetensors", [("a", (2,), torch.complex128)])
+        SafetensorsWriter(tmp_path / "model.safetensors", [TensorSpec("a", (2,), torch.complex128)])
     assert not list(tmp_path.iterdir())
 
 
 def test_headers_and_tensors_are_aligned_and_in_order(tmp_path):
     path = tmp_path / "model.safetensors"
-    described = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in example().items()]
+    described = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in example().items()]
     with SafetensorsWriter(path, described):
         pass
     os.truncate(path, path.stat().st_size + sum(tensor.nbytes for tensor in example().values()))

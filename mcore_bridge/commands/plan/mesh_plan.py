@@ -32,16 +32,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """A layer of a chunk ("7"), an MTP layer ("mtp 0"), or the modules before the first or after the last layer."""
+class HeldTensors:
+    """Some of the tensors of one rank, in order: parameters, then buffers."""
 
-    name: str
     held: tuple[TensorSpec, ...]
 
     @property
     def num_parameters(self) -> int:
         """Elements that a rank holds."""
-        return sum(torch.Size(held.shape).numel() for held in self.held)
+        return sum(held.numel for held in self.held)
 
     @property
     def num_bytes(self) -> int:
@@ -50,12 +49,17 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class Cell(HeldTensors):
+    """A layer of a chunk ("7"), an MTP layer ("mtp 0"), or the modules before the first or after the last layer."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk(HeldTensors):
     """One pipeline stage, as one of its ranks holds it."""
 
     stage: Stage
-    held: tuple[TensorSpec, ...]
-    """All tensors, in order: parameters, then buffers."""
 
     @property
     def cells(self) -> tuple[Cell, ...]:
@@ -63,17 +67,7 @@ class Chunk:
         cells: dict[str, list[TensorSpec]] = {}
         for held in self.held:
             cells.setdefault(_cell_name(held), []).append(held)
-        return tuple(Cell(name, tuple(cells[name])) for name in sorted(cells, key=lambda name: name == "output"))
-
-    @property
-    def num_parameters(self) -> int:
-        """Elements that a rank holds."""
-        return sum(torch.Size(held.shape).numel() for held in self.held)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that a rank holds."""
-        return sum(held.num_bytes for held in self.held)
+        return tuple(Cell(tuple(cells[name]), name) for name in sorted(cells, key=lambda name: name == "output"))
 
     @property
     def num_expert_bytes(self) -> int:
@@ -161,7 +155,7 @@ class _Layers:
 
     def learn(self, stage: Stage, bound: BoundModel) -> Chunk:
         """The chunk of a stage that was built; its layers become known."""
-        self.bound, chunk = bound, Chunk(stage, bound.inventory().held)
+        self.bound, chunk = bound, Chunk(bound.inventory().held, stage)
         layers: dict[int, tuple[list[TensorSpec], list[TensorSpec]]] = {layer: ([], []) for layer in stage.layers}
         for held in chunk.held:
             if (layer := layer_of(held.name)) is not None:
@@ -177,7 +171,8 @@ class _Layers:
         if is_end or self._blueprint.architecture.model is not None or not self._known.keys() >= {*kinds}:
             return None
         layers = [(layer, self._known[kind]) for layer, kind in zip(stage.layers, kinds, strict=True)]
-        return Chunk(stage, tuple(_of_layer(held, n) for sort in (0, 1) for n, pair in layers for held in pair[sort]))
+        held = (_of_layer(held, n) for sort in (0, 1) for n, pair in layers for held in pair[sort])
+        return Chunk(tuple(held), stage)
 
     def _kinds(self, stage: Stage) -> list[object]:
         specs = self._blueprint.block_spec(stage).layer_specs

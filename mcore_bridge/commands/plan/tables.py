@@ -70,7 +70,7 @@ def render(mesh_plan: MeshPlan, engine: Sequence[EngineRank] = (), *, bandwidth:
 def title(mesh_plan: MeshPlan) -> str:
     """One line about the model and the mesh."""
     blueprint = mesh_plan.blueprint
-    numel = sum(torch.Size(shape).numel() for _, shape, _ in mesh_plan.export.tensors())
+    numel = sum(spec.numel for spec in mesh_plan.export.tensors())
     mesh = blueprint.dims.describe(world_size=mesh_plan.world_size, num_layers=blueprint.config.num_layers)
     return f"{blueprint.hf.model_type}, {text.count(numel)} parameters in {dtype_name(blueprint.dtype)}: {mesh}"
 
@@ -163,7 +163,7 @@ def _largest(mesh_plan: MeshPlan) -> str:
 
 
 def _export(mesh_plan: MeshPlan, bandwidth: float) -> str:
-    sizes = [torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in mesh_plan.export.tensors()]
+    sizes = [spec.num_bytes for spec in mesh_plan.export.tensors()]
     yields = (
         f"An export yields {text.plural(len(sizes), 'HF tensor')}, {text.num_bytes(sum(sizes))} in all and the largest "
         f"{text.num_bytes(max(sizes))}"

@@ -132,7 +132,7 @@ def check_rank(task: Task, report: Report) -> Finding:
             device=task.device,
             backend=task.backend,
             num_tokens=task.num_tokens,
-            num_parameters=sum(torch.Size(spec.shape).numel() for spec in finding.exported),
+            num_parameters=sum(spec.numel for spec in finding.exported),
             report=report,
         )
     return finding

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -217,7 +216,7 @@ def _crossing(
 def held_specs(verdict: Verdict) -> tuple[str, str]:
     """The number of parameters, and the bytes and dtypes of the model, for the report."""
     specs = verdict.exported.tensors
-    numel = sum(math.prod(spec.shape) for spec in specs)
+    numel = sum(spec.numel for spec in specs)
     dtypes = Counter(dtype_name(spec.dtype) for spec in specs)
     kinds = " and ".join(name for name, _ in dtypes.most_common())
     size = text.num_bytes(verdict.exported.num_bytes)

@@ -22,6 +22,7 @@ from safetensors import __version__ as version
 from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files.positional_io import Array, array_of, open_file, read_array, write_bytes
 from mcore_bridge.weights.files.strict_json import parse
 
@@ -197,8 +198,8 @@ def _shape_in_torch(entry: _Entry) -> tuple[int, ...] | None:
 class SafetensorsWriter:
     """A new file. Its header is written at once; bytes of tensors follow in any order, from any thread."""
 
-    def __init__(self, path: Path, tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> None:
-        header, self._starts = _lay_out(tensors)
+    def __init__(self, path: Path, specs: Iterable[TensorSpec]) -> None:
+        header, self._starts = _lay_out(specs)
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             write_bytes(self._fd, 0, array_of(torch.frombuffer(bytearray(header), dtype=torch.uint8)))
@@ -217,12 +218,13 @@ class SafetensorsWriter:
         os.close(self._fd)
 
 
-def _lay_out(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> tuple[bytes, dict[str, int]]:
+def _lay_out(specs: Iterable[TensorSpec]) -> tuple[bytes, dict[str, int]]:
     """The header, and the byte at which each tensor begins. Wide dtypes come first, so that all are aligned."""
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offsets, stop = {}, 0
-    for name, shape, dtype in sorted(tensors, key=lambda tensor: -tensor[2].itemsize):
-        offsets[name], stop = stop, stop + math.prod(shape) * dtype.itemsize
+    for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):
+        name, shape, dtype = spec.name, spec.shape, spec.dtype
+        offsets[name], stop = stop, stop + spec.num_bytes
         own = _NAMES.get(dtype)
         if own is None or (own == _PAIRS and not shape):
             raise CheckpointError(f"{name} is {dtype} of shape {shape}, which safetensors lacks: cast it with dtype=")

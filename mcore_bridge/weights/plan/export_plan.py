@@ -17,7 +17,7 @@ from operator import attrgetter
 
 import torch
 
-from mcore_bridge.rules.trace import Shape
+from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.plan.budget import SLAB
 from mcore_bridge.weights.plan.payload import OutputTensor, Payload
 from mcore_bridge.weights.plan.stream import HEADER, Streams, WindowSlice, pieces
@@ -92,12 +92,12 @@ class ExportPlan:
         """The dtypes of the outputs."""
         return frozenset(output.dtype for output in self.payload.outputs)
 
-    def tensors(self) -> Iterator[tuple[str, Shape, torch.dtype]]:
-        """Name, shape and dtype of every HF tensor, in the order in which they are yielded."""
+    def tensors(self) -> Iterator[TensorSpec]:
+        """The specs of all HF tensors, in the order in which they are yielded."""
         for message in self.messages:
             for output in map(self.payload.outputs.__getitem__, message.done):
                 for name in (output.name, *output.copies):
-                    yield name, output.shape, output.dtype
+                    yield TensorSpec(name, output.shape, output.dtype)
 
 
 def _open_bytes(plan: ExportPlan) -> Iterator[int]:
