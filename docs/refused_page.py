@@ -10,8 +10,8 @@ HEAD = """# What is refused
 Made from the registry by `docs/make_families.py`; CI checks that it is up to date.
 
 If megatron-core's `GPTModel` cannot compute exactly what the HF model does, a `ConfigError` with the reason is raised
-before anything is built. There are three cases. Whole families are refused, if neither a config nor a small module in
-a slot of megatron-core's own layers is enough. Single values of fields are refused in supported families. Fields that
+before anything is built. There are three cases. Whole families are refused, if neither a config nor a submodule of
+megatron-core's own layers is enough. Single values of fields are refused in supported families. Fields that
 the table of a family does not know are refused too. A name that is neither here nor in [families.md](families.md) has
 no implementation yet. A package with its own layers can register any name that is refused here.
 

@@ -150,11 +150,11 @@ def _lay_out(
     place = mask.flatten().nonzero().squeeze(1)
     length = torch.tensor(lengths, device=device)
     of = torch.repeat_interleave(torch.arange(len(lengths), device=device), length)
-    slot = torch.arange(len(place), device=device) + (starts[: len(lengths)] - (length.cumsum(0) - length))[of]
+    position = torch.arange(len(place), device=device) + (starts[: len(lengths)] - (length.cumsum(0) - length))[of]
     places = torch.full((sum(sizes),), -1, device=device)
-    places[slot] = place
+    places[position] = place
     following = torch.full_like(places, -1)
-    following[slot[:-1]] = torch.where(of[1:] == of[:-1], place[1:], -1)
+    following[position[:-1]] = torch.where(of[1:] == of[:-1], place[1:], -1)
     sequence = torch.repeat_interleave(torch.arange(len(sizes), device=device), size)
     position = torch.arange(sum(sizes), device=device) - starts[sequence]
     chunk = position * 2 * cp // size[sequence]

@@ -1,4 +1,4 @@
-"""Layer specs: mcore's own block spec of a backend, with our ``modules`` in slots where mcore's do not work."""
+"""Layer specs: mcore's own block spec of a backend, with our ``modules`` as submodules where mcore's do not work."""
 
 from __future__ import annotations
 

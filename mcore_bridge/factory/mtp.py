@@ -29,8 +29,8 @@ def mtp_block_spec(layer_spec: Any, num_layers: int, *, backend: Backend) -> Any
     names = {field.name for field in dataclasses.fields(MultiTokenPredictionLayerSubmodules)}
     inner = "mtp_model_layer" if "mtp_model_layer" in names else "transformer_layer"  # 0.19 and before
     norm = norm_of(backend)
-    slots: dict[str, Any] = {"enorm": norm, "hnorm": norm, "layer_norm": norm, "eh_proj": _linear(backend)}
-    submodules = MultiTokenPredictionLayerSubmodules(**{inner: layer_spec}, **slots)
+    others: dict[str, Any] = {"enorm": norm, "hnorm": norm, "layer_norm": norm, "eh_proj": _linear(backend)}
+    submodules = MultiTokenPredictionLayerSubmodules(**{inner: layer_spec}, **others)
     return MultiTokenPredictionBlockSubmodules(
         layer_specs=[ModuleSpec(module=MultiTokenPredictionLayer, submodules=submodules)] * num_layers
     )

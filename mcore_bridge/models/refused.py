@@ -1,6 +1,6 @@
 """Families that megatron-core's ``GPTModel`` cannot express, each with the code that shows it.
 
-In some cases a module in a slot of megatron-core's own layers would be enough, but nobody has written it yet. The
+In some cases a submodule of megatron-core's own layers would be enough, but nobody has written it yet. The
 reason then says what the module must do.
 """
 

@@ -1,1 +1,1 @@
-"""Modules for the slots of layer specs, and functions that put them there. They may import ``config`` and ``rules``."""
+"""Submodules of layer specs, and functions that put them there. They may import ``config`` and ``rules``."""

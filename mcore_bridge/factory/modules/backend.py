@@ -42,7 +42,7 @@ def kernels_of(backend: Backend) -> dict[str, object]:
 
 
 def norm_of(backend: Backend) -> type:
-    """The norm of a backend, for slots in which it is not fused into a linear layer."""
+    """The norm of a backend, for places in which it is not fused into a linear layer."""
     if backend == "te":
         from megatron.core.extensions.transformer_engine import TENorm
 

@@ -89,7 +89,7 @@ class PostNorm(nn.Module):
 
 
 class AllHeadsNorm(Norm):
-    """RMSNorm over all heads together, in mcore's slot for a norm of each head.
+    """RMSNorm over all heads together, as the submodule that mcore has for a norm of each head.
 
     Every TP rank holds the weights of all heads, and uses those of its own. Its gradient is zero for the others, so the
     sum over ranks, which mcore computes for parameters of these names, is the whole gradient.

@@ -33,11 +33,11 @@ def adapt_sparse(layer: Any, config: Any, backend: Backend) -> None:
 
     latent = layer.self_attention.submodules
     names = {field.name for field in dataclasses.fields(AbsorbedMLASelfAttentionSubmodules)} - {"core_attention"}
-    slots = {name: getattr(latent, name) for name in names}
+    shared = {name: getattr(latent, name) for name in names}
     layer.self_attention = ModuleSpec(
         module=SparseLatentAttention,
         params={"attn_mask_type": AttnMaskType.causal},
-        submodules=AbsorbedMLASelfAttentionSubmodules(core_attention=_core(latent, backend), **slots),
+        submodules=AbsorbedMLASelfAttentionSubmodules(core_attention=_core(latent, backend), **shared),
     )
 
 

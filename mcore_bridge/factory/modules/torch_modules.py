@@ -1,4 +1,4 @@
-"""Plain torch modules for the slots of mcore's layer spec. They compute in the order of transformers.
+"""Plain torch modules as submodules of mcore's layer spec. They compute in the order of transformers.
 
 They support what mcore's own torch modules refuse: sequence and context parallelism, zero-centred norms, and sliding
 windows with them. Their arguments are those of mcore's modules, so any spec may use them.
