@@ -18,9 +18,9 @@ from torch import Tensor
 SUFFIX = "._extra_state"
 _ATTENTION = (f".self_attention.linear_proj{SUFFIX}", f".self_attention.core_attention{SUFFIX}")
 _WITHOUT = ("embedding.", "output_layer")
-"""Modules that have none, whoever builds them."""
+"""Modules that have no extra state in any backend."""
 ExtraState = Literal["none", "tensor_pickle_none", "tensor_0_dim"] | None
-"""What stands for an empty extra state in a rank file; None leaves it out. TransformerEngine's releases differ."""
+"""The value of an empty extra state in a rank file, which TransformerEngine's release decides; None omits it."""
 EXTRA_STATES = (None, "none", "tensor_pickle_none", "tensor_0_dim")
 
 

@@ -198,7 +198,7 @@ class TorchDistReader:
             self._reader.read_data(LoadPlan(items), _Taker(box)).wait()
         except Exception as error:  # torch.load raises anything for bytes that are no tensor
             known = isinstance(error, OSError | RuntimeError)
-            problem = error if known else f"what is there is no tensor ({type(error).__name__})"
+            problem = error if known else f"its bytes are no tensor ({type(error).__name__})"
             raise CheckpointError(
                 f"cannot read {location.key} in {self._folder.path}: {problem}; copy the folder again"
             ) from None

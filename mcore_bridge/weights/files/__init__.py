@@ -1,1 +1,1 @@
-"""File formats, and the disk. It imports ``errors``, ``rules`` and ``transfer/failures``."""
+"""Reads and writes the file formats of weights. It imports ``errors``, ``rules`` and ``transfer/failures``."""

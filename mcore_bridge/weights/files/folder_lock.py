@@ -77,7 +77,7 @@ def locked(folder: Path) -> Iterator[Writer]:
 def require_held(folder: Path, own: Writer | None) -> None:
     """Raise if ``own`` has lost the lock to another writer, as a machine may that was suspended for long."""
     if (holder := _holder(folder)) != own:
-        who = f"{holder} holds it now" if holder else "nobody holds it now"
+        who = f"{holder} holds it now" if holder else "no process holds it now"
         raise CheckpointError(f"the lock {folder / LOCK} was lost while {own} wrote: {who}; save again")
 
 

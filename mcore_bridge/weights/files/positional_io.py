@@ -41,14 +41,14 @@ def open_file(path: Path) -> int:
     try:
         kind = _KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
         if kind is not None:
-            raise CheckpointError(f"{path} is {kind}, expected a file: put the file there, or remove what is there")
+            raise CheckpointError(f"{path} is {kind}, expected a file: replace it by the file, or remove it")
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise CheckpointError(f"cannot open {path}: {error.strerror}; make it a file that you may read") from None
     problem = ""
     try:
         if os.pread(fd, len(_POINTER), 0) == _POINTER:
-            problem = f"{path} is a pointer of git-lfs, expected the file that it stands for: run `git lfs pull` there"
+            problem = f"{path} is a pointer of git-lfs, expected the file itself: run `git lfs pull` in its folder"
     except OSError as error:
         problem = f"cannot read {path}: {error.strerror}; copy it again"
     if problem:

@@ -1,1 +1,1 @@
-"""What travels when: data, the same on every rank. It imports ``errors`` and ``rules``, and no process."""
+"""Plans of exports: what travels when, as data that is the same on every rank. It imports ``errors`` and ``rules``."""

@@ -138,7 +138,7 @@ class SendSchedule:
 
 
 class ReceiverPlan:
-    """What one receiver gets: a stream from each rank. What it holds itself, it copies at the same pace.
+    """The plan for one receiver: a stream from each rank. Bytes that it holds itself, it copies at the same pace.
 
     Args:
         request: what it asks for.

@@ -63,8 +63,8 @@ def plan_export(
 
     Args:
         inventories: what each rank of the group holds.
-        bucket_bytes: limits the messages in flight to a rank, unless one row takes more. None is as many as keep the
-            whole export within ``MEMORY``.
+        bucket_bytes: limits the messages in flight to a rank, unless one row takes more. By default messages are as
+            large as keeps the whole export within ``MEMORY``.
 
     Raises:
         MappingError: what ``merge_inventories`` raises.

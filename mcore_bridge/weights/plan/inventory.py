@@ -39,8 +39,8 @@ class ParamEntry:
     copies: tuple[str, ...] = ()
     """Further names under which the first HF tensor is written."""
     starts: tuple[int, ...] | None = None
-    """Where each copy of ``trace.to_hf`` begins in what travels, along its dim, if only a part of the shard travels.
-    None means that the whole shard travels as it is."""
+    """The index at which each copy of ``trace.to_hf`` begins in what travels, along its dim. None means that the whole
+    shard travels, and not only a part of it."""
 
     @property
     def sent(self) -> Shape:

@@ -1,4 +1,4 @@
-"""How large messages are: as large as memory allows, and smaller while a tensor of a GB is incomplete."""
+"""The sizes of messages: as large as memory allows, and smaller while a tensor of a GB is incomplete."""
 
 from __future__ import annotations
 

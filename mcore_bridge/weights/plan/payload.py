@@ -1,4 +1,4 @@
-"""What a receiver gets in an export, and which rows of it become which part of which HF tensor."""
+"""The payload of an export to one receiver: entries, and which of their rows become which part of which HF tensor."""
 
 from __future__ import annotations
 

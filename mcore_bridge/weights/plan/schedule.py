@@ -21,7 +21,7 @@ MANY = 128
 MIN_WINDOW = 4096
 """Lower limit on the bytes that a rank sends with a message."""
 RangesByRank = Mapping[int, Sequence[SendRange]]
-"""What some of the ranks send."""
+"""The ranges that some of the ranks send, by rank."""
 
 
 class Schedule(NamedTuple):
@@ -38,7 +38,7 @@ def candidate_schedules(
 
     Each rank that sends keeps outputs open at the receivers, so stages may send one after the other. In the message in
     which one tensor ends and the next begins, both are open. So the last schedule gives large entries messages of their
-    own. If experts lie on many ranks, only so many of them are sent at once as take ``room`` bytes.
+    own. If experts lie on many ranks, they are sent a few at a time, which take at most ``room`` bytes.
 
     Args:
         keys: the key of each entry; outputs of entries with one key are yielded together.

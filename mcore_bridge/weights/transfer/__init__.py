@@ -1,1 +1,1 @@
-"""What runs a plan: collectives, and copies of bytes. It imports ``plan`` and ``rules``."""
+"""Runs plans, with collectives and copies of bytes. It imports ``plan`` and ``rules``."""

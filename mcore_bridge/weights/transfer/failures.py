@@ -1,4 +1,4 @@
-"""What fails on one rank raises on all of them, so that none waits for a rank that has left."""
+"""Raises on all ranks what fails on one of them, so that no rank waits for one that has left."""
 
 from __future__ import annotations
 

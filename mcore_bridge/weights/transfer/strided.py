@@ -15,7 +15,7 @@ from mcore_bridge.weights.transfer.byte_copy import ByteCopy
 from mcore_bridge.weights.transfer.rectangles import rectangles
 
 Side = Literal["held", "sent", "part"]
-"""Where an element is: in the tensor that a rank holds, in what travels of it, or in a part, which is an HF tensor."""
+"""One of three buffers: the tensor that a rank holds, what travels of it, or a part, which is an HF tensor."""
 
 
 def byte_copies_of(
