@@ -177,7 +177,7 @@ def test_verify_refuses_a_broken_checkpoint(copied: Path, damage: Callable[[Path
         (["--backend", "mlx"], 'backend must be "auto"'),
         (["--dtype", "float8"], "--dtype must be one of"),
         (["--device", "tpu"], "--device must be one of"),
-        (["--device", "cuda", "--tp", 8, "--pp", 4, "--cp", 8], "needs one GPU for each of the 256 ranks"),
+        (["--device", "cuda", "--tp", 8, "--pp", 4, "--cp", 8], "needs a GPU for each of the 256 ranks"),
     ],
 )
 def test_verify_refuses_a_mesh_that_does_not_fit(checkpoint: Path, options: list[Any], said: str) -> None:
