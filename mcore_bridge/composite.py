@@ -1,7 +1,7 @@
-"""Composites: checkpoints that join a model of text to models of images, video or sound.
+"""Composites: checkpoints that join a text model to models of images, video or sound.
 
-A composite is a text architecture by reference, the prefixes of its tensors, and a table for its own config fields.
-All else in its files is carried: no parameter takes it, and a save copies its bytes.
+A composite refers to a text architecture. It has the prefixes of the text model's tensors, and a table for its own
+config fields. All other tensors in its files are carried: no parameter uses them, and a save copies their bytes.
 """
 
 import copy
@@ -23,20 +23,20 @@ IN_MODEL = (("model.", "model.language_model."),)
 INSIDE   = (("model.", "language_model.model."), ("lm_head.", "language_model.lm_head."))
 BESIDE   = (("model.", "model."),)
 # fmt: on
-"""How composites spell the names of their text: in ``model``, as a whole model inside, or as it is by itself."""
+"""Prefixes of the text model's names: within ``model``, as a whole model inside, or the same as without a composite."""
 SPELLINGS: tuple[Prefixes, ...] = (IN_MODEL, INSIDE, BESIDE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Composite:
-    """How the text of a composite is found in its config and in its files.
+    """Describes where the text model of a composite is, in its config and in its files.
 
     Args:
         model_type: as HF spells it.
-        spelling: prefixes of its text in published files. A folder may have another one of ``SPELLINGS``.
-        fields: the table of its own fields, which are those that its text config does not repeat.
-        text: the ``model_type`` of its text; None is what the text config says.
-        carried: prefixes of tensors that begin like the text's, and are of other parts.
+        spelling: prefixes of the text model in published files. A folder may have another one of ``SPELLINGS``.
+        fields: the table of its own fields. These are the fields that its text config does not repeat.
+        text: the ``model_type`` of the text model. None: that of the text config.
+        carried: prefixes of tensors that belong to other parts, although they begin like those of the text model.
 
     Example:
         >>> Composite(model_type="qwen3_5", spelling=IN_MODEL, fields=SEEN)  # doctest: +SKIP
@@ -51,16 +51,17 @@ class Composite:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """The composite that a text config was taken from: its declaration, its config, and how its files spell names."""
+    """The composite of a text config: its declaration, its config, and the prefixes in its files."""
 
     composite: Composite
     config: "PretrainedConfig"
     spelling: Prefixes
 
     def with_text(self, text: "PretrainedConfig") -> "PretrainedConfig":
-        """The config of the composite with this text in it: the inverse of ``text_of``.
+        """The config of the composite with this text config: the inverse of ``text_of``.
 
-        Ties and dtype are the composite's; they are set in both places, as releases of transformers read either.
+        The composite decides ties and dtype. They are set in both configs, since releases of transformers differ in
+        which one they read.
         """
         whole, inner = copy.deepcopy(self.config), copy.deepcopy(text)
         whole.tie_word_embeddings = text.tie_word_embeddings
@@ -73,10 +74,10 @@ class Whole:
 
 
 def text_of(hf: "PretrainedConfig", composite: Composite) -> "PretrainedConfig":
-    """The config of the text of a composite, with what the composite decides for it.
+    """The text config of a composite, with the values that the composite decides.
 
     Raises:
-        ConfigError: there is no text config, or a field of the composite itself is not accounted for.
+        ConfigError: there is no text config, or the table does not know a field of the composite itself.
     """
     inner = getattr(hf, "text_config", None)
     if inner is None or isinstance(inner, dict):
@@ -94,7 +95,7 @@ def text_of(hf: "PretrainedConfig", composite: Composite) -> "PretrainedConfig":
 
 
 def own_fields(hf: "PretrainedConfig", composite: Composite) -> Hf:
-    """The fields of a composite itself: neither repeated by its text config, nor unread by transformers."""
+    """The fields of a composite itself: its text config does not repeat them, and transformers reads them."""
     repeated = hf.text_config.to_dict()
     absent = object()
     return {
@@ -109,16 +110,17 @@ _DECIDED_BY_WHOLE = frozenset({"model_type", "architectures"})
 
 
 def _ties(hf: "PretrainedConfig", text: "PretrainedConfig") -> bool:
-    """Whether the head is the embedding: transformers 5 asks the composite, 4.57 its text."""
+    """Whether the head is the embedding. transformers 5 reads it from the composite, 4.57 from its text config."""
     return bool((hf if speaks_rope_parameters() else text).tie_word_embeddings)
 
 
 def spelling_in(names: Iterable[str], composite: Composite, embedding: str) -> Prefixes:
-    """How a folder spells the names of its text: by where it has the embedding.
+    """The prefixes of the text model in a folder, found by the name of its embedding.
 
     Args:
-        names: of its tensors; without any, the spelling is that of published files.
-        embedding: the name of the embedding in a checkpoint of the text alone.
+        names: the names of the tensors in the folder. If there are none, the result is that of published files.
+        composite: the declaration of the composite.
+        embedding: the name of the embedding in a checkpoint of the text model alone.
     """
     names = set(names)
     for spelling in (composite.spelling, *SPELLINGS):

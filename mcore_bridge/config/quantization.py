@@ -1,5 +1,6 @@
-"""What a config says of quantized weights, and which formats are refused by name. Of which tensors are quantized, the
-files themselves tell; a config is held against them.
+"""Reads what a config says about quantized weights, and refuses unsupported formats by name.
+
+The files themselves decide which tensors are quantized; a config must agree with them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,7 +10,7 @@ from typing import Any, Literal
 from mcore_bridge.errors import ConfigError
 
 Grain = Literal["tensor", "row"] | tuple[int, int]
-"""What shares a scale: all of a weight, a row, or a block of so many rows and columns."""
+"""The elements that share a scale: the whole weight, a row, or a block with these numbers of rows and columns."""
 
 _MODELOPT: dict[object, tuple[str, Grain]] = {
     "FP8": ("fp8", "tensor"),
@@ -17,7 +18,7 @@ _MODELOPT: dict[object, tuple[str, Grain]] = {
     "W4A16_NVFP4": ("nvfp4", (1, 16)),
 }
 _BLOCK = (128, 128)
-"""What transformers takes where a config leaves the size of blocks out; null is none."""
+"""The block size of transformers if a config gives none; null means no blocks."""
 _WAY_OUT = (
     "load the release of this model in bf16, or have a program that reads this format write one (with transformers: "
     "from_pretrained, dequantize and save_pretrained, where it can)"
@@ -26,22 +27,22 @@ _WAY_OUT = (
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """What the weights of a checkpoint may be: pairs of a kind of codes and what shares a scale."""
+    """The encodings that the weights of a checkpoint may have: pairs of a kind of codes and a grain of scales."""
 
     method: str
     allowed: frozenset[tuple[str, Grain]]
 
     @property
     def block(self) -> tuple[int, int] | None:
-        """Rows and columns that share a scale of FP8, where it says so."""
+        """Rows and columns that share a scale of FP8; None if the config gives none."""
         return next((grain for kind, grain in self.allowed if kind == "fp8" and isinstance(grain, tuple)), None)
 
 
 def read_quantization(note: object) -> Quantization | None:
-    """The ``quantization_config`` of an HF config, or what ModelOpt has in its place; None says of nothing.
+    """Reads the ``quantization_config`` of an HF config, or ModelOpt's own form of it. None stays None.
 
     Raises:
-        ConfigError: the format is not read, with the way out.
+        ConfigError: the format is not supported; the message says what to do.
 
     Example:
         >>> read_quantization({"quant_method": "fp8", "weight_block_size": [128, 128]}).block

@@ -1,6 +1,6 @@
-"""Composites whose text is one of our architectures: how published files spell their text, and their own fields.
+"""Composites whose text model is one of our architectures: prefixes in published files, and tables of own fields.
 
-Prefixes are those of the published files, as transformers' ``conversion_mapping`` and checkpoint indexes have them.
+The prefixes are those in transformers' ``conversion_mapping`` and in checkpoint indexes.
 """
 
 from mcore_bridge.composite import BESIDE, IN_MODEL, INSIDE, Composite
@@ -8,7 +8,7 @@ from mcore_bridge.config.fields import Ignore
 from mcore_bridge.config.tables import BASE
 
 OTHER_PARTS = Ignore(
-    "they describe the models of images, video and sound, and what joins these to the text: all of it is carried",
+    "they describe the models of images, video and sound, and their connection to the text model, which are carried",
     (
         *("vision_config", "audio_config", "vision_feature_layer", "vision_feature_layers", "vision_aspect_ratio"),
         *("vision_feature_select_strategy", "vision_use_cls_token", "image_grid_pinpoints", "image_seq_length"),
@@ -19,7 +19,7 @@ OTHER_PARTS = Ignore(
     ),
 )
 TOKENS_OF_IMAGES = Ignore(
-    "they are the tokens in whose place features of images, video or sound stand, which a batch of text has none of",
+    "they are placeholder tokens for images, video or sound, which a batch of text does not have",
     (
         *("image_token_id", "image_token_index", "image_start_token_id", "image_end_token_id", "vision_token_id"),
         *("vision_start_token_id", "vision_end_token_id", "video_token_id", "video_token_index"),
@@ -27,7 +27,7 @@ TOKENS_OF_IMAGES = Ignore(
         *("boi_token_index", "eoi_token_index", "boi_token_id", "eoi_token_id"),
     ),
 )
-TEXT = Ignore("the text is read by its own table", ("text_config", "tie_word_embeddings", "initializer_range"))
+TEXT = Ignore("the text config has its own table", ("text_config", "tie_word_embeddings", "initializer_range"))
 FIELDS = (*BASE, OTHER_PARTS, TOKENS_OF_IMAGES, TEXT)
 
 # fmt: off

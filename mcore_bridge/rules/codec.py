@@ -1,10 +1,10 @@
-"""A codec computes between what a file holds of a weight and numbers. Layouts only move; all arithmetic is here.
+"""A codec computes numbers from the encoded weights of a file. Layouts only move; all arithmetic is here.
 
-A weight lies in a file as *codes*, one for each number, and *scales*, one for each block of numbers. A code is a byte
-or half a byte; a table says what it stands for. The number is code times scale, as one product of fp32, rounded once to
-the dtype that is asked for. The exceptions are fields of ``Codec``: they are what a publisher's own code does.
+A file holds *codes*, one for each number, and *scales*, one for each block of numbers. A code is a byte or half a byte,
+and a table gives its value. The number is value times scale: one product in fp32, rounded once to the requested dtype.
+Fields of ``Codec`` describe exceptions in the code of publishers.
 
-Decoding is elementwise, so a slice of the decoded tensor is the decoded slice. What encodes will stand beside it.
+Decoding is elementwise, so a slice of the decoded tensor is the decoded slice. Encoding will be added beside it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PER_BYTE = {"fp8": 1, "mxfp4": 2, "int4": 2, "nvfp4": 2}
 """Numbers in a byte of codes. Of two, the first is in the low half."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _DOUBLED = "mxfp4"
-"""Of this kind tables have twice each number and half of each scale: 0.5 times 2 ** 128 is a number of fp32 as well."""
+"""For this kind, values are doubled and scales are halved. So 2 ** 128, the largest scale, is also a number of fp32."""
 _POWER_BIAS = 127 + 1
 _INT4_OFFSET = 8
 
@@ -32,10 +32,10 @@ class Codec:
     """How a file holds the numbers of one weight.
 
     Attributes:
-        kind: what codes stand for.
-        block: how many elements share a scale, along each dim of the weight as it is stored.
-        rounded_to: a dtype that products are rounded to before they become what is asked for; None is none.
-        overall: what one further number for the whole weight does to each scale; "" where there is no such number.
+        kind: the kind of codes.
+        block: the number of elements that share a scale, along each dim of the stored weight.
+        rounded_to: a dtype to which products are rounded before the requested one. None: they are not.
+        overall: how a single number for the whole weight changes each scale; "" if there is no such number.
     """
 
     kind: Kind
@@ -54,17 +54,19 @@ class Codec:
 
 
 def numbers_of(codec: Codec, codes: Tensor) -> Tensor:
-    """What codes (uint8 [..., bytes]) stand for without their scales: fp32 [..., bytes * per_byte]."""
+    """The values of codes without scales: from uint8 [..., bytes] to fp32 [..., bytes * per_byte]."""
     table = _table(codec.kind, codes.device)
     numbers = table.index_select(0, codes.flatten().int()).view(torch.float32)
     return numbers.view(*codes.shape[:-1], codes.shape[-1] * codec.per_byte)
 
 
 def scales_of(codec: Codec, scales: Tensor, overall: Tensor | None = None) -> Tensor:
-    """Scales as fp32, of the shape that they have. Bytes (uint8) are powers of two.
+    """Scales as fp32, with the same shape. Bytes (uint8) are exponents of powers of two.
 
     Args:
-        overall: the further number for the whole weight, fp32, of a shape that goes with that of the scales.
+        codec: of the weight.
+        scales: as stored.
+        overall: the single number for the whole weight, fp32, in a shape that broadcasts with the scales.
     """
     if scales.dtype == torch.uint8:
         scales = _powers(scales.device).index_select(0, scales.flatten().int()).view(scales.shape)
@@ -75,7 +77,7 @@ def scales_of(codec: Codec, scales: Tensor, overall: Tensor | None = None) -> Te
 
 
 def decoded(codec: Codec, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers times scales (both fp32, the latter one for each number or to be broadcast) in ``dtype``."""
+    """Numbers times scales (both fp32; the scales broadcast), in ``dtype``."""
     if codec.rounded_to is None or codec.rounded_to == torch.float32:
         out = torch.empty(torch.broadcast_shapes(numbers.shape, scales.shape), dtype=dtype, device=numbers.device)
         return torch.mul(numbers, scales, out=out)
@@ -84,7 +86,7 @@ def decoded(codec: Codec, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -
 
 @cache
 def _table(kind: Kind, device: torch.device) -> Tensor:
-    """What each of the 256 bytes stands for: an fp32 number, or two of them as one element of 8 bytes."""
+    """The value of each of the 256 bytes: an fp32 number, or two of them as one element of 8 bytes."""
     codes = torch.arange(256, dtype=torch.uint8)
     if kind == "fp8":
         return codes.view(torch.float8_e4m3fn).float().to(device)

@@ -1,4 +1,4 @@
-"""What engines fuse within one load call, by HF names: whoever hands tensors to an engine hands these over together."""
+"""HF tensors that engines fuse within one load call. They must be given to an engine together."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _FUSED = re.compile(
 )
 """Projections of one input: of an attention, its indexer, a delta net, an MLP or an expert.
 
-SGLang leaves latents out (``q_a_proj`` and ``kv_a_proj_with_mqa``), without a word, where they come in two load calls.
-vLLM has ``wk`` and ``weights_proj`` of an indexer as one parameter.
+SGLang silently ignores latents (``q_a_proj`` and ``kv_a_proj_with_mqa``) if they come in two load calls. vLLM has one
+parameter for ``wk`` and ``weights_proj`` of an indexer.
 """
 
 

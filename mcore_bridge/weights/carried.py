@@ -1,6 +1,6 @@
-"""What a composite has beside its text: tensors that no parameter takes, copied from the folder that they came in.
+"""Carried tensors: those of a composite beside its text model. No parameter uses them; a save copies them.
 
-They are copied byte by byte, unless they are encoded: all that is written is plain, so these are decoded.
+They are copied byte by byte from the folder of the model. Encoded ones are decoded, since saved files are plain.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ logger = logging.getLogger("mcore_bridge")
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """The tensors of a folder that are carried, in the order of its files; none of a model of text."""
+    """The carried tensors of a folder, in the order of its files. A text model has none."""
 
     specs: tuple[ManifestEntry, ...] = ()
     folder: str | None = None
 
     def pairs(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """``(name, tensor)`` for each of ``names``, as ``Checkpoint.pairs`` reads them."""
+        """``(name, tensor)`` for each of ``names``, decoded if needed; see ``Checkpoint.pairs``."""
         if self.folder is not None:
             for name, tensor in opened_folder(Checkpoint(self.folder)).pairs(names):
                 yield name, tensor if isinstance(tensor, Tensor) else tensor.to(tensor.dtype)
 
 
 def carried_of(provenance: Provenance) -> Carried:
-    """What a save of this model has to copy.
+    """The tensors that a save of this model must copy.
 
-    Without a folder nothing can be copied: the save holds the text alone, and a warning says so.
+    Without a folder nothing can be copied. The save then holds the text model alone, and a warning is logged.
     """
     if provenance.whole is None:
         return Carried()

@@ -1,4 +1,4 @@
-"""The field of an HF config that says how its weights are quantized: it changes how files are read, and no model."""
+"""The field of an HF config about quantized weights. It changes how files are read, and does not change the model."""
 
 from mcore_bridge.config.fields import Derive, Hf, Mcore
 from mcore_bridge.config.quantization import read_quantization

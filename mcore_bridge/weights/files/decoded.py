@@ -23,7 +23,7 @@ Stored: TypeAlias = Tensor | Encoded
 
 
 class Decoded(Mapping[str, Stored]):
-    """HF tensors by their plain names."""
+    """HF tensors by their plain names. Encoded ones are ``Encoded``."""
 
     def __init__(self, source: Mapping[str, Tensor], scheme: Scheme) -> None:
         self._source = source
@@ -44,17 +44,17 @@ class Decoded(Mapping[str, Stored]):
         return len(self._own)
 
     def rename(self, old: str, new: str) -> None:
-        """Have the tensor ``old`` under the name ``new``."""
+        """Give the tensor ``old`` the name ``new``."""
         self._own[new] = self._own.pop(old)
 
     def own_names(self, name: str) -> tuple[str, ...]:
-        """What the source calls a tensor: the names of its parts, if it is encoded."""
+        """The names in the source for a tensor: if it is encoded, those of its parts."""
         own = self._own[name]
         return (own,) if isinstance(own, str) else own.parts
 
 
 class DecodedCheckpoint(Decoded):
-    """The same of a folder, whose tensors are in files."""
+    """``Decoded`` for a folder, whose tensors are in files."""
 
     def __init__(self, checkpoint: Checkpoint, scheme: Scheme) -> None:
         super().__init__(checkpoint, scheme)
@@ -62,7 +62,7 @@ class DecodedCheckpoint(Decoded):
         self.folder = checkpoint.folder
 
     def files_of(self, name: str) -> tuple[SafetensorsFile, ...]:
-        """The file of a tensor, or that of each of its parts."""
+        """The file of a tensor or, if it is encoded, the file of each part."""
         return tuple(map(self._checkpoint.file_of, self.own_names(name)))
 
     def release(self, name: str) -> None:
@@ -82,11 +82,11 @@ Folder: TypeAlias = Checkpoint | DecodedCheckpoint
 
 
 def opened_folder(checkpoint: Checkpoint) -> Folder:
-    """A folder as one of plain tensors; as it is, where it is one.
+    """The folder as a source of plain tensors. A folder without encoded weights is returned unchanged.
 
     Raises:
-        CheckpointError: encoded weights cannot be decoded, or are not what the config says.
-        ConfigError: the config says that they are of a format that is not read.
+        CheckpointError: encoded weights cannot be decoded, or differ from the config.
+        ConfigError: the config names a format that is not supported.
     """
     specs = {name: spec for name in checkpoint if (spec := checkpoint.spec(name)) is not None}
     if not any(map(is_part, specs.values())):
@@ -96,23 +96,23 @@ def opened_folder(checkpoint: Checkpoint) -> Folder:
 
 
 def decoded_mapping(source: Mapping[str, Tensor], quantization: Quantization | None) -> Mapping[str, Stored]:
-    """A mapping as one of plain tensors; as it is, where it is one. Errors are those of ``opened_folder``."""
+    """The mapping as a source of plain tensors; see ``opened_folder``, also for the errors."""
     scheme = scheme_within(_specs(source), quantization)
     return Decoded(source, scheme) if scheme.held else source
 
 
 class DecodedPairs(Iterable[tuple[str, Stored]]):
-    """Pairs as those of plain tensors. What may be a part of an encoded weight waits until all of its parts have come.
+    """Pairs of plain names and tensors. A possible part of an encoded weight waits until all parts have come.
 
     Raises:
-        CheckpointError: at the end, naming what has waited in vain.
+        CheckpointError: at the end, parts are incomplete; the message names them.
     """
 
     def __init__(self, source: Iterable[tuple[str, Tensor]], quantization: Quantization | None) -> None:
         self._source = source
         self._quantization = quantization
         self._waiting: dict[str, dict[str, Tensor]] = {}
-        """By what their names begin with."""
+        """Parts by the common prefix of their names."""
         self.unused: list[str] = []
 
     def __iter__(self) -> Iterator[tuple[str, Stored]]:
@@ -133,10 +133,10 @@ class DecodedPairs(Iterable[tuple[str, Stored]]):
         yield from self._rest(is_quantized=bool(done))
 
     def _complete(self, group: Mapping[str, Tensor]) -> list[tuple[str, Held]]:
-        """The encoded weight whose parts are all there, if they are; the shape of int4 is one of them."""
+        """The encoded weight of ``group``, if all its parts have come. The stored shape of int4 is one of them."""
         try:
             held = scheme_within(_specs(group), self._quantization).held
-        except CheckpointError:  # not yet, or never, which is said at the end
+        except CheckpointError:  # incomplete, or wrong, which raises at the end
             return []
         return [(name, weight) for name, weight in held.items() if weight.codec.kind != "int4" or weight.shape_tensor]
 
@@ -151,22 +151,22 @@ class DecodedPairs(Iterable[tuple[str, Stored]]):
 
 
 def unused_in(source: object) -> list[str]:
-    """The names of a source that no weight needs, when all of it has come."""
+    """The names in a source that no weight needs, once the source has been read."""
     if isinstance(source, Decoded):
         return list(source.scheme.unused)
     return source.unused if isinstance(source, DecodedPairs) else []
 
 
 def quantization_in(folder: Path) -> Quantization | None:
-    """What the configs of a folder say of its weights.
+    """The quantization that the configs of a folder describe; None if there is none.
 
     Raises:
-        ConfigError: that they are of a format that is not read.
+        ConfigError: the format is not supported.
     """
     for name, key in (("config.json", "quantization_config"), ("hf_quant_config.json", None)):
         try:
             fields = json.loads((folder / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # who needs a config says so elsewhere
+        except (OSError, ValueError):  # code that needs a config raises elsewhere
             continue
         note = fields if key is None else fields.get(key) if isinstance(fields, dict) else None
         if note is not None:
@@ -175,10 +175,10 @@ def quantization_in(folder: Path) -> Quantization | None:
 
 
 def scheme_within(specs: Mapping[str, TensorSpec], quantization: Quantization | None) -> Scheme:
-    """The scheme of these tensors, which is what a config says.
+    """The scheme of these tensors, which must agree with the config.
 
     Raises:
-        CheckpointError: naming all that does not fit.
+        CheckpointError: tensors do not fit together, or differ from the config; the message names all of them.
     """
     scheme = scheme_of(specs, quantization.block if quantization is not None else None)
     if quantization is not None:
@@ -190,7 +190,7 @@ def scheme_within(specs: Mapping[str, TensorSpec], quantization: Quantization | 
 
 
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:
-    """What is known of a tensor."""
+    """The name, shape and dtype of a tensor."""
     return TensorSpec(name, tuple(tensor.shape), tensor.dtype)
 
 
@@ -199,7 +199,7 @@ def _specs(source: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
 
 
 def _allows(quantization: Quantization, held: Held) -> bool:
-    """Blocks count as equal where both cover the whole of a small weight."""
+    """Whether the config allows the encoding. For a small weight, blocks are equal if both cover it whole."""
     stored = tuple(held.shape[dim] for dim in held.order)[-2:]
     sizes: dict[Grain, tuple[int, ...]] = {"tensor": stored, "row": (1, stored[1])}
     block = tuple(map(min, held.codec.block[-2:], stored))
@@ -210,7 +210,7 @@ def _allows(quantization: Quantization, held: Held) -> bool:
 
 
 def _encoded(name: str, held: Held, source: Mapping[str, Tensor]) -> Encoded:
-    """The weight with its tensors, in the shapes that its codec takes."""
+    """The weight with its tensors, in the shapes that its codec expects."""
     codes, scales, *overall = (source[part] for part in held.parts)
     shape = held.shape if held.shape_tensor is None else tuple(source[held.shape_tensor].tolist())
     if shape != held.shape:

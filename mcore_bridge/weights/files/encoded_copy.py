@@ -1,4 +1,4 @@
-"""A slice of an encoded weight on its way into a parameter: codes and scales are read, and decoded where they go."""
+"""Copies slices of encoded weights into parameters: codes and scales are read, and decoded on the target's device."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from mcore_bridge.weights.files.staging import Slot, Staging
 
 _ALIGNMENT = 8
 _COMPARED = 1 << 20
-"""Elements that are decoded and compared at once."""
+"""The number of elements to decode and compare at once."""
 _SCRATCH = 8
-"""Bytes of a slot for each element that is decoded on a CPU at once: what is made on the way takes as much again."""
+"""Bytes of a slot per element that is decoded on a CPU at once. Temporary tensors need as much again."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedCopy:
-    """``source`` is decoded into ``target``, a view with the dims of its codes.
+    """Decodes ``source`` into ``target``, a view with the dims of the codes.
 
     Attributes:
-        files: of each part of the weight; none where its parts are in memory.
+        files: the file of each part of the weight; empty if the parts are in memory.
     """
 
     source: EncodedSlice
@@ -35,16 +35,16 @@ class EncodedCopy:
 
     @classmethod
     def of(cls, source: EncodedSlice, target: Tensor, files: tuple[SafetensorsFile, ...] = ()) -> EncodedCopy:
-        """The copy into ``target``, a view of the shape of the slice."""
+        """A copy into ``target``, which has the dims of the slice."""
         return cls(source, source.arranged(target), files)
 
     def run(self) -> None:
-        """Decode from memory."""
+        """Decode from memory into the target."""
         for source, target in self.source.pieces(self.target, _COMPARED):
             source.put(target)
 
     def is_in_place(self) -> bool:
-        """Whether the target holds these values already."""
+        """Whether the target already holds the decoded values."""
         for source, target in self.source.pieces(self.target, _COMPARED):
             held = torch.empty_like(target)
             source.put(held)
@@ -53,7 +53,7 @@ class EncodedCopy:
         return True
 
     def pieces(self, num_bytes: int) -> Iterator[EncodedCopy]:
-        """The same in parts of which at most ``num_bytes`` are read, and for a CPU fewer."""
+        """Smaller copies that read at most ``num_bytes``; on a CPU, less."""
         num_elements = (
             num_bytes // _SCRATCH if self.target.is_cpu else num_bytes * self.source.weight.codec.per_byte // 2
         )
@@ -62,27 +62,27 @@ class EncodedCopy:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are read, or take part in decoding on a CPU."""
+        """Bytes of a slot for this copy: those to read and, on a CPU, those for decoding."""
         return sum(part.nbytes for part in self.source.parts) + (
             self.target.numel() * _SCRATCH if self.target.is_cpu else 0
         )
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What is equal for copies that can go together."""
+        """A key that is equal for copies that can share a slot."""
         dtypes = tuple(part.dtype for part in self.source.weight.parts)
         return self.source.weight.codec, dtypes, self.target.dtype, self.target.device, tuple(map(id, self.files))
 
 
 def submit(copies: Sequence[EncodedCopy], staging: Staging) -> None:
-    """Have a thread read what these copies need into one slot, and decode it when it is there."""
+    """Let a thread read the parts for these copies into one slot, and decode them afterwards."""
     slot, copies = staging.take(), [copy for group in _alike(copies) for copy in group]
     memory = slot.memory(_lay_out(copies)[-1], copies[0].target.device)
     staging.submit(slot, partial(_read, copies, memory), partial(_put, copies, memory, slot))
 
 
 def _alike(copies: Sequence[EncodedCopy]) -> list[list[EncodedCopy]]:
-    """Those that are decoded together."""
+    """Groups of copies that can be decoded together."""
     groups: dict[object, list[EncodedCopy]] = {}
     for copy in copies:
         groups.setdefault(copy.source.geometry, []).append(copy)
@@ -90,7 +90,7 @@ def _alike(copies: Sequence[EncodedCopy]) -> list[list[EncodedCopy]]:
 
 
 def _lay_out(copies: Sequence[EncodedCopy]) -> list[int]:
-    """Where in a slot each part of all copies begins, and where the last one ends."""
+    """The position in a slot at which each part of all copies begins, and the end of the last one."""
     places = [0]
     for parts in zip(*(copy.source.parts for copy in copies), strict=True):
         size = sum(part.nbytes for part in parts)
@@ -106,7 +106,7 @@ def _read(copies: Sequence[EncodedCopy], memory: Tensor) -> None:
 
 
 def _put(copies: Sequence[EncodedCopy], memory: Tensor, slot: Slot) -> None:
-    """Take what has arrived in a slot to the device at once, and decode alike slices together."""
+    """Copy the whole slot to the device, and decode slices of the same geometry together."""
     device = copies[0].target.device
     arrived = memory.to(device, non_blocking=True)
     places = _lay_out(copies)
