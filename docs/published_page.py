@@ -17,12 +17,13 @@ library about all of them. No weights are read here: [families.md](families.md) 
 
 - **Loads** says whether the library takes the config as it is published. *In part* means that the source quotes a part
   of the config only, so that this is not known.
-- **Left out** is what the checkpoint has and the model does not. Layers for multi-token prediction (MTP) are built on
-  request.
+- **Besides** is what the checkpoint has besides the model of text that is built: layers for multi-token prediction
+  (MTP), which some families build on request, and models of images or sound, which a save copies from the source.
 - **From** has the first of the releases with which it was tried: transformers 4.57 and 5.23, megatron-core 0.16.1 and
   0.19.2.
 - **Parameters** are those of the text, as `mcore-bridge plan` counts them: in all, and for each token where experts are
-  chosen. What is tied counts once.
+  chosen. What is tied counts once. Releases of transformers may differ on what is tied; then the larger number stands
+  here, and the weights decide.
 - **Published** has the numbers of the publisher, from the name of the checkpoint or from the source that
   `tests/data/published/sizes.json` names. Many count the embedding or MTP layers otherwise.
 
@@ -47,7 +48,7 @@ def page(folder: Path) -> str:
     return "\n".join(
         [
             f"{HEAD}Of {len(rows)} checkpoints {loading} load as published.\n",
-            "| checkpoint | `model_type` | format | loads | left out | from | parameters | published |",
+            "| checkpoint | `model_type` | format | loads | besides | from | parameters | published |",
             "|---|---|---|---|---|---|---|---|",
             *rows,
             "",
@@ -68,9 +69,9 @@ def _row(record: dict[str, Any], outcomes: dict[str, Any], sizes: dict[str, Any]
         f"`{config['model_type']}`",
         format_of(record),
         loads,
-        ", ".join(_left_out(config)) if loads.startswith("yes") else "",
+        ", ".join(_besides(config)) if loads.startswith("yes") else "",
         _from(config["model_type"], outcomes["4"][name]) if loads.startswith("yes") else "",
-        _counted(outcome),
+        _counted(outcome, outcomes["4"][name]),
         _published(name, sizes),
     )
     return f"| {' | '.join(cells)} |"
@@ -94,13 +95,13 @@ def _reason(obstacle: str) -> str:
     return REASONS.get(word, f"`{detail or word}`")
 
 
-def _left_out(config: dict[str, Any]) -> Iterator[str]:
+def _besides(config: dict[str, Any]) -> Iterator[str]:
     text = config.get("text_config") or config
     mtp = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "_num_mtp_layers")
     if any(text.get(name) for name in mtp):
         yield "MTP"
     if "vision_config" in config:
-        yield "vision"
+        yield "images"
     if "audio_config" in config:
         yield "sound"
 
@@ -129,7 +130,7 @@ def format_of(record: dict[str, Any]) -> str:
 def _quantized(quantized: dict[str, Any]) -> str:
     method, blocks = quantized.get("quant_method", "modelopt"), quantized.get("weight_block_size")
     if method == "fp8":
-        scale = " with e8m0 scales" if quantized.get("scale_fmt") == "ue8m0" else ""
+        scale = ", scales are powers of two" if quantized.get("scale_fmt") == "ue8m0" else ""
         mixed = ", experts otherwise" if quantized.get("quant_algo") == "MIXED_PRECISION" else ""
         return f"FP8 in blocks of {blocks[0]} by {blocks[1]}{scale}{mixed}" if blocks else "FP8 per tensor"
     if method == "modelopt":
@@ -152,10 +153,10 @@ def _compressed(quantized: dict[str, Any]) -> str:
     return f"{kind}{weights['num_bits']} per {weights['strategy']}{size}"
 
 
-def _counted(outcome: dict[str, Any]) -> str:
-    if "refused" in outcome:
+def _counted(*outcomes: dict[str, Any]) -> str:
+    if "refused" in outcomes[0]:
         return ""
-    total, active = outcome["parameters"], outcome["active"]
+    total, active = (max(outcome.get(key, 0) for outcome in outcomes) for key in ("parameters", "active"))
     return _short(total) if total == active else f"{_short(total)}, {_short(active)}"
 
 
