@@ -11,9 +11,10 @@ Made from the registry by `docs/make_families.py`; CI checks that it is up to da
 
 If megatron-core's `GPTModel` cannot compute exactly what the HF model does, a `ConfigError` with the reason is raised
 before anything is built. There are three cases. Whole families are refused, if neither a config nor a submodule of
-megatron-core's own layers is enough. Single values of fields are refused in supported families. Fields that
-the table of a family does not know are refused too. A name that is neither here nor in [families.md](families.md) has
-no implementation yet. A package with its own layers can register any name that is refused here.
+megatron-core's own layers is enough, or if nobody has written that submodule yet. Single values of fields are refused
+in supported families. Fields that the table of a family does not know are refused too. A name that is neither here nor
+in [families.md](families.md) has no implementation yet. A package with its own layers can register any name that is
+refused here.
 
 The named code was read in megatron-core 0.16.1 and 0.19.2, and in transformers 5.23. Tests look for each of these names
 in the installed releases, and try each of these values.

@@ -35,10 +35,13 @@ class Architecture:
     Args:
         model_type: as HF spells it.
         fields: the config table, total over the HF config.
-        rules: the weight rules of a config.
+        rules: the weight rules of a config. They include an LM head only if it has another name than
+            ``lm_head.weight``, or a bias. The table must refuse a config that ties such a head.
         ignored: patterns (fnmatch) of HF tensor names that a checkpoint may hold and that no logits of transformers
             depend on. The default names the frequencies of rotary embeddings, which old files hold: transformers
             computes them from the config, and skips those in files. A family that adds a pattern states the reason.
+        optional: patterns (fnmatch) of HF tensor names that a checkpoint may lack. What the constructor has drawn stays
+            there then, as in transformers. A family that has some states the reason.
         dialect: how published checkpoints hold routed experts: "split", one tensor for each, or "fused", one for all.
         aliases: further ``model_type`` values that mean the same.
         reads_as: another ``model_type``, whose config class reads these configs. It is for families that have no config
@@ -54,6 +57,7 @@ class Architecture:
     fields: tuple[Field, ...]
     rules: "Callable[[PretrainedConfig], tuple[Rule, ...]]"
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    optional: tuple[str, ...] = ()
     dialect: "Dialect" = "split"
     aliases: tuple[str, ...] = ()
     reads_as: str | None = None
@@ -68,7 +72,7 @@ class Refusal:
 
     Args:
         model_types: as HF spells them.
-        reason: what megatron-core's ``GPTModel`` cannot express of them.
+        reason: what megatron-core's ``GPTModel`` cannot express of them, or which submodule nobody has written.
         checked: dotted names of the code in transformers and megatron-core that shows it.
     """
 
@@ -149,7 +153,7 @@ def read_hf(source: "str | os.PathLike[str] | PretrainedConfig") -> "PretrainedC
 def _refused(model_type: str) -> str:
     refusal = _REFUSED[model_type]
     return (
-        f"The model_type must be one that megatron-core's GPTModel can express exactly, found {model_type!r}: "
+        f"The model_type must be of a family that is written here, found {model_type!r}: "
         f"{refusal.reason} (see {' and '.join(refusal.checked)}). A package with layers of its own can register it."
     )
 

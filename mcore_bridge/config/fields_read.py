@@ -25,7 +25,8 @@ _WHOLE = frozenset({"to_dict", "to_diff_dict", "__dict__"})
 def fields_read(config: "type[PretrainedConfig]", names: Iterable[str]) -> frozenset[str]:
     """Those of ``names`` that the installed transformers may read from a config of this class.
 
-    If the class is not from transformers, any code may read it, so all names count as read.
+    If the class is not from transformers, any code may read it, so all names count as read. So they do for a family
+    that has no model of its own.
 
     Example::
 
@@ -35,7 +36,7 @@ def fields_read(config: "type[PretrainedConfig]", names: Iterable[str]) -> froze
     """
     names = frozenset(names)
     package = _package_of(config)
-    if package is None:
+    if package is None or not any(package.glob("modeling_*.py")):  # with a model of another family, found by a list
         return names
     own, shared = _code_of(package)
     if any(_reads_unnamed_fields(path) for path in own):

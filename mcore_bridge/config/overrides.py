@@ -19,7 +19,8 @@ ATTRIBUTES = frozenset(
     (
         *("hf_rope", "hf_sliding_rope", "hf_vocab_size", "attention_output_bias", "latent_norm_epsilon"),
         *("norm_placement", "qk_norm_kind", "attention_softcap", "logit_softcap", "embedding_scale"),
-        *("embedding_dropout", "router_norm_min"),
+        *("embedding_dropout", "router_norm_min", "residual_multiplier", "logit_scale", "logit_divisor"),
+        *("parallel_norms", "norm_bias", "output_layer_bias", "expert_norm", "expert_multiplier"),
         *ATTENTION_FACTOR,
     )
 )
@@ -39,7 +40,14 @@ For ``build_model``:
 * ``embedding_scale``: word embeddings are multiplied by it;
 * ``embedding_dropout``: the dropout of the embedding, if it is not mcore's ``hidden_dropout``;
 * ``router_norm_min``: with it, ``moe_router_enable_expert_bias`` works with softmax scores too. The weights of a
-  token's experts are divided by their sum, or by this value if it is larger.
+  token's experts are divided by their sum, or by this value if it is larger;
+* ``residual_multiplier``: the outputs of attention and MLP are multiplied by it before they are added;
+* ``expert_multiplier``: the summed output of a layer's experts is multiplied by it before it is added;
+* ``logit_scale``, ``logit_divisor``: logits are multiplied by the one, or divided by the other;
+* ``parallel_norms``: attention and MLP read the same input, through 1 norm or through 2;
+* ``norm_bias``: whether a LayerNorm has a bias (mcore's always has one);
+* ``output_layer_bias``: whether the LM head has a bias (mcore's never has one);
+* ``expert_norm``: whether a norm follows the summed output of a layer's experts.
 
 For mcore's attention: the attention factor of the rope (``yarn_...``)."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mcore_bridge.errors import MeshError
-from mcore_bridge.factory.modules.heads import hide_padding, initialise_head, replace_output_layer
+from mcore_bridge.factory.modules.heads import bias_output_layer, hide_padding, initialise_head, replace_output_layer
 from mcore_bridge.factory.mtp import initialise_mtp
 from mcore_bridge.weights.transfer.copier import compiling
 
@@ -86,14 +86,16 @@ def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     """Puts in place what mcore cannot build (rope, dropout, scales, small heads), and sets the provenance."""
     from mcore_bridge.factory.modules.layer_rope import both_ropes
     from mcore_bridge.factory.modules.rotary import replace_rotary
-    from mcore_bridge.factory.modules.scales import cap_logits, scale_embedding
+    from mcore_bridge.factory.modules.scales import cap_logits, scale_embedding, scale_logits
     from mcore_bridge.factory.param_attributes import mark_cut, mark_experts
 
+    bias_output_layer(chunk)
     mark_cut(chunk)
     mark_experts(chunk)
     replace_rotary(chunk)
     both_ropes(chunk)
     scale_embedding(chunk)
+    scale_logits(chunk)
     cap_logits(chunk)
     if chunk.pre_process and (dropped := getattr(blueprint.config, "embedding_dropout", None)) is not None:
         chunk.embedding.embedding_dropout.p = dropped

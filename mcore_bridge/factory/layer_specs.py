@@ -36,7 +36,7 @@ def block_spec(config: TransformerConfig, layers: range, *, backend: Backend) ->
     own = [copy.deepcopy(specs[layer]) for layer in layers]  # mcore has one object for equal layers
     for number, spec in zip(layers, own, strict=True):
         _adapt(spec.submodules, config, number, backend)
-    return TransformerBlockSubmodules(layer_specs=own, layer_norm=norm_of(backend))
+    return TransformerBlockSubmodules(layer_specs=own, layer_norm=norm_of(backend, config))
 
 
 def _require_recomputable(config: TransformerConfig) -> None:
@@ -55,7 +55,9 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
     from mcore_bridge.factory.modules.delta import adapt_attention
     from mcore_bridge.factory.modules.experts import adapt_experts
     from mcore_bridge.factory.modules.layer_rope import adapt_layer_rope
-    from mcore_bridge.factory.modules.norms import adapt_norm_placement, adapt_query_key_norms
+    from mcore_bridge.factory.modules.norms import adapt_expert_norm, adapt_norm_placement, adapt_query_key_norms
+    from mcore_bridge.factory.modules.parallel import adapt_parallel
+    from mcore_bridge.factory.modules.residuals import adapt_residuals
     from mcore_bridge.factory.modules.scores import adapt_scores
 
     if backend == "torch":
@@ -72,6 +74,9 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
     adapt_layer_rope(layer, config, backend)
     adapt_query_key_norms(layer, config, backend)
     adapt_norm_placement(layer, config, backend)
+    adapt_expert_norm(layer, config, backend)
+    adapt_parallel(layer, config, backend)
+    adapt_residuals(layer, config)
     adapt_attention(layer, config, number, backend)
     adapt_keys(layer, config)
 

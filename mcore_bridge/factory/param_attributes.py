@@ -25,6 +25,8 @@ def mark_cut(chunk: GPTModel) -> None:
                 parameter.tensor_model_parallel, parameter.partition_dim = False, -1
         elif isinstance(module, VocabParallelEmbedding | ColumnParallelLinear):
             _mark(module.weight, 0)
+            if name == "output_layer":
+                _mark(module.bias, 0)
         elif isinstance(module, RowParallelLinear):
             _mark(module.weight, 1)
     for name, parameter in chunk.named_parameters():

@@ -56,6 +56,7 @@ def count_params(hf: PretrainedConfig) -> ParamCounts:
     layers = tuple(_norms(config) + sum(parts) for parts in zip(attentions, mlps, strict=True))
     vocabulary = config.hf_vocab_size * config.hidden_size
     lm_head = 0 if hf.tie_word_embeddings else vocabulary
+    lm_head += config.hf_vocab_size * getattr(config, "output_layer_bias", False)
     return ParamCounts(layers, tuple(experts), vocabulary, lm_head, _norm(config, config.hidden_size))
 
 
@@ -64,12 +65,13 @@ def _linear(inputs: int, outputs: int, *, bias: bool) -> int:
 
 
 def _norm(config: Any, size: int) -> int:
-    return size * (2 if config.normalization == "LayerNorm" else 1)
+    return size * (2 if config.normalization == "LayerNorm" and getattr(config, "norm_bias", True) else 1)
 
 
 def _norms(config: Any) -> int:
     """The norms of a layer, without those of queries, keys and latents."""
-    return _norm(config, config.hidden_size) * (4 if getattr(config, "norm_placement", "pre") == "sandwich" else 2)
+    count = 4 if getattr(config, "norm_placement", "pre") == "sandwich" else 2
+    return _norm(config, config.hidden_size) * (getattr(config, "parallel_norms", None) or count)
 
 
 def _mlp(config: Any, size: int) -> int:
@@ -78,10 +80,11 @@ def _mlp(config: Any, size: int) -> int:
 
 
 def _around_experts(config: Any) -> int:
-    """The parameters of the router and of shared experts."""
+    """The parameters of the router, of shared experts and of a norm after all experts."""
     num_experts, shared = config.num_moe_experts, config.moe_shared_expert_intermediate_size
     router = _linear(config.hidden_size, num_experts, bias=config.add_bias_linear)
     router += num_experts * config.moe_router_enable_expert_bias
+    router += _norm(config, config.hidden_size) * getattr(config, "expert_norm", False)
     if not shared:
         return router
     return router + _mlp(config, shared) + config.hidden_size * config.moe_shared_expert_gate

@@ -13,6 +13,7 @@ EMBEDDING   = table(("embedding.word_embeddings.weight",    "model.embed_tokens.
 FINAL_NORM  = table(("decoder.final_layernorm.weight",      "model.norm.weight",               REPLICATED))
 NORMS       = table(("input_layernorm.weight",              "input_layernorm.weight",          REPLICATED),
                     ("pre_mlp_layernorm.weight",            "post_attention_layernorm.weight", REPLICATED))
+ONE_NORM    = table(("input_layernorm.weight",              "input_layernorm.weight",          REPLICATED))
 GQA         = table(("self_attention.linear_qkv.weight",    "self_attn.{q,k,v}_proj.weight",   QKV),
                     ("self_attention.linear_proj.weight",   "self_attn.o_proj.weight",         ROW))
 QKV_BIAS    = table(("self_attention.linear_qkv.bias",      "self_attn.{q,k,v}_proj.bias",     QKV))

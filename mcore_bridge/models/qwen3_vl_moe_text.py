@@ -9,10 +9,9 @@ from mcore_bridge.models.blocks import GQA, NORMS, O_BIAS, QK_NORM, QKV_BIAS, RO
 from mcore_bridge.rules.layout import FUSED_GATED_UP, ROW, TRANSPOSED
 from mcore_bridge.rules.mapping import experts, table
 
-NO_WINDOW = "the text model of transformers has no windows"
 OWN = (
     Require("norm_topk_prob", (True, None), "transformers normalises the weights of experts, whatever it says"),
-    Require("use_sliding_window", (False, None), NO_WINDOW),
+    Require("use_sliding_window", (False, None), "the text model of transformers has no windows"),
 )
 # Published files have them transposed. Those that transformers 5 writes do not, and are refused for their shapes.
 # fmt: off

@@ -1,40 +1,49 @@
-"""Families that megatron-core's ``GPTModel`` cannot express, each with the code that shows it.
+"""Families that are not implemented here, each with the reason and the code that shows it.
 
-In some cases a submodule of megatron-core's own layers would be enough, but nobody has written it yet. The
-reason then says what the module must do.
+Some of them megatron-core's ``GPTModel`` cannot express. For others a submodule of megatron-core's own layers would be
+enough, but nobody has written it yet.
 """
 
 from mcore_bridge.architecture import Refusal
 
 GPT = "megatron.core.models.gpt.GPTModel"
 LAYER = "megatron.core.transformer.transformer_layer.TransformerLayer"
+PARTS = "megatron.core.transformer.transformer_layer.TransformerLayerSubmodules"
 CONFIG = "megatron.core.transformer.TransformerConfig"
 ATTENTION = "megatron.core.transformer.attention.SelfAttention"
+LATENT = "megatron.core.transformer.multi_latent_attention.MLASelfAttention"
 SCORES = "megatron.core.transformer.dot_product_attention.DotProductAttention"
 ROUTER = "megatron.core.transformer.moe.router.TopKRouter"
-MLP = "megatron.core.transformer.mlp.MLP"
-MAMBA = "megatron.core.models.mamba.MambaModel"
+MLP = "megatron.core.transformer.mlp.MLPSubmodules"
 DELTA = "megatron.core.ssm.gated_delta_net.GatedDeltaNet"
 SSM = "megatron.core.ssm"
+NO_CLASS = "transformers.CONFIG_MAPPING"
 
 
 def _because(reason: str, *where: str, **classes: str) -> tuple[Refusal, ...]:
-    """A refusal for each family: its ``model_type``, and the part of its code in transformers that shows the reason."""
-    return tuple(
-        Refusal((name,), reason, (f"transformers.models.{name.removesuffix('_text')}.{seen}", *where))
-        for name, seen in classes.items()
-    )
+    """A refusal for each family: its ``model_type``, and the part of its code in transformers that shows the reason.
+
+    The code is in the folder of that name, without ``_text``, or in the one that is given in front.
+    """
+    return tuple(Refusal((name,), reason, (_path(name, seen), *where)) for name, seen in classes.items())
+
+
+def _path(name: str, seen: str) -> str:
+    folder = "" if seen.count(".") > 1 else f"{name.removesuffix('_text')}."
+    return f"transformers.models.{folder}{seen}"
 
 
 # fmt: off
 REFUSALS = (
     *_because(
-        "the MLP has the same input as attention; megatron-core's MLP has that input plus the output of attention",
-        LAYER,
-        codegen="modeling_codegen.CodeGenBlock", cohere="modeling_cohere.CohereDecoderLayer",
-        cohere2="modeling_cohere2.Cohere2DecoderLayer", cohere2_moe="modeling_cohere2_moe.Cohere2MoeDecoderLayer",
-        falcon="modeling_falcon.FalconDecoderLayer", gpt_neox="modeling_gpt_neox.GPTNeoXLayer",
-        gptj="modeling_gptj.GPTJBlock", phi="modeling_phi.PhiDecoderLayer",
+        "attention and MLP read the same input, as in phi; nobody has written rules for its one tensor of q, k and v",
+        PARTS,
+        codegen="modeling_codegen.CodeGenAttention", falcon="modeling_falcon.FalconAttention",
+    ),
+    *_because(
+        "attention and MLP read the same input, as in phi; nobody has written its tables, under names of their own",
+        PARTS,
+        gptj="modeling_gptj.GPTJBlock",
     ),
     *_because(
         "positions are a bias of the scores (ALiBi); megatron-core has no such position embedding",
@@ -42,8 +51,24 @@ REFUSALS = (
         bloom="modeling_bloom.build_alibi_tensor", mpt="modeling_mpt.build_mpt_alibi_tensor",
     ),
     *_because(
-        "layers are state spaces (Mamba), some or all; megatron-core has these in a MambaModel, not in a GPTModel",
-        MAMBA, GPT,
+        "positions are learned, one vector each, which GPTModel has (learned_absolute); nobody has written rules "
+        "for them",
+        GPT,
+        gpt2="modeling_gpt2.GPT2Model", gpt_bigcode="modeling_gpt_bigcode.GPTBigCodeModel",
+        opt="modeling_opt.OPTLearnedPositionalEmbedding",
+    ),
+    *_because(
+        "norms have no weights, which no norm here is without", LAYER,
+        olmo="modeling_olmo.OlmoLayerNorm", nanochat="modeling_nanochat.NanoChatRMSNorm",
+    ),
+    *_because(
+        "norms of queries and keys have other weights in each head; nobody has written them", ATTENTION,
+        stablelm="modeling_stablelm.StableLmLayerNormPerHead",
+    ),
+    *_because(
+        "layers are state spaces (Mamba), all or some; megatron-core's mixer needs CUDA kernels, and nobody has "
+        "written one that runs without them",
+        SSM, PARTS,
         bamba="modeling_bamba.BambaMixer", falcon_h1="modeling_falcon_h1.FalconH1Mixer",
         falcon_mamba="modeling_falcon_mamba.FalconMambaMixer", jamba="modeling_jamba.JambaMambaMixer",
         granitemoehybrid="modeling_granitemoehybrid.GraniteMoeHybridMambaLayer",
@@ -52,7 +77,8 @@ REFUSALS = (
         zamba="modeling_zamba.ZambaMambaMixer", zamba2="modeling_zamba2.Zamba2MambaMixer",
     ),
     *_because(
-        "some layers are short convolutions behind gates, which megatron-core has no module for", SSM,
+        "some layers are short convolutions behind gates; nobody has written one",
+        SSM, PARTS,
         lfm2="modeling_lfm2.Lfm2ShortConv", lfm2_moe="modeling_lfm2_moe.Lfm2MoeShortConv",
         lfm3="modeling_lfm3.Lfm3ShortConv",
     ),
@@ -66,6 +92,12 @@ REFUSALS = (
         kimi_linear="modeling_kimi_linear.KimiLinearDeltaAttention",
     ),
     *_because(
+        "linear attention decays by channel, layers mix several residual streams, and full ones select what they see",
+        DELTA, LAYER,
+        glm5_next="modeling_glm5_next.Glm5NextTextHyperConnection",
+        glm5_next_text="modeling_glm5_next.Glm5NextTextForgetGate",
+    ),
+    *_because(
         "the delta rule has weights up to 2 (linear_allow_neg_eigval); those of megatron-core are at most 1",
         DELTA,
         olmo_hybrid="modeling_olmo_hybrid.OlmoHybridGatedDeltaNet",
@@ -77,16 +109,101 @@ REFUSALS = (
         minimax="modeling_minimax.MiniMaxLightningAttention",
     ),
     *_because(
-        "layers mix several residual streams (hyper-connections); megatron-core's layer has one", LAYER,
+        "layers mix several residual streams (hyper-connections); megatron-core's layer has one, and nobody has "
+        "written submodules that mix more",
+        LAYER, PARTS,
         deepseek_v4="modeling_deepseek_v4.DeepseekV4HyperConnection", hy_v4="modeling_hy_v4.HYV4HyperConnection",
+    ),
+    *_because(
+        "residuals are gated streams, tokens have n-gram embeddings besides, and an indexer selects blocks of keys",
+        LAYER, GPT,
+        qwen4_exp="modeling_qwen4_exp.Qwen4ExpTextGatedResidual",
+        qwen4_exp_text="modeling_qwen4_exp.Qwen4ExpTextNGramEmbedding",
     ),
     *_because(
         "layers predict several residual streams from each other (AltUp); megatron-core's layer has one", LAYER,
         gemma3n_text="modeling_gemma3n.Gemma3nTextAltUp",
     ),
     *_because(
-        "heads are larger in layers without a window (global_head_dim); megatron-core has one kv_channels", CONFIG,
+        "residuals have learned weights, or a factor that depends on the layer; nobody has written these submodules",
+        PARTS,
+        beam="modeling_beam.BeamDecoderLayer", muse_spark="modeling_muse_spark.MuseSparkResidualGate",
+        muse_spark_text="modeling_muse_spark.MuseSparkResidualGate", zaya="modeling_zaya.ZayaResidualScaling",
+    ),
+    *_because(
+        "heads are larger in layers without a window (global_head_dim); megatron-core has one kv_channels, and "
+        "weights are cut here by one",
+        CONFIG,
         gemma4_text="configuration_gemma4.Gemma4TextConfig",
+        gemma4_unified="modeling_gemma4_unified.Gemma4UnifiedTextAttention",
+        gemma4_unified_text="modeling_gemma4_unified.Gemma4UnifiedTextAttention",
+    ),
+    *_because(
+        "layers have different numbers of heads, and a gate for each head; megatron-core has one number of heads, "
+        "and weights are cut here by one",
+        CONFIG, ATTENTION,
+        laguna="modeling_laguna.LagunaAttention", step3p5="step3p7.modeling_step3p7.Step3p7Attention",
+        step3p7="modeling_step3p7.Step3p7Attention",
+    ),
+    *_because(
+        "layers have latent attention of different sizes, with a gate for each head; megatron-core has one size",
+        LATENT,
+        dots3_note="modeling_dots3_note.Dots3NoteTextAttention",
+        dots3_note_text="modeling_dots3_note.Dots3NoteTextAttention",
+    ),
+    *_because(
+        "layers read keys and values that another layer has computed; megatron-core's compute their own", LATENT,
+        mistral_large4="modeling_mistral_large4.MistralLarge4TextAttention",
+        mistral_large4_text="modeling_mistral_large4.MistralLarge4TextAttention",
+    ),
+    *_because(
+        "norms have gates, and an indexer selects what latent attention sees; nobody has written gated norms", LAYER,
+        axk2="modeling_axk2.AXK2GatedRMSNorm",
+    ),
+    *_because(
+        "norms of queries and keys have no weights, and norms behind attention and MLP an epsilon of their own; "
+        "nobody has written these",
+        ATTENTION, LAYER,
+        muse_glimmer="modeling_muse_glimmer.MuseGlimmerTextAttention",
+        muse_glimmer_text="modeling_muse_glimmer.MuseGlimmerTextDecoderLayer",
+    ),
+    *_because(
+        "attention has a gate with a projection of its own, which megatron-core fuses with that of queries, and "
+        "expert biases are parameters; nobody has written its rules",
+        ATTENTION, ROUTER,
+        afmoe="modeling_afmoe.AfmoeAttention",
+    ),
+    *_because(
+        "attention has sinks and norms of queries and keys in each head; nobody has written its tables", SCORES,
+        flint="modeling_flint.FlintAttention",
+    ),
+    *_because(
+        "residuals have multipliers, and attention has sinks and a rope base for each layer; nobody has written "
+        "the latter",
+        SCORES,
+        granite_swa="modeling_granite_swa.GraniteSWAAttention",
+        granitemoe_swa="modeling_granitemoe_swa.GraniteMoeSWAAttention",
+    ),
+    *_because(
+        "norms behind attention and MLP come with multipliers of residuals, as a config says; nobody has written "
+        "both at once",
+        PARTS,
+        hyperclovax="modeling_hyperclovax.HyperCLOVAXDecoderLayer",
+    ),
+    *_because(
+        "positions are logits of distances, and convolutions stand around attention and MLP; megatron-core has "
+        "neither",
+        ATTENTION, GPT,
+        inkling2="modeling_inkling2.Inkling2RelativeLogits", inkling2_text="modeling_inkling2.Inkling2RelativeLogits",
+        inkling_mm_model="inkling.modeling_inkling.InklingRelativeLogits",
+        inkling_text="modeling_inkling.InklingRelativeLogits",
+    ),
+    *_because(
+        "an indexer selects blocks of keys for attention that is not latent; megatron-core's indexer is for "
+        "latent one",
+        ATTENTION,
+        minimax_m3_vl="modeling_minimax_m3_vl.MiniMaxM3VLIndexer",
+        minimax_m3_vl_text="modeling_minimax_m3_vl.MiniMaxM3VLIndexer",
     ),
     *_because(
         "values are smaller than keys (v_head_dim) without latent attention; in megatron-core they have the same size",
@@ -94,8 +211,7 @@ REFUSALS = (
         mimo_v2_flash="modeling_mimo_v2_flash.MiMoV2FlashAttention",
     ),
     *_because(
-        "some layers attend within chunks (attention_chunk_size); megatron-core's attend to everything or a window",
-        CONFIG,
+        "some layers attend within chunks (attention_chunk_size); nobody has written that mask", CONFIG, SCORES,
         llama4_text="modeling_llama4.create_chunked_causal_mask",
     ),
     *_because(
@@ -118,19 +234,27 @@ REFUSALS = (
         diffllama="modeling_diffllama.DiffLlamaAttention",
     ),
     *_because(
-        "residuals have a multiplier, which would have to be folded into weights: megatron-core's layer just adds",
-        LAYER,
-        granite="modeling_granite.GraniteDecoderLayer", granitemoe="modeling_granitemoe.GraniteMoeDecoderLayer",
-        granitemoeshared="modeling_granitemoeshared.GraniteMoeSharedDecoderLayer",
-    ),
-    *_because(
-        "the activation has two learned numbers in each layer (xIELU); that of megatron-core's MLP has none",
+        "the activation learns two numbers in each layer (xIELU); megatron-core has a place for such a module, and "
+        "nobody has written it",
         MLP,
         apertus="modeling_apertus.ApertusMLP",
     ),
     *_because(
-        "values decide the attention mask, and residuals have learned weights; megatron-core's layer just adds", LAYER,
+        "attention masks by its values, and residuals have learned weights; nobody has written these submodules", PARTS,
         doge="modeling_doge.DogeDecoderLayer",
+    ),
+    *_because(
+        "images have experts of their own, which share tensors with those of texts: one without the other cannot be "
+        "written",
+        ROUTER,
+        ernie4_5_vl_moe_text="modeling_ernie4_5_vl_moe.Ernie4_5_VLMoeMoeBlock",
+    ),
+    Refusal(
+        (
+            *("deepseek", "deepseek_v41", "internlm2", "joyai_llm_flash", "kimi_k3", "mimo_v2", "sarvam_moe"),
+        ),
+        "transformers has no code for it, so that there is nothing to compare what is computed with",
+        (NO_CLASS,),
     ),
     Refusal(
         (

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 _NAME = "verl.utils.kernel.linear_cross_entropy"
 _SPLIT = 1024
 """Rows that the kernels process at a time. Ranks exchange a maximum for each such part, so all need equally many."""
+_OF_LOGITS = {
+    "logit_softcap": "caps them at {}",
+    "logit_scale": "scales them (factor and divisor: {})",
+    "output_bias": "adds a bias to them",
+}
+"""Attributes of an output layer's weight, each with what such a model does to logits."""
 
 
 def __getattr__(name: str) -> Any:
@@ -40,7 +46,8 @@ def linear_cross_entropy(
         temperature, reduction, dist_process_group: as for verl's function.
 
     Raises:
-        ConfigError: the model caps its logits, or ranks have different numbers of parts because of padding.
+        ConfigError: logits are capped, scaled or have a bias, or ranks have different numbers of parts
+            because of padding.
     """
     rank, size = (0, 1) if dist_process_group is None else (dist_process_group.rank(), dist_process_group.size())
     rows = weight.size(0)
@@ -55,11 +62,12 @@ def linear_cross_entropy(
 
 
 def _check(weight: Tensor, vocab_size: int, size: int) -> None:
-    if (cap := getattr(weight, "logit_softcap", None)) is not None:
-        raise ConfigError(
-            "verl's fused kernels need logits as the weight of the output layer gives them, found a model that caps "
-            f"them at {cap}: set use_fused_kernels=False"
-        )
+    for name, does in _OF_LOGITS.items():
+        if (value := getattr(weight, name, None)) is not None:
+            raise ConfigError(
+                f"verl's fused kernels need logits as the weight of the output layer gives them, found a model that "
+                f"{does.format(value)}: set use_fused_kernels=False"
+            )
     rows = weight.size(0)
     last = vocab_size - rows * (size - 1)
     if last <= 0 or (size > 1 and -(-last // _SPLIT) != -(-rows // _SPLIT)):

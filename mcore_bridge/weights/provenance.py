@@ -47,7 +47,9 @@ SCORE_HEAD = table(("output_layer.weight", "score.weight",   REPLICATED),
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """The HF config of a model, the rules and ignored HF names of its architecture, its head, and its folder.
+    """The HF config of a model, what its architecture says of HF names, its head, and its folder.
+
+    ``rules``, ``ignored`` and ``optional`` are those of the architecture.
 
     Of a composite, ``hf`` is the config of its text, names are those of the composite, and ``whole`` has the rest.
 
@@ -58,6 +60,7 @@ class Provenance:
     hf: PretrainedConfig
     rules: Rules
     ignored: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     head: str = "lm"
     folder: str | None = None
     dialect: Dialect = "split"
@@ -101,7 +104,7 @@ class Provenance:
         return respelled_name(HEAD, self.spelling)
 
     def mapping(self, *, tied: bool, mtp: bool = False, dialect: Dialect | None = None) -> WeightMapping:
-        """The weight mapping of the model: all rules, those of the head included.
+        """The weight mapping of the model: all rules, with those of the architecture's own head, or ``LM_HEAD``.
 
         Args:
             tied: whether the output layer is the word embedding.
@@ -115,6 +118,8 @@ class Provenance:
         if dialect not in (None, "split", "fused"):
             raise ConfigError(f"dialect must be 'split' (a tensor for each expert), 'fused' or None, found {dialect!r}")
         rules = fused(self.rules) if (dialect or self.dialect) == "fused" else self.rules
+        lm_head = lm_head_of(rules, self.spelling)
+        rules = tuple(rule for rule in rules if rule not in lm_head)
         ignored = self.ignored
         if tied:
             rules = tuple(replace(rule, mcore=EMBEDDING) if rule.copy else rule for rule in rules)
@@ -125,13 +130,14 @@ class Provenance:
         if self.head != "lm":
             # A causal LM has no score: we skip its head, and ours keeps its random values. In transformers, too,
             # ...ForSequenceClassification and ...ForTokenClassification have no lm_head.
-            return WeightMapping((*rules, *SCORE_HEAD), (*ignored, self.lm_head), ("score.*",), **parts)
+            names = (name for rule in lm_head for name in rule.hf)
+            return WeightMapping((*rules, *SCORE_HEAD), (*ignored, *names), ("score.*", *self.optional), **parts)
         if tied and ties_any_head():
-            return WeightMapping((*rules, *tied_lm_head(rules)), (*ignored, self.lm_head), **parts)
+            return WeightMapping((*rules, *tied_lm_head(rules)), (*ignored, self.lm_head), self.optional, **parts)
         if tied:
             again = redundant_head(rules, self.lm_head)
-            return WeightMapping((*rules, *tied_lm_head(rules), *again), ignored, **parts)
-        return WeightMapping((*rules, *respelled(LM_HEAD, self.spelling)), ignored, **parts)
+            return WeightMapping((*rules, *tied_lm_head(rules), *again), ignored, self.optional, **parts)
+        return WeightMapping((*rules, *lm_head), ignored, self.optional, **parts)
 
     def _parts(self) -> dict[str, tuple[str, ...]]:
         """What tells the tensors of a composite's text from those that are carried."""
@@ -140,6 +146,12 @@ class Provenance:
         names = top_names((*architecture_of(self.hf).rules(self.hf), *LM_HEAD, *SCORE_HEAD))
         text = tuple(respelled_name(name, self.spelling) for name in names)
         return {"text": text, "carried": self.whole.composite.carried}
+
+
+def lm_head_of(rules: Rules, spelling: Prefixes = ()) -> Rules:
+    """The rules of an output layer that is no embedding: those among ``rules``, else ``LM_HEAD`` in this spelling."""
+    own = tuple(rule for rule in rules if rule.mcore.startswith("output_layer.") and not rule.copy)
+    return own or respelled(LM_HEAD, spelling)
 
 
 def tied_lm_head(rules: Rules) -> Rules:
@@ -178,7 +190,15 @@ def provenance_of(hf: HF, *, head: str = "lm") -> Provenance:
         whole, config = Whole(composite, config, composite.spelling), text_of(config, composite)
     architecture = architecture_of(config)
     rules = respelled(architecture.rules(config), whole.spelling if whole else ())
-    provenance = Provenance(config, rules, architecture.ignored, head, folder, whole=whole).spelled_as(names)
+    provenance = Provenance(
+        config,
+        rules,
+        ignored=architecture.ignored,
+        optional=architecture.optional,
+        head=head,
+        folder=folder,
+        whole=whole,
+    ).spelled_as(names)
     if folder and head == "lm" and config.tie_word_embeddings:
         embeddings = [rule.hf[0] for rule in _embedding(provenance.rules)]
         config.tie_word_embeddings = all(is_tied(folder, names, name, provenance.lm_head) for name in embeddings)

@@ -9,7 +9,10 @@ from mcore_bridge.factory.param_count import ParamCounts, count_params
 from tests import zoo
 from tests.support.strategies import random_state
 
-LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+LAYER = re.compile(r"^(?:model|gpt_neox)\.layers\.(\d+)\.")
+EMBEDDING = ("model.embed_tokens.weight", "gpt_neox.embed_in.weight")
+HEAD = ("lm_head.weight", "lm_head.bias", "embed_out.weight")
+EXPERTS = (".experts.", ".block_sparse_moe.input_linear.", ".block_sparse_moe.output_linear.")
 
 
 def counted(hf: PretrainedConfig) -> ParamCounts:
@@ -19,8 +22,8 @@ def counted(hf: PretrainedConfig) -> ParamCounts:
     for name, size in sizes.items():
         if layer := LAYER.match(name):
             layers[int(layer[1])] += size
-            experts[int(layer[1])] += size * (".experts." in name)
-    embedding, lm_head = sizes["model.embed_tokens.weight"], sizes.get("lm_head.weight", 0)
+            experts[int(layer[1])] += size * any(part in name for part in EXPERTS)
+    embedding, lm_head = (sum(sizes.get(name, 0) for name in names) for names in (EMBEDDING, HEAD))
     rest = sum(sizes.values()) - sum(layers) - embedding - lm_head
     return ParamCounts(tuple(layers), tuple(experts), embedding, lm_head, rest)
 

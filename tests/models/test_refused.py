@@ -19,12 +19,12 @@ from mcore_bridge.errors import ConfigError
 from tests.support import bailing
 from tests.zoo import described
 
-REMOTE = {"internvl_chat", "kimi_vl"}
+NO_CODE = next(each for each in refusals() if "internlm2" in each.model_types)
+REMOTE = {"internvl_chat", "kimi_vl", *NO_CODE.model_types}
 """Names that no release of transformers has: their code is published beside the weights."""
 SINCE_5 = {
     *(
         "bailing_hybrid",
-        "cohere2_moe",
         "deepseek_v4",
         "ernie4_5_vl_moe",
         "gemma4",
@@ -32,6 +32,11 @@ SINCE_5 = {
     ),
     *("glm_ocr", "hy_v4", "kimi_linear", "lfm2_moe", "lfm3", "mimo_v2_flash", "molmo2"),
     *("nemotron_h", "olmo_hybrid", "t5gemma2"),
+    *("afmoe", "axk2", "beam", "dots3_note", "dots3_note_text", "ernie4_5_vl_moe_text", "flint", "gemma4_unified"),
+    *("gemma4_unified_text", "glm5_next", "glm5_next_text", "granite_swa", "granitemoe_swa", "hyperclovax"),
+    *("inkling_mm_model", "inkling_text", "inkling2", "inkling2_text", "laguna", "minimax_m3_vl"),
+    *("minimax_m3_vl_text", "mistral_large4", "mistral_large4_text", "muse_glimmer", "muse_glimmer_text"),
+    *("muse_spark", "muse_spark_text", "nanochat", "qwen4_exp", "qwen4_exp_text", "step3p5", "step3p7", "zaya"),
 }
 """Names that transformers 4.57 lacks."""
 SINGLE = [each for each in refusals() if len(each.model_types) == 1]
@@ -47,7 +52,7 @@ def names() -> list[str]:
 def test_no_name_is_refused_twice_or_registered() -> None:
     assert len(set(names())) == len(names()) > 70
     assert not set(names()) & set(architectures())
-    assert {*SINGLE, ENCODERS, COMPOSITES} == set(refusals())
+    assert {*SINGLE, ENCODERS, COMPOSITES, NO_CODE} == set(refusals())
 
 
 @pytest.mark.parametrize("refusal", refusals(), ids=lambda each: each.model_types[0])
@@ -113,7 +118,8 @@ def test_a_folder_is_refused_with_the_reason_whether_or_not_transformers_knows_i
 def test_a_package_can_register_a_name_that_we_refuse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(registry, "_REGISTRY", dict(architectures()))
     own = [
-        dataclasses.replace(architecture_of("llama"), model_type=name, reads_as="llama") for name in ("phi", "kimi_vl")
+        dataclasses.replace(architecture_of("llama"), model_type=name, reads_as="llama")
+        for name in ("mamba", "kimi_vl")
     ]
     assert [architecture_of(register(each).model_type) for each in own] == own
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "kimi_vl"}))
@@ -157,6 +163,19 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "`rotary_dim` but": ({"rotary_dim": 2}, "rotary_dim must be"),
     "`moe_topk` that": ({"moe_topk": [2, 4] * 16}, "moe_topk must be"),
+    "`partial_rotary_factor` of a rope but": (
+        {"rope_parameters": {**YARN, "partial_rotary_factor": 0.75}},
+        "partial_rotary_factor must be",
+    ),
+    "`expert_selection_fn` but": ({"expert_selection_fn": "tanh"}, "expert_selection_fn must be"),
+    "sigmoid scores of several": (
+        {"expert_selection_fn": "sigmoid", "norm_topk_prob": False, "num_experts_per_tok": 2},
+        "norm_topk_prob must be True with sigmoid scores",
+    ),
+    "`shared_expert_combination_strategy` but": (
+        {"shared_expert_combination_strategy": "product"},
+        "shared_expert_combination_strategy must be",
+    ),
     "`quant_method` but": ({"quantization_config": {"quant_method": "gptq"}}, "quant_method must be"),
     "formats of compressed-tensors": (
         {"quantization_config": {"quant_method": "modelopt", "quant_algo": "INT4_AWQ"}},

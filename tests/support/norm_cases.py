@@ -6,12 +6,15 @@ from transformers import AutoConfig, PretrainedConfig
 
 from tests.support import tiny
 from tests.zoo.norms import HUNYUAN, WINDOWED, ropes
+from tests.zoo.submodules import MULTIPLIERS
 
 
 def config(model_type: str, **changes: Any) -> PretrainedConfig:
     """Two groups of keys, so that four ranks share them. transformers gives the row of a padding token no gradient."""
     runs = {"pad_token_id": None, "attn_implementation": "eager"}  # the default of transformers 4 drops soft caps
     sizes = {**tiny.DISTINCT, **tiny.COMMON, "num_key_value_heads": 2, **runs}
+    if "layer_norm_eps" in changes:
+        del sizes["rms_norm_eps"]
     return AutoConfig.for_model(model_type, **{**sizes, **changes})
 
 
@@ -26,5 +29,8 @@ CASES = {
     "gemma2": config("gemma2", **WINDOWED, **CAPPED, attention_bias=True, tie_word_embeddings=True),
     "gemma3": config("gemma3_text", **WINDOWED, **ropes({"rope_type": "linear", "factor": 4.0})),
     "hunyuan": config("hunyuan_v1_dense", attention_bias=True, rope_scaling=HUNYUAN),
+    "cohere2": config("cohere2", **WINDOWED, hidden_size=112, layer_norm_eps=1e-3, logit_scale=0.3),
+    "granite": config("granite", **MULTIPLIERS, attention_bias=True, mlp_bias=True),
+    "phi": config("phi", hidden_size=128, head_dim=16, qk_layernorm=True, layer_norm_eps=1e-3),
     "glm4": config("glm4", tie_word_embeddings=True, head_dim=16),
 }

@@ -33,7 +33,7 @@ class TextHalf(PreTrainedModel):  # type: ignore[misc]  # without types
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.model = MODEL_MAPPING[type(config)](config)
+        self.model = MODEL_MAPPING[self.config_class](config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
@@ -58,6 +58,10 @@ def _register(model_type: str, composite: str) -> None:
             register_checkpoint_conversion_mapping(made.__name__, conversion)
 
 
+if "mistral4" in CONFIG_MAPPING:
+    from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM  # in no list, as it has images
+
+    AutoModelForCausalLM.register(CONFIG_MAPPING["mistral4"], Mistral4ForCausalLM, exist_ok=True)
 for _half, _composite in COMPOSITES.items():
     if _half in CONFIG_MAPPING:
         _register(_half, _composite)

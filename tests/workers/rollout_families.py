@@ -116,7 +116,23 @@ UNTIED_ON_CPU = ("arcee", "gemma3_text", "llama")
 """vLLM packs the output layer there, and does not pack it again when the embedding that it shares is loaded again."""
 UNBIASED_ON_CPU = ("ernie4_5_moe",)
 """vLLM's softmax over experts passes over their biases there."""
+AFTER = (
+    *(
+        "axk1",
+        "cohere",
+        "cohere2",
+        "cohere2_moe",
+        "cwm",
+        "glm",
+        "gpt_neox",
+        "granite",
+        "granitemoe",
+        "granitemoeshared",
+    ),
+    *("internlm3", "iquestcoder", "jais2", "mellum", "ministral", "mistral4", "phi", "solar_open", "youtu"),
+)
 LEFT_OUT = {
+    **dict.fromkeys(AFTER, "it came after the last run on GPUs"),
     **dict.fromkeys(("Glm4vMoe_text", *COMPOSITES), "vLLM has it with images alone"),
     "bailing_moe": "it is bailing_moe_v2, as the first files spell it",
     "deepseek_v32": "megatron-core has it from 0.19 on, and GPUs had 0.16.1",

@@ -177,6 +177,11 @@ def but(table: tuple[Field, ...], *entries: Field) -> tuple[Field, ...]:
     return (*kept, *entries)
 
 
+def without(table: tuple[Field, ...], *names: str) -> tuple[Field, ...]:
+    """``table`` without what sets these mcore names, which an entry that decides several sets."""
+    return tuple(entry for entry in table if not (isinstance(entry, Map | Const) and entry.mcore in names))
+
+
 GEMMA: tuple[Field, ...] = (
     *but(DENSE, Const("layernorm_zero_centered_gamma", True)),
     *(scales.EMBEDDING, *BIAS_ATTENTION),

@@ -4,6 +4,7 @@ In these models, transformers calls the size of the rotated part ``head_dim``.
 """
 
 from mcore_bridge.config.fields import Derive, Hf, Mcore, count
+from mcore_bridge.config.tables.derived_rope import rope
 from mcore_bridge.errors import ConfigError
 
 _SIZES = {  # HF field: mcore name
@@ -44,6 +45,15 @@ def _rotated_back(mcore: Mcore) -> dict[str, object]:
     return {"head_dim": mcore["qk_pos_emb_head_dim"]}
 
 
+def _query(hf: Hf) -> dict[str, object]:
+    _require(hf, "head_dim", count(hf, "qk_nope_head_dim") + count(hf, "qk_rope_head_dim"))
+    return {}
+
+
+def _query_back(mcore: Mcore) -> dict[str, object]:
+    return {"head_dim": count(mcore, "qk_head_dim") + count(mcore, "qk_pos_emb_head_dim")}
+
+
 def _require(hf: Hf, name: str, value: int) -> None:
     if hf.get(name) not in (None, value):
         raise ConfigError(
@@ -52,6 +62,25 @@ def _require(hf: Hf, name: str, value: int) -> None:
         )
 
 
+def _rope_of_part(hf: Hf) -> dict[str, object]:
+    """The rope of a family that says which part of a query it turns, which ``qk_rope_head_dim`` says already."""
+    given = hf.get("rope_parameters")
+    parameters = dict(given) if isinstance(given, dict) else {}
+    rotated = count(hf, "qk_rope_head_dim")
+    part = rotated / (rotated + count(hf, "qk_nope_head_dim"))
+    if parameters.pop("partial_rotary_factor", part) != part:
+        raise ConfigError(
+            f"partial_rotary_factor must be {part}, as the dims of multi-latent attention say, found {given!r}. Delete "
+            "it."
+        )
+    return _TEMPERED.forward({**hf, "rope_parameters": parameters})
+
+
 _REFUSED = ("`num_key_value_heads` but `num_attention_heads`: every head has a key of its own",)
 HEADS = Derive((*_SIZES, "q_lora_rank", "num_key_value_heads", "qk_head_dim"), _heads, _heads_back, _REFUSED)
+_TEMPERED = rope(types=("yarn",), own=("llama_4_scaling_beta", "max_position_embeddings"))
+_OTHER_PART = "`partial_rotary_factor` of a rope but what the dims of heads say: the rope turns qk_rope_head_dim"
+ROPE_OF_PART = Derive(_TEMPERED.names, _rope_of_part, _TEMPERED.backward, (_TEMPERED.refuses[0], _OTHER_PART))
 HEAD_DIM = Derive(("head_dim",), _rotated, _rotated_back)
+QUERY_DIM = Derive(("head_dim",), _query, _query_back)
+"""``HEAD_DIM`` of a family that calls the size of a whole query so."""

@@ -2,7 +2,7 @@
 
 from math import nextafter
 
-from mcore_bridge.config.fields import Derive, Hf, Mcore, count
+from mcore_bridge.config.fields import Derive, Field, Hf, Map, Mcore, count
 from mcore_bridge.errors import ConfigError
 
 
@@ -54,3 +54,10 @@ QUERY             = Derive(("query_pre_attn_scalar",), _query, _query_back)
 ATTENTION_SOFTCAP = softcap("attn_logit_softcapping", "attention_softcap")
 LOGIT_SOFTCAP     = softcap("final_logit_softcapping", "logit_softcap")
 # fmt: on
+MULTIPLIERS: tuple[Field, ...] = (
+    Map("embedding_multiplier", "embedding_scale"),
+    Map("residual_multiplier", "residual_multiplier"),
+    Map("attention_multiplier", "softmax_scale"),
+    Map("logits_scaling", "logit_divisor"),
+)
+"""Granite's: of embeddings, of what is added to residuals, of scores, and what divides logits."""

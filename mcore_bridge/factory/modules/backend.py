@@ -41,9 +41,12 @@ def kernels_of(backend: Backend) -> dict[str, object]:
     return {"moe_grouped_gemm": backend == "te", "moe_permute_fusion": backend == "te" and is_te_min_version("2.1.0")}
 
 
-def norm_of(backend: Backend) -> type:
-    """The norm of a backend, for places in which it is not fused into a linear layer."""
-    if backend == "te":
+def norm_of(backend: Backend, config: Any = None) -> type:
+    """The norm of a backend, for places in which it is not fused into a linear layer.
+
+    TransformerEngine's LayerNorm always has a bias. With ``config.norm_bias=False`` it is torch's on either backend.
+    """
+    if backend == "te" and getattr(config, "norm_bias", True):
         from megatron.core.extensions.transformer_engine import TENorm
 
         return TENorm

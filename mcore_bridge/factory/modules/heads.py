@@ -78,6 +78,16 @@ def hide_padding(chunk: GPTModel, vocab_size: int) -> None:
         output_weight(chunk).hf_vocab_size = vocab_size
 
 
+def bias_output_layer(chunk: GPTModel) -> None:
+    """Give a last stage's LM head the bias that ``config.output_layer_bias`` asks for: each TP rank its own rows."""
+    from mcore_bridge.factory.modules.torch_modules import placement
+
+    if chunk.post_process and getattr(chunk.config, "output_layer_bias", False):
+        layer = chunk.output_layer
+        layer.bias = nn.Parameter(torch.zeros(layer.output_size_per_partition, **placement(chunk.config)))
+        output_weight(chunk).output_bias = True
+
+
 def output_weight(chunk: GPTModel) -> Any:
     """The weight of a last stage's LM head: its own or, if tied on a stage with both, that of the embedding."""
     own = chunk.output_layer.weight

@@ -1,6 +1,7 @@
 """Norms in places where mcore has none: after the output projections, over all heads at once, after the rope.
 
-A config asks for them by ``norm_placement`` and ``qk_norm_kind``. Without these attributes, specs stay unchanged.
+A config asks for them by ``norm_placement``, ``expert_norm`` and ``qk_norm_kind``. Without these attributes, specs stay
+unchanged.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def adapt_norm_placement(layer: Any, config: TransformerConfig, backend: Backend
     if placement == "pre":
         return
     attention, mlp = layer.self_attention.submodules, submodules_of(layer.mlp)
-    norm = norm_of(backend)
+    norm = norm_of(backend, config)
     attention.linear_proj = post_normed(attention.linear_proj, norm)
     mlp.linear_fc2 = post_normed(mlp.linear_fc2, norm)
     if placement == "post":
@@ -65,7 +66,44 @@ def adapt_query_key_norms(layer: Any, config: TransformerConfig, backend: Backen
         attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
     elif kind == "after_rope":
         attention.q_layernorm = attention.k_layernorm = IdentityOp
-        attention.core_attention = normed_after_rope(attention.core_attention, norm_of(backend))
+        attention.core_attention = normed_after_rope(attention.core_attention, norm_of(backend, config))
+
+
+def adapt_expert_norm(layer: Any, config: TransformerConfig, backend: Backend) -> None:
+    """A norm of what all experts of a layer give together, where ``config.expert_norm`` is set.
+
+    Args:
+        layer: the submodules of a layer, changed in place. One with a dense MLP stays as it is.
+        config: of the model.
+        backend: whose modules the layer has.
+    """
+    if not getattr(config, "expert_norm", False) or not hasattr(submodules_of(layer.mlp), "router"):
+        return
+    norm, spec = norm_of(backend, config), layer.mlp
+    if isinstance(spec, functools.partial):  # megatron-core 0.19
+        layer.mlp = functools.partial(normed_experts(spec.func, norm), *spec.args, **spec.keywords)
+    else:
+        spec.module = normed_experts(spec.module, norm)
+
+
+@functools.cache
+def normed_experts(experts: type, norm: type) -> type:
+    """``experts``, a class of megatron-core for all experts of a layer, with ``norm`` behind it."""
+    return type(f"Normed{experts.__name__}", (NormedExperts, experts), {"norm": norm, "__doc__": NormedExperts.__doc__})
+
+
+class NormedExperts(nn.Module):
+    """All experts of a layer, with a norm of their sum."""
+
+    norm: ClassVar[type]
+
+    def __init__(self, config: TransformerConfig, *places: Any, **arguments: Any) -> None:
+        super().__init__(config, *places, **arguments)
+        self.post_layernorm = self.norm(config, config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, *inputs: Any, **options: Any) -> tuple[Tensor, None]:
+        output, bias = super().forward(*inputs, **options)
+        return self.post_layernorm(output if bias is None else output + bias), None
 
 
 @functools.cache

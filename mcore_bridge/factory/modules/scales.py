@@ -1,4 +1,4 @@
-"""Scaled embeddings and capped logits, by forward hooks: weights stay those of the checkpoint."""
+"""Scaled embeddings and logits, and capped logits, by forward hooks: weights stay those of the checkpoint."""
 
 from __future__ import annotations
 
@@ -28,6 +28,14 @@ def cap_logits(chunk: GPTModel) -> None:
         output_weight(chunk).logit_softcap = cap
 
 
+def scale_logits(chunk: GPTModel) -> None:
+    """Logits times ``config.logit_scale``, or divided by ``config.logit_divisor``; the weight says so too."""
+    scale, divisor = (getattr(chunk.config, name, None) for name in ("logit_scale", "logit_divisor"))
+    if chunk.post_process and (scale is not None or divisor is not None):
+        chunk.output_layer.register_forward_hook(LogitScale(scale, divisor))
+        output_weight(chunk).logit_scale = (scale, divisor)
+
+
 class EmbeddingScale:
     """A forward hook that multiplies by the scale, rounded to the dtype of the embeddings as in transformers."""
 
@@ -36,6 +44,20 @@ class EmbeddingScale:
 
     def __call__(self, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
         return output * torch.tensor(self.scale).to(output.dtype).item()
+
+
+class LogitScale:
+    """A forward hook of the LM head. A scale and a divisor are apart, since each of them rounds in its own way."""
+
+    def __init__(self, scale: float | None, divisor: float | None) -> None:
+        self.scale, self.divisor = scale, divisor
+
+    def __call__(
+        self, module: nn.Module, inputs: object, output: tuple[Tensor, Tensor | None]
+    ) -> tuple[Tensor, Tensor | None]:
+        logits, bias = output
+        logits = logits if self.scale is None else logits * self.scale
+        return (logits if self.divisor is None else logits / self.divisor), bias
 
 
 class LogitSoftcap:

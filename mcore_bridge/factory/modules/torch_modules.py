@@ -37,7 +37,8 @@ class Norm(nn.Module):
         self.eps, self.rms = eps, config.normalization == "RMSNorm"
         self.zero_centered = config.layernorm_zero_centered_gamma
         self.weight = _parameter(config, hidden_size)
-        self.bias = None if self.rms else _parameter(config, hidden_size)
+        biased = not self.rms and getattr(config, "norm_bias", True)
+        self.bias = _parameter(config, hidden_size) if biased else None
         if config.perform_initialization:
             nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
             if self.bias is not None:

@@ -12,7 +12,7 @@ from mcore_bridge.errors import ConfigError
 from mcore_bridge.rules.layout import COLUMN, GATED_UP, QKV, REPLICATED, ROW, VOCAB
 from mcore_bridge.rules.mapping import Rule, Rules
 from mcore_bridge.rules.names import fused_norms
-from mcore_bridge.weights.provenance import HF, LM_HEAD, provenance_of
+from mcore_bridge.weights.provenance import HF, lm_head_of, provenance_of
 
 _LAYER = "decoder.layers.*."
 
@@ -51,7 +51,8 @@ def convertor_rules(hf: HF) -> list[ConvertorRule]:
     Raises:
         ConfigError: no architecture is registered for ``hf``, or RLinf has no transform for one of its layouts.
     """
-    rules = (*provenance_of(hf).rules, *LM_HEAD)
+    rules = provenance_of(hf).rules
+    rules = tuple(dict.fromkeys((*rules, *lm_head_of(rules))))
     by_pattern: dict[str, ConvertorRule] = {}
     for rule in rules:
         if not rule.copy and not rule.mcore.startswith("mtp."):

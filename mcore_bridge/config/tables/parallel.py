@@ -1,0 +1,30 @@
+"""Tables of families whose attention and MLP stand side by side."""
+
+from mcore_bridge.config.fields import Const, Derive, Field, Hf, Map, Mcore, Require
+from mcore_bridge.config.tables import layer_norm
+
+
+def _parallel(hf: Hf) -> dict[str, object]:
+    return {"parallel_norms": 2 if hf.get("use_parallel_residual") else None}
+
+
+def _parallel_back(mcore: Mcore) -> dict[str, object]:
+    return {"use_parallel_residual": mcore["parallel_norms"] is not None}
+
+
+ONE_NORM: tuple[Field, ...] = (Const("parallel_norms", 1),)
+"""Attention and MLP read the same norm of what the layer is given."""
+PARALLEL_OR_NOT = Derive(("use_parallel_residual",), _parallel, _parallel_back)
+"""Each reads a norm of its own of what the layer is given, or the MLP reads what attention has added to it."""
+NORM_UNBIASED: tuple[Field, ...] = (*layer_norm("layer_norm_eps"), Const("norm_bias", False), *ONE_NORM)
+"""``ONE_NORM``, a LayerNorm that has no bias."""
+SCALED_LOGITS: tuple[Field, ...] = (Map("logit_scale", "logit_scale"),)
+BIAS_EVERYWHERE: tuple[Field, ...] = (
+    *(Const("add_bias_linear", True), Const("add_qkv_bias", True), Const("attention_output_bias", True)),
+    Require("attention_bias", (True, None), "megatron-core's add_bias_linear gives a bias to all linear layers"),
+)
+OWN_HEAD: tuple[Field, ...] = (
+    Const("share_embeddings_and_output_weights", False),
+    Require("tie_word_embeddings", (False,), "nobody has written a tied head with another name, or with a bias"),
+)
+"""The LM head is another than ``lm_head.weight``."""

@@ -1,0 +1,39 @@
+"""GPT-NeoX and Pythia: attention and MLP side by side behind norms of their own, under names of their own."""
+
+from mcore_bridge.architecture import Architecture
+from mcore_bridge.config.fields import Ignore, Map
+from mcore_bridge.config.tables import DENSE, PLAIN_MLP, QK_PLAIN, WINDOW_NONE, but, layer_norm
+from mcore_bridge.config.tables.derived_rope import rope
+from mcore_bridge.config.tables.parallel import BIAS_EVERYWHERE, OWN_HEAD, PARALLEL_OR_NOT
+from mcore_bridge.models.blocks import NORM_BIAS, NORMS, mlp
+from mcore_bridge.rules.layout import COLUMN, REPLICATED, ROW, VOCAB
+from mcore_bridge.rules.mapping import table, under
+
+OWN = (
+    rope(own=("partial_rotary_factor",)),
+    Map("hidden_dropout", "hidden_dropout"),  # behind the embedding too, as in megatron-core
+    Ignore("transformers has made partial_rotary_factor and rope_theta of them", ("rotary_pct", "rotary_emb_base")),
+    Ignore("it belongs to a classification head", ("classifier_dropout",)),
+)
+# fmt: off
+AROUND    = table(("embedding.word_embeddings.weight", "gpt_neox.embed_in.weight",         VOCAB),
+                  ("decoder.final_layernorm.weight",   "gpt_neox.final_layer_norm.weight", REPLICATED),
+                  ("decoder.final_layernorm.bias",     "gpt_neox.final_layer_norm.bias",   REPLICATED),
+                  ("output_layer.weight",              "embed_out.weight",                 VOCAB))
+ATTENTION = under("self_attention", "attention", table(
+                  ("linear_qkv.weight",                "query_key_value.weight",           COLUMN),  # head by head
+                  ("linear_qkv.bias",                  "query_key_value.bias",             COLUMN),
+                  ("linear_proj.weight",               "dense.weight",                     ROW),
+                  ("linear_proj.bias",                 "dense.bias",                       REPLICATED)))
+# fmt: on
+LAYER = (NORMS, NORM_BIAS, ATTENTION, mlp("dense_h_to_4h", "dense_4h_to_h"))
+ARCHITECTURE = Architecture(
+    model_type="gpt_neox",
+    fields=(
+        *but(DENSE, *layer_norm("layer_norm_eps"), *PLAIN_MLP, *OWN_HEAD, *OWN),
+        *(*BIAS_EVERYWHERE, *WINDOW_NONE, *QK_PLAIN, PARALLEL_OR_NOT),
+    ),
+    rules=lambda hf: (*AROUND, *under("decoder.layers.*", "gpt_neox.layers.*", *LAYER)),
+    # Masks that old files hold. GPTNeoXPreTrainedModel of transformers ignores them, and makes its own.
+    ignored=("*.rotary_emb.inv_freq", "*.attention.bias", "*.attention.masked_bias"),
+)

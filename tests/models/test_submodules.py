@@ -1,0 +1,53 @@
+"""What the families of ``zoo/tables.py``, ``zoo/submodules.py`` and ``zoo/texts.py`` add to configs and to files."""
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+import mcore_bridge as mb
+from mcore_bridge.architecture import architecture_of, read_hf
+from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config, to_transformer_config
+from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.modules.parallel import adapt_parallel
+from tests import zoo
+from tests.support import pool
+from tests.support.families import built
+from tests.support.module_settings import settings
+from tests.support.strategies import random_state
+from tests.zoo import submodules, tables, texts
+
+SPELLED = {"hidden_act", "prefix_dense_intermediate_size", "shared_expert_combination_strategy"}
+"""Fields that say one thing in several ways: a function by two names, a size by None, a sum of one."""
+CASES = sorted((submodules.CASES.keys() | tables.CASES.keys() | texts.CASES.keys()) & zoo.cases().keys())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_configs_come_back(name: str) -> None:
+    hf = read_hf(zoo.cases()[name].hf)
+    table = architecture_of(hf).fields
+    back = to_hf_config(to_transformer_config(hf, table), to_gpt_arguments(hf, table), table)
+    again = CONFIG_MAPPING[zoo.cases()[name].model_type].from_dict(hf.to_dict() | back)
+    assert built(read_hf(again)) == built(hf)
+    others = {field for field in back.keys() - SPELLED if hasattr(hf, field) and back[field] != getattr(hf, field)}
+    assert {field for field in others if "rope" not in field} == set()
+
+
+@pytest.mark.skipif("axk1" not in zoo.cases(), reason="the installed transformers lacks it")
+def test_published_files_of_axk1_lack_biases_of_routers_and_have_norms_too_many() -> None:
+    assert pool.run(1, zeros_of_routers) == [[True] * 3]
+
+
+def zeros_of_routers() -> list[bool]:
+    """Runs in a worker: whether biases that a file lacks are zero, in each layer with experts."""
+    hf, dims = zoo.cases()["axk1"].hf, mb.ParallelDims()
+    state = {name: tensor for name, tensor in random_state(hf).items() if "e_score_correction" not in name}
+    state["model.layers.0.post_mlp_layernorm.weight"] = torch.ones(hf.hidden_size)
+    dims.initialize(device="cpu")
+    (model,) = mb.build_model(hf, dims=dims, dtype=torch.float32, device="cpu", load_weights=state)
+    return [not buffer.any() for name, buffer in model.named_buffers() if name.endswith("expert_bias")]
+
+
+def test_what_throws_the_first_norm_away_is_refused_where_the_mlp_reads_it() -> None:
+    config = settings(parallel_norms=1, recompute_granularity="selective", recompute_modules=["layernorm"])
+    with pytest.raises(ConfigError, match="recompute_modules must be without 'layernorm'"):
+        adapt_parallel(None, config, "torch")
