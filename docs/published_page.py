@@ -17,8 +17,8 @@ library about all of them. No weights are read here: [families.md](families.md) 
 
 - **Loads** says whether the library takes the config as it is published. *In part* means that the source quotes a part
   of the config only, so that this is not known.
-- **Besides** is what the checkpoint has besides the model of text that is built: layers for multi-token prediction
-  (MTP), which some families build on request, and models of images or sound, which a save copies from the source.
+- **Besides** is what the checkpoint has besides the model of text that is built. Layers for multi-token prediction
+  (MTP) are built on request in some families. Models of images or sound are copied by a save.
 - **From** has the first of the releases with which it was tried: transformers 4.57 and 5.23, megatron-core 0.16.1 and
   0.19.2.
 - **Parameters** are those of the text, as `mcore-bridge plan` counts them: in all, and for each token where experts are

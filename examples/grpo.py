@@ -3,15 +3,17 @@
     torchrun --nproc-per-node 4 examples/grpo.py --tp 2 --pp 2                   # on CPU, or one GPU for each rank
     torchrun --nproc-per-node 2 examples/grpo.py --tp 2 --engine-device cuda:2   # the engine on a GPU of its own
     torchrun --nproc-per-node 2 examples/grpo.py --tp 2 --engine vllm            # vLLM, in place of transformers
+    torchrun --nproc-per-node 2 examples/grpo.py --tp 1 --pp 2 --model FOLDER    # a checkpoint, with real prompts
 
-The model is small and random, the task is to say even tokens. At every step the engine's log-probabilities of what it
-sampled must be those of the trainer, or the run ends: a weight that is wrong, missing or stale would show.
+The model is small and random, and the task is to say even tokens. For a checkpoint it is to say words with an "e". At
+every step the engine's log-probabilities of what it sampled must be those of the trainer, or the run ends: a weight
+that is wrong, missing or stale would show.
 """
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from rollout_engine import Engine, RemoteEngine
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 from vllm_engine import VllmEngine
 
 import mcore_bridge as mb
@@ -36,6 +38,13 @@ CONFIG: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 PROMPTS, GROUP, PROMPT, RESPONSE = 4, 8, 6, 10
+SENTENCES = (
+    "The best thing about a long walk in the morning is",
+    "My grandmother used to say that good bread needs",
+    "When the train stopped in the middle of the night,",
+    "A student who wants to learn mathematics should first",
+)
+"""What a checkpoint continues: as many as ``PROMPTS``, each of at least ``PROMPT`` tokens."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 """How far log-probabilities of one token may be apart in two implementations."""
 
@@ -46,20 +55,25 @@ def main() -> None:
     dims = mb.ParallelDims(tp=arguments.tp, pp=arguments.pp, cp=arguments.cp, sp=arguments.tp > 1)
     dims.initialize(device=arguments.device)
     dtype = getattr(torch, arguments.dtype)
-    fields = dict(CONFIG)
-    hf = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    chunks = mb.build_model(hf, dims=dims, dtype=dtype, device=arguments.device, load_weights=False)
+    task = Task(arguments.model)
+    hf = arguments.model or AutoConfig.for_model(**task.config)
+    chunks = mb.build_model(
+        hf, dims=dims, dtype=dtype, device=arguments.device, load_weights=arguments.model is not None
+    )
     models, step_optimizer = prepare(chunks, arguments)
 
     leads = dist.get_rank() == 0  # the rank with the engine beside it; others only send it their part
-    manifest = mb.manifest(chunks)  # of all ranks together, as an export is
+    target: Any = "everything" if leads else "nothing"
+    manifest = mb.manifest(chunks, target=target)  # of all ranks together, as an export is
     if leads:
         device = arguments.engine_device or default_device(arguments.device)
-        engine = make_engine(arguments, dtype, device)
-        ring = mb.BufferRing(mb.plan_buckets(manifest, num_slots=2, slot_bytes=1 << 20))
+        engine = make_engine(arguments, task.config, dtype, device)
+        ring = mb.BufferRing(
+            mb.plan_buckets(manifest, num_slots=2, slot_bytes=1 << 20 if arguments.model is None else None)
+        )
         engine("connect", ring.plan, *(ring.handles() for _ in range(arguments.engine_tp)))
     for step in range(arguments.steps):
-        pairs = mb.iter_hf_weights(chunks, target="everything" if leads else "nothing")
+        pairs = mb.iter_hf_weights(chunks, target=target)
         if leads:
             engine("wake")
             engine.sync(ring, pairs)
@@ -67,16 +81,18 @@ def main() -> None:
             list(pairs)
         rollout: list[Any] = [None]
         if leads:
-            generator = torch.Generator().manual_seed(step)
-            prompts = torch.randint(0, CONFIG["vocab_size"], (PROMPTS, PROMPT), generator=generator)
-            rollout = [engine("generate", prompts.repeat_interleave(GROUP, 0), RESPONSE, step)]
+            rollout = [engine("generate", task.prompts(step).repeat_interleave(GROUP, 0), RESPONSE, step)]
             engine("sleep")
         dist.broadcast_object_list(rollout)
         tokens, engine_log_probs = rollout[0]
-        apart, reward = train(models, dims, tokens, engine_log_probs, arguments.device)
+        rewards = task.rewards(tokens[:, PROMPT:])
+        apart = train(models, dims, tokens, engine_log_probs, rewards, arguments.device)
         step_optimizer()
         if leads:
-            print(f"step {step}: reward {reward:.3f}, log-probs of engine and trainer {apart:.1e} apart", flush=True)
+            print(
+                f"step {step}: reward {rewards.mean():.3f}, log-probs of engine and trainer {apart:.1e} apart",
+                flush=True,
+            )
         if not apart < TOLERANCE[dtype]:
             raise RuntimeError(
                 f"the engine's log-probs are {apart} from the trainer's: its weights are not the trainer's"
@@ -87,13 +103,44 @@ def main() -> None:
     dist.destroy_process_group()
 
 
+class Task:
+    """What is said, and how good it is: random prompts for a random model, or sentences for a checkpoint."""
+
+    def __init__(self, folder: str | None) -> None:
+        self.config = CONFIG
+        self._prompts: Tensor | None = None
+        if folder is None:
+            self._is_good = torch.arange(CONFIG["vocab_size"]) % 2 == 0
+            return
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.config = AutoConfig.from_pretrained(folder).to_dict()
+        self._prompts = torch.tensor([tokenizer(text).input_ids[:PROMPT] for text in SENTENCES])
+        words = [tokenizer.decode([token]) for token in range(self.config["vocab_size"])]
+        self._is_good = torch.tensor(["e" in word for word in words])
+
+    def prompts(self, step: int) -> Tensor:
+        """``[PROMPTS, PROMPT]`` of tokens."""
+        if self._prompts is not None:
+            return self._prompts
+        generator = torch.Generator().manual_seed(step)
+        return torch.randint(0, self.config["vocab_size"], (PROMPTS, PROMPT), generator=generator)
+
+    def rewards(self, responses: Tensor) -> Tensor:
+        """Of each of ``responses`` ``[batch, tokens]``, the share of good tokens."""
+        return self._is_good[responses].float().mean(1)
+
+
 def train(
-    models: Sequence[Any], dims: mb.ParallelDims, tokens: Tensor, engine_log_probs: Tensor, device: str
-) -> tuple[float, float]:
-    """Forward and backward of this replica's share; how far apart log-probs were, and the mean reward."""
+    models: Sequence[Any],
+    dims: mb.ParallelDims,
+    tokens: Tensor,
+    engine_log_probs: Tensor,
+    rewards: Tensor,
+    device: str,
+) -> float:
+    """Forward and backward of this replica's share; how far apart log-probs were."""
     from megatron.core import parallel_state
 
-    rewards = (tokens[:, PROMPT:] % 2 == 0).float().mean(1)
     groups = rewards.view(PROMPTS, GROUP)
     advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).flatten()
     share = slice(parallel_state.get_data_parallel_rank(), None, dims.dp(dist.get_world_size()))
@@ -110,7 +157,7 @@ def train(
     assert found.log_probs is not None
     apart = (found.log_probs[:, PROMPT:] - old).abs().max()
     dist.all_reduce(apart, dist.ReduceOp.MAX)
-    return float(apart), float(rewards.mean())
+    return float(apart)
 
 
 def prepare(chunks: Sequence[Any], arguments: Namespace) -> tuple[list[Any], Callable[[], object]]:
@@ -137,11 +184,11 @@ def prepare(chunks: Sequence[Any], arguments: Namespace) -> tuple[list[Any], Cal
     return models, step
 
 
-def make_engine(arguments: Namespace, dtype: torch.dtype, device: str) -> RemoteEngine:
+def make_engine(arguments: Namespace, config: Mapping[str, Any], dtype: torch.dtype, device: str) -> RemoteEngine:
     """In a process of its own."""
     if arguments.engine == "vllm":
-        return RemoteEngine(VllmEngine, CONFIG, dtype, device, arguments.engine_tp)
-    return RemoteEngine(Engine, CONFIG, dtype, device)
+        return RemoteEngine(VllmEngine, config, dtype, device, arguments.engine_tp)
+    return RemoteEngine(Engine, config, dtype, device)
 
 
 def default_device(device: str) -> str:
@@ -160,6 +207,7 @@ def parse() -> Namespace:
     parser.add_argument("--engine-tp", type=int, default=1, help="GPUs of vLLM, from --engine-device on")
     parser.add_argument("--engine-device", help="such as cuda:3; by default that of the first rank")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16" if on_gpu else "float32")
+    parser.add_argument("--model", help="HF folder of a checkpoint with its tokenizer; by default a small random model")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--lr", type=float, default=3e-3)
     arguments = parser.parse_args()

@@ -67,8 +67,8 @@ class MappedEngine:
         """
         if self.state.weights == "half" or self.state.version is None:
             raise TransferError(
-                "the engine's weights are half old and half new, as a round has not ended or none has come; expected a "
-                "whole round, so send all buckets again and call finish() before you sample"
+                "the engine's weights are half old and half new: a round has not ended, or none has come. Expected a "
+                "whole round: send all buckets again and call finish() before you sample"
             )
         return self.state.version
 
@@ -156,8 +156,8 @@ class MappedEngine:
         self.find()
         if self._memory is not before:
             raise TransferError(
-                "the engine has moved its tensors in the middle of a round, so what was copied may be lost; send all "
-                "buckets again, and let the engine sleep, wake or load between rounds alone"
+                "the engine has moved its tensors in the middle of a round, so copied values may be lost. Send all "
+                "buckets again, and let the engine sleep, wake or load only between rounds"
             )
         self.state = EngineState("new", self._num_rounds if version is None else version)
 
@@ -184,8 +184,8 @@ class MappedEngine:
         wrong = self.differing(2 * seed, reference)
         if wrong:
             raise TransferError(
-                f"the engine's loader and its map disagree on {len(wrong)} tensors, such as {wrong[0]}: the engine "
-                "does not load as when the map was made; use its loader, and make another map"
+                f"the engine's loader and its map disagree on {len(wrong)} tensors, such as {wrong[0]}. The engine no "
+                "longer loads as when the map was made: use its loader, and make another map"
             )
 
     def loaded(self, specs: Sequence[TensorSpec], seed: int) -> dict[str, int]:

@@ -94,12 +94,12 @@ class Numbering:
         """
         try:
             values = tensor if tensor.dtype == dtype else tensor.to(dtype)
-            found = _decoded(values)
+            digits = _decoded(values)
             if tensor.dtype != dtype:
-                found = torch.where(values.to(tensor.dtype) == tensor, found, -1)
+                digits = torch.where(values.to(tensor.dtype) == tensor, digits, -1)
         except RuntimeError as error:  # torch has not every cast
             raise TransferError(f"no digits can be read off {tensor.dtype}, of {dtype}: {error}") from None
-        return torch.where(found < self.base, found, -1)
+        return torch.where(digits < self.base, digits, -1)
 
 
 def _base(dtype: torch.dtype) -> int:
