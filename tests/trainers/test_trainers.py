@@ -274,7 +274,7 @@ def uneven_shares() -> list[str]:
     for rows, marks in ((1025, {"hf_vocab_size": 2049}), (3, {"hf_vocab_size": 3}), (4, {"logit_softcap": 30.0})):
         weight = torch.empty(rows, 8)
         vars(weight).update(marks)
-        with pytest.raises(ConfigError, match="set use_fused_kernels=False") as caught:
+        with pytest.raises(ConfigError, match="Set use_fused_kernels=False") as caught:
             linear_cross_entropy(torch.empty(2, 8), weight, torch.zeros(2).long(), dist_process_group=dist.group.WORLD)
         said.append(str(caught.value))
     return said
