@@ -104,7 +104,7 @@ PLANS: dict[Case, tuple[int, int, int, int]] = {
     ("small tied", "TP4", "TP4", 0.0625): (5, 65024, 152, 2773123557),
     ("small tied", "TP4", "TP1", 0.0625): (27, 116672, 719, 199229607),
 }
-"""By model, mesh, engine and MB of a bucket: messages, bytes of memory, moves of a rank, and a number for all of it."""
+"""By model, mesh, engine and MB of a bucket: messages, bytes of memory, copies of a rank, and a checksum."""
 
 
 @functools.cache
@@ -120,16 +120,16 @@ def planned(model: str, mesh: str, engine: str, megabytes: float | None) -> tupl
     ranks = sorted({0, num_ranks // 2, num_ranks - 1})
     if engine:
         targets = [ENGINES[engine][rank % len(ENGINES[engine])] for rank in range(num_ranks)]
-        feeds = plan_targets(*held, targets, bucket_bytes=bucket_bytes)
-        plans = [feeds.plans_of(rank) for rank in ranks]
+        receivers = plan_targets(*held, targets, bucket_bytes=bucket_bytes)
+        plans = [receivers.plans_of(rank) for rank in ranks]
     else:
         plans = [[plan_export(*held, bucket_bytes=bucket_bytes)]] * len(ranks)
     programs = [Program(plan, rank) for plan, rank in zip(plans, ranks, strict=True)]
     own = [program.plan for program in programs]
     numbers = range(len(own[0].messages))
-    moves = sum(len(programs[0].step(number, number).copies.table) for number in numbers)
+    copies = sum(len(programs[0].step(number, number).copies.table) for number in numbers)
     number = hash(tuple(plan.checksum() for plan in own)) % (1 << 32)
-    return len(numbers), max(map(peak_bytes, own)), moves, number
+    return len(numbers), max(map(peak_bytes, own)), copies, number
 
 
 @pytest.mark.parametrize("kind", sorted({model.split()[0] for model in MODELS}))

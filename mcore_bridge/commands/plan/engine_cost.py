@@ -54,12 +54,12 @@ def feed(mesh_plan: MeshPlan, engine: Sequence[EngineRank], *, bandwidth: float 
             "product divides it, or another --world"
         )
     targets = [engine[rank % size] for rank in members(mesh_plan.blueprint.dims, world_size)]
-    feeds = plan_targets(*mesh_plan.replica, targets, bucket_bytes=None)
+    plans = plan_targets(*mesh_plan.replica, targets, bucket_bytes=None)
     ranks = range(len(targets))
-    received = [sum(map(lane.bytes_from, ranks)) for lane in feeds.receivers]
-    sent = [sum(lane.bytes_from(rank) for lane in feeds.receivers) for rank in ranks]
+    received = [sum(map(receiver.bytes_from, ranks)) for receiver in plans.receivers]
+    sent = [sum(receiver.bytes_from(rank) for receiver in plans.receivers) for rank in ranks]
     most = max(ranks, key=received.__getitem__)
-    program = Program(feeds.plans_of(most), most)
+    program = Program(plans.plans_of(most), most)
     num_messages = len(program.plan.messages)
     memory = program.plan.open_bytes + min(MESSAGES_IN_FLIGHT, num_messages) * sum(program.room(0))
     seconds = max(*received, *sent) / bandwidth / 1e9
