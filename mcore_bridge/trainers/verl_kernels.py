@@ -66,7 +66,7 @@ def _check(weight: Tensor, vocab_size: int, size: int) -> None:
         if (value := getattr(weight, name, None)) is not None:
             raise ConfigError(
                 f"verl's fused kernels need logits as the weight of the output layer gives them, found a model that "
-                f"{does.format(value)}: set use_fused_kernels=False"
+                f"{does.format(value)}. Set use_fused_kernels=False"
             )
     rows = weight.size(0)
     last = vocab_size - rows * (size - 1)

@@ -151,7 +151,7 @@ def remove_the_config(folder: Path) -> None:
         (remove_a_shard, "names files that are missing"),
         (remove_a_tensor, "missing ['model.norm.weight']"),
         (change_a_size, "is this the checkpoint of this config?"),
-        (unknown_architecture, "'xglm'; nearest names"),
+        (unknown_architecture, "'xglm'. Nearest names"),
         (remove_the_config, "config.json"),
     ],
 )
