@@ -36,6 +36,7 @@ app = typer.Typer(
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _BACKENDS = ("te", "torch")
+_CONVERTED = ("torch_dist", "torch", "hf")
 
 
 def _version(wanted: bool) -> None:
@@ -260,7 +261,7 @@ def convert_command(
         from mcore_bridge.convert.hf_to_torch import rank_files
 
         dims = ParallelDims(tp=tp, pp=pp, vp=vp, ep=ep, etp=etp, layout=layout)
-        wanted = rank_files(_one_of("to", to, ("torch_dist", "torch")), dims, _one_of("backend", backend, _BACKENDS))
+        wanted = rank_files(_one_of("to", to, _CONVERTED), dims, _one_of("backend", backend, _BACKENDS))
         console = Console(highlight=False)
         with progress(console, gpus or processes) as on_event:
             converted = convert(
@@ -270,6 +271,7 @@ def convert_command(
                 dtype=_dtype(dtype),
                 num_mtp_layers=mtp,
                 rank_files=wanted,
+                plain=to == "hf",
                 num_processes=processes,
                 num_gpus=gpus,
                 strict_config=strict_config,

@@ -15,6 +15,7 @@ from mcore_bridge.architecture import architecture_of
 from mcore_bridge.commands import text
 from mcore_bridge.commands.verify.verify import TOLERANCE, Verdict, held_specs
 from mcore_bridge.config.unread import notes_on, unread_fields
+from mcore_bridge.convert.conversion import ModelConversion
 from mcore_bridge.launch.processes import OnEvent
 
 if TYPE_CHECKING:
@@ -85,10 +86,12 @@ def render_conversion(converted: Converted, target: Path) -> str:
     kept = f", {converted.num_kept} of them by an earlier run" if converted.num_kept else ""
     ignored = text.plural(len(conversion.ignored), "tensor")
     unused = f" Not used are {ignored} of the source: {_names(conversion.ignored)}." if conversion.ignored else ""
-    hf_config = conversion.model.provenance.hf
-    notes = [f" {note}." for _, note in notes_on(unread_fields(hf_config, architecture_of(hf_config).fields))]
+    notes = []
+    if isinstance(conversion, ModelConversion):
+        hf_config = conversion.model.provenance.hf
+        notes = [f" {note}." for _, note in notes_on(unread_fields(hf_config, architecture_of(hf_config).fields))]
     return (
-        f"{target} is written as {conversion.kind}: {text.plural(len(conversion.model.entries), 'parameter')}, "
+        f"{target} is written as {conversion.kind}: {text.plural(*conversion.size_text)}, "
         f"{text.num_bytes(sum(conversion.sizes))} in {text.plural(len(conversion.names), 'file')}{kept}.{unused}"
         + "".join(notes)
     )

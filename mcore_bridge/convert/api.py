@@ -21,9 +21,10 @@ from mcore_bridge import __version__
 from mcore_bridge.architecture import architecture_of
 from mcore_bridge.config.megatron_release import installed
 from mcore_bridge.config.unread import require_no_unread
-from mcore_bridge.convert.conversion import Conversion
+from mcore_bridge.convert.conversion import Conversion, ModelConversion
 from mcore_bridge.convert.dist_to_hf import FromDist
 from mcore_bridge.convert.hf_to_dist import ToDist
+from mcore_bridge.convert.hf_to_plain import ToPlain
 from mcore_bridge.convert.hf_to_torch import RankFiles, ToTorch
 from mcore_bridge.convert.rank_files.file import NAME
 from mcore_bridge.convert.rank_files.folder import find_rank_files
@@ -86,6 +87,7 @@ def convert(
     dtype: torch.dtype | None = None,
     num_mtp_layers: int = 0,
     rank_files: RankFiles | None = None,
+    plain: bool = False,
     num_processes: int = 1,
     num_gpus: int = 0,
     file_bytes: int | None = None,
@@ -94,6 +96,8 @@ def convert(
 ) -> Converted:
     """Convert an HF folder to a checkpoint of megatron-core, or a checkpoint of megatron-core to an HF folder.
 
+    An HF folder with encoded weights is decoded on the way.
+
     Args:
         source: HF folder, or one in which ``find_checkpoint`` finds a checkpoint of megatron-core.
         target: the folder to write to. Other files in it stay.
@@ -101,6 +105,8 @@ def convert(
         dtype: cast tensors to this; by default each keeps its own dtype.
         num_mtp_layers: MTP layers to convert from an HF folder. From megatron-core all are converted.
         rank_files: write Megatron's ``torch`` format with these settings, and not ``torch_dist``.
+        plain: write an HF folder of the same tensors, in which encoded weights (docs/quantized.md) are bf16, or
+            ``dtype``; tensors that a model does not use are among them.
         num_processes: processes that write in parallel.
         num_gpus: use one process for each of these GPUs, instead of ``num_processes``. It assembles parameters there.
         file_bytes: upper limit on the size of a file, unless one parameter is larger. In Megatron's ``torch`` format,
@@ -119,13 +125,15 @@ def convert(
         raise CheckpointError(f"{target} is both source and target; name another folder to write to")
     _require_processes(num_processes, num_gpus)
     staging = Update(target, target / f"{PREFIX}{CONVERSION}").new
-    if shard_names(source):
+    if plain:
+        conversion: Conversion = ToPlain.plan(source, staging, dtype=dtype, file_bytes=file_bytes or MAX_SHARD_BYTES)
+    elif shard_names(source):
         conversion = _from_hf(source, staging, hf or source, rank_files, dtype, num_mtp_layers, file_bytes)
     elif rank_files is not None:
         raise CheckpointError(f"{source} has no *.safetensors: a mesh and --to torch need a HF folder as source")
     else:
         conversion = _to_hf(source, staging, hf, dtype, file_bytes)
-    if strict_config:
+    if strict_config and isinstance(conversion, ModelConversion):
         hf_config = conversion.model.provenance.hf
         require_no_unread([(hf_config, architecture_of(hf_config).fields)])
     device = "cuda" if num_gpus else "cpu"
@@ -217,10 +225,9 @@ def _identity(conversion: Conversion) -> object:
     """
     paths = (*conversion.source.iterdir(), *conversion.source.glob(f"mp_rank_*/{NAME}"))
     files = sorted(path for path in paths if path.is_file())
-    model = conversion.model
     plan = hashlib.sha256()
-    for pair in zip(model.entries, model.placed, strict=True):  # shapes alone do not show the sizes of heads
-        plan.update(repr(pair).encode())
+    for part in conversion.contents:
+        plan.update(repr(part).encode())
     sources = [
         [str(path.relative_to(conversion.source)), path.stat().st_size, path.stat().st_mtime_ns] for path in files
     ]
@@ -230,7 +237,6 @@ def _identity(conversion: Conversion) -> object:
         sources,
         list(map(list, conversion.units)),
         plan.hexdigest(),
-        model.provenance.hf.to_json_string(use_diff=False),
         conversion.options,
         [__version__, installed()],
     ]

@@ -31,7 +31,7 @@ class Conversion:
     Attributes:
         source: folder that is read.
         staging: folder that is written.
-        units: the parameters of each file.
+        units: the parameters, or tensors, of each file.
         ignored: HF names that no parameter uses.
         device: where parameters are assembled and disassembled: "cpu", or "cuda" for that of the process.
     """
@@ -40,7 +40,6 @@ class Conversion:
     heads: ClassVar[Sequence[str]]
     """Files without which no reader takes the target for a checkpoint."""
 
-    model: WholeModel
     source: Path
     staging: Path
     units: tuple[Unit, ...]
@@ -55,7 +54,17 @@ class Conversion:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Bytes of the tensors in each file."""
-        return tuple(sum(self.model.entries[number].held.num_bytes for number in unit) for unit in self.units)
+        raise NotImplementedError
+
+    @property
+    def contents(self) -> Iterable[object]:
+        """What the files are made of, besides the source. Objects with equal ``repr`` make equal files."""
+        raise NotImplementedError
+
+    @property
+    def size_text(self) -> tuple[int, str]:
+        """How many things are converted, and what one of them is called."""
+        raise NotImplementedError
 
     @property
     def options(self) -> object:
@@ -69,6 +78,33 @@ class Conversion:
     def replaced(self, target: Path) -> Iterable[str]:
         """The names of the files of a checkpoint of this kind in ``target``."""
         raise NotImplementedError
+
+    def finish(self) -> None:
+        """Write the files of the target that have no tensors."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConversion(Conversion):
+    """A conversion between a model's HF tensors and its parameters."""
+
+    model: WholeModel
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of the tensors in each file."""
+        return tuple(sum(self.model.entries[number].held.num_bytes for number in unit) for unit in self.units)
+
+    @property
+    def contents(self) -> Iterable[object]:
+        """See ``Conversion``. Shapes alone do not show the sizes of heads, so the HF config is among them."""
+        yield from zip(self.model.entries, self.model.placed, strict=True)
+        yield self.model.provenance.hf.to_json_string(use_diff=False)
+
+    @property
+    def size_text(self) -> tuple[int, str]:
+        """See ``Conversion``."""
+        return len(self.model.entries), "parameter"
 
     def finish(self) -> None:
         """Write the files of the target that have no tensors."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mcore_bridge.convert.conversion import Conversion, Progress, read_source, units_of
+from mcore_bridge.convert.conversion import ModelConversion, Progress, read_source, units_of
 from mcore_bridge.convert.parameters import assemble
 from mcore_bridge.weights.dist_checkpoint.files import LocatedParam, file_name, finish, plan_files, write_file
 from mcore_bridge.weights.dist_checkpoint.folder import HEADS, dist_files
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToDist(Conversion):
+class ToDist(ModelConversion):
     """The conversion of an HF folder to a ``torch_dist`` folder."""
 
     kind = "torch_dist"

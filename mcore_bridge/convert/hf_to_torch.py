@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-from mcore_bridge.convert.conversion import Conversion, Progress, read_source
+from mcore_bridge.convert.conversion import ModelConversion, Progress, read_source
 from mcore_bridge.convert.parameters import specs_of
 from mcore_bridge.convert.rank_files.file import NAME, RELEASE, write_rank_file
 from mcore_bridge.convert.rank_files.layout import FileLayout, RankFile, Style
@@ -43,12 +43,12 @@ def rank_files(to: str, dims: ParallelDims, backend: str) -> RankFiles | None:
     if to == "torch":
         return RankFiles(dims, _STYLES[backend])
     if dims != ParallelDims():
-        raise MeshError(f"torch_dist loads at any mesh, found {dims}: leave it out, or write files for it: --to torch")
+        raise MeshError(f"{to} loads at any mesh, found {dims}: leave it out, or write files for it: --to torch")
     return None
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToTorch(Conversion):
+class ToTorch(ModelConversion):
     """The conversion of an HF folder to the files of one mesh."""
 
     kind = "torch"

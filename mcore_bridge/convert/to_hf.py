@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mcore_bridge.convert.conversion import Conversion, Progress
+from mcore_bridge.convert.conversion import ModelConversion, Progress
 from mcore_bridge.convert.parameters import HFSlice, parts_of, specs_of
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.spec import TensorSpec
@@ -24,7 +24,7 @@ from mcore_bridge.weights.plan.inventory import ParamEntry
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToHF(Conversion):
+class ToHF(ModelConversion):
     """A conversion of a checkpoint of megatron-core to an HF folder."""
 
     kind = "hf"

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -75,6 +76,20 @@ class Encoded:
 
     def __getitem__(self, index: int | slice) -> EncodedSlice:
         return self.cut(lambda whole: whole[index])
+
+    def in_order(self, num_elements: int) -> Iterator[EncodedSlice]:
+        """Yields slices of at most ``num_elements`` (or one row), in the order of the elements of the plain tensor."""
+        yield from self._in_order((), num_elements)
+
+    def _in_order(self, prefix: tuple[int, ...], num_elements: int) -> Iterator[EncodedSlice]:
+        size, inner = self.shape[len(prefix)], math.prod(self.shape[len(prefix) + 1 :])
+        if inner > num_elements and len(prefix) + 2 < len(self.shape):
+            for index in range(size):
+                yield from self._in_order((*prefix, index), num_elements)
+            return
+        step = max(1, num_elements // inner)
+        for start in range(0, size, step):
+            yield self.cut(itemgetter((*prefix, slice(start, start + step))))
 
     def to(self, dtype: torch.dtype) -> Tensor:
         """Decodes the whole weight, piece by piece."""
@@ -173,11 +188,11 @@ class EncodedSlice:
             scales = _spread(scales, dim, run, block)
         return decoded(codec, _within(numbers, self.ranges[-1], codec.per_byte), scales, dtype)
 
-    def to(self, dtype: torch.dtype) -> Tensor:
-        """Decodes the slice, piece by piece; the result has the dims of the slice."""
+    def to(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        """Decodes the slice on a device, piece by piece; the result has the dims of the slice."""
         axes = sorted((axis, dim) for dim, axis in enumerate(self.axes) if axis is not None)
         sizes = dict.fromkeys(range(self.num_dims), 1) | {axis: self.shape[dim] for axis, dim in axes}
-        plain = torch.empty([sizes[dim] for dim in range(self.num_dims)], dtype=dtype)
+        plain = torch.empty([sizes[dim] for dim in range(self.num_dims)], dtype=dtype, device=device)
         for piece, part in self.pieces(self.arranged(plain), _PIECE_ELEMENTS):
             piece.put(part)
         return plain

@@ -1,0 +1,159 @@
+"""An HF folder with encoded weights to one of plain tensors. No model is built, so it need not be one that we have."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.convert.conversion import Conversion, Progress, Unit
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.encoded import Encoded
+from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.dtypes import dtype_name, wanted_dtype
+from mcore_bridge.weights.files.decoded import DecodedCheckpoint, opened_folder, unused_in
+from mcore_bridge.weights.files.hf_folder import HEADS, Checkpoint, weight_files, write_index
+from mcore_bridge.weights.files.positional_io import array_of
+from mcore_bridge.weights.files.safetensors import SafetensorsWriter
+from mcore_bridge.weights.files.sidecars import copy_companions
+
+_CONFIG = "config.json"
+_NOTES = (_CONFIG, "hf_quant_config.json")
+"""Files that say how weights are quantized. The first is written anew, and the other one is left out."""
+_OTHERS = ("*.json", "LICENSE*", "*.md")
+_PIECE_ELEMENTS = 1 << 21
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToPlain(Conversion):
+    """An HF folder to one whose tensors are plain; ``specs`` are these tensors, which ``units`` count."""
+
+    kind = "hf"
+    heads = HEADS
+    specs: tuple[TensorSpec, ...]
+    dtype: torch.dtype | None
+
+    @classmethod
+    def plan(cls, source: Path, staging: Path, *, dtype: torch.dtype | None, file_bytes: int) -> ToPlain:
+        """Plan it.
+
+        Raises:
+            CheckpointError: the folder has no encoded weights, or such that cannot be decoded.
+        """
+        checkpoint = opened_folder(Checkpoint(source))
+        if not isinstance(checkpoint, DecodedCheckpoint):
+            raise CheckpointError(f"{source} has no quantized weights, expected some: it is a folder of plain tensors")
+        decoded = dtype or _dtype_of(_fields(source))
+        specs = tuple(
+            TensorSpec(name, tuple(t.shape), decoded if isinstance(t, Encoded) else wanted_dtype(name, t.dtype, dtype))
+            for name, t in checkpoint.items()
+        )
+        units = tuple(_units(specs, file_bytes))
+        unused = tuple(unused_in(checkpoint))
+        return cls(source=source, staging=staging, units=units, ignored=unused, specs=specs, dtype=dtype)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the files, as transformers numbers them."""
+        count = len(self.units)
+        return tuple(f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of the tensors in each file."""
+        return tuple(sum(self.specs[number].num_bytes for number in unit) for unit in self.units)
+
+    @property
+    def contents(self) -> Iterable[object]:
+        """See ``Conversion``."""
+        return self.specs
+
+    @property
+    def size_text(self) -> tuple[int, str]:
+        """See ``Conversion``."""
+        return len(self.specs), "tensor"
+
+    def write(self, number: int, progress: Progress) -> None:
+        """Write one file, one tensor after the other, and each in pieces."""
+        path = self.staging / f"{number}.partial"
+        path.unlink(missing_ok=True)
+        specs = self._specs_in(number)
+        with SafetensorsWriter(path, [(spec.name, spec.shape, spec.dtype) for spec in specs]) as writer:
+            for spec in specs:
+                start = 0
+                for piece in self._pieces(spec):
+                    writer.write(spec.name, start, piece)
+                    start += piece.nbytes
+                self._checkpoint.release(spec.name)
+                progress(spec.num_bytes)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())  # or the name might outlive its contents
+        path.rename(self.staging / self.names[number])
+
+    def replaced(self, target: Path) -> Iterable[str]:
+        """The names of the files of a checkpoint of this kind in ``target``."""
+        return [*weight_files(target), _NOTES[1]]
+
+    def finish(self) -> None:
+        """Write the index, the config without a note on quantization, and what else the folder has."""
+        copy_companions(self.source, self.staging, *_OTHERS, kept=_NOTES)
+        fields = _fields(self.source)
+        dtype = dtype_name(max(self.specs, key=lambda spec: spec.num_bytes).dtype)
+        if "dtype" not in fields:
+            fields["torch_dtype"] = dtype  # all releases of transformers read this spelling
+        for part in (fields, *(value for value in fields.values() if isinstance(value, dict))):
+            part.pop("quantization_config", None)
+            part |= {name: dtype for name in ("dtype", "torch_dtype") if name in part}
+        (self.staging / _CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
+        write_index(self.staging, {name: self._specs_in(number) for number, name in enumerate(self.names)})
+
+    def _specs_in(self, number: int) -> list[TensorSpec]:
+        return [self.specs[tensor] for tensor in self.units[number]]
+
+    @cached_property
+    def _checkpoint(self) -> DecodedCheckpoint:
+        checkpoint = opened_folder(Checkpoint(self.source))
+        assert isinstance(checkpoint, DecodedCheckpoint)
+        return checkpoint
+
+    def _pieces(self, spec: TensorSpec) -> Iterator[Tensor]:
+        """The elements of a tensor in order, some at a time: flat and on the CPU."""
+        tensor = self._checkpoint[spec.name]
+        if isinstance(tensor, Encoded):
+            for rows in tensor.in_order(_PIECE_ELEMENTS):
+                yield rows.to(spec.dtype, self.device).cpu().flatten()
+            return
+        for view in tensor.flatten().split(_PIECE_ELEMENTS):
+            held = torch.empty(view.shape, dtype=view.dtype)
+            self._checkpoint.files_of(spec.name)[0].read([view], array_of(held))
+            yield held.to(spec.dtype)
+
+
+def _units(specs: Iterable[TensorSpec], file_bytes: int) -> Iterator[Unit]:
+    unit: list[int] = []
+    filled = 0
+    for number, spec in enumerate(specs):
+        if unit and filled + spec.num_bytes > file_bytes:
+            yield tuple(unit)
+            unit, filled = [], 0
+        unit.append(number)
+        filled += spec.num_bytes
+    yield tuple(unit)
+
+
+def _fields(folder: Path) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+    return fields
+
+
+def _dtype_of(fields: dict[str, Any]) -> torch.dtype:
+    """What a config says that weights are: bf16, unless it is another float of 16 or 32 bits."""
+    name = fields.get("dtype") or fields.get("torch_dtype")
+    return {"float16": torch.float16, "float32": torch.float32}.get(str(name), torch.bfloat16)

@@ -1,0 +1,80 @@
+"""Quantized HF folders to plain ones, and to checkpoints of megatron-core."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mcore_bridge.commands.app import app
+from mcore_bridge.convert.api import convert
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.weights.files.hf_folder import Checkpoint
+from tests import zoo
+from tests.support import quantized
+from tests.support.conversions import StoppedError, assert_exact, quiet, stop_half_way
+from tests.support.strategies import tiny
+
+FORMS: dict[str, tuple[Any, quantized.Format]] = {
+    "qwen3_moe": (None, quantized.deepseek((8, 8), torch.bfloat16)),
+    "gpt_oss": (64, quantized.mxfp4()),
+    "llama": (None, quantized.nvfp4("modelopt")),
+}
+
+
+def source(name: str, folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """A quantized folder: its files, and what they decode to."""
+    width, form = FORMS[name]
+    fields = dict(zoo.cases()[name].fields) if name != "llama" else {}
+    if width:
+        fields |= {"hidden_size": width, "intermediate_size": 32}
+    return quantized.write(tiny(name, **fields), form, folder, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_quantized_folder_becomes_plain(name: str, tmp_path: Path) -> None:
+    """With what lies beside; in several files, and not by building a model."""
+    files, plain = source(name, tmp_path / "quantized")
+    (tmp_path / "quantized" / "tokenizer.json").write_text("{}")
+    (tmp_path / "quantized" / "hf_quant_config.json").write_text("{}")
+    converted = convert(tmp_path / "quantized", tmp_path / "plain", plain=True, file_bytes=30_000, on_event=quiet)
+    assert_exact(tmp_path / "plain", plain)
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
+    assert (tmp_path / "plain" / "tokenizer.json").is_file()
+    assert not (tmp_path / "plain" / "hf_quant_config.json").exists()
+    assert len(converted.conversion.names) > 1
+    assert set(converted.conversion.ignored) == {each for each in files if each.endswith(".input_scale")}
+
+
+def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    _, plain = source("qwen3_moe", tmp_path / "quantized")
+    arguments: dict[str, Any] = {"plain": True, "file_bytes": 10_000}
+    with pytest.raises(StoppedError):
+        convert(tmp_path / "quantized", tmp_path / "plain", on_event=stop_half_way, **arguments)
+    assert not (tmp_path / "plain" / "config.json").exists()
+    assert convert(tmp_path / "quantized", tmp_path / "plain", on_event=quiet, **arguments).num_kept > 0
+    assert_exact(tmp_path / "plain", plain)
+    with pytest.raises(CheckpointError, match="has no quantized weights, expected some"):
+        convert(tmp_path / "plain", tmp_path / "again", plain=True, on_event=quiet)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_a_quantized_folder_becomes_one_of_megatron_core(name: str, tmp_path: Path) -> None:
+    _, plain = source(name, tmp_path / "quantized")
+    convert(tmp_path / "quantized", tmp_path / "dist", on_event=quiet)
+    convert(tmp_path / "dist", tmp_path / "back", on_event=quiet)
+    assert_exact(tmp_path / "back", plain)
+    for folder in ("dist", "back"):
+        assert "quantization_config" not in json.loads((tmp_path / folder / "config.json").read_text())
+
+
+def test_the_command_writes_plain_folders(tmp_path: Path) -> None:
+    _, plain = source("llama", tmp_path / "quantized")
+    found = CliRunner().invoke(app, ["convert", str(tmp_path / "quantized"), str(tmp_path / "plain"), "--to", "hf"])
+    assert found.exit_code == 0, found.output
+    assert "is written as hf" in " ".join(found.output.split())
+    assert Checkpoint(tmp_path / "plain").keys() == plain.keys()
