@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_bridge.architecture import composite_of, read_hf
+from mcore_bridge.commands.verify.dequantized import dequantizing, why_no_reference
 from mcore_bridge.commands.verify.free_memory import USABLE, shortage
 from mcore_bridge.config.hf import is_borrowed
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
@@ -63,7 +64,7 @@ def compare_logits(
         The comparison on rank 0 (None on others). If memory is short or transformers lacks the family, None and why.
     """
     gc.collect()
-    lack = _lack_of_reference(folder) or shortage(num_parameters, dims, device)
+    lack = _lack_of_reference(folder) or why_no_reference(folder) or shortage(num_parameters, dims, device)
     if lack:
         return None, lack
     if not chunks:
@@ -163,8 +164,14 @@ def _reference(folder: Path, batch: Tensor, device: str) -> Tensor:
     """The logits of transformers, in fp32 on CPU. They are computed on this rank's GPU if the model fits there."""
     model_class = _model_class(folder)
     model = model_class.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, trust_remote_code=False
-    ).eval()
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        local_files_only=True,
+        trust_remote_code=False,
+        **dequantizing(folder),
+    )
+    model = model.float().eval()  # what transformers decodes of some formats stays in bf16
     if device == "cuda":
         size = sum(parameter.nbytes for parameter in model.parameters())
         device = "cuda" if size < USABLE * torch.cuda.mem_get_info()[0] else "cpu"

@@ -20,6 +20,7 @@ from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.launch.worker import Report
 from mcore_bridge.weights.dtypes import Dtypes, wanted_dtype
 from mcore_bridge.weights.export import iter_hf_weights
+from mcore_bridge.weights.files.decoded import Folder, opened_folder
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.manifest import Manifest, ManifestEntry, digest, manifest
 from mcore_bridge.weights.save import save_hf_checkpoint
@@ -115,7 +116,7 @@ def check_rank(task: Task, report: Report) -> Finding:
     chunks = _build(task, finding, report)
     finding.held = sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
     _export(chunks, task, finding, report)
-    expected = Watched(task.against, report, "compare")
+    expected = opened_folder(Watched(task.against, report, "compare"))
     renamed(expected, chunks[0].bridge.mapping(tied=chunks[0].share_embeddings_and_output_weights))
     finding.expected = _share(expected, task.names, task.crossing)
     if task.save is not None:
@@ -173,7 +174,7 @@ def _export(chunks: list[GPTModel], task: Task, finding: Finding, report: Report
     finding.widened = tuple(spec.name for spec in plain if own[spec.name] not in (spec.dtype, task.dtype))
 
 
-def _share(checkpoint: Checkpoint, names: tuple[str, ...], crossing: Dtypes) -> tuple[ManifestEntry, ...]:
+def _share(checkpoint: Folder, names: tuple[str, ...], crossing: Dtypes) -> tuple[ManifestEntry, ...]:
     """The tensors in the files for this rank's part of ``names``, in the dtypes of the export."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     specs = []

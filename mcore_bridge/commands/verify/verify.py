@@ -17,6 +17,7 @@ from mcore_bridge.launch.processes import OnEvent, run_ranks
 from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.rules.names import mtp_layer_of
 from mcore_bridge.weights.dtypes import Dtypes, dtype_name
+from mcore_bridge.weights.files.decoded import Folder, opened_folder
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.manifest import Manifest
 from mcore_bridge.weights.ties import renamed
@@ -139,7 +140,7 @@ def verify(
     """
     from mcore_bridge.factory.blueprint import make_blueprint
 
-    checkpoint = Checkpoint(folder)
+    checkpoint = opened_folder(Checkpoint(folder))
     dtypes = {tensor.dtype for tensor in checkpoint.values() if tensor.is_floating_point()}
     built_in = dtype or widest(dtypes)
     overrides = {"mtp_num_layers": num_mtp_layers or None}
@@ -202,7 +203,7 @@ def widest(dtypes: set[torch.dtype]) -> torch.dtype:
 
 
 def _crossing(
-    checkpoint: Checkpoint, names: tuple[str, ...], dtype: torch.dtype | None, dtypes: set[torch.dtype]
+    checkpoint: Folder, names: tuple[str, ...], dtype: torch.dtype | None, dtypes: set[torch.dtype]
 ) -> Dtypes:
     """The dtype of all exported tensors; if a checkpoint has several, the dtype of each tensor."""
     if dtype is not None or len(dtypes) == 1:
