@@ -22,11 +22,9 @@ from mcore_bridge.weights.files.decoded import DecodedCheckpoint, opened_folder,
 from mcore_bridge.weights.files.hf_folder import HEADS, Checkpoint, weight_files, write_index
 from mcore_bridge.weights.files.positional_io import array_of
 from mcore_bridge.weights.files.safetensors import SafetensorsWriter
-from mcore_bridge.weights.files.sidecars import copy_companions
+from mcore_bridge.weights.files.sidecars import copy_companions, forget_quantization
 
 _CONFIG = "config.json"
-_NOTES = (_CONFIG, "hf_quant_config.json")
-"""Files that say how weights are quantized. The first is written anew, and the other one is left out."""
 _OTHERS = ("*.json", "LICENSE*", "*.md")
 _PIECE_ELEMENTS = 1 << 21
 
@@ -99,17 +97,17 @@ class ToPlain(Conversion):
 
     def replaced(self, target: Path) -> Iterable[str]:
         """The names of the files of a checkpoint of this kind in ``target``."""
-        return [*weight_files(target), _NOTES[1]]
+        return [*weight_files(target), "hf_quant_config.json"]
 
     def finish(self) -> None:
         """Write the index, the config without a note on quantization, and what else the folder has."""
-        copy_companions(self.source, self.staging, *_OTHERS, kept=_NOTES)
-        fields = _fields(self.source)
+        copy_companions(self.source, self.staging, *_OTHERS)
+        forget_quantization(self.staging)
+        fields = _fields(self.staging)
         dtype = dtype_name(max(self.specs, key=lambda spec: spec.num_bytes).dtype)
         if "dtype" not in fields:
             fields["torch_dtype"] = dtype  # all releases of transformers read this spelling
         for part in (fields, *(value for value in fields.values() if isinstance(value, dict))):
-            part.pop("quantization_config", None)
             part |= {name: dtype for name in ("dtype", "torch_dtype") if name in part}
         (self.staging / _CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
         write_index(self.staging, {name: self._specs_in(number) for number, name in enumerate(self.names)})

@@ -10,11 +10,14 @@ from typer.testing import CliRunner
 
 from mcore_bridge.commands.app import app
 from mcore_bridge.convert.api import convert
+from mcore_bridge.convert.rank_files.folder import iter_mg_weights
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.trainers.rlinf.convertor import convert_hf_to_mg
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from tests import zoo
 from tests.support import quantized
 from tests.support.conversions import StoppedError, assert_exact, quiet, stop_half_way
+from tests.support.rlinf_files import PLAIN, asked
 from tests.support.strategies import tiny
 
 FORMS: dict[str, tuple[Any, quantized.Format]] = {
@@ -70,6 +73,15 @@ def test_a_quantized_folder_becomes_one_of_megatron_core(name: str, tmp_path: Pa
     assert_exact(tmp_path / "back", plain)
     for folder in ("dist", "back"):
         assert "quantization_config" not in json.loads((tmp_path / folder / "config.json").read_text())
+
+
+def test_files_for_rlinf_are_plain(tmp_path: Path) -> None:
+    _, plain = source("qwen3_moe", tmp_path / "quantized")
+    convert_hf_to_mg(str(tmp_path / "quantized"), asked(tmp_path / "mg", tp=2, ep=2, **PLAIN))
+    found = dict(iter_mg_weights(tmp_path / "mg", tmp_path / "mg"))
+    assert found.keys() == plain.keys()
+    assert [name for name in found if not torch.equal(found[name], plain[name])] == []
+    assert "quantization_config" not in json.loads((tmp_path / "mg" / "config.json").read_text())
 
 
 def test_the_command_writes_plain_folders(tmp_path: Path) -> None:

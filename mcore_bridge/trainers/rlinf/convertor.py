@@ -23,7 +23,7 @@ from mcore_bridge.trainers.rlinf.conversion import Conversion, as_conversion, re
 from mcore_bridge.trainers.rlinf.middle_files import MiddleFiles, write_middle
 from mcore_bridge.weights.dist_checkpoint.folder import TRACKER
 from mcore_bridge.weights.files.decoded import Folder
-from mcore_bridge.weights.files.sidecars import copy_companions
+from mcore_bridge.weights.files.sidecars import copy_companions, forget_quantization
 from mcore_bridge.weights.ties import opened
 
 _OTHERS = ("*.json", "*.py", "*.md", "LICENSE")
@@ -102,6 +102,7 @@ def _write(source: Folder | MiddleFiles, folder: Path, conversion: Conversion, s
 def _copy_rest(folder: Path, layout: FileLayout, staging: Path) -> None:
     """Copy all but weights. The config gets whether the head is tied, because later readers cannot compare it."""
     copy_companions(folder, staging, *_OTHERS)
+    forget_quantization(staging)
     tied = bool(layout.provenance.hf.tie_word_embeddings)
     if tied != bool(read_hf(folder).tie_word_embeddings):
         config = staging / "config.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Collection, Iterable
@@ -33,6 +34,18 @@ def copy_companions(
         wanted = matches(path.name, (*tokenizer, *_COMPANIONS, *others)) and path.name not in kept
         if wanted and path.is_file() and not path.name.endswith(".index.json"):
             shutil.copy2(path, target / path.name)
+
+
+def forget_quantization(folder: Path) -> None:
+    """Remove what the configs of a folder say of quantized weights, as its weights are plain now."""
+    (folder / "hf_quant_config.json").unlink(missing_ok=True)
+    config = folder / "config.json"
+    fields = json.loads(config.read_text(encoding="utf-8"))
+    parts = [part for part in (fields, *fields.values()) if isinstance(part, dict) and "quantization_config" in part]
+    for part in parts:
+        del part["quantization_config"]
+    if parts:
+        config.write_text(json.dumps(fields, indent=2) + "\n")
 
 
 def config_folders(source: Path, iteration: Path) -> tuple[Path, ...]:
