@@ -142,7 +142,7 @@ NOTE = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         ({"x.weight": FP8}, "x.weight is float8_e4m3fn and has no scale: expected one of"),
         (
             {"x.weight_scale_inv": GRID},
-            "1 scales or the like belong to no encoded weight, such as .'x.weight_scale_inv'",
+            "1 companions of codes belong to no encoded weight, such as .'x.weight_scale_inv'",
         ),
         ({"x.weight": torch.zeros(128, 256), "x.weight_scale_inv": GRID}, "belong to no encoded weight"),
         (
@@ -179,7 +179,9 @@ def test_what_cannot_be_decoded_raises(files: Mapping[str, Tensor], message: str
 
 def test_all_obstacles_are_named_at_once() -> None:
     files = {"a.weight": FP8, "b.weight": FP8, "b.weight_scale_inv": GRID.T, "c.weight_scale_inv": GRID}
-    with pytest.raises(CheckpointError, match=r"a\.weight is.*; b\.weight has shape.*; 1 scales .*c\.weight_scale_inv"):
+    with pytest.raises(
+        CheckpointError, match=r"a\.weight is.*; b\.weight has shape.*; 1 companions .*c\.weight_scale_inv"
+    ):
         plain_of(files)
 
 
