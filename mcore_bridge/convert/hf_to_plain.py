@@ -83,7 +83,7 @@ class ToPlain(Conversion):
         path = self.staging / f"{number}.partial"
         path.unlink(missing_ok=True)
         specs = self._specs_in(number)
-        with SafetensorsWriter(path, [(spec.name, spec.shape, spec.dtype) for spec in specs]) as writer:
+        with SafetensorsWriter(path, specs) as writer:
             for spec in specs:
                 start = 0
                 for piece in self._pieces(spec):
