@@ -49,3 +49,12 @@ def test_a_benchmark_runs_and_prints_a_ratio(script, arguments, seconds, tmp_pat
     for name in seconds:
         assert (found[name]["median_s"] if isinstance(found[name], dict) else found[name]) > 0
     assert not second
+
+
+def test_quantized_folders_are_loaded_beside_bf16(tmp_path):
+    only = ["--only", "qwen3-30b-a3b bf16", "gpt-oss-20b mxfp4"]
+    arguments = ["--size", "tiny", "--repeats", "1", "--folder", str(tmp_path), *only]
+    (out,) = pool.run(1, printed, "quantized_load.py", arguments)
+    lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    assert [line["model"] for line in lines] == only[1:]
+    assert all(line["load"]["median_s"] > 0 for line in lines)
