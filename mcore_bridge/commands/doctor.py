@@ -63,7 +63,7 @@ def _judged(name: str, installed: str) -> Line:
     try:
         version = Version(installed)
     except InvalidVersion:
-        return Line(name, installed, f"this version cannot be compared; tested: {oldest} to {newest}")
+        return Line(name, installed, f"cannot be compared with the tested versions, {oldest} to {newest}")
     if version < Version(MINIMUM[name]):
         return Line(name, installed, f"too old: at least {MINIMUM[name]} is needed", is_problem=True)
     newest_release = Version(newest).release
