@@ -140,6 +140,10 @@ def unknown_architecture(folder: Path) -> None:
     configured(folder, model_type="xglm")
 
 
+def unknown_activation(folder: Path) -> None:
+    configured(folder, hidden_act="magic")
+
+
 def remove_the_config(folder: Path) -> None:
     (folder / "config.json").unlink()
 
@@ -152,6 +156,7 @@ def remove_the_config(folder: Path) -> None:
         (remove_a_tensor, "missing ['model.norm.weight']"),
         (change_a_size, "is this the checkpoint of this config?"),
         (unknown_architecture, "'xglm'. Nearest names"),
+        (unknown_activation, "hidden_act must be one of"),
         (remove_the_config, "config.json"),
     ],
 )

@@ -55,7 +55,10 @@ PAGES = {
     "docs/targets.md": ([MODELS], (1, 2)),
 }
 """What stands before each block in place of what a reader has already; and numbers of processes."""
-NOT_HERE = {("docs/embedding.md", 1): "SGLang is not installed"}
+NOT_HERE = {
+    ("docs/embedding.md", 1): "SGLang is not installed",
+    ("docs/quantized.md", 0): "the folder of DeepSeek-V3 is not there",
+}
 """Blocks that do not run, by their number."""
 
 
