@@ -9,7 +9,6 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.spec_utils import ModuleSpec
-from transformers import CONFIG_MAPPING
 
 from mcore_bridge import ParallelDims, build_model, to_layer_spec, to_transformer_config
 from mcore_bridge.config.tables.derived_delta import LINEAR_LAYERS
@@ -216,15 +215,6 @@ def test_inference_is_refused():
 def test_the_norm_that_te_fuses_into_the_projection_has_its_own_name():
     name = "decoder.layers.0.self_attention.in_proj.layer_norm_weight"
     assert canonical(name, Numbering((3,), ())) == "decoder.layers.3.input_layernorm.weight"
-
-
-@pytest.mark.skipif("qwen3_5" not in CONFIG_MAPPING, reason="this transformers has no qwen3_5")
-def test_images_and_text_are_refused_with_the_way_to_train_the_text():
-    """An export could not give the images' half back; the text's half is a model by itself."""
-    both = CONFIG_MAPPING["qwen3_5"](text_config=delta("qwen3_5_text").hf.to_dict())
-    with pytest.raises(ConfigError, match=r"its text model \('qwen3_5_text'\) alone, pass its text_config"):
-        to_transformer_config(both)
-    assert to_transformer_config(both.text_config).linear_attention_freq == [1, 0, 1, 0]
 
 
 def half_precision(dtype):
