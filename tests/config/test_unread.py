@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 import mcore_bridge as mb
+import tests.support.text_halves  # noqa: F401  # registers the text halves of composites
 from mcore_bridge.architecture import architecture_of
 from mcore_bridge.commands.plan.tables import plan, render
 from mcore_bridge.config import fields_read as static
