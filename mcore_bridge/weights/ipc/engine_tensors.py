@@ -1,6 +1,6 @@
-"""The tensors of an engine by their names: parameters, buffers, and what its modules hold besides.
+"""The tensors of an engine by their names: parameters, buffers, and tensors in other attributes of its modules.
 
-Nothing is remembered of where they are. An engine that sleeps, wakes or loads anew may have moved them.
+Their addresses are not kept. An engine that sleeps, wakes or loads anew may have moved its tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def all_tensors(source: Source) -> dict[str, Tensor]:
 
 
 def tensors_named(source: Source, names: Iterable[str]) -> dict[str, Tensor]:
-    """Those of ``names`` that the engine has now."""
+    """The engine's tensors with these names, without the names that it lacks."""
     if not isinstance(source, nn.Module):
         held = source()
         return {name: held[name] for name in names if name in held}
@@ -47,7 +47,7 @@ def tensors_named(source: Source, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def described(name: str, tensor: Tensor) -> EngineTensor:
-    """How ``tensor`` lies in memory."""
+    """Shape, strides and dtype of ``tensor``."""
     return EngineTensor(name, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
@@ -60,9 +60,12 @@ def octets(tensor: Tensor) -> Tensor:
 
 
 def hosts(tensors: Tensors) -> dict[str, tuple[str, int]]:
-    """For each name whose memory lies within that of another: the other, and the first element there.
+    """The names whose memory lies within that of another tensor, which is the host.
 
-    Of two with the same memory the first is the host of the second.
+    If two tensors have the same memory, the first is the host of the second.
+
+    Returns:
+        For each such name: the name of its host, and the place of its first element there.
     """
     by_storage: dict[int, list[str]] = {}
     for name, tensor in tensors.items():

@@ -35,12 +35,12 @@ _MOST_SLICES = 1 << 16
 
 @dataclass
 class _Tensor:
-    """What is known of one of the engine's tensors so far."""
+    """One of the engine's tensors, and the slices that have explained it so far."""
 
     described: EngineTensor
     hf: frozenset[str]
     copies: list[SliceCopy] | None = None
-    """None where nothing explains it yet."""
+    """None: nothing explains the tensor yet."""
     fills: list[SliceFill] = field(default_factory=list)
     reason: str = "its loader computes it"
     is_given_up: bool = False
@@ -112,7 +112,7 @@ def _proven(
 
 
 class _Mapping:
-    """One engine while its map is made."""
+    """An engine while its map is made."""
 
     def __init__(self, specs: Sequence[TensorSpec], source: Source, load: Loader, engine: str) -> None:
         self._specs, self._source, self._load, self._engine = tuple(specs), source, load, engine
@@ -133,7 +133,11 @@ class _Mapping:
         return self._map()
 
     def _record(self) -> dict[str, int]:
-        """Load drawn values under the recorder, then others: what depends on them, and its checksums by the first."""
+        """Load drawn values under the recorder, then load others. Tensors that differ depend on HF tensors.
+
+        Returns:
+            The checksums after the first load.
+        """
         recorder = Recorder()
         with recorder:
             self._load(recorder.watched(drawn_values(self._specs, 0, self._device)))
@@ -157,11 +161,11 @@ class _Mapping:
         return first
 
     def _explained(self, name: str, tensor: Tensor, pieces: Sequence[Piece], seen: frozenset[str]) -> _Tensor:
-        """What the recorder says of a tensor, if that is the whole of it."""
+        """A tensor with the slices that the recorder saw; without any if they do not explain all of it."""
         known = _Tensor(described(name, tensor), seen)
         painted = torch.zeros(known.described.span, dtype=torch.bool, device=tensor.device)
         copies, fills = [], []
-        for piece in reversed(pieces):  # what was written last counts
+        for piece in reversed(pieces):  # the last write into an element decides its value
             dims = piece.box.dims
             place = painted.as_strided([dim.size for dim in dims], [dim.target for dim in dims], piece.box.target)
             num_painted = int(place.sum())
@@ -258,12 +262,12 @@ class _Mapping:
         )
 
     def _in_order(self, names: frozenset[str]) -> tuple[str, ...]:
-        """As they come; all, where nobody knows which."""
+        """HF names in the order in which they are sent; all of them if ``names`` is empty."""
         return tuple(spec.name for spec in self._specs if not names or spec.name in names)
 
 
 _DIFFERENT = 1 << 62
-"""In place of bits that were not the same with every digit."""
+"""Stands for bits that changed from one digit to another."""
 
 
 def _is_weight(source: Source, name: str) -> bool:
@@ -283,7 +287,7 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
 
 
 def _memory_places(tensor: EngineTensor) -> Numbers:
-    """Where the elements lie, counted from the first, in the order of ``_in_memory_order``."""
+    """The places of the elements in memory, counted from the first, in the order of ``_in_memory_order``."""
     places = np.zeros(1, np.int64)
     for size, stride in sorted([*zip(tensor.shape, tensor.strides, strict=True)], key=itemgetter(1), reverse=True):
         places = (places[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)

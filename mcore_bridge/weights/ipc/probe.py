@@ -1,8 +1,8 @@
-"""What HF tensors hold while an engine is examined: drawn values, and values that say where they stand.
+"""Values of HF tensors while an engine map is made: drawn values, and digits that identify each element.
 
-Drawn values of floats are between 1/8 and 2 in size, so that no sum or product hides them. They are the same for the
-same seed and name. Probed values are digits of a running number of elements, from 1 on over all HF tensors. So there
-are several loads, one for each digit.
+Drawn floats are between 1/8 and 2 in size, so that no sum or product hides them. They are the same for the same seed
+and name. To probe, all elements of all HF tensors are numbered from 1 on. One load has one digit of these numbers in
+place of the weights, so there are as many loads as digits.
 
 A digit has to survive a copy of bits, and a cast from one float dtype to a wider one or back. So a digit of a float is
 the bits of a finite bfloat16, counted from 0 on. In float16 it is a whole number below 2048. In 8 bits it is the bits
@@ -58,7 +58,7 @@ def drawn_values(specs: Sequence[TensorSpec], seed: int, device: torch.device) -
 
 
 def _repeated(bits: int, itemsize: int) -> int:
-    """As often as it takes to fill a signed word of 8 bytes."""
+    """A signed word of 8 bytes that repeats ``bits``."""
     word = int.from_bytes(bits.to_bytes(itemsize, "little") * (8 // itemsize), "little")
     return word - (word >> 63 << 64)
 
@@ -70,7 +70,7 @@ class Numbering:
         self.specs = specs
         sizes = [torch.Size(spec.shape).numel() for spec in specs]
         self.starts = [1, *accumulate(sizes, initial=1)][1:]
-        """The number of each tensor's first element, and one number beyond all."""
+        """The number of each tensor's first element; last, the number after that of the very last element."""
         self.base = min((_base(spec.dtype) for spec in specs), default=2)
         self.num_digits = 2
         while self.base**self.num_digits < self.starts[-1]:
@@ -87,10 +87,10 @@ class Numbering:
             yield spec.name, tensor.view(spec.shape)
 
     def digits(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """The digits that an engine's tensor holds, int64; negative where it holds none.
+        """The digits that an engine's tensor holds, int64; negative where an element is no digit.
 
         Args:
-            dtype: that of the HF tensors that went into it.
+            dtype: the dtype of the HF tensors that went into it.
         """
         try:
             values = tensor if tensor.dtype == dtype else tensor.to(dtype)

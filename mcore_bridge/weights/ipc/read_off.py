@@ -21,12 +21,12 @@ _SAMPLE = 100_000
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """Groups of elements that have one shape for each ``kind``."""
+    """Groups of elements. All groups of one ``kind`` have the same shape."""
 
     source: Numbers
     target: Numbers
     owner: Numbers
-    """Which HF tensor the elements are of."""
+    """The HF tensor that the elements of each group belong to."""
     kind: Numbers
     kinds: list[Steps]
 
@@ -39,12 +39,12 @@ class _Runs:
 
 
 def read_off(source: Numbers, target: Numbers, owner: Numbers) -> Iterator[tuple[int, BoxCopy]]:
-    """The fewest copies that are easily seen, each with its owner.
+    """Copies of slices that together give all elements, each with its owner. They need not be the fewest possible.
 
     Args:
-        source: for each element, where it stands in its owner.
-        target: for each element, where it stands in the engine's tensor; it rises.
-        owner: for each element, what it is of.
+        source: the place of each element in its owner.
+        target: the place of each element in the engine's tensor, in ascending order.
+        owner: the number of the HF tensor that each element belongs to.
     """
     runs = _Runs(source, target, owner, np.zeros(len(source), np.int64), [()])
     while True:
@@ -65,7 +65,7 @@ def read_off(source: Numbers, target: Numbers, owner: Numbers) -> Iterator[tuple
 
 
 def _joined(runs: _Runs) -> _Runs:
-    """Neighbours of one owner and kind as one, where they follow each other at the commonest distance."""
+    """Joins neighbours of one owner and kind if they follow each other at the most frequent distance."""
     if len(runs) < 2:
         return runs
     near, far = np.diff(runs.source), np.diff(runs.target)
@@ -92,7 +92,7 @@ def _commonest(near: Numbers, far: Numbers) -> tuple[int, int] | None:
 def _longer(
     kinds: Sequence[Steps], kind: Numbers, sizes: Numbers, step: tuple[int, int]
 ) -> tuple[list[Steps], Numbers]:
-    """The kinds of runs of so many runs."""
+    """The kinds of runs that consist of ``sizes`` shorter runs, ``step`` apart."""
     pairs, places = np.unique(np.stack([kind, sizes]), axis=1, return_inverse=True)
     longer = [kinds[old] if size == 1 else ((size, *step), *kinds[old]) for old, size in pairs.T.tolist()]
     return longer, places.reshape(-1).astype(np.int64)

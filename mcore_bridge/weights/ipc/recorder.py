@@ -1,9 +1,9 @@
-"""Watches an engine's loader once, and says of each tensor which slices of which HF tensors were copied into it.
+"""Records an engine's loader once: which slices of which HF tensors are copied into each of the engine's tensors.
 
-What is watched are torch's own operations, below any class or wrapper. Memory is known by its storage, so views need
-no attention: a copy says where it reads and where it writes. What lies between (a clone, a cast, a concatenation) is
-memory as well, and copies into it are composed with copies out of it. Of what an operation computes, only the names of
-the HF tensors that went into it are known. What is written without torch is not seen.
+The recorder sees torch's own operations, below any class or wrapper. It identifies memory by its storage, so views need
+no attention: a copy says where it reads and where it writes. Intermediate tensors (of a clone, a cast, a concatenation)
+are memory as well: copies into them are composed with copies out of them. If an operation computes its result, only
+the names of the HF tensors that went into it are recorded. Writes without torch are not seen.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Piece(NamedTuple):
 
     @property
     def is_computed(self) -> bool:
-        """Whether nobody can say which element it is."""
+        """Whether it is neither a copy nor a constant."""
         return self.hf is None and self.bits is None
 
 
@@ -50,7 +50,10 @@ class _Memory:
 
 
 class _Write(NamedTuple):
-    """A write into a memory, in elements of ``item`` bytes: of another memory as it was then, of bits, or computed."""
+    """A write into a memory, in elements of ``item`` bytes.
+
+    It copies ``origin`` as it was after its first ``num_writes`` writes, or it writes ``bits``, or it is computed.
+    """
 
     box: BoxCopy
     item: int
@@ -63,7 +66,7 @@ class _Write(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Within it, every operation of torch is noted that writes memory.
+    """A context that records every operation of torch that writes memory.
 
     >>> recorder = Recorder()
     >>> with recorder:
@@ -77,7 +80,7 @@ class Recorder(TorchDispatchMode):
         self._is_paused = False
 
     def watched(self, pairs: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same pairs of an HF name and a contiguous tensor, which are followed from here on."""
+        """Passes pairs of an HF name and a contiguous tensor on, and records what is copied out of them."""
         while True:
             with self._paused():
                 name, tensor = next(pairs, (None, None))
@@ -87,12 +90,12 @@ class Recorder(TorchDispatchMode):
             yield name, tensor
 
     def names_in(self, tensor: Tensor) -> frozenset[str]:
-        """The HF tensors of which anything went into the memory of ``tensor``."""
+        """The names of the HF tensors that went into the memory of ``tensor``, in whole or in part."""
         memory = self._memories.get(_address(tensor))
         return memory.names if memory else frozenset()
 
     def traced(self, tensor: Tensor) -> list[Piece]:
-        """What was written into ``tensor``, in order; boxes count from its first element."""
+        """The pieces that were written into ``tensor``, in order; boxes count from its first element."""
         memory = self._memories.get(_address(tensor))
         start, item = int(tensor.storage_offset()), tensor.element_size()
         end = BoxCopy.of(0, tensor.shape, (0,) * tensor.dim(), start, tensor.stride()).target_end
@@ -114,7 +117,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation, and note what it wrote."""
+        """Run the operation, and record its writes."""
         result = func(*args, **(kwargs or {}))
         if not self._is_paused:
             with self._paused():
@@ -194,7 +197,7 @@ def _bits_of(tensor: Tensor) -> int:
 
 
 def _pieces(memory: _Memory, num_writes: int, item: int) -> Iterator[Piece]:
-    """What the first ``num_writes`` writes made of ``memory``, in elements of ``item`` bytes."""
+    """The pieces of ``memory`` after its first ``num_writes`` writes, in elements of ``item`` bytes."""
     for write in memory.writes[:num_writes]:
         if write.item != item:
             yield Piece(_everywhere(write.box, write.item, item), names=memory.names)
@@ -203,12 +206,12 @@ def _pieces(memory: _Memory, num_writes: int, item: int) -> Iterator[Piece]:
         elif write.origin.hf is not None:
             yield Piece(write.box, write.origin.hf, casts=write.casts, names=write.origin.names)
         else:
-            yield Piece(write.box, names=write.origin.names)  # what nobody has written there is computed
+            yield Piece(write.box, names=write.origin.names)  # elements of the origin without a write count as computed
             yield from _through(write, write.origin)
 
 
 def _through(write: _Write, origin: _Memory) -> Iterator[Piece]:
-    """What was in ``origin`` when ``write`` read it."""
+    """The pieces that ``origin`` had when ``write`` read it."""
     for piece in _pieces(origin, write.num_writes, write.origin_item):
         try:
             box = write.box.after(piece.box)
@@ -226,7 +229,7 @@ def _everywhere(box: BoxCopy, item: int, other: int) -> BoxCopy:
     return BoxCopy.of(0, (end - start,), (0,), start, (1,))
 
 
-# what is known of single operations -----------------------------------------------------------------------------------
+# operations that have a function of their own -------------------------------------------------------------------------
 
 _Note = Callable[[Recorder, Sequence[Any], dict[str, Any], Any], None]
 
@@ -293,4 +296,4 @@ _NOTES: dict[Any, _Note] = {
     _ATEN.constant_pad_nd: _note_pad,
 }
 _EMPTY = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided}
-"""They make memory and write nothing into it."""
+"""Operations that allocate memory and write nothing into it."""

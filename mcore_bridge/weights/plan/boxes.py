@@ -1,6 +1,6 @@
-"""Strided boxes of elements in two memories, and what is left of them when one copy follows another.
+"""Copies between strided boxes of elements in two memories, and their composition: one copy after another.
 
-A box counts in elements. Needs the standard library alone.
+Offsets and strides count elements. This module needs the standard library alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Dim(NamedTuple):
-    """One dim of a copy: how many elements, and how far apart they lie in either memory."""
+    """One dim of a copy: the number of elements, and their strides in source and target."""
 
     size: int
     source: int
@@ -22,7 +22,7 @@ class Dim(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BoxCopy:
-    """Elements of one memory, and where they go in another.
+    """A copy of elements of one memory, the source, to places in another, the target.
 
     >>> BoxCopy.of(0, (2, 3), (3, 1), 10, (3, 1))       # two rows of three, dense on both sides
     BoxCopy(source=0, target=10, dims=(Dim(size=6, source=1, target=1),))
@@ -32,7 +32,7 @@ class BoxCopy:
     """The first element, counted from the beginning of the memory."""
     target: int
     dims: tuple[Dim, ...]
-    """The outermost in the target first; no two that follow one another could be one."""
+    """The outermost in the target first; neighbours that could be one dim are joined."""
 
     @classmethod
     def of(
@@ -57,13 +57,13 @@ class BoxCopy:
         return self.target + 1 + sum((dim.size - 1) * dim.target for dim in self.dims) if self.num_elements else 0
 
     def after(self, first: BoxCopy) -> BoxCopy | None:
-        """What ``first`` and then this one copy, where ``first`` writes the memory that this one reads.
+        """The composition of ``first`` and this copy, which reads the memory that ``first`` writes.
 
         Returns:
-            The elements that both touch, or None where they have none in common.
+            A copy of the elements that pass through both; None if there are none.
 
         Raises:
-            ValueError: when this is no box, or nobody knows.
+            ValueError: when the composition is no box, or when this function cannot tell.
         """
         between = [*(dim.target for dim in first.dims), *(dim.source for dim in self.dims)]
         radices = _radices(between)
@@ -82,7 +82,7 @@ class BoxCopy:
 
 
 def merged(dims: Iterable[Dim]) -> tuple[Dim, ...]:
-    """The same dims, sorted by their strides in the target, and neighbours joined that are one run on both sides."""
+    """The dims sorted by their strides in the target; neighbours that are one run on both sides are joined."""
     joined: list[Dim] = []
     for dim in sorted((dim for dim in dims if dim.size != 1), key=lambda dim: (-dim.target, -dim.source)):
         last = joined[-1] if joined else None
@@ -94,7 +94,7 @@ def merged(dims: Iterable[Dim]) -> tuple[Dim, ...]:
 
 
 class _Digit(NamedTuple):
-    """A range of one digit of an address, and how far one step of it goes in the other memory."""
+    """A range of one digit of an address, and the stride of that digit in the other memory."""
 
     low: int
     size: int
@@ -102,7 +102,7 @@ class _Digit(NamedTuple):
 
 
 def _radices(strides: Iterable[int]) -> list[int]:
-    """The places of the digits in which addresses are written, the largest first."""
+    """The values of the digits in which addresses are written, the largest first."""
     radices = sorted({1, *(stride for stride in strides if stride)})
     if any(large % small for small, large in pairwise(radices)):
         raise ValueError(f"strides {radices} do not divide one another")
@@ -110,7 +110,7 @@ def _radices(strides: Iterable[int]) -> list[int]:
 
 
 def _digits(start: int, dims: Sequence[tuple[int, int, int]], radices: Sequence[int]) -> list[_Digit]:
-    """The addresses of a box as one range for each digit; a dim that goes beyond its digit takes the next as well."""
+    """The addresses of a box as one range for each digit. A dim that exceeds its digit uses the next one, too."""
     spans: dict[int, tuple[int, int]] = {}
     for size, stride, step in dims:
         place = radices.index(stride)

@@ -1,7 +1,7 @@
-"""Which slice of which HF tensor goes where in the tensors of an engine: data, made once and kept in a file.
+"""Engine maps: the slices of HF tensors that make up each tensor of an engine. Made once, they are kept in a file.
 
-A map belongs to one rank of one engine, and to HF names and bits. It knows no family and no mesh of a trainer. Needs
-torch only: an engine's process imports it.
+A map belongs to one rank of one engine. It depends on the names, shapes and dtypes of HF tensors, and on no family and
+no mesh of a trainer. This module needs torch only, since an engine's process imports it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.plan.boxes import BoxCopy, Dim
 
 FORMAT = "mcore_bridge engine map 1"
-"""The first line of a file says which version of the format it has."""
+"""The first line of a file, which names the version of its format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class EngineTensor:
 
     @property
     def span(self) -> int:
-        """Elements from the first to the last in memory; more than it has, where it has gaps."""
+        """Elements from the first to the last in memory, gaps included."""
         if 0 in self.shape:
             return 0
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
@@ -61,9 +61,9 @@ class SliceCopy:
 
 @dataclass(frozen=True, slots=True)
 class SliceFill:
-    """Elements of an engine's tensor that are the same whatever the weights are, such as padding.
+    """Elements of an engine's tensor that do not depend on the weights, such as padding.
 
-    They are written before any copy, and a copy may write over some of them. ``bits`` are those of one element.
+    They are written before any copy, and a copy may write over some of them. ``bits`` is the pattern of one element.
     """
 
     tensor: str
@@ -82,14 +82,14 @@ class Uncovered:
 
 @dataclass(frozen=True)
 class EngineMap:
-    """What one rank of an engine makes of the HF tensors of a checkpoint.
+    """The slices that make the tensors of one rank of an engine out of the HF tensors of a checkpoint.
 
     Args:
-        engine: a line that says for whom it was made: engine, release, model, place in the engine's mesh.
+        engine: a line that identifies the rank: engine, release, model, place in the engine's mesh.
         sources: the HF tensors that the engine's loader was given.
         tensors: the engine's tensors that depend on them.
-        copies, fills: what makes up those that are covered.
-        uncovered: the others.
+        copies, fills: the slices of tensors that the map covers.
+        uncovered: the tensors that only the engine's loader can write.
         aliases: further names of the engine for memory of ``tensors``: name, tensor, and the first element there.
     """
 
@@ -116,7 +116,7 @@ class EngineMap:
 
     @cached_property
     def unused(self) -> tuple[str, ...]:
-        """The HF tensors of which this rank takes nothing, such as layers of another stage."""
+        """The HF tensors that this rank does not use, such as layers of another stage."""
         used = self.by_hf.keys() | self.by_loader
         return tuple(spec.name for spec in self.sources if spec.name not in used)
 
@@ -127,11 +127,11 @@ class EngineMap:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of all that the map says, as hexadecimal digits."""
+        """SHA-256 of the whole map, as hexadecimal digits."""
         return hashlib.sha256(self._json().encode()).hexdigest()
 
     def differences(self, sources: Iterable[TensorSpec]) -> list[str]:
-        """HF tensors that ``sources`` lacks, has more, or has with another shape or dtype, each with what was seen."""
+        """A line for each HF tensor that ``sources`` lacks, that the map lacks, or that has another shape or dtype."""
         mine = {spec.name: (spec.shape, spec.dtype) for spec in self.sources}
         theirs = {spec.name: (tuple(spec.shape), spec.dtype) for spec in sources}
         return [
@@ -141,10 +141,10 @@ class EngineMap:
         ]
 
     def problems(self, device: torch.device | str = "cpu") -> list[str]:
-        """What is wrong with the map by itself: slices out of bounds, and elements that two copies or none write.
+        """A line for each contradiction in the map: slices out of bounds, and elements that two copies or none write.
 
         Args:
-            device: where the elements of one tensor after the other are counted, a byte for each.
+            device: the device for a count of a byte per element, for one tensor at a time.
         """
         specs = {spec.name: torch.Size(spec.shape).numel() for spec in self.sources}
         wrong = []
@@ -180,7 +180,7 @@ class EngineMap:
         """The inverse of ``save``.
 
         Raises:
-            TransferError: when the file has another format, or is not what was written.
+            TransferError: when the file has another format, or was changed after it was written.
         """
         text = Path(path).read_text()
         form, _, rest = text.partition("\n")
