@@ -257,7 +257,7 @@ def require_total(table: tuple[Field, ...], hf: Hf) -> None:
 
 
 def _unclaimed(table: tuple[Field, ...], hf: Hf) -> Iterator[str]:
-    """What to say of the keys of ``hf`` that no entry claims."""
+    """A message about the keys of ``hf`` that no entry claims, if there are any."""
     if unclaimed := {name: hf[name] for name in sorted(hf.keys() - claimed_by(table))}:
         listing = ", ".join(f"{name}={shown(value)}" for name, value in unclaimed.items())
         yield (

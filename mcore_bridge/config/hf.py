@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _CONFIG = "config.json"
 TEXT = "text_config"
-"""Where a composite has the config of its text."""
+"""The field of a composite that holds its text config."""
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
 
 
@@ -63,7 +63,7 @@ def read_config(
 
 
 def _completed(hf: "PretrainedConfig") -> "PretrainedConfig":
-    """``hf``, which says whether the head is tied: of the text of a composite, transformers asks the composite only."""
+    """``hf`` with ``tie_word_embeddings``. The text config of a composite may lack it: the composite decides ties."""
     if not hasattr(hf, "tie_word_embeddings"):
         hf.tie_word_embeddings = False
     return hf

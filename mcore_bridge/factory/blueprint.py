@@ -64,7 +64,7 @@ class Blueprint:
 
     @property
     def source(self) -> str | PretrainedConfig:
-        """What it was made from: a folder, or a config without overrides."""
+        """The folder of the checkpoint, or the config without overrides."""
         return self.provenance.folder or replace(self.provenance, hf=self.origin).config
 
     @property

@@ -1,4 +1,4 @@
-"""Command A with experts: a cohere2 with experts by softmax or sigmoid, a rope in dense layers, perhaps RMSNorms."""
+"""Command A with experts: a cohere2 with routed experts, a rope in dense layers, and RMSNorms or LayerNorms."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Const, Ignore, Require
@@ -12,7 +12,7 @@ from mcore_bridge.models.blocks import ONE_NORM as NORM_RULES
 ROUTER = (Const("moe_router_enable_expert_bias", False), Const("moe_router_pre_softmax", False))
 OWN = (
     Const("moe_shared_expert_gate", False),
-    Require("prefix_dense_sliding_window_pattern", (1,), "dense layers would not turn, and nobody has written that"),
+    Require("prefix_dense_sliding_window_pattern", (1,), "dense layers would have no rope, which nobody has written"),
     Ignore("transformers has made layer_types of it", ("sliding_window_pattern",)),
 )
 ARCHITECTURE = Architecture(

@@ -1,4 +1,4 @@
-"""GLM-4 (9B, of 2024): half of each head rotated by neighbours, biases of q, k and v, gate_up_proj."""
+"""GLM-4 (9B, of 2024): a rope on pairs of neighbours in half of each head, biases of q, k and v, and gate_up_proj."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.tables import DENSE, INTERLEAVED, QK_PLAIN, WINDOW_NONE, but

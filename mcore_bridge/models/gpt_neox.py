@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: attention and MLP side by side behind norms of their own, under names of their own."""
+"""GPT-NeoX and Pythia: attention and MLP side by side, each behind a norm; other tensor names than llama."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Ignore, Map

@@ -1,4 +1,4 @@
-"""Granite 3 (experts): a granite with softmax-routed experts in every layer, each layer's in two tensors."""
+"""Granite 3 (experts): a granite with softmax-routed experts in every layer, stacked in two tensors per layer."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Require
@@ -18,7 +18,11 @@ MOE = (*table(("mlp.router.weight", "block_sparse_moe.router.layer.weight", REPL
 FIELDS = (
     *(*but(DECODER, ONE_SIZE), *BIAS_ATTENTION, *WINDOW_NONE, *QK_PLAIN, *MULTIPLIERS),
     *(*ROUTED, *SOFTMAX_NORMALISED),
-    Require("position_embedding_type", ("rope", None), "transformers 4 rotates nothing otherwise, and 5 does"),
+    Require(
+        "position_embedding_type",
+        ("rope", None),
+        "for other values transformers 4 has no rope, and 5 has one",
+    ),
 )
 ARCHITECTURE = Architecture(
     model_type="granitemoe",

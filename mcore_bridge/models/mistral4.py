@@ -1,4 +1,4 @@
-"""Mistral Small 4: latent attention under a temperature that grows with the place, softmax-routed experts."""
+"""Mistral Small 4: latent attention with a temperature that depends on the position, and softmax-routed experts."""
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Require

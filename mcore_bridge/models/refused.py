@@ -1,7 +1,7 @@
 """Families that are not implemented here, each with the reason and the code that shows it.
 
-Some of them megatron-core's ``GPTModel`` cannot express. For others a submodule of megatron-core's own layers would be
-enough, but nobody has written it yet.
+megatron-core's ``GPTModel`` cannot express some of them. Others only need a submodule of megatron-core's own layers,
+which nobody has written yet.
 """
 
 from mcore_bridge.architecture import Refusal
@@ -21,9 +21,10 @@ NO_CLASS = "transformers.CONFIG_MAPPING"
 
 
 def _because(reason: str, *where: str, **classes: str) -> tuple[Refusal, ...]:
-    """A refusal for each family: its ``model_type``, and the part of its code in transformers that shows the reason.
+    """A refusal for each family, which gives the part of its code in transformers that shows the reason.
 
-    The code is in the folder of that name, without ``_text``, or in the one that is given in front.
+    ``classes`` has that part for each ``model_type``. Its path begins in the folder of this name, without ``_text``. A
+    path with two dots names its folder itself.
     """
     return tuple(Refusal((name,), reason, (_path(name, seen), *where)) for name, seen in classes.items())
 
@@ -36,12 +37,12 @@ def _path(name: str, seen: str) -> str:
 # fmt: off
 REFUSALS = (
     *_because(
-        "attention and MLP read the same input, as in phi; nobody has written rules for its one tensor of q, k and v",
+        "attention and MLP read the same input, as in phi; nobody has written rules for one tensor of q, k and v",
         PARTS,
         codegen="modeling_codegen.CodeGenAttention", falcon="modeling_falcon.FalconAttention",
     ),
     *_because(
-        "attention and MLP read the same input, as in phi; nobody has written its tables, under names of their own",
+        "attention and MLP read the same input, as in phi; nobody has written a table for its field names",
         PARTS,
         gptj="modeling_gptj.GPTJBlock",
     ),
@@ -51,23 +52,23 @@ REFUSALS = (
         bloom="modeling_bloom.build_alibi_tensor", mpt="modeling_mpt.build_mpt_alibi_tensor",
     ),
     *_because(
-        "positions are learned, one vector each, which GPTModel has (learned_absolute); nobody has written rules "
-        "for them",
+        "each position has a learned vector, which GPTModel supports (learned_absolute); nobody has written rules "
+        "for these vectors",
         GPT,
         gpt2="modeling_gpt2.GPT2Model", gpt_bigcode="modeling_gpt_bigcode.GPTBigCodeModel",
         opt="modeling_opt.OPTLearnedPositionalEmbedding",
     ),
     *_because(
-        "norms have no weights, which no norm here is without", LAYER,
+        "norms have no weights; all norms here have some", LAYER,
         olmo="modeling_olmo.OlmoLayerNorm", nanochat="modeling_nanochat.NanoChatRMSNorm",
     ),
     *_because(
-        "norms of queries and keys have other weights in each head; nobody has written them", ATTENTION,
+        "norms of queries and keys have weights of their own in each head; nobody has written such norms", ATTENTION,
         stablelm="modeling_stablelm.StableLmLayerNormPerHead",
     ),
     *_because(
-        "layers are state spaces (Mamba), all or some; megatron-core's mixer needs CUDA kernels, and nobody has "
-        "written one that runs without them",
+        "all or some layers are state-space models (Mamba); megatron-core's mixer needs CUDA kernels, and nobody has "
+        "written a mixer that runs without them",
         SSM, PARTS,
         bamba="modeling_bamba.BambaMixer", falcon_h1="modeling_falcon_h1.FalconH1Mixer",
         falcon_mamba="modeling_falcon_mamba.FalconMambaMixer", jamba="modeling_jamba.JambaMambaMixer",
@@ -77,7 +78,7 @@ REFUSALS = (
         zamba="modeling_zamba.ZambaMambaMixer", zamba2="modeling_zamba2.Zamba2MambaMixer",
     ),
     *_because(
-        "some layers are short convolutions behind gates; nobody has written one",
+        "some layers are short convolutions with gates; nobody has written such a layer",
         SSM, PARTS,
         lfm2="modeling_lfm2.Lfm2ShortConv", lfm2_moe="modeling_lfm2_moe.Lfm2MoeShortConv",
         lfm3="modeling_lfm3.Lfm3ShortConv",
@@ -92,7 +93,7 @@ REFUSALS = (
         kimi_linear="modeling_kimi_linear.KimiLinearDeltaAttention",
     ),
     *_because(
-        "linear attention decays by channel, layers mix several residual streams, and full ones select what they see",
+        "linear attention decays by channel, layers mix several residual streams, and full attention selects its keys",
         DELTA, LAYER,
         glm5_next="modeling_glm5_next.Glm5NextTextHyperConnection",
         glm5_next_text="modeling_glm5_next.Glm5NextTextForgetGate",
@@ -115,7 +116,7 @@ REFUSALS = (
         deepseek_v4="modeling_deepseek_v4.DeepseekV4HyperConnection", hy_v4="modeling_hy_v4.HYV4HyperConnection",
     ),
     *_because(
-        "residuals are gated streams, tokens have n-gram embeddings besides, and an indexer selects blocks of keys",
+        "residuals are streams with gates, embeddings of n-grams are added, and an indexer selects blocks of keys",
         LAYER, GPT,
         qwen4_exp="modeling_qwen4_exp.Qwen4ExpTextGatedResidual",
         qwen4_exp_text="modeling_qwen4_exp.Qwen4ExpTextNGramEmbedding",
@@ -131,67 +132,67 @@ REFUSALS = (
         muse_spark_text="modeling_muse_spark.MuseSparkResidualGate", zaya="modeling_zaya.ZayaResidualScaling",
     ),
     *_because(
-        "heads are larger in layers without a window (global_head_dim); megatron-core has one kv_channels, and "
-        "weights are cut here by one",
+        "heads are larger in layers without a window (global_head_dim); megatron-core has one kv_channels for all "
+        "layers, and so have the rules here",
         CONFIG,
         gemma4_text="configuration_gemma4.Gemma4TextConfig",
         gemma4_unified="modeling_gemma4_unified.Gemma4UnifiedTextAttention",
         gemma4_unified_text="modeling_gemma4_unified.Gemma4UnifiedTextAttention",
     ),
     *_because(
-        "layers have different numbers of heads, and a gate for each head; megatron-core has one number of heads, "
-        "and weights are cut here by one",
+        "layers have different numbers of heads, and a gate for each head; megatron-core has one number for all "
+        "layers, and so have the rules here",
         CONFIG, ATTENTION,
         laguna="modeling_laguna.LagunaAttention", step3p5="step3p7.modeling_step3p7.Step3p7Attention",
         step3p7="modeling_step3p7.Step3p7Attention",
     ),
     *_because(
-        "layers have latent attention of different sizes, with a gate for each head; megatron-core has one size",
+        "layers have latent attention of different sizes, and a gate for each head; megatron-core has one size for all",
         LATENT,
         dots3_note="modeling_dots3_note.Dots3NoteTextAttention",
         dots3_note_text="modeling_dots3_note.Dots3NoteTextAttention",
     ),
     *_because(
-        "layers read keys and values that another layer has computed; megatron-core's compute their own", LATENT,
+        "some layers read the keys and values of another layer; each layer of megatron-core computes its own", LATENT,
         mistral_large4="modeling_mistral_large4.MistralLarge4TextAttention",
         mistral_large4_text="modeling_mistral_large4.MistralLarge4TextAttention",
     ),
     *_because(
-        "norms have gates, and an indexer selects what latent attention sees; nobody has written gated norms", LAYER,
+        "norms have gates, and an indexer selects the keys of latent attention; nobody has written gated norms", LAYER,
         axk2="modeling_axk2.AXK2GatedRMSNorm",
     ),
     *_because(
-        "norms of queries and keys have no weights, and norms behind attention and MLP an epsilon of their own; "
-        "nobody has written these",
+        "norms of queries and keys have no weights, and norms behind attention and MLP have an epsilon of their own; "
+        "nobody has written such norms",
         ATTENTION, LAYER,
         muse_glimmer="modeling_muse_glimmer.MuseGlimmerTextAttention",
         muse_glimmer_text="modeling_muse_glimmer.MuseGlimmerTextDecoderLayer",
     ),
     *_because(
-        "attention has a gate with a projection of its own, which megatron-core fuses with that of queries, and "
-        "expert biases are parameters; nobody has written its rules",
+        "the gate of attention has its own projection, which megatron-core fuses with that of queries, and "
+        "expert biases are parameters; nobody has written rules for them",
         ATTENTION, ROUTER,
         afmoe="modeling_afmoe.AfmoeAttention",
     ),
     *_because(
-        "attention has sinks and norms of queries and keys in each head; nobody has written its tables", SCORES,
+        "attention has sinks and norms of queries and keys; nobody has written a table for both at once", SCORES,
         flint="modeling_flint.FlintAttention",
     ),
     *_because(
         "residuals have multipliers, and attention has sinks and a rope base for each layer; nobody has written "
-        "the latter",
+        "such attention",
         SCORES,
         granite_swa="modeling_granite_swa.GraniteSWAAttention",
         granitemoe_swa="modeling_granitemoe_swa.GraniteMoeSWAAttention",
     ),
     *_because(
-        "norms behind attention and MLP come with multipliers of residuals, as a config says; nobody has written "
+        "a config may ask for norms behind attention and MLP and for multipliers of residuals; nobody has written "
         "both at once",
         PARTS,
         hyperclovax="modeling_hyperclovax.HyperCLOVAXDecoderLayer",
     ),
     *_because(
-        "positions are logits of distances, and convolutions stand around attention and MLP; megatron-core has "
+        "distances of tokens add to the scores, and convolutions surround attention and MLP; megatron-core has "
         "neither",
         ATTENTION, GPT,
         inkling2="modeling_inkling2.Inkling2RelativeLogits", inkling2_text="modeling_inkling2.Inkling2RelativeLogits",
@@ -199,8 +200,8 @@ REFUSALS = (
         inkling_text="modeling_inkling.InklingRelativeLogits",
     ),
     *_because(
-        "an indexer selects blocks of keys for attention that is not latent; megatron-core's indexer is for "
-        "latent one",
+        "an indexer selects blocks of keys for attention that is not latent; megatron-core's indexer needs latent "
+        "attention",
         ATTENTION,
         minimax_m3_vl="modeling_minimax_m3_vl.MiniMaxM3VLIndexer",
         minimax_m3_vl_text="modeling_minimax_m3_vl.MiniMaxM3VLIndexer",
@@ -211,16 +212,17 @@ REFUSALS = (
         mimo_v2_flash="modeling_mimo_v2_flash.MiMoV2FlashAttention",
     ),
     *_because(
-        "some layers attend within chunks (attention_chunk_size); nobody has written that mask", CONFIG, SCORES,
+        "some layers attend within chunks (attention_chunk_size); nobody has written such a mask", CONFIG, SCORES,
         llama4_text="modeling_llama4.create_chunked_causal_mask",
     ),
     *_because(
-        "a layer has two attentions, two MLPs, and experts whose sum is added at its end; megatron-core's has one each",
+        "a layer has two attentions, two MLPs, and experts whose sum is added at its end; megatron-core's has one of "
+        "each",
         LAYER,
         longcat_flash="modeling_longcat_flash.LongcatFlashDecoderLayer",
     ),
     *_because(
-        "the router samples experts, with a special gradient (SparseMixer); megatron-core's takes the best", ROUTER,
+        "the router samples experts, with a special gradient (SparseMixer); megatron-core's takes the highest scores", ROUTER,
         phimoe="modeling_phimoe.sparsemixer",
     ),
     *_because(
@@ -228,24 +230,23 @@ REFUSALS = (
         jetmoe="modeling_jetmoe.JetMoeMoA",
     ),
     *_because(
-        "attention is the difference of two softmaxes, between heads of different halves; megatron-core's has one "
-        "softmax per head",
+        "attention is the difference of two softmaxes, of a head in each half; megatron-core has one softmax per head",
         SCORES,
         diffllama="modeling_diffllama.DiffLlamaAttention",
     ),
     *_because(
-        "the activation learns two numbers in each layer (xIELU); megatron-core has a place for such a module, and "
-        "nobody has written it",
+        "the activation has two learned numbers in each layer (xIELU); megatron-core takes such a module, but nobody "
+        "has written it",
         MLP,
         apertus="modeling_apertus.ApertusMLP",
     ),
     *_because(
-        "attention masks by its values, and residuals have learned weights; nobody has written these submodules", PARTS,
+        "values decide the mask of attention, and residuals have learned weights; nobody has written such submodules",
+        PARTS,
         doge="modeling_doge.DogeDecoderLayer",
     ),
     *_because(
-        "images have experts of their own, which share tensors with those of texts: one without the other cannot be "
-        "written",
+        "experts of images share tensors with experts of text, so a text model alone cannot be saved",
         ROUTER,
         ernie4_5_vl_moe_text="modeling_ernie4_5_vl_moe.Ernie4_5_VLMoeMoeBlock",
     ),
@@ -253,7 +254,7 @@ REFUSALS = (
         (
             *("deepseek", "deepseek_v41", "internlm2", "joyai_llm_flash", "kimi_k3", "mimo_v2", "sarvam_moe"),
         ),
-        "transformers has no code for it, so that there is nothing to compare what is computed with",
+        "transformers has no code for it, so there is no reference to compare logits with",
         (NO_CLASS,),
     ),
     Refusal(

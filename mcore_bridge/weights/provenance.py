@@ -75,13 +75,13 @@ class Provenance:
         return replace(self, hf=hf, rules=respelled(architecture_of(hf).rules(hf), self.spelling), overridden=fields)
 
     def with_config(self, config: PretrainedConfig) -> Provenance:
-        """The same with another config of its kind, in which what was overridden is changed too."""
+        """A copy with another config of the same kind. Overridden fields are overridden in it, too."""
         whole = None if self.whole is None else replace(self.whole, config=config)
         hf = config if whole is None else text_of(config, whole.composite)
         return replace(self, hf=with_fields(hf, self.overridden), whole=whole)
 
     def spelled_as(self, names: Iterable[str]) -> Provenance:
-        """The same with the names of a composite's text spelled as a source has them."""
+        """A copy whose rules spell the names of a composite's text model as ``names`` do."""
         if self.whole is None:
             return self
         plain = architecture_of(self.hf).rules(self.hf)
@@ -95,7 +95,7 @@ class Provenance:
 
     @property
     def spelling(self) -> Prefixes:
-        """What the composite has in place of prefixes of its text's names."""
+        """The prefixes that the composite has in place of those of its text model."""
         return () if self.whole is None else self.whole.spelling
 
     @property
@@ -140,7 +140,7 @@ class Provenance:
         return WeightMapping((*rules, *lm_head), ignored, self.optional, **parts)
 
     def _parts(self) -> dict[str, tuple[str, ...]]:
-        """What tells the tensors of a composite's text from those that are carried."""
+        """Patterns that separate the tensors of a composite's text model from those that are carried."""
         if self.whole is None:
             return {}
         names = top_names((*architecture_of(self.hf).rules(self.hf), *LM_HEAD, *SCORE_HEAD))

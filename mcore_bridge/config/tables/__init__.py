@@ -178,7 +178,7 @@ def but(table: tuple[Field, ...], *entries: Field) -> tuple[Field, ...]:
 
 
 def without(table: tuple[Field, ...], *names: str) -> tuple[Field, ...]:
-    """``table`` without what sets these mcore names, which an entry that decides several sets."""
+    """``table`` without entries that set one of these mcore names. Another entry then decides them together."""
     return tuple(entry for entry in table if not (isinstance(entry, Map | Const) and entry.mcore in names))
 
 

@@ -1,4 +1,4 @@
-"""Entries for Command A with experts: its norm, sizes of MLPs, how experts are chosen and summed, which layers turn."""
+"""Entries for Command A with experts: norm, sizes of MLPs, choice and sum of experts, and layers that have a rope."""
 
 from mcore_bridge.config.fields import Derive, Hf, Mcore, count
 from mcore_bridge.config.tables import derived
@@ -18,7 +18,7 @@ def _norm_back(mcore: Mcore) -> dict[str, object]:
 
 
 def _sizes(hf: Hf) -> dict[str, object]:
-    """Experts and shared ones are of ``intermediate_size``, dense MLPs perhaps of another."""
+    """Sizes of MLPs. Routed and shared experts have ``intermediate_size``; dense MLPs may have a size of their own."""
     size, shared = count(hf, "intermediate_size"), hf.get("num_shared_experts") or 0
     assert isinstance(shared, int)
     dense = hf.get("prefix_dense_intermediate_size")
@@ -69,7 +69,7 @@ def _selected_back(mcore: Mcore) -> dict[str, object]:
 
 
 def _turned(hf: Hf) -> dict[str, object]:
-    """Layers turn under a window; dense ones do without a window too."""
+    """Windows, and the layers without a rope: those with experts and without a window."""
     windows = derived.WINDOWS.forward(hf)
     kinds, mlps = hf["layer_types"], hf.get("mlp_layer_types")
     assert isinstance(kinds, list)

@@ -63,7 +63,7 @@ def _require(hf: Hf, name: str, value: int) -> None:
 
 
 def _rope_of_part(hf: Hf) -> dict[str, object]:
-    """The rope of a family that says which part of a query it turns, which ``qk_rope_head_dim`` says already."""
+    """The rope of a family with a ``partial_rotary_factor``, which must agree with ``qk_rope_head_dim``."""
     given = hf.get("rope_parameters")
     parameters = dict(given) if isinstance(given, dict) else {}
     rotated = count(hf, "qk_rope_head_dim")
@@ -83,4 +83,4 @@ _OTHER_PART = "`partial_rotary_factor` of a rope but what the dims of heads say:
 ROPE_OF_PART = Derive(_TEMPERED.names, _rope_of_part, _TEMPERED.backward, (_TEMPERED.refuses[0], _OTHER_PART))
 HEAD_DIM = Derive(("head_dim",), _rotated, _rotated_back)
 QUERY_DIM = Derive(("head_dim",), _query, _query_back)
-"""``HEAD_DIM`` of a family that calls the size of a whole query so."""
+"""``HEAD_DIM`` of a family in which this field is the size of a whole query."""

@@ -13,11 +13,11 @@ def _parallel_back(mcore: Mcore) -> dict[str, object]:
 
 
 ONE_NORM: tuple[Field, ...] = (Const("parallel_norms", 1),)
-"""Attention and MLP read the same norm of what the layer is given."""
+"""Attention and MLP read the same norm of the layer's input."""
 PARALLEL_OR_NOT = Derive(("use_parallel_residual",), _parallel, _parallel_back)
-"""Each reads a norm of its own of what the layer is given, or the MLP reads what attention has added to it."""
+"""Either attention and MLP each read a norm of the layer's input, or the MLP comes after attention as usual."""
 NORM_UNBIASED: tuple[Field, ...] = (*layer_norm("layer_norm_eps"), Const("norm_bias", False), *ONE_NORM)
-"""``ONE_NORM``, a LayerNorm that has no bias."""
+"""``ONE_NORM`` for a LayerNorm without a bias."""
 SCALED_LOGITS: tuple[Field, ...] = (Map("logit_scale", "logit_scale"),)
 BIAS_EVERYWHERE: tuple[Field, ...] = (
     *(Const("add_bias_linear", True), Const("add_qkv_bias", True), Const("attention_output_bias", True)),
@@ -27,4 +27,4 @@ OWN_HEAD: tuple[Field, ...] = (
     Const("share_embeddings_and_output_weights", False),
     Require("tie_word_embeddings", (False,), "nobody has written a tied head with another name, or with a bias"),
 )
-"""The LM head is another than ``lm_head.weight``."""
+"""For an LM head with another name than ``lm_head.weight``, or with a bias."""

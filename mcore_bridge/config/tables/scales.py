@@ -60,4 +60,4 @@ MULTIPLIERS: tuple[Field, ...] = (
     Map("attention_multiplier", "softmax_scale"),
     Map("logits_scaling", "logit_divisor"),
 )
-"""Granite's: of embeddings, of what is added to residuals, of scores, and what divides logits."""
+"""Granite's multipliers of embeddings, residuals and attention scores, and its divisor of logits."""

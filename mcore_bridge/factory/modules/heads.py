@@ -79,7 +79,7 @@ def hide_padding(chunk: GPTModel, vocab_size: int) -> None:
 
 
 def bias_output_layer(chunk: GPTModel) -> None:
-    """Give a last stage's LM head the bias that ``config.output_layer_bias`` asks for: each TP rank its own rows."""
+    """Adds a bias to the LM head of a last stage, if ``config.output_layer_bias`` is set. TP ranks hold parts of it."""
     from mcore_bridge.factory.modules.torch_modules import placement
 
     if chunk.post_process and getattr(chunk.config, "output_layer_bias", False):

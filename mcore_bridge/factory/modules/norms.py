@@ -70,12 +70,12 @@ def adapt_query_key_norms(layer: Any, config: TransformerConfig, backend: Backen
 
 
 def adapt_expert_norm(layer: Any, config: TransformerConfig, backend: Backend) -> None:
-    """A norm of what all experts of a layer give together, where ``config.expert_norm`` is set.
+    """Puts a norm after the summed output of a layer's experts, if ``config.expert_norm`` is set.
 
     Args:
-        layer: the submodules of a layer, changed in place. One with a dense MLP stays as it is.
-        config: of the model.
-        backend: whose modules the layer has.
+        layer: the submodules of a layer, changed in place. A layer with a dense MLP stays unchanged.
+        config: the config of the model.
+        backend: that of the layer's modules.
     """
     if not getattr(config, "expert_norm", False) or not hasattr(submodules_of(layer.mlp), "router"):
         return
@@ -88,12 +88,12 @@ def adapt_expert_norm(layer: Any, config: TransformerConfig, backend: Backend) -
 
 @functools.cache
 def normed_experts(experts: type, norm: type) -> type:
-    """``experts``, a class of megatron-core for all experts of a layer, with ``norm`` behind it."""
+    """A subclass of ``experts``, megatron-core's class for all experts of a layer, with ``norm`` after it."""
     return type(f"Normed{experts.__name__}", (NormedExperts, experts), {"norm": norm, "__doc__": NormedExperts.__doc__})
 
 
 class NormedExperts(nn.Module):
-    """All experts of a layer, with a norm of their sum."""
+    """All experts of a layer, with a norm of their summed output."""
 
     norm: ClassVar[type]
 

@@ -1,7 +1,7 @@
-"""Attention and MLP side by side: the MLP reads what the layer was given, and not what attention has added to it.
+"""Attention and MLP side by side: both read the input of the layer. Usually the MLP reads the output of attention.
 
-megatron-core's layer computes one after the other. Here the norm before its MLP gives what one before attention would
-have given. Everything else is megatron-core's, sums of residuals too.
+megatron-core's layer computes first attention, then the MLP. Here the norm before the MLP ignores its input and returns
+a norm of the layer's input. All else is megatron-core's own, as are the sums of residuals.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 
 def adapt_parallel(layer: Any, config: TransformerConfig, backend: Backend) -> None:
-    """Put a pair of norms that know each other into a layer.
+    """Puts two norms that share a ``Memory`` into a layer, if attention and MLP are side by side.
 
     Args:
-        layer: the submodules of a layer, changed in place. No other layer has them.
+        layer: the submodules of a layer, changed in place. No other layer may share them.
         config: its ``parallel_norms`` is 1 (attention and MLP read one norm), 2 (a norm each), or not set.
-        backend: whose modules the layer has.
+        backend: that of the layer's modules.
     """
     norms = getattr(config, "parallel_norms", None)
     if norms is None:
         return
     if config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or ()):
         raise ConfigError(
-            "recompute_modules must be without 'layernorm' where attention and MLP are side by side: the MLP needs the "
-            "output of the first norm while it would be thrown away. Remove it."
+            "recompute_modules must be without 'layernorm' where attention and MLP are side by side. The MLP reads the "
+            "output of the first norm, which recomputation would discard. Remove 'layernorm'."
         )
-    if backend == "te":  # whose linear layers would norm what they are given
+    if backend == "te":  # its usual linear layers have a norm inside
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 
         layer.self_attention.submodules.linear_qkv = TEColumnParallelLinear
@@ -45,29 +45,29 @@ def adapt_parallel(layer: Any, config: TransformerConfig, backend: Backend) -> N
 
 
 class Memory:
-    """What a layer's second norm needs of its first, from one to the other. It holds nothing in between forwards."""
+    """Carries a tensor from the first norm of a layer to its second. Between two forwards it is empty."""
 
     def __init__(self) -> None:
         self.kept: Tensor | None = None
 
     def of_output(self, norm: type) -> type:
-        """``norm``, which keeps what it gives."""
+        """``norm``, which stores its output here."""
         return _hooked(norm, lambda module: module.register_forward_hook(self._keep_output))
 
     def of_input(self, norm: type) -> type:
-        """``norm``, which keeps what it is given."""
+        """``norm``, which stores its input here."""
         return _hooked(norm, lambda module: module.register_forward_pre_hook(self._keep_input))
 
     def recalling(self, norm: type) -> type:
-        """``norm`` of what was kept, whatever it is given."""
+        """``norm``, applied to the stored tensor. Its own input is ignored."""
         return _hooked(norm, lambda module: module.register_forward_pre_hook(lambda *_: (self._take(),)))
 
     def recalled(self) -> type:
-        """A class that stands for a norm and gives what was kept."""
+        """A class in place of a norm, which returns the stored tensor."""
         memory = self
 
         class Recalled(nn.Module):
-            """Gives what the first norm gave."""
+            """Returns the output of the first norm."""
 
             def __init__(self, **arguments: Any) -> None:
                 super().__init__()

@@ -1,4 +1,4 @@
-"""Residuals with a multiplier: what attention and MLP give is multiplied before it is added, as in Granite."""
+"""Residuals with a multiplier: the outputs of attention and MLP are multiplied before they are added, as in Granite."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def adapt_residuals(layer: Any, config: TransformerConfig) -> None:
-    """Put ``multiplied`` where a layer adds.
+    """Replaces the additions of residuals in a layer by ``multiplied``, if the config has a multiplier.
 
     Args:
         layer: the submodules of a layer, changed in place.
-        config: its ``residual_multiplier`` is for attention and MLP, ``expert_multiplier`` for experts alone.
+        config: its ``residual_multiplier`` is for attention and MLP, its ``expert_multiplier`` for experts alone.
     """
     multiplier, of_experts = (getattr(config, f"{name}_multiplier", None) for name in ("residual", "expert"))
     if multiplier is not None:

@@ -29,7 +29,10 @@ def cap_logits(chunk: GPTModel) -> None:
 
 
 def scale_logits(chunk: GPTModel) -> None:
-    """Logits times ``config.logit_scale``, or divided by ``config.logit_divisor``; the weight says so too."""
+    """Multiplies logits by ``config.logit_scale``, or divides them by ``config.logit_divisor``.
+
+    Both values are also an attribute of the output weight, where fused kernels look for them.
+    """
     scale, divisor = (getattr(chunk.config, name, None) for name in ("logit_scale", "logit_divisor"))
     if chunk.post_process and (scale is not None or divisor is not None):
         chunk.output_layer.register_forward_hook(LogitScale(scale, divisor))
@@ -47,7 +50,7 @@ class EmbeddingScale:
 
 
 class LogitScale:
-    """A forward hook of the LM head. A scale and a divisor are apart, since each of them rounds in its own way."""
+    """A forward hook of the LM head. Scale and divisor stay apart, since products and quotients round differently."""
 
     def __init__(self, scale: float | None, divisor: float | None) -> None:
         self.scale, self.divisor = scale, divisor
