@@ -222,7 +222,8 @@ REFUSALS = (
         longcat_flash="modeling_longcat_flash.LongcatFlashDecoderLayer",
     ),
     *_because(
-        "the router samples experts, with a special gradient (SparseMixer); megatron-core's takes the highest scores", ROUTER,
+        "the router samples experts, with a special gradient (SparseMixer); megatron-core's takes the highest scores",
+        ROUTER,
         phimoe="modeling_phimoe.sparsemixer",
     ),
     *_because(
