@@ -35,7 +35,8 @@ For ``build_model``:
 * ``attention_output_bias``: whether ``o_proj`` has a bias;
 * ``latent_norm_epsilon``: the epsilon of the norms of low-rank queries, keys and values;
 * ``norm_placement``: "pre" (mcore's), "post" (after attention and MLP) or "sandwich" (both);
-* ``qk_norm_kind``: "head" (mcore's), "all_heads" (one norm over all of them) or "after_rope";
+* ``qk_norm_kind``: "head" (mcore's), "all_heads" (one norm over all of them), "each_head" (own weights in each) or
+  "after_rope";
 * ``attention_softcap``, ``logit_softcap``: the bounds of attention scores and of logits, enforced by a tanh;
 * ``embedding_scale``: word embeddings are multiplied by it;
 * ``embedding_dropout``: the dropout of the embedding, if it is not mcore's ``hidden_dropout``;

@@ -100,7 +100,7 @@ def _attention(config: Any, layer: int) -> int:
     count = _linear(hidden, qkv, bias=bias or config.add_qkv_bias)
     count += _linear(heads * dim, hidden, bias=bias or getattr(config, "attention_output_bias", False))
     if config.qk_layernorm:
-        together = getattr(config, "qk_norm_kind", "head") == "all_heads"
+        together = getattr(config, "qk_norm_kind", "head") in ("all_heads", "each_head")
         count += _norm(config, dim * (heads + groups if together else 2))
     return count + heads * (config.softmax_type == "learnable")
 

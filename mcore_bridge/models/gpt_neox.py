@@ -1,18 +1,18 @@
 """GPT-NeoX and Pythia: attention and MLP side by side, each behind a norm; other tensor names than llama."""
 
 from mcore_bridge.architecture import Architecture
-from mcore_bridge.config.fields import Ignore, Map
+from mcore_bridge.config.fields import Ignore, Map, Require
 from mcore_bridge.config.tables import DENSE, PLAIN_MLP, QK_PLAIN, WINDOW_NONE, but, layer_norm
-from mcore_bridge.config.tables.derived_rope import rope
+from mcore_bridge.config.tables.derived_rope import ROTARY_ROPE
 from mcore_bridge.config.tables.parallel import BIAS_EVERYWHERE, OWN_HEAD, PARALLEL_OR_NOT
 from mcore_bridge.models.blocks import NORM_BIAS, NORMS, mlp
 from mcore_bridge.rules.layout import COLUMN, REPLICATED, ROW, VOCAB
 from mcore_bridge.rules.mapping import table, under
 
 OWN = (
-    rope(own=("partial_rotary_factor",)),
-    Map("hidden_dropout", "hidden_dropout"),  # behind the embedding too, as in megatron-core
-    Ignore("transformers has made partial_rotary_factor and rope_theta of them", ("rotary_pct", "rotary_emb_base")),
+    ROTARY_ROPE,
+    Map("hidden_dropout", "hidden_dropout"),  # of the embedding too, as in megatron-core
+    Require("attention_bias", (True, None), "megatron-core's add_bias_linear gives a bias to all linear layers"),
     Ignore("it belongs to a classification head", ("classifier_dropout",)),
 )
 # fmt: off

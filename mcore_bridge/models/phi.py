@@ -2,7 +2,7 @@
 
 from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.fields import Const, Map
-from mcore_bridge.config.tables import DENSE, PLAIN_MLP, WINDOW_NONE, but, dropout, layer_norm
+from mcore_bridge.config.tables import DENSE, PLAIN_MLP, WINDOW_NONE, but, dropout, layer_norm, unread
 from mcore_bridge.config.tables.derived_rope import rope
 from mcore_bridge.config.tables.parallel import BIAS_EVERYWHERE, ONE_NORM, OWN_HEAD
 from mcore_bridge.models.blocks import EMBEDDING, QKV_BIAS, mlp
@@ -30,7 +30,7 @@ ARCHITECTURE = Architecture(
     fields=(
         *but(DENSE, *layer_norm("layer_norm_eps"), *PLAIN_MLP, *OWN_HEAD, *DROPOUT, ROPE),
         *(*BIAS_EVERYWHERE, *ONE_NORM, *WINDOW_NONE, Map("qk_layernorm", "qk_layernorm")),
-        Const("output_layer_bias", True),
+        *(Const("output_layer_bias", True), unread("attention_bias")),
     ),
     rules=lambda hf: (
         *(*EMBEDDING, *BEHIND),

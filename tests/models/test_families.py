@@ -71,6 +71,8 @@ def test_every_family_goes_round_on_any_mesh(name: str) -> None:
     goes_round()
 
 
+MADE = {} if zoo.NEWEST else {"gpt_neox": {"rope_theta", "partial_rotary_factor"}}
+"""Fields that a config class of transformers 4 makes of others at every reading, whatever they say."""
 MODEL_TYPES = sorted({case.model_type for case in zoo.cases().values()})
 
 
@@ -90,7 +92,7 @@ def test_changing_any_field_changes_the_model_or_raises_or_is_ignored_by_name(mo
             for field in case.hf.to_dict().keys() - {"model_type"}:
                 outcomes.setdefault(field, set()).add(_outcome(case.hf, field, base))
     ignored = ignored_by(architecture_of(model_type).fields)
-    assert {field for field, found in outcomes.items() if found == {"nothing"}} <= ignored
+    assert {field for field, found in outcomes.items() if found == {"nothing"}} - MADE.get(model_type, set()) <= ignored
     assert {field for field in ignored & outcomes.keys() if "changes" in outcomes[field]} == set()
 
 

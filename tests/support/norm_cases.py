@@ -29,7 +29,7 @@ CASES = {
     "gemma2": config("gemma2", **WINDOWED, **CAPPED, attention_bias=True, tie_word_embeddings=True),
     "gemma3": config("gemma3_text", **WINDOWED, **ropes({"rope_type": "linear", "factor": 4.0})),
     "hunyuan": config("hunyuan_v1_dense", attention_bias=True, rope_scaling=HUNYUAN),
-    "cohere2": config("cohere2", **WINDOWED, hidden_size=112, layer_norm_eps=1e-3, logit_scale=0.3),
+    "cohere": config("cohere", use_qk_norm=True, hidden_size=112, layer_norm_eps=1e-3, logit_scale=0.3),
     "granite": config("granite", **MULTIPLIERS, attention_bias=True, mlp_bias=True),
     "phi": config("phi", hidden_size=128, head_dim=16, qk_layernorm=True, layer_norm_eps=1e-3),
     "glm4": config("glm4", tie_word_embeddings=True, head_dim=16),

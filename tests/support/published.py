@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parent.parent / "data" / "published"
 
 OBSTACLES = {
     r"model_type must [^.]*GPTModel can express exactly, found '\w+': it joins a model of images": "composite",
-    r"model_type must [^.]*GPTModel can express exactly, found '\w+'": "family",
+    r"model_type must be of a family that is written here, found '\w+'": "family",
     r"model_type of \S+ must be one that the installed transformers knows": "transformers",
     r"transformers must accept \S+, but refuses it": "transformers",
     r"model_type must be a registered architecture": "unknown",

@@ -62,6 +62,8 @@ if "mistral4" in CONFIG_MAPPING:
     from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM  # in no list, as it has images
 
     AutoModelForCausalLM.register(CONFIG_MAPPING["mistral4"], Mistral4ForCausalLM, exist_ok=True)
+if _SPEAKS_4:  # whose class has a name that its own list lacks
+    CONFIG_MAPPING.register(CONFIG_MAPPING["glm4v_moe_text"].model_type, CONFIG_MAPPING["glm4v_moe_text"])
 for _half, _composite in COMPOSITES.items():
     if _half in CONFIG_MAPPING:
         _register(_half, _composite)

@@ -21,6 +21,7 @@ CASES = {
         "granitemoeshared", **MULTIPLIERS, **EXPERTS, shared_intermediate_size=56, attention_bias=True
     ),
     "cohere": case("cohere", **SIDE, tie_word_embeddings=True, vocab_size=97),
+    "cohere-normed-heads": case("cohere", **SIDE, use_qk_norm=True, attention_bias=True),
     "cohere2": case("cohere2", **SIDE, **WINDOWED, attention_bias=True),
     "cohere2_moe": case(
         "cohere2_moe",

@@ -1,5 +1,6 @@
 """The text halves of composites of images and text: ropes share dims among three positions, which are one here."""
 
+import tests.support.text_halves  # noqa: F401  (which lets transformers find them)
 from tests.zoo import NEWEST, Case, case, rope
 from tests.zoo.dense import WINDOWED, YARN
 from tests.zoo.moe import EXPERTS, SIGMOID
@@ -34,9 +35,5 @@ CASES: dict[str, Case] = {
     ),
     "glm4v": case("glm4v_text", **half(hidden_size=192, vocab_size=97)),
     "hunyuan_vl": case("hunyuan_vl_text", attention_bias=True, rope_scaling=XDROPE),
-    **(
-        {"glm4v_moe": case("glm4v_moe_text", **half(**SIGMOID, n_group=1, topk_group=1, attention_bias=True))}
-        if NEWEST  # 4.57 calls it Glm4vMoe_text, a name that it does not know
-        else {}
-    ),
+    "glm4v_moe": case("glm4v_moe_text", **half(**SIGMOID, n_group=1, topk_group=1, attention_bias=True)),
 }

@@ -48,6 +48,14 @@ def rope(types: tuple[str, ...] = ROPE_TYPES, own: tuple[str, ...] = ()) -> Deri
     return Derive((*names, *at_the_top), forward, backward, refuses[: 2 if unread else 1])
 
 
+def _rotary_back(mcore: Mcore) -> dict[str, object]:
+    """In the spelling of transformers 4 too, whose GPT-NeoX makes the other fields of these two at every reading."""
+    fields = _PARTIAL.backward(mcore)
+    if "rope_theta" not in fields:
+        return fields
+    return {**fields, "rotary_emb_base": fields["rope_theta"], "rotary_pct": fields["partial_rotary_factor"]}
+
+
 def _no_rope(hf: Hf) -> dict[str, object]:
     rotated, num_layers = hf.get("no_rope_layers"), count(hf, "num_hidden_layers")
     if not isinstance(rotated, list) or len(rotated) < num_layers or set(rotated) - {0, 1}:
@@ -78,6 +86,10 @@ def _rotary_dim(hf: Hf) -> dict[str, object]:
 
 
 ROPE = rope()
+_PARTIAL = rope(own=("partial_rotary_factor",))
+ROTARY_ROPE = Derive(
+    (*_PARTIAL.names, "rotary_pct", "rotary_emb_base"), _PARTIAL.forward, _rotary_back, _PARTIAL.refuses
+)
 MULTIMODAL_ROPE = rope(own=MULTIMODAL)
 """That of a text which has images beside it elsewhere: its three positions are one."""
 _TWO_DIMS = "`rotary_dim` but what `partial_rotary_factor` says: published code reads only the factor"

@@ -21,7 +21,6 @@ NORM_UNBIASED: tuple[Field, ...] = (*layer_norm("layer_norm_eps"), Const("norm_b
 SCALED_LOGITS: tuple[Field, ...] = (Map("logit_scale", "logit_scale"),)
 BIAS_EVERYWHERE: tuple[Field, ...] = (
     *(Const("add_bias_linear", True), Const("add_qkv_bias", True), Const("attention_output_bias", True)),
-    Require("attention_bias", (True, None), "megatron-core's add_bias_linear gives a bias to all linear layers"),
 )
 OWN_HEAD: tuple[Field, ...] = (
     Const("share_embeddings_and_output_weights", False),

@@ -55,7 +55,8 @@ def adapt_query_key_norms(layer: Any, config: TransformerConfig, backend: Backen
     Args:
         layer: the submodules of a layer, changed in place.
         config: its ``qk_norm_kind`` is "head" (the default; mcore's own), "all_heads" (one norm over all heads
-            together) or "after_rope" (each head, after rotation). ``qk_layernorm`` must be set: by it mcore sums the
+            together), "each_head" (own weights in each head) or "after_rope" (each head, after rotation).
+            ``qk_layernorm`` must be set: by it mcore sums the
             gradients of ``q_layernorm`` and ``k_layernorm`` over the TP ranks.
         backend: that of the layer's modules.
     """
@@ -64,6 +65,8 @@ def adapt_query_key_norms(layer: Any, config: TransformerConfig, backend: Backen
         if backend == "te":
             say("TransformerEngine has no norm over the heads of several ranks: queries and keys use torch's norm")
         attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
+    elif kind == "each_head" and config.qk_layernorm:
+        attention.q_layernorm, attention.k_layernorm = EachQueryNorm, EachKeyNorm
     elif kind == "after_rope":
         attention.q_layernorm = attention.k_layernorm = IdentityOp
         attention.core_attention = normed_after_rope(attention.core_attention, norm_of(backend, config))
@@ -164,6 +167,40 @@ class QueryNorm(AllHeadsNorm):
 
 class KeyNorm(AllHeadsNorm):
     """RMSNorm over all key heads."""
+
+    heads = "num_query_groups"
+
+
+class EachHeadNorm(Norm):
+    """LayerNorm of each head, by weights that differ between heads, as the submodule that mcore has for one weight.
+
+    Every TP rank holds the weights ``[all heads, dim]``. Their gradients are summed as those of ``AllHeadsNorm``.
+    """
+
+    heads: ClassVar[str]
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(config, hidden_size, eps)
+        self.num_heads = getattr(config, self.heads)
+        self.weight = nn.Parameter(self.weight.detach().repeat(self.num_heads, 1))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Norms heads ``[..., heads of this rank, dim]``."""
+        group, held = parallel_state.get_tensor_model_parallel_group(), hidden.size(-2)
+        first = group.rank() * self.num_heads // group.size()
+        normed = nn.functional.layer_norm(hidden.float(), hidden.shape[-1:], eps=self.eps)
+        return (normed * self.weight[first : first + held].float()).to(hidden.dtype)
+
+
+class EachQueryNorm(EachHeadNorm):
+    """LayerNorm of each query head."""
+
+    heads = "num_attention_heads"
+
+
+class EachKeyNorm(EachHeadNorm):
+    """LayerNorm of each key head."""
 
     heads = "num_query_groups"
 
