@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mcore_bridge import plugins
-from mcore_bridge.composite import Composite
+from mcore_bridge.composite import Composite, text_of
 from mcore_bridge.config.fields import Field
 from mcore_bridge.config.hf import nearest, read_config
 from mcore_bridge.config.megatron_release import Release
@@ -112,6 +112,12 @@ def composite_of(hf: "PretrainedConfig") -> Composite | None:
     """The composite that an HF config is of; None for a config of text."""
     _load_ours()
     return _COMPOSITES.get(hf.model_type)
+
+
+def text_config(hf: "PretrainedConfig") -> "PretrainedConfig":
+    """The config that decides a model of text: that of a composite's text, or ``hf`` itself."""
+    composite = composite_of(hf)
+    return hf if composite is None else text_of(hf, composite)
 
 
 def refusals() -> tuple[Refusal, ...]:

@@ -95,13 +95,17 @@ def text_of(hf: "PretrainedConfig", composite: Composite) -> "PretrainedConfig":
 
 
 def own_fields(hf: "PretrainedConfig", composite: Composite) -> Hf:
-    """The fields of a composite itself: its text config does not repeat them, and transformers reads them."""
-    repeated = hf.text_config.to_dict()
-    absent = object()
+    """The fields of a composite itself: its text config does not repeat them, and transformers reads them.
+
+    verl writes the ``rope_theta`` of a text into the composite, too.
+    """
+    text, absent = hf.text_config.to_dict(), object()
+    rope = text.get("rope_parameters") or {}
+    repeated = [text, rope, *(each for each in rope.values() if isinstance(each, dict))]
     return {
         name: value
         for name, value in without_unread(hf, composite.fields).items()
-        if name in _DECIDED_BY_WHOLE or repeated.get(name, absent) != value
+        if name in _DECIDED_BY_WHOLE or all(each.get(name, absent) != value for each in repeated)
     }
 
 

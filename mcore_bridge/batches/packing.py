@@ -109,7 +109,7 @@ def pack_sequences(
     else:
         sizes = [max(rounded_up(max(lengths, default=0), row), rounded_up(min_tokens, row), row)] * len(lengths)
     rows = 1 if packed else len(lengths)
-    return _lay_out(input_ids, mask, lengths, sizes, rows, dims.cp, cp_rank)
+    return lay_out(input_ids, mask, lengths, sizes, rows, dims.cp, cp_rank)
 
 
 def require_mask(attention_mask: Tensor) -> None:
@@ -140,7 +140,7 @@ def rounded_up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-def _lay_out(
+def lay_out(
     input_ids: Tensor, mask: Tensor, lengths: list[int], sizes: list[int], rows: int, cp: int, cp_rank: int
 ) -> PackedSequences:
     """Lay sequences of ``lengths`` out in ranges of ``sizes``. Further ranges at the end are padding."""

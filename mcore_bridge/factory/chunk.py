@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mcore_bridge.batches.padded_rows import take_padded_rows
 from mcore_bridge.errors import MeshError
 from mcore_bridge.factory.modules.heads import bias_output_layer, hide_padding, initialise_head, replace_output_layer
 from mcore_bridge.factory.mtp import initialise_mtp
@@ -103,4 +104,6 @@ def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     replace_output_layer(chunk, blueprint.hf, head=blueprint.provenance.head)
     initialise_head(chunk, seed)
     initialise_mtp(chunk, seed)
+    if blueprint.provenance.whole is not None:
+        take_padded_rows(chunk)
     chunk.bridge = blueprint.provenance

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.scheme import plain_names
 from mcore_bridge.weights.bound import chunks_of
 from mcore_bridge.weights.files.hf_folder import Checkpoint, names_in
 from mcore_bridge.weights.load import LoadReport, load_hf_weights
@@ -28,7 +29,7 @@ def load_folder(
 
     Args:
         models: this rank's chunks, wrapped or not.
-        folder: an HF folder of a causal LM, or of a model that was saved with its head.
+        folder: an HF folder of a causal LM or of a composite, or of a model that was saved with its head.
         dtype: cast weights to this.
         may_draw_head: whether the folder may lack the model's head, which then keeps its values.
 
@@ -39,21 +40,22 @@ def load_folder(
     chunks = chunks_of(models)
     provenance = provenance_of(folder, head=chunks[0].bridge.head)
     if provenance.head != "lm":
-        _check_head(provenance.folder or folder, may_draw_head)
+        _check_head(provenance.folder or folder, provenance.lm_head, may_draw_head)
+    without_folder = [chunk for chunk in chunks if chunk.bridge.folder is None]
     report = load_hf_weights(models, folder, hf=folder, head=provenance.head, dtype=dtype)
-    for chunk in chunks:
-        if chunk.bridge.folder is None:
-            chunk.bridge = replace(chunk.bridge, folder=provenance.folder, dialect=provenance.dialect)
+    for chunk in without_folder:
+        known = {"folder": provenance.folder, "dialect": provenance.dialect}
+        chunk.bridge = replace(chunk.bridge.spelled_as(plain_names(names_in(provenance.folder or folder))), **known)
     return report
 
 
-def _check_head(folder: str | os.PathLike[str], may_draw_head: bool) -> None:
+def _check_head(folder: str | os.PathLike[str], lm_head: str, may_draw_head: bool) -> None:
     if _HEAD in names_in(folder):
         return
     checkpoint = Checkpoint(folder)
-    if "lm_head.weight" in checkpoint and checkpoint["lm_head.weight"].shape[0] == 1:
+    if lm_head in checkpoint and checkpoint[lm_head].shape[0] == 1:
         raise CheckpointError(
-            f"{folder} has a value head under the name lm_head.weight, as other bridges save it: rename the tensor to "
+            f"{folder} has a value head under the name {lm_head}, as other bridges save it: rename the tensor to "
             f"{_HEAD} to load it"
         )
     if not may_draw_head:

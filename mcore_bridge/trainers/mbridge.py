@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from mcore_bridge.architecture import text_config
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.factory.blueprint import Blueprint, make_blueprint
 from mcore_bridge.factory.build import build
@@ -62,7 +63,7 @@ class AutoBridge:
         """Make a bridge for an HF config, which is copied. megatron-core's process groups must exist.
 
         Args:
-            hf_config: the config of a causal LM.
+            hf_config: the config of a causal LM, or of a composite, whose text is built.
             dtype: the dtype of all parameters.
 
         Raises:
@@ -176,7 +177,7 @@ class Bridge:
         mesh = ParallelDims.from_mcore()
         mesh = replace(mesh, sp=mesh.tp > 1)
         schedule = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall", "batch_p2p_comm": False}
-        settings = with_mtp_layers(self.extra_args, self.hf_config)
+        settings = with_mtp_layers(self.extra_args, text_config(self.hf_config))
         for_routers = {_REPLAY: settings.pop(_REPLAY)} if _REPLAY in settings and _routers_read_replay() else {}
         dims, overrides = split({**schedule, "overlap_p2p_comm": mesh.vp > 1, **settings}, mesh)
         overrides = require_same_model(self.hf_config, overrides, dtype=self.dtype)

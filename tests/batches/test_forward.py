@@ -270,7 +270,7 @@ def test_temperature_and_fp8_sizes():
 
 def run_with_mistake(hf, dims, mistake):
     """What this rank says when a mistake is planted."""
-    kept = packing._params, packing._lay_out
+    kept = packing._params, packing.lay_out
     try:
         if mistake == "sequences run into each other":
             packing._params = lambda sizes, device: kept[0]([sum(sizes)], device)
@@ -280,10 +280,10 @@ def run_with_mistake(hf, dims, mistake):
                 *others, cp, cp_rank = arguments
                 return kept[1](*others, cp, cp - 1 - cp_rank)
 
-            packing._lay_out = swapped
+            packing.lay_out = swapped
         return run(hf, dims, {})
     finally:
-        packing._params, packing._lay_out = kept
+        packing._params, packing.lay_out = kept
 
 
 @pytest.mark.parametrize("mistake", ["sequences run into each other", "ranks have each other's tokens"])

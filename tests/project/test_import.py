@@ -17,8 +17,8 @@ PACKAGE = ROOT / "mcore_bridge"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 ORDER = """
-errors <- cpu machine plugins <- rules config <- composite <- architecture <- weights models <- factory batches
-<- launch <- convert <- trainers commands <- cli
+errors <- cpu machine plugins <- rules config <- composite <- architecture <- weights models <- batches
+<- factory <- launch <- convert <- trainers commands <- cli
 """
 INSIDE = {"config": "tables <- mesh", "weights": "plan <- transfer <- ipc <- files <- dist_checkpoint"}
 """A module imports only what stands further left, or what is in its own folder; so do the folders in a folder."""

@@ -14,12 +14,13 @@ from mcore_bridge import ParallelDims
 from mcore_bridge.convert.api import convert
 from mcore_bridge.errors import ConfigError
 from tests import zoo
-from tests.support import pool, stepping, tiny
+from tests.support import composites, pool, stepping, tiny
 from tests.support.conversions import quiet
 from tests.support.settings_of_trainers import BECOMES, ENGINE, SIIRL
 from tests.support.strategies import random_state, save
 from tests.support.trainer_calls import attention_switches
 from tests.support.written_weights import read
+from tests.workers import verl_composites
 from tests.workers.verl_engine import SWITCH, CpuForCuda, engine_of, kernels_on_cpu, own_processes, use_us_on_cpu
 from tests.workers.verl_life import (
     batch_of,
@@ -94,6 +95,28 @@ def test_a_life_of_padded_rows(dense, tmp_path):
     dims, options = MESHES["dense"], {"vanilla": False, "use_remove_padding": False}
     ranks = pool.run(dims.tp * dims.pp, in_verl, dims, life, dense, str(tmp_path), options)
     assert problems(ranks, dense, tmp_path, vanilla=False) == []
+
+
+COMPOSITES = {
+    "packed-tp": ("qwen3_vl", ParallelDims(tp=2, sp=True), {"vanilla": True}),
+    "packed-pp": ("qwen3_5", ParallelDims(pp=2), {"vanilla": False}),
+    "packed-cp": ("qwen3_vl", ParallelDims(tp=2, cp=2, sp=True), {"vanilla": False}),
+    "rows-tp": ("qwen3_5", ParallelDims(tp=2, sp=True), {"vanilla": False, "use_remove_padding": False}),
+    "rows-pp": ("qwen3_vl", ParallelDims(pp=2), {"vanilla": True, "use_remove_padding": False}),
+    "rows-cp": ("qwen3_vl", ParallelDims(cp=2), {"vanilla": True, "use_remove_padding": False}),
+}
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_a_life_of_a_composites_text(name, tmp_path):
+    """verl hands padded rows to whatever has a vision_config, packed or not."""
+    family, dims, options = COMPOSITES[name]
+    if family not in composites.NAMES:
+        pytest.skip(f"transformers has no {family}")
+    composites.written(family, tmp_path / "hf")
+    folder, out = with_tokenizer(tmp_path / "hf"), tmp_path / "out"
+    ranks = pool.run(dims.tp * dims.pp * dims.cp, in_verl, dims, verl_composites.life, folder, str(out), options)
+    assert verl_composites.problems(ranks, folder, out) == []
 
 
 def from_files_of_megatron(dims: ParallelDims, folder: str, files: str, out: str) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mcore_bridge.architecture import read_hf
+from mcore_bridge.architecture import read_hf, text_config
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import Blueprint, make_blueprint
@@ -84,7 +84,7 @@ def read_actor(
     model = dict(actor["model"])
     _require_resolved(model)
     chosen: dict[str, object] = {**(model.get("mcore_customization_config") or {}), **(overrides or {})}
-    config = read_hf(hf if hf is not None else _folder(actor))
+    config = text_config(read_hf(hf if hf is not None else _folder(actor)))
     says = to_mcore({key: value for key, value in model.items() if key not in _OWN and value is not None})
     read = Actor(
         hf=hf if hf is not None else _folder(actor),

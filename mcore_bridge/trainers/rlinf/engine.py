@@ -10,7 +10,7 @@ from mcore_bridge.weights.plan.target import EngineRank
 
 _DENSE = ("*.mlp.gate_proj.*", "*.mlp.up_proj.*", "*.mlp.gate_up_proj.*", "*.mlp.down_proj.*")
 _SHARED = ("*.shared_expert.*", "*.shared_experts.*")
-_LM_HEAD = ("lm_head.*",)
+_LM_HEAD = ("lm_head.*", "*.lm_head.*")
 
 
 class Destination(NamedTuple):

@@ -51,8 +51,8 @@ def convertor_rules(hf: HF) -> list[ConvertorRule]:
     Raises:
         ConfigError: no architecture is registered for ``hf``, or RLinf has no transform for one of its layouts.
     """
-    rules = provenance_of(hf).rules
-    rules = tuple(dict.fromkeys((*rules, *lm_head_of(rules))))
+    provenance = provenance_of(hf)
+    rules = tuple(dict.fromkeys((*provenance.rules, *lm_head_of(provenance.rules, provenance.spelling))))
     by_pattern: dict[str, ConvertorRule] = {}
     for rule in rules:
         if not rule.copy and not rule.mcore.startswith("mtp."):

@@ -1,0 +1,86 @@
+"""Gives the text of a composite the batches that trainers make for models of images.
+
+verl hands the padded rows of all context-parallel ranks to a model whose HF config has a ``vision_config``: such a model
+packs and cuts them behind its embedding. Only text is built here, so they are packed and cut in front of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.batches.packing import PackedSequences, lay_out
+from mcore_bridge.errors import BatchError
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+OF_OTHER_PARTS = ("pixel_", "image_", "video_", "audio_", "second_per_grid", "input_features", "feature_")
+"""How the names of inputs begin that transformers' processors make of images, video and sound."""
+
+
+def take_padded_rows(chunk: GPTModel) -> None:
+    """Have a chunk take padded rows too, by a hook, so that its ``forward`` stays what trainers look at and replace.
+
+    * ``input_ids`` and ``attention_mask`` ``[batch, seq]`` with ``packed_seq_params`` become this rank's
+      ``[1, tokens]``, without a mask. The parameters say how many tokens each sequence has with its padding.
+    * Without them and without ``position_ids``, ``[batch, seq]`` becomes this rank's ``[batch, seq / cp]``, both.
+
+    Any other call stays as it is. It raises ``BatchError`` for inputs of images, video or sound, and for rows that do
+    not fit their parameters.
+    """
+    chunk.register_forward_pre_hook(_as_text, with_kwargs=True)
+
+
+def _as_text(chunk: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+    names = list(inspect.signature(type(chunk).forward).parameters)[1:]
+    inputs = _without_images({**dict(zip(names, args, strict=False)), **kwargs})
+    ids, mask, params = (inputs.get(name) for name in ("input_ids", "attention_mask", "packed_seq_params"))
+    if not isinstance(ids, Tensor) or mask is None or mask.shape != ids.shape:
+        return (), inputs
+    group = getattr(params, "cp_group", None) or chunk.pg_collection.cp
+    cp, rank = group.size(), group.rank()
+    if params is not None:
+        return (), {**inputs, "input_ids": _packed(ids, mask != 0, params, cp, rank).input_ids, "attention_mask": None}
+    if cp > 1 and inputs.get("position_ids") is None:
+        own = _cut(ids, cp, rank)
+        return (), {**inputs, "input_ids": own.input_ids, "attention_mask": mask.flatten()[own.places[rank]]}
+    return (), inputs
+
+
+def _without_images(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs without those of images that are None."""
+    others = [name for name in inputs if name.startswith(OF_OTHER_PARTS)]
+    if given := [name for name in others if inputs[name] is not None]:
+        raise BatchError(
+            f"a batch must be of text alone, found {', '.join(given)}: the models of images, video and sound are "
+            "carried and not built (vision='carried'). Leave out rows with such inputs"
+        )
+    return {name: value for name, value in inputs.items() if name not in others}
+
+
+def _packed(ids: Tensor, mask: Tensor, params: Any, cp: int, rank: int) -> PackedSequences:
+    """The tokens of one context-parallel rank in one row, as ``packed_seq_params`` deals them."""
+    mode = getattr(params, "cp_partition_mode", "zigzag")
+    if cp > 1 and mode != "zigzag":
+        raise BatchError(f"cp_partition_mode must be 'zigzag' at cp={cp}, found {mode!r}: use verl's default layout")
+    starts = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+    sizes, lengths = starts.diff().tolist(), mask.sum(1).tolist()
+    whole = all(size % (2 * cp) == 0 for size in sizes) or cp == 1
+    if len(sizes) != len(lengths) or any(map(int.__gt__, lengths, sizes)) or not whole:
+        raise BatchError(
+            f"packed_seq_params must have room for each of {len(lengths)} rows with {lengths} tokens, a multiple of "
+            f"{2 * cp if cp > 1 else 1}, found {sizes}: make them from the same attention_mask"
+        )
+    return lay_out(ids, mask, lengths, sizes, 1, cp, rank)
+
+
+def _cut(ids: Tensor, cp: int, rank: int) -> PackedSequences:
+    """The tokens of one context-parallel rank, padding included."""
+    rows, seq = ids.shape
+    if seq % (2 * cp):
+        raise BatchError(f"padded rows must have a multiple of {2 * cp} tokens at cp={cp}, found {seq}: pad them to it")
+    return lay_out(ids, torch.ones_like(ids, dtype=torch.bool), [seq] * rows, [seq] * rows, rows, cp, rank)
