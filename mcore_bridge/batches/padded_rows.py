@@ -1,7 +1,7 @@
 """Gives the text of a composite the batches that trainers make for models of images.
 
-verl hands the padded rows of all context-parallel ranks to a model whose HF config has a ``vision_config``: such a model
-packs and cuts them behind its embedding. Only text is built here, so they are packed and cut in front of it.
+verl hands the padded rows of all context-parallel ranks to a model whose HF config has a ``vision_config``, since such
+a model packs and cuts them behind its embedding. Only text is built here, so they are packed and cut in front of it.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ from mcore_bridge.weights.provenance import provenance_of
 
 Named = tuple[str, Tensor]
 
-_PREFIX = re.compile(r"^(?:module\.)+")
+_PREFIX = re.compile(r"^(?:module\.)+(?:language_model\.)?")
+"""Wrappers, and the part of slime's own models of images that is a ``GPTModel``."""
 _LATENT = re.compile(r"(?P<attention>.+)\.(?:q_a_proj|kv_a_proj_with_mqa)\.weight")
 _HELD: dict[str, dict[str, Named]] = {}
 """The latent that came first and waits for the other one of its layer, by HF folder and attention."""
@@ -45,6 +46,7 @@ def convert_to_hf(
         args: slime's arguments. Only ``hf_checkpoint``, the HF folder of the model, and ``mtp_num_layers`` are read.
         model_name: without effect.
         name: the name of the parameter in a ``GPTModel``, with global numbers of layers and experts, and with wrappers.
+            Those of a composite's other parts have their HF names.
         param: the whole parameter, gathered over tensor parallelism. A padded vocabulary is cut.
         quantization_config: must be None.
         transform_ue8m0: without effect.
@@ -64,7 +66,10 @@ def convert_to_hf(
         raise ConfigError("quantization_config must be None, as we export bits as they are; quantize what this returns")
     folder = str(args.hf_checkpoint)
     model = _known(folder, bool(getattr(args, "mtp_num_layers", None)))
-    binding = model.mapping.bind(canonical(_PREFIX.sub("", name), model.numbering))
+    name = _PREFIX.sub("", name)
+    if name.startswith("model.") and model.mapping.is_carried(name):
+        return [(name, param.detach().clone(memory_format=torch.contiguous_format))]
+    binding = model.mapping.bind(canonical(name, model.numbering))
     if not binding.exported:
         return []
     parts = (~binding.layout)((param.detach()[None],), {**model.axes, "padded_vocab": param.shape[0]})

@@ -16,6 +16,7 @@ from mcore_bridge.architecture import composites
 from mcore_bridge.commands.verify.logits import forward
 from tests import zoo
 from tests.support.stepping import leave_mesh
+from tests.support.written_weights import read
 from tests.zoo import NEWEST
 
 TEXTS = {case.model_type: case.hf for case in zoo.cases().values()}
@@ -104,6 +105,13 @@ def _as_published(model_type: str, state: dict[str, Tensor]) -> Iterator[tuple[s
         if model_type == "qwen3_vl_moe" and tensor.dim() == 3 and "experts" in name:
             tensor = tensor.transpose(1, 2).contiguous() if NEWEST else tensor
         yield name.replace("language_model.model.blocks.", "language_model.model.layers."), tensor
+
+
+def parts_of(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors of a folder that are its text's, and those that are carried."""
+    mapping, state = mb.mapping(folder), read(folder)
+    carried = {name: tensor for name, tensor in state.items() if mapping.is_carried(name)}
+    return {name: tensor for name, tensor in state.items() if name not in carried}, carried
 
 
 def tokens() -> Tensor:

@@ -83,12 +83,20 @@ def attention_switches() -> Iterator[None]:
             os.environ.update({} if value is None else {name: value})
 
 
-def build_role(face: str, folder: str | Path, dims: ParallelDims, *, value: bool = False, ddp: bool = True) -> Role:
+def build_role(
+    face: str,
+    folder: str | Path,
+    dims: ParallelDims,
+    *,
+    value: bool = False,
+    ddp: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Role:
     """What verl does to have a model, before it loads it. Its process groups exist."""
-    return (_of_mbridge if face == "mbridge" else _of_megatron_bridge)(str(folder), dims, value, ddp)
+    return (_of_mbridge if face == "mbridge" else _of_megatron_bridge)(str(folder), dims, value, ddp, dtype)
 
 
-def _of_mbridge(folder: str, dims: ParallelDims, value: bool, ddp: bool) -> Role:
+def _of_mbridge(folder: str, dims: ParallelDims, value: bool, ddp: bool, dtype: torch.dtype) -> Role:
     from transformers import AutoConfig
 
     hf = AutoConfig.from_pretrained(folder, attn_implementation="eager")
@@ -97,11 +105,11 @@ def _of_mbridge(folder: str, dims: ParallelDims, value: bool, ddp: bool) -> Role
     if hasattr(hf, "num_nextn_predict_layers"):
         hf.num_nextn_predict_layers = 0
     hf.pad_token_id = 3
-    bridge = mbridge.AutoBridge.from_config(hf, dtype=torch.bfloat16)
+    bridge = mbridge.AutoBridge.from_config(hf, dtype=dtype)
     assert bridge
     bridge.set_extra_args(**OVERRIDES, attention_backend="flash")
     config = bridge.config
-    config.fp16, config.bf16 = False, True
+    config.fp16, config.bf16 = False, dtype is torch.bfloat16
     if hasattr(config, "share_embeddings_and_output_weights"):
         config.share_embeddings_and_output_weights = False
     hf.rope_theta = 1234.5  # verl sets it, with the value of rope_parameters
@@ -117,7 +125,7 @@ def _of_mbridge(folder: str, dims: ParallelDims, value: bool, ddp: bool) -> Role
     return Role(bridge, models, value)
 
 
-def _of_megatron_bridge(folder: str, dims: ParallelDims, value: bool, ddp: bool) -> Role:
+def _of_megatron_bridge(folder: str, dims: ParallelDims, value: bool, ddp: bool, dtype: torch.dtype) -> Role:
     from megatron.core.transformer.enums import AttnBackend
 
     bridge = megatron_bridge.AutoBridge.from_hf_pretrained(folder, trust_remote_code=False)
@@ -141,7 +149,7 @@ def _of_megatron_bridge(folder: str, dims: ParallelDims, value: bool, ddp: bool)
     }
     if value and hasattr(provider, "share_embeddings_and_output_weights"):
         overrides["share_embeddings_and_output_weights"] = False
-    provider.apply_overrides_and_finalize(dtype=torch.bfloat16, overrides=overrides)
+    provider.apply_overrides_and_finalize(dtype=dtype, overrides=overrides)
     hook = megatron_bridge.make_value_model(provider.hidden_size, provider.sequence_parallel)
     for each in [*([hook] if value else []), megatron_bridge.freeze_moe_router]:
         provider.register_pre_wrap_hook(each)

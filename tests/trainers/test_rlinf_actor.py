@@ -72,7 +72,7 @@ def test_deepseek_r1_distill_qwen_in_fp16(name, sizes, sp, distill):
     read = read_actor(actor)
     assert read.dims == ParallelDims(**sizes, etp=sizes["tp"], sp=sp)
     assert read.dtype == torch.float16
-    config = read.drawn(device="meta").config
+    config = read.blueprint(device="meta").config
     assert (config.fp16, config.bf16, config.params_dtype) == (True, False, torch.float16)
     assert (config.num_layers, config.num_query_groups, config.add_qkv_bias) == (28, 2, True)
     assert (config.normalization, config.gated_linear_unit, config.add_bias_linear) == ("RMSNorm", True, False)
@@ -105,7 +105,7 @@ def test_a_block_that_rlinf_has_filled_in_says_the_same(name):
         own |= {key: getattr(hf, key) for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")}
         own |= {"kv_channels": None, "head_dim": None, "first_k_dense_replace": 1}
     read = read_actor(block("distill_ckpt_convertor", **own, model_type=name, tensor_model_parallel_size=2), hf=hf)
-    assert read.drawn(device="meta").config.num_layers == hf.num_hidden_layers
+    assert read.blueprint(device="meta").config.num_layers == hf.num_hidden_layers
     changed = {"num_layers": 7, "hidden_size": 8, "layernorm_epsilon": 0.5, "rotary_base": 5, "activation": "geglu"}
     changed |= {"normalization": "layernorm", "num_attention_heads": 3, "share_embeddings_and_output_weights": True}
     for key, value in changed.items():
@@ -119,10 +119,10 @@ def test_what_disagrees_is_named_unless_it_is_an_override():
     with pytest.raises(ConfigError, match=r"moe_router_topk=2, where it is 3"):
         read_actor(actor, hf=hf)
     read = read_actor(actor, hf=hf, overrides={"moe_router_topk": 2})
-    assert read.drawn(device="meta").config.moe_router_topk == 2
+    assert read.blueprint(device="meta").config.moe_router_topk == 2
     actor["model"]["mcore_customization_config"] = {"moe_router_topk": 2}
-    assert read_actor(actor, hf=hf).drawn(device="meta").config.moe_router_topk == 2
-    config = read.drawn(device="meta").config
+    assert read_actor(actor, hf=hf).blueprint(device="meta").config.moe_router_topk == 2
+    config = read.blueprint(device="meta").config
     assert (config.moe_router_load_balancing_type, config.moe_aux_loss_coeff) == ("aux_loss", 0.0)
     assert config.init_method_std == 0.008
     hf.norm_topk_prob = False  # scores before the selection are others then

@@ -4,33 +4,23 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor
 
-import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.config.hf import read_config
-from mcore_bridge.errors import BatchError
 from tests.support import composites
+from tests.support.composites import parts_of
 from tests.support.trainer_calls import violations
-from tests.support.written_weights import read
 from tests.workers.verl_engine import engine_of, exported
 from tests.workers.verl_life import PROMPT, TEMPERATURE, copied, differing, inferred, padded, step
-
-
-def split(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The tensors of a folder that are its text's, and those that are carried."""
-    mapping, state = mb.mapping(folder), read(folder)
-    carried = {name: tensor for name, tensor in state.items() if mapping.is_carried(name)}
-    return {name: tensor for name, tensor in state.items() if name not in carried}, carried
 
 
 def exact_engine(folder: str, dims: ParallelDims, options: dict[str, Any]) -> Any:
     """An engine in fp32, which verl's config refuses, and its engine does not."""
     from verl.utils.torch_dtypes import PrecisionType
 
-    with mock.patch.object(PrecisionType, "to_dtype", lambda _: torch.float32):
+    with mock.patch.object(PrecisionType, "to_dtype", return_value=torch.float32):
         return engine_of(folder, dims, **options)
 
 
@@ -42,12 +32,9 @@ def life(dims: ParallelDims, folder: str, out: str, options: dict[str, Any]) -> 
     """
     engine = exact_engine(folder, dims, options)
     vocab_size = engine.model_config.hf_config.text_config.vocab_size
-    text, _ = split(folder)
+    text, _ = parts_of(folder)
     broken, order = violations(exported(engine), text)
     said = inferred(engine, vocab_size)
-    with pytest.raises(BatchError, match="found pixel_values, image_grid_thw: the models of images"):
-        ids = torch.zeros(1, 8, dtype=torch.int64)
-        engine.module[0](ids, None, None, pixel_values=torch.zeros(1), image_grid_thw=torch.ones(1, 3), video_grid_thw=None)
     step(engine, vocab_size, said)
     trained = copied(engine)
     engine.save_checkpoint(out, global_step=1)
@@ -69,11 +56,11 @@ def reference(folder: str) -> Tensor:
 
 def problems(ranks: list[dict[str, Any]], folder: str, out: Path) -> list[str]:
     """What is wrong with a life, from what ``life`` returned on each rank."""
-    saved, carried = split(out / "model" / "huggingface")
+    saved, carried = parts_of(out / "model" / "huggingface")
     found = [f"rank {rank}: {problem}" for rank, each in enumerate(ranks) for problem in each["broken"]]
     found += [f"rank {rank} has another order" for rank, each in enumerate(ranks) if each["order"] != ranks[0]["order"]]
     found += [f"{name} was saved otherwise" for each in ranks for name in differing(saved, each["trained"])]
-    found += [f"{name} was carried otherwise" for name in differing(carried, split(folder)[1])]
+    found += [f"{name} was carried otherwise" for name in differing(carried, parts_of(folder)[1])]
     wanted, shown = reference(folder), padded(2)[1][:, PROMPT:].bool()
     error = float((ranks[0]["said"]["log_probs"] - wanted)[shown].abs().max() / wanted[shown].abs().max())
     print(f"    log_probs are {error:.1e} off", flush=True)
