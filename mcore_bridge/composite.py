@@ -101,11 +101,11 @@ def own_fields(hf: "PretrainedConfig", composite: Composite) -> Hf:
     """
     text, absent = hf.text_config.to_dict(), object()
     rope = text.get("rope_parameters") or {}
-    repeated = [text, rope, *(each for each in rope.values() if isinstance(each, dict))]
+    repeated = [text, rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
     return {
         name: value
         for name, value in without_unread(hf, composite.fields).items()
-        if name in _DECIDED_BY_WHOLE or all(each.get(name, absent) != value for each in repeated)
+        if name in _DECIDED_BY_WHOLE or all(fields.get(name, absent) != value for fields in repeated)
     }
 
 
