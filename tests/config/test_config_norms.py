@@ -187,7 +187,8 @@ def test_ropes_of_layers_that_the_installed_transformers_cannot_say_raise(tmp_pa
     scaled: Json = {**two_bases, "sliding_attention": {"rope_type": "linear", "rope_theta": 1e3, "factor": 2.0}}
     with pytest.raises(ConfigError, match="rope_parameters by layer"):
         built(config("gemma3_text", tmp_path / "one", rope_parameters=one_kind))
-    for model_type, ropes, refused in (("olmo3", two_bases, "the same for all"), ("gemma3_text", scaled, "scales")):
+    cases = ("olmo3", two_bases, "the same for all"), ("gemma3_text", scaled, "without scaling")
+    for model_type, ropes, refused in cases:
         if SPEAKS_4:
             with pytest.raises(ConfigError, match=refused):
                 built(config(model_type, tmp_path / model_type, rope_parameters=ropes))

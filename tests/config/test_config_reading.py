@@ -130,7 +130,7 @@ def test_read_config_finds_the_local_cache_and_nothing_else(tmp_path: Path, monk
         ("{", "must be valid JSON"),
         ("[]", "must hold a JSON object, found a list"),
         ("{}", "must name a model_type, found None"),
-        ('{"model_type": "qwen33"}', "found 'qwen33'. Nearest names: qwen3"),
+        ('{"model_type": "qwen33"}', "found 'qwen33'. Code inside a checkpoint is never run"),
         ('{"model_type": "llama", "rope_scaling": 3}', "refuses it"),
     ],
 )
