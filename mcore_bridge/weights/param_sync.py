@@ -38,10 +38,10 @@ def require_gathered(models: Models) -> None:
 
 @contextmanager
 def heard_by_replicas(models: Models) -> Iterator[None]:
-    """Run a block. If it fails on one replica, raise on the replicas that would wait for it to gather, too.
+    """Run a block on all replicas. If it fails on one, raise on all, since a gather would wait for that replica.
 
     Raises:
-        ExportError: on all ranks of those replicas.
+        ExportError: on all ranks of replicas that gather from each other.
     """
     error = None
     try:

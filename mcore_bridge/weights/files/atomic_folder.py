@@ -105,7 +105,7 @@ def updating(target: Path, name: str | None = None) -> Iterator[Update]:
 
 @contextmanager
 def updating_by_all(world: Group, target: Path) -> Iterator[Update]:
-    """Do the same on all ranks of a job together. Rank 0 is the writer, which may call ``commit``.
+    """``updating`` on all ranks of a job together. Rank 0 is the writer; it alone may call ``commit``.
 
     Raises:
         CheckpointError: on every rank, as ``updating`` does, or if a rank does not see the files of rank 0.

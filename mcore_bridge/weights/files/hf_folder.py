@@ -121,11 +121,11 @@ class Checkpoint(Mapping[str, Tensor]):
         return self._where[name]
 
     def files_of(self, name: str) -> tuple[SafetensorsFile, ...]:
-        """The one file that holds the tensor ``name``, as ``DecodedCheckpoint`` has several."""
+        """The file that holds the tensor ``name``, as a tuple. A ``DecodedCheckpoint`` may need several files."""
         return (self._where[name],)
 
     def spec(self, name: str) -> TensorSpec | None:
-        """What the header of its file says of a tensor; None of a dtype that torch lacks."""
+        """Name, shape and dtype of a tensor by the header of its file; None if torch lacks the dtype."""
         entry = self._where[name].entries[name]
         dtype = DTYPES.get(entry.dtype)
         return TensorSpec(name, entry.shape, dtype) if dtype is not None else None

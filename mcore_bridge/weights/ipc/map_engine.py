@@ -55,10 +55,10 @@ def map_engine(
     kept: EngineMap | None = None,
     verify_every: int = 0,
 ) -> MappedEngine:
-    """Find out which slice of which HF tensor goes where in this engine, and prove it.
+    """Find the slices of HF tensors that make up each tensor of an engine, and prove the result.
 
-    The engine's loader runs twice, and once from a kept map. It runs two or three times more where something between it
-    and the engine's tensors is no copy that torch makes. The engine's weights are lost: a whole round has to follow.
+    The engine's loader runs twice, or once for a kept map. It runs two or three times more if it writes tensors other
+    than by torch's copies, such as by a kernel. The engine's weights are lost: a whole round must follow.
 
     >>> engine = mb.map_engine(receiver.plan, model, model.load_weights)
     >>> for number in numbers:                      # then, in every round
@@ -67,16 +67,16 @@ def map_engine(
 
     Args:
         plan: the HF tensors that will come: ``Receiver.plan``, or specs such as those of a ``Manifest``.
-        source: the engine's model, whose tensors are looked for by name in each round; or a function that returns them.
-        load: the engine's own loader, called with pairs of an HF name and a tensor. It has to do all that the engine
-            does after loading as well.
-        engine: what the map is for: engine, release, model, and this rank's place in the engine's mesh. A kept map has
-            to say the same.
-        kept: a map that was made before, such as ``EngineMap.load(path)``. It is proven by one run of the loader.
+        source: the engine's model, or a function that returns its tensors by name. Each round looks them up again.
+        load: the engine's own loader, called with pairs of an HF name and a tensor. It must include the engine's work
+            after loading.
+        engine: a line that identifies engine, release, model, and this rank's place in the engine's mesh. A kept map
+            must have the same line.
+        kept: an earlier map, such as ``EngineMap.load(path)``. One run of the loader proves it.
         verify_every: prove the map again before every so many rounds, by two runs of the loader; 0 is never.
 
     Raises:
-        TransferError: when a kept map is not this engine's.
+        TransferError: when a kept map does not fit this engine.
     """
     specs = specs_of(plan) if isinstance(plan, BucketPlan) else tuple(plan)
     if kept is not None:

@@ -192,7 +192,7 @@ class ReceiverPlan:
         return ExportPlan(self._request.payload, streams, tuple(Message(*sizes, (), streams) for sizes in messages))
 
     def _cut(self, sender: int, schedule: SendSchedule) -> tuple[WindowRun, ...]:
-        """Cut a stream into windows with room for their share, one row that does not fit any more, and alignment."""
+        """Cut a stream into windows of one size: its share of the bytes, one row more, and alignment."""
         begins = first = schedule.first(sender, self._receiver)
         ranges: Sequence[SendRange] = self._ranges[sender]
         if schedule.num_periods > 1:

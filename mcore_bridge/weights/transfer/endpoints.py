@@ -45,7 +45,7 @@ class Sources:
         self._buffers.addresses  # noqa: B018  # computed now, and kept
 
     def read_by(self, step: Step) -> Buffers:
-        """All tensors, after a check that those which a step reads are where they were."""
+        """All tensors, after a check that the ones which a step reads have not moved."""
         pairs = ((number, self._storages[number].data_ptr() == self._addresses[number]) for number in step.held)
         if moved := [number for number, is_there in pairs if not is_there]:
             raise ExportError(
