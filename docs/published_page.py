@@ -124,7 +124,7 @@ def format_of(record: dict[str, Any]) -> str:
     if quantized is not None:
         return _quantized(quantized)
     dtype = next((each.get(key) for each in (config, text) for key in ("dtype", "torch_dtype") if each.get(key)), "")
-    return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(dtype, "not said")
+    return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(str(dtype), "not said")
 
 
 def _quantized(quantized: dict[str, Any]) -> str:

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_bridge.architecture import architecture_of
-from mcore_bridge.config.unread import unread_fields
+import torch
+
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.blueprint import to_transformer_config
+from mcore_bridge.factory.blueprint import make_blueprint
 from mcore_bridge.factory.param_count import count_params
 from mcore_bridge.weights.files.decoded import quantization_in
-from mcore_bridge.weights.provenance import provenance_of
 
 FOLDER = Path(__file__).parent.parent / "data" / "published"
 
@@ -81,18 +81,15 @@ def outcome_of(record: Published, folder: Path) -> dict[str, Any]:
     there are any. One that does not is ``refused`` with the obstacles of ``OBSTACLES``.
     """
     try:
-        config: Any = to_transformer_config(record.write(folder))
+        blueprint = make_blueprint(record.write(folder), dims=ParallelDims(), dtype=torch.bfloat16, device="meta")
         quantization_in(folder)
     except ConfigError as error:
         return {"refused": obstacles(str(error))}
-    provenance = provenance_of(folder)
-    counts = count_params(provenance.hf)
+    config, counts = blueprint.config, count_params(blueprint.hf)
     idle = 1 - config.moe_router_topk / config.num_moe_experts if config.num_moe_experts else 0
-    unread = [*unread_fields(provenance.hf, architecture_of(provenance.hf).fields)]
-    if (whole := provenance.whole) is not None:
-        unread += unread_fields(whole.config, whole.composite.fields)
     loads = {"parameters": counts.total, "active": counts.total - round(sum(counts.experts) * idle)}
-    return loads | ({"unread": sorted(set(unread))} if unread else {})
+    unread = sorted(blueprint.unread)
+    return loads | ({"unread": unread} if unread else {})
 
 
 def obstacles(message: str) -> list[str]:
