@@ -17,8 +17,8 @@ library about all of them. No weights are read here: [families.md](families.md) 
 
 - **Loads** says whether the library takes the config as it is published. *In part* means that the source quotes a part
   of the config only, so that this is not known.
-- **Besides** is what the checkpoint has besides the model of text that is built. Layers for multi-token prediction
-  (MTP) are built on request in some families. Models of images or sound are copied by a save.
+- **Besides** is what the checkpoint has besides the model of text that is built. Some families build layers for
+  multi-token prediction (MTP) on request. A save copies models of images or sound from the source.
 - **From** has the first of the releases with which it was tried: transformers 4.57 and 5.23, megatron-core 0.16.1 and
   0.19.2.
 - **Parameters** are those of the text, as `mcore-bridge plan` counts them: in all, and for each token where experts are
@@ -29,7 +29,6 @@ library about all of them. No weights are read here: [families.md](families.md) 
 
 """
 REASONS = {
-    "composite": "it is a model of images or sound",
     "family": "its family is [refused](refused.md)",
     "transformers": "transformers has no such `model_type`",
     "unknown": "nobody has written its family",

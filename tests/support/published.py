@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mcore_bridge.architecture import architectures, composites, refusals
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import make_blueprint
@@ -21,11 +22,7 @@ from mcore_bridge.weights.files.decoded import quantization_in
 FOLDER = Path(__file__).parent.parent / "data" / "published"
 
 OBSTACLES = {
-    r"model_type must [^.]*GPTModel can express exactly, found '\w+': it joins a model of images": "composite",
-    r"model_type must be of a family that is written here, found '\w+'": "family",
-    r"model_type of \S+ must be one that the installed transformers knows": "transformers",
     r"transformers must accept \S+, but refuses it": "transformers",
-    r"model_type must be a registered architecture": "unknown",
     r"needs megatron-core ([\d.]+)": "megatron-core",
     r"quantization_config: ([\w ]+?)(?: of [\w-]+)? must be": "quantized",
     r"does not know (.*?)\. If": "fields",
@@ -78,18 +75,30 @@ def outcome_of(record: Published, folder: Path) -> dict[str, Any]:
     """What the library says of ``record``, whose files it writes into ``folder``.
 
     A config that loads has numbers of parameters of its text, ``active`` for each token, and its ``unread`` fields if
-    there are any. One that does not is ``refused`` with the obstacles of ``OBSTACLES``.
+    there are any. One that does not is ``refused``, with what ``obstacles_of_family`` or else ``obstacles`` says.
     """
     try:
         blueprint = make_blueprint(record.write(folder), dims=ParallelDims(), dtype=torch.bfloat16, device="meta")
         quantization_in(folder)
     except ConfigError as error:
-        return {"refused": obstacles(str(error))}
+        return {"refused": obstacles_of_family(record.config["model_type"]) or obstacles(str(error))}
     config, counts = blueprint.config, count_params(blueprint.hf)
     idle = 1 - config.moe_router_topk / config.num_moe_experts if config.num_moe_experts else 0
     loads = {"parameters": counts.total, "active": counts.total - round(sum(counts.experts) * idle)}
     unread = sorted(blueprint.unread)
     return loads | ({"unread": unread} if unread else {})
+
+
+def obstacles_of_family(model_type: str) -> list[str]:
+    """Why no config of a family loads: it is refused, transformers lacks it, or nobody has written it here."""
+    from transformers import CONFIG_MAPPING
+
+    if any(model_type in refusal.model_types for refusal in refusals()):
+        return ["family"]
+    architecture = architectures().get(model_type)
+    if model_type not in CONFIG_MAPPING and (architecture is None or architecture.reads_as is None):
+        return ["transformers"]
+    return [] if architecture or model_type in composites() else ["unknown"]
 
 
 def obstacles(message: str) -> list[str]:
