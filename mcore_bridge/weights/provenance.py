@@ -240,10 +240,10 @@ def config_in(provenance: Provenance, dtype: torch.dtype, *, tied: bool) -> Pret
         tied: whether an LM head is the embedding, which the config then says. For another head it is not changed.
     """
     hf = copy.deepcopy(provenance.hf)
-    if hasattr(hf, "quantization_config"):  # of what was read; all that is written is plain
-        del hf.quantization_config
     if provenance.head == "lm":
         hf.tie_word_embeddings = tied
     config = replace(provenance, hf=hf).config
+    if hasattr(config, "quantization_config"):  # it describes the source; all that is written is plain
+        del config.quantization_config
     setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype_name(dtype))
     return config

@@ -1,5 +1,6 @@
 """Checkpoints as they are published, quantized: decoded bit by bit as transformers or the publisher's own code does."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +13,11 @@ from safetensors.torch import save_file
 import mcore_bridge as mb
 from mcore_bridge.architecture import read_hf
 from mcore_bridge.errors import CheckpointError, ConfigError
+from mcore_bridge.rules.encoded import EncodedSlice
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.load import load_hf_weights
 from tests import zoo
-from tests.support import fake_mesh, parity, pool, quantized
+from tests.support import composites, fake_mesh, parity, pool, quantized
 from tests.support.bounds import BOUND
 from tests.support.quantized import Format, deepseek, ministral, mxfp4
 from tests.support.strategies import tiny
@@ -179,7 +181,8 @@ def test_other_formats_are_refused_by_name(note: dict[str, Any], message: str, t
 
 
 def test_what_is_saved_is_plain(tmp_path: Path) -> None:
-    pool.run(1, load_and_save, str(tmp_path))
+    quantized.write(tiny("qwen3"), deepseek((8, 8)), tmp_path / "quantized", dtype=torch.bfloat16)
+    pool.run(1, load_and_save_from, str(tmp_path / "quantized"), str(tmp_path / "saved"))
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert "quantization_config" not in config
     assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
@@ -187,8 +190,48 @@ def test_what_is_saved_is_plain(tmp_path: Path) -> None:
     assert_same([dict(Checkpoint(tmp_path / "saved"))], [state])
 
 
-def load_and_save(folder: str) -> None:
-    quantized.write(tiny("qwen3"), deepseek((8, 8)), Path(folder, "quantized"), dtype=torch.bfloat16)
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_no_more_is_decoded_at_once_than_a_slot_takes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So no whole tensor is decoded, and host memory is bounded; rows of one block are in several pieces."""
+    hf, form, dtype, _ = case(name)
+    quantized.write(hf, form, tmp_path, dtype=dtype)
+    expected, _ = on_every_rank(read_hf(tmp_path), ONE, tmp_path, dtype)
+    sizes = []
+    decode = EncodedSlice.decode
+
+    def counting(self: EncodedSlice, parts: Any, dtype: torch.dtype) -> torch.Tensor:
+        values = decode(self, parts, dtype)
+        sizes.append(values.numel())
+        return values
+
+    monkeypatch.setattr(EncodedSlice, "decode", counting)
+    load = lambda chunks: load_hf_weights(chunks, tmp_path, slot_bytes=1 << 11)  # noqa: E731
+    held = fake_mesh.build_everywhere(read_hf(tmp_path), ONE, load, dtype=dtype)
+    assert_same([dict(bound.tensors) for bound, _ in held], expected)
+    assert max(sizes) * 8 <= 1 << 11
+
+
+@pytest.mark.parametrize(("model_type", "form"), [("mistral3", ministral()), ("qwen3_vl", deepseek((4, 4)))])
+def test_a_quantized_composite_loads_and_is_saved_plain(model_type: str, form: Format, tmp_path: Path) -> None:
+    """Its text is decoded, and what is carried, too, where a publisher has quantized that."""
+    if model_type not in composites.NAMES:
+        pytest.skip("the installed transformers lacks it")
+    composites.written(model_type, tmp_path)
+    state = {name: tensor.bfloat16() for name, tensor in Checkpoint(tmp_path).items()}
+    text = {name for name in state if "language_model.layers" in name or "language_model.model.layers" in name}
+    form = dataclasses.replace(form, quantizes=lambda name: name.endswith(".weight") and name in text)
+    assert any(form.is_quantized(name, tensor) for name, tensor in state.items())
+    config = tmp_path / "config.json"
+    fields = json.loads(config.read_text())
+    save_file(form.files(state), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config.write_text(json.dumps({**fields, "quantization_config": form.note}))
+    pool.run(1, load_and_save_from, str(tmp_path), str(tmp_path / "saved"))
+    assert "quantization_config" not in (tmp_path / "saved" / "config.json").read_text()
+    assert_same([dict(Checkpoint(tmp_path / "saved"))], [form.decoded(state, torch.bfloat16)])
+
+
+def load_and_save_from(folder: str, saved: str) -> None:
     ONE.initialize(device="cpu")
-    models = mb.build_model(f"{folder}/quantized", dims=ONE, device="cpu")
-    mb.save_hf_checkpoint(models, f"{folder}/saved")
+    mb.save_hf_checkpoint(mb.build_model(folder, dims=ONE, device="cpu"), saved)

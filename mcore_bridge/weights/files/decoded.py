@@ -18,6 +18,7 @@ from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.safetensors import SafetensorsFile
 
+_NOTE = "quantization_config"
 Stored: TypeAlias = Tensor | Encoded
 """An HF tensor of a source: plain, or to be decoded."""
 
@@ -163,15 +164,22 @@ def quantization_in(folder: Path) -> Quantization | None:
     Raises:
         ConfigError: the format is not supported.
     """
-    for name, key in (("config.json", "quantization_config"), ("hf_quant_config.json", None)):
+    for name, key in (("config.json", _NOTE), ("hf_quant_config.json", None)):
         try:
             fields = json.loads((folder / name).read_text(encoding="utf-8"))
         except (OSError, ValueError):  # code that needs a config raises elsewhere
             continue
-        note = fields if key is None else fields.get(key) if isinstance(fields, dict) else None
+        note = fields if key is None else _note_in(fields)
         if note is not None:
             return read_quantization(note)
     return None
+
+
+def _note_in(fields: object) -> object:
+    """The note on quantization in a config; of a composite, the text config may have it."""
+    text = fields.get("text_config") if isinstance(fields, dict) else None
+    parts = [part for part in (fields, text) if isinstance(part, dict)]
+    return next((part[_NOTE] for part in parts if part.get(_NOTE) is not None), None)
 
 
 def scheme_within(specs: Mapping[str, TensorSpec], quantization: Quantization | None) -> Scheme:
