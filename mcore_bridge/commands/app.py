@@ -222,11 +222,11 @@ def convert_command(
     dtype: Annotated[
         str | None, typer.Option(help="Cast to float32, bfloat16 or float16; by default every tensor keeps its own.")
     ] = None,
-    mtp: Annotated[int, typer.Option(min=0, help="Layers of multi-token prediction to take from a HF folder.")] = 0,
+    mtp: Annotated[int, typer.Option(min=0, help="Layers of multi-token prediction to take from an HF folder.")] = 0,
     to: Annotated[
         str,
         typer.Option(
-            help='Format to make from a HF folder: "torch_dist"; or "torch", Megatron\'s older files, as RLinf loads '
+            help='Format to make from an HF folder: "torch_dist"; or "torch", Megatron\'s older files, as RLinf loads '
             "them, for the mesh of the options below."
         ),
     ] = "torch_dist",
@@ -249,7 +249,7 @@ def convert_command(
     strict_config: Strict = False,
     debug: Debug = False,
 ) -> None:
-    """Convert a HF folder to a checkpoint of megatron-core, or a checkpoint to a HF folder.
+    """Convert an HF folder to a checkpoint of megatron-core, or a checkpoint to an HF folder.
 
     A torch_dist folder loads at any mesh. From a training checkpoint only the model is read, not the optimizer. No GPU
     is needed, and each process needs memory for a few of the largest parameters. Run an interrupted conversion again,

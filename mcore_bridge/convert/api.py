@@ -130,7 +130,7 @@ def convert(
     elif shard_names(source):
         conversion = _from_hf(source, staging, hf or source, rank_files, dtype, num_mtp_layers, file_bytes)
     elif rank_files is not None:
-        raise CheckpointError(f"{source} has no *.safetensors: a mesh and --to torch need a HF folder as source")
+        raise CheckpointError(f"{source} has no *.safetensors: a mesh and --to torch need an HF folder as source")
     else:
         conversion = _to_hf(source, staging, hf, dtype, file_bytes)
     if strict_config and isinstance(conversion, ModelConversion):

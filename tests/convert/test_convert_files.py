@@ -312,7 +312,7 @@ def test_what_does_not_fit_is_named(tmp_path):
         config.save_pretrained(tmp_path / "other")
         with pytest.raises(CheckpointError, match=message):
             convert(tmp_path / "files", target, hf=tmp_path / "other", on_event=quiet)
-    with pytest.raises(CheckpointError, match="need a HF folder as source"):
+    with pytest.raises(CheckpointError, match="need an HF folder as source"):
         convert(tmp_path / "files", target, rank_files=files(), on_event=quiet)
     with pytest.raises(CheckpointError, match="leave out --mtp"):
         convert(source, target, rank_files=files(), num_mtp_layers=1, on_event=quiet)

@@ -82,7 +82,7 @@ def compare(data: bytes, work: Path) -> str:
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a HF folder in it that has a config."""
+    """A folder with an HF folder in it that has a config."""
     path = tmp_path_factory.mktemp("headers")
     HF.save_pretrained(path / "hf")
     return path

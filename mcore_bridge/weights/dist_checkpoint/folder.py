@@ -120,7 +120,7 @@ def find_checkpoint(folder: Path) -> Path:
     if (folder / "config.json").is_file() and not latest:
         raise CheckpointError(
             f"{folder} has a config.json, but neither *.safetensors nor {CONFIG}: expected a folder of HF, or a "
-            "checkpoint of megatron-core. If it is a HF model in other files, save it again with save_pretrained"
+            "checkpoint of megatron-core. If it is an HF model in other files, save it again with save_pretrained"
         )
     raise CheckpointError(
         f"{folder} is no checkpoint of megatron-core's dist_checkpointing: expected {CONFIG} in it, in its "
