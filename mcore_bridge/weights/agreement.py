@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypedDict, Unpack
 
 from torch import nn
 
@@ -53,31 +53,29 @@ class Export:
     bound: BoundModel
 
 
-def open_export(
-    models: Models,
-    hf: HF | None,
-    head: str,
-    *,
-    dialect: Dialect | None = None,
-    bucket_bytes: int | None = None,
-    target: Target = "everything",
-    problem: str = "",
-) -> Export:
+class Options(TypedDict, total=False):
+    """The optional arguments of ``agree_on_plan``."""
+
+    dialect: Dialect | None
+    bucket_bytes: int | None
+    target: Target
+    problem: str
+
+
+def open_export(models: Models, hf: HF | None, head: str, **options: Unpack[Options]) -> Export:
     """Prepare an export: agree on a plan, then gather parameters that are pending.
 
     The order matters. Replicas gather together, so a replica that cannot export must tell the others before they begin.
 
     Args:
-        models, hf, head, dialect, bucket_bytes, target, problem: as for ``agree_on_plan``.
+        models, hf, head, options: as for ``agree_on_plan``.
 
     Raises:
         ExportError: on every rank, as for ``agree_on_plan``; or if a gather would not reach the parameters.
         TargetError: on every rank, as for ``agree_on_plan``.
     """
     with heard_by_replicas(models):
-        export = agree_on_plan(
-            models, hf, head, dialect=dialect, bucket_bytes=bucket_bytes, target=target, problem=problem
-        )
+        export = agree_on_plan(models, hf, head, **options)
         require_gatherable(models, export.group)
     gather_pending(models)
     return export
