@@ -55,7 +55,7 @@ def build(case: str, arguments: Namespace) -> list[torch.nn.Module]:
         for chunk in models:
             for parameter in chunk.parameters():
                 parameter.normal_(std=0.02)
-    Group.of_replica(models[0].pg_collection).agrees(is_well=True)  # NCCL makes communicators when they are first used
+    Group.of_replica(models[0].pg_collection).all_true(is_well=True)  # NCCL makes communicators at their first use
     return models
 
 
