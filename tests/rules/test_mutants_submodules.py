@@ -109,7 +109,7 @@ def said_to_verl() -> list[str]:
     for name in ("granite", "cohere", "phi"):
         ONE.initialize(device="cpu")
         (model,) = mb.build_model(zoo.cases()[name].hf, dims=ONE, dtype=torch.float32, device="cpu", load_weights=False)
-        with pytest.raises(ConfigError, match="set use_fused_kernels=False") as caught:
+        with pytest.raises(ConfigError, match="Set use_fused_kernels=False") as caught:
             linear_cross_entropy(torch.empty(2, 8), output_weight(model), torch.zeros(2).long())
         said.append(str(caught.value))
         leave_mesh()
