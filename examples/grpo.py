@@ -187,7 +187,8 @@ def prepare(chunks: Sequence[Any], arguments: Namespace) -> tuple[list[Any], Cal
 def make_engine(arguments: Namespace, config: Mapping[str, Any], dtype: torch.dtype, device: str) -> RemoteEngine:
     """In a process of its own."""
     if arguments.engine == "vllm":
-        return RemoteEngine(VllmEngine, config, dtype, device, arguments.engine_tp)
+        by_map = None if arguments.engine_loads == "by-map" else False
+        return RemoteEngine(VllmEngine, config, dtype, device, arguments.engine_tp, by_map)
     return RemoteEngine(Engine, config, dtype, device)
 
 
@@ -205,6 +206,12 @@ def parse() -> Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_gpu else "cpu")
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
     parser.add_argument("--engine-tp", type=int, default=1, help="GPUs of vLLM, from --engine-device on")
+    parser.add_argument(
+        "--engine-loads",
+        choices=("by-map", "by-loader"),
+        default="by-map",
+        help="vLLM on GPUs: copy into its parameters by a map of its loader, or run the loader every time",
+    )
     parser.add_argument("--engine-device", help="such as cuda:3; by default that of the first rank")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16" if on_gpu else "float32")
     parser.add_argument("--model", help="HF folder of a checkpoint with its tokenizer; by default a small random model")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,14 @@ class WeightReceiver:
     device: torch.device
     rank: int
 
-    def connect_trainer(self, plan: Any, handles: Sequence[Any]) -> None:
-        """Open the buffers of the trainer, by the handles of this worker."""
+    def connect_trainer(self, plan: Any, handles: Sequence[Any], by_map: bool = False) -> None:
+        """Open the buffers of the trainer, by the handles of this worker.
+
+        With ``by_map`` vLLM's loader is run once, before the first weights come, and read off as a map. From then on
+        buckets are copied into vLLM's parameters by it, without the loader.
+        """
         self._receiver = mb.Receiver(plan, handles[self.rank])
+        self._by_map, self._engine = by_map, None
         for parameter in self.model_runner.model.parameters():
             loader = getattr(parameter, "weight_loader", None)
             if isinstance(loader, partial):
@@ -43,7 +48,33 @@ class WeightReceiver:
         for parameter in self.model_runner.model.parameters():
             parameter.fill_(torch.nan)
 
+    def make_map(self) -> None:
+        """Find out where vLLM's loader, with all that it does after loading, puts which slice of which tensor."""
+        import vllm
+
+        name = f"vllm {vllm.__version__}, {type(self.model_runner.model).__name__}, worker {self.rank}"
+        self._engine = mb.map_engine(self._receiver.plan, self.model_runner.model, self.reload, engine=name)
+
+    def reload(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        """Load by vLLM's own loader, layer by layer, and bring each into the form that its kernels take."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        model = self.model_runner.model
+        with torch.device(self.device):
+            initialize_layerwise_reload(model)
+            model.load_weights(pairs)
+            finalize_layerwise_reload(model, self.model_config)
+
     def load_bucket(self, number: int) -> None:
+        """Take the weights of a bucket out of its slot: by the map where there is one."""
+        if not self._by_map:
+            self.load_by_loader(number)
+            return
+        if self._engine is None:
+            self.make_map()
+        self._receiver.copy_into(number, self._engine)
+
+    def load_by_loader(self, number: int) -> None:
         """Take the weights of a bucket out of its slot, by the names of the checkpoint; vLLM fuses and cuts them.
 
         It keeps what it is given until a layer is complete and can be brought into the form that its kernels take: what
@@ -63,8 +94,9 @@ class WeightReceiver:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         self._receiver.finish()
-        with torch.device(self.device):
-            finalize_layerwise_reload(self.model_runner.model, self.model_config)
+        if not self._by_map:
+            with torch.device(self.device):
+                finalize_layerwise_reload(self.model_runner.model, self.model_config)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # whichever stream vLLM computes on next
 
@@ -76,16 +108,25 @@ class WeightReceiver:
 class VllmEngine:
     """``rollout_engine.Engine``, computed by vLLM on ``tensor_parallel`` GPUs, the first of which is ``device``.
 
-    Or, where vLLM was built for it, on the CPU, where it has no sleep. Further ``options`` are those of its ``LLM``.
+    Or, where vLLM was built for it, on the CPU, where it has no sleep. There its kernels have copies of weights in a
+    form of their own, which no map reaches: weights go by its loader, as they do with ``by_map=False``. Further
+    ``options`` are those of its ``LLM``.
     """
 
     def __init__(
-        self, config: Mapping[str, Any], dtype: torch.dtype, device: str, tensor_parallel: int = 1, **options: Any
+        self,
+        config: Mapping[str, Any],
+        dtype: torch.dtype,
+        device: str,
+        tensor_parallel: int = 1,
+        by_map: bool | None = None,
+        **options: Any,
     ) -> None:
         _prepare_environment(device)
         from vllm import LLM
 
-        self._sleeps = device != "cpu"
+        self._sleeps = options.setdefault("enable_sleep_mode", device != "cpu")
+        self._by_map = device != "cpu" if by_map is None else by_map
         folder = tempfile.mkdtemp()
         (Path(folder) / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], **config}))
         self._llm = LLM(
@@ -98,7 +139,6 @@ class VllmEngine:
             gpu_memory_utilization=0.02,
             kv_cache_memory_bytes=1 << 28,
             enforce_eager=True,
-            enable_sleep_mode=self._sleeps,
             **{"worker_extension_cls": "vllm_engine.WeightReceiver", **options},
         )
         self.sleep()
@@ -116,15 +156,16 @@ class VllmEngine:
 
     def connect(self, plan: Any, *handles: Any) -> None:
         """Open the buffers of the trainer; each worker has ``handles`` of its own."""
-        self._llm.collective_rpc("connect_trainer", args=(plan, handles))
+        self._llm.collective_rpc("connect_trainer", args=(plan, handles, self._by_map))
 
     def load(self, number: int) -> None:
         """Take the weights of a bucket out of its slot."""
         self._llm.collective_rpc("load_bucket", args=(number,))
 
     def finish(self) -> None:
-        """End of a round: every weight has come, or this raises."""
+        """End of a round: every weight has come, or this raises. What was computed with older weights is forgotten."""
         self._llm.collective_rpc("finish_round")
+        self._llm.reset_prefix_cache()
 
     def generate(self, prompts: Tensor, num_tokens: int, seed: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Sample ``num_tokens`` for each of ``prompts`` ``[batch, prompt]``; at ``temperature`` 0 the likeliest.

@@ -2,8 +2,9 @@
 
 One rank of ``tp`` has queries, keys and values in one parameter, with KV heads repeated where there are fewer than
 ranks. Experts are a stack of gate and up and a stack of down. The vocabulary is padded, the router is cast, and the
-head is tied. A copy of a projection, transposed and padded, is made after loading. There are two switches: norms to
-which one is added, which is no copy; and rows that numpy shuffles after loading, which torch does not see.
+head is tied. A copy of a projection, transposed and padded, is made after loading. There are three switches: norms to
+which one is added, which is no copy; rows that numpy shuffles after loading, which torch does not see; and a loader
+with memory of its own.
 """
 
 import sys
@@ -70,9 +71,10 @@ class Layer(nn.Module):
 class StandIn(nn.Module):
     """One rank. ``load`` is its loader with all that it does afterwards."""
 
-    def __init__(self, tp=1, rank=0, *, sizes=Sizes(), dtype=torch.bfloat16, device="cpu", adds=False, shuffles=False):
+    def __init__(self, tp=1, rank=0, *, adds=False, shuffles=False, layerwise=False, device="cpu"):
         super().__init__()
-        self.adds, self.shuffles = adds, shuffles
+        sizes, dtype = Sizes(), torch.bfloat16
+        self.adds, self.shuffles, self.layerwise = adds, shuffles, layerwise
         self.sizes, self.tp, self.rank = sizes, tp, rank
         self.layers = nn.ModuleList(Layer(sizes, tp, rank, dtype, device) for _ in range(sizes.layers))
         rows = sizes.padded_vocab // tp
@@ -87,10 +89,33 @@ class StandIn(nn.Module):
     @torch.no_grad()
     def load(self, pairs):
         self.num_loads += 1
-        for name, tensor in pairs:
-            self._take(name, tensor)
+        if self.layerwise:
+            self._load_layerwise(pairs)
+        else:
+            for name, tensor in pairs:
+                self._take(name, tensor)
         for layer in self.layers:
             self._prepare(layer)
+
+    def _load_layerwise(self, pairs):
+        """Into new memory on the way, as vLLM's reload does: first onto the meta device, to count elements."""
+        waiting = list(pairs)
+        held = dict(self.named_parameters())
+        for device in ("meta", self.embed.device):
+            for name, parameter in held.items():
+                self._place(name, nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False))
+            for layer in self.layers:
+                layer.scale = torch.tensor(1.0)
+            for name, tensor in waiting:
+                self._take(name, tensor)
+        for name, parameter in dict(self.named_parameters()).items():
+            if name in held:
+                held[name].data.copy_(parameter.data)
+                self._place(name, held[name])
+
+    def _place(self, name, parameter):
+        owner, _, last = name.rpartition(".")
+        setattr(self.get_submodule(owner), last, parameter)
 
     def _take(self, name, tensor):
         if name == "model.norm.weight":

@@ -107,7 +107,13 @@ def test_a_recorder_follows_copies_through_other_memory():
 
 @pytest.mark.parametrize(
     ("options", "num_loads", "computed"),
-    [({}, 2, 0), ({"shuffles": True}, 4, 0), ({"adds": True}, 4, 2), ({"adds": True, "shuffles": True}, 4, 2)],
+    [
+        ({}, 2, 0),
+        ({"layerwise": True}, 2, 0),
+        ({"shuffles": True}, 4, 0),
+        ({"adds": True}, 4, 2),
+        ({"adds": True, "shuffles": True}, 4, 2),
+    ],
 )
 @pytest.mark.parametrize(("tp", "rank"), [(1, 0), (2, 0), (2, 1)])
 def test_a_map_does_what_the_loader_does(options, num_loads, computed, tp, rank, ring, tmp_path):

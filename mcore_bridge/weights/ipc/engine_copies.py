@@ -8,13 +8,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from mcore_bridge.weights.ipc.engine_tensors import octets
 from mcore_bridge.weights.plan.boxes import BoxCopy
 from mcore_bridge.weights.plan.engine_map import SliceCopy, SliceFill
 from mcore_bridge.weights.transfer.byte_copy import ByteCopy
-from mcore_bridge.weights.transfer.copier import Buffers, CopyTable, has_triton
+from mcore_bridge.weights.transfer.copier import WORDS, Buffers, CopyTable, has_triton
 from mcore_bridge.weights.transfer.rectangles import rectangles, stacked
-
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class EngineCopies:
@@ -22,6 +21,7 @@ class EngineCopies:
 
     Args:
         copies: slice copies, and the byte at which the HF tensor of each begins in the buffer, with its dtype.
+            If ``apart``, the number of its HF tensor instead, each of which is a buffer of its own.
         dtypes: those of the engine's tensors.
         places: the number of each of the engine's tensors among the buffers that are given to ``run``.
     """
@@ -31,11 +31,15 @@ class EngineCopies:
         copies: Sequence[tuple[SliceCopy, int, torch.dtype]],
         dtypes: Mapping[str, torch.dtype],
         places: Mapping[str, int],
+        *,
+        apart: bool = False,
     ) -> None:
+        self._apart = apart
         self._casts = [entry for entry in copies if entry[0].casts]
         self._moved = [entry for entry in copies if not entry[0].casts]
         self._dtypes, self._places = dtypes, places
         self._lists: tuple[int, Buffers | None, list[Tensor], list[Tensor]] = (0, None, [], [])
+        self._buffer: Buffers | None = None
 
     def run(self, buffer: Tensor, targets: Buffers) -> None:
         """Copy on the current stream, without waiting: on a GPU by one kernel and one more call for casts.
@@ -46,7 +50,9 @@ class EngineCopies:
         """
         by_kernel = buffer.is_cuda and targets.on_gpu and has_triton()
         if by_kernel and self._moved:
-            self._table.run(targets, Buffers([buffer]), buffer.device)
+            if self._buffer is None or self._buffer.tensors[0].data_ptr() != buffer.data_ptr():
+                self._buffer = Buffers([buffer])  # whose address is on the GPU from then on
+            self._table.run(targets, self._buffer, buffer.device)
         if self._lists[0] != buffer.data_ptr() or self._lists[1] is not targets:
             entries = self._casts if by_kernel else [*self._moved, *self._casts]
             self._lists = (buffer.data_ptr(), targets, *self._views(entries, buffer, targets))
@@ -59,6 +65,20 @@ class EngineCopies:
         if far:
             torch._foreach_copy_(far, near)
 
+    def run_apart(self, sources: Sequence[Tensor], targets: Buffers) -> None:
+        """The same for HF tensors that are buffers of their own, in the order of their numbers."""
+        moved = self._moved
+        if moved and sources[0].is_cuda and has_triton():
+            self._table.run(Buffers([*targets.tensors, *sources]), Buffers([]), sources[0].device)
+            moved = []
+        far, near = [], []
+        for entry in [*moved, *self._casts]:
+            target, source = self._views([(entry[0], 0, entry[2])], octets(sources[entry[1]]), targets)
+            far += target
+            near += source
+        if far:
+            torch._foreach_copy_(far, near)
+
     @cached_property
     def _table(self) -> CopyTable:
         return CopyTable(stacked(self._moves()))
@@ -66,15 +86,16 @@ class EngineCopies:
     def _moves(self) -> Iterator[ByteCopy]:
         for copy, start, dtype in self._moved:
             item, dims = dtype.itemsize, copy.box.dims
+            number, first = (start, 0) if self._apart else (0, start)
             for move in rectangles(
                 [dim.size for dim in dims],
                 [dim.source * item for dim in dims],
                 [dim.target * item for dim in dims],
-                start + copy.box.source * item,
+                first + copy.box.source * item,
                 copy.box.target * item,
                 item,
             ):
-                yield move._replace(source=len(self._places), target=self._places[copy.tensor])
+                yield move._replace(source=len(self._places) + number, target=self._places[copy.tensor])
 
     def _views(
         self, entries: Iterable[tuple[SliceCopy, int, torch.dtype]], buffer: Tensor, targets: Buffers

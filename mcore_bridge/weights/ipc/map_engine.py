@@ -19,13 +19,13 @@ from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.ipc.buckets import BucketPlan
 from mcore_bridge.weights.ipc.checksum import checksums
-from mcore_bridge.weights.ipc.engine_copies import WORDS
 from mcore_bridge.weights.ipc.engine_tensors import Source, all_tensors, described, hosts, tensors_named
 from mcore_bridge.weights.ipc.mapped_engine import Loader, MappedEngine, specs_of
 from mcore_bridge.weights.ipc.probe import Numbering, drawn_values
 from mcore_bridge.weights.ipc.read_off import Numbers, read_off
 from mcore_bridge.weights.ipc.recorder import Piece, Recorder
 from mcore_bridge.weights.plan.engine_map import EngineMap, EngineTensor, SliceCopy, SliceFill, Uncovered
+from mcore_bridge.weights.transfer.copier import WORDS
 
 logger = logging.getLogger(__name__)
 
@@ -167,6 +167,8 @@ class _Mapping:
         copies, fills = [], []
         for piece in reversed(pieces):  # the last write into an element decides its value
             dims = piece.box.dims
+            if piece.box.target < 0 or piece.box.target_end > known.described.span:
+                return known
             place = painted.as_strided([dim.size for dim in dims], [dim.target for dim in dims], piece.box.target)
             num_painted = int(place.sum())
             if num_painted == piece.box.num_elements:

@@ -16,6 +16,7 @@ from mcore_bridge.weights.ipc.checksum import checksums
 from mcore_bridge.weights.ipc.engine_copies import EngineCopies, fill
 from mcore_bridge.weights.ipc.engine_tensors import Source, described, hosts, octets, tensors_named
 from mcore_bridge.weights.ipc.probe import drawn_values
+from mcore_bridge.weights.ipc.shared_memory import Handle, share_part
 from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.transfer.copier import Buffers
 
@@ -55,7 +56,8 @@ class MappedEngine:
         self._dtypes = {tensor.name: tensor.dtype for tensor in engine_map.tensors}
         self._places = {tensor.name: place for place, tensor in enumerate(engine_map.tensors)}
         self._memory: Buffers | None = None
-        self._plan: BucketPlan | None = None
+        self._plan: BucketPlan | Sequence[TensorSpec] | None = None
+        self._shared: Buffers | None = None
         self._copies: dict[int, EngineCopies] = {}
         self._num_rounds = 0
 
@@ -86,9 +88,9 @@ class MappedEngine:
                 f"the engine is not the one that its map was made for: {'; '.join(wrong)}; make another map, and use "
                 "the engine's loader until then"
             )
-        memory = [octets(held[name]) for name in names]
-        if self._memory is None or [t.data_ptr() for t in memory] != self._memory.addresses.tolist():
-            self._memory = Buffers(memory)
+        addresses = [held[name].data_ptr() for name in names]
+        if self._memory is None or addresses != self._memory.addresses.tolist():
+            self._memory = Buffers([octets(held[name]) for name in names])
 
     def _changed(self, held: dict[str, Tensor]) -> Iterator[str]:
         for tensor in self.map.tensors:
@@ -107,8 +109,8 @@ class MappedEngine:
         for name in inside.keys() - {alias[0] for alias in self.map.aliases}:
             yield f"{name}: expected memory of its own, found that of {inside[name][0]}"
 
-    def begin(self, plan: BucketPlan) -> None:
-        """Announce a round of all buckets of ``plan``; nothing of the weights is written unless a proof is due.
+    def begin(self, plan: BucketPlan | Sequence[TensorSpec]) -> None:
+        """Announce a round of all HF tensors of ``plan``; nothing of the weights is written unless a proof is due.
 
         Raises:
             TransferError: when the engine, or what will be sent, is not what the map was made for.
@@ -116,7 +118,7 @@ class MappedEngine:
         if self.state.weights == "new":
             self.state = EngineState("old", self.state.version)
         if plan is not self._plan:
-            wrong = self.map.differences(specs_of(plan))
+            wrong = self.map.differences(specs_of(plan) if isinstance(plan, BucketPlan) else plan)
             if wrong:
                 raise TransferError(
                     f"the map was made for other HF tensors: {'; '.join(wrong[:8])} ({len(wrong)} in all); make another"
@@ -126,6 +128,33 @@ class MappedEngine:
         if self._verify_every and self._num_rounds and self._num_rounds % self._verify_every == 0:
             self.prove(self._num_rounds)
         self._num_rounds += 1
+
+    def share(self, tensors: Sequence[TensorSpec] | None = None) -> tuple[Handle, ...] | None:
+        """Announce a round in which the sender writes into the engine's tensors itself, with a ``DirectWriter``.
+
+        From here on the weights count as half old and half new, until ``complete``.
+
+        Args:
+            tensors: the HF tensors that will be written, such as a ``Manifest``; None is those of the last round.
+
+        Returns:
+            A handle for each tensor of the map. None if the sender has them: nothing has moved since the last call.
+
+        Raises:
+            TransferError: as ``begin``; when a tensor is not covered, which only the engine's loader could write; or
+                when another process cannot open the engine's memory.
+        """
+        if self.map.uncovered:
+            names = [entry.tensor for entry in self.map.uncovered]
+            raise TransferError(f"{names} are written by the engine's loader alone; send buckets and use copy_into")
+        self.begin(tensors or self._plan or ())
+        assert self._memory is not None
+        handles = None if self._memory is self._shared else tuple(map(share_part, self._memory.tensors))
+        self._shared, self.state = self._memory, EngineState("half", None)
+        fill(self.map.fills, self._by_name(), self._dtypes)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return handles
 
     def copy(self, bucket: Bucket, slot: Tensor) -> None:
         """Copy what a slot holds of ``bucket`` into the engine's tensors, on the current stream."""

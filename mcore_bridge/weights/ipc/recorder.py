@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mcore_bridge.weights.plan.boxes import BoxCopy
+from mcore_bridge.weights.transfer.copier import WORDS
 
 _ATEN = torch.ops.aten
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Piece(NamedTuple):
@@ -76,7 +76,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._memories: dict[int, _Memory] = {}
+        self._memories: dict[tuple[int, int], _Memory] = {}
         self._is_paused = False
 
     def watched(self, pairs: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -129,6 +129,8 @@ class Recorder(TorchDispatchMode):
         known = {_address(tensor) for tensor in inputs}
         fresh = [t for t in tree_leaves(result) if isinstance(t, Tensor) and _address(t) not in known]
         names = frozenset[str]().union(*(self._memory(tensor).names for tensor in inputs))
+        if func.overloadpacket in _LIFTED:
+            fresh = inputs
         for tensor in fresh:
             self._memories.pop(_address(tensor), None)
         note = _NOTES.get(func.overloadpacket)
@@ -147,7 +149,7 @@ class Recorder(TorchDispatchMode):
 
     def _memory(self, tensor: Tensor) -> _Memory:
         address = _address(tensor)
-        return self._memories.setdefault(address, _Memory()) if address else _Memory()  # of the meta device, nothing
+        return _Memory() if address == _NOWHERE else self._memories.setdefault(address, _Memory())
 
     def _written(self, tensor: Tensor) -> _Memory:
         """The memory that is about to be written; an HF tensor then becomes memory that holds it."""
@@ -185,14 +187,16 @@ class Recorder(TorchDispatchMode):
         memory.names |= origin.names
 
 
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _address(tensor: Tensor) -> tuple[int, int]:
+    """Which memory it is. What is freed is often taken again, but seldom with the same size and without our notice."""
+    storage = tensor.untyped_storage()
+    return (storage.data_ptr(), storage.nbytes()) if storage.data_ptr() else _NOWHERE
 
 
 def _bits_of(tensor: Tensor) -> int:
     """The first element, as an unsigned number."""
     size = tensor.element_size()
-    first = tensor.as_strided((1,), (1,), tensor.storage_offset()).view(_BITS[size])
+    first = tensor.as_strided((1,), (1,), tensor.storage_offset()).view(WORDS[size])
     return int(first.item()) % (1 << 8 * size)
 
 
@@ -295,5 +299,9 @@ _NOTES: dict[Any, _Note] = {
     _ATEN.stack: _note_stack,
     _ATEN.constant_pad_nd: _note_pad,
 }
+_NOWHERE = (0, 0)
+"""The memory of tensors that have none, such as those of the meta device."""
+_LIFTED = {_ATEN.lift, _ATEN.lift_fresh}
+"""They announce a tensor that Python made of numbers."""
 _EMPTY = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided}
 """Operations that allocate memory and write nothing into it."""

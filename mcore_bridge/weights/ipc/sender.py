@@ -17,8 +17,11 @@ from torch import Tensor
 from mcore_bridge.errors import TransferError
 from mcore_bridge.weights.ipc.buckets import Bucket, BucketPlan
 from mcore_bridge.weights.ipc.shared_memory import Handle, allocate, share
+from mcore_bridge.weights.transfer.copier import WORDS
 
 Pair = tuple[str, Tensor]
+AT_ONCE = 64 << 20
+"""Bytes of tensors that are copied into a slot by one call."""
 
 
 class BufferRing:
@@ -39,6 +42,7 @@ class BufferRing:
         self.device = _indexed(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
         self._slots = [allocate(plan.slot_bytes, self.device) for _ in range(plan.num_slots)]
         self._unread: deque[int] = deque()
+        self._views: dict[int, list[Tensor]] = {}
 
     def handles(self) -> tuple[Handle, ...]:
         """A handle for each slot, for one consumer. Every consumer needs handles of its own, and opens each once."""
@@ -58,7 +62,7 @@ class BufferRing:
 
         Args:
             pairs: the tensors of the plan in its order, on any device: ``iter_hf_weights`` with the arguments of the
-                manifest.
+                manifest. A tensor must stay as it is until its bucket is yielded: some are copied later, together.
             acknowledged: waits until all consumers have read the oldest bucket that is not yet acknowledged. It must
                 raise if there will be no answer. It is called when no slot is free, and at the end.
             in_flight: the most buckets that may be unread when the next one is yielded, by default the number of slots.
@@ -80,6 +84,13 @@ class BufferRing:
                 raise TransferError(f"the plan ends before {name}; make it from the manifest of these tensors")
         self._wait(acknowledged, 0)
 
+    def _places(self, bucket: Bucket) -> list[Tensor]:
+        """Where the tensors of a bucket go, as whole numbers, which every copy keeps bit for bit."""
+        if bucket.number not in self._views:
+            slot = self._slots[bucket.slot]
+            self._views[bucket.number] = [piece.view(slot).view(WORDS[piece.dtype.itemsize]) for piece in bucket.pieces]
+        return self._views[bucket.number]
+
     def restart(self) -> None:
         """Count all slots as read, after a round that broke off. No consumer may still read any of them."""
         self._unread.clear()
@@ -87,6 +98,7 @@ class BufferRing:
     def close(self) -> None:
         """Free the memory, after the consumers have closed it. On a GPU, torch keeps it for its next allocations."""
         self._slots.clear()
+        self._views.clear()
         if self.device.type == "cuda":
             torch.cuda.ipc_collect()
 
@@ -105,8 +117,8 @@ class BufferRing:
             self._unread.popleft()
 
     def _write(self, bucket: Bucket, tensors: Iterator[Pair]) -> None:
-        on_gpu = self.device.type == "cuda"
-        for piece in bucket.pieces:
+        near, far, waiting = [], [], 0
+        for piece, place in zip(bucket.pieces, self._places(bucket), strict=True):
             name, tensor = next(tensors, (None, None))
             actual = None if tensor is None else (name, tensor.dtype, tuple(tensor.shape))
             expected = (piece.name, piece.dtype, piece.shape)
@@ -115,8 +127,13 @@ class BufferRing:
                     f"expected {expected}, found {actual or 'no further tensor'}; make the plan from the manifest of "
                     "these tensors"
                 )
-            piece.view(self._slots[bucket.slot]).copy_(tensor, non_blocking=on_gpu)
-        if on_gpu:  # streams of the consumer do not wait for ours
+            near.append(tensor.detach().view(place.dtype))
+            far.append(place)
+            waiting += piece.num_bytes
+            if waiting >= AT_ONCE or piece is bucket.pieces[-1]:
+                torch._foreach_copy_(far, near, non_blocking=True)
+                near, far, waiting = [], [], 0
+        if self.device.type == "cuda":  # streams of the consumer do not wait for ours
             torch.cuda.current_stream(self.device).synchronize()
 
 

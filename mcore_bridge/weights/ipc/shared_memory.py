@@ -61,6 +61,27 @@ def share(buffer: Tensor) -> Handle:
     return Handle(_map_file, (buffer.untyped_storage().filename, buffer.numel()), None)
 
 
+def share_part(memory: Tensor) -> Handle:
+    """A handle of memory that torch or an engine has allocated on a GPU, for one process, which opens it once.
+
+    Args:
+        memory: uint8 [bytes], contiguous; it may begin anywhere in its storage.
+
+    Raises:
+        TransferError: when its allocator's memory cannot be opened elsewhere. vLLM's sleep mode has such an allocator.
+    """
+    if not memory.is_cuda:
+        raise TransferError(f"expected memory of a CUDA device, found {memory.device}; send buckets through a ring")
+    try:
+        rebuild, args = reduce_tensor(memory)
+    except RuntimeError as error:  # cudaIpcGetMemHandle
+        raise TransferError(
+            f"CUDA IPC cannot open the memory ({str(error).splitlines()[0]}). Its allocator maps memory itself, "
+            "as sleep modes and expandable_segments do: send buckets through a ring, or turn that off"
+        ) from None
+    return Handle(rebuild, args, _uuid(memory.device.index))
+
+
 def open_shared(handle: Handle) -> Tensor:
     """Open a handle in this process. The buffer is the same memory as the sender's.
 

@@ -18,7 +18,8 @@ from mcore_bridge.weights.transfer.byte_copy import WIDEST, ByteCopy, Table
 if TYPE_CHECKING:
     from mcore_bridge.weights.transfer.triton_copy import Launch
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Whole numbers by their bytes: a copy of these keeps every bit."""
 Addresses = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
@@ -95,7 +96,7 @@ def _words(buffer: Tensor, copy: ByteCopy, strides: tuple[int, int, int]) -> Ten
         strides: bytes of the start, of a row and of a column.
     """
     start, row, col = (num_bytes // copy.item for num_bytes in strides)
-    flat = buffer.detach().view(-1).view(_WORDS[copy.item])
+    flat = buffer.detach().view(-1).view(WORDS[copy.item])
     return flat.as_strided((copy.rows, copy.cols), (row, col), flat.storage_offset() + start)
 
 

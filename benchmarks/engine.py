@@ -1,0 +1,251 @@
+"""Seconds of a whole sync, until an engine on the same device may sample, by its loader and by its map.
+
+    python benchmarks/engine.py "qwen3-8b" "qwen3-30b-a3b layers=24" --engine vllm --engine-path SITE
+    python benchmarks/engine.py --device cpu "tiny" "tiny-moe" --engine stand-in
+
+Weights are random. Trainer and engine are two processes on one device, and the engine may have a path of its own. A
+sync lasts from the call on the trainer until the engine has answered at the end of the round. It has all checks, copies
+and answers in it; caches are reset, and both devices are synchronised. There is one warm-up, then the median and the
+worst are published.
+
+``plain`` is the engine's loader alone, and ``whole`` its loader with what it does after loading, which is the layerwise
+reload of vLLM. ``map`` copies out of the ring by the map, and ``direct`` writes straight into the engine's parameters.
+Checksums of every parameter are compared after each way.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from contextlib import closing
+from multiprocessing.connection import Listener
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import config_of, parsed, report, set_up
+
+import mcore_bridge as mb
+from mcore_bridge.errors import TransferError
+from mcore_bridge.weights.ipc.direct_writer import DirectWriter
+
+HERE = Path(__file__).parent
+
+
+class Engine:
+    """The engine's process, asked by name."""
+
+    def __init__(self, arguments: Namespace, config: dict[str, Any]) -> None:
+        address = tempfile.mktemp(prefix="engine-")
+        path = [str(HERE.parent), str(HERE), *filter(None, [arguments.engine_path])]
+        variables = {"PYTHONPATH": os.pathsep.join(path), **({} if arguments.engine_path else _own_path(path))}
+        command = [sys.executable, str(HERE / "engines.py"), address, "--engine", arguments.engine]
+        command += ["--device", arguments.device, "--config", json.dumps(config), *["--sleeps"] * arguments.sleeps]
+        with Listener(address) as listener:
+            self.process = subprocess.Popen(command, env={**os.environ, **variables})
+            listener._listener._socket.settimeout(300)
+            self.pipe = listener.accept()
+        self.answer()
+
+    def __call__(self, method: str, *arguments: Any) -> Any:
+        self.pipe.send((method, arguments))
+        return self.answer()
+
+    def answer(self) -> Any:
+        """The next answer; raises what the engine raised."""
+        answer = self.pipe.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        self.pipe.close()
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+def _own_path(path: list[str]) -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+def main() -> None:
+    """Measure each case, with an engine of its own."""
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="+", help="a model: 'qwen3-8b', layers=N for fewer")
+    parser.add_argument("--engine", choices=("stand-in", "vllm"), default="stand-in")
+    parser.add_argument("--engine-path", help="PYTHONPATH of the engine's process; by default that of this one")
+    parser.add_argument("--sleeps", action="store_true", help="vLLM with its sleeping allocator")
+    parser.add_argument("--device", choices=("cpu", "cuda:0"), default="cuda:0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--slot-mb", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--slow-repeats", type=int, default=3, help="of the engine's own loader")
+    arguments = parser.parse_args()
+    for case in arguments.cases:
+        measure(case, arguments)
+
+
+@torch.no_grad()
+def measure(case: str, arguments: Namespace) -> None:
+    """One report for each way of a case."""
+    name, layers, sizes = parsed(case)
+    on_gpu = arguments.device != "cpu"
+    dims = set_up(Namespace(**sizes, device="cuda" if on_gpu else "cpu"))
+    config = config_of(name, layers)
+    options = {"dims": dims, "dtype": torch.bfloat16, "device": arguments.device.partition(":")[0]}
+    models = mb.build_model(config, **options, backend=arguments.backend, load_weights=False)
+    fill(models, 0)
+    engine = Engine(arguments, config.to_dict())
+    try:
+        with closing(Case(case, models, engine, arguments)) as running:
+            running.run()
+    finally:
+        engine.close()
+        models.clear()
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
+
+
+def fill(models: list[torch.nn.Module], seed: int) -> None:
+    """Weights of a step."""
+    device = next(models[0].parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    for chunk in models:
+        for parameter in chunk.parameters():
+            parameter.data.normal_(std=0.02, generator=generator)
+
+
+class Case:
+    """One model and one engine."""
+
+    def __init__(self, case: str, models: list[torch.nn.Module], engine: Engine, arguments: Namespace) -> None:
+        self.case, self.models, self.engine, self.arguments = case, models, engine, arguments
+        self.manifest = mb.manifest(models)
+        self.device = arguments.device
+        plan = mb.plan_buckets(self.manifest, slot_bytes=self._slot_bytes())
+        self.ring = mb.BufferRing(plan, self.device)
+        self.writer: DirectWriter | None = None
+        self.report(
+            "model",
+            gb=round(self.manifest.num_bytes / 1e9, 3),
+            hf_tensors=len(self.manifest),
+            slots_gb=round(plan.num_slots * plan.slot_bytes / 1e9, 3),
+        )
+
+    def close(self) -> None:
+        """Let go of the engine's memory and of the ring."""
+        if self.writer is not None:
+            self.writer.close()
+        self.ring.close()
+
+    def _slot_bytes(self) -> int:
+        largest = max(spec.num_bytes for spec in self.manifest)
+        return max(self.arguments.slot_mb << 20, 3 * largest if self.device == "cpu" else largest)
+
+    def run(self) -> None:
+        """Everything, in one run."""
+        repeats, slow = self.arguments.repeats, self.arguments.slow_repeats
+        engine = self.engine
+        engine("connect", self.ring.plan, self.ring.handles())
+        self.publish("raw copy of the bytes, engine", engine("raw_copy", repeats))
+        self.time("export alone", repeats, self.drain)
+        self.time("ring, nobody loads", repeats, lambda: self.sync("none"))
+        expected = self.time_sync("whole", slow)
+        plain = self.time_sync("plain", slow)
+        self.report("plain and whole alike", alike=plain == expected)
+        free = engine("memory")
+        self.report("map", **engine("make_map"))
+        self.report("map kept", seconds=engine("prove_kept"), extra_bytes=free - engine("memory"))
+        self.compare("ring", self.time_sync("map", repeats), expected)
+        try:
+            self.sync_direct()
+        except (RuntimeError, TransferError) as error:
+            self.report("direct", refused=str(error).strip().splitlines()[-1][:300])
+            return
+        self.time("direct", repeats, self.sync_direct)
+        self.check_direct(expected)
+
+    def check_direct(self, expected: dict[str, int]) -> None:
+        """After other weights, the first again."""
+        fill(self.models, 0)
+        self.engine("forget")
+        self.sync_direct()
+        self.compare("direct", self.engine("digests"), expected)
+
+    def time_sync(self, way: str, repeats: int) -> dict[str, int]:
+        """The engine's checksums after syncs of other weights, then of the first again; the seconds are published."""
+        fill(self.models, 1)
+        self.sync(way)
+        fill(self.models, 0)
+        if way == "map":
+            self.engine("forget")
+        self.time(f"sync, {way}", repeats, lambda: self.sync(way))
+        return self.engine("digests")
+
+    def sync(self, way: str) -> None:
+        """A round through the ring."""
+        pairs = mb.iter_hf_weights(self.models)
+        for bucket in self.ring.fill(pairs, acknowledged=self.engine.answer):
+            self.engine.pipe.send(("load", (bucket.number, way)))
+        self.engine("finish", way)
+
+    def sync_direct(self) -> None:
+        """A round without one."""
+        engine_map, handles = self.engine("share", None if self.writer else list(self.manifest))
+        if engine_map is not None:
+            self.writer = DirectWriter(engine_map, handles)
+        assert self.writer is not None
+        self.writer.write(mb.iter_hf_weights(self.models))
+        self.engine("complete")
+
+    def drain(self) -> None:
+        """The export, of which nobody keeps anything."""
+        for _ in mb.iter_hf_weights(self.models):
+            pass
+
+    def compare(self, way: str, found: dict[str, int], expected: dict[str, int]) -> None:
+        """Every parameter has the bits that the engine's own loader gives it."""
+        wrong = [name for name in expected if found.get(name) != expected[name]]
+        self.report(f"bits, {way}", parameters=len(expected), differing=len(wrong), such_as=wrong[:3])
+
+    def time(self, what: str, repeats: int, function: Callable[[], object]) -> None:
+        """Publish seconds of a call."""
+        seconds = []
+        for _ in range(repeats + 1):
+            self._synchronize()
+            start = time.perf_counter()
+            function()
+            self._synchronize()
+            seconds.append(time.perf_counter() - start)
+        self.publish(what, seconds[1:])
+
+    def publish(self, what: str, seconds: list[float]) -> None:
+        """Median and worst."""
+        self.report(what, median_s=round(statistics.median(seconds), 4), worst_s=round(max(seconds), 4))
+
+    def report(self, what: str, **more: Any) -> None:
+        """A line."""
+        report(case=self.case, engine=self.arguments.engine, what=what, **more)
+
+    def _synchronize(self) -> None:
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

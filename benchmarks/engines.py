@@ -1,0 +1,287 @@
+"""The engine's process of ``engine.py``: vLLM, or a stand-in of ours that needs torch alone.
+
+It is started with an address, and asked for methods by name through it. What it is asked for is timed there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+import traceback
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import mcore_bridge as mb
+from mcore_bridge.weights.ipc.checksum import checksums
+from mcore_bridge.weights.ipc.map_engine import map_engine
+
+Pairs = Iterable[tuple[str, Tensor]]
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+class Worker:
+    """What is asked of an engine, whichever it is: ``model``, ``device`` and two loaders are its own."""
+
+    model: nn.Module
+    device: torch.device
+
+    def plain(self, pairs: Pairs) -> None:
+        """The loader without what the engine does after loading."""
+        raise NotImplementedError
+
+    def whole(self, pairs: Pairs) -> None:
+        """The loader with it."""
+        raise NotImplementedError
+
+    def connect(self, plan: Any, handles: Sequence[Any]) -> None:
+        """Open the trainer's slots."""
+        self.receiver = mb.Receiver(plan, handles)
+
+    def make_map(self, kept: Any = None) -> dict[str, Any]:
+        """Make the map, or prove a kept one; how long it took."""
+        self.synchronize()
+        start = time.perf_counter()
+        self.engine = map_engine(self.receiver.plan, self.model, self.whole, kept=kept)
+        self.synchronize()
+        seconds, found = time.perf_counter() - start, self.engine.map
+        return {
+            "seconds": round(seconds, 3),
+            "copies": len(found.copies),
+            "fills": len(found.fills),
+            "uncovered": [[entry.tensor, entry.reason] for entry in found.uncovered],
+            "tensors": len(found.tensors),
+            "elements": found.num_elements,
+        }
+
+    def prove_kept(self) -> float:
+        """Seconds of a proof of the map as it is."""
+        return self.make_map(self.engine.map)["seconds"]
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Leave nothing that anybody could mistake for weights."""
+        for parameter in self.model.parameters():
+            parameter.fill_(torch.nan)
+        self.synchronize()
+
+    def load(self, number: int, way: str) -> None:
+        """Take a bucket."""
+        if way == "map":
+            self.receiver.copy_into(number, self.engine)
+            return
+        with self.receiver.open(number) as pairs:
+            if way == "plain":
+                self.plain(pairs)
+            elif way == "whole":
+                self.collect([(name, tensor.to(self.device, copy=True)) for name, tensor in pairs], number)
+
+    def collect(self, pairs: Sequence[tuple[str, Tensor]], number: int) -> None:
+        """A part of a whole load."""
+        raise NotImplementedError
+
+    def finish(self, way: str) -> None:
+        """All buckets have come."""
+        self.receiver.finish()
+        if way == "whole":
+            self.end_of_whole()
+        self.synchronize()
+
+    def end_of_whole(self) -> None:
+        """What the engine does after loading."""
+
+    def share(self, specs: Any) -> Any:
+        """The map, and handles of the engine's memory; nothing if the sender has them."""
+        handles = self.engine.share(specs)
+        return (None, None) if handles is None else (self.engine.map, handles)
+
+    def complete(self) -> None:
+        """A direct round has ended."""
+        self.engine.complete()
+        self.synchronize()
+
+    def digests(self) -> dict[str, int]:
+        """Of every parameter."""
+        held = dict(self.model.named_parameters())
+        return dict(zip(held, checksums(held.values()), strict=True))
+
+    def raw_copy(self, repeats: int) -> list[float]:
+        """Seconds to copy the bytes of all parameters once, from and to memory of this GPU or CPU, 1 GiB at a time."""
+        total = sum(tensor.nbytes for tensor in self.model.parameters())
+        source = torch.ones(min(1 << 30, total), dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        seconds = []
+        for _ in range(repeats + 1):
+            self.synchronize()
+            start = time.perf_counter()
+            for first in range(0, total, source.numel()):
+                size = min(source.numel(), total - first)
+                target[:size].copy_(source[:size])
+            self.synchronize()
+            seconds.append(time.perf_counter() - start)
+        return seconds[1:]
+
+    def memory(self) -> int:
+        """Bytes of the GPU that nobody has."""
+        if self.device.type != "cuda":
+            return 0
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0]
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+_PARTS = re.compile(r"(?:(q|k|v)|(gate|up)|(down))_proj$")
+
+
+class StandIn(Worker):
+    """Fused projections and stacked experts, made from the names and shapes of a plan."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.model = torch.device(device), nn.Module()
+        self.places: dict[str, tuple[nn.Parameter, int | None, int]] = {}
+
+    def connect(self, plan: Any, handles: Sequence[Any]) -> None:
+        super().connect(plan, handles)
+        rows: dict[tuple[str, int | None], int] = {}
+        places, shapes = {}, {}
+        for piece in (piece for bucket in plan.buckets for piece in bucket.pieces):
+            target, expert = self._target(piece.name)
+            start = rows.get((target, expert), 0)
+            rows[target, expert] = start + piece.shape[0]
+            places[piece.name] = (target, expert, start)
+            stack = [] if expert is None else [1 + max(expert, shapes.get(target, [0])[0] - 1)]
+            shapes[target] = [*stack, rows[target, expert], *piece.shape[1:]]
+        for target, shape in shapes.items():
+            memory = torch.zeros(*shape, dtype=torch.bfloat16, device=self.device)
+            self.model.register_parameter(target.replace(".", "_"), nn.Parameter(memory, requires_grad=False))
+        held = dict(self.model.named_parameters())
+        self.places = {name: (held[target.replace(".", "_")], *rest) for name, (target, *rest) in places.items()}
+
+    @staticmethod
+    def _target(name: str) -> tuple[str, int | None]:
+        """The parameter that a tensor becomes part of, and the expert that it is of."""
+        module = name.removesuffix(".weight")
+        expert = re.search(r"\.experts\.(\d+)\.", module)
+        part = _PARTS.search(module)
+        fused = _PARTS.sub("qkv" if part[1] else "gate_up" if part[2] else "down", module) if part else module
+        return re.sub(r"\.experts\.\d+\.", ".experts.", fused), int(expert[1]) if expert else None
+
+    @torch.no_grad()
+    def whole(self, pairs: Pairs) -> None:
+        for name, tensor in pairs:
+            parameter, expert, start = self.places[name]
+            memory = parameter.data if expert is None else parameter.data[expert]
+            memory[start : start + len(tensor)].copy_(tensor)
+
+    plain = whole
+
+    def collect(self, pairs: Sequence[tuple[str, Tensor]], number: int) -> None:
+        self.whole(pairs)
+
+
+class VllmExtension:
+    """``worker_extension_cls``: vLLM's worker has this method besides."""
+
+    def bench(self, method: str, *arguments: Any) -> Any:
+        """Have our worker do it."""
+        if not hasattr(self, "_benched"):
+            self._benched = VllmWorker(self)
+        return getattr(self._benched, method)(*arguments)
+
+
+class VllmWorker(Worker):
+    """vLLM's worker, asked the same."""
+
+    def __init__(self, worker: Any) -> None:
+        self.model, self.device, self._config = worker.model_runner.model, worker.device, worker.model_config
+        for parameter in self.model.parameters():
+            loader = getattr(parameter, "weight_loader", None)
+            if isinstance(loader, partial):
+                loader.__name__ = "partial"  # vLLM 0.24 asks each loader for its name
+
+    def plain(self, pairs: Pairs) -> None:
+        self.model.load_weights(pairs)
+
+    def whole(self, pairs: Pairs) -> None:
+        self.collect(pairs, 0)
+        self.end_of_whole()
+
+    def collect(self, pairs: Pairs, number: int) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        with torch.device(self.device):
+            if number == 0:
+                initialize_layerwise_reload(self.model)
+            self.model.load_weights(pairs)
+
+    def end_of_whole(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        with torch.device(self.device):
+            finalize_layerwise_reload(self.model, self._config)
+
+
+def vllm_engine(config: dict[str, Any], device: str, sleeps: bool) -> Callable[..., Any]:
+    """vLLM, whose caches of older weights are reset at the end of a round."""
+    sys.path[:0] = [str(EXAMPLES)]
+    from vllm_engine import VllmEngine
+
+    options = {"worker_extension_cls": "engines.VllmExtension", "enable_sleep_mode": sleeps}
+    engine = VllmEngine({**config, "dtype": "bfloat16"}, torch.bfloat16, device, **options)
+    if sleeps:
+        engine._llm.wake_up()
+
+    def ask(method: str, *arguments: Any) -> Any:
+        answer = engine._llm.collective_rpc("bench", args=(method, *arguments))[0]
+        if method in ("finish", "complete"):
+            engine._llm.reset_prefix_cache()
+        return answer
+
+    return ask
+
+
+def main() -> None:
+    """Answer until the trainer is gone."""
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("address")
+    parser.add_argument("--engine", choices=("stand-in", "vllm"), required=True)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--config", type=json.loads, required=True)
+    parser.add_argument("--sleeps", action="store_true")
+    arguments = parser.parse_args()
+    with Client(arguments.address) as pipe:
+        try:
+            if arguments.engine == "vllm":
+                ask = vllm_engine(arguments.config, arguments.device, arguments.sleeps)
+            else:
+                worker = StandIn(arguments.device)
+                ask = lambda method, *rest: getattr(worker, method)(*rest)  # noqa: E731
+            pipe.send("ready")
+        except BaseException:
+            pipe.send(RuntimeError(traceback.format_exc()))
+            raise
+        while True:
+            try:
+                method, rest = pipe.recv()
+            except EOFError:
+                return
+            try:
+                pipe.send(ask(method, *rest))
+            except Exception:
+                pipe.send(RuntimeError(traceback.format_exc()))
+
+
+if __name__ == "__main__":
+    main()

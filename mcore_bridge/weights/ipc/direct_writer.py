@@ -1,0 +1,90 @@
+"""The sender's side without a ring: HF tensors go straight into the memory of an engine's process, by its map."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.errors import TransferError
+from mcore_bridge.weights.ipc.engine_copies import EngineCopies
+from mcore_bridge.weights.ipc.shared_memory import Handle, open_shared
+from mcore_bridge.weights.plan.engine_map import EngineMap
+from mcore_bridge.weights.transfer.copier import Buffers
+
+Pair = tuple[str, Tensor]
+GROUP_BYTES = 1 << 30
+"""HF tensors that one kernel copies, and that are in memory until then."""
+
+
+class DirectWriter:
+    """Writes into the memory of one rank of an engine on the same GPU. May be used for any number of rounds.
+
+    The engine announces a round with ``MappedEngine.share`` and ends it with ``MappedEngine.complete``. In between it
+    must compute nothing.
+
+    Args:
+        engine_map: the engine's map.
+        handles: what ``share`` returned.
+        group_bytes: bytes of HF tensors that are copied at once.
+
+    Raises:
+        TransferError: when this process does not see the engine's GPU.
+    """
+
+    def __init__(self, engine_map: EngineMap, handles: Sequence[Handle], *, group_bytes: int = GROUP_BYTES) -> None:
+        self._map, self._group_bytes = engine_map, group_bytes
+        self._dtypes = {tensor.name: tensor.dtype for tensor in engine_map.tensors}
+        self._places = {tensor.name: place for place, tensor in enumerate(engine_map.tensors)}
+        self._memory = Buffers([open_shared(handle) for handle in handles])
+        self._groups: dict[int, tuple[tuple[str, ...], EngineCopies]] = {}
+
+    def write(self, pairs: Iterable[Pair]) -> None:
+        """Write all HF tensors, as ``iter_hf_weights`` yields them; when this returns, the GPU has done so.
+
+        Raises:
+            TransferError: when tensors of the map have not come, or come otherwise. The engine's weights are then half
+                old and half new.
+        """
+        expected = {spec.name: (tuple(spec.shape), spec.dtype) for spec in self._map.sources}
+        for number, group in enumerate(self._grouped(pairs)):
+            for name, tensor in group:
+                if expected.pop(name, None) != (tuple(tensor.shape), tensor.dtype):
+                    raise TransferError(
+                        f"{name} of shape {tuple(tensor.shape)} and {tensor.dtype} is not what the engine's map was "
+                        "made for, or comes twice; make the map from the manifest of these tensors"
+                    )
+            self._copy(number, group)
+        if expected:
+            raise TransferError(f"{len(expected)} tensors never came, such as {next(iter(expected))}")
+        torch.cuda.current_stream().synchronize()
+
+    def close(self) -> None:
+        """Let go of the engine's memory."""
+        self._memory = Buffers([])
+        self._groups.clear()
+
+    def _grouped(self, pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
+        group: list[Pair] = []
+        num_bytes = 0
+        for name, tensor in pairs:
+            group.append((name, tensor.contiguous()))
+            num_bytes += tensor.nbytes
+            if num_bytes >= self._group_bytes:
+                yield group
+                group, num_bytes = [], 0
+        if group:
+            yield group
+
+    def _copy(self, number: int, group: Sequence[Pair]) -> None:
+        names = tuple(name for name, _ in group)
+        known = self._groups.get(number)
+        if known is None or known[0] != names:
+            entries = [
+                (copy, place, tensor.dtype)
+                for place, (name, tensor) in enumerate(group)
+                for copy in self._map.by_hf.get(name, ())
+            ]
+            known = self._groups[number] = (names, EngineCopies(entries, self._dtypes, self._places, apart=True))
+        known[1].run_apart([tensor for _, tensor in group], self._memory)
