@@ -58,3 +58,14 @@ def test_quantized_folders_are_loaded_beside_bf16(tmp_path):
     lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     assert [line["model"] for line in lines] == only[1:]
     assert all(line["load"]["median_s"] > 0 for line in lines)
+
+
+def test_the_benchmark_of_engines_compares_every_bit():
+    (said,) = pool.run(1, printed, "engine.py", ["tiny-moe layers=1", "--repeats", "1", "--slow-repeats", "1"])
+    lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    found = {line["what"]: line for line in lines}
+    assert found["bits, ring"]["parameters"] > 10
+    assert not found["bits, ring"]["differing"]
+    assert not found["map"]["uncovered"]
+    assert found["sync, map"]["median_s"] > 0
+    assert "expected memory of a CUDA device" in found["direct"]["refused"]

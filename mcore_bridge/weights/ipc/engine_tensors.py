@@ -6,6 +6,7 @@ Their addresses are not kept. An engine that sleeps, wakes or loads anew may hav
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,11 @@ def tensors_named(source: Source, names: Iterable[str]) -> dict[str, Tensor]:
         if isinstance(owner, Tensor):
             tensors[name] = owner
     return tensors
+
+
+def plainly() -> AbstractContextManager[None]:
+    """Within it, a subclass of Tensor is asked as any tensor: those of vLLM answer several times more slowly."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def described(name: str, tensor: Tensor) -> EngineTensor:

@@ -14,7 +14,7 @@ from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.ipc.buckets import Bucket, BucketPlan
 from mcore_bridge.weights.ipc.checksum import checksums
 from mcore_bridge.weights.ipc.engine_copies import EngineCopies, fill
-from mcore_bridge.weights.ipc.engine_tensors import Source, described, hosts, octets, tensors_named
+from mcore_bridge.weights.ipc.engine_tensors import Source, described, hosts, octets, plainly, tensors_named
 from mcore_bridge.weights.ipc.probe import drawn_values
 from mcore_bridge.weights.ipc.shared_memory import Handle, share_part
 from mcore_bridge.weights.plan.engine_map import EngineMap
@@ -80,6 +80,10 @@ class MappedEngine:
         Raises:
             TransferError: when one is missing or lies otherwise in its memory; all of them are named.
         """
+        with plainly():
+            self._find()
+
+    def _find(self) -> None:
         names = [tensor.name for tensor in self.map.tensors]
         held = tensors_named(self._source, [*names, *(alias[0] for alias in self.map.aliases)])
         wrong = [*self._changed(held), *self._separated(held)]
@@ -181,9 +185,7 @@ class MappedEngine:
         Raises:
             TransferError: when the engine has moved its tensors since the round began.
         """
-        before = self._memory
-        self.find()
-        if self._memory is not before:
+        if self._has_moved():
             raise TransferError(
                 "the engine has moved its tensors in the middle of a round, so copied values may be lost. Send all "
                 "buckets again, and let the engine sleep, wake or load only between rounds"
@@ -199,6 +201,13 @@ class MappedEngine:
             entries = [(copy, 0, tensor.dtype) for copy in self.map.by_hf.get(name, ())]
             copies = EngineCopies(entries, self._dtypes, self._places)
             copies.run_once(octets(tensor), self._memory)
+
+    def _has_moved(self) -> bool:
+        """Whether a tensor has another address than when the round began; checked quickly, as it ends every round."""
+        with plainly():
+            held = tensors_named(self._source, self._places)
+            addresses = [tensor.data_ptr() for tensor in held.values()]
+        return self._memory is None or addresses != self._memory.addresses.tolist()
 
     def prove(self, seed: int = 0) -> None:
         """Load drawn values by the engine's loader and by the map, and compare every tensor.
