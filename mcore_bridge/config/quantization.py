@@ -17,6 +17,7 @@ _MODELOPT: dict[object, tuple[str, Grain]] = {
     "NVFP4": ("nvfp4", (1, 16)),
     "W4A16_NVFP4": ("nvfp4", (1, 16)),
 }
+_E4M3 = ("e4m3", "float8_e4m3fn")
 _BLOCK = (128, 128)
 """The block size of transformers if a config gives none; null means no blocks."""
 _WAY_OUT = (
@@ -55,7 +56,7 @@ def read_quantization(note: object) -> Quantization | None:
         raise ConfigError(f"quantization_config must be an object, found {note!r:.200}. Correct the HF config.")
     if isinstance(fields.get("quantization"), Mapping):  # what ModelOpt writes to a file of its own
         fields = {"quant_method": "modelopt", **fields["quantization"]}
-    method = fields.get("quant_method")
+    method = fields.get("quant_method", "modelopt" if "quant_algo" in fields else None)
     readers = {"fp8": _fp8, "mxfp4": _mxfp4, "compressed-tensors": _compressed, "modelopt": _modelopt}
     if method not in readers:
         raise _refused("quant_method", method, ", ".join(map(repr, readers)))
@@ -63,8 +64,8 @@ def read_quantization(note: object) -> Quantization | None:
 
 
 def _fp8(fields: Mapping[str, Any]) -> Iterator[tuple[str, Grain]]:
-    if fields.get("fmt", "e4m3") != "e4m3":
-        raise _refused("fmt", fields["fmt"], "'e4m3'")
+    if fields.get("fmt", "e4m3") not in _E4M3:
+        raise _refused("fmt", fields["fmt"], " or ".join(map(repr, _E4M3)))
     yield "fp8", _block(fields.get("weight_block_size", _BLOCK)) or "tensor"
 
 

@@ -170,7 +170,7 @@ def test_a_folder_without_scales_does_not_load(tmp_path: Path) -> None:
     [
         ({"quant_method": "awq"}, "quant_method must be .*found 'awq', which is not read: load the release"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "found 'bitsandbytes'"),
-        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt must be 'e4m3', found 'e5m2'"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt must be 'e4m3' or 'float8_e4m3fn', found 'e5m2'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "the size of blocks must be two positive whole numbers"),
     ],
 )

@@ -18,6 +18,7 @@ DELTA: tuple[Field, ...] = (
     Const("layernorm_zero_centered_gamma", True),  # of all norms but that of linear attention
     Const("attention_output_gate", True),
     Require("attn_output_gate", (True,), "full attention has an output gate in transformers, whatever this says"),
+    Require("output_gate_type", ("swish",), "linear attention has a gate of silu (swish) in transformers"),
     Ignore("transformers has made layer_types of it", ("full_attention_interval",)),
     Ignore("it tells inference engines how to keep a state, which training always has in fp32", ("mamba_ssm_dtype",)),
     MTP_ON_REQUEST,
