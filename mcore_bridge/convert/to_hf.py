@@ -45,7 +45,8 @@ class ToHF(ModelConversion):
     def carried_units(self) -> tuple[tuple[TensorSpec, ...], ...]:
         """Those of each file, behind the files of parameters: as many bytes to a file as these have at most."""
         limit = max((*super().sizes, MAX_SHARD_BYTES))
-        return tuple(shard.tensors for shard in assign_files(self.carried.specs, 1, limit))
+        shards = assign_files(self.carried.specs, 1, limit) if self.carried.specs else []
+        return tuple(shard.tensors for shard in shards)
 
     @property
     def sizes(self) -> tuple[int, ...]:

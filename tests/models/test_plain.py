@@ -134,7 +134,6 @@ def test_configs_as_they_are_published_are_read(fields: dict[str, Any], tmp_path
         ("seed_oss", {"mlp_bias": True}, "mlp_bias=True must come with attention_out_bias=True"),
         ("phi3", {**plain.PHI, "lm_head_bias": True}, "lm_head_bias must be False"),
         ("phi3", {**plain.PHI, **plain.partial(0.2)}, "an even number of the 16 dims of a head"),
-        ("phi3", {**plain.PHI, "qk_layernorm": True}, "qk_layernorm"),
         ("nemotron", zoo.rope("linear", factor=2.0), "rope type must be one of .'default'. in this family"),
         ("arcee", plain.partial(0.5), "must not have .*partial_rotary_factor"),
         ("smollm3", {"layer_types": ["sliding_attention"] * 4, "sliding_window": 5}, "use_sliding_window must be True"),

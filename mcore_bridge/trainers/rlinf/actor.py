@@ -41,7 +41,7 @@ class Actor:
     backend: str = "auto"
     overrides: Mapping[str, object] = field(default_factory=dict)
 
-    def drawn(self, *, head: str = "lm", device: torch.device | str | None = None) -> Blueprint:
+    def blueprint(self, *, head: str = "lm", device: torch.device | str | None = None) -> Blueprint:
         """Make the blueprint of the model."""
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         backend = choose_backend(self.backend, device=device)
@@ -93,7 +93,7 @@ def read_actor(
         backend=BACKENDS[spec_name],
         overrides={**_free(config, model, says), **chosen},
     )
-    _require_same(read.drawn(), config, model, says, chosen)
+    _require_same(read.blueprint(), config, model, says, chosen)
     return read
 
 

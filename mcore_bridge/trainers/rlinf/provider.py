@@ -58,7 +58,7 @@ def model_provider(
         source = read.hf if load_weights is None or load_weights is True else load_weights
         _require_last(actor)
 
-    make_once = cache(partial(read.drawn, head=head, device=device))
+    make_once = cache(partial(read.blueprint, head=head, device=device))
 
     def model_provider_func(
         pre_process: bool = True,
