@@ -38,10 +38,15 @@ def fields_read(config: "type[PretrainedConfig]", names: Iterable[str]) -> froze
     package = _package_of(config)
     if package is None or not any(package.glob("modeling_*.py")):  # with a model of another family, found by a list
         return names
+    return _read_by_family(package, frozenset(base.__name__ for base in config.__mro__), names)
+
+
+@functools.cache
+def _read_by_family(package: Path, classes: frozenset[str], names: frozenset[str]) -> frozenset[str]:
+    """``fields_read`` for a config with these classes in its MRO. A build asks the same several times."""
     own, shared = _code_of(package)
     if any(_reads_unnamed_fields(path) for path in own):
         return names
-    classes = frozenset(base.__name__ for base in config.__mro__)
     return frozenset(
         name
         for name in names

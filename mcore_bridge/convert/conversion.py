@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch
 from mcore_bridge.convert.parameters import check_source, parts_of
 from mcore_bridge.convert.reference_model import WholeModel, whole_model
 from mcore_bridge.weights.files.decoded import opened_folder
+from mcore_bridge.weights.files.file_shards import runs_within
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.sidecars import copy_companions
 from mcore_bridge.weights.plan.inventory import ParamEntry
@@ -70,6 +73,16 @@ class Conversion:
     def options(self) -> object:
         """Further settings on which the target depends, beside the source, the units and the parameters, as JSON."""
         return None
+
+    @contextlib.contextmanager
+    def completing(self, number: int) -> Iterator[Path]:
+        """The path at which to write a file. At the end the file is on the disk and gets its name."""
+        path = self.staging / f"{number}.partial"
+        path.unlink(missing_ok=True)
+        yield path
+        with path.open("rb") as file:
+            os.fsync(file.fileno())  # so that no crash leaves the name without the data
+        path.rename(self.staging / self.names[number])
 
     def write(self, number: int, progress: Progress) -> None:
         """Write one file, and call ``progress`` with the bytes of each parameter."""
@@ -141,17 +154,10 @@ def widespread(sizes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
 
 def units_of(entries: Sequence[ParamEntry], file_bytes: int) -> Iterator[Unit]:
     """Yield runs of parameters of at most ``file_bytes``, one for each file. Those of one HF tensor stay together."""
-    unit: list[int] = []
-    filled = 0
-    for group in _groups(entries):
-        size = sum(entries[number].held.num_bytes for number in group)
-        if unit and filled + size > file_bytes:
-            yield tuple(unit)
-            unit, filled = [], 0
-        unit += group
-        filled += size
-    if unit:
-        yield tuple(unit)
+    groups = list(_groups(entries))
+    sizes = [sum(entries[number].held.num_bytes for number in group) for group in groups]
+    for run in runs_within(sizes, file_bytes):
+        yield tuple(number for position in run for number in groups[position])
 
 
 def _groups(entries: Sequence[ParamEntry]) -> Iterator[list[int]]:

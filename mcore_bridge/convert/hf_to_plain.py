@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_bridge.convert.conversion import Conversion, Progress, Unit
+from mcore_bridge.convert.conversion import Conversion, Progress
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.encoded import Encoded
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.dtypes import dtype_name, wanted_dtype
 from mcore_bridge.weights.files.decoded import DecodedCheckpoint, opened_folder, unused_in
+from mcore_bridge.weights.files.file_shards import runs_within, shard_names_of
 from mcore_bridge.weights.files.hf_folder import HEADS, Checkpoint, weight_files, write_index
 from mcore_bridge.weights.files.positional_io import array_of
 from mcore_bridge.weights.files.safetensors import SafetensorsWriter
@@ -53,15 +53,14 @@ class ToPlain(Conversion):
             TensorSpec(name, tuple(t.shape), decoded if isinstance(t, Encoded) else wanted_dtype(name, t.dtype, dtype))
             for name, t in checkpoint.items()
         )
-        units = tuple(_units(specs, file_bytes))
+        units = tuple(map(tuple, runs_within([spec.num_bytes for spec in specs], file_bytes)))
         unused = tuple(unused_in(checkpoint))
         return cls(source=source, staging=staging, units=units, ignored=unused, specs=specs, dtype=dtype)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the files, as transformers numbers them."""
-        count = len(self.units)
-        return tuple(f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1))
+        return shard_names_of(len(self.units))
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -80,10 +79,8 @@ class ToPlain(Conversion):
 
     def write(self, number: int, progress: Progress) -> None:
         """Write one file, one tensor after the other, and each in pieces."""
-        path = self.staging / f"{number}.partial"
-        path.unlink(missing_ok=True)
         specs = self._specs_in(number)
-        with SafetensorsWriter(path, specs) as writer:
+        with self.completing(number) as path, SafetensorsWriter(path, specs) as writer:
             for spec in specs:
                 start = 0
                 for piece in self._pieces(spec):
@@ -91,9 +88,6 @@ class ToPlain(Conversion):
                     start += piece.nbytes
                 self._checkpoint.release(spec.name)
                 progress(spec.num_bytes)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())  # or the name might outlive its contents
-        path.rename(self.staging / self.names[number])
 
     def replaced(self, target: Path) -> Iterable[str]:
         """The names of the files of a checkpoint of this kind in ``target``."""
@@ -132,18 +126,6 @@ class ToPlain(Conversion):
             held = torch.empty(view.shape, dtype=view.dtype)
             self._checkpoint.files_of(spec.name)[0].read([view], array_of(held))
             yield held.to(spec.dtype)
-
-
-def _units(specs: Iterable[TensorSpec], file_bytes: int) -> Iterator[Unit]:
-    unit: list[int] = []
-    filled = 0
-    for number, spec in enumerate(specs):
-        if unit and filled + spec.num_bytes > file_bytes:
-            yield tuple(unit)
-            unit, filled = [], 0
-        unit.append(number)
-        filled += spec.num_bytes
-    yield tuple(unit)
 
 
 def _fields(folder: Path) -> dict[str, Any]:

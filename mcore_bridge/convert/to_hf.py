@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +16,7 @@ from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.carried import Carried, carried_of
 from mcore_bridge.weights.dtypes import dtype_name, is_exact
-from mcore_bridge.weights.files.file_shards import MAX_SHARD_BYTES, assign_files
+from mcore_bridge.weights.files.file_shards import MAX_SHARD_BYTES, assign_files, shard_names_of
 from mcore_bridge.weights.files.hf_folder import HEADS, weight_files, write_index
 from mcore_bridge.weights.files.safetensors import SafetensorsWriter
 from mcore_bridge.weights.plan.inventory import ParamEntry
@@ -33,8 +32,7 @@ class ToHF(ModelConversion):
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the files, numbered as in transformers."""
-        count = len(self.units) + len(self.carried_units)
-        return tuple(f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1))
+        return shard_names_of(len(self.units) + len(self.carried_units))
 
     @cached_property
     def carried(self) -> Carried:
@@ -45,8 +43,7 @@ class ToHF(ModelConversion):
     def carried_units(self) -> tuple[tuple[TensorSpec, ...], ...]:
         """Those of each file, behind the files of parameters: as many bytes to a file as these have at most."""
         limit = max((*super().sizes, MAX_SHARD_BYTES))
-        shards = assign_files(self.carried.specs, 1, limit) if self.carried.specs else []
-        return tuple(shard.tensors for shard in shards)
+        return tuple(shard.tensors for shard in assign_files(self.carried.specs, 1, limit))
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -55,9 +52,7 @@ class ToHF(ModelConversion):
 
     def write(self, number: int, progress: Progress) -> None:
         """Write one file, one parameter after the other."""
-        path = self.staging / f"{number}.partial"
-        path.unlink(missing_ok=True)
-        with SafetensorsWriter(path, self._specs(number)) as writer:
+        with self.completing(number) as path, SafetensorsWriter(path, self._specs(number)) as writer:
             for name, tensor in self.carried.pairs(spec.name for spec in self._carried_in(number)):
                 writer.write(name, 0, tensor.contiguous().flatten().view(torch.uint8))
                 progress(tensor.nbytes)
@@ -66,9 +61,6 @@ class ToHF(ModelConversion):
                 for part, tensor in self.parts(param):
                     _write(writer, entry, part, tensor)
                 progress(entry.held.num_bytes)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())  # so that no crash leaves the name without the data
-        path.rename(self.staging / self.names[number])
 
     def parts(self, number: int) -> Iterator[tuple[HFSlice, Tensor]]:
         """Yield the parts of a parameter that belong to its HF tensors."""

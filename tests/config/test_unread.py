@@ -57,6 +57,7 @@ def test_a_reader_that_looks_into_fewer_places_is_caught(monkeypatch: pytest.Mon
     """The planted mistakes: the shared modules are left out, or the family's own, or attributes of configs."""
     hf = CASES["llama"]
     names = recorded(hf)
+    monkeypatch.setattr(static, "_read_by_family", static._read_by_family.__wrapped__)  # nothing is kept
     for name in ("_is_in_shared", "_is_in_family", "_is_attribute"):
         with monkeypatch.context() as patch:
             patch.setattr(static, name, lambda *_: False)
@@ -88,6 +89,7 @@ def test_each_way_to_read_a_field_counts(tmp_path: Path, monkeypatch: pytest.Mon
         "        self.width = config.plain\n"
         "        return self.in_module\n"
     )
+    monkeypatch.setattr(static, "_read_by_family", static._read_by_family.__wrapped__)
     monkeypatch.setattr(static, "_root", lambda: tmp_path)
     toy = type("ToyConfig", (), {"__module__": "transformers.models.toy.configuration_toy"})
     read = {"mapped", "renamed", "halved", "popped", "quoted", "plain", "from_shared"}

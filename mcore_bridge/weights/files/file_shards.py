@@ -56,9 +56,29 @@ def assign_files(
         for part in _cut([spec for spec in specs if spec.name in names], max_shard_bytes)
     ]
     return tuple(
-        FileShard(f"model-{number:05}-of-{len(files):05}.safetensors", rank, part)
-        for number, (rank, part) in enumerate(files, 1)
+        FileShard(name, rank, part) for name, (rank, part) in zip(shard_names_of(len(files)), files, strict=True)
     )
+
+
+def shard_names_of(count: int) -> tuple[str, ...]:
+    """The names of so many files of weights, numbered as in transformers."""
+    return tuple(f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1))
+
+
+def runs_within(sizes: Sequence[int], limit: int) -> Iterator[range]:
+    """The positions of neighbours that together have at most ``limit``, unless one alone has more.
+
+    >>> list(runs_within([3, 2, 4, 9], 5))
+    [range(0, 2), range(2, 3), range(3, 4)]
+    """
+    start = filled = 0
+    for position, size in enumerate(sizes):
+        if position > start and filled + size > limit:
+            yield range(start, position)
+            start, filled = position, 0
+        filled += size
+    if start < len(sizes):
+        yield range(start, len(sizes))
 
 
 def _shares(specs: Iterable[TensorSpec], num_writers: int) -> list[set[str]]:
@@ -74,14 +94,6 @@ def _shares(specs: Iterable[TensorSpec], num_writers: int) -> list[set[str]]:
 
 def _cut(specs: list[TensorSpec], max_bytes: int) -> Iterator[tuple[TensorSpec, ...]]:
     """Cut tensors into runs of equal size, as few as ``max_bytes`` allows."""
-    total = sum(spec.num_bytes for spec in specs)
-    limit = -(-total // max(1, -(-total // max_bytes)))
-    part: list[TensorSpec] = []
-    filled = 0
-    for spec in specs:
-        if part and filled + spec.num_bytes > limit:
-            yield tuple(part)
-            part, filled = [], 0
-        part.append(spec)
-        filled += spec.num_bytes
-    yield tuple(part)
+    sizes = [spec.num_bytes for spec in specs]
+    limit = -(-sum(sizes) // max(1, -(-sum(sizes) // max_bytes)))
+    return (tuple(specs[position] for position in run) for run in runs_within(sizes, limit))
