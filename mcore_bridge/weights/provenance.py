@@ -140,7 +140,7 @@ class Provenance:
         return WeightMapping((*rules, *lm_head), ignored, self.optional, **parts)
 
     def _parts(self) -> dict[str, tuple[str, ...]]:
-        """Patterns that separate the tensors of a composite's text model from those that are carried."""
+        """Prefixes that separate the tensors of a composite's text model from those that are carried."""
         if self.whole is None:
             return {}
         names = top_names((*architecture_of(self.hf).rules(self.hf), *LM_HEAD, *SCORE_HEAD))
