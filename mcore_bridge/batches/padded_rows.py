@@ -6,7 +6,9 @@ a model packs and cuts them behind its embedding. Only text is built here, so th
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,8 +38,7 @@ def take_padded_rows(chunk: GPTModel) -> None:
 
 
 def _as_text(chunk: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-    names = list(inspect.signature(type(chunk).forward).parameters)[1:]
-    inputs = _without_images({**dict(zip(names, args, strict=False)), **kwargs})
+    inputs = _without_images({**dict(zip(_argument_names(type(chunk).forward), args, strict=False)), **kwargs})
     ids, mask, params = (inputs.get(name) for name in ("input_ids", "attention_mask", "packed_seq_params"))
     if not isinstance(ids, Tensor) or mask is None or mask.shape != ids.shape:
         return (), inputs
@@ -49,6 +50,12 @@ def _as_text(chunk: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
         own = _cut(ids, cp, rank)
         return (), {**inputs, "input_ids": own.input_ids, "attention_mask": mask.flatten()[own.places[rank]]}
     return (), inputs
+
+
+@functools.cache
+def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """The arguments of a model's ``forward``, in order. They are asked for in every call of it."""
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def _without_images(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -35,8 +35,6 @@ class DirectWriter:
 
     def __init__(self, engine_map: EngineMap, handles: Sequence[Handle], *, group_bytes: int = GROUP_BYTES) -> None:
         self._map, self._group_bytes = engine_map, group_bytes
-        self._dtypes = {tensor.name: tensor.dtype for tensor in engine_map.tensors}
-        self._places = {tensor.name: place for place, tensor in enumerate(engine_map.tensors)}
         self._memory = Buffers([open_shared(handle) for handle in handles])
         self._groups: dict[int, tuple[tuple[str, ...], EngineCopies]] = {}
 
@@ -86,5 +84,8 @@ class DirectWriter:
                 for place, (name, tensor) in enumerate(group)
                 for copy in self._map.by_hf.get(name, ())
             ]
-            known = self._groups[number] = (names, EngineCopies(entries, self._dtypes, self._places, apart=True))
+            known = self._groups[number] = (
+                names,
+                EngineCopies(entries, self._map.dtypes, self._map.places, apart=True),
+            )
         known[1].run_apart([tensor for _, tensor in group], self._memory)

@@ -53,8 +53,6 @@ class MappedEngine:
         self.map = engine_map
         self.state = EngineState("half", None)
         self._source, self._load, self._verify_every = source, load, verify_every
-        self._dtypes = {tensor.name: tensor.dtype for tensor in engine_map.tensors}
-        self._places = {tensor.name: place for place, tensor in enumerate(engine_map.tensors)}
         self._memory: Buffers | None = None
         self._plan: BucketPlan | Sequence[TensorSpec] | None = None
         self._shared: Buffers | None = None
@@ -155,7 +153,7 @@ class MappedEngine:
         assert self._memory is not None
         handles = None if self._memory is self._shared else tuple(map(share_part, self._memory.tensors))
         self._shared, self.state = self._memory, EngineState("half", None)
-        fill(self.map.fills, self._by_name(), self._dtypes)
+        fill(self.map.fills, self._by_name(), self.map.dtypes)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         return handles
@@ -165,14 +163,14 @@ class MappedEngine:
         assert self._memory is not None
         self.state = EngineState("half", None)
         if bucket.number == 0:
-            fill(self.map.fills, self._by_name(), self._dtypes)
+            fill(self.map.fills, self._by_name(), self.map.dtypes)
         if bucket.number not in self._copies:
             entries = [
                 (copy, piece.offset, piece.dtype)
                 for piece in bucket.pieces
                 for copy in self.map.by_hf.get(piece.name, ())
             ]
-            self._copies[bucket.number] = EngineCopies(entries, self._dtypes, self._places)
+            self._copies[bucket.number] = EngineCopies(entries, self.map.dtypes, self.map.places)
         self._copies[bucket.number].run(slot, self._memory)
         rest = [piece for piece in bucket.pieces if piece.name in self.map.by_loader]
         if rest:
@@ -196,16 +194,16 @@ class MappedEngine:
         """Copy HF tensors that come one by one, contiguous and on the engine's device."""
         assert self._memory is not None
         self.state = EngineState("half", None)
-        fill(self.map.fills, self._by_name(), self._dtypes)
+        fill(self.map.fills, self._by_name(), self.map.dtypes)
         for name, tensor in pairs:
             entries = [(copy, 0, tensor.dtype) for copy in self.map.by_hf.get(name, ())]
-            copies = EngineCopies(entries, self._dtypes, self._places)
+            copies = EngineCopies(entries, self.map.dtypes, self.map.places)
             copies.run_once(octets(tensor), self._memory)
 
     def _has_moved(self) -> bool:
         """Whether a tensor has another address than when the round began; checked quickly, as it ends every round."""
         with plainly():
-            held = tensors_named(self._source, self._places)
+            held = tensors_named(self._source, self.map.places)
             addresses = [tensor.data_ptr() for tensor in held.values()]
         return self._memory is None or addresses != self._memory.addresses.tolist()
 
@@ -253,7 +251,7 @@ class MappedEngine:
 
     def _by_name(self) -> dict[str, Tensor]:
         assert self._memory is not None
-        return dict(zip(self._places, self._memory.tensors, strict=True))
+        return dict(zip(self.map.places, self._memory.tensors, strict=True))
 
 
 def specs_of(plan: BucketPlan) -> tuple[TensorSpec, ...]:

@@ -110,6 +110,16 @@ class EngineMap:
         return {hf: tuple(copies) for hf, copies in grouped.items()}
 
     @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of each of the engine's tensors."""
+        return {tensor.name: tensor.dtype for tensor in self.tensors}
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """The number of each of the engine's tensors."""
+        return {tensor.name: place for place, tensor in enumerate(self.tensors)}
+
+    @cached_property
     def by_loader(self) -> frozenset[str]:
         """The HF tensors that the engine's loader is still given, for what is not covered."""
         return frozenset(hf for entry in self.uncovered for hf in entry.hf)
