@@ -60,7 +60,7 @@ def render(verdict: Verdict) -> Table:
     table.add_row("checkpoint", size)
     for _, note in notes_on(verdict.blueprint.unread):
         table.add_row("config", note)
-    for row, names in (("carried", verdict.carried), ("not used", verdict.unused)):
+    for row, names in (("carried", verdict.carried), ("not used", verdict.ignored)):
         if names:
             table.add_row(row, f"{text.plural(len(names), 'tensor')} of the files: {_names(names)}")
     if verdict.initialised:

@@ -43,9 +43,11 @@ class Verdict:
     task: Task
     findings: tuple[Finding, ...]
     ignored: tuple[str, ...]
-    """Names in the files that no parameter uses."""
+    """Names in the files that no parameter uses, and no save copies."""
     initialised: tuple[str, ...] = ()
     """Names of MTP layers that the files lack. They have random values, and are exported."""
+    carried: tuple[str, ...] = ()
+    """Names of a composite's other parts, which a save copies."""
 
     @property
     def exported(self) -> Manifest:
@@ -70,18 +72,6 @@ class Verdict:
         if self.task.save is None:
             return ()
         return differences(self.expected, [Manifest(tuple(s for finding in self.findings for s in finding.saved))])
-
-    @property
-    def carried(self) -> tuple[str, ...]:
-        """Of the ignored tensors, those of a composite's other parts, which a save copies."""
-        mapping = self.blueprint.provenance.mapping(tied=True)
-        return tuple(name for name in self.ignored if mapping.is_carried(name))
-
-    @property
-    def unused(self) -> tuple[str, ...]:
-        """The other ignored tensors."""
-        carried = set(self.carried)
-        return tuple(name for name in self.ignored if name not in carried)
 
     @property
     def widened(self) -> tuple[str, ...]:
@@ -172,10 +162,12 @@ def verify(
     )
     findings = run_ranks(check_rank, task, world_size=dims.smallest_world, device=device, on_event=on_event)
     kept = set(names)
-    ignored = tuple(name for name in checkpoint if name not in kept)
+    others = [name for name in checkpoint if name not in kept]
+    carried = tuple(filter(mapping.is_carried, others))
+    ignored = tuple(name for name in others if not mapping.is_carried(name))
     absent = [spec.name for spec in findings[0].exported if spec.name not in checkpoint]
     initialised = tuple(name for name in absent if _is_of_mtp(mapping, name))
-    return Verdict(blueprint, task, tuple(findings), ignored, initialised)
+    return Verdict(blueprint, task, tuple(findings), ignored, initialised, carried)
 
 
 def _is_exported(mapping: WeightMapping, name: str, num_mtp_layers: int) -> bool:
