@@ -115,7 +115,7 @@ def test_meshes_that_megatron_core_cannot_build_are_refused():
     with pytest.raises(MeshError, match="pp_rank=1, vp_stage=0 starts with layer 1, which shares"):
         mb.to_transformer_config(shared, dims=mb.ParallelDims(pp=4))
     shared.num_nextn_predict_layers = 2
-    with pytest.raises(MeshError, match="mtp_num_layers=2 must be 1"):
+    with pytest.raises(MeshError, match="mtp_num_layers must be 1, found 2"):
         mb.to_transformer_config(shared, overrides={"mtp_num_layers": 2})
 
 
