@@ -118,7 +118,7 @@ def _read_json(path: Path) -> dict[str, object]:
 
 
 def _special_float(fields: dict[str, object]) -> object:
-    """Infinities and NaN as transformers 5 writes them, since JSON has no such numbers."""
+    """Read infinity or NaN, for which JSON has no number: transformers 5 writes ``{"__float__": "Infinity"}``."""
     match fields:
         case {"__float__": str(value)} if len(fields) == 1:
             return float(value)

@@ -236,7 +236,7 @@ def _covering(run: range, cell: int) -> slice:
 
 
 def _within(numbers: Tensor, run: range, per_byte: int) -> Tensor:
-    """The numbers of ``run``, from those in all bytes that cover it along the last dim."""
+    """Cut the numbers of ``run`` out of whole unpacked bytes, which may hold others at both ends of the last dim."""
     if per_byte == 1:
         return numbers
     start = run.start % per_byte

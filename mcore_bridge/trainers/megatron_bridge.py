@@ -77,7 +77,7 @@ def create_ddp_config(
 
 
 class ConversionTasks:
-    """Takes the place of Megatron-Bridge's conversion tasks, and is empty: plans of exports are kept with the model."""
+    """What ``get_conversion_tasks`` returns: an export accepts and ignores it, and an iteration over it raises."""
 
     def __iter__(self) -> NoReturn:
         raise ConfigError(

@@ -159,7 +159,7 @@ def differing(mapping: WeightMapping, pairs: Sequence[tuple[str, str]]) -> Check
 def renamed(source: Mapping[str, Value], mapping: WeightMapping) -> Mapping[str, Value]:
     """Give a tied embedding its own name in ``source``, if the source has it only under the name of the head.
 
-    A ``Checkpoint``, decoded or not, is changed in place.
+    A ``Checkpoint`` or ``Decoded`` is changed in place and returned; another mapping is wrapped.
     """
     for name, original in mapping.spare.items():
         if name not in source or original in source:

@@ -159,7 +159,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     "`num_experts` that": ({"num_experts": [4]}, "num_experts must be"),
     "`indexer_types` that": (
         {"indexer_types": ["full", "shared", "full", "full"], "index_topk_freq": None},
-        "indexer_types must be periodic",
+        "indexer_types must repeat",
     ),
     "`rotary_dim` but": ({"rotary_dim": 2}, "rotary_dim must be"),
     "`moe_topk` that": ({"moe_topk": [2, 4] * 16}, "moe_topk must be"),

@@ -137,7 +137,7 @@ def _places(dims: ParallelDims, batch: Tensor) -> Tensor:
 
 
 def _whole(output: Tensor, places: Tensor, chunk: GPTModel) -> Tensor:
-    """The logits of all tokens, in order, gathered from context-parallel ranks."""
+    """Gather the logits of all tokens from context-parallel ranks. ``places`` are the tokens that this rank has."""
     group = chunk.pg_collection.cp
     outputs = [torch.empty_like(output) for _ in range(group.size())]
     dist.all_gather(outputs, output.contiguous(), group=group)

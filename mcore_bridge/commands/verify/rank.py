@@ -64,7 +64,8 @@ class Finding:
 
     Attributes:
         exported: the manifest of the export, with digests, from this rank's replica.
-        expected, saved: the tensors in the files, for this rank's part of the names.
+        expected: this rank's part of the tensors in the folder that the export is compared with.
+        saved: the same tensors, from the folder that this run has saved.
         held: bytes of this rank's parameters.
         seconds: times by phase.
         logits: on rank 0, unless they were left out; then ``skipped`` is the reason.
@@ -175,7 +176,7 @@ def _export(chunks: list[GPTModel], task: Task, finding: Finding, report: Report
 
 
 def _share(checkpoint: Folder, names: tuple[str, ...], crossing: Dtypes) -> tuple[ManifestEntry, ...]:
-    """The tensors in the files for this rank's part of ``names``, in the dtypes of the export."""
+    """Specs and digests of this rank's part of ``names``, read from ``checkpoint`` and cast to the export's dtypes."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     specs = []
     for name, tensor in checkpoint.pairs([name for name in names if name in checkpoint][rank::world_size]):

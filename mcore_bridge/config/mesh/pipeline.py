@@ -72,7 +72,9 @@ class PipelineSplit:
             if self.pp == 1:
                 raise MeshError(f"{name}={size} needs pp > 1: megatron-core would build only these layers at pp=1")
         if sizes and accounts:
-            raise MeshError(f"{' and '.join(sizes)} cannot be combined with account_for_*_in_pipeline_split: drop one")
+            raise MeshError(
+                f"{' and '.join(sizes)} and account_for_*_in_pipeline_split must not both be given: drop one of them"
+            )
         if len(sizes) == 2 and self.pp == 2 and self.vp > 1:
             raise MeshError(
                 "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage must not both be given at "

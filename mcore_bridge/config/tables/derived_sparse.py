@@ -34,8 +34,8 @@ def _sharing(hf: Hf) -> dict[str, object]:
     freq = after.index("full") + 1 if "full" in after else num_layers
     if kinds != _kinds(num_layers, freq, offset):
         raise ConfigError(
-            "indexer_types must be periodic from the first shared layer on, since megatron-core has a period, found "
-            f"{kinds!r}."
+            "indexer_types must repeat with one period from the first shared layer on, as megatron-core can express "
+            f"nothing else; found {kinds!r}."
         )
     return {"dsa_indexer_topk_freq": freq, "dsa_indexer_skip_topk_offset": offset}
 

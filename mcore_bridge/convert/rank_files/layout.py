@@ -152,7 +152,10 @@ class FileLayout:
                 yield RankFile(folder_of(self.dims, tp_rank, pp_rank, ep_rank), tp_rank, pp_rank, ep_rank, rank % etp)
 
     def held(self, file: RankFile) -> Iterator[tuple[str, str, str, int]]:
-        """Yield ``(model, name, canonical name, shard)`` of each parameter in a file; ``model`` is the chunk's key."""
+        """Yield ``(model, name, canonical name, rank)`` of each parameter in a file.
+
+        ``model`` is the key of the chunk, and ``rank`` the one of ``tp`` or ``etp`` whose shard the file has.
+        """
         experts = self._experts(file)
         for stage, names in zip(self.stages, self._by_stage, strict=True):
             if stage.pp_rank != file.pp_rank:

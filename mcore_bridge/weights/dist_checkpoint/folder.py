@@ -85,7 +85,7 @@ class TorchDistFolder:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether one tensor stacks the layers."""
+        """Whether all layers of the model lie in one tensor per parameter, with the layer as its first dim."""
         layers = (key.split(".")[2] for key in self.tensors if key.startswith("decoder.layers."))
         return not all(map(str.isdigit, layers))
 

@@ -62,7 +62,7 @@ class EncodedCopy:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a slot for this copy: those to read and, on a CPU, those for decoding."""
+        """Bytes that this copy takes in a slot: what it reads and, for a target on CPU, memory for decoding."""
         return sum(part.nbytes for part in self.source.parts) + (
             self.target.numel() * _SCRATCH if self.target.is_cpu else 0
         )
@@ -90,7 +90,7 @@ def _alike(copies: Sequence[EncodedCopy]) -> list[list[EncodedCopy]]:
 
 
 def _lay_out(copies: Sequence[EncodedCopy]) -> list[int]:
-    """The position in a slot at which each part of all copies begins, and the end of the last one."""
+    """Where the parts lie in a slot: the codes of all copies, then all their scales, and so on; at last the end."""
     places = [0]
     for parts in zip(*(copy.source.parts for copy in copies), strict=True):
         size = sum(part.nbytes for part in parts)

@@ -202,7 +202,10 @@ class Group:
         return cls(groups.expt_dp if experts % dense == 0 else None)
 
     def _are_grid(self, column: dist.ProcessGroup, stage: dist.ProcessGroup) -> bool:
-        """Whether the group has many ranks, ordered by stages of one size, and ``column`` is a rank of each stage."""
+        """Whether the group has more than ``FLAT`` ranks and forms a grid, stage after stage.
+
+        This rank's row is then ``stage``, and its column is ``column``, with one rank of every stage.
+        """
         if min(column.size(), stage.size()) == 1 or not self.size == column.size() * stage.size() > FLAT:
             return False
         row, place = divmod(self.rank, stage.size())

@@ -76,7 +76,7 @@ class Program:
         return sent - sum(self.plan.stream_checksum(sender, own) for sender in ranks)
 
     def received(self, number: int) -> tuple[int, ...]:
-        """Bytes of each rank's window of a message, as they arrive here."""
+        """The sizes in bytes of the windows that this rank receives with a message, by the rank that sends them."""
         return self.plan.messages[number].widths
 
     def lineup(self, number: int) -> Lineup:
