@@ -42,10 +42,10 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python docs/make_families.py --check
+	$(BIN)/python docs/tools/make_families.py --check
 
 docs: $(VENV)/.dev
-	$(BIN)/python docs/make_families.py
+	$(BIN)/python docs/tools/make_families.py
 
 mutants: $(VENV)/.mutants
 	$(BIN)/python -m tests.mutation $(MUTANTS)

@@ -28,7 +28,7 @@ WIDTH, LABEL, BAR, ROW, HEAD = 820, 250, 440, 22, 34
 def main() -> None:
     """Draw, or say that what is there is not what would be drawn."""
     for name, pattern in PICTURES.items():
-        picture, newest = ROOT / "docs" / name, max((ROOT / "benchmarks" / "results").glob(pattern))
+        picture, newest = ROOT / "docs" / "images" / name, max((ROOT / "benchmarks" / "results").glob(pattern))
         text = draw([json.loads(line) for line in newest.read_text().splitlines()], newest.stem)
         if "--check" not in sys.argv:
             picture.write_text(text)

@@ -17,7 +17,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 def pytest_addoption(parser):
     """Of the tests on GPUs."""
-    parser.addoption("--record", metavar="FILE", help="append what passed on GPUs, for docs/support.md")
+    parser.addoption("--record", metavar="FILE", help="append what passed on GPUs, for docs/reference/support.md")
     parser.addoption("--families", metavar="NAMES", help="only these, with commas, where a test is of all families")
     parser.addoption("--meshes", metavar="NAMES", help="only these, as test_gpu_training prints them, with commas")
     parser.addoption("--ranks-per-gpu", type=int, default=1, metavar="N", help="where there are fewer GPUs than ranks")

@@ -105,7 +105,7 @@ def convert(
         dtype: cast tensors to this; by default each keeps its own dtype.
         num_mtp_layers: MTP layers to convert from an HF folder. From megatron-core all are converted.
         rank_files: write Megatron's ``torch`` format with these settings, and not ``torch_dist``.
-        plain: write an HF folder of the same tensors, in which encoded weights (docs/quantized.md) are bf16, or
+        plain: write an HF folder of the same tensors, in which encoded weights (docs/guide/quantized.md) are bf16, or
             ``dtype``; tensors that a model does not use are among them.
         num_processes: processes that write in parallel.
         num_gpus: use one process for each of these GPUs, instead of ``num_processes``. It assembles parameters there.

@@ -44,7 +44,7 @@ def replace_modules(homes: Mapping[str, str]) -> None:
     if late:
         raise ConfigError(
             f"{', '.join(late)} must not have been imported before mcore_bridge takes the place: name this module in "
-            "the trainer's config or environment, as docs/verl.md says, instead of importing it later"
+            "the trainer's config or environment, as docs/trainers/verl.md says, instead of importing it later"
         )
     sys.modules.update({name: StandInModule(name, home) for name, home in homes.items()})
     logger.info("mcore_bridge takes the place of %s", ", ".join(homes))
@@ -60,7 +60,9 @@ def original(name: str) -> ModuleType:
     package = importlib.import_module(name.rpartition(".")[0])
     spec = importlib.machinery.PathFinder.find_spec(name, package.__path__)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"the trainer that is installed has no module {name}: use a release that docs/verl.md names")
+        raise ConfigError(
+            f"the trainer that is installed has no module {name}: use a release that docs/trainers/verl.md names"
+        )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

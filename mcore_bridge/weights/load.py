@@ -102,7 +102,7 @@ def load_hf_weights(
         models: this rank's chunks, wrapped or not, on any device.
         source: a folder of safetensors, with or without index (or its hub name in the local cache), a mapping of HF
             names to tensors, or an iterable of pairs. Every rank needs a source, as nothing communicates. Folders and
-            mappings are checked before the first write. Weights may be encoded (docs/quantized.md): each slice is
+            mappings are checked before the first write. Weights may be encoded (docs/guide/quantized.md): each slice is
             decoded on the device of its parameter, into its dtype. In an iterable, codes wait for their scales.
         hf, head: for models that ``build_model`` did not make: their HF config or folder, and their head.
         dtype: cast tensors to this first, where a parameter cannot hold every value of its source. By default such a

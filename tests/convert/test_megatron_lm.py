@@ -1,4 +1,4 @@
-"""Checkpoints that Megatron-LM loads by itself. Its code runs where it is installed: docs/checkpoints.md says how."""
+"""Checkpoints that Megatron-LM loads by itself. Its code has to be there: docs/guide/checkpoints.md says how."""
 
 import importlib.util
 from argparse import ArgumentParser

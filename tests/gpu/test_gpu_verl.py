@@ -1,7 +1,7 @@
 """verl's own engine on real GPUs with our bridge, in bf16: the life of actors and critics on every kind of mesh.
 
 What is asked is in ``verl_life.py``, the same as on CPU; here verl also moves all states to the CPU between its calls,
-as it does to make room for rollouts. docs/verl.md says how to install it.
+as it does to make room for rollouts. docs/trainers/verl.md says how to install it.
 """
 
 import datetime

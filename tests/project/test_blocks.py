@@ -46,18 +46,18 @@ path, ReshardConfig = "path/of/Qwen3-8B", dict
 """
 PAGES = {
     "README.md": ([TOKENS + ENGINE], (4,)),
-    "docs/batches.md": ([MODELS + TOKENS], (1, 2)),
-    "docs/checkpoints.md": ([MODELS + "optimizer = None", "model = models[0]"], (1, 2)),
-    "docs/design.md": (["from mcore_bridge.rules.layout import Concat, GROUPS, Rearrange", "", ""], (1, 2)),
-    "docs/embedding.md": ([""], (1, 2)),
-    "docs/handing_on.md": ([""], (1, 2)),
-    "docs/rlinf.md": ([MODELS + RLINF], (1, 2)),
-    "docs/targets.md": ([MODELS], (1, 2)),
+    "docs/guide/batches.md": ([MODELS + TOKENS], (1, 2)),
+    "docs/guide/checkpoints.md": ([MODELS + "optimizer = None", "model = models[0]"], (1, 2)),
+    "docs/internals/design.md": (["from mcore_bridge.rules.layout import Concat, GROUPS, Rearrange", "", ""], (1, 2)),
+    "docs/guide/embedding.md": ([""], (1, 2)),
+    "docs/guide/handing_on.md": ([""], (1, 2)),
+    "docs/trainers/rlinf.md": ([MODELS + RLINF], (1, 2)),
+    "docs/guide/targets.md": ([MODELS], (1, 2)),
 }
 """What stands before each block in place of what a reader has already; and numbers of processes."""
 NOT_HERE = {
-    ("docs/embedding.md", 1): "SGLang is not installed",
-    ("docs/quantized.md", 0): "the folder of DeepSeek-V3 is not there",
+    ("docs/trainers/sglang.md", 0): "SGLang is not installed",
+    ("docs/guide/quantized.md", 0): "the folder of DeepSeek-V3 is not there",
 }
 """Blocks that do not run, by their number."""
 
@@ -68,7 +68,7 @@ def blocks_of(page):
 
 
 def test_every_page_with_blocks_is_run():
-    pages = ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+    pages = ["README.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
     assert {page for page in pages if blocks_of(page)} == PAGES.keys()
 
 
@@ -117,13 +117,13 @@ def test_blocks_run_as_they_are_written(page, size, folder, tmp_path):
     placeholders, _ = PAGES[page]
     parts = [part for pair in zip(placeholders, blocks_of(page), strict=True) for part in pair]
     script.write_text("\n".join([WHOLE.format(folder=str(folder)), *parts]))
-    if (page, size) == ("docs/checkpoints.md", 2):
+    if (page, size) == ("docs/guide/checkpoints.md", 2):
         finished = torchrun(script, size)
         assert finished.returncode == 0, finished.stderr
         return
     codes, said = started(script, size)
     assert codes == [0] * size, said
-    if page == "docs/handing_on.md":
+    if page == "docs/guide/handing_on.md":
         numbers = re.findall(r"the (trainer|engine) has (\d+ tensors, \d+ bytes)", said)
         assert sorted(who for who, _ in numbers) == ["engine"] * size + ["trainer"] * size
         assert len({what for _, what in numbers}) == 1

@@ -17,7 +17,10 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "mcore_bridge"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted(ROOT.glob("docs/**/*.md")),
+]
 
 MOST_WORDS = 30
 VAGUE = frozenset({"found", "each", "many", "noted", "told"})

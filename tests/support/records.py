@@ -1,4 +1,4 @@
-"""What passed on GPUs, kept for ``docs/support.md``: lines of JSON in the file that ``--record`` names."""
+"""What passed on GPUs, kept for ``docs/reference/support.md``: lines of JSON in the file that ``--record`` names."""
 
 import datetime
 import importlib.metadata

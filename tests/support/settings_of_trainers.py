@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mcore_bridge import ParallelDims
 
-PAGE = (Path(__file__).parent.parent.parent / "docs" / "verl.md").read_text()
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "trainers" / "verl.md").read_text()
 
 
 ROWS = dict(re.findall(r"^\| (`.+?) \| (\w+).*\|$", PAGE.partition("## Settings")[2], re.MULTILINE))

@@ -1,4 +1,4 @@
-"""The trainer of docs/embedding.md: what it hands on is, at every step, what it trains."""
+"""The trainer of docs/guide/embedding.md: what it hands on is, at every step, what it trains."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.support.forward_batches import batch_of, expected_of
 from tests.support.parity import BATCH, LONG, tokens
 from tests.support.strategies import random_state, save, tiny
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "embedding.md"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "guide" / "embedding.md"
 
 
 def train(folder: Path, block: str, dims: ParallelDims) -> list[tuple[Tensor, dict[str, Tensor]]]:

@@ -167,7 +167,7 @@ def test_every_spelling_of_a_precision():
 
 
 def test_the_page_says_of_every_key_what_becomes_of_it():
-    page = (Path(__file__).parent.parent.parent / "docs" / "rlinf.md").read_text()
+    page = (Path(__file__).parent.parent.parent / "docs" / "trainers" / "rlinf.md").read_text()
     for key in (*model_keys.MESH, *model_keys.SPELLED, *model_keys.MODEL_TYPES, *BACKENDS):
         assert f"`{key}`" in page, key
     for key, reason in model_keys.IGNORED.items():

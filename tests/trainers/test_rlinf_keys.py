@@ -1,4 +1,4 @@
-"""Keys of RLinf's configs for Megatron: each is translated, or in a table of docs/rlinf.md with the reason why not."""
+"""Keys of RLinf's configs for Megatron: each is translated, or docs/trainers/rlinf.md says why not."""
 
 import importlib.util
 import re

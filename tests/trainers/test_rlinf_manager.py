@@ -1,9 +1,9 @@
 """RLinf's own runner and model manager over Megatron-LM's own trainer, driving us: where a run's weights come from.
 
 What is RLinf's and Megatron-LM's runs: the runner's call of the convertor, validated configs, the manager with the
-diffs of docs/rlinf.md, DDP, the optimizer, and the loading of checkpoints. Replaced is what needs CUDA (kernels that
-the manager compiles, "cuda" as a device), Ray (the runner's workers), and a tokenizer; arguments that RLinf 0.3.0 does
-not know of Megatron-LM 0.16.1 have Megatron-LM's own defaults.
+diffs of docs/trainers/rlinf.md, DDP, the optimizer, and the loading of checkpoints. Replaced is what needs CUDA
+(kernels that the manager compiles, "cuda" as a device), Ray (the runner's workers), and a tokenizer; arguments that
+RLinf 0.3.0 does not know of Megatron-LM 0.16.1 have Megatron-LM's own defaults.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""RLinf's own actor and engine worker, driving us. Runs where RLinf is installed: docs/rlinf.md says how."""
+"""RLinf's own actor and engine worker, driving us. Runs where RLinf is installed: docs/trainers/rlinf.md says how."""
 
 import ast
 import importlib

@@ -1,6 +1,6 @@
 """SGLang takes our stream, family by family: it holds then, bit for bit, what it reads from files of transformers.
 
-Runs where SGLang is installed: docs/embedding.md says how.
+Runs where SGLang is installed: docs/trainers/sglang.md says how.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""siiRL's own Megatron workers, driving us. Runs where siiRL is installed: docs/verl.md says how."""
+"""siiRL's own Megatron workers, driving us. Runs where siiRL is installed: docs/trainers/siirl.md says how."""
 
 import importlib.util
 from dataclasses import fields

@@ -1,4 +1,4 @@
-"""verl's own engine and checkpoint manager, driving us. Runs where verl is installed: docs/verl.md says how."""
+"""verl's own engine and checkpoint manager, driving us. It has to be installed: docs/trainers/verl.md says how."""
 
 import importlib.util
 import os
@@ -37,7 +37,7 @@ from tests.workers.verl_life import (
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
 
-PAGE = (Path(__file__).parent.parent.parent / "docs" / "verl.md").read_text()
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "trainers" / "verl.md").read_text()
 FLAVOURS = (True, False)
 
 
@@ -66,7 +66,7 @@ def sparse(tmp_path_factory):
 
 
 def test_the_line_of_the_page_reaches_every_process():
-    """What docs/verl.md has users write, through the config and the environment that verl makes for its processes."""
+    """What the page has users write, through the config and the environment that verl makes for its processes."""
     from hydra import compose, initialize_config_module
     from omegaconf import OmegaConf
 

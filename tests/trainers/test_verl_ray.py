@@ -1,8 +1,8 @@
 """verl's own test of its actor's engine, with our plug-in, in processes that Ray starts: on CPUs, or on GPUs.
 
-docs/verl.md says how to install Ray and verl and where verl's tests have to be. Their file is run as it is, on random
-models in the folders where it looks for published ones; of megatron it asks one rank, or eight as TP2 PP2 CP2. The
-checkout also has verl's examples, whose settings docs/verl.md has to have.
+docs/trainers/verl.md says how to install Ray and verl and where verl's tests have to be. Their file is run as it is, on
+random models in the folders where it looks for published ones; of megatron it asks one rank, or eight as TP2 PP2 CP2.
+The checkout also has verl's examples, whose settings docs/trainers/verl.md has to have.
 """
 
 import importlib.util

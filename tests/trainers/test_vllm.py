@@ -1,7 +1,7 @@
 """vLLM takes our stream on CPU, family by family, and says in fp32 what transformers and the trainer's model say.
 
 Its engine starts without weights, in processes of its own, and is fed five times through buffers of two sizes. Runs
-where a vLLM is installed that was built for CPUs: docs/embedding.md says how. ``test_gpu_vllm`` does the same in bf16.
+where a vLLM is installed that was built for CPUs: docs/trainers/vllm.md. ``test_gpu_vllm`` does the same in bf16.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""RLinf's own actor and engine worker in workers of the pool, with the diffs of docs/rlinf.md applied to the actor.
+"""RLinf's own actor and engine worker in workers of the pool, with the diffs of docs/trainers/rlinf.md applied.
 
 What is RLinf's runs. Replaced is what needs Ray (a worker's start, the way of its messages), CUDA, and SGLang itself.
 """
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-PAGE = (Path(__file__).parent.parent.parent / "docs" / "rlinf.md").read_text()
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "trainers" / "rlinf.md").read_text()
 ACTOR = "rlinf/workers/actor/megatron_actor_worker.py"
 SKIPS = "if len(self._weight_dst_rank_in_rollout) > 0:"
 """The line of actors up to 0.4.0 that leaves the loop out on ranks without a receiver."""

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "embedding.md"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "trainers" / "sglang.md"
 LOOKED_UP = (
     "fused_sigmoid_mul_cpu",
     "fused_qk_gemma_rmsnorm_cpu",
@@ -162,7 +162,7 @@ def server(folder: str) -> Iterator[Server]:
 
 
 def bucket_of(slot: Tensor, columns: dict[str, list[Any]]) -> Any:
-    """What docs/embedding.md has users hand over, as ``load_format="flattened_bucket"``."""
+    """What docs/trainers/sglang.md has users hand over, as ``load_format="flattened_bucket"``."""
     (block,) = re.findall(r"```python\n(from sglang.*?)```", PAGE.read_text(), re.DOTALL)
     names: dict[str, Any] = {"torch": torch}
     exec(block, names)

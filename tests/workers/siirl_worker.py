@@ -27,13 +27,13 @@ from tests.workers.verl_engine import CpuForCuda, own_processes
 from tests.workers.verl_life import PROMPT, SEQUENCES, TEMPERATURE, padded
 
 PAGE = (
-    (Path(__file__).parent.parent.parent / "docs" / "verl.md")
+    (Path(__file__).parent.parent.parent / "docs" / "trainers" / "siirl.md")
     .read_text()
     .partition("## siiRL")[2]
     .partition("\n## ")[0]
 )
 LINES = re.search(r"^```sh\n(actor_rollout_ref.+?)```", PAGE, re.MULTILINE | re.DOTALL)[1].split()  # type: ignore[index]
-"""What docs/verl.md has users add to their command."""
+"""What docs/trainers/siirl.md has users add to their command."""
 ABSENT = (
     *("flash_attn", "flash_attn.bert_padding"),
     *("vllm", "vllm.model_executor", "vllm.model_executor.models", "vllm.model_executor.models.mixtral"),

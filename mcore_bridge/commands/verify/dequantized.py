@@ -39,7 +39,7 @@ def why_no_reference(folder: Path) -> str:
         return f"transformers {transformers.__version__} does not dequantize these weights without a GPU"
     edges = [name for name, held in checkpoint.scheme.held.items() if _has_edges(held)]
     if edges and quantization.method == "fp8":
-        return f"transformers decodes blocks at an edge otherwise, as those of {edges[0]} (docs/quantized.md)"
+        return f"transformers decodes blocks at an edge otherwise, as those of {edges[0]} (docs/guide/quantized.md)"
     return ""
 
 

@@ -19,6 +19,6 @@ QUANTIZATION = Derive(
     _leave_out,
     refuses=(
         "`quant_method` but fp8, mxfp4, compressed-tensors and modelopt: load the release in bf16, or write one",
-        "formats of compressed-tensors and ModelOpt that [quantized.md](quantized.md) does not list: the same",
+        "formats of compressed-tensors and ModelOpt that [quantized.md](../guide/quantized.md) does not list: the same",
     ),
 )

@@ -1,4 +1,4 @@
-"""The text of docs/refused.md: what each family refuses, and which families are refused."""
+"""The text of docs/reference/refused.md: what each family refuses, and which families are refused."""
 
 from collections.abc import Iterator, Mapping
 
@@ -7,7 +7,7 @@ from mcore_bridge.config.fields import Derive, Require
 
 HEAD = """# What is refused
 
-Made from the registry by `docs/make_families.py`; CI checks that it is up to date.
+Made from the registry by `docs/tools/make_families.py`; CI checks that it is up to date.
 
 If megatron-core's `GPTModel` cannot compute exactly what the HF model does, a `ConfigError` with the reason is raised
 before anything is built. There are three cases. Whole families are refused, if neither a config nor a submodule of

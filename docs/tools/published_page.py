@@ -1,4 +1,4 @@
-"""The text of docs/checkpoints_published.md: which checkpoints of the hub load, from the records of their configs."""
+"""The text of checkpoints_published.md: which checkpoints of the hub load, from the records of their configs."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from mcore_bridge.architecture import architectures
 
 HEAD = """# Which published checkpoints load
 
-Made from the records in `tests/data/published` by `docs/make_families.py`; CI checks that it is up to date.
+Made from the records in `tests/data/published` by `docs/tools/make_families.py`; CI checks that it is up to date.
 
 A record has the fields of a checkpoint's config and where they were seen. `tests/config/test_published.py` asks the
 library about all of them. No weights are read here: [families.md](families.md) says what is tried of a family.
@@ -90,7 +90,7 @@ def _loads(record: dict[str, Any], outcome: dict[str, Any]) -> str:
 def _reason(obstacle: str) -> str:
     word, _, detail = obstacle.partition(" ")
     if word == "quantized":
-        return f"`{detail}` of its quantization is [not read](quantized.md)"
+        return f"`{detail}` of its quantization is [not read](../guide/quantized.md)"
     return REASONS.get(word, f"`{detail or word}`")
 
 

@@ -1,8 +1,8 @@
-"""Make docs/families.md, docs/refused.md and the table in README.md from the registry; --check only compares.
+"""Make pages of docs/reference, and the table in README.md, from the registry; --check only compares.
 
-docs/support.md comes from the records of tests on GPUs, docs/checkpoints_published.md from those of published configs.
+support.md comes from the records of tests on GPUs, checkpoints_published.md from those of published configs.
 
-python docs/make_families.py [--check]
+python docs/tools/make_families.py [--check]
 """
 
 import inspect
@@ -18,8 +18,9 @@ import weights_page
 from mcore_bridge.architecture import Architecture, architectures, refusals
 from mcore_bridge.config.rope_spelling import ROPE_TYPES
 
-ROOT = Path(__file__).parent.parent
-START, END = "<!-- families: made by docs/make_families.py -->", "<!-- end of families -->"
+ROOT = Path(__file__).parent.parent.parent
+REFERENCE = ROOT / "docs" / "reference"
+START, END = "<!-- families: made by docs/tools/make_families.py -->", "<!-- end of families -->"
 
 
 def families() -> dict[str, tuple[Architecture, ModuleType]]:
@@ -41,7 +42,8 @@ def overview() -> str:
     count = sum(len(refusal.model_types) for refusal in refusals())
     notes = f"""
 Rope types, where the family does not say otherwise: {ropes}.
-Refused by name are {count} more, each with the reason and where it was checked: [docs/refused.md](docs/refused.md)."""
+Refused by name are {count} more, each with the reason and where it was checked:
+[docs/reference/refused.md](docs/reference/refused.md)."""
     return "\n".join([*rows, notes])
 
 
@@ -58,10 +60,10 @@ def wanted() -> dict[Path, str]:
     files = {name: Path(str(module.__file__)).name for name, (_, module) in families().items()}
     return {
         ROOT / "README.md": f"{before}{START}\n{overview()}\n{END}{after}",
-        ROOT / "docs" / "families.md": weights_page.page(described),
-        ROOT / "docs" / "support.md": support_page.page(ROOT / "benchmarks" / "results"),
-        ROOT / "docs" / "checkpoints_published.md": published_page.page(ROOT / "tests" / "data" / "published"),
-        ROOT / "docs" / "refused.md": refused_page.page({name: each for name, (each, _) in described.items()}, files),
+        REFERENCE / "families.md": weights_page.page(described),
+        REFERENCE / "support.md": support_page.page(ROOT / "benchmarks" / "results"),
+        REFERENCE / "checkpoints_published.md": published_page.page(ROOT / "tests" / "data" / "published"),
+        REFERENCE / "refused.md": refused_page.page({name: each for name, (each, _) in described.items()}, files),
     }
 
 
@@ -74,7 +76,7 @@ def main() -> None:
             path.write_text(texts[path], encoding="utf-8")
     elif stale:
         names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
-        sys.exit(f"not what registry and records say: {names}; run: python docs/make_families.py")
+        sys.exit(f"not what registry and records say: {names}; run: python docs/tools/make_families.py")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The text of docs/support.md: what passed on GPUs, by family and mesh, from the records in benchmarks/results."""
+"""The text of support.md: what passed on GPUs, by family and mesh, from the records in benchmarks/results."""
 
 import json
 from collections.abc import Iterable
@@ -7,16 +7,16 @@ from typing import Any
 
 HEAD = """# What has passed on GPUs
 
-`docs/make_families.py` makes this page from `benchmarks/results/*_gpu.jsonl`, which `pytest -m multigpu --record FILE`
-writes. A mesh is listed only if its latest record passed completely, with the code of that day. `DP2` means two
+`docs/tools/make_families.py` makes this page from `benchmarks/results/*_gpu.jsonl`, which `pytest -m multigpu --record
+FILE` writes. A mesh is listed only if its latest record passed completely, with the code of that day. `DP2` means two
 replicas. Models are small and random, in sizes that suit kernels or odd ones. On CPU, every run of the suite compares
 logits of every family with transformers, on TP1, TP2 SP, TP4 SP and, if it is not refused, CP2
 ([families.md](families.md)).
 
 Log-probs on 4 GPUs were tried with one sequence in each pack of a pipeline. If several ranks were on each GPU, NCCL
 treated them as different hosts: the same kernels and collectives, through sockets. There are figures of
-[one GPU](../benchmarks/results/2026-11-23_night_1xH200.md), with Qwen3-8B on siiRL's mesh of 8 ranks, and of
-[two GPUs](../benchmarks/results/2026-11-24_2xH200.md). `bailing_moe` is the name of `bailing_moe_v2` in its first
+[one GPU](../../benchmarks/results/2026-11-23_night_1xH200.md), with Qwen3-8B on siiRL's mesh of 8 ranks, and of
+[two GPUs](../../benchmarks/results/2026-11-24_2xH200.md). `bailing_moe` is the name of `bailing_moe_v2` in its first
 files. Families that need megatron-core 0.19.2 (deepseek_v32, glm_moe_dsa) ran with it, others with 0.16.1.
 """
 CHECKS = {
@@ -34,7 +34,7 @@ CHECKS = {
     "vllm": "vLLM is started without weights and fed bucket by bucket. After the first and the fifth round, its "
     "log-probs of sampled tokens and of a prompt, and 64 greedy tokens, are those of transformers. At the end its own "
     "weights are, bit for bit, those that it reads from files. The same holds "
-    "[on CPU](../benchmarks/results/2026-11-23_vllm_cpu.md) in fp32, except for minimax_m2's log-probs",
+    "[on CPU](../../benchmarks/results/2026-11-23_vllm_cpu.md) in fp32, except for minimax_m2's log-probs",
     "verl": "verl's own engine with our plug-in, through load, log-probs, a step, export, offload, save and resume",
     "exchanges": "every `cp_comm_type` in bf16; `HCP` gives the two levels of `a2a+p2p`. Errors of log-probs and "
     "gradients are at most twice those of torch's attention in bf16",
@@ -50,7 +50,7 @@ def page(folder: Path) -> str:
     """The text of the page, from all records in a folder."""
     records = [json.loads(line) for path in sorted(folder.glob("*_gpu.jsonl")) for line in path.open()]
     if unknown := {record["check"] for record in records} - CHECKS.keys():
-        raise SystemExit(f"records of unknown checks {sorted(unknown)}: say in docs/support_page.py what they are")
+        raise SystemExit(f"records of unknown checks {sorted(unknown)}: say in support_page.py what they are")
     lines = [HEAD]
     lines += [f"- **{check}** ({_days(records, check)}): {meaning}." for check, meaning in CHECKS.items()] + [""]
     lines += [f"| family | {' | '.join(CHECKS)} |", f"|---|{'---|' * len(CHECKS)}"]

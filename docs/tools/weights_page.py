@@ -1,4 +1,4 @@
-"""The text of docs/families.md: the weights of each family, told by blocks that families share."""
+"""The text of families.md: the weights of each family, told by blocks that families share."""
 
 import importlib
 import pkgutil
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 HEAD = """# Families and their weights
 
-Made from the registry by `docs/make_families.py`; CI checks that it is up to date. [refused.md](refused.md) lists the
-values that a config may not have. Each family is listed with its blocks, which are described below, and with its
-own weights. [design.md](design.md) explains layouts; `>>` composes them. `*` is the number of a layer or an expert,
-`[*]` that of an expert inside one tensor for all. A config may switch off norms and biases.
+Made from the registry by `docs/tools/make_families.py`; CI checks that it is up to date. [refused.md](refused.md) lists
+the values that a config may not have. Each family is listed with its blocks, which are described below, and with its
+own weights. [design.md](../internals/design.md) explains layouts; `>>` composes them. `*` is the number of a layer or
+an expert, `[*]` that of an expert inside one tensor for all. A config may switch off norms and biases.
 
 Two things are not repeated: the blocks of all families ({everywhere}), and the output layer. The latter is
 `lm_head.weight` (VOCAB), or the embedding if both are tied. Layers for multi-token prediction (MTP) are
