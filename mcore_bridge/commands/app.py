@@ -9,7 +9,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,6 +19,7 @@ from rich.table import Table
 from mcore_bridge import __version__
 from mcore_bridge.commands.options import Cp, Debug, Ep, Etp, Folder, Layout, Mtp, Pp, Sp, Strict, Tp, Vp
 from mcore_bridge.commands.plan.cost import BANDWIDTH
+from mcore_bridge.commands.plan.training_memory import Batch
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import BridgeError, ConfigError, describe
 from mcore_bridge.weights.gc_paused import uncollected
@@ -37,6 +38,7 @@ app = typer.Typer(
 _DTYPES = ("float32", "bfloat16", "float16")
 _BACKENDS = ("te", "torch")
 _CONVERTED = ("torch_dist", "torch", "hf")
+_OF_ONE_MESH = {"vp", "layout", "sp", "mtp", "world", "engine_tp", "engine_pp", "engine_ep"}
 
 
 def _version(wanted: bool) -> None:
@@ -159,6 +161,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 @app.command("plan")
 def plan_command(
+    context: typer.Context,
     folder: Annotated[Path, typer.Argument(help="Folder with a config.json; weights are not read.")],
     tp: Tp = 1,
     pp: Pp = 1,
@@ -189,6 +192,16 @@ def plan_command(
     engine_ep: Annotated[
         int | None, typer.Option(min=1, help="Expert parallel size of such engines, a divisor of --engine-tp.")
     ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, help="Suggest meshes for so many GPUs instead. Sizes that are given are not searched."),
+    ] = None,
+    gpu_memory: Annotated[float, typer.Option(min=1, help="With --gpus: GB that a rank may need.")] = 72.0,
+    sequence: Annotated[int, typer.Option(min=1, help="With --gpus: tokens of a sequence in training.")] = 4096,
+    micro_batch: Annotated[int, typer.Option(min=1, help="With --gpus: sequences of a microbatch.")] = 1,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="With --gpus: keep only the inputs of layers for the backward pass.")
+    ] = False,
     picture: Annotated[Path | None, typer.Option(help="Also draw the plan to this file, as SVG.")] = None,
     strict_config: Strict = False,
     debug: Debug = False,
@@ -196,8 +209,12 @@ def plan_command(
     """Show what every rank of a mesh would hold, and the traffic of an export, without starting a process.
 
     The numbers are those of the GPTModel that megatron-core builds for each kind of layer, on the meta device.
+    With --gpus the command suggests meshes: those that fit into memory in training, best first.
     """
     with _refusals(debug), uncollected(), _uncompiled():
+        if gpus is not None:
+            _suggest(context, folder, gpus, Batch(sequence, micro_batch, recompute), picture)
+            return
         from mcore_bridge.commands.plan.picture import write_svg
         from mcore_bridge.commands.plan.tables import plan, render
         from mcore_bridge.weights.plan.target import engine_ranks
@@ -212,6 +229,37 @@ def plan_command(
         Console(highlight=False).print(render(mesh_plan, engine, bandwidth=bandwidth))
         if picture is not None:
             write_svg(mesh_plan, picture)
+
+
+def _suggest(context: typer.Context, folder: Path, gpus: int, batch: Batch, picture: Path | None) -> None:
+    from mcore_bridge.commands.plan import suggest_report
+    from mcore_bridge.commands.plan.suggest import AXES, suggest
+
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+    if others := sorted(given & _OF_ONE_MESH):
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in others)
+        raise ConfigError(f"--gpus searches meshes, so it cannot be used with {named}: leave one of them out")
+    options: dict[str, Any] = context.params
+    gpu_bytes = options["gpu_memory"] * 1e9
+    console, notices = Console(highlight=False), Console(stderr=True, highlight=False)
+    with notices.status("checking meshes") as status:
+        search = suggest(
+            folder,
+            gpus,
+            gpu_bytes=gpu_bytes,
+            given={axis: options[axis] for axis in AXES if axis in given},
+            batch=batch,
+            dtype=_dtype(options["dtype"]),
+            bandwidth=options["bandwidth"],
+            strict_config=options["strict_config"],
+            on_plan=lambda number, dims: status.update(f"planning suggestion {number + 1}: {dims}"),
+        )
+    console.print(suggest_report.render(search, num_gpus=gpus, gpu_bytes=gpu_bytes, batch=batch))
+    if picture is not None:
+        suggest_report.draw(search, picture, num_gpus=gpus, gpu_bytes=gpu_bytes)
+    if not search.suggestions:
+        raise typer.Exit(1)
 
 
 @app.command("convert")

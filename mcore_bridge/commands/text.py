@@ -14,8 +14,8 @@ def count(value: float) -> str:
 
 
 def plural(number: int, noun: str) -> str:
-    """``1 rank``, ``4 ranks``."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+    """``1 rank``, ``4 ranks``, ``2 meshes``."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith("sh") else "s")
 
 
 def _scaled(value: float, units: tuple[str, ...]) -> str:

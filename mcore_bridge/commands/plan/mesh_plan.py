@@ -47,6 +47,11 @@ class HeldTensors:
         """Bytes that a rank holds."""
         return sum(held.num_bytes for held in self.held)
 
+    @property
+    def experts(self) -> HeldTensors:
+        """Those of routed experts."""
+        return HeldTensors(tuple(held for held in self.held if expert_of(held.name) is not None))
+
 
 @dataclass(frozen=True, slots=True)
 class Cell(HeldTensors):
@@ -68,11 +73,6 @@ class Chunk(HeldTensors):
         for held in self.held:
             cells.setdefault(_cell_name(held), []).append(held)
         return tuple(Cell(tuple(cells[name]), name) for name in sorted(cells, key=lambda name: name == "output"))
-
-    @property
-    def num_expert_bytes(self) -> int:
-        """Bytes of routed experts that a rank holds."""
-        return sum(held.num_bytes for held in self.held if expert_of(held.name) is not None)
 
     @property
     def num_mtp_layers(self) -> int:

@@ -12,8 +12,7 @@ from pathlib import Path
 from mcore_bridge.commands import text
 from mcore_bridge.commands.plan.mesh_plan import Cell, Chunk, MeshPlan
 from mcore_bridge.commands.plan.tables import title
-from mcore_bridge.commands.svg import Picture
-from mcore_bridge.errors import CheckpointError
+from mcore_bridge.commands.svg import Picture, write
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84, 130, 72, 56  # margins
 _WIDTH = 960  # of the widest row
@@ -29,17 +28,11 @@ def write_svg(plan: MeshPlan, path: Path) -> None:
     Raises:
         CheckpointError: it cannot be written there.
     """
-    try:
-        path.write_text(draw_svg(plan), encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(
-            f"--picture must be a file that can be written, found {path}: {error.strerror}. Make its folder, or choose "
-            "another one that you may write to"
-        ) from error
+    write(draw_svg(plan), path)
 
 
-def draw_svg(plan: MeshPlan) -> str:
-    """The picture as the text of an SVG file."""
+def draw_svg(plan: MeshPlan) -> Picture:
+    """The picture, not yet written."""
     totals = [sum(chunk.num_bytes for chunk in chunks) for chunks in plan.ranks]
     scale = _WIDTH / max(totals)
     height = _TOP + len(totals) * (_ROW + _GAP) + _BOTTOM
@@ -51,7 +44,7 @@ def draw_svg(plan: MeshPlan) -> str:
     for pp_rank, chunks in enumerate(plan.ranks):
         _draw_row(picture, plan, pp_rank, chunks, scale)
     picture.text(_LEFT, bottom + 36, "bytes of parameters on one rank", fill="#777")
-    return str(picture)
+    return picture
 
 
 def _short(line: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Group
@@ -18,6 +19,9 @@ from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.unread import notes_on
 from mcore_bridge.weights.dtypes import dtype_name
 from mcore_bridge.weights.plan.target import EngineRank
+
+if TYPE_CHECKING:
+    from mcore_bridge.factory.blueprint import Blueprint
 
 
 def plan(
@@ -42,16 +46,29 @@ def plan(
     Raises:
         BridgeError: the config, the mesh or the world size do not fit each other.
     """
+    blueprint = blueprint_of(folder, dims, dtype=dtype, num_mtp_layers=num_mtp_layers, strict_config=strict_config)
+    return plan_mesh(blueprint, world_size=world_size or dims.smallest_world)
+
+
+def blueprint_of(
+    folder: Path,
+    dims: ParallelDims,
+    *,
+    dtype: torch.dtype | None,
+    num_mtp_layers: int = 0,
+    strict_config: bool = False,
+) -> Blueprint:
+    """The blueprint of a model on the meta device. Arguments and errors: see ``plan``."""
     from mcore_bridge.architecture import read_hf
     from mcore_bridge.factory.blueprint import make_blueprint
 
-    published = getattr(read_hf(folder), "dtype", None)
+    hf = read_hf(folder)
+    published = getattr(hf, "dtype", None)
     dtype = dtype or (published if isinstance(published, torch.dtype) else torch.bfloat16)
     overrides = {"mtp_num_layers": num_mtp_layers or None}
-    blueprint = make_blueprint(
+    return make_blueprint(
         folder, dims=dims, dtype=dtype, device="meta", overrides=overrides, strict_config=strict_config
     )
-    return plan_mesh(blueprint, world_size=world_size or dims.smallest_world)
 
 
 def render(mesh_plan: MeshPlan, engine: Sequence[EngineRank] = (), *, bandwidth: float = BANDWIDTH) -> Group:
@@ -103,7 +120,7 @@ def _row(chunk: Chunk, chunks: tuple[Chunk, ...]) -> dict[str, str]:
         "layers": layers_of(chunk),
         "parameters": text.count(chunk.num_parameters),
         "bytes": _by_dtype(chunk),
-        "experts": f"{chunk.num_expert_bytes / max(chunk.num_bytes, 1):.0%}",
+        "experts": f"{chunk.experts.num_bytes / max(chunk.num_bytes, 1):.0%}",
         "rank": text.num_bytes(sum(other.num_bytes for other in chunks)) if first else "",
     }
 

@@ -1,0 +1,79 @@
+"""Estimates what one token leaves in memory for the backward pass, from a ``TransformerConfig``.
+
+The numbers are elements of the parameters' dtype. Kernels of flash attention are assumed: they keep no scores. Dropout
+is assumed to be off, as RL trainers have it. ``tests/commands/test_activations.py`` compares these numbers with the
+tensors that autograd keeps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mcore_bridge.config.tables.derived import layers_but_full
+from mcore_bridge.config.tables.moe import layers_of
+
+_ROUTER = 4  # elements per expert: logits and probabilities in fp32
+_LOGITS = 5  # elements per entry of the vocabulary: logits, then their softmax and its gradient in fp32
+
+
+def kept_by_layers(config: Any) -> list[int]:
+    """Elements that each decoder layer keeps for one token, over all ranks of its tensor parallel group.
+
+    Args:
+        config: a ``TransformerConfig``.
+    """
+    sparse = layers_of(vars(config)) if config.num_moe_experts else [0] * config.num_layers
+    linear = layers_but_full(vars(config), "linear_attention_freq", unset=0)
+    attentions = [_linear_attention(config) if is_linear else _attention(config) for is_linear in linear]
+    mlps = [_experts(config) if is_sparse else _mlp(config) for is_sparse in sparse]
+    return [attention + mlp for attention, mlp in zip(attentions, mlps, strict=True)]
+
+
+def kept_by_recomputation(config: Any) -> int:
+    """Elements that a layer keeps for one token if all else is computed again: its input."""
+    return int(config.hidden_size)
+
+
+def kept_by_output(config: Any, vocabulary: int) -> int:
+    """Elements that the final norm, the output layer and the loss keep for one token."""
+    return 2 * config.hidden_size + _LOGITS * vocabulary
+
+
+def _attention(config: Any) -> int:
+    """The input, the norm, the fused projection, rotated queries and keys, and the output."""
+    if config.multi_latent_attention:
+        return _latent_attention(config)
+    queries = config.kv_channels * config.num_attention_heads
+    keys = config.kv_channels * config.num_query_groups
+    gate = queries * bool(getattr(config, "attention_output_gate", False))
+    return int(2 * config.hidden_size + (queries + 2 * keys) + (queries + keys) + queries + 2 * gate)
+
+
+def _latent_attention(config: Any) -> int:
+    heads, query = config.num_attention_heads, config.qk_head_dim + config.qk_pos_emb_head_dim
+    latents = 2 * (config.q_lora_rank or 0) + 2 * config.kv_lora_rank + config.qk_pos_emb_head_dim
+    keys = heads * (config.qk_head_dim + config.v_head_dim)
+    return int(2 * config.hidden_size + latents + keys + heads * (2 * query + config.v_head_dim))
+
+
+def _linear_attention(config: Any) -> int:
+    """The gated delta rule: what enters and leaves the convolution, the gate, and the output before and after it."""
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    qkv = 2 * config.linear_num_key_heads * config.linear_key_head_dim + values
+    return int(2 * config.hidden_size + 2 * qkv + 3 * values)
+
+
+def _mlp(config: Any) -> int:
+    return int(2 * config.hidden_size + _activated(config, config.ffn_hidden_size))
+
+
+def _experts(config: Any) -> int:
+    """Tokens are assumed to be spread evenly over all experts."""
+    routed = config.moe_router_topk * (config.hidden_size + _activated(config, config.moe_ffn_hidden_size))
+    shared = _activated(config, config.moe_shared_expert_intermediate_size or 0)
+    return int(2 * config.hidden_size + routed + shared + _ROUTER * config.num_moe_experts)
+
+
+def _activated(config: Any, size: int) -> int:
+    """What enters the activation function, once more for the gate, and what leaves it."""
+    return size * (2 + config.gated_linear_unit)

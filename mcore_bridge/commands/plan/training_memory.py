@@ -1,0 +1,158 @@
+"""Estimates the memory of a rank in training: with gradients, the optimizer and activations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from mcore_bridge.commands.plan.activations import kept_by_layers, kept_by_output, kept_by_recomputation
+
+if TYPE_CHECKING:
+    from mcore_bridge.commands.plan.mesh_plan import MeshPlan
+    from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+    from mcore_bridge.config.mesh.pipeline import Stage
+    from mcore_bridge.factory.blueprint import Blueprint
+    from mcore_bridge.factory.param_count import ParamCounts
+
+GRADIENT = 4
+"""Bytes of a gradient: trainers sum gradients in fp32 (``grad_reduce_in_fp32``)."""
+OPTIMIZER = 12
+"""Bytes of Adam's state for a parameter in half precision: a copy in fp32 and two moments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one step computes at a time.
+
+    Attributes:
+        sequence: tokens of a sequence.
+        micro_batch: sequences of a microbatch.
+        recompute: keep only the input of each layer, and compute all else again in the backward pass.
+    """
+
+    sequence: int = 4096
+    micro_batch: int = 1
+    recompute: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RankSize:
+    """What a rank holds of the model: numbers of parameters, and bytes with buffers."""
+
+    num_parameters: int
+    num_expert_parameters: int
+    num_bytes: int
+
+
+def rank_sizes(mesh_plan: MeshPlan) -> list[RankSize]:
+    """By pipeline rank, from the models that megatron-core builds."""
+    return [
+        RankSize(
+            sum(chunk.num_parameters for chunk in chunks),
+            sum(chunk.experts.num_parameters for chunk in chunks),
+            sum(chunk.num_bytes for chunk in chunks),
+        )
+        for chunks in mesh_plan.ranks
+    ]
+
+
+def counted_sizes(blueprint: Blueprint, counts: ParamCounts) -> list[RankSize]:
+    """By pipeline rank, from counted parameters: all but experts are taken to be cut by tensor parallelism.
+
+    Args:
+        blueprint: of the model on its mesh.
+        counts: of the whole model.
+    """
+    dims = blueprint.dims
+    sizes = []
+    for pp_rank in range(dims.pp):
+        stages = [stage for stage in blueprint.stages if stage.pp_rank == pp_rank]
+        layers = [layer for stage in stages for layer in stage.layers]
+        experts = sum(counts.experts[layer] for layer in layers)
+        dense = sum(counts.layers[layer] for layer in layers) - experts
+        has_loss = any(stage.loss for stage in stages)
+        is_tied = counts.lm_head == 0 and not any(stage.embedding for stage in stages)
+        dense += counts.embedding * any(stage.embedding for stage in stages)
+        dense += has_loss * (counts.lm_head + counts.rest + counts.embedding * is_tied)
+        numel = dense // dims.tp + experts // (dims.ep * dims.etp)
+        sizes.append(RankSize(numel, experts // (dims.ep * dims.etp), numel * blueprint.dtype.itemsize))
+    return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingMemory:
+    """Bytes on one rank at the end of a forward pass. What kernels and the allocator need besides is not counted."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def training_memory(
+    blueprint: Blueprint, ranks: Sequence[RankSize], *, world_size: int, batch: Batch
+) -> TrainingMemory:
+    """The memory of the pipeline rank that needs most.
+
+    Megatron-core's distributed optimizer and its 1F1B schedule are assumed, with at least as many microbatches as
+    pipeline ranks.
+
+    Args:
+        blueprint: of the model on its mesh.
+        ranks: what a rank of each pipeline stage holds.
+        world_size: of the whole job.
+        batch: what one step computes at a time.
+    """
+    memories = [_of_rank(blueprint, pp_rank, held, world_size, batch) for pp_rank, held in enumerate(ranks)]
+    return max(memories, key=lambda memory: memory.total)
+
+
+def _of_rank(blueprint: Blueprint, pp_rank: int, held: RankSize, world_size: int, batch: Batch) -> TrainingMemory:
+    dims, experts = blueprint.dims, held.num_expert_parameters
+    dense = held.num_parameters - experts
+    state = OPTIMIZER if blueprint.dtype.itemsize < 4 else OPTIMIZER - 4  # parameters in fp32 need no copy
+    stages = [stage for stage in blueprint.stages if stage.pp_rank == pp_rank]
+    return TrainingMemory(
+        parameters=held.num_bytes,
+        gradients=GRADIENT * held.num_parameters,
+        optimizer=state * dense // (dims.dp(world_size) * dims.cp) + state * experts // dims.edp(world_size),
+        activations=_activations(blueprint, stages, batch),
+        logits=_logits(blueprint, batch) if any(stage.loss for stage in stages) else 0,
+    )
+
+
+def _activations(blueprint: Blueprint, stages: Sequence[Stage], batch: Batch) -> int:
+    dims, config = blueprint.dims, blueprint.config
+    whole = kept_by_layers(config)
+    layers = [layer for stage in stages for layer in stage.layers]
+    if batch.recompute:
+        again = max((whole[layer] for layer in layers), default=0)  # of the layer that is computed again
+        kept = again + kept_by_recomputation(config) * len(layers) * _in_flight(dims, stages[0].pp_rank)
+    else:
+        kept = sum(whole[layer] for layer in layers) * _in_flight(dims, stages[0].pp_rank)
+    return int(kept * _tokens(dims, batch) * blueprint.dtype.itemsize / (dims.tp if dims.sp else 1))
+
+
+def _logits(blueprint: Blueprint, batch: Batch) -> int:
+    vocabulary = blueprint.hf.vocab_size // blueprint.dims.tp
+    kept = kept_by_output(blueprint.config, vocabulary)
+    return int(kept * _tokens(blueprint.dims, batch) * blueprint.dtype.itemsize)
+
+
+def _tokens(dims: ParallelDims, batch: Batch) -> int:
+    """Tokens of a microbatch on one context-parallel rank."""
+    return -(-batch.sequence * batch.micro_batch // dims.cp)
+
+
+def _in_flight(dims: ParallelDims, pp_rank: int) -> float:
+    """Microbatches whose forward pass of a whole rank waits for its backward pass, in the schedule's steady state."""
+    if dims.vp == 1:
+        return dims.pp - pp_rank
+    return ((dims.pp - pp_rank - 1) * 2 + (dims.vp - 1) * dims.pp + 1) / dims.vp

@@ -1,0 +1,126 @@
+"""``plan --gpus``: meshes that fit, their memory, and what autograd keeps of a layer."""
+
+import copy
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mcore_bridge as mb
+from mcore_bridge.commands.plan.activations import kept_by_layers
+from mcore_bridge.commands.plan.suggest import Suggestion, suggest
+from mcore_bridge.commands.plan.training_memory import Batch
+from mcore_bridge.launch.fake_rank import rank_of
+from tests import zoo
+from tests.support.bounds import ONE
+from tests.support.command import refused, run
+
+BATCH = Batch(sequence=128, micro_batch=2)
+
+
+def found(folder: Path, num_gpus: int, gpu_bytes: float, **given: int) -> Any:
+    return suggest(folder, num_gpus, gpu_bytes=gpu_bytes, given=given, batch=BATCH, count=100)
+
+
+def test_suggestions_build_fit_and_come_in_order(tmp_path: Path) -> None:
+    """Every mesh of the search is suggested, refused with a reason, or too large. megatron-core builds them."""
+    zoo.cases()["qwen3_moe"].hf.save_pretrained(tmp_path)
+    search = found(tmp_path, 4, 1e9)
+    assert search.suggestions
+    assert not search.too_large
+    assert {"TP1", "TP2 SP", "PP2", "TP2 EP2 ETP2 SP"} <= {str(suggestion.dims) for suggestion in search.suggestions}
+    assert all(
+        "num_attention_heads" in why or "num_key_value_heads" in why or "layers" in why for why in search.refused
+    )
+    sizes = [suggestion.dims.model_size for suggestion in search.suggestions]
+    assert sizes == sorted(sizes)
+    for suggestion in search.suggestions:
+        assert_a_rank_holds_it(suggestion, tmp_path)
+    limit = sorted(suggestion.memory.total for suggestion in search.suggestions)[len(sizes) // 2]
+    fewer = found(tmp_path, 4, limit)
+    assert all(suggestion.memory.total <= limit for suggestion in fewer.suggestions)
+    assert len(fewer.suggestions) + len(fewer.too_large) == len(sizes)
+    assert {suggestion.dims.ep for suggestion in found(tmp_path, 4, 1e9, ep=2).suggestions} == {2}
+
+
+def assert_a_rank_holds_it(suggestion: Suggestion, folder: Path) -> None:
+    """Parameters, gradients and Adam's state of the rank that holds most, summed over the model that is built."""
+    dims, totals = suggestion.dims, []
+    for pp_rank in range(dims.pp):
+        with rank_of(dims, pp_rank * (4 // dims.pp), 4):
+            (model,) = mb.build_model(folder, dims=dims, dtype=torch.bfloat16, device="meta", load_weights=False)
+        routed = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+        dense = sum(p.numel() for p in model.parameters()) - routed
+        held = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+        optimizer = 12 * dense // (dims.dp(4) * dims.cp) + 12 * routed // dims.edp(4)
+        totals.append((held, 4 * (dense + routed), optimizer))
+    memory = suggestion.memory
+    assert (memory.parameters, memory.gradients, memory.optimizer) in totals
+
+
+def test_memory_grows_as_it_must(tmp_path: Path) -> None:
+    """Activations with tokens, less with recomputation and with tensor parallelism; all microbatches of 1F1B."""
+    zoo.cases()["llama"].hf.save_pretrained(tmp_path)
+
+    def memory(batch: Batch, **given: int) -> Any:
+        sizes = {"tp": 1, "pp": 1, "cp": 1, **given}
+        return suggest(tmp_path, 4, gpu_bytes=1e9, given=sizes, batch=batch).suggestions[0].memory
+
+    one, four = memory(BATCH), memory(Batch(sequence=512, micro_batch=2))
+    assert (four.activations, four.logits) == (4 * one.activations, 4 * one.logits)
+    assert memory(Batch(128, 2, recompute=True)).activations < one.activations
+    assert memory(BATCH, tp=2).activations == one.activations // 2
+    assert memory(BATCH, cp=2).activations == one.activations // 2
+    assert memory(BATCH, pp=2).activations == one.activations  # half of the layers, for two microbatches
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next"])
+def test_autograd_keeps_about_as_much(name: str) -> None:
+    """Modules of torch keep more than fused kernels, such as each factor of a norm: from 1.2 to 1.9 times as much."""
+    kept: dict[int, float] = {}
+    for num_layers in (4, 8):
+        hf = copy.deepcopy(zoo.cases()[name].hf)
+        hf.num_hidden_layers = num_layers
+        if getattr(hf, "layer_types", None):
+            hf.layer_types = (hf.layer_types * 8)[:num_layers]
+        kept[num_layers], config = kept_elements(hf)
+    estimate = sum(kept_by_layers(config)[4:])
+    assert 1.2 < (kept[8] - kept[4]) / estimate < 1.9
+
+
+def kept_elements(hf: Any, length: int = 48) -> tuple[float, Any]:
+    """Elements for a token in storages that autograd keeps of one forward pass, without parameters and scores."""
+    with rank_of(ONE, 0, 1):
+        (model,) = mb.build_model(hf, dims=ONE, dtype=torch.float32, device="cpu", load_weights=False)
+        parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            is_counted = tensor.is_floating_point() and tuple(tensor.shape[-2:]) != (length, length)
+            if is_counted and storage.data_ptr() not in parameters:
+                storages[storage.data_ptr()] = storage
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model(torch.arange(length)[None], torch.arange(length)[None], None).sum()
+        return sum(storage.nbytes() for storage in storages.values()) / 4 / length, model.config
+
+
+def test_the_command_prints_draws_and_refuses(tmp_path: Path) -> None:
+    zoo.cases()["qwen3"].hf.save_pretrained(tmp_path)
+    picture = tmp_path / "meshes.svg"
+    result = run("plan", tmp_path, "--gpus", 4, "--sequence", 64, "--picture", picture)
+    assert result.exit_code == 0, result.output
+    assert "5 meshes for 4 GPUs of 72 GB" in result.output
+    bars = [title.text or "" for title in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}title")]
+    assert sum(bar.startswith("optimizer: ") for bar in bars) == 5
+    assert "cannot be used with --layout, --vp" in refused(
+        run("plan", tmp_path, "--gpus", 4, "--vp", 2, "--layout", "balanced")
+    )
+    assert "tp=3 must divide 4 GPUs" in refused(run("plan", tmp_path, "--gpus", 4, "--tp", 3))
+    nothing = run("plan", tmp_path, "--gpus", 2, "--gpu-memory", 1, "--sequence", 100_000_000)
+    assert nothing.exit_code == 1
+    assert "no mesh fits 2 GPUs of 1 GB" in nothing.output
