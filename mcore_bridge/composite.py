@@ -86,7 +86,8 @@ def text_of(hf: "PretrainedConfig", composite: Composite) -> "PretrainedConfig":
     text = copy.deepcopy(inner)
     if composite.text is not None:
         text.model_type = composite.text
-    text.tie_word_embeddings = _ties(hf, inner)
+    # transformers 5 reads this field of the composite, and 4.57 that of its text config
+    text.tie_word_embeddings = bool((hf if speaks_rope_parameters() else inner).tie_word_embeddings)
     text.architectures = hf.architectures
     for name in (*_DTYPES, "quantization_config"):
         if getattr(hf, name, None) is not None:
@@ -111,11 +112,6 @@ def own_fields(hf: "PretrainedConfig", composite: Composite) -> Hf:
 
 _DTYPES = ("dtype", "torch_dtype")
 _DECIDED_BY_WHOLE = frozenset({"model_type", "architectures"})
-
-
-def _ties(hf: "PretrainedConfig", text: "PretrainedConfig") -> bool:
-    """Whether the head is the embedding. transformers 5 reads it from the composite, 4.57 from its text config."""
-    return bool((hf if speaks_rope_parameters() else text).tie_word_embeddings)
 
 
 def spelling_in(names: Iterable[str], composite: Composite, embedding: str) -> Prefixes:

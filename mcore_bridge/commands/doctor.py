@@ -41,11 +41,8 @@ class Line:
 
 def examine() -> list[Line]:
     """The lines of the report about this environment."""
-    return [_python(), *map(_required, _REQUIRED), *_optional(), _triton(), *_gpus(), *_clash(), _self()]
-
-
-def _python() -> Line:
-    return _judged("python", platform.python_version())
+    python = _judged("python", platform.python_version())
+    return [python, *map(_required, _REQUIRED), *_optional(), _triton(), *_gpus(), *_clash(), _self()]
 
 
 def _required(name: str) -> Line:

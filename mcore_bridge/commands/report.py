@@ -67,7 +67,8 @@ def render(verdict: Verdict) -> Table:
         drawn = text.plural(len(verdict.initialised), "tensor")
         table.add_row("drawn", f"{drawn} that the files lack, of MTP layers: {_names(verdict.initialised)}")
     table.add_row("mesh", _mesh(verdict))
-    table.add_row("built", f"{verdict.blueprint}; at most {_largest(verdict)} of parameters on a rank")
+    largest = max(finding.held for finding in verdict.findings)
+    table.add_row("built", f"{verdict.blueprint}; at most {text.num_bytes(largest)} of parameters on a rank")
     table.add_row("seconds", _seconds(verdict))
     table.add_row("exact", _exact(len(verdict.expected), verdict.different, f"on all {len(verdict.findings)} ranks"))
     if verdict.widened:
@@ -107,10 +108,6 @@ def _kind(verdict: Verdict) -> str:
 def _mesh(verdict: Verdict) -> str:
     config = verdict.blueprint.config
     return verdict.task.dims.describe(world_size=len(verdict.findings), num_layers=config.num_layers)
-
-
-def _largest(verdict: Verdict) -> str:
-    return text.num_bytes(max(finding.held for finding in verdict.findings))
 
 
 def _seconds(verdict: Verdict) -> str:

@@ -142,7 +142,7 @@ def _is_in_family(path: Path, name: str) -> bool:
     return any(
         _is_quoted(node, name)
         or _is_attribute(node, name, lambda owner: not _is_self(owner))
-        or (_is_config_class(node) and _is_read_by(node, name))
+        or (isinstance(node, ast.ClassDef) and "Config" in node.name and _is_read_by(node, name))
         for node in _nodes(path)
     )
 
@@ -218,10 +218,6 @@ def _is_asked_for(node: ast.AST, name: str) -> bool:
         ):
             return value == name and _is_model_config(owner)
     return False
-
-
-def _is_config_class(node: ast.AST) -> bool:
-    return isinstance(node, ast.ClassDef) and "Config" in node.name
 
 
 def _is_read_by(config_class: ast.AST, name: str) -> bool:

@@ -41,12 +41,6 @@ def parts_of(entry: ParamEntry) -> tuple[HFSlice, ...]:
     )
 
 
-def names_of(entry: ParamEntry) -> Iterator[str]:
-    """Yield the names of the HF tensors of a parameter, with further names of the first one."""
-    yield from (part.name for part in parts_of(entry))
-    yield from entry.copies
-
-
 def specs_of(entries: Iterable[ParamEntry]) -> Iterator[TensorSpec]:
     """Yield a spec for each HF tensor of a model, in the dtypes of its parameters."""
     seen: set[str] = set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from typing import TYPE_CHECKING, Any
 
 from mcore_bridge.errors import ConfigError
@@ -59,6 +58,7 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
     from mcore_bridge.factory.modules.parallel import adapt_parallel
     from mcore_bridge.factory.modules.residuals import adapt_residuals
     from mcore_bridge.factory.modules.scores import adapt_scores
+    from mcore_bridge.factory.modules.torch_modules import always_biased
 
     if backend == "torch":
         _use_torch_modules(layer, config)
@@ -66,7 +66,8 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
     adapt_latent(layer, config, backend)
     adapt_sparse(layer, config, backend)
     if getattr(config, "attention_output_bias", False):
-        layer.self_attention.submodules.linear_proj = _biased_row_linear(backend)
+        attention = layer.self_attention.submodules
+        attention.linear_proj = always_biased(attention.linear_proj)
     adapt_scores(layer, config, backend)  # the core attention before the modules that wrap it
     if backend == "te":
         adapt_kernel(layer, config, number)
@@ -89,20 +90,3 @@ def _use_torch_modules(layer: Any, config: TransformerConfig) -> None:
     attention.core_attention = CoreAttention
     if config.qk_layernorm:  # mcore 0.19 refuses a norm here otherwise
         attention.q_layernorm = attention.k_layernorm = Norm
-
-
-@functools.cache
-def _biased_row_linear(backend: Backend) -> type:
-    if backend == "torch":
-        from mcore_bridge.factory.modules.torch_modules import BiasedRowParallelLinear
-
-        return BiasedRowParallelLinear
-    from megatron.core.extensions.transformer_engine import TERowParallelLinear
-
-    class BiasedTERowParallelLinear(TERowParallelLinear):
-        """TransformerEngine's projection, always with a bias. The config may have none for other linear layers."""
-
-        def __init__(self, input_size: int, output_size: int, *, bias: bool, **arguments: Any) -> None:
-            super().__init__(input_size, output_size, bias=True, **arguments)
-
-    return BiasedTERowParallelLinear

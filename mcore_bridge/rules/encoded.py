@@ -77,15 +77,15 @@ class Encoded:
     def __getitem__(self, index: int | slice) -> EncodedSlice:
         return self.cut(lambda whole: whole[index])
 
-    def in_order(self, num_elements: int) -> Iterator[EncodedSlice]:
-        """Yields slices of at most ``num_elements`` (or one row), in the order of the elements of the plain tensor."""
-        yield from self._in_order((), num_elements)
+    def in_order(self, num_elements: int, prefix: tuple[int, ...] = ()) -> Iterator[EncodedSlice]:
+        """Yields slices of at most ``num_elements`` (or one row), in the order of the elements of the plain tensor.
 
-    def _in_order(self, prefix: tuple[int, ...], num_elements: int) -> Iterator[EncodedSlice]:
+        With ``prefix``, only those within this index of the first dims.
+        """
         size, inner = self.shape[len(prefix)], math.prod(self.shape[len(prefix) + 1 :])
         if inner > num_elements and len(prefix) + 2 < len(self.shape):
             for index in range(size):
-                yield from self._in_order((*prefix, index), num_elements)
+                yield from self.in_order(num_elements, (*prefix, index))
             return
         step = max(1, num_elements // inner)
         for start in range(0, size, step):

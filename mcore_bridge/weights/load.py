@@ -239,9 +239,9 @@ class _Load:
         self.initialised = [name for name in absent if self._is_initialised(name, present)]
         missing = [name for name in absent if name not in self.initialised]
         others = self._not_elsewhere(name for name in names if name not in self.uses)
-        unused = {name: self._is_unused(name) for name in others}
-        self.ignored = [name for name in others if unused[name]]
-        unexpected = [name for name in others if not unused[name]]
+        mapping, mtp = self.bound.mapping, self.bound.axes["mtp"]
+        self.ignored = [name for name in others if mapping.is_unused(name, num_mtp_layers=mtp)]
+        unexpected = [name for name in others if not mapping.is_unused(name, num_mtp_layers=mtp)]
         self.missing, self.unexpected = tuple(missing), tuple(unexpected)
         if strict and (missing or unexpected):
             raise CheckpointError(
@@ -260,9 +260,6 @@ class _Load:
 
     def _is_elsewhere(self, name: str) -> bool:
         return any(map(self.bound.is_elsewhere, self.bound.mapping.consumers(name)))
-
-    def _is_unused(self, name: str) -> bool:
-        return self.bound.mapping.is_unused(name, num_mtp_layers=self.bound.axes["mtp"])
 
     def _is_initialised(self, name: str, present: set[int | None]) -> bool:
         """Whether a source may lack a tensor: one of a new head, or of an MTP layer that it lacks as a whole."""

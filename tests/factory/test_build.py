@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from mcore_bridge import ParallelDims, build_model, to_gpt_arguments, to_layer_spec, to_transformer_config
 from mcore_bridge.errors import ConfigError, MeshError
-from mcore_bridge.factory.modules.torch_modules import BiasedRowParallelLinear, CoreAttention, Norm
+from mcore_bridge.factory.modules.torch_modules import AlwaysBiased, CoreAttention, Norm
 from mcore_bridge.factory.param_count import count_params, resolve_layout
 from mcore_bridge.weights.model_tensors import held_tensors
 from tests.support import pool, stepping, tiny
@@ -296,7 +296,7 @@ def test_layer_specs_are_values_of_their_own(model_type):
     attention = layer.self_attention.submodules
     assert (one.layer_norm, layer.input_layernorm, layer.pre_mlp_layernorm) == (Norm, Norm, Norm)
     assert attention.core_attention is CoreAttention
-    assert (attention.linear_proj is BiasedRowParallelLinear) == (model_type == "llama")
+    assert issubclass(attention.linear_proj, AlwaysBiased) == (model_type == "llama")
     assert (attention.q_layernorm is Norm) == (model_type == "qwen3")
     layer.input_layernorm = None
     assert another.layer_specs[0].submodules.input_layernorm is Norm

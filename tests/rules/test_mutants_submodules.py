@@ -68,7 +68,7 @@ def around_nothing(self: Any, hidden: Any) -> Any:
 
 
 def unnormed(self: Any, *inputs: Any, **options: Any) -> Any:
-    return super(norms.NormedExperts, self).forward(*inputs, **options)
+    return super(norms.PostNorm, self).forward(*inputs, **options)
 
 
 MUTANTS: dict[str, tuple[str, Any, str, Any]] = {
@@ -80,7 +80,7 @@ MUTANTS: dict[str, tuple[str, Any, str, Any]] = {
     "second norm forgotten": ("cohere2", parallel.Memory, "recalled", given_on),
     "second norm of the sum": ("gpt_neox", parallel.Memory, "recalling", of_what_it_is_given),
     "mean not subtracted": ("cohere", torch_modules.Norm, "forward", around_nothing),
-    "no norm behind the experts": ("axk1", norms.NormedExperts, "forward", unnormed),
+    "no norm behind the experts": ("axk1", norms.PostNorm, "forward", unnormed),
     "bias of the head not added": ("phi", chunk, "hide_padding", without_bias),
 }
 

@@ -138,9 +138,8 @@ def _window_if_used(hf: Hf) -> dict[str, object]:
     return _window(hf if hf.get("use_sliding_window") else {**hf, "sliding_window": None})
 
 
-def _window_if_used_back(mcore: Mcore) -> dict[str, object]:
-    fields = _window_back(mcore)
-    return {**fields, "use_sliding_window": fields["sliding_window"] is not None}
+def _switched(back: Callable[[Mcore], dict[str, object]]) -> Callable[[Mcore], dict[str, object]]:
+    return lambda mcore: {**(fields := back(mcore)), "use_sliding_window": fields["sliding_window"] is not None}
 
 
 def _no_windows(hf: Hf) -> dict[str, object]:
@@ -193,11 +192,6 @@ def _windows_switched(hf: Hf) -> dict[str, object]:
     return windows
 
 
-def _windows_switched_back(mcore: Mcore) -> dict[str, object]:
-    fields = _windows_back(mcore)
-    return {**fields, "use_sliding_window": fields["sliding_window"] is not None}
-
-
 def _mcore_window(hf: Hf) -> tuple[int, int]:
     """The window of mcore, which counts tokens to the left and right. HF counts the token itself too."""
     return (count(hf, "sliding_window") - 1, 0)
@@ -222,12 +216,12 @@ VOCAB          = Derive(("vocab_size",), _vocab, _vocab_back)
 BIASES         = biases("attention_bias", "attention_bias", "mlp_bias")
 ATTENTION_BIAS = biases("attention_bias", "attention_bias", None)
 WINDOW         = Derive(("sliding_window",), _window, _window_back)
-WINDOW_IF_USED = Derive(("sliding_window", "use_sliding_window"), _window_if_used, _window_if_used_back)
+WINDOW_IF_USED = Derive(("sliding_window", "use_sliding_window"), _window_if_used, _switched(_window_back))
 NO_WINDOWS     = Derive(("layer_types",), _no_windows, _no_windows_back, (
     "`layer_types` but `full_attention`: versions of transformers disagree on which layers of this model slide",))
 WINDOWS        = Derive(("sliding_window", "layer_types"), _windows, _windows_back, (_OTHER_LAYERS,))
 SWITCHED       = Derive(
-    ("sliding_window", "layer_types", "use_sliding_window"), _windows_switched, _windows_switched_back,
+    ("sliding_window", "layer_types", "use_sliding_window"), _windows_switched, _switched(_windows_back),
     (_OTHER_LAYERS, _DISAGREED),
 )
 # fmt: on

@@ -41,10 +41,6 @@ def _rotated(hf: Hf) -> dict[str, object]:
     return {}
 
 
-def _rotated_back(mcore: Mcore) -> dict[str, object]:
-    return {"head_dim": mcore["qk_pos_emb_head_dim"]}
-
-
 def _query(hf: Hf) -> dict[str, object]:
     _require(hf, "head_dim", count(hf, "qk_nope_head_dim") + count(hf, "qk_rope_head_dim"))
     return {}
@@ -81,6 +77,6 @@ HEADS = Derive((*_SIZES, "q_lora_rank", "num_key_value_heads", "qk_head_dim"), _
 _TEMPERED = rope(types=("yarn",), own=("llama_4_scaling_beta", "max_position_embeddings"))
 _OTHER_PART = "`partial_rotary_factor` of a rope but what the dims of heads say: the rope turns qk_rope_head_dim"
 ROPE_OF_PART = Derive(_TEMPERED.names, _rope_of_part, _TEMPERED.backward, (_TEMPERED.refuses[0], _OTHER_PART))
-HEAD_DIM = Derive(("head_dim",), _rotated, _rotated_back)
+HEAD_DIM = Derive(("head_dim",), _rotated, lambda mcore: {"head_dim": mcore["qk_pos_emb_head_dim"]})
 QUERY_DIM = Derive(("head_dim",), _query, _query_back)
 """``HEAD_DIM`` of a family in which this field is the size of a whole query."""

@@ -1,6 +1,6 @@
 """The field of an HF config about quantized weights. It changes how files are read, and does not change the model."""
 
-from mcore_bridge.config.fields import Derive, Hf, Mcore
+from mcore_bridge.config.fields import Derive, Hf
 from mcore_bridge.config.quantization import read_quantization
 
 
@@ -9,14 +9,10 @@ def _accept(hf: Hf) -> dict[str, object]:
     return {}
 
 
-def _leave_out(mcore: Mcore) -> dict[str, object]:
-    return {}
-
-
 QUANTIZATION = Derive(
     ("quantization_config",),
     _accept,
-    _leave_out,
+    lambda mcore: {},
     refuses=(
         "`quant_method` but fp8, mxfp4, compressed-tensors and modelopt: load the release in bf16, or write one",
         "formats of compressed-tensors and ModelOpt that [quantized.md](../guide/quantized.md) does not list: the same",

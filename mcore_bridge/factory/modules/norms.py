@@ -84,39 +84,19 @@ def adapt_expert_norm(layer: Any, config: TransformerConfig, backend: Backend) -
         return
     norm, spec = norm_of(backend, config), layer.mlp
     if isinstance(spec, functools.partial):  # megatron-core 0.19
-        layer.mlp = functools.partial(normed_experts(spec.func, norm), *spec.args, **spec.keywords)
+        layer.mlp = functools.partial(post_normed(spec.func, norm), *spec.args, **spec.keywords)
     else:
-        spec.module = normed_experts(spec.module, norm)
+        spec.module = post_normed(spec.module, norm)
 
 
 @functools.cache
-def normed_experts(experts: type, norm: type) -> type:
-    """A subclass of ``experts``, megatron-core's class for all experts of a layer, with ``norm`` after it."""
-    return type(f"Normed{experts.__name__}", (NormedExperts, experts), {"norm": norm, "__doc__": NormedExperts.__doc__})
-
-
-class NormedExperts(nn.Module):
-    """All experts of a layer, with a norm of their summed output."""
-
-    norm: ClassVar[type]
-
-    def __init__(self, config: TransformerConfig, *places: Any, **arguments: Any) -> None:
-        super().__init__(config, *places, **arguments)
-        self.post_layernorm = self.norm(config, config.hidden_size, eps=config.layernorm_epsilon)
-
-    def forward(self, *inputs: Any, **options: Any) -> tuple[Tensor, None]:
-        output, bias = super().forward(*inputs, **options)
-        return self.post_layernorm(output if bias is None else output + bias), None
-
-
-@functools.cache
-def post_normed(linear: type, norm: type) -> type:
-    """A subclass of ``linear``, an output projection, with ``norm`` after it."""
-    return type(f"PostNormed{linear.__name__}", (PostNorm, linear), {"norm": norm, "__doc__": PostNorm.__doc__})
+def post_normed(module: type, norm: type) -> type:
+    """A subclass of ``module``, which is an output projection or all experts of a layer, with ``norm`` after it."""
+    return type(f"PostNormed{module.__name__}", (PostNorm, module), {"norm": norm, "__doc__": PostNorm.__doc__})
 
 
 class PostNorm(nn.Module):
-    """An output projection with a norm of its output, after the reduction over TP and after the bias."""
+    """A module with a norm of its output, after the reduction over TP and after the bias."""
 
     norm: ClassVar[type]
 

@@ -7,13 +7,14 @@ windows with them. Their arguments are those of mcore's modules, so any spec may
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from einops import rearrange
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequence_parallel_region, get_cuda_rng_tracker
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
@@ -265,7 +266,13 @@ def places_in_sequences(packed: Any, cp_group: Any, device: torch.device) -> Ten
     return torch.cat([own_text(torch.arange(length * num_ranks, device=device), cp_group) for length in lengths])
 
 
-class BiasedRowParallelLinear(RowParallelLinear):
+@functools.cache
+def always_biased(linear: type) -> type:
+    """A subclass of ``linear``, an output projection, that always has a bias."""
+    return type(f"Biased{linear.__name__}", (AlwaysBiased, linear), {"__doc__": AlwaysBiased.__doc__})
+
+
+class AlwaysBiased(nn.Module):
     """An output projection that always has a bias, for models whose other linear layers may have none."""
 
     # mcore 0.19 passes `name` in addition.

@@ -98,7 +98,8 @@ class ReshardFunctions:
         self, model_state_dict: State, tpe_size: int, tpe_group: ProcessGroup, rollout_tp_size: int, dst_tp_rank: int
     ) -> State:
         """Cut routed experts for rank ``dst_tp_rank`` of ``rollout_tp_size``, gate above up; all else is unchanged."""
-        gathered = self.tpe_gather_fn(self._routed(model_state_dict), tpe_size, tpe_group)
+        routed = {name: value for name, value in model_state_dict.items() if self._parameters[name].is_routed}
+        gathered = self.tpe_gather_fn(routed, tpe_size, tpe_group)
         cut = {}
         for name, (value, spec) in gathered.items():
             if spec is not None:
@@ -159,9 +160,6 @@ class ReshardFunctions:
         for name, value in state_dict.items():
             converted.update(self._parameters[name].to_hf(value))
         return converted
-
-    def _routed(self, state: State) -> State:
-        return {name: value for name, value in state.items() if self._parameters[name].is_routed}
 
     def _joined(self, name: str, value: Tensor, group: Group) -> Tensor:
         parameter = self._parameters[name]

@@ -107,7 +107,8 @@ def save_checkpoint(
             content: dict[str, Any] = {name: with_extra_states(part) for name, part in state.items()}
             if optimizer is not None:
                 content["optimizer"] = optimizer.sharded_state_dict(_parts(state), metadata=metadata)
-            content |= {_OURS: dict(common or {}), **VERSION, **_iteration_of(common or {})}
+            content |= {_OURS: dict(common or {}), **VERSION}
+            content |= {key: value for key, value in (common or {}).items() if key == "iteration"}
         with together():
             strategy = FullyParallelSaveStrategyWrapper(InThisProcess(), metadata["dp_cp_group"])
             dist_checkpointing.save(content, str(update.new), strategy, content_metadata=dict(CONTENT))
@@ -196,10 +197,6 @@ def _require_one(paths: Sequence[str], folder: str | os.PathLike[str]) -> None:
 def _parts(state: dict[str, Any]) -> dict[str, Any]:
     """The state of the model as optimizers take it: that of the only chunk, or that of all chunks by name."""
     return next(iter(state.values())) if len(state) == 1 else state
-
-
-def _iteration_of(common: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: common[key] for key in ("iteration",) if key in common}
 
 
 def _dtype_of(chunks: Sequence[GPTModel]) -> torch.dtype:

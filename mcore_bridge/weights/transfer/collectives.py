@@ -110,12 +110,9 @@ class Windows:
         failures = [""] * len(states)
         if State(max(states)) is State.FAILED:
             for rank in (rank for rank, state in enumerate(states) if state == State.FAILED):
-                failures[rank] = message if rank == own else _message(headers[rank].tobytes())
+                text = headers[rank, 1:].tobytes().rstrip(b"\0").decode(errors="replace")
+                failures[rank] = message if rank == own else text
         return set(states) == {State.CLOSED}, failures
-
-
-def _message(header: bytes) -> str:
-    return header[1:].rstrip(b"\0").decode(errors="replace")
 
 
 def _gather(group: dist.ProcessGroup | None, whole: Tensor, own: Tensor, widths: Sequence[int]) -> list[Any]:

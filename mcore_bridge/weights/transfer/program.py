@@ -57,8 +57,8 @@ class Program:
         """The plan of what this rank gets."""
         payloads = {id(plan.payload): plan.payload for plan in plans}  # receivers with one target share an object
         entries = (entry for payload in payloads.values() for entry in payload.entries)
-        held = {entry.held.name: None for entry in entries if rank in _holders(entry)}
-        self.names = tuple(held)
+        held = (entry.held.name for entry in entries if any(rank in holders for holders in entry.holders.values()))
+        self.names = tuple(dict.fromkeys(held))
         """The canonical names of what this rank sends, or copies to outputs of its own."""
         self._numbers = {name: number for number, name in enumerate(self.names)}
         self._steps: dict[tuple[int | None, int | None, bool, bool, bool], Step] = {}
@@ -216,7 +216,3 @@ class Program:
                 by_part[part] += byte_copies_of(entry, piece, copy, start, source, target)
             self._known[key] = [stacked(byte_copies) for byte_copies in by_part]
         return self._known[key]
-
-
-def _holders(entry: ParamEntry) -> set[int]:
-    return {rank for holders in entry.holders.values() for rank in holders}
