@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from operator import itemgetter
 
 import torch
@@ -100,7 +100,7 @@ class Encoded:
         return True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EncodedSlice:
     """Some rows and columns of an encoded weight.
 
@@ -116,6 +116,10 @@ class EncodedSlice:
     axes: tuple[int | None, ...]
     num_dims: int
 
+    def of(self, weight: Encoded) -> EncodedSlice:
+        """The same slice of another weight, which has the same shape and order of dims."""
+        return EncodedSlice(weight, self.ranges, self.axes, self.num_dims)
+
     @property
     def shape(self) -> Shape:
         """The shape of the slice, with dims in the order of the codes."""
@@ -128,6 +132,8 @@ class EncodedSlice:
 
     def arranged(self, plain: Tensor) -> Tensor:
         """``plain``, a tensor with the dims of the slice, as a view with the dims of the codes."""
+        if self.axes == tuple(range(self.num_dims)):  # as for most
+            return plain
         own = [axis for axis in self.axes if axis is not None]
         rest = [dim for dim in range(self.num_dims) if dim not in own]
         view = plain.permute(*own, *rest)
@@ -153,25 +159,16 @@ class EncodedSlice:
             part = plain.narrow(dim, start, len(ranges[dim]))
             yield from EncodedSlice(self.weight, ranges, self.axes, self.num_dims).pieces(part, num_elements)
 
-    @property
+    @cached_property
     def parts(self) -> tuple[Tensor, ...]:
         """Views of codes, scales and overall number, with only the elements that the slice needs."""
-        codes, scales = self._cells
-        covered = self.weight.codes[tuple(map(_covering, self.ranges, codes))]
-        return (covered, self.weight.scales[tuple(map(_covering, self.ranges, scales))], *self.weight.parts[2:])
-
-    @property
-    def _cells(self) -> tuple[Shape, Shape]:
-        """Along each dim, the number of coordinates per element of the codes, and per element of the scales."""
-        return (*(1 for _ in self.ranges[1:]), self.weight.codec.per_byte), self.weight.codec.block
+        (codes, scales), weight = _indices(self.weight.codec, self.ranges), self.weight
+        return (weight.codes[codes], weight.scales[scales], *weight.parts[2:])
 
     @property
     def geometry(self) -> tuple[object, ...]:
         """A key that is equal for slices whose parts have equal shapes, and are decoded with the same indices."""
-        cells = map(math.lcm, *self._cells)
-        return self.weight.codec, *(
-            (r.start % cell, len(r), r.step) for r, cell in zip(self.ranges, cells, strict=True)
-        )
+        return _geometry(self.weight.codec, self.ranges)
 
     def decode(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """Decodes ``n`` slices with the same ``geometry``: [n, *shape].
@@ -208,6 +205,24 @@ def coordinates(shape: Shape) -> tuple[Tensor, ...]:
     """For each dim of a tensor, the coordinates along it, as tensors of the same shape. These views need no memory."""
     views = ([-1 if dim == other else 1 for other in range(len(shape))] for dim in range(len(shape)))
     return tuple(torch.arange(size).view(view).expand(shape) for size, view in zip(shape, views, strict=True))
+
+
+def _cells(codec: Codec, num_dims: int) -> tuple[Shape, Shape]:
+    """Along each dim, the number of coordinates per element of the codes, and per element of the scales."""
+    return (*(1 for _ in range(num_dims - 1)), codec.per_byte), codec.block
+
+
+@lru_cache(maxsize=4096)
+def _indices(codec: Codec, ranges: tuple[range, ...]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """The elements of codes and of scales that a slice needs. A model has many weights of one shape."""
+    codes, scales = _cells(codec, len(ranges))
+    return tuple(map(_covering, ranges, codes)), tuple(map(_covering, ranges, scales))
+
+
+@lru_cache(maxsize=4096)
+def _geometry(codec: Codec, ranges: tuple[range, ...]) -> tuple[object, ...]:
+    cells = map(math.lcm, *_cells(codec, len(ranges)))
+    return codec, *((run.start % cell, len(run), run.step) for run, cell in zip(ranges, cells, strict=True))
 
 
 def _run(numbers: Tensor) -> tuple[range, int | None]:

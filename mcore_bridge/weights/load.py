@@ -17,13 +17,15 @@ from torch import Tensor
 from mcore_bridge.config.hf import find_folder
 from mcore_bridge.config.quantization import read_quantization
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.rules.encoded import Encoded
+from mcore_bridge.rules.encoded import Encoded, EncodedSlice
 from mcore_bridge.rules.mapping import Dialect, unstacked
 from mcore_bridge.rules.names import expert_of, kind_of, mtp_layer_of
+from mcore_bridge.rules.scheme import Held
 from mcore_bridge.rules.trace import Copy, Shape
 from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, provenance_on
 from mcore_bridge.weights.dtypes import Dtypes, dtype_name, is_exact, wanted_dtype
 from mcore_bridge.weights.files.decoded import (
+    Decoded,
     DecodedCheckpoint,
     DecodedPairs,
     Folder,
@@ -180,8 +182,9 @@ def _write_all(
     require_equal(source, mapping)
     load.ignored += unused_in(source)
     names = [name for name in source if name in load.uses]
+    described = source.described if isinstance(source, Decoded) else source.__getitem__
     for name in names:
-        load.check(name, source[name])
+        load.check(name, described(name))
     if isinstance(source, Checkpoint | DecodedCheckpoint):
         files = source.files_of
         with Staging(slot_bytes) as staging:
@@ -208,6 +211,7 @@ class _Load:
         self.seen: dict[str, None] = {}
         self.first: dict[str, str] = {}
         """The first name under which each HF tensor arrived, by its main name."""
+        self._cuts: dict[object, EncodedSlice] = {}
         self.cast: dict[str, str] = {}
         self.ignored: list[str] = []
         self.initialised: list[str] = []
@@ -266,9 +270,9 @@ class _Load:
         layers = {mtp_layer_of(use.mcore) for use in self.uses[name]}
         return self.bound.mapping.is_optional(name) or (None not in layers and layers.isdisjoint(present))
 
-    def check(self, name: str, tensor: Stored) -> None:
+    def check(self, name: str, tensor: Stored | Held) -> None:
         """Compare kind, shape and dtype of an HF tensor with every parameter that it goes to."""
-        if isinstance(tensor, Encoded):
+        if isinstance(tensor, Encoded | Held):
             self._check_encoded(name, tensor)
             return
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
@@ -288,13 +292,13 @@ class _Load:
             if use.tensor.dtype != tensor.dtype:
                 self.cast.setdefault(name, f"{dtype_name(tensor.dtype)} -> {dtype_name(use.tensor.dtype)}")
 
-    def _check_encoded(self, name: str, tensor: Encoded) -> None:
+    def _check_encoded(self, name: str, tensor: Encoded | Held) -> None:
         """Compare the shape of an encoded tensor with every parameter; it is decoded into the dtype of any of them."""
         for use in self._uses_of(name):
             self._check_shape(name, tensor, use)
             self.cast.setdefault(name, f"{tensor.codec} -> {dtype_name(use.tensor.dtype)}")
 
-    def _check_shape(self, name: str, tensor: Stored, use: _Use) -> None:
+    def _check_shape(self, name: str, tensor: Stored | Held, use: _Use) -> None:
         shape = use.shape if use.index is None else (self.bound.axes["experts"], *use.shape)
         if tuple(tensor.shape) != shape:
             raise CheckpointError(
@@ -327,13 +331,20 @@ class _Load:
             for copy in use.copies:
                 target = copy.of_shard(use.tensor)
                 if isinstance(tensor, Encoded):
-                    encoded = tensor.cut(partial(_slice, use, copy))
+                    encoded = self._cut(tensor, use, copy)
                     self.num_bytes += encoded.nbytes
                     yield EncodedCopy.of(encoded, target, files)
                     continue
                 source = _slice(use, copy, tensor)
                 self.num_bytes += source.nbytes
                 yield SliceCopy(source, target, self._crossing(name, tensor.dtype, use))
+
+    def _cut(self, weight: Encoded, use: _Use, copy: Copy) -> EncodedSlice:
+        """The slice of an encoded weight that one copy uses. Equal copies of weights of one shape have equal slices."""
+        key = (copy, use.index, weight.shape, weight.order)
+        if key not in self._cuts:
+            self._cuts[key] = weight.cut(partial(_slice, use, copy))
+        return self._cuts[key].of(weight)
 
     def _uses_of(self, name: str) -> list[_Use]:
         """The uses of a tensor; if it repeats another one, the uses of that."""

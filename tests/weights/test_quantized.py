@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 import mcore_bridge as mb
 from mcore_bridge.architecture import read_hf
 from mcore_bridge.errors import CheckpointError, ConfigError
-from mcore_bridge.rules.encoded import EncodedSlice
+from mcore_bridge.rules.encoded import Encoded, EncodedSlice
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.load import load_hf_weights
 from tests import zoo
@@ -194,12 +194,15 @@ def test_what_is_saved_is_plain(tmp_path: Path) -> None:
 def test_no_more_is_decoded_at_once_than_a_slot_takes(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So no whole tensor is decoded, and host memory is bounded; rows of one block are in several pieces."""
+    """So no whole tensor is decoded, and host memory is bounded; rows of one block are in several pieces.
+
+    Nor are coordinates cut again for each weight of a model: those of one shape have equal slices.
+    """
     hf, form, dtype, _ = case(name)
     quantized.write(hf, form, tmp_path, dtype=dtype)
     expected, _ = on_every_rank(read_hf(tmp_path), ONE, tmp_path, dtype)
-    sizes = []
-    decode = EncodedSlice.decode
+    sizes, cuts, slices = [], [], []
+    decode, cut, of = EncodedSlice.decode, Encoded.cut, EncodedSlice.of
 
     def counting(self: EncodedSlice, parts: Any, dtype: torch.dtype) -> torch.Tensor:
         values = decode(self, parts, dtype)
@@ -207,10 +210,13 @@ def test_no_more_is_decoded_at_once_than_a_slot_takes(
         return values
 
     monkeypatch.setattr(EncodedSlice, "decode", counting)
+    monkeypatch.setattr(Encoded, "cut", lambda self, cutting: cuts.append(self.name) or cut(self, cutting))
+    monkeypatch.setattr(EncodedSlice, "of", lambda self, weight: slices.append(weight.name) or of(self, weight))
     load = lambda chunks: load_hf_weights(chunks, tmp_path, slot_bytes=1 << 11)  # noqa: E731
     held = fake_mesh.build_everywhere(read_hf(tmp_path), ONE, load, dtype=dtype)
     assert_same([dict(bound.tensors) for bound, _ in held], expected)
     assert max(sizes) * 8 <= 1 << 11
+    assert 0 < 2 * len(cuts) <= len(slices)
 
 
 @pytest.mark.parametrize(("model_type", "form"), [("mistral3", ministral()), ("qwen3_vl", deepseek((4, 4)))])

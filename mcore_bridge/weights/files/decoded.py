@@ -35,6 +35,11 @@ class Decoded(Mapping[str, Stored]):
         own = self._own[name]
         return self._source[own] if isinstance(own, str) else _encoded(name, own, self._source)
 
+    def described(self, name: str) -> Stored | Held:
+        """What a check of shapes needs. Most encoded tensors are not opened for it."""
+        own = self._own[name]
+        return self[name] if isinstance(own, str) or own.shape_tensor is not None else own
+
     def __contains__(self, name: object) -> bool:
         return name in self._own
 
@@ -73,10 +78,9 @@ class DecodedCheckpoint(Decoded):
 
     def pairs(self, names: Iterable[str]) -> Iterator[tuple[str, Stored]]:
         """See ``Checkpoint.pairs``."""
-        first = {self.own_names(name)[0]: name for name in names}
-        for own, _ in self._checkpoint.pairs(first):
-            yield first[own], self[first[own]]
-            self.release(first[own])
+        for name in names:
+            yield name, self[name]
+            self.release(name)
 
 
 Folder: TypeAlias = Checkpoint | DecodedCheckpoint
@@ -225,13 +229,7 @@ def _encoded(name: str, held: Held, source: Mapping[str, Tensor]) -> Encoded:
         raise unreadable([f"{held.shape_tensor} is {shape}, while there are codes for {held.shape}"])
     if held.codec.kind == "mxfp4":
         codes = codes.flatten(2)
-    grid = [-(-held.shape[dim] // block) for dim, block in zip(held.order, held.codec.block, strict=True)]
-    return Encoded(
-        name,
-        held.codec,
-        held.shape,
-        held.order,
-        codes.view(torch.uint8),
-        scales.view(grid),
-        overall[0].view(1) if overall else None,
-    )
+    if scales.dim() != len(held.order):  # one scale for the whole weight
+        scales = scales.view([1] * len(held.order))
+    codes = codes if codes.dtype == torch.uint8 else codes.view(torch.uint8)
+    return Encoded(name, held.codec, held.shape, held.order, codes, scales, overall[0].view(1) if overall else None)

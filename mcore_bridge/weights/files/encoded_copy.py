@@ -76,9 +76,12 @@ class EncodedCopy:
 
 def submit(copies: Sequence[EncodedCopy], staging: Staging) -> None:
     """Let a thread read the parts for these copies into one slot, and decode them afterwards."""
-    slot, copies = staging.take(), [copy for group in _alike(copies) for copy in group]
-    memory = slot.memory(_lay_out(copies)[-1], copies[0].target.device)
-    staging.submit(slot, partial(_read, copies, memory), partial(_put, copies, memory, slot))
+    slot, groups = staging.take(), _alike(copies)
+    views = list(zip(*(copy.source.parts for group in groups for copy in group), strict=True))
+    places = _lay_out(views)
+    memory = slot.memory(places[-1], copies[0].target.device)
+    read = partial(_read, copies[0].files, views, places, memory)
+    staging.submit(slot, read, partial(_put, groups, places, memory, slot))
 
 
 def _alike(copies: Sequence[EncodedCopy]) -> list[list[EncodedCopy]]:
@@ -89,34 +92,34 @@ def _alike(copies: Sequence[EncodedCopy]) -> list[list[EncodedCopy]]:
     return list(groups.values())
 
 
-def _lay_out(copies: Sequence[EncodedCopy]) -> list[int]:
+def _lay_out(parts: Sequence[Sequence[Tensor]]) -> list[int]:
     """Where the parts lie in a slot: the codes of all copies, then all their scales, and so on; at last the end."""
     places = [0]
-    for parts in zip(*(copy.source.parts for copy in copies), strict=True):
-        size = sum(part.nbytes for part in parts)
+    for views in parts:
+        size = sum(view.nbytes for view in views)
         places.append(places[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
     return places
 
 
-def _read(copies: Sequence[EncodedCopy], memory: Tensor) -> None:
-    parts = zip(*(copy.source.parts for copy in copies), strict=True)
-    for views, start, file in zip(parts, _lay_out(copies), copies[0].files, strict=False):
+def _read(
+    files: Sequence[SafetensorsFile], parts: Sequence[Sequence[Tensor]], places: Sequence[int], memory: Tensor
+) -> None:
+    for views, start, file in zip(parts, places, files, strict=False):
         size = sum(view.nbytes for view in views)
         file.read(views, array_of(memory[start : start + size].view(views[0].dtype)))
 
 
-def _put(copies: Sequence[EncodedCopy], memory: Tensor, slot: Slot) -> None:
+def _put(groups: Sequence[Sequence[EncodedCopy]], places: Sequence[int], memory: Tensor, slot: Slot) -> None:
     """Copy the whole slot to the device, and decode slices of the same geometry together."""
-    device = copies[0].target.device
+    device, starts = groups[0][0].target.device, [*places]
     arrived = memory.to(device, non_blocking=True)
-    places = _lay_out(copies)
-    for group in _alike(copies):
+    for group in groups:
         parts = []
         for number, view in enumerate(group[0].source.parts):
-            stop = places[number] + view.nbytes * len(group)
-            part = arrived[places[number] : stop].view(view.dtype).view(len(group), *view.shape)
+            stop = starts[number] + view.nbytes * len(group)
+            part = arrived[starts[number] : stop].view(view.dtype).view(len(group), *view.shape)
             parts.append(part)
-            places[number] = stop
+            starts[number] = stop
         values = group[0].source.decode(tuple(parts), group[0].target.dtype)
         torch._foreach_copy_([copy.target for copy in group], list(values.unbind()))
     slot.mark(device)
