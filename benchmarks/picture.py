@@ -1,20 +1,21 @@
-"""Draw the newest figures of ``peers.py`` for the README: ``python benchmarks/picture.py``; ``--check`` compares only.
+"""Draw the newest figures for README and site: ``python benchmarks/picture.py``; ``--check`` compares only.
 
-They are the lines of JSON that ``peers.py`` printed, kept as ``results/DATE_peers_HARDWARE.jsonl``, and those of a
-model with experts as ``results/DATE_peers-experts_HARDWARE.jsonl``.
+Whole syncs of an engine are lines of JSON, copied from ``results/DATE_engine_HARDWARE.md``. The other lines are
+those that ``peers.py`` printed, kept as ``results/DATE_peers_HARDWARE.jsonl``, and those of a model with experts as
+``results/DATE_peers-experts_HARDWARE.jsonl``.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mcore_bridge.commands.svg import Picture
 
 ROOT = Path(__file__).parent.parent
-PICTURES = {"speed.svg": "*_peers_*.jsonl", "speed-experts.svg": "*_peers-experts_*.jsonl"}
 NAMES = {
     "ours": "mcore_bridge",
     "megatron_bridge": "Megatron-Bridge",
@@ -22,12 +23,13 @@ NAMES = {
     "mbridge": "mbridge",
 }
 MEASURES = {"export": "export, all ranks get all tensors", "load": "load, warm page cache", "save": "save, to memory"}
-WIDTH, LABEL, BAR, ROW, HEAD = 820, 250, 440, 22, 34
+WIDTH, LABEL, BAR, ROW, HEAD, TOP = 820, 270, 430, 22, 34, 62
+OURS, THEIRS = "#2a6fb0", "#9aa7b3"
 
 
 def main() -> None:
     """Draw, or say that what is there is not what would be drawn."""
-    for name, pattern in PICTURES.items():
+    for name, (pattern, draw) in PICTURES.items():
         picture, newest = ROOT / "docs" / "images" / name, max((ROOT / "benchmarks" / "results").glob(pattern))
         text = draw([json.loads(line) for line in newest.read_text().splitlines()], newest.stem)
         if "--check" not in sys.argv:
@@ -36,32 +38,54 @@ def main() -> None:
             sys.exit(f"{name} does not show {newest.name}: run python benchmarks/picture.py")
 
 
-def draw(rows: list[dict[str, Any]], source: str) -> str:
-    """The picture as the text of an SVG file: a panel for each measure, a bar for each call."""
-    panels = [[row for row in rows if row["measure"] == measure] for measure in MEASURES]
-    picture = Picture(WIDTH, 62 + sum(HEAD + ROW * len(panel) + 12 for panel in panels), font_size=12)
+def draw_peers(rows: list[dict[str, Any]], source: str) -> str:
+    """Seconds beside other libraries: a panel for each measure, a bar for each call."""
     first = rows[0]
     machine = f"{first['ranks']} {first['device']}, torch {first['torch']}, megatron-core {first['megatron-core']}"
-    heading = f"Seconds for {first['case']}, {first['gb']:.1f} GB"
+    panels = {
+        title: [(label(row), float(row["median_s"]), row["library"] == "ours") for row in rows if row["measure"] == key]
+        for key, title in MEASURES.items()
+    }
+    return draw(panels, f"Seconds for {first['case']}, {first['gb']:.1f} GB", f"{machine}; {source}.jsonl")
+
+
+def draw_syncs(rows: list[dict[str, Any]], source: str) -> str:
+    """Seconds of a whole sync into an engine: a panel for each model, a bar for each way."""
+    panels: dict[str, list[tuple[str, float, bool]]] = {}
+    for row in rows:
+        panels.setdefault(row["case"], []).append((row["what"], float(row["median_s"]), row["ours"]))
+    return draw(panels, "Seconds until vLLM has new weights", f"trainer and vLLM 0.24 on one H100; {source}.md")
+
+
+PICTURES: dict[str, tuple[str, Callable[[list[dict[str, Any]], str], str]]] = {
+    "sync.svg": ("*_engine_*.jsonl", draw_syncs),
+    "speed.svg": ("*_peers_*.jsonl", draw_peers),
+    "speed-experts.svg": ("*_peers-experts_*.jsonl", draw_peers),
+}
+
+
+def draw(panels: dict[str, list[tuple[str, float, bool]]], heading: str, source: str) -> str:
+    """The text of an SVG file: bars of a name, seconds, and whether it is ours."""
+    picture = Picture(
+        WIDTH, TOP + sum(HEAD + ROW * len(bars) + 12 for bars in panels.values()), dark=True, font_size=12
+    )
     picture.text(20, 28, heading, font_size=15, font_weight="bold")
-    picture.text(20, 46, f"{machine}; benchmarks/results/{source}.jsonl", fill="#777")
-    top = 62
-    for title, panel in zip(MEASURES.values(), panels, strict=True):
-        draw_panel(picture, title, sorted(panel, key=lambda row: float(row["median_s"])), top)
-        top += HEAD + ROW * len(panel) + 12
+    picture.text(20, 46, source, opacity=0.7)
+    top = TOP
+    for title, bars in panels.items():
+        draw_panel(picture, title, sorted(bars, key=lambda bar: bar[1]), top)
+        top += HEAD + ROW * len(bars) + 12
     return str(picture)
 
 
-def draw_panel(picture: Picture, title: str, rows: list[dict[str, Any]], top: int) -> None:
-    """Draw a title and a bar for each row; the longest is as long as the panel is wide."""
-    longest = max(float(row["median_s"]) for row in rows)
+def draw_panel(picture: Picture, title: str, bars: list[tuple[str, float, bool]], top: int) -> None:
+    """Draw a title and the bars; the longest is as long as the panel is wide."""
+    longest = max(seconds for _, seconds, _ in bars)
     picture.text(20, top + 20, title, font_weight="bold")
-    for number, row in enumerate(rows):
-        y, seconds = top + HEAD + number * ROW, float(row["median_s"])
-        length = seconds / longest * BAR
-        picture.text(LABEL, y + 11, label(row), text_anchor="end")
-        color = "#2a6fb0" if row["library"] == "ours" else "#b9c3cc"
-        picture.rect(LABEL + 8, y, max(length, 1.0), 14, fill=color)
+    for number, (name, seconds, is_ours) in enumerate(bars):
+        y, length = top + HEAD + number * ROW, seconds / longest * BAR
+        picture.text(LABEL, y + 11, name, text_anchor="end")
+        picture.rect(LABEL + 8, y, max(length, 1.0), 14, fill=OURS if is_ours else THEIRS)
         picture.text(LABEL + 16 + length, y + 11, f"{seconds:.3g} s")
 
 

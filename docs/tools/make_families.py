@@ -1,4 +1,4 @@
-"""Make pages of docs/reference, and the table in README.md, from the registry; --check only compares.
+"""Make pages of docs/reference, and the models in README.md, from the registry; --check only compares.
 
 support.md comes from the records of tests on GPUs, checkpoints_published.md from those of published configs.
 
@@ -7,19 +7,23 @@ python docs/tools/make_families.py [--check]
 
 import inspect
 import sys
+import textwrap
 from pathlib import Path
 from types import ModuleType
 
+import command_page
 import published_page
 import refused_page
 import support_page
 import weights_page
 
 from mcore_bridge.architecture import Architecture, architectures, refusals
+from mcore_bridge.architecture import composites as registered_composites
 from mcore_bridge.config.rope_spelling import ROPE_TYPES
 
 ROOT = Path(__file__).parent.parent.parent
 REFERENCE = ROOT / "docs" / "reference"
+PUBLISHED = ROOT / "tests" / "data" / "published"
 START, END = "<!-- families: made by docs/tools/make_families.py -->", "<!-- end of families -->"
 
 
@@ -31,20 +35,55 @@ def families() -> dict[str, tuple[Architecture, ModuleType]]:
     return {name: (each, found[id(each)]) for name, each in registered.items() if name == each.model_type}
 
 
+KINDS = {
+    "dense": "Dense",
+    "experts": "Experts",
+    "latent": "Latent attention",
+    "sparse": "Latent attention over selected tokens",
+    "linear": "Linear attention in most layers",
+}
+"""The kinds of models in the README, with their titles."""
+
+
+def kind_of(architecture: Architecture) -> str:
+    """What is special about the rules of an architecture, as a key of ``KINDS``."""
+    rules = architecture.rules(weights_page.default_config(architecture))
+    names = " ".join(rule.mcore for rule in rules)
+    for word, kind in (("indexer", "sparse"), (".in_proj", "linear"), ("linear_kv_down_proj", "latent")):
+        if word in names:
+            return kind
+    return "experts" if any(rule.axis == "etp" for rule in rules) else "dense"
+
+
+def summary() -> str:
+    """What the README says of models: names by kind, and how many published checkpoints load."""
+    names: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    for name, (architecture, _) in families().items():
+        names[kind_of(architecture)] += [name, *architecture.aliases]
+    lists = [f"- **{KINDS[kind]}**: {', '.join(map('`{}`'.format, names[kind]))}." for kind in KINDS]
+    loading, count = published_page.counts(PUBLISHED)
+    composites = f"- **Images or sound and text**, of which the text is built: {len(registered_composites())} families."
+    families_of = sum(len(refusal.model_types) for refusal in refusals())
+    notes = f"""
+Of {count} published configs [{loading} load as they are](docs/reference/checkpoints_published.md), FP8 and four-bit
+ones among them. {families_of} more families are [refused by name](docs/reference/refused.md), with the reason. The
+[table of families](docs/reference/families.md) says what each is, and lists its weights."""
+    return "\n".join([*(_wrapped(line) for line in [*lists, composites]), notes])
+
+
+def _wrapped(line: str) -> str:
+    return "\n".join(textwrap.wrap(line, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
+
+
 def overview() -> str:
     """The table of all families."""
     rows = ["| `model_type` | what it is | lines |", "|---|---|---|"]
     for name, (architecture, module) in families().items():
-        names = ", ".join(f"`{each}`" for each in (name, *architecture.aliases))
+        names = ", ".join(f"`{alias}`" for alias in (name, *architecture.aliases))
         lines = len(inspect.getsource(module).splitlines())
         rows.append(f"| {names} | {_description(module)} | {lines} |")
     ropes = ", ".join(f"`{name}`" for name in ROPE_TYPES)
-    count = sum(len(refusal.model_types) for refusal in refusals())
-    notes = f"""
-Rope types, where the family does not say otherwise: {ropes}.
-Refused by name are {count} more, each with the reason and where it was checked:
-[docs/reference/refused.md](docs/reference/refused.md)."""
-    return "\n".join([*rows, notes])
+    return "\n".join([*rows, "", f"Rope types, where the family does not say otherwise: {ropes}."])
 
 
 def _description(module: ModuleType) -> str:
@@ -59,10 +98,11 @@ def wanted() -> dict[Path, str]:
     described = {name: (each, _description(module)) for name, (each, module) in families().items()}
     files = {name: Path(str(module.__file__)).name for name, (_, module) in families().items()}
     return {
-        ROOT / "README.md": f"{before}{START}\n{overview()}\n{END}{after}",
-        REFERENCE / "families.md": weights_page.page(described),
+        ROOT / "README.md": f"{before}{START}\n{summary()}\n{END}{after}",
+        REFERENCE / "cli.md": command_page.page(),
+        REFERENCE / "families.md": weights_page.page(described, overview()),
         REFERENCE / "support.md": support_page.page(ROOT / "benchmarks" / "results"),
-        REFERENCE / "checkpoints_published.md": published_page.page(ROOT / "tests" / "data" / "published"),
+        REFERENCE / "checkpoints_published.md": published_page.page(PUBLISHED),
         REFERENCE / "refused.md": refused_page.page({name: each for name, (each, _) in described.items()}, files),
     }
 

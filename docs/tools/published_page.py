@@ -38,21 +38,32 @@ REASONS = {
 
 def page(folder: Path) -> str:
     """The text of the page, from the records in ``folder``."""
-    lines = [line for path in folder.glob("*.jsonl") for line in path.read_text(encoding="utf-8").splitlines()]
-    records = sorted((json.loads(line) for line in lines), key=lambda record: record["name"].lower())
-    outcomes = {release: _json(folder / f"outcomes_transformers{release}.json") for release in ("4", "5")}
-    sizes = _json(folder / "sizes.json")
-    rows = [_row(record, outcomes, sizes) for record in records]
-    loading = sum(row.split(" | ")[3].startswith("yes") for row in rows)
+    rows = _rows(folder)
+    loading, count = counts(folder)
     return "\n".join(
         [
-            f"{HEAD}Of {len(rows)} checkpoints {loading} load as published.\n",
+            f"{HEAD}Of {count} checkpoints {loading} load as published.\n",
             "| checkpoint | `model_type` | format | loads | besides | from | parameters | published |",
             "|---|---|---|---|---|---|---|---|",
             *rows,
             "",
         ]
     )
+
+
+def counts(folder: Path) -> tuple[int, int]:
+    """How many of the checkpoints load as published, and how many there are."""
+    rows = _rows(folder)
+    return sum(row.split(" | ")[3].startswith("yes") for row in rows), len(rows)
+
+
+def _rows(folder: Path) -> list[str]:
+    """The rows of the table, by name."""
+    lines = [line for path in folder.glob("*.jsonl") for line in path.read_text(encoding="utf-8").splitlines()]
+    records = sorted((json.loads(line) for line in lines), key=lambda record: record["name"].lower())
+    outcomes = {release: _json(folder / f"outcomes_transformers{release}.json") for release in ("4", "5")}
+    sizes = _json(folder / "sizes.json")
+    return [_row(record, outcomes, sizes) for record in records]
 
 
 def _json(path: Path) -> Any:

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 HEAD = """# Families and their weights
 
+{overview}
+
+## How to read what follows
+
 Made from the registry by `docs/tools/make_families.py`; CI checks that it is up to date. [refused.md](refused.md) lists
 the values that a config may not have. Each family is listed with its blocks, which are described below, and with its
 own weights. [design.md](../internals/design.md) explains layouts; `>>` composes them. `*` is the number of a layer or
@@ -61,13 +65,13 @@ BLOCKS: dict[str, Rules] = {
 }
 
 
-def page(families: Mapping[str, tuple[Architecture, str]]) -> str:
-    """The text of the page, from the architectures and what each is."""
-    rules = {name: architecture.rules(_default(architecture)) for name, (architecture, _) in families.items()}
+def page(families: Mapping[str, tuple[Architecture, str]], overview: str) -> str:
+    """The text of the page, from the architectures and what each is; ``overview`` is the table of all."""
+    rules = {name: architecture.rules(default_config(architecture)) for name, (architecture, _) in families.items()}
     told = {name: _told(each) for name, each in rules.items()}
     uses = Counter(block for used, _ in told.values() for block in {name for names in used.values() for name in names})
     everywhere = [name for name in BLOCKS if uses[name] == len(families)]
-    lines = [HEAD.format(everywhere=_quoted(everywhere)), DIALECTS]
+    lines = [HEAD.format(everywhere=_quoted(everywhere), overview=overview), DIALECTS]
     for name, (architecture, description) in families.items():
         lines += [f"## {name}", "", description, "", *_family(architecture, rules[name], told[name], everywhere), ""]
     return "\n".join([*lines, "## Blocks", "", *_blocks([name for name in sorted(BLOCKS) if uses[name]]), ""])
@@ -91,7 +95,7 @@ def _family(architecture: Architecture, rules: Rules, told: Told, everywhere: li
         yield from _table(own)
 
 
-def _default(architecture: Architecture) -> "PretrainedConfig":
+def default_config(architecture: Architecture) -> "PretrainedConfig":
     """A default config, with a layer of multi-token prediction, so that what goes with one shows."""
     from transformers import CONFIG_MAPPING
 

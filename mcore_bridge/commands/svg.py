@@ -1,4 +1,4 @@
-"""SVG files made of rectangles, lines and words, on white."""
+"""SVG files made of rectangles, lines and words, on white; on request on black, where the reader's browser is dark."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from xml.etree import ElementTree
 
 from mcore_bridge.errors import CheckpointError
 
+_DARK = "@media (prefers-color-scheme: dark) { .paper { fill: #15181c } text { fill: #d5d9de } }"
+
 
 class Picture:
     """A picture that is drawn from back to front; lengths are pixels.
 
+    With ``dark``, paper and words change their colours in a dark browser; then no words may be on a bright shape.
     Further attributes of SVG are keywords: ``text_anchor="end"`` is ``text-anchor``. Numbers have two decimals at most.
 
     >>> picture = Picture(200, 100)
@@ -20,12 +23,14 @@ class Picture:
     True
     """
 
-    def __init__(self, width: float, height: float, **attributes: str | float) -> None:
+    def __init__(self, width: float, height: float, *, dark: bool = False, **attributes: str | float) -> None:
         self._root = ElementTree.Element("svg", {"xmlns": "http://www.w3.org/2000/svg"})
         _set(self._root, width=width, height=height, viewBox=f"0 0 {_written(width)} {_written(height)}")
         _set(self._root, font_family="Helvetica, Arial, sans-serif", font_size=11, fill="#333")
         _set(self._root, **attributes)
-        self.rect(0, 0, width, height, fill="#fff")
+        if dark:
+            ElementTree.SubElement(self._root, "style").text = _DARK
+        self.rect(0, 0, width, height, fill="#fff", **({"class": "paper", "rx": 6} if dark else {}))
 
     def text(self, x: float, y: float, words: str, **attributes: str | float) -> None:
         """Add words that begin at ``x`` on the line ``y``; ``text_anchor`` moves them."""

@@ -97,7 +97,7 @@ class ParallelDims:
 
     @property
     def model_size(self) -> int:
-        """Ranks of one replica: ``tp * cp * pp``."""
+        """The number of ranks of one replica, ``tp * cp * pp``."""
         return self.tp * self.cp * self.pp
 
     @property

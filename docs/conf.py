@@ -1,0 +1,45 @@
+"""The site. Sphinx reads docs/, benchmarks/results and a few pages beside them: ``make site``, offline."""
+
+import re
+from typing import Any
+
+project = "mcore_bridge"
+author = "The mcore_bridge contributors"
+copyright = "2026, The mcore_bridge contributors"
+root_doc = "docs/index"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+include_patterns = ["docs/**.md", "benchmarks/**.md", "CHANGELOG.md", "CONTRIBUTING.md"]
+exclude_patterns = [".*", "build", "demo", "dist", "mcore_bridge", "mutants", "**/__pycache__"]
+
+myst_heading_anchors = 4
+suppress_warnings = ["myst.header"]  # a page of results may begin with a second-level heading
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # a signature has them; Args has the meaning
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+maximum_signature_line_length = 100
+
+nitpicky = True
+nitpick_ignore_regex = [("py:.*", r"(torch|transformers|megatron|collections|pathlib)\..*|Tensor|PackedSeqParams")]
+
+html_theme = "furo"
+html_title = "mcore_bridge"
+html_show_sourcelink = False
+html_copy_source = False
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+templates_path = ["templates"]
+html_additional_pages = {"index": "redirect.html"}
+
+
+def _plural(*arguments: Any) -> None:
+    """Lets docstrings say ``GPTModel``s: reStructuredText wants a backslash after the literal."""
+    lines: list[str] = arguments[-1]
+    lines[:] = [re.sub(r"(``[\w.]+``)(?=\w)", r"\1\\ ", line) for line in lines]
+
+
+def setup(app: Any) -> None:
+    """Sphinx calls it."""
+    app.connect("autodoc-process-docstring", _plural)
