@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 from mcore_bridge.errors import CheckpointError
 
-_DARK = "@media (prefers-color-scheme: dark) { .paper { fill: #15181c } text { fill: #d5d9de } }"
+_DARK = "@media (prefers-color-scheme: dark) { #paper { fill: #15181c } text { fill: #d5d9de } }"
 
 
 class Picture:
@@ -30,7 +30,9 @@ class Picture:
         _set(self._root, **attributes)
         if dark:
             ElementTree.SubElement(self._root, "style").text = _DARK
-        self.rect(0, 0, width, height, fill="#fff", **({"class": "paper", "rx": 6} if dark else {}))
+            self.rect(0, 0, width, height, fill="#fff", id="paper", rx=6)
+        else:
+            self.rect(0, 0, width, height, fill="#fff")
 
     def text(self, x: float, y: float, words: str, **attributes: str | float) -> None:
         """Add words that begin at ``x`` on the line ``y``; ``text_anchor`` moves them."""
