@@ -42,7 +42,7 @@ class LostRankError(ExportError, CheckpointError):
 
 
 class TargetError(BridgeError, ValueError):
-    """A model cannot be sliced for this rank of an engine. Change the ``EngineRank``."""
+    """A model cannot be sliced for this rank of an engine. Change the ``EngineRank``, or make its map anew."""
 
 
 class TransferError(BridgeError, RuntimeError):

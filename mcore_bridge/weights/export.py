@@ -56,7 +56,8 @@ def iter_hf_weights(
             as the largest tensor. With buckets below 512 MB, add what the caller still holds of the tensor before, and
             a few KB for each rank. ``mcore-bridge plan`` shows the figure.
         target: what this rank gets, whatever others get: "everything"; "nothing", so that it only sends; or an
-            ``EngineRank``, to which only its slices travel. ``mb.engine_ranks`` makes those of an engine.
+            ``EngineRank``, to which only its slices travel. ``mb.engine_ranks`` makes those of an engine. Or the
+            ``EngineMap`` of a rank of an engine: it gets the slices that its map copies, and no other HF tensor.
         copy: False yields tensors that arrive whole, such as those of most experts, as views of received memory. They
             are valid until the next one is asked for, and only to be read. This takes less memory, and the next message
             waits.

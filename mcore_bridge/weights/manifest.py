@@ -26,6 +26,7 @@ from mcore_bridge.weights.dtypes import Dtypes, dtype_name, problem_of, wanted_d
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.positional_io import array_of
+from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.transfer.failures import raise_on_all
@@ -43,6 +44,8 @@ class Manifest:
     """All HF tensors of a model, in the order in which an export yields them."""
 
     tensors: tuple[ManifestEntry, ...]
+    target: str = ""
+    """The digest of the engine map for which these are slices; empty for all other targets."""
 
     def __iter__(self) -> Iterator[ManifestEntry]:
         return iter(self.tensors)
@@ -126,8 +129,9 @@ def manifest(
         ManifestEntry(spec.name, spec.shape, wanted_dtype(spec.name, spec.dtype, dtype))
         for spec in export.program.plan.tensors()
     )
+    of_map = target.digest if isinstance(target, EngineMap) else ""
     if not digests:
-        return Manifest(specs)
+        return Manifest(specs, of_map)
     pairs = iter_hf_weights(models, hf=hf, head=head, dtype=dtype, **options)
     size, rank = (export.group.size, export.group.rank) if export.program.is_gather else (1, 0)
     own: dict[str, str] = {}
@@ -138,4 +142,4 @@ def manifest(
         own = {name: digest(tensor) for i, (name, tensor) in enumerate(pairs) if i % size == rank}
     parts = export.group.all_gather_object(own) if export.program.is_gather else [own]
     by_name = {name: value for part in parts for name, value in part.items()}
-    return Manifest(tuple(replace(spec, sha256=by_name[spec.name]) for spec in specs))
+    return Manifest(tuple(replace(spec, sha256=by_name[spec.name]) for spec in specs), of_map)

@@ -1,19 +1,23 @@
 """A rollout engine of ours, in torch alone: it holds weights as engines do, and takes them by HF names.
 
-One rank of ``tp`` has queries, keys and values in one parameter, with KV heads repeated where there are fewer than
-ranks. Experts are a stack of gate and up and a stack of down. The vocabulary is padded, the router is cast, and the
-head is tied. A copy of a projection, transposed and padded, is made after loading. There are three switches: norms to
-which one is added, which is no copy; rows that numpy shuffles after loading, which torch does not see; and a loader
-with memory of its own.
+One rank of ``tp`` in a stage of ``pp`` has queries, keys and values in one parameter, with KV heads repeated if there
+are fewer than ranks. Experts are a stack of gate and up and a stack of down. The vocabulary is padded, the router is
+cast, and the head is tied. A copy of a projection, transposed and padded, is made after loading. There are three
+switches: norms to which one is added, which is no copy; rows that numpy shuffles after loading, which torch does not
+see; and a loader with memory of its own.
 """
 
+import os
 import sys
+import time
 from dataclasses import dataclass
+from multiprocessing.connection import Client, Listener
 
 import torch
 from torch import nn
 
 from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.ipc.shared_memory import allocate
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,9 @@ def specs(sizes, dtype=torch.bfloat16):
     for layer in range(s.layers):
         p = f"model.layers.{layer}"
         shapes[f"{p}.input_layernorm.weight"] = (s.hidden,)
+        shapes[f"{p}.post_attention_layernorm.weight"] = (s.hidden,)
+        shapes[f"{p}.self_attn.q_norm.weight"] = (s.head_dim,)
+        shapes[f"{p}.self_attn.k_norm.weight"] = (s.head_dim,)
         shapes[f"{p}.self_attn.q_proj.weight"] = (s.heads * s.head_dim, s.hidden)
         shapes[f"{p}.self_attn.k_proj.weight"] = (s.kv_heads * s.head_dim, s.hidden)
         shapes[f"{p}.self_attn.v_proj.weight"] = (s.kv_heads * s.head_dim, s.hidden)
@@ -59,7 +66,8 @@ class Layer(nn.Module):
         def parameter(*shape, **other):
             return nn.Parameter(torch.zeros(*shape, **{**options, **other}), requires_grad=False)
 
-        self.norm = parameter(s.hidden)
+        self.norm, self.post_norm = parameter(s.hidden), parameter(s.hidden)
+        self.qk_norms = parameter(2, s.head_dim)
         self.qkv = parameter((self.heads + 2 * self.kv_heads) * s.head_dim, s.hidden)
         self.o_proj = parameter(s.hidden, self.heads * s.head_dim)
         self.router = parameter(s.experts, s.hidden, dtype=torch.float32)
@@ -71,12 +79,16 @@ class Layer(nn.Module):
 class StandIn(nn.Module):
     """One rank. ``load`` is its loader with all that it does afterwards."""
 
-    def __init__(self, tp=1, rank=0, *, adds=False, shuffles=False, layerwise=False, device="cpu"):
+    def __init__(
+        self, tp=1, rank=0, pp=1, stage=0, *, adds=False, shuffles=False, layerwise=False, device="cpu", sizes=None
+    ):
         super().__init__()
-        sizes, dtype = Sizes(), torch.bfloat16
+        sizes, dtype = sizes or Sizes(), torch.bfloat16
         self.adds, self.shuffles, self.layerwise = adds, shuffles, layerwise
         self.sizes, self.tp, self.rank = sizes, tp, rank
-        self.layers = nn.ModuleList(Layer(sizes, tp, rank, dtype, device) for _ in range(sizes.layers))
+        each = sizes.layers // pp
+        self.first, self.is_last = stage * each, stage == pp - 1
+        self.layers = nn.ModuleList(Layer(sizes, tp, rank, dtype, device) for _ in range(each))
         rows = sizes.padded_vocab // tp
         self.embed = nn.Parameter(torch.zeros(rows, sizes.hidden, dtype=dtype, device=device), requires_grad=False)
         self.head = nn.Linear(1, 1, bias=False, device=device)
@@ -119,18 +131,27 @@ class StandIn(nn.Module):
 
     def _take(self, name, tensor):
         if name == "model.norm.weight":
-            self.norm.data.copy_(tensor)
+            if self.is_last:
+                self.norm.data.copy_(tensor)
             return
         if name == "model.embed_tokens.weight":
+            if self.first and not self.is_last:
+                return
             rows = self.embed.shape[0]
             mine = tensor[self.rank * rows : (self.rank + 1) * rows]
             self.embed[: len(mine)].data.copy_(mine)
             self.embed[len(mine) :].data.fill_(0)
             return
         _, _, number, rest = name.split(".", 3)
-        layer, s = self.layers[int(number)], self.sizes
+        if int(number) - self.first not in range(len(self.layers)):
+            return
+        layer, s = self.layers[int(number) - self.first], self.sizes
         if rest == "input_layernorm.weight":
             layer.norm.data.copy_(tensor + 1 if self.adds else tensor)
+        elif rest == "post_attention_layernorm.weight":
+            layer.post_norm.data.copy_(tensor)
+        elif rest.endswith("_norm.weight"):
+            layer.qk_norms.data["qk".index(rest.split(".")[1][0])].copy_(tensor)
         elif rest == "mlp.gate.weight":
             layer.router.data.copy_(tensor)
         elif rest.startswith("mlp.experts."):
@@ -166,6 +187,20 @@ class StandIn(nn.Module):
         return {name: tensor.clone() for name, tensor in {**self.state_dict(), **derived}.items()}
 
 
+def in_shared_memory(model):
+    """Move all tensors of ``model`` into one mapped file, which another process can open; returns its memory."""
+    derived = [layer.prepared for layer in model.layers]
+    tensors = {id(t): t for t in [*model.state_dict(keep_vars=True).values(), *derived]}
+    starts, size = {}, 0
+    for key, tensor in tensors.items():
+        starts[key], size = size, size + -(-tensor.nbytes // 8) * 8  # seldom at a multiple of 16
+    memory = allocate(size + 64, torch.device("cpu"))
+    for key, tensor in tensors.items():
+        place = memory[starts[key] : starts[key] + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        tensor.data = place.copy_(tensor)
+    return memory
+
+
 def loaded(pairs, *arguments, **options):
     """What an engine holds that has taken these by its own loader."""
     model = StandIn(*arguments, **options)
@@ -190,21 +225,59 @@ class _Forbid:
             raise ImportError(f"an engine's process has no {name}")
 
 
-def serve(pipe, tp, rank):
-    """An engine that has torch alone: its map, then what it holds after each round."""
+def serve_all(addresses, engines):
+    """A process for each address, with an engine of these arguments; they are forked, since they have torch alone."""
     sys.meta_path.insert(0, _Forbid())
+    children = []
+    for address, arguments in zip(addresses, engines, strict=True):
+        child = os.fork()
+        if not child:
+            with Listener(address) as listener, listener.accept() as pipe:
+                serve(pipe, *arguments)
+            os._exit(0)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+
+
+def connected(address):
+    """The pipe to an engine, which may not have begun yet."""
+    while not os.path.exists(address):
+        time.sleep(0.01)
+    return Client(address)
+
+
+def serve(pipe, *arguments):
+    """An engine that has torch alone: its map, then what it is asked for by name."""
     import mcore_bridge as mb
 
+    model = StandIn(*arguments)
+    memory = [in_shared_memory(model)]
+    engine = mb.map_engine(pipe.recv(), model, model.load, engine=f"stand-in {arguments}")
+    memory.append(in_shared_memory(model))  # it makes some tensors anew while it loads
+    pipe.send(engine.map)
     receiver = mb.Receiver(*pipe.recv())
-    model = StandIn(tp, rank)
-    engine = mb.map_engine(receiver.plan, model, model.load, engine=f"stand-in tp {rank} of {tp}")
-    pipe.send((engine.map, model.num_loads))
-    for message in iter(pipe.recv, "close"):
-        if message == "finish":
-            receiver.finish()
-            pipe.send((model.held(), model.num_loads, engine.require_whole()))
-        else:
-            receiver.copy_into(message, engine)
-            pipe.send(message)
-    receiver.close()
-    pipe.send([name for name in sys.modules if name.partition(".")[0] in FORBIDDEN])
+    while True:
+        method, argument = pipe.recv()
+        answer = argument
+        try:
+            if method == "bucket":
+                receiver.copy_into(argument, engine)
+            elif method == "finish":
+                receiver.finish()
+            elif method == "share":
+                answer = engine.share()
+            elif method == "complete":
+                engine.complete()
+            elif method == "move":  # as an engine that slept; what it shared before is still there
+                memory.append(in_shared_memory(model))
+            elif method == "held":
+                held = {name: bytes(tensor.view(torch.uint8).numpy()) for name, tensor in model.held().items()}
+                answer = held, model.num_loads, engine.require_whole()
+            else:
+                receiver.close()
+                pipe.send([name for name in sys.modules if name.partition(".")[0] in FORBIDDEN])
+                return
+        except Exception as error:
+            answer = error
+        pipe.send(answer)

@@ -58,6 +58,8 @@ class BucketPlan:
     num_slots: int
     slot_bytes: int
     buckets: tuple[Bucket, ...]
+    target: str = ""
+    """The digest of the engine map whose slices are sent; empty for whole HF tensors."""
 
 
 def plan_buckets(
@@ -102,7 +104,8 @@ def plan_buckets(
             "more, or None"
         )
     filled = enumerate(_fill(_in_layers(runs, slot_bytes), slot_bytes))
-    return BucketPlan(num_slots, slot_bytes, tuple(Bucket(i, i % num_slots, pieces) for i, pieces in filled))
+    buckets = tuple(Bucket(i, i % num_slots, pieces) for i, pieces in filled)
+    return BucketPlan(num_slots, slot_bytes, buckets, getattr(manifest, "target", ""))
 
 
 def _fused(specs: Iterable[TensorSpec]) -> Iterable[Collection[str]]:

@@ -1,4 +1,4 @@
-"""The sender's side without a ring: HF tensors go straight into the memory of an engine's process, by its map."""
+"""The sender's side without a ring: the memory of an engine's process, opened here, and written by the engine's map."""
 
 from __future__ import annotations
 
@@ -19,23 +19,28 @@ GROUP_BYTES = 1 << 30
 
 
 class DirectWriter:
-    """Writes into the memory of one rank of an engine on the same GPU. May be used for any number of rounds.
+    """Writes into the memory of one rank of an engine on the same device. May be used for any number of rounds.
 
     The engine announces a round with ``MappedEngine.share`` and ends it with ``MappedEngine.complete``. In between it
-    must compute nothing.
+    must compute nothing. ``export_into`` of ``mcore_bridge.weights.direct_export`` writes shards of megatron-core,
+    ``write`` HF tensors.
 
     Args:
         engine_map: the engine's map.
-        handles: what ``share`` returned.
+        handles: what ``share`` returned. If it returns others later, make another writer of them.
         group_bytes: bytes of HF tensors that are copied at once.
 
     Raises:
-        TransferError: when this process does not see the engine's GPU.
+        TransferError: when this process cannot open the engine's memory.
     """
 
     def __init__(self, engine_map: EngineMap, handles: Sequence[Handle], *, group_bytes: int = GROUP_BYTES) -> None:
-        self._map, self._group_bytes = engine_map, group_bytes
-        self._memory = Buffers([open_shared(handle) for handle in handles])
+        self.map, self._group_bytes = engine_map, group_bytes
+        self._mark, *tensors = map(open_shared, handles)
+        self.memory = Buffers(tensors)
+        """The engine's tensors in the order of its map, uint8 [bytes] each."""
+        self.program: object = None
+        """What ``export_into`` keeps between rounds."""
         self._groups: dict[int, tuple[tuple[str, ...], EngineCopies]] = {}
 
     def write(self, pairs: Iterable[Pair]) -> None:
@@ -45,7 +50,7 @@ class DirectWriter:
             TransferError: when tensors of the map have not come, or come otherwise. The engine's weights are then half
                 old and half new.
         """
-        expected = {spec.name: (tuple(spec.shape), spec.dtype) for spec in self._map.sources}
+        expected = {spec.name: (tuple(spec.shape), spec.dtype) for spec in self.map.sources}
         for number, group in enumerate(self._grouped(pairs)):
             for name, tensor in group:
                 if expected.pop(name, None) != (tuple(tensor.shape), tensor.dtype):
@@ -56,11 +61,17 @@ class DirectWriter:
             self._copy(number, group)
         if expected:
             raise TransferError(f"{len(expected)} tensors never came, such as {next(iter(expected))}")
-        torch.cuda.current_stream().synchronize()
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait until everything is written, and leave a mark, by which the engine knows where this was."""
+        self._mark.view(torch.int64).add_(1)
+        if self._mark.is_cuda:
+            torch.cuda.current_stream(self._mark.device).synchronize()
 
     def close(self) -> None:
         """Let go of the engine's memory."""
-        self._memory = Buffers([])
+        self.memory, self._mark, self.program = Buffers([]), torch.zeros(8, dtype=torch.uint8), None
         self._groups.clear()
 
     def _grouped(self, pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
@@ -82,10 +93,10 @@ class DirectWriter:
             entries = [
                 (copy, place, tensor.dtype)
                 for place, (name, tensor) in enumerate(group)
-                for copy in self._map.by_hf.get(name, ())
+                for copy in self.map.by_hf.get(name, ())
             ]
             known = self._groups[number] = (
                 names,
-                EngineCopies(entries, self._map.dtypes, self._map.places, apart=True),
+                EngineCopies(entries, self.map.dtypes, self.map.places, apart=True),
             )
-        known[1].run_apart([tensor for _, tensor in group], self._memory)
+        known[1].run_apart([tensor for _, tensor in group], self.memory)

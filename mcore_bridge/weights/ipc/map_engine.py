@@ -7,7 +7,7 @@ loader. The map then has to bring back every bit of the first set over the secon
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
@@ -58,7 +58,8 @@ def map_engine(
     """Find the slices of HF tensors that make up each tensor of an engine, and prove the result.
 
     The engine's loader runs twice, or once for a kept map. It runs two or three times more if it writes tensors other
-    than by torch's copies, such as by a kernel. The engine's weights are lost: a whole round must follow.
+    than by torch's copies, such as by a kernel, and once more if it computes some. The engine's weights are lost: a
+    whole round must follow.
 
     >>> engine = mb.map_engine(receiver.plan, model, model.load_weights)
     >>> for number in numbers:                      # then, in every round
@@ -72,20 +73,23 @@ def map_engine(
             after loading.
         engine: a line that identifies engine, release, model, and this rank's place in the engine's mesh. A kept map
             must have the same line.
-        kept: an earlier map, such as ``EngineMap.load(path)``. One run of the loader proves it.
+        kept: an earlier map, such as ``EngineMap.load(path)``. One run of the loader proves it. If it does not fit this
+            engine, the log says why, and a map is made as if there were none.
         verify_every: prove the map again before every so many rounds, by two runs of the loader; 0 is never.
-
-    Raises:
-        TransferError: when a kept map does not fit this engine.
     """
     specs = specs_of(plan) if isinstance(plan, BucketPlan) else tuple(plan)
     if kept is not None:
-        return _proven(kept, specs, source, load, engine, verify_every)
+        try:
+            return _proven(kept, specs, source, load, engine, verify_every)
+        except TransferError as error:
+            logger.warning("%s. It is made anew now", error)
     mapping = _Mapping(specs, source, load, engine)
-    engine_map = mapping.make()
-    for entry in engine_map.uncovered:
+    mapped = MappedEngine(mapping.make(), source, load, verify_every=verify_every)
+    for entry in mapped.map.uncovered:
         logger.warning("%s goes by the engine's loader in every round: %s", entry.tensor, entry.reason)
-    return MappedEngine(engine_map, source, load, verify_every=verify_every)
+    if mapped.map.uncovered:
+        mapped.prove_with_loader(mapping.reference)
+    return mapped
 
 
 def _proven(
@@ -95,18 +99,18 @@ def _proven(
     if kept.engine != engine:
         wrong.insert(0, f"expected an engine {engine!r}, found {kept.engine!r}")
     if wrong:
-        raise TransferError(f"the kept map is another engine's: {'; '.join(wrong[:8])}; make it anew")
+        raise TransferError(f"the kept map is another engine's: {'; '.join(wrong[:8])}")
     mapped = MappedEngine(kept, source, load, verify_every=verify_every)
     mapped.find()
     wrong = kept.problems(mapped.device)
     if wrong:
-        raise TransferError(f"the kept map is damaged: {'; '.join(wrong[:8])}; make it anew")
+        raise TransferError(f"the kept map is damaged: {'; '.join(wrong[:8])}")
     reference = mapped.loaded(specs, 0)
     mapped.differing(1, reference)  # other values over those of the loader
     wrong = mapped.differing(0, reference)
     if wrong:
         raise TransferError(
-            f"the kept map and the engine's loader disagree on {len(wrong)} tensors, such as {wrong[0]}; make it anew"
+            f"the kept map and the engine's loader disagree on {len(wrong)} tensors, such as {wrong[0]}"
         )
     return mapped
 
@@ -121,23 +125,21 @@ class _Mapping:
         self._device = first.device
         self._tensors: dict[str, _Tensor] = {}
         self._aliases: dict[str, tuple[str, int]] = {}
+        self.reference: dict[str, int] = {}
+        """Checksums of the engine's tensors after its loader took the first drawn values."""
 
     def make(self) -> EngineMap:
         """Record, prove, probe what is left, and prove again."""
-        reference = self._record()
-        self._unproven(reference, is_first=True)
+        self._record()
+        self._unproven(is_first=True)
         wanting = [name for name, tensor in self._tensors.items() if tensor.copies is None and not tensor.is_given_up]
         if wanting:
             self._probe(wanting)
-            self._unproven(reference, is_first=False)
+            self._unproven(is_first=False)
         return self._map()
 
-    def _record(self) -> dict[str, int]:
-        """Load drawn values under the recorder, then load others. Tensors that differ depend on HF tensors.
-
-        Returns:
-            The checksums after the first load.
-        """
+    def _record(self) -> None:
+        """Load drawn values under the recorder, then load others. Tensors that differ depend on HF tensors."""
         recorder = Recorder()
         with recorder:
             self._load(recorder.watched(drawn_values(self._specs, 0, self._device)))
@@ -158,7 +160,7 @@ class _Mapping:
             else:
                 del self._tensors[name]
         self._aliases = {name: place for name, place in inside.items() if place[0] in self._tensors}
-        return first
+        self.reference = {name: total for name, total in first.items() if name in self._tensors}
 
     def _explained(self, name: str, tensor: Tensor, pieces: Sequence[Piece], seen: frozenset[str]) -> _Tensor:
         """A tensor with the slices that the recorder saw; without any if they do not explain all of it."""
@@ -187,10 +189,10 @@ class _Mapping:
     def _casts(self, piece: Piece, tensor: Tensor) -> bool:
         return piece.casts and piece.hf is not None and self._by_name[piece.hf].dtype != tensor.dtype
 
-    def _unproven(self, reference: Mapping[str, int], *, is_first: bool) -> None:
+    def _unproven(self, *, is_first: bool) -> None:
         """Copy the first drawn values by the map as it is, and give up what differs from the loader's."""
         mapped = MappedEngine(self._map(), self._source, self._load)
-        for name in mapped.differing(0, dict(reference)):
+        for name in mapped.differing(0, self.reference, without_loader=True):
             self._give_up(
                 name, "" if is_first else "its loader computes it: slices that were read off give other values"
             )

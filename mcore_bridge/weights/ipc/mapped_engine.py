@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,14 +16,17 @@ from mcore_bridge.weights.ipc.buckets import Bucket, BucketPlan
 from mcore_bridge.weights.ipc.checksum import checksums
 from mcore_bridge.weights.ipc.engine_copies import EngineCopies, fill
 from mcore_bridge.weights.ipc.engine_tensors import Source, described, hosts, octets, plainly, tensors_named
+from mcore_bridge.weights.ipc.fed_loader import FedLoader
+from mcore_bridge.weights.ipc.fed_loader import Loader as Loader
 from mcore_bridge.weights.ipc.probe import drawn_values
-from mcore_bridge.weights.ipc.shared_memory import Handle, share_part
+from mcore_bridge.weights.ipc.shared_memory import Handle, allocate, share, share_part
 from mcore_bridge.weights.plan.engine_map import EngineMap
+from mcore_bridge.weights.plan.map_slices import MapSlices
 from mcore_bridge.weights.transfer.copier import Buffers
 
+logger = logging.getLogger(__name__)
+
 Pairs = Iterable[tuple[str, Tensor]]
-Loader = Callable[[Iterator[tuple[str, Tensor]]], object]
-"""The engine's own loader with all that it does afterwards. It takes pairs of an HF name and a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,8 @@ class EngineState:
 class MappedEngine:
     """One rank of an engine, its map, and its tensors as they are now. ``map_engine`` makes it.
 
+    If the engine is no longer the one of its map, a round goes by the engine's loader, and ``reason`` says why.
+
     Args:
         engine_map: the map, which was proven for this engine.
         source: the engine's model, or a function that returns its tensors by name.
@@ -52,11 +58,17 @@ class MappedEngine:
     def __init__(self, engine_map: EngineMap, source: Source, load: Loader, *, verify_every: int = 0) -> None:
         self.map = engine_map
         self.state = EngineState("half", None)
+        self.reason = ""
+        """Why the last round that was announced goes by the engine's loader; empty if it goes by the map."""
         self._source, self._load, self._verify_every = source, load, verify_every
         self._memory: Buffers | None = None
         self._plan: BucketPlan | Sequence[TensorSpec] | None = None
+        self._sent, self._unlike = engine_map, ""
+        self._disproof = ""
         self._shared: Buffers | None = None
+        self._mark, self._due = torch.zeros(8, dtype=torch.uint8), 0
         self._copies: dict[int, EngineCopies] = {}
+        self._loading: FedLoader | None = None
         self._num_rounds = 0
 
     def require_whole(self) -> int:
@@ -112,24 +124,60 @@ class MappedEngine:
             yield f"{name}: expected memory of its own, found that of {inside[name][0]}"
 
     def begin(self, plan: BucketPlan | Sequence[TensorSpec]) -> None:
-        """Announce a round of all HF tensors of ``plan``; nothing of the weights is written unless a proof is due.
+        """Announce a round of all HF tensors of ``plan``, or of the slices of them that the map uses.
+
+        Nothing of the weights is written unless a proof is due. If the map cannot be used, ``reason`` says why, and
+        the round goes by the engine's loader.
 
         Raises:
-            TransferError: when the engine, or what will be sent, is not what the map was made for.
+            TransferError: when the round can go neither by the map nor by the loader.
         """
+        self.break_off()
         if self.state.weights == "new":
             self.state = EngineState("old", self.state.version)
         if plan is not self._plan:
-            wrong = self.map.differences(specs_of(plan) if isinstance(plan, BucketPlan) else plan)
-            if wrong:
-                raise TransferError(
-                    f"the map was made for other HF tensors: {'; '.join(wrong[:8])} ({len(wrong)} in all); make another"
-                )
-            self._plan, self._copies = plan, {}
-        self.find()
-        if self._verify_every and self._num_rounds and self._num_rounds % self._verify_every == 0:
-            self.prove(self._num_rounds)
+            self._expect(plan)
+        reason = self._checked()
+        if reason and self._sent is not self.map:
+            raise TransferError(f"{reason}. The loader takes whole HF tensors, so send these instead of slices")
+        if reason and reason != self.reason:
+            logger.warning("the round goes by the engine's loader: %s", reason)
+        self.reason = reason
         self._num_rounds += 1
+
+    def _expect(self, plan: BucketPlan | Sequence[TensorSpec]) -> None:
+        """Check what will be sent against the map, once for a plan."""
+        specs = specs_of(plan) if isinstance(plan, BucketPlan) else tuple(plan)
+        sent, unlike = self.map, ""
+        try:
+            sent = MapSlices(self.map).narrowed(specs)
+        except TransferError as error:
+            shapes = {spec.name: tuple(spec.shape) for spec in specs}
+            if any(shapes.get(spec.name) != spec.shape for spec in self.map.sources):
+                raise
+            unlike = str(error)
+        target = plan.target if isinstance(plan, BucketPlan) else ""
+        if target not in ("", self.map.digest):
+            raise TransferError(
+                f"the slices are those of another map: expected the digest {self.map.digest[:16]}, found "
+                f"{target[:16]}; export with target= this engine's map"
+            )
+        self._plan, self._sent, self._unlike, self._copies = plan, sent, unlike, {}
+
+    def _checked(self) -> str:
+        """Why the map cannot be used in this round; empty if it can."""
+        if self._unlike or self._disproof:
+            return self._unlike or self._disproof
+        try:
+            self.find()
+        except TransferError as error:
+            return str(error)
+        if self._verify_every and self._num_rounds and self._num_rounds % self._verify_every == 0:
+            try:
+                self.prove(self._num_rounds)
+            except TransferError as error:
+                self._disproof = str(error)
+        return self._disproof
 
     def share(self, tensors: Sequence[TensorSpec] | None = None) -> tuple[Handle, ...] | None:
         """Announce a round in which the sender writes into the engine's tensors itself, with a ``DirectWriter``.
@@ -137,68 +185,108 @@ class MappedEngine:
         From here on the weights count as half old and half new, until ``complete``.
 
         Args:
-            tensors: the HF tensors that will be written, such as a ``Manifest``; None is those of the last round.
+            tensors: the HF tensors that will be written, such as a ``Manifest``; None is those of the map.
 
         Returns:
-            A handle for each tensor of the map. None if the sender has them: nothing has moved since the last call.
+            A handle for a mark and for each tensor of the map. None if the sender has them: nothing has moved since the
+            last call.
 
         Raises:
-            TransferError: as ``begin``; when a tensor is not covered, which only the engine's loader could write; or
-                when another process cannot open the engine's memory.
+            TransferError: when the map cannot be used, or does not cover a tensor; or when another process cannot open
+                the engine's memory. Then send buckets.
         """
         if self.map.uncovered:
             names = [entry.tensor for entry in self.map.uncovered]
             raise TransferError(f"{names} are written by the engine's loader alone; send buckets and use copy_into")
-        self.begin(tensors or self._plan or ())
+        self.begin(tensors or self.map.sources)
+        if self.reason:
+            raise TransferError(f"{self.reason}. Send buckets: copy_into gives them to the engine's loader")
         assert self._memory is not None
-        handles = None if self._memory is self._shared else tuple(map(share_part, self._memory.tensors))
+        handles = None
+        if self._memory is not self._shared:
+            parts = tuple(map(share_part, self._memory.tensors))
+            self._mark = allocate(8, self.device).zero_()
+            handles = (share(self._mark), *parts)
         self._shared, self.state = self._memory, EngineState("half", None)
+        self._due = int(self._mark.view(torch.int64).item()) + 1
         fill(self.map.fills, self._by_name(), self.map.dtypes)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         return handles
 
     def copy(self, bucket: Bucket, slot: Tensor) -> None:
-        """Copy what a slot holds of ``bucket`` into the engine's tensors, on the current stream."""
-        assert self._memory is not None
+        """Put what a slot holds of ``bucket`` into the engine's tensors, on the current stream."""
         self.state = EngineState("half", None)
+        rest = [piece for piece in bucket.pieces if self.reason or piece.name in self.map.by_loader]
+        if not self.reason:
+            self._copy(bucket, slot)
+        if rest:
+            self._loading = self._loading or FedLoader(self._load, self.device)
+            self._loading.give((piece.name, piece.view(slot)) for piece in rest)
+
+    def _copy(self, bucket: Bucket, slot: Tensor) -> None:
+        assert self._memory is not None
         if bucket.number == 0:
             fill(self.map.fills, self._by_name(), self.map.dtypes)
         if bucket.number not in self._copies:
             entries = [
                 (copy, piece.offset, piece.dtype)
                 for piece in bucket.pieces
-                for copy in self.map.by_hf.get(piece.name, ())
+                for copy in self._sent.by_hf.get(piece.name, ())
             ]
             self._copies[bucket.number] = EngineCopies(entries, self.map.dtypes, self.map.places)
         self._copies[bucket.number].run(slot, self._memory)
-        rest = [piece for piece in bucket.pieces if piece.name in self.map.by_loader]
-        if rest:
-            self._load((piece.name, piece.view(slot)) for piece in rest)
-            self.find()  # what a loader makes anew lies elsewhere
 
     def complete(self, version: int | None = None) -> None:
-        """All buckets of a round have come: the weights are those of ``version``, or of the next one.
+        """All tensors of a round have come: the weights are those of ``version``, or of the next one.
 
         Raises:
-            TransferError: when the engine has moved its tensors since the round began.
+            TransferError: when the engine has moved its tensors since the round began, or the sender did not write
+                into them as they are.
         """
-        if self._has_moved():
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            loading.finish()
+        if not self.reason and loading is None and self._has_moved():  # a loader may make tensors anew
             raise TransferError(
                 "the engine has moved its tensors in the middle of a round, so copied values may be lost. Send all "
                 "buckets again, and let the engine sleep, wake or load only between rounds"
             )
+        mark = int(self._mark.view(torch.int64).item()) if self._due else 0
+        if mark != self._due:
+            raise TransferError(
+                f"expected the sender's mark {self._due}, found {mark}: the sender did not end this round, or it wrote "
+                "to addresses that the engine has left. Make its DirectWriter of the last handles of share()"
+            )
+        self._due = 0
         self.state = EngineState("new", self._num_rounds if version is None else version)
 
-    def copy_pairs(self, pairs: Pairs) -> None:
-        """Copy HF tensors that come one by one, contiguous and on the engine's device."""
+    def break_off(self) -> None:
+        """Forget a round that did not end. What it has written stays, and ``state`` says so."""
+        loading, self._loading, self._due = self._loading, None, 0
+        if loading is not None:
+            loading.break_off()
+
+    def copy_pairs(self, pairs: Pairs, *, without_loader: bool = False) -> None:
+        """Put HF tensors that come one by one, contiguous and on the engine's device, into the engine's tensors."""
         assert self._memory is not None
         self.state = EngineState("half", None)
         fill(self.map.fills, self._by_name(), self.map.dtypes)
+        rest = self._copied(pairs)
+        if self.map.by_loader and not without_loader:
+            self._load(rest)
+        for _ in rest:
+            pass
+
+    def _copied(self, pairs: Pairs) -> Iterator[tuple[str, Tensor]]:
+        """Copy all tensors by the map; yield those that the loader needs too."""
+        assert self._memory is not None
         for name, tensor in pairs:
             entries = [(copy, 0, tensor.dtype) for copy in self.map.by_hf.get(name, ())]
             copies = EngineCopies(entries, self.map.dtypes, self.map.places)
             copies.run_once(octets(tensor), self._memory)
+            if name in self.map.by_loader:
+                yield name, tensor
 
     def _has_moved(self) -> bool:
         """Whether a tensor has another address than when the round began; checked quickly, as it ends every round."""
@@ -224,19 +312,42 @@ class MappedEngine:
                 "longer loads as when the map was made: use its loader, and make another map"
             )
 
+    def prove_with_loader(self, reference: dict[str, int]) -> None:
+        """See whether the map and, for what it does not cover, the loader give all tensors together.
+
+        If they do not, all rounds go by the loader. An example is a loader that makes all parameters of a layer anew,
+        also those for which it was given nothing.
+
+        Args:
+            reference: the checksums after the loader took the drawn values of seed 0.
+        """
+        wrong = self.differing(0, reference)
+        if wrong:
+            self._disproof = (
+                f"{len(wrong)} tensors are wrong if the loader takes only what the map leaves, such as {wrong[0]}"
+            )
+
     def loaded(self, specs: Sequence[TensorSpec], seed: int) -> dict[str, int]:
         """Have the engine's loader take drawn values; the checksums of its tensors then."""
         self.state = EngineState("half", None)
         self._load(drawn_values(specs, seed, self.device))
         return self.sums()
 
-    def differing(self, seed: int, reference: dict[str, int]) -> list[str]:
-        """Copy drawn values by the map; the tensors that have other checksums then than in ``reference``."""
+    def differing(self, seed: int, reference: dict[str, int], *, without_loader: bool = False) -> list[str]:
+        """Put drawn values into the engine; the tensors that have other checksums then than in ``reference``.
+
+        Args:
+            without_loader: compare only what the map covers.
+        """
         self.find()
-        self.copy_pairs(drawn_values(self.map.sources, seed, self.device))
+        self.copy_pairs(drawn_values(self.map.sources, seed, self.device), without_loader=without_loader)
+        left_out = {entry.tensor for entry in self.map.uncovered} if without_loader else ()
         now = self.sums()
-        covered = {tensor.name for tensor in self.map.tensors} - {entry.tensor for entry in self.map.uncovered}
-        return [name for name in now if name in covered and now[name] != reference.get(name)]
+        return [
+            name
+            for name in reference
+            if name in self.map.places and name not in left_out and now.get(name) != reference[name]
+        ]
 
     def sums(self) -> dict[str, int]:
         """The checksums of the tensors that the map names, as they are now."""

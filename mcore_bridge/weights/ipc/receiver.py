@@ -59,11 +59,12 @@ class Receiver:
         """Copy bucket ``number`` into the tensors of an engine by its map: no loader, and nothing for each tensor.
 
         When this returns the slot may be overwritten, as after ``open``. ``engine.state`` is ``"half"`` from the first
-        bucket on until ``finish``.
+        bucket on until ``finish``. If the engine or the plan is not what the map was made for, the engine's loader
+        takes the buckets of this round, and ``engine.reason`` says why.
 
         Raises:
-            TransferError: when another bucket is due; or, before the first is copied, when the engine or the plan is
-                not what the map was made for.
+            TransferError: when another bucket is due; or, before the first is copied, when it has slices of HF tensors
+                and the map cannot be used.
         """
         bucket, slot = self._due(number)
         if number == 0:
@@ -108,6 +109,8 @@ class Receiver:
 
     def restart(self) -> None:
         """Expect the first bucket again, after a round that broke off."""
+        if self._engine is not None:
+            self._engine.break_off()
         self._next, self._engine = 0, None
 
     def close(self) -> None:

@@ -92,7 +92,13 @@ class Recorder(TorchDispatchMode):
     def names_in(self, tensor: Tensor) -> frozenset[str]:
         """The names of the HF tensors that went into the memory of ``tensor``, in whole or in part."""
         memory = self._memories.get(_address(tensor))
-        return memory.names if memory else frozenset()
+        if memory is None or memory.hf is not None or not tensor.numel():
+            return memory.names if memory else frozenset()
+        item, zeros = tensor.element_size(), (0,) * tensor.dim()
+        own = BoxCopy.of(0, tensor.shape, zeros, int(tensor.storage_offset()), tensor.stride())
+        start, end = own.target * item, own.target_end * item
+        inside = [w for w in memory.writes if w.box.target * w.item < end and w.box.target_end * w.item > start]
+        return frozenset[str]().union(*(w.origin.names if w.origin else w.names for w in inside))
 
     def traced(self, tensor: Tensor) -> list[Piece]:
         """The pieces that were written into ``tensor``, in order; boxes count from its first element."""
@@ -216,7 +222,10 @@ def _pieces(memory: _Memory, num_writes: int, item: int) -> Iterator[Piece]:
 
 def _through(write: _Write, origin: _Memory) -> Iterator[Piece]:
     """The pieces that ``origin`` had when ``write`` read it."""
+    end = write.box.source_end
     for piece in _pieces(origin, write.num_writes, write.origin_item):
+        if piece.box.target >= end or piece.box.target_end <= write.box.source:
+            continue  # a storage may have several of the engine's tensors
         try:
             box = write.box.after(piece.box)
         except ValueError:

@@ -62,16 +62,23 @@ def share(buffer: Tensor) -> Handle:
 
 
 def share_part(memory: Tensor) -> Handle:
-    """A handle of memory that torch or an engine has allocated on a GPU, for one process, which opens it once.
+    """A handle of memory that torch or an engine has allocated, for one process, which opens it once.
 
     Args:
-        memory: uint8 [bytes], contiguous; it may begin anywhere in its storage.
+        memory: uint8 [bytes], contiguous; it may begin anywhere in its storage. On a CPU that must be of ``allocate``.
 
     Raises:
         TransferError: when its allocator's memory cannot be opened elsewhere. vLLM's sleep mode has such an allocator.
     """
     if not memory.is_cuda:
-        raise TransferError(f"expected memory of a CUDA device, found {memory.device}; send buckets through a ring")
+        path = memory.untyped_storage().filename if memory.device.type == "cpu" else None
+        if path is None:
+            raise TransferError(
+                f"expected memory of a CUDA device or a mapped file, found memory of {memory.device} that no other "
+                "process can open; send buckets through a ring"
+            )
+        size = memory.untyped_storage().nbytes()
+        return Handle(_map_part, (path, size, memory.storage_offset(), memory.numel()), None)
     try:
         rebuild, args = reduce_tensor(memory)
     except RuntimeError as error:  # cudaIpcGetMemHandle
@@ -155,3 +162,7 @@ def _map_file(path: str, num_bytes: int) -> Tensor:
             f"expected a buffer of {num_bytes} bytes at {path}, found {size}; the sender may have ended"
         )
     return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+
+
+def _map_part(path: str, num_bytes: int, start: int, size: int) -> Tensor:
+    return _map_file(path, num_bytes)[start : start + size]

@@ -12,13 +12,13 @@ from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.weights.plan.alignment import ALIGNMENT, aligned
 from mcore_bridge.weights.plan.budget import MEMORY, MESSAGES_IN_FLIGHT
-from mcore_bridge.weights.plan.engine_slices import wanted_by
 from mcore_bridge.weights.plan.export_plan import ExportPlan, Message
 from mcore_bridge.weights.plan.gather import Request, SourceShard, assemble_plan, assign_senders, shards_of
 from mcore_bridge.weights.plan.inventory import Inventory, merge_inventories
 from mcore_bridge.weights.plan.schedule import MIN_WINDOW
 from mcore_bridge.weights.plan.stream import HEADER, SendRange, Streams, WindowRun, cut, num_messages, widths
 from mcore_bridge.weights.plan.target import Target
+from mcore_bridge.weights.plan.wanted import wanted_by
 
 TO_TARGETS = 1 << 30
 """Upper limit on the bytes of all messages in flight, received and sent, unless the caller asks for more."""

@@ -56,6 +56,11 @@ class BoxCopy:
         """The place behind the last element in the target."""
         return self.target + 1 + sum((dim.size - 1) * dim.target for dim in self.dims) if self.num_elements else 0
 
+    @property
+    def source_end(self) -> int:
+        """The place behind the last element in the source."""
+        return self.source + 1 + sum((dim.size - 1) * dim.source for dim in self.dims) if self.num_elements else 0
+
     def after(self, first: BoxCopy) -> BoxCopy | None:
         """The composition of ``first`` and this copy, which reads the memory that ``first`` writes.
 

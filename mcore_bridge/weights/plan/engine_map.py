@@ -101,6 +101,10 @@ class EngineMap:
     uncovered: tuple[Uncovered, ...] = ()
     aliases: tuple[tuple[str, str, int], ...] = ()
 
+    def __hash__(self) -> int:
+        """That of the digest: the fields of a large model have many thousands of entries."""
+        return hash(self.digest)
+
     @cached_property
     def by_hf(self) -> dict[str, tuple[SliceCopy, ...]]:
         """The copies of each HF tensor that has any."""
@@ -163,8 +167,11 @@ class EngineMap:
             count = torch.zeros(tensor.span, dtype=torch.uint8, device=device)
             for copy in (copy for copy in self.copies if copy.tensor == tensor.name):
                 box = copy.box
-                end = box.source + 1 + sum((dim.size - 1) * dim.source for dim in box.dims)
-                if end > specs.get(copy.hf, 0) or box.target_end > tensor.span or min(box.source, box.target) < 0:
+                if (
+                    box.source_end > specs.get(copy.hf, 0)
+                    or box.target_end > tensor.span
+                    or min(box.source, box.target) < 0
+                ):
                     wrong.append(f"{copy.hf} to {tensor.name}: {box} is out of bounds")
                 else:
                     count.as_strided([d.size for d in box.dims], [d.target for d in box.dims], box.target).add_(1)

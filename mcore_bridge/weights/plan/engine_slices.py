@@ -20,27 +20,12 @@ from mcore_bridge.rules.mapping import Rule, WeightMapping, axes_of, unstacked
 from mcore_bridge.rules.names import expert_of, layer_of
 from mcore_bridge.rules.trace import Copy, Shape, Trace, line_starts, lines, trace
 from mcore_bridge.weights.plan.inventory import ParamEntry
-from mcore_bridge.weights.plan.target import EngineRank, Target
+from mcore_bridge.weights.plan.target import EngineRank
 
 Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
 Sizes = tuple[tuple[str, int], ...]
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _HEADS = "heads_per_group"
-
-
-def wanted_by(
-    target: Target, mapping: WeightMapping, axes: Axes, num_layers: int, entries: Sequence[ParamEntry]
-) -> Sequence[ParamEntry]:
-    """Select what ``target`` takes of ``entries``, in the same order. An engine's rank gets an entry for each shard.
-
-    Raises:
-        TargetError: when the model cannot be cut as the target says, or it is no target.
-    """
-    if isinstance(target, EngineRank):
-        return tuple(Slicer(target, mapping, axes, num_layers).slices(entries))
-    if target not in ("everything", "nothing"):
-        raise TargetError(f'expected target="everything", "nothing" or an EngineRank, found {target!r}')
-    return entries if target == "everything" else ()
 
 
 class Slicer:
@@ -54,7 +39,7 @@ class Slicer:
         self._known: dict[tuple[object, ...], dict[int, tuple[Trace, tuple[int, ...]]]] = {}
 
     def slices(self, entries: Sequence[ParamEntry]) -> Iterator[ParamEntry]:
-        """See ``wanted_by``."""
+        """Yield what the target takes of ``entries``, in their order, and an entry for each shard."""
         for entry in filter(None, map(self.named, entries)):
             for shard, (traced, starts) in self._sliced(entry).items():
                 holders = {shard: entry.holders[shard]} if traced.to_hf else {}
@@ -96,7 +81,7 @@ class Slicer:
         rule = self._mapping.rule_of(entry.held.name)
         key = (id(entry.trace), id(rule), self._cuts(entry, rule))
         if key not in self._known:
-            self._known[key] = _of_shards(entry.trace, self.taken(entry))
+            self._known[key] = sliced_shards(entry.trace, self.taken(entry))
         return self._known[key]
 
     def _cuts(self, entry: ParamEntry, rule: Rule) -> tuple[tuple[int, int], ...]:
@@ -142,8 +127,12 @@ def dims_of(traced: Trace) -> list[int]:
     return [dims[part] for part in range(len(traced.part_shapes))]
 
 
-def _of_shards(traced: Trace, taken: Sequence[Indices]) -> dict[int, tuple[Trace, tuple[int, ...]]]:
-    """See ``Slicer._sliced``; ``taken`` are the indices of each part."""
+def sliced_shards(traced: Trace, taken: Sequence[Indices]) -> dict[int, tuple[Trace, tuple[int, ...]]]:
+    """For each shard, the trace of what is taken of it, and where each copy begins in what travels.
+
+    Args:
+        taken: the indices of each part that are taken, along the dim that is cut.
+    """
     positions = []
     shapes = []
     for shape, dim, indices in zip(traced.part_shapes, dims_of(traced), taken, strict=True):

@@ -9,6 +9,7 @@ from typing import Literal
 
 from mcore_bridge.errors import TargetError
 from mcore_bridge.rules.mapping import matches
+from mcore_bridge.weights.plan.engine_map import EngineMap
 
 VOCAB_MULTIPLE = 64
 """vLLM and SGLang pad vocabularies to a multiple of this before they cut them."""
@@ -131,8 +132,10 @@ class EngineRank:
         return matches(hf, self.whole)
 
 
-Target = Literal["everything", "nothing"] | EngineRank
-"""What a rank gets: every HF tensor whole; nothing, so that it only sends; or what a rank of an engine holds."""
+Target = Literal["everything", "nothing"] | EngineRank | EngineMap
+"""What a rank gets: every HF tensor whole; nothing, so that it only sends; or what a rank of an engine holds.
+
+An engine's rank is described by its sizes, or by the map of its loader, which may need any slices."""
 
 
 def engine_ranks(

@@ -62,13 +62,24 @@ class Outputs:
         self._like = {dtype: torch.empty(0, dtype=dtype, device=device) for dtype in plan.dtypes}
         self._open: dict[int, Tensor] = {}
 
-    def opened_by(self, step: Step) -> Iterator[Tensor]:
-        """The tensors that a step writes to. It allocates those to which no step has written yet."""
+    def run(self, step: Step, held: Buffers, passing: Sequence[Tensor], device: torch.device) -> None:
+        """Run a step that reads what this rank holds, and windows. Outputs that nothing was written to are allocated.
+
+        Args:
+            passing: the buffers between what is held and the outputs, in their order.
+        """
         for output, numbers in step.alike:
             is_new = self._open.keys().isdisjoint(numbers)
             new = numbers if is_new else [number for number in numbers if number not in self._open]
             self._open.update(zip(new, self._allocated(output, len(new)), strict=True))
-        return map(self._open.__getitem__, step.outputs)
+        self._copy(step, held, [*passing, *map(self._tensor, step.outputs)], device)
+
+    def _tensor(self, number: int) -> Tensor:
+        """The memory of an output."""
+        return self._open[number]
+
+    def _copy(self, step: Step, held: Buffers, others: Sequence[Tensor], device: torch.device) -> None:
+        step.copies.run(held, Buffers(others), device)
 
     def _allocated(self, output: OutputTensor, count: int) -> Sequence[Tensor]:
         """``count`` new tensors like ``output``.

@@ -8,7 +8,7 @@ says whether all ranks have come there without a failure.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 
 import torch
@@ -18,12 +18,18 @@ from mcore_bridge.errors import ExportError
 from mcore_bridge.weights.plan.budget import MESSAGES_IN_FLIGHT
 from mcore_bridge.weights.plan.export_plan import Message
 from mcore_bridge.weights.transfer.collectives import Group, Memory, State, Windows
-from mcore_bridge.weights.transfer.copier import Buffers
 from mcore_bridge.weights.transfer.endpoints import Outputs, Sources
 from mcore_bridge.weights.transfer.failures import raise_failures, raise_on_all, require_all
 from mcore_bridge.weights.transfer.program import OUTPUTS, Program
 
 Pairs = Iterator[tuple[str, Tensor]]
+Ends = tuple[Program, Outputs]
+"""What runs on this rank, and where its outputs are."""
+
+
+def new_tensors(program: Program, device: torch.device) -> Ends:
+    """The usual end of an export: HF tensors that are allocated when something is first written to them."""
+    return program, Outputs(program.plan, device)
 
 
 def run_program(
@@ -36,7 +42,12 @@ def run_program(
 
 
 def run_messages(
-    program: Program, group: Group, tensors: Mapping[str, Tensor], *, lend: bool = False
+    program: Program,
+    group: Group,
+    tensors: Mapping[str, Tensor],
+    *,
+    lend: bool = False,
+    into: Callable[[Program, torch.device], Ends] = new_tensors,
 ) -> Generator[Pairs, None, None]:
     """Yield an iterator for each message, over the HF tensors that are complete with it. Exhaust it before the next.
 
@@ -46,37 +57,40 @@ def run_messages(
         tensors: what this rank holds, by canonical name.
         lend: yield tensors that lie whole in the windows as views, valid until the next tensor is asked for. All other
             tensors are new and belong to the caller. While it reads views, one message less is in flight.
+        into: makes the end of the export on this rank, from the program and the device of the group.
 
     Raises:
         ExportError: on every rank of the group, when any of them fails; names rank and parameter.
     """
     if group.size == 1:
-        yield from _alone(program, tensors, group.device)
+        yield from _alone(*into(program, group.device), tensors, group.device)
         return
     exchange = None
     with raise_on_all(group, kind=ExportError):  # such as no memory: others must hear of it before they wait
-        exchange = _Exchange(program, group, tensors, lend=lend)
+        exchange = _Exchange(*into(program, group.device), group, tensors, lend=lend)
     assert exchange is not None
     yield from exchange.messages()
 
 
-def _alone(program: Program, tensors: Mapping[str, Tensor], device: torch.device) -> Iterator[Pairs]:
-    held, outputs = Sources(program, tensors), Outputs(program.plan, device)
+def _alone(program: Program, outputs: Outputs, tensors: Mapping[str, Tensor], device: torch.device) -> Iterator[Pairs]:
+    held = Sources(program, tensors)
     nothing = [torch.empty(0, device=device)] * OUTPUTS
     for number, message in enumerate(program.plan.messages):
         step = program.step(number, None)
-        step.copies.run(held.read_by(step), Buffers([*nothing, *outputs.opened_by(step)]), device)
+        outputs.run(step, held.read_by(step), nothing, device)
         yield outputs.closed(message)
 
 
 class _Exchange:
     """One run of a program in a group."""
 
-    def __init__(self, program: Program, group: Group, tensors: Mapping[str, Tensor], *, lend: bool) -> None:
+    def __init__(
+        self, program: Program, outputs: Outputs, group: Group, tensors: Mapping[str, Tensor], *, lend: bool
+    ) -> None:
         self._program, self._group, self._lends = program, group, lend
         self._messages = program.plan.messages
         self._held = Sources(program, tensors)
-        self._outputs = Outputs(program.plan, group.device)
+        self._outputs = outputs
         self._nothing = torch.empty(0, device=group.device)
         self._memory = [
             Memory(group, *program.room(number)) for number in range(min(MESSAGES_IN_FLIGHT, len(self._messages)))
@@ -183,8 +197,7 @@ class _Exchange:
             arrived.headers if arrived else self._nothing,
             following.own if following else self._nothing,
         ]
-        held, outputs = self._held.read_by(step), self._outputs.opened_by(step)
-        step.copies.run(held, Buffers([*passing, *outputs]), self._group.device)
+        self._outputs.run(step, self._held.read_by(step), passing, self._group.device)
         if arrived:
             self._outputs.lend(step, arrived.all)
 

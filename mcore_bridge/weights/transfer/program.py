@@ -49,10 +49,10 @@ class Program:
     """
 
     def __init__(self, plans: Sequence[ExportPlan], rank: int, num_stages: int = 1) -> None:
-        self._plans, self._rank = plans, rank
+        self.plans, self.rank = plans, rank
         self.is_gather = len(plans) == 1
         """Whether each rank sends one window to all receivers. Otherwise it sends one to each."""
-        self._num_stages = num_stages if self.is_gather else 1
+        self.num_stages = num_stages if self.is_gather else 1
         self.plan = plans[0 if self.is_gather else rank]
         """The plan of what this rank gets."""
         payloads = {id(plan.payload): plan.payload for plan in plans}  # receivers with one target share an object
@@ -69,10 +69,10 @@ class Program:
 
         Over all ranks of a group these add up to 0 if the plans fit together, and otherwise hardly ever.
         """
-        own, ranks = self._rank, range(len(self.plan.streams))
+        own, ranks = self.rank, range(len(self.plan.streams))
         if self.is_gather:
             return self.plan.checksum() * (len(ranks) * (own == 0) - 1)
-        sent = sum(plan.stream_checksum(own, receiver) for receiver, plan in enumerate(self._plans))
+        sent = sum(plan.stream_checksum(own, receiver) for receiver, plan in enumerate(self.plans))
         return sent - sum(self.plan.stream_checksum(sender, own) for sender in ranks)
 
     def received(self, number: int) -> tuple[int, ...]:
@@ -81,11 +81,11 @@ class Program:
 
     def lineup(self, number: int) -> Lineup:
         """Where the windows of a message lie when they have arrived."""
-        return lineup(self.received(number), self._num_stages)
+        return lineup(self.received(number), self.num_stages)
 
     def sent(self, number: int) -> tuple[int, ...]:
         """Bytes of this rank's window for each receiver, or of the one window that all receivers get."""
-        return tuple(plan.messages[number].widths[self._rank] for plan in self._plans)
+        return tuple(plan.messages[number].widths[self.rank] for plan in self.plans)
 
     def room(self, number: int) -> tuple[int, int]:
         """Bytes of memory for a message: for the windows received, and for those sent if they lie elsewhere."""
@@ -117,22 +117,21 @@ class Program:
         outputs: dict[int, list[ByteCopy]] = {}
         lent: dict[int, int] = {}
         if arrived is not None:
-            windows = self.lineup(arrived)
-            byte_copies += self._headers_arrived(windows)
-            for piece in self.plan.messages[arrived].pieces if unpack else ():
-                self._unpack(piece, windows.starts[piece.sender], outputs)
-                if piece.sender == self._rank:
-                    held.add(self._number(self.plan.payload.entries[piece.entry]))
+            byte_copies += self._headers_arrived(self.lineup(arrived))
+            if unpack:
+                outputs = dict(self._written(arrived))
+                pieces = self.plan.messages[arrived].pieces_of(self.rank)
+                held |= {self._number(self.plan.payload.entries[piece.entry]) for piece in pieces}
             done = self.plan.messages[arrived].done if lend else ()
             lent = {number: outputs.pop(number)[0].source_start for number in done if self._is_whole(number, outputs)}
             for buffer, of_output in enumerate(outputs.values(), len(self.names) + OUTPUTS):
                 byte_copies += (byte_copy._replace(target=buffer) for byte_copy in of_output)
         if following is not None:
             starts = tuple(accumulate(self.sent(following), initial=0))
-            for receiver, (plan, start) in enumerate(zip(self._plans, starts, strict=False)):
-                if self.is_gather or receiver != self._rank:
+            for receiver, (plan, start) in enumerate(zip(self.plans, starts, strict=False)):
+                if self.is_gather or receiver != self.rank:
                     byte_copies.append(self._header(HEADER_SENT, 0, OWN_WINDOWS, start))
-                    for piece in plan.messages[following].pieces_of(self._rank) if pack else ():
+                    for piece in plan.messages[following].pieces_of(self.rank) if pack else ():
                         entry = plan.payload.entries[piece.entry]
                         byte_copies += self._packed(entry, piece, start)
                         held.add(self._number(entry))
@@ -143,6 +142,14 @@ class Program:
             tuple(self._alike(outputs)),
             tuple(lent.items()),
         )
+
+    def _written(self, arrived: int) -> dict[int, list[ByteCopy]]:
+        """The copies that unpack a message, by the outputs to which they write. Their targets are filled in later."""
+        outputs: dict[int, list[ByteCopy]] = {}
+        windows = self.lineup(arrived)
+        for piece in self.plan.messages[arrived].pieces:
+            self._unpack(piece, windows.starts[piece.sender], outputs)
+        return outputs
 
     def _alike(self, outputs: Iterable[int]) -> Iterator[tuple[OutputTensor, tuple[int, ...]]]:
         groups: dict[tuple[object, ...], list[int]] = {}
@@ -164,7 +171,7 @@ class Program:
         """Yield the copies of all headers but this rank's own, which may already be that of the next message."""
         for row in windows.rows:
             end = row.first + row.length
-            for first, last in ((row.first, min(end, self._rank)), (max(row.first, self._rank + 1), end)):
+            for first, last in ((row.first, min(end, self.rank)), (max(row.first, self.rank + 1), end)):
                 if first < last:
                     header = self._header(WINDOWS, windows.starts[first], HEADERS, first * HEADER)
                     yield header._replace(rows=last - first, source_row=row.distance or HEADER)
@@ -185,7 +192,7 @@ class Program:
         """Add the copies of a piece to those of the outputs that it is a part of."""
         payload = self.plan.payload
         entry, destinations = payload.entries[piece.entry], payload.destinations[piece.entry]
-        is_own = piece.sender == self._rank
+        is_own = piece.sender == self.rank
         source, start = (self._number(entry), 0) if is_own else (len(self.names) + WINDOWS, window + piece.start)
         for part, byte_copies in enumerate(self._byte_copies(entry, piece, "held" if is_own else "sent", "part")):
             output, base = destinations[part]

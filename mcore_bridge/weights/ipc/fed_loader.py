@@ -1,0 +1,99 @@
+"""An engine's loader that is called once for a round, while its tensors come bucket by bucket.
+
+A loader asks for its next tensor, and a receiver is told of its next bucket. So the loader runs in a thread of its own.
+Only one of the two runs at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from queue import SimpleQueue
+from threading import Semaphore, Thread
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.errors import TransferError
+
+Pair = tuple[str, Tensor]
+Loader = Callable[[Iterator[Pair]], object]
+"""The engine's own loader with all that it does afterwards. It takes pairs of an HF name and a tensor."""
+
+
+class FedLoader:
+    """One call of a loader.
+
+    Args:
+        load: the loader.
+        device: where the engine's tensors are. What the loader queues there is on this thread's current stream.
+    """
+
+    def __init__(self, load: Loader, device: torch.device) -> None:
+        self._load, self._device = load, device
+        self._given: SimpleQueue[list[Pair] | None] = SimpleQueue()
+        self._asks = Semaphore(0)
+        self._failure: Exception | None = None
+        self._is_broken_off = self._has_ended = False
+        self._modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._thread = Thread(target=self._run, daemon=True)
+        self._thread.start()
+        self._asks.acquire()
+
+    def give(self, pairs: Iterable[Pair]) -> None:
+        """Have the loader take tensors. It gets copies, which it may keep.
+
+        Raises:
+            Exception: what the loader raises.
+        """
+        if not self._has_ended:
+            self._given.put([(name, tensor.clone()) for name, tensor in pairs])
+            self._asks.acquire()
+        self._raise()
+
+    def finish(self) -> None:
+        """There are no more tensors: return when the loader does.
+
+        Raises:
+            Exception: what the loader raises.
+        """
+        self._given.put(None)
+        self._thread.join()
+        self._raise()
+
+    def break_off(self) -> None:
+        """End the call by an error in the loader, after a round that broke off."""
+        self._is_broken_off = True
+        self._given.put(None)
+        self._thread.join()
+
+    def _raise(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        grad, inference = self._modes
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(torch.inference_mode(inference))
+                stack.enter_context(torch.set_grad_enabled(grad and not inference))
+                if self._stream is not None:
+                    stack.enter_context(torch.cuda.device(self._device))
+                    stack.enter_context(torch.cuda.stream(self._stream))
+                self._load(self._pairs())
+        except Exception as failure:
+            self._failure = failure
+        finally:
+            self._has_ended = True
+            self._asks.release()
+
+    def _pairs(self) -> Iterator[Pair]:
+        while True:
+            self._asks.release()
+            pairs = self._given.get()
+            if self._is_broken_off:
+                raise TransferError("the round broke off before all tensors had come")
+            if pairs is None:
+                return
+            yield from pairs

@@ -1,0 +1,122 @@
+"""Shards of a trainer in an engine's own memory, by its map: through a ring of slices, and with nothing in between."""
+
+import multiprocessing
+from contextlib import closing
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mcore_bridge as mb
+from mcore_bridge import ParallelDims
+from mcore_bridge.errors import TransferError
+from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.direct_export import export_into
+from mcore_bridge.weights.ipc.direct_writer import DirectWriter
+from tests.support import pool
+from tests.support.stand_in import Sizes, connected, loaded, serve_all
+from tests.support.strategies import random_state, tiny
+
+SIZES = Sizes()
+HF = {
+    "num_hidden_layers": SIZES.layers,
+    "hidden_size": SIZES.hidden,
+    "num_attention_heads": SIZES.heads,
+    "num_key_value_heads": SIZES.kv_heads,
+    "head_dim": SIZES.head_dim,
+    "num_experts": SIZES.experts,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": SIZES.intermediate,
+    "vocab_size": SIZES.vocab,
+    "tie_word_embeddings": True,
+}
+ENGINES = [(2, 0), (2, 1), (1, 0, 2, 0), (1, 0, 2, 1)]
+"""Both ranks of an engine with TP2, and both stages of one with PP2."""
+
+
+class Engine:
+    """The engine beside this rank."""
+
+    def __init__(self, address):
+        self.pipe = connected(address)
+
+    def __call__(self, method, argument=None):
+        self.pipe.send((method, argument))
+        return self.answer()
+
+    def answer(self):
+        answer = self.pipe.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def feed(addresses, dims):
+    """Each rank feeds one rank of one of the two engines, all in the same exports."""
+    dims.initialize(device="cpu")
+    hf = tiny("qwen3_moe", **HF)
+    models = mb.build_model(hf, dims=dims, dtype=torch.bfloat16, device="cpu", load_weights=False)
+    rank = dist.get_rank()
+    engine, arguments = Engine(addresses[rank]), ENGINES[rank]
+    manifest = mb.manifest(models)
+    engine.pipe.send([TensorSpec(spec.name, spec.shape, spec.dtype) for spec in manifest])
+    engine_map = engine.answer()
+    slices = mb.manifest(models, target=engine_map)
+    alike = mb.manifest(models, target=mb.EngineRank(*arguments, vocab_multiple=SIZES.padded_vocab))
+    other = {(spec.name, spec.shape) for spec in slices} ^ {(spec.name, spec.shape) for spec in alike}
+    assert not other, other
+    assert {spec.name for spec in manifest} == {*engine_map.unused, *(spec.name for spec in slices)}
+    with closing(mb.BufferRing(mb.plan_buckets(slices, slot_bytes=1024), "cpu")) as ring:
+        engine.pipe.send((ring.plan, ring.handles()))
+
+        def load(seed):
+            state = random_state(hf, seed=seed, dtype=torch.bfloat16)
+            mb.load_hf_weights(models, state)
+            return loaded(state, *arguments)
+
+        def check(expected):
+            held, num_loads, version = engine("held")
+            assert held == {name: bytes(t.view(torch.uint8).numpy()) for name, t in expected.items()}
+            assert num_loads == 2
+            return version
+
+        for seed in range(3):
+            expected = load(seed)
+            for bucket in ring.fill(mb.iter_hf_weights(models, target=engine_map), acknowledged=engine.answer):
+                engine.pipe.send(("bucket", bucket.number))
+            engine("finish")
+            assert check(expected) == seed + 1
+        writer = DirectWriter(engine_map, engine("share"))
+        for seed in range(3, 8):
+            expected = load(seed)
+            if seed > 3 and (handles := engine("share")):
+                assert seed == 6
+                writer = DirectWriter(engine_map, handles)
+            export_into(models, writer)
+            engine("complete")
+            assert check(expected) == seed + 1
+            if seed == 5:
+                engine("move")
+        made = {writer.program.plan.payload.outputs[number].name for number in writer.program.made}
+        assert all(name.endswith("mlp.gate.weight") for name in made)  # which the engine casts
+        load(9)
+        engine("move")
+        engine("share")
+        export_into(models, writer)  # by stale addresses
+        with pytest.raises(TransferError, match=r"expected the sender's mark 1, found 0.*wrote to addresses"):
+            engine("complete")
+        with pytest.raises(TransferError, match="half old and half new"):
+            engine("held")
+    assert engine("close") == []
+
+
+@pytest.mark.parametrize("dims", [ParallelDims(tp=2, pp=2, sp=True)], ids=str)
+def test_engines_with_torch_alone_are_fed_from_a_mesh_by_their_maps(dims, tmp_path):
+    addresses = [str(tmp_path / str(rank)) for rank in range(4)]
+    process = multiprocessing.get_context("spawn").Process(target=serve_all, args=(addresses, ENGINES))
+    process.start()
+    try:
+        pool.run(4, feed, addresses, dims)
+    finally:
+        process.join(10)
+        process.kill()

@@ -1,0 +1,85 @@
+"""Engine maps as targets: an engine's rank gets the slices that its map copies, from any mesh, and nothing else."""
+
+import pytest
+import torch
+
+import mcore_bridge as mb
+from mcore_bridge import EngineRank, ParallelDims
+from mcore_bridge.errors import TargetError, TransferError
+from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.ipc.mapped_engine import MappedEngine
+from mcore_bridge.weights.plan.map_slices import MapSlices
+from tests.support import fake_mesh
+from tests.support.strategies import random_state
+from tests.support.target_models import ENGINES, FAMILIES, assert_gets, expected, held_by, is_on, ranks_of, slice_of
+
+MESHES = {
+    "sparse": ParallelDims(tp=2, pp=2, ep=2, sp=True),
+    "stacked": ParallelDims(tp=2, ep=2, sp=True),
+    "latent": ParallelDims(tp=4, ep=2, sp=True),
+    "linear": ParallelDims(tp=2, ep=2, sp=True),
+}
+
+
+class Slices:
+    """A rank of an engine that holds slices of HF tensors; every second matrix lies in memory column by column."""
+
+    def __init__(self, hf, state, target):
+        self.hf, self.target = hf, target
+        self.tensors = {name: torch.zeros_like(tensor) for name, tensor in expected(hf, state, target).items()}
+        for name in [name for name in self.tensors if self.tensors[name].ndim == 2][::2]:
+            self.tensors[name] = self.tensors[name].t().contiguous().t()
+
+    def load(self, pairs):
+        experts = next((n for k in ("num_experts", "n_routed_experts") if (n := getattr(self.hf, k, None))), 0)
+        for name, tensor in pairs:
+            if is_on(self.hf, name, self.target, experts):
+                whole = self.target.is_whole(name)
+                self.tensors[name].copy_(tensor if whole else slice_of(self.hf, name, tensor, self.target))
+
+
+def specs_of(tensors):
+    return [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_map_gets_the_slices_that_its_engine_uses(family):
+    hf = FAMILIES[family]
+    state = random_state(hf)
+    held = held_by(hf, MESHES.get(family, ParallelDims(tp=2, pp=3, sp=True)), state)
+    for name in ("TP4", "TP2 PP2") if family in ("tied", "fused") else ("TP4 EP2", "EP3"):
+        ranks = ranks_of(ENGINES[name])[: len(held)]
+        engines = [Slices(hf, state, rank) for rank in ranks]
+        mapped = [mb.map_engine(specs_of(state), lambda e=e: e.tensors, e.load, engine=name) for e in engines]
+        nothing = ["nothing"] * (len(held) - len(ranks))
+        states, _ = fake_mesh.export_to(held, [*(engine.map for engine in mapped), *nothing])
+        for engine, known, arrived in zip(engines, mapped, states[: len(engines)], strict=True):
+            used = {name: t for name, t in expected(hf, state, engine.target).items() if t.numel()}
+            assert_gets(arrived, used)
+            for tensor in engine.tensors.values():
+                tensor.fill_(torch.nan)
+            narrow = MapSlices(known.map).narrowed(specs_of(arrived))
+            assert narrow.problems() == []
+            copying = MappedEngine(narrow, lambda e=engine: e.tensors, engine.load)
+            copying.find()
+            copying.copy_pairs(arrived.items())
+            assert_equal(engine.tensors, used)
+
+
+def assert_equal(tensors, wanted):
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, wanted[name]) if tensor.numel() else name not in wanted, name
+
+
+def test_a_map_of_other_tensors_is_no_target():
+    hf = FAMILIES["tied"]
+    state = random_state(hf)
+    held = held_by(hf, ParallelDims(tp=2, sp=True), state)
+    engine = Slices(hf, state, EngineRank(tp=2))
+    specs = [spec for spec in specs_of(state) if spec.name != "model.norm.weight"]
+    known = mb.map_engine(specs, lambda: engine.tensors, engine.load).map
+    with pytest.raises(TargetError, match=r"model\.norm\.weight: expected no such HF tensor, found \(.*\(1 in all\)"):
+        fake_mesh.export_to(held, [known, "nothing"])
+    sent = {name: tensor[:2] if name == "model.embed_tokens.weight" else tensor for name, tensor in state.items()}
+    with pytest.raises(TransferError, match=r"embed_tokens.weight: expected the shape \(97, .*found \(2, "):
+        MapSlices(known).narrowed(specs_of(sent))
