@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -13,7 +12,7 @@ from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.scheme import plain_names
 from mcore_bridge.weights.bound import chunks_of
 from mcore_bridge.weights.files.hf_folder import Checkpoint, names_in
-from mcore_bridge.weights.load import LoadReport, load_hf_weights
+from mcore_bridge.weights.load import LoadReport, load_hf_weights, note_folder
 from mcore_bridge.weights.provenance import provenance_of
 
 _HEAD = "score.weight"
@@ -41,11 +40,9 @@ def load_folder(
     provenance = provenance_of(folder, head=chunks[0].bridge.head)
     if provenance.head != "lm":
         _check_head(provenance.folder or folder, provenance.lm_head, may_draw_head)
-    without_folder = [chunk for chunk in chunks if chunk.bridge.folder is None]
     report = load_hf_weights(models, folder, hf=folder, head=provenance.head, dtype=dtype)
-    for chunk in without_folder:
-        known = {"folder": provenance.folder, "dialect": provenance.dialect}
-        chunk.bridge = replace(chunk.bridge.spelled_as(plain_names(names_in(provenance.folder or folder))), **known)
+    held = provenance.folder or str(folder)
+    note_folder(chunks, held, tuple(plain_names(names_in(held))))
     return report
 
 

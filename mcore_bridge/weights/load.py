@@ -7,9 +7,10 @@ source must belong to another pipeline stage, or be on the architecture's list o
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,7 +29,6 @@ from mcore_bridge.weights.files.decoded import (
     Decoded,
     DecodedCheckpoint,
     DecodedPairs,
-    Folder,
     Stored,
     decoded_mapping,
     opened_folder,
@@ -42,6 +42,9 @@ from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.provenance import HF, Provenance, dialect_of
 from mcore_bridge.weights.ties import differing, renamed, require_equal
 from mcore_bridge.weights.transfer.copier import compiling
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
 
 Source = str | os.PathLike[str] | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
@@ -127,7 +130,8 @@ def load_hf_weights(
     provenance = provenance_on(models, hf, head)
     stored = _stored(source, provenance)
     if isinstance(stored, Checkpoint | DecodedCheckpoint):
-        _note_folder(models, stored)
+        composites = [chunk for chunk in chunks_of(models) if getattr(chunk, "bridge", None) and chunk.bridge.whole]
+        note_folder(composites, str(stored.folder), stored)  # has the other parts, for saves
     if isinstance(stored, Mapping):
         provenance = provenance.spelled_as(stored)
     if dialect is None and isinstance(stored, Mapping):
@@ -141,12 +145,11 @@ def load_hf_weights(
     return load.report()
 
 
-def _note_folder(models: Models, source: Folder) -> None:
-    """Have a composite that was built from a config know where its other parts are, for saves."""
-    for chunk in chunks_of(models):
-        built: Provenance | None = getattr(chunk, "bridge", None)
-        if built is not None and built.whole is not None and built.folder is None:
-            chunk.bridge = replace(built.spelled_as(source), folder=str(source.folder))
+def note_folder(chunks: Iterable[GPTModel], folder: str, names: Collection[str]) -> None:
+    """Have chunks that were built from a config know the folder that they were loaded from, and its tensors' names."""
+    for chunk in chunks:
+        if chunk.bridge.folder is None:
+            chunk.bridge = chunk.bridge.loaded_from(folder, names)
 
 
 def _stored(source: Source, provenance: Provenance) -> Mapping[str, Stored] | Iterable[tuple[str, Stored]]:

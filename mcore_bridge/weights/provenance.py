@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Union
 
@@ -87,6 +87,11 @@ class Provenance:
         plain = architecture_of(self.hf).rules(self.hf)
         spelling = spelling_in(names, self.whole.composite, _embedding(plain)[0].hf[0])
         return replace(self, rules=respelled(plain, spelling), whole=replace(self.whole, spelling=spelling))
+
+    def loaded_from(self, folder: str, names: Collection[str]) -> Provenance:
+        """A copy that knows the folder of its weights, and names tensors and experts as ``names`` in that folder do."""
+        own = self.spelled_as(names)
+        return replace(own, folder=folder, dialect=dialect_of(names, own.rules) or own.dialect)
 
     @property
     def config(self) -> PretrainedConfig:

@@ -72,6 +72,7 @@ def test_a_composite_keeps_its_spelling_its_ties_and_what_overrides_say(tmp_path
         mb.save_hf_checkpoint(models, tmp_path / "saved")
         assert_same(tmp_path / "saved", other)
         assert models[0].bridge.config.model_type == "mistral3"
+        assert_dialect_noted(tmp_path / "experts")
         larger = mb.build_model(hf, dims=ONE, device="cpu", overrides={"rotary_base": 5e5}, load_weights=False)
         with pytest.raises(ConfigError, match="vision must be 'carried'"):
             mb.build_model(hf, dims=ONE, device="cpu", load_weights=False, vision="train")
@@ -79,6 +80,17 @@ def test_a_composite_keeps_its_spelling_its_ties_and_what_overrides_say(tmp_path
     convert(tmp_path / "source", tmp_path / "dist", on_event=quiet)
     convert(tmp_path / "dist", tmp_path / "back", hf=tmp_path / "source", on_event=quiet)
     assert_same(tmp_path / "back", tmp_path / "source")
+
+
+def assert_dialect_noted(folder: Path) -> None:
+    """A model that was built from a config exports experts as its folder has them: all in one tensor, or each alone."""
+    if "qwen3_5_moe" not in tiny.NAMES:
+        return
+    tiny.written("qwen3_5_moe", folder)
+    models = built(hf := read_config(folder), folder)
+    other = {"fused": "split", "split": "fused"}[models[0].bridge.dialect]
+    mb.save_hf_checkpoint(models, folder / "other", dialect=other)
+    assert built(hf, folder / "other")[0].bridge.dialect == other
 
 
 def assert_theta(text: Any, theta: float) -> None:
