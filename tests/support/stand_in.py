@@ -2,14 +2,15 @@
 
 One rank of ``tp`` in a stage of ``pp`` has queries, keys and values in one parameter, with KV heads repeated if there
 are fewer than ranks. Experts are a stack of gate and up and a stack of down. The vocabulary is padded, the router is
-cast, and the head is tied. A copy of a projection, transposed and padded, is made after loading. There are three
+cast, and the head is tied. A copy of a projection, transposed and padded, is made after loading. There are four
 switches: norms to which one is added, which is no copy; rows that numpy shuffles after loading, which torch does not
-see; and a loader with memory of its own.
+see; a loader with memory of its own; and a loader that works in a thread of its own.
 """
 
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Listener
 
@@ -80,11 +81,22 @@ class StandIn(nn.Module):
     """One rank. ``load`` is its loader with all that it does afterwards."""
 
     def __init__(
-        self, tp=1, rank=0, pp=1, stage=0, *, adds=False, shuffles=False, layerwise=False, device="cpu", sizes=None
+        self,
+        tp=1,
+        rank=0,
+        pp=1,
+        stage=0,
+        *,
+        adds=False,
+        shuffles=False,
+        layerwise=False,
+        threads=False,
+        device="cpu",
+        sizes=None,
     ):
         super().__init__()
         sizes, dtype = sizes or Sizes(), torch.bfloat16
-        self.adds, self.shuffles, self.layerwise = adds, shuffles, layerwise
+        self.adds, self.shuffles, self.layerwise, self.threads = adds, shuffles, layerwise, threads
         self.sizes, self.tp, self.rank = sizes, tp, rank
         each = sizes.layers // pp
         self.first, self.is_last = stage * each, stage == pp - 1
@@ -103,11 +115,17 @@ class StandIn(nn.Module):
         self.num_loads += 1
         if self.layerwise:
             self._load_layerwise(pairs)
+        elif self.threads:  # as SGLang does for models with experts
+            with ThreadPoolExecutor(1) as executor:
+                executor.submit(self._take_all, list(pairs)).result()
         else:
-            for name, tensor in pairs:
-                self._take(name, tensor)
+            self._take_all(pairs)
         for layer in self.layers:
             self._prepare(layer)
+
+    def _take_all(self, pairs):
+        for name, tensor in pairs:
+            self._take(name, tensor)
 
     def _load_layerwise(self, pairs):
         """Into new memory on the way, as vLLM's reload does: first onto the meta device, to count elements."""

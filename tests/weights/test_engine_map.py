@@ -111,6 +111,7 @@ def test_a_recorder_follows_copies_through_other_memory():
         ({}, 2, 0),
         ({"layerwise": True}, 2, 0),
         ({"shuffles": True}, 4, 0),
+        ({"threads": True}, 4, 0),
         ({"adds": True}, 5, 2),
         ({"adds": True, "shuffles": True}, 5, 2),
         ({"adds": True, "layerwise": True}, 5, 2),

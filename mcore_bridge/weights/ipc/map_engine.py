@@ -147,7 +147,6 @@ class _Mapping:
         seen = {name: recorder.names_in(tensor) for name, tensor in held.items()}
         inside = hosts(held)
         chosen = {name: tensor for name, tensor in held.items() if name not in inside and not tensor.is_meta}
-        chosen = {name: t for name, t in chosen.items() if seen[name] or _is_weight(self._source, name)}
         first = dict(zip(chosen, checksums(chosen.values()), strict=True))
         for name, tensor in chosen.items():
             self._tensors[name] = self._explained(name, tensor, recorder.traced(tensor), seen[name])
@@ -272,15 +271,6 @@ class _Mapping:
 
 _DIFFERENT = 1 << 62
 """Stands for bits that changed from one digit to another."""
-
-
-def _is_weight(source: Source, name: str) -> bool:
-    """Whether the engine itself calls a tensor a parameter or a buffer."""
-    if not isinstance(source, torch.nn.Module):
-        return True
-    prefix, _, last = name.rpartition(".")
-    module = source.get_submodule(prefix)
-    return last in module._parameters or last in module._buffers
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:

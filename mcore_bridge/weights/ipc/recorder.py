@@ -3,7 +3,7 @@
 The recorder sees torch's own operations, below any class or wrapper. It identifies memory by its storage, so views need
 no attention: a copy says where it reads and where it writes. Intermediate tensors (of a clone, a cast, a concatenation)
 are memory as well: copies into them are composed with copies out of them. If an operation computes its result, only
-the names of the HF tensors that went into it are recorded. Writes without torch are not seen.
+the names of the HF tensors that went into it are recorded. Writes without torch, or in other threads, are not seen.
 """
 
 from __future__ import annotations
