@@ -186,10 +186,10 @@ def prepare(chunks: Sequence[Any], arguments: Namespace) -> tuple[list[Any], Cal
 
 def make_engine(arguments: Namespace, config: Mapping[str, Any], dtype: torch.dtype, device: str) -> RemoteEngine:
     """In a process of its own."""
+    by_map = arguments.engine_loads == "by-map"
     if arguments.engine == "vllm":
-        by_map = None if arguments.engine_loads == "by-map" else False
-        return RemoteEngine(VllmEngine, config, dtype, device, arguments.engine_tp, by_map)
-    return RemoteEngine(Engine, config, dtype, device)
+        return RemoteEngine(VllmEngine, config, dtype, device, arguments.engine_tp, None if by_map else False)
+    return RemoteEngine(Engine, config, dtype, device, by_map)
 
 
 def default_device(device: str) -> str:
@@ -210,7 +210,7 @@ def parse() -> Namespace:
         "--engine-loads",
         choices=("by-map", "by-loader"),
         default="by-map",
-        help="vLLM on GPUs: copy into its parameters by a map of its loader, or run the loader every time",
+        help="copy into the engine's parameters by a map of its loader, or run the loader every time (vLLM on CPUs)",
     )
     parser.add_argument("--engine-device", help="such as cuda:3; by default that of the first rank")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16" if on_gpu else "float32")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from multiprocessing.connection import Connection
 from typing import Any
@@ -21,9 +21,13 @@ import mcore_bridge as mb
 
 
 class Engine:
-    """Samples from a model whose weights somebody else owns."""
+    """Samples from a model whose weights somebody else owns.
 
-    def __init__(self, config: Mapping[str, Any], dtype: torch.dtype, device: str) -> None:
+    With ``by_map`` its loader runs only before the first weights come, to be read off as a map. From then on the map
+    copies buckets into its parameters, without the loader.
+    """
+
+    def __init__(self, config: Mapping[str, Any], dtype: torch.dtype, device: str, by_map: bool = True) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         fields = dict(config)
@@ -33,6 +37,8 @@ class Engine:
         self._shapes = {name: weight.shape for name, weight in self._weights.items()}
         self._device = device
         self._receiver: mb.Receiver | None = None
+        self._by_map = by_map
+        self._mapped: Any = None
         self.sleep()
 
     def sleep(self) -> None:
@@ -53,12 +59,21 @@ class Engine:
         self._receiver = mb.Receiver(plan, handles)
 
     @torch.no_grad()
+    def load_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        """Take weights by their HF names, which transformers' model has as well."""
+        for name, tensor in pairs:
+            self._weights[name].copy_(tensor)
+
     def load(self, number: int) -> None:
-        """Take the weights of a bucket out of its slot."""
+        """Take the weights of a bucket out of its slot: by the map where there is one."""
         assert self._receiver is not None
-        with self._receiver.open(number) as pairs:
-            for name, tensor in pairs:
-                self._weights[name].copy_(tensor)
+        if not self._by_map:
+            with self._receiver.open(number) as pairs:
+                self.load_weights(pairs)
+            return
+        if self._mapped is None:
+            self._mapped = mb.map_engine(self._receiver.plan, self._model, self.load_weights)
+        self._receiver.copy_into(number, self._mapped)
 
     def finish(self) -> None:
         """End of a round: every weight has come, or this raises."""
@@ -72,6 +87,8 @@ class Engine:
         Returns:
             ``[batch, prompt + num_tokens]`` of tokens, and fp32 ``[batch, num_tokens]`` of their log-probabilities.
         """
+        if self._mapped is not None:
+            self._mapped.require_whole()
         generator = torch.Generator(self._device).manual_seed(seed)
         tokens = prompts.to(self._device)
         for _ in range(num_tokens):

@@ -37,10 +37,14 @@ class WeightReceiver:
         """
         self._receiver = mb.Receiver(plan, handles[self.rank])
         self._by_map, self._engine = by_map, None
+        self.name_loaders()
+
+    def name_loaders(self) -> None:
+        """Give each loader of a parameter a name, for which vLLM's reload asks."""
         for parameter in self.model_runner.model.parameters():
             loader = getattr(parameter, "weight_loader", None)
             if isinstance(loader, partial):
-                loader.__name__ = "partial"  # vLLM 0.24 asks each loader for its name
+                loader.__name__ = "partial"
 
     @torch.no_grad()
     def forget_weights(self) -> None:

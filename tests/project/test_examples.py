@@ -35,7 +35,14 @@ import rollout_engine
 from mcore_bridge.weights.manifest import digest
 
 class Digested(rollout_engine.Engine):
+    loads = 0
+
+    def load_weights(self, pairs):
+        self.loads += 1
+        super().load_weights(pairs)
+
     def digests(self):
+        assert self.loads == 2  # both to make the map
         return {{name: digest(weight) for name, weight in self._weights.items()}}
 
 class Checked(rollout_engine.RemoteEngine):  # what the engine holds after a round is what the trainer gave, bit for bit
@@ -81,7 +88,7 @@ def test_the_engine_holds_every_bit_at_every_step(tmp_path):
 
 def test_stale_weights_end_the_run(tmp_path):
     (tmp_path / "stale.py").write_text(STALE)
-    finished = torchrun(tmp_path / "stale.py", 1, "--steps", "3")
+    finished = torchrun(tmp_path / "stale.py", 1, "--steps", "3", "--engine-loads", "by-loader")
     assert finished.returncode
     assert "step 0" in finished.stdout
     assert "step 2" not in finished.stdout

@@ -28,6 +28,7 @@ from mcore_bridge.weights.plan.alignment import aligned
 from tests import zoo
 from tests.support import pool
 from tests.support.fusions import smallest_buckets
+from tests.support.mapped import LOOKED_AT, Mapped, differences, fed_by_map, forget
 from tests.support.strategies import random_state, save
 from tests.zoo.latent import YARN
 
@@ -190,18 +191,42 @@ def feed(name: str, out: str) -> tuple[list[str], set[str]]:
     with sglang_engine.server(str(folders[0])) as server:
         served = server.read(str(folders[0]))
         updater = server.updater(served)
-        sglang_engine.forget(served)
+        forget(served)
         for state, folder, way in zip(states, folders, WAYS, strict=True):
             mb.load_hf_weights(models, state)
             with sglang_engine.warned() as warnings:
                 updater.begin_weight_update()
                 way(updater, models)
                 updater.end_weight_update(run_post_load=False)
-            off = sglang_engine.differences(served, server.read(str(folder)))
+            off = differences(served, server.read(str(folder)))
             found += [f"{way.__name__}: {each}" for each in (*warnings, *off)]
         exported = mb.to_hf_state_dict(models)
         groups = [[piece.name for piece in bucket.pieces] for bucket in smallest_buckets(mb.manifest(models)).buckets]
         return found, sglang_engine.unused(updater, served, [[(n, exported[n]) for n in group] for group in groups])
+
+
+def mapped(name: str, out: str, ep: bool) -> Mapped:
+    """Runs in a worker, which trains and serves: one model of SGLang, fed by a map of its loader."""
+    from tests.workers import sglang_engine
+
+    fed = FED[name]
+    states = [random_state(fed.hf, dtype=torch.bfloat16, seed=seed) for seed in range(5)]
+    models = trained(fed)
+    folders = [Path(out, str(number)) for number in range(1, 6)]
+    if dist.get_rank() == 0:
+        for number in LOOKED_AT:
+            write(fed, states[number - 1], folders[number - 1])
+    dist.barrier()
+    with sglang_engine.server(str(folders[0]), ep=ep) as server:
+        served = server.read(str(folders[-1]))
+        updater = server.updater(served)
+
+        def load(pairs: Iterable[tuple[str, Tensor]]) -> None:
+            updater.begin_weight_update()
+            updater.update_weights_from_tensor(list(pairs))
+            updater.end_weight_update(run_post_load=False)
+
+        return fed_by_map(served, load, models, states, lambda number: server.read(str(folders[number - 1])))
 
 
 WHOLE = {"gemma3_text": ("model.embed_tokens.weight",)}
@@ -261,11 +286,11 @@ def in_halves(name: str, out: str) -> list[str]:
     with sglang_engine.server(out) as server:
         served = server.read(out)
         updater = server.updater(served)
-        sglang_engine.forget(served)
+        forget(served)
         with sglang_engine.warned() as warnings:
             for pair in mb.iter_hf_weights(models):
                 updater.update_weights_from_tensor([pair])
-        return warnings + sglang_engine.differences(served, server.read(out))
+        return warnings + differences(served, server.read(out))
 
 
 def classes() -> set[str]:
@@ -289,6 +314,16 @@ def test_the_engine_holds_what_it_reads_from_files(name, tp, tmp_path):
     found, unused = zip(*pool.run(tp, feed, name, str(tmp_path)), strict=True)
     assert found == ([],) * tp
     assert set.intersection(*unused) == set()
+
+
+@pytest.mark.parametrize("mesh", ["TP1", "TP2", "EP2"])
+@pytest.mark.parametrize("name", FED)
+def test_a_map_gives_the_bits_that_the_loader_gives(name, mesh, tmp_path, capsys):
+    """Of every tensor of every rank, after the first, second and fifth round of changed weights."""
+    results = pool.run(int(mesh[-1]), mapped, name, str(tmp_path), mesh == "EP2")
+    with capsys.disabled():
+        print(f"\n{mesh} {name}: {[result[:4] for result in results]}", end=" ")
+    assert [name for result in results for name in result.wrong] == []
 
 
 @pytest.mark.parametrize("name", [name for name in FED if name not in CHANGED])

@@ -121,8 +121,12 @@ def _unused(*args: object, **kwargs: object) -> NoReturn:
 
 
 @contextlib.contextmanager
-def server(folder: str) -> Iterator[Server]:
-    """One rank of SGLang in the worker's process group, set up as a scheduler is, and nothing of it afterwards."""
+def server(folder: str, *, ep: bool = False) -> Iterator[Server]:
+    """One rank of SGLang in the worker's process group, set up as a scheduler is, and nothing of it afterwards.
+
+    Args:
+        ep: whether the ranks have whole experts, and not slices of all.
+    """
     prepare()
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
@@ -140,6 +144,7 @@ def server(folder: str) -> Iterator[Server]:
         device="cpu",
         dtype="bfloat16",
         tp_size=size,
+        ep_size=size if ep else 1,
         skip_tokenizer_init=True,
         attention_backend="triton",
         mamba_radix_cache_strategy="no_buffer",
@@ -167,38 +172,6 @@ def bucket_of(slot: Tensor, columns: dict[str, list[Any]]) -> Any:
     names: dict[str, Any] = {"torch": torch}
     exec(block, names)
     return names["bucket_of"](slot, columns)
-
-
-def forget(model: nn.Module) -> None:
-    """No value of any parameter is left: what is not written stays NaN."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(float("nan") if parameter.is_floating_point() else -1)
-
-
-def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """All that a load may write: parameters, buffers, and what modules keep as attributes, as halves of a weight."""
-    return {
-        f"{path}.{name}".removeprefix("."): tensor
-        for path, module in model.named_modules()
-        for held in (module._parameters, module._buffers, vars(module))
-        for name, tensor in held.items()
-        if isinstance(tensor, Tensor)
-    }
-
-
-def differences(found: nn.Module, expected: nn.Module) -> list[str]:
-    """Names of what is not the same in both, bit for bit."""
-    mine, theirs = state_of(found), state_of(expected)
-    return [name for name in {**mine, **theirs} if bits(mine.get(name)) != bits(theirs.get(name))]
-
-
-def bits(tensor: Tensor | None) -> object:
-    """What is equal for tensors of the same dtype, shape and bits."""
-    if tensor is None:
-        return None
-    data = tensor.detach().contiguous().flatten().view(torch.uint8)
-    return tensor.dtype, tensor.shape, data.numpy().tobytes()
 
 
 def unused(updater: Any, model: nn.Module, groups: Sequence[Sequence[tuple[str, Tensor]]]) -> set[str]:

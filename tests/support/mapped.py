@@ -1,0 +1,88 @@
+"""One rank of an engine, fed by a map of its loader, beside a new model that the loader filled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import mcore_bridge as mb
+from mcore_bridge.weights.ipc.engine_tensors import all_tensors
+from tests.support.fusions import smallest_buckets
+
+LOOKED_AT = (1, 2, 5)
+"""Rounds after which every tensor of the engine is compared."""
+
+
+class Mapped(NamedTuple):
+    """How an engine's rank was mapped, and what was wrong."""
+
+    copies: int
+    fills: int
+    loads: int
+    uncovered: list[str]
+    wrong: list[str]
+    """A line for each tensor that a round left with other bits, and for each contradiction in the map."""
+
+
+def fed_by_map(
+    model: nn.Module,
+    load: Callable[[Iterator[tuple[str, Tensor]]], object],
+    models: Any,
+    states: Sequence[dict[str, Tensor]],
+    read: Callable[[int], nn.Module],
+) -> Mapped:
+    """Map ``model``, then feed it each of ``states`` through the smallest buckets.
+
+    Args:
+        load: the engine's loader with all that it does afterwards.
+        models: the trainer's, which take the states one after the other.
+        read: makes a model of the engine that its loader filled with the state of a round, from 1 on.
+    """
+    loads = 0
+
+    def counted(pairs: Iterator[tuple[str, Tensor]]) -> None:
+        nonlocal loads
+        loads += 1
+        load(pairs)
+
+    plan = smallest_buckets(mb.manifest(models))
+    engine = mb.map_engine(plan, model, counted)
+    made, wrong = loads, engine.map.problems()
+    forget(model)
+    with closing(mb.BufferRing(plan, "cpu")) as ring, closing(mb.Receiver(plan, ring.handles())) as receiver:
+        for number, state in enumerate(states, 1):
+            mb.load_hf_weights(models, state)
+            for bucket in ring.fill(mb.iter_hf_weights(models), acknowledged=lambda: None, in_flight=1):
+                receiver.copy_into(bucket.number, engine)
+            receiver.finish()
+            if number in LOOKED_AT:
+                wrong += [f"round {number}: {name}" for name in differences(model, read(number))]
+    uncovered = [f"{entry.tensor}: {entry.reason}" for entry in engine.map.uncovered]
+    return Mapped(len(engine.map.copies), len(engine.map.fills), made, uncovered, wrong)
+
+
+def forget(model: nn.Module) -> None:
+    """No value of any parameter is left: what is not written stays NaN."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan") if parameter.is_floating_point() else -1)
+
+
+def differences(one: nn.Module, other: nn.Module) -> list[str]:
+    """Names of tensors that are not the same in both, bit for bit: parameters, buffers and attributes of modules."""
+    mine, theirs = all_tensors(one), all_tensors(other)
+    return [name for name in {**mine, **theirs} if bits(mine.get(name)) != bits(theirs.get(name))]
+
+
+def bits(tensor: Tensor | None) -> object:
+    """What is equal for tensors of the same dtype, shape and bits."""
+    if tensor is None:
+        return None
+    if tensor.is_meta:
+        return tensor.dtype, tensor.shape
+    data = tensor.detach().contiguous().flatten().view(torch.uint8)
+    return tensor.dtype, tensor.shape, data.numpy().tobytes()
