@@ -51,6 +51,11 @@ class Architecture:
             config, the layers of a stage, the backend) and returns ``TransformerBlockSubmodules``; it may call
             ``block_spec`` itself. None: ``block_spec``.
         model: a subclass of ``GPTModel``. None: ``GPTModel`` itself.
+
+    Example:
+        >>> from mcore_bridge.models.qwen3 import ARCHITECTURE
+        >>> ARCHITECTURE.model_type, ARCHITECTURE.dialect
+        ('qwen3', 'split')
     """
 
     model_type: str
@@ -91,6 +96,12 @@ def register(architecture: Architecture) -> Architecture:
 
     Raises:
         ConfigError: another architecture has one of these names.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> from mcore_bridge.models.qwen3 import ARCHITECTURE
+        >>> mb.register(replace(ARCHITECTURE, model_type="my_qwen3", reads_as="qwen3")).model_type
+        'my_qwen3'
     """
     _load_ours()
     return _add(architecture)

@@ -32,7 +32,7 @@ def enable_cpu() -> None:
     It does nothing if CUDA is available, or if it has run before. ``ParallelDims.initialize(device="cpu")`` calls it.
 
     Example:
-        >>> mb.enable_cpu()  # doctest: +SKIP
+        >>> mb.enable_cpu()                               # before a model is built by other means
     """
     global _enabled
     if _enabled or torch.cuda.is_available():

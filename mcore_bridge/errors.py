@@ -14,7 +14,15 @@ LONG = 160
 
 
 class BridgeError(Exception):
-    """Base class of all errors below. Catch it to tell errors of this library from others."""
+    """Base class of all errors below. Catch it to tell errors of this library from others.
+
+    Example:
+        >>> try:
+        ...     mb.ParallelDims(sp=True)
+        ... except mb.BridgeError as error:
+        ...     print(type(error).__name__)
+        MeshError
+    """
 
 
 class ConfigError(BridgeError, ValueError):

@@ -34,6 +34,11 @@ class TokenOutputs:
         entropy: ``[batch, seq]``: entropy of the distribution that predicts the token. Zero and None as above.
         values: outputs of a value or classification head at the token: ``[batch, seq]``, or ``[batch, seq, labels]``
             where it has several. None with the head of a language model.
+
+    Example:
+        >>> outputs = mb.forward(models, input_ids, attention_mask)
+        >>> outputs.log_probs[0, 0].item(), outputs.entropy.shape, outputs.values
+        (0.0, torch.Size([2, 4]), None)
     """
 
     log_probs: Tensor | None = None
@@ -90,6 +95,8 @@ def forward(
 
     Example:
         >>> outputs = mb.forward(models, input_ids, attention_mask, loss=lambda out, rows: -out.log_probs.mean())
+        >>> outputs.log_probs.shape, models[0].decoder.final_layernorm.weight.grad is not None
+        (torch.Size([2, 4]), True)
     """
     chunks, chunk = [models] if isinstance(models, nn.Module) else [*models], chunks_of(models)[0]
     _check(chunk, packed=packed, learns=loss is not None)

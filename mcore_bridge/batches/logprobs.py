@@ -43,8 +43,11 @@ def log_probs(
         BatchError: shapes do not fit, or the temperature is not a positive number.
 
     Example:
-        >>> tp = parallel_state.get_tensor_model_parallel_group()
-        >>> values, entropies = mb.log_probs(logits, labels, vocab_size=151936, group=tp)
+        >>> logits, labels = torch.zeros(2, 4, 96), torch.ones(2, 4, dtype=torch.int64)
+        >>> group = parallel_state.get_tensor_model_parallel_group()
+        >>> values, entropies = mb.log_probs(logits, labels, vocab_size=96, group=group)
+        >>> values.shape, round(-values[0, 0].item(), 4)              # log(96)
+        (torch.Size([2, 4]), 4.5643)
     """
     require_temperature(temperature)
     if logits.shape[:-1] != labels.shape:

@@ -38,6 +38,11 @@ class PackedSequences:
         following: int64 ``[cp, rows, tokens]``: such indices of the next tokens; -1 where there is none.
         shape: ``(batch, seq)`` of the batch.
         packed_seq_params: for ``GPTModel``, if sequences are packed; else None.
+
+    Example:
+        >>> packed = mb.pack_sequences(input_ids, attention_mask)
+        >>> packed.position_ids, packed.labels
+        (tensor([[0, 1, 2, 3, 0, 1, 2]]), tensor([[2, 3, 4, 0, 6, 7, 0]]))
     """
 
     input_ids: Tensor
@@ -85,8 +90,9 @@ def pack_sequences(
         BatchError: shapes do not fit, there is no token, or the mesh has no rank ``cp_rank``.
 
     Example:
-        >>> packed = mb.pack_sequences(input_ids, attention_mask, dims=mb.ParallelDims(cp=2), cp_rank=0)
-        >>> packed.input_ids.shape                        # [1, tokens of this rank]
+        >>> packed = mb.pack_sequences(input_ids, attention_mask)
+        >>> packed.input_ids                              # sequences of four and three tokens, without the padding
+        tensor([[1, 2, 3, 4, 5, 6, 7]])
     """
     dims = dims or ParallelDims()
     if input_ids.dim() != 2 or (attention_mask is not None and attention_mask.shape != input_ids.shape):
@@ -205,7 +211,10 @@ def unpack_sequences(packed: PackedSequences, values: Tensor, *, following: bool
         BatchError: ``values`` have another shape.
 
     Example:
-        >>> whole = mb.unpack_sequences(packed, values)   # [cp, rows, tokens] --> [batch, seq]
+        >>> packed = mb.pack_sequences(input_ids, attention_mask)
+        >>> mb.unpack_sequences(packed, packed.input_ids[None])       # [cp, rows, tokens] --> [batch, seq]
+        tensor([[1, 2, 3, 4],
+                [5, 6, 7, 0]])
     """
     places = packed.following if following else packed.places
     if values.shape != places.shape:

@@ -220,6 +220,8 @@ def to_transformer_config(
 
     Example:
         >>> config = mb.to_transformer_config("path/of/Qwen3-8B", dims=mb.ParallelDims(tp=2))
+        >>> config.num_layers, config.num_query_groups, config.tensor_model_parallel_size
+        (4, 4, 2)
     """
     return make_blueprint(
         hf, dims=dims or ParallelDims(), dtype=dtype, overrides=overrides, strict_config=strict_config
@@ -241,6 +243,8 @@ def to_gpt_arguments(
 
     Example:
         >>> arguments = mb.to_gpt_arguments("path/of/Qwen3-8B")
+        >>> arguments["vocab_size"], arguments["position_embedding_type"]
+        (96, 'rope')
     """
     blueprint = make_blueprint(hf, dims=dims or ParallelDims(), dtype=torch.bfloat16, head=head, overrides=overrides)
     return dict(blueprint.gpt_arguments)
@@ -270,6 +274,8 @@ def to_layer_spec(
 
     Example:
         >>> spec = mb.to_layer_spec("path/of/Qwen3-8B", dims=mb.ParallelDims(pp=2), pp_rank=1)
+        >>> len(spec.layer_specs)                         # of the four layers
+        2
     """
     blueprint = make_blueprint(hf, dims=dims or ParallelDims(), dtype=dtype, backend=backend, overrides=overrides)
     for stage in blueprint.stages:

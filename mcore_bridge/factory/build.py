@@ -88,7 +88,9 @@ def build_model(
         CheckpointError: the weights do not fit the model.
 
     Example:
-        >>> models = mb.build_model("path/of/Qwen3-8B", dims=mb.ParallelDims(tp=2), dtype=torch.bfloat16)
+        >>> models = mb.build_model("path/of/Qwen3-8B", dims=mb.ParallelDims(), dtype=torch.bfloat16)
+        >>> [type(model).__name__ for model in models]    # one for each virtual stage
+        ['GPTModel']
     """
     if vision != "carried":
         raise ConfigError(f"vision must be 'carried', as no model of images is built yet, found {vision!r}")

@@ -68,10 +68,12 @@ def iter_hf_weights(
         TargetError: on every rank of the group, when the model cannot be cut for the target of any of them.
 
     Example:
-        >>> for name, tensor in mb.iter_hf_weights(models):  # doctest: +SKIP
-        ...     print(name, tuple(tensor.shape))
-        model.embed_tokens.weight (151936, 4096)
-        ...
+        >>> for name, tensor in mb.iter_hf_weights(models):
+        ...     if "layers" not in name:
+        ...         print(name, tuple(tensor.shape))
+        model.embed_tokens.weight (96, 48)
+        model.norm.weight (48,)
+        lm_head.weight (96, 48)
     """
     options: dict[str, Any] = {"dialect": dialect, "bucket_bytes": bucket_bytes, "target": target}
     export = open_export(models, hf, head, **options, problem=problem_of(dtype))
@@ -106,7 +108,9 @@ def to_hf_state_dict(
         ExportError, MappingError, TargetError: as ``iter_hf_weights``.
 
     Example:
-        >>> transformers_model.load_state_dict(mb.to_hf_state_dict(models))  # doctest: +SKIP
+        >>> state = mb.to_hf_state_dict(models)           # for load_state_dict of transformers
+        >>> len(state), state["model.norm.weight"].dtype
+        (47, torch.float32)
     """
     pairs = iter_hf_weights(
         models, hf=hf, head=head, dtype=dtype, device=device, dialect=dialect, bucket_bytes=bucket_bytes, target=target

@@ -61,6 +61,10 @@ class LoadReport:
         cast: HF names whose dtype was changed, with the change as ``"float32 -> bfloat16"``. Decoded tensors have
             ``"float8_e4m3fn[128x128] -> bfloat16"``, with the block that shares a scale.
         missing, unexpected: HF names that would be an error without ``strict=False``.
+
+    Example:
+        >>> mb.load_hf_weights(models, "path/of/Qwen3-8B").ignored
+        ()
     """
 
     num_tensors: int
@@ -123,9 +127,9 @@ def load_hf_weights(
             tensors that differ from those that they repeat, as the head of a tied model may.
 
     Example:
-        >>> report = load_hf_weights(models, "Qwen/Qwen3-8B")  # doctest: +SKIP
-        >>> report.missing, report.unexpected  # doctest: +SKIP
-        ((), ())
+        >>> report = mb.load_hf_weights(models, "path/of/Qwen3-8B")
+        >>> report.num_tensors, report.missing, report.unexpected
+        (47, (), ())
     """
     provenance = provenance_on(models, hf, head)
     stored = _stored(source, provenance)

@@ -67,8 +67,10 @@ def iter_hf_pieces(
             may have left parameters for the next forward to gather, and before the first forward.
 
     Example:
-        >>> for part in mb.iter_hf_pieces(models):  # doctest: +SKIP
-        ...     state[part.name][part.index] = part.tensor
+        >>> for piece in mb.iter_hf_pieces(models):
+        ...     if piece.name == "lm_head.weight":
+        ...         print(piece.index, tuple(piece.tensor.shape))
+        (slice(0, 96, 1), slice(None, None, None)) (96, 48)
     """
     require_gathered(models)
     bound = bind(models, provenance_on(models, hf, head), dialect=dialect)

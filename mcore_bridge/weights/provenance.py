@@ -230,8 +230,11 @@ def mapping(hf: HF, *, head: str = "lm", dialect: Dialect | None = None) -> Weig
         head: ``"lm"``, ``"value"`` or ``"classification"``.
         dialect: how HF names the experts; None is the dialect of the folder, or of the architecture.
 
+    Raises:
+        ConfigError: no architecture is registered for the config, or it refuses the config.
+
     Example:
-        >>> mb.mapping("Qwen/Qwen3-8B").bind("decoder.final_layernorm.weight").hf  # doctest: +SKIP
+        >>> mb.mapping("path/of/Qwen3-8B").bind("decoder.final_layernorm.weight").hf
         ('model.norm.weight',)
     """
     provenance = provenance_of(hf, head=head)

@@ -59,6 +59,9 @@ def save_hf_checkpoint(
     an older checkpoint in one step. All other files, and the folder itself, stay as they are. One job writes at a time.
 
     Args:
+        models: this rank's chunks, wrapped or not.
+        folder: made if it is not there.
+        hf, head: for models that ``build_model`` did not make: their HF config or folder, and their head.
         dtype: cast tensors to this; by default each is written in its own dtype.
         dialect: the dialect of the experts, as for ``iter_hf_weights``.
         keep: whether a config and a tokenizer in ``folder`` stay, such as those that a trainer has changed. In such a
@@ -75,7 +78,9 @@ def save_hf_checkpoint(
             writes to the same folder. The folder is then unchanged.
 
     Example:
-        >>> save_hf_checkpoint(models, "run/step_100", dtype=torch.bfloat16)  # doctest: +SKIP
+        >>> written = mb.save_hf_checkpoint(models, "run/step_100", dtype=torch.bfloat16)
+        >>> len(written), written.num_bytes
+        (47, 333024)
     """
     world = Group(None)
     with raise_on_all(world, f"{folder} was not written, and is as it was"):

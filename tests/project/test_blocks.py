@@ -140,6 +140,27 @@ def test_blocks_run_as_they_are_written(page, size, folder, tmp_path):
         assert len({what for _, what in numbers}) == 1
 
 
+EXAMPLES = """
+import doctest
+from megatron.core import parallel_state
+given = {key: value for key, value in globals().items() if not key.startswith("_")}
+finder, runner = doctest.DocTestFinder(recurse=False), doctest.DocTestRunner(optionflags=doctest.REPORT_NDIFF)
+for name in mb.__all__:
+    (test,) = finder.find(getattr(mb, name), name, module=False, globs=dict(given))
+    assert test.examples and not any(doctest.SKIP in example.options for example in test.examples), name
+    runner.run(test)
+assert runner.summarize().failed == 0
+"""
+
+
+def test_every_public_name_has_an_example_that_runs(folder, tmp_path):
+    """After the block of docs/reference/api.md, in one process."""
+    (block,) = blocks_of("docs/reference/api.md")
+    (tmp_path / "examples.py").write_text("\n".join([WHOLE.format(folder=str(folder)), block, EXAMPLES]))
+    codes, said = started(tmp_path / "examples.py", 1)
+    assert codes == [0], said
+
+
 FLAT = """
 import multiprocessing
 import mcore_bridge as mb

@@ -80,6 +80,8 @@ def test_versions_are_said_once() -> None:
     """pyproject.toml, the package, the constraints and the doctor agree."""
     pyproject = (ROOT / "pyproject.toml").read_text()
     assert f'version = "{mcore_bridge.__version__}"' in pyproject
+    assert f"\nversion: {mcore_bridge.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert (ROOT / "mcore_bridge" / "py.typed").exists()
     for name in ("torch", "megatron-core", "transformers"):
         assert f'"{name}>={MINIMUM[name]}"' in pyproject
     assert f'requires-python = ">={MINIMUM["python"]}"' in pyproject

@@ -46,8 +46,9 @@ class ParallelDims:
         MeshError: the combination is wrong for every model and every world size.
 
     Example:
-        >>> dims = mb.ParallelDims(tp=2, pp=2, sp=True)
-        >>> dims.initialize()                             # on each rank, as torchrun starts it
+        >>> dims = mb.ParallelDims(tp=2, pp=2, sp=True)   # then dims.initialize(), on each rank that torchrun starts
+        >>> dims.model_size, dims.dp(world_size=16)
+        (4, 4)
     """
 
     tp: int = 1

@@ -48,6 +48,11 @@ class CheckpointReport:
             (``iteration``, ``args``, ...).
         cast: keys whose dtype was changed, with the change as ``"float32 -> bfloat16"``.
         missing, unexpected: keys that would be an error without ``strict=False``.
+
+    Example:
+        >>> mb.save_checkpoint(models, "run/iter_0000100")
+        >>> mb.load_checkpoint(models, "run").missing
+        ()
     """
 
     folder: Path
@@ -83,7 +88,7 @@ def save_checkpoint(
             writes to the same folder. The folder is then unchanged.
 
     Example:
-        >>> save_checkpoint(models, "run/iter_0000100", common={"iteration": 100})  # doctest: +SKIP
+        >>> mb.save_checkpoint(models, "run/iter_0000100", common={"iteration": 100})
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
@@ -152,7 +157,8 @@ def load_checkpoint(
             bits; the models are then unchanged. Or it names a file that cannot be read.
 
     Example:
-        >>> load_checkpoint(models, "run").common["iteration"]  # doctest: +SKIP
+        >>> mb.save_checkpoint(models, "run/iter_0000100", common={"iteration": 100})
+        >>> mb.load_checkpoint(models, "run").common["iteration"]     # at this mesh, or at another
         100
     """
     from megatron.core import dist_checkpointing

@@ -88,7 +88,9 @@ def plan_buckets(
             lacks, or the manifest has a tensor twice.
 
     Example:
-        >>> plan = plan_buckets(mb.manifest(models), num_slots=2)  # doctest: +SKIP
+        >>> plan = mb.plan_buckets(mb.manifest(models), num_slots=2)
+        >>> plan.num_slots, len(plan.buckets)
+        (2, 1)
     """
     if num_slots < 1:
         raise TransferError(f"expected one slot or more, found num_slots={num_slots}")

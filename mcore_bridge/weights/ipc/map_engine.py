@@ -61,11 +61,6 @@ def map_engine(
     than by torch's copies, such as by a kernel, and once more if it computes some. The engine's weights are lost: a
     whole round must follow.
 
-    >>> engine = mb.map_engine(receiver.plan, model, model.load_weights)
-    >>> for number in numbers:                      # then, in every round
-    ...     receiver.copy_into(number, engine)
-    >>> receiver.finish()
-
     Args:
         plan: the HF tensors that will come: ``Receiver.plan``, or specs such as those of a ``Manifest``.
         source: the engine's model, or a function that returns its tensors by name. Each round looks them up again.
@@ -76,6 +71,17 @@ def map_engine(
         kept: an earlier map, such as ``EngineMap.load(path)``. One run of the loader proves it. If it does not fit this
             engine, the log says why, and a map is made as if there were none.
         verify_every: prove the map again before every so many rounds, by two runs of the loader; 0 is never.
+
+    Example:
+        >>> head = torch.nn.Linear(48, 96, bias=False)                # an engine, and its loader
+        >>> def load_weights(pairs):
+        ...     for name, tensor in pairs:
+        ...         if name == "lm_head.weight":
+        ...             head.weight.data.copy_(tensor)
+        >>> plan = mb.plan_buckets(mb.manifest(models))
+        >>> engine = mb.map_engine(plan, head, load_weights, engine="example, tp 0 of 1")
+        >>> len(engine.map.tensors), engine.map.uncovered             # then receiver.copy_into(number, engine)
+        (1, ())
     """
     specs = specs_of(plan) if isinstance(plan, BucketPlan) else tuple(plan)
     if kept is not None:

@@ -26,9 +26,13 @@ class Receiver:
         TransferError: when plan and slots do not fit, or this process does not see the sender's GPU.
 
     Example:
-        >>> receiver = Receiver(plan, handles)  # doctest: +SKIP
-        >>> with receiver.open(number) as pairs:  # doctest: +SKIP
-        ...     engine.load_weights(pairs)
+        >>> ring = mb.BufferRing(mb.plan_buckets(mb.manifest(models)), device="cpu")
+        >>> receiver = mb.Receiver(ring.plan, ring.handles())         # in the process of the engine
+        >>> for bucket in ring.fill(mb.iter_hf_weights(models), acknowledged=lambda: "read"):
+        ...     with receiver.open(bucket.number) as pairs:           # views of the slot: load them here
+        ...         print(len(pairs))
+        47
+        >>> receiver.finish()
     """
 
     def __init__(self, plan: BucketPlan, handles: Sequence[Handle]) -> None:

@@ -32,9 +32,11 @@ class BufferRing:
         device: a CUDA device, or the CPU; None is the current CUDA device if there is one.
 
     Example:
-        >>> ring = BufferRing(plan)  # doctest: +SKIP
-        >>> for bucket in ring.fill(mb.iter_hf_weights(models), acknowledged=channel.recv):  # doctest: +SKIP
-        ...     channel.send(bucket.number)
+        >>> ring = mb.BufferRing(mb.plan_buckets(mb.manifest(models)), device="cpu")
+        >>> for bucket in ring.fill(mb.iter_hf_weights(models), acknowledged=lambda: "read"):
+        ...     print(bucket.number)                      # send it; acknowledged waits for the answer
+        0
+        >>> ring.close()
     """
 
     def __init__(self, plan: BucketPlan, device: torch.device | str | None = None) -> None:

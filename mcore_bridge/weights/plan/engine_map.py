@@ -91,6 +91,14 @@ class EngineMap:
         copies, fills: the slices of tensors that the map covers.
         uncovered: the tensors that only the engine's loader can write.
         aliases: further names of the engine for memory of ``tensors``: name, tensor, and the first element there.
+
+    Example:
+        >>> head = torch.nn.Linear(48, 96, bias=False)
+        >>> load_weights = lambda pairs: head.weight.data.copy_(dict(pairs)["lm_head.weight"])
+        >>> engine = mb.map_engine(mb.manifest(models), head, load_weights, engine="example")
+        >>> engine.map.save("engine.json")
+        >>> mb.EngineMap.load("engine.json").digest == engine.map.digest
+        True
     """
 
     engine: str
