@@ -13,7 +13,7 @@ OWN = (
     Require("norm_topk_prob", (True, None), "transformers normalises the weights of experts, whatever it says"),
     Require("use_sliding_window", (False, None), "the text model of transformers has no windows"),
 )
-# Published files have them transposed. Those that transformers 5 writes do not, and are refused for their shapes.
+# As in published files. transformers 5 writes them the other way round: see weights/orientation.py.
 # fmt: off
 EXPERTS = experts("mlp.experts.*", "mlp.experts", table(
     ("linear_fc1.weight", "gate_up_proj[*]", TRANSPOSED >> FUSED_GATED_UP),

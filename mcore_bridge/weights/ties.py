@@ -22,6 +22,7 @@ from mcore_bridge.rules.encoded import Encoded
 from mcore_bridge.weights.files.decoded import Decoded, DecodedCheckpoint, Folder, Stored, opened_folder
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.positional_io import array_of
+from mcore_bridge.weights.orientation import Turned, out_major
 
 if TYPE_CHECKING:
     from mcore_bridge.rules.mapping import WeightMapping
@@ -159,7 +160,8 @@ def differing(mapping: WeightMapping, pairs: Sequence[tuple[str, str]]) -> Check
 def renamed(source: Mapping[str, Value], mapping: WeightMapping) -> Mapping[str, Value]:
     """Give a tied embedding its own name in ``source``, if the source has it only under the name of the head.
 
-    A ``Checkpoint`` or ``Decoded`` is changed in place and returned; another mapping is wrapped.
+    Stacks of experts get the orientation of published files: see ``out_major``. A ``Checkpoint`` or ``Decoded`` is
+    changed in place and returned; another mapping is wrapped.
     """
     for name, original in mapping.spare.items():
         if name not in source or original in source:
@@ -168,6 +170,11 @@ def renamed(source: Mapping[str, Value], mapping: WeightMapping) -> Mapping[str,
             source.rename(name, original)
         else:
             source = _Renamed(source, name, original)
+    if turned := out_major(source, mapping):
+        if isinstance(source, Checkpoint | DecodedCheckpoint):
+            source.turn(turned)
+        else:
+            source = Turned(source, turned)
     return source
 
 

@@ -44,6 +44,30 @@ def test_a_composite_is_text_that_computes_as_in_transformers_and_parts_that_are
     assert not any("language_model" in each or "embed_tokens" in each for each in carried)
 
 
+@pytest.mark.skipif("qwen3_vl_moe" not in tiny.NAMES, reason="the installed transformers lacks it")
+@pytest.mark.parametrize("square", [False, True])
+def test_stacks_of_experts_load_in_either_orientation(square: bool, tmp_path: Path) -> None:
+    """transformers 5 writes [experts, out, in], and publishers [experts, in, out]; one stack may be square."""
+    size = tiny.TEXTS["qwen3_vl_moe_text"].hidden_size
+    sizes = {"moe_intermediate_size": size} if square else {}
+    reference = tiny.written("qwen3_vl_moe", tmp_path / "source", **sizes)
+    state = load_file(tmp_path / "source" / "model.safetensors")
+    stacks = [name for name in state if ".experts." in name]
+    turned = {name: state[name].mT.contiguous() for name in stacks}
+    if tiny.NEWEST:
+        tiny.written("qwen3_vl_moe", tmp_path / "theirs", published=False, **sizes)
+        theirs = load_file(tmp_path / "theirs" / "model.safetensors")
+        assert all(torch.equal(theirs[name], tensor) for name, tensor in turned.items())
+    shutil.copytree(tmp_path / "source", tmp_path / "turned")
+    save_file({**state, **turned}, tmp_path / "turned" / "model.safetensors", metadata={"format": "pt"})
+    (logits, *_) = pool.run(2, tiny.load_and_save, tmp_path / "turned", EXPERTS, tmp_path / "saved")
+    assert (logits - reference).abs().max() < BOUND * reference.std()
+    assert_same(tmp_path / "source", tmp_path / "saved")
+    with rank_of(ONE, 0, 1):
+        models = built(read_config(tmp_path / "source"), {**state, **turned})
+        assert all(torch.equal(mb.to_hf_state_dict(models)[name], state[name]) for name in stacks)
+
+
 def respelled_folder(source: Path, folder: Path) -> Path:
     """The same composite with the names of its text in ``model``, as transformers has them in memory."""
     shutil.copytree(source, folder)

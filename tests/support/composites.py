@@ -84,8 +84,11 @@ def model_class(model_type: str) -> Any:
     return getattr(transformers, names[0]) if names else None
 
 
-def written(model_type: str, folder: Path, **text: Any) -> Tensor:
-    """Write a random composite as it is published; what transformers computes of ``tokens`` without images, fp32."""
+def written(model_type: str, folder: Path, *, published: bool = True, **text: Any) -> Tensor:
+    """Write a random composite as it is published; what transformers computes of ``tokens`` without images, fp32.
+
+    With ``published=False`` the file is the one that transformers writes.
+    """
     hf = config(model_type, **text)
     torch.manual_seed(0)
     model = model_class(model_type)(hf).eval()
@@ -95,7 +98,8 @@ def written(model_type: str, folder: Path, **text: Any) -> Tensor:
         model.save_pretrained(folder)
         logits: Tensor = model(tokens()).logits
     file = folder / "model.safetensors"
-    save_file(dict(_as_published(model_type, load_file(file))), file, metadata={"format": "pt"})
+    if published:
+        save_file(dict(_as_published(model_type, load_file(file))), file, metadata={"format": "pt"})
     return logits
 
 

@@ -71,6 +71,10 @@ class DecodedCheckpoint(Decoded):
         """The file of a tensor or, if it is encoded, the file of each part."""
         return tuple(map(self._checkpoint.file_of, self.own_names(name)))
 
+    def turn(self, names: Iterable[str]) -> None:
+        """See ``Checkpoint.turn``. These tensors are plain ones."""
+        self._checkpoint.turn(names)
+
     def release(self, name: str) -> None:
         """Give back the memory of pages that were read for ``name``."""
         for own in self.own_names(name):

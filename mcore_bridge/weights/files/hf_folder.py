@@ -62,6 +62,7 @@ class Checkpoint(Mapping[str, Tensor]):
         )
 
     def _open(self) -> None:
+        self._turned: frozenset[str] = frozenset()
         self._index = _read_index(self.folder)
         self._files = {name: SafetensorsFile(self.folder / name) for name in self._file_names()}
         self._where = self._locate()
@@ -105,7 +106,12 @@ class Checkpoint(Mapping[str, Tensor]):
             )
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._where[name].tensor(name)
+        tensor = self._where[name].tensor(name)
+        return tensor.mT if name in self._turned else tensor
+
+    def turn(self, names: Iterable[str]) -> None:
+        """Swap the last two dims of these tensors. They become views that are not contiguous."""
+        self._turned = self._turned.union(names)
 
     def __contains__(self, name: object) -> bool:
         return name in self._where
@@ -127,8 +133,10 @@ class Checkpoint(Mapping[str, Tensor]):
     def spec(self, name: str) -> TensorSpec | None:
         """Name, shape and dtype of a tensor by the header of its file; None if torch lacks the dtype."""
         entry = self._where[name].entries[name]
-        dtype = DTYPES.get(entry.dtype)
-        return TensorSpec(name, entry.shape, dtype) if dtype is not None else None
+        dtype, shape = DTYPES.get(entry.dtype), entry.shape
+        if name in self._turned:
+            shape = (*shape[:-2], shape[-1], shape[-2])
+        return TensorSpec(name, shape, dtype) if dtype is not None else None
 
     def rename(self, old: str, new: str) -> None:
         """Give the tensor ``old`` the name ``new``."""
