@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 
 import mcore_bridge as mb
 from mcore_bridge.batches import packing
-from mcore_bridge.batches.microbatches import tokens_in_fp8
+from mcore_bridge.batches.microbatches import balances_experts, tokens_in_fp8
 from mcore_bridge.errors import BatchError, ConfigError
 from tests import zoo
 from tests.support import pool, stepping
@@ -496,3 +496,10 @@ def refused():
         with pytest.raises(BatchError, match="calculate_per_token_loss"):
             mb.forward(models, ids, loss=lambda outputs, rows: outputs.log_probs.sum())
         mb.forward(models, ids[:0])
+
+
+def test_a_bias_that_never_moves_balances_nothing():
+    hf = zoo.cases()["deepseek_v3"].hf
+    rates = {"moe_aux_loss_coeff": 0.0, "moe_router_bias_update_rate": 0.0}
+    assert not balances_experts(mb.to_transformer_config(hf, overrides=rates))
+    assert balances_experts(mb.to_transformer_config(hf, overrides={**rates, "moe_router_bias_update_rate": 1e-3}))

@@ -166,11 +166,15 @@ def test_log_probs_take_few_chunks():
 
 
 def test_shapes_that_do_not_fit_are_refused():
-    (message,) = pool.run(1, refused)
-    assert message == "vocab_size must be 1 to 8, as 1 ranks have 8 logits each, found 11"
+    ((larger, none),) = pool.run(1, refused)
+    assert larger == "vocab_size must be 1 to 8, as 1 ranks have 8 logits each, found 11"
+    assert none.endswith("found 0")
 
 
 def refused():
-    with pytest.raises(BatchError) as caught:
-        mb.log_probs(torch.zeros(2, 8), torch.zeros(2, dtype=torch.long), vocab_size=11, group=dist.group.WORLD)
-    return str(caught.value)
+    messages, labels = [], torch.zeros(2, dtype=torch.long)
+    for vocab_size in (11, 0):
+        with pytest.raises(BatchError) as caught:
+            mb.log_probs(torch.zeros(2, 8), labels, vocab_size=vocab_size, group=dist.group.WORLD)
+        messages.append(str(caught.value))
+    return messages

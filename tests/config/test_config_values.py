@@ -9,6 +9,7 @@ from transformers import CONFIG_MAPPING
 from mcore_bridge.config.fields import to_mcore
 from mcore_bridge.config.transformer import to_transformer_config
 from mcore_bridge.errors import ConfigError
+from tests import zoo
 from tests.support.families import FAMILIES, Json, family, read, table_of
 
 
@@ -47,6 +48,13 @@ def test_a_value_of_another_type_is_refused(name: str, value: object, expected: 
     hf = CONFIG_MAPPING["llama"]()
     with pytest.raises(ConfigError, match=f"{name} must be {expected}, as megatron-core's .* is, found {value!r}"):
         to_mcore(table_of(hf), {**hf.to_dict(), name: value})
+
+
+def test_mtp_layers_with_an_embedding_of_their_own_are_refused() -> None:
+    hf = zoo.cases()["qwen3_next"].hf
+    to_mcore(table_of(hf), {**hf.to_dict(), "mtp_use_dedicated_embeddings": False})
+    with pytest.raises(ConfigError, match=r"mtp_use_dedicated_embeddings must be .*share the embedding"):
+        to_mcore(table_of(hf), {**hf.to_dict(), "mtp_use_dedicated_embeddings": True})
 
 
 def test_layer_types_that_do_not_fit_are_refused() -> None:

@@ -1,6 +1,7 @@
 """A rank that is killed: the others say which one it was, at once, whatever they were at."""
 
 import datetime
+import inspect
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import mcore_bridge as mb
 from mcore_bridge.config.mesh import lost_ranks
 from mcore_bridge.errors import CheckpointError, ExportError
+from mcore_bridge.weights.transfer import collectives
 from tests.support import pool
 from tests.support.exports import built
 from tests.support.strategies import tiny
@@ -87,3 +89,13 @@ def test_what_breaks_elsewhere_is_left_as_it_is():
     with pytest.raises(RuntimeError) as raised, lost_ranks.naming_lost_ranks("forward"):
         raise problem
     assert raised.value is problem
+
+
+def test_every_collective_of_a_group_names_lost_ranks():
+    """A method that calls torch.distributed says what was lost, as its decorator does."""
+    methods = {name: method for name, method in vars(collectives.Group).items() if inspect.isfunction(method)}
+    calling = {
+        name for name, method in methods.items() if re.search(r"\bdist\.(all_|broad|scat)", inspect.getsource(method))
+    }
+    assert {"gather", "broadcast", "all_gather_object"} <= calling
+    assert not [name for name in calling if not hasattr(methods[name], "__wrapped__")]

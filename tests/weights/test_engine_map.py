@@ -16,7 +16,8 @@ from mcore_bridge.weights.ipc.probe import drawn_values
 from mcore_bridge.weights.ipc.receiver import Receiver
 from mcore_bridge.weights.ipc.recorder import Recorder
 from mcore_bridge.weights.ipc.sender import BufferRing
-from mcore_bridge.weights.plan.boxes import BoxCopy
+from mcore_bridge.weights.plan.boxes import BoxCopy, Dim, merged
+from mcore_bridge.weights.plan.engine_map import EngineMap, EngineTensor, SliceCopy
 from tests.support.stand_in import Sizes, StandIn, differing, loaded, specs
 
 CPU = torch.device("cpu")
@@ -345,3 +346,14 @@ def test_a_file_that_was_changed_is_refused(tmp_path):
     path.write_text(text.replace("engine map 1", "engine map 9"))
     with pytest.raises(TransferError, match="map 9"):
         mb.EngineMap.load(path)
+
+
+def test_a_copy_from_a_tensor_that_the_map_does_not_list_is_a_problem():
+    tensor = EngineTensor("bias", (1,), (1,), torch.float32)
+    one = EngineMap("an engine", (), (tensor,), (SliceCopy("no.such", "bias", BoxCopy(0, 0, ())),))
+    assert one.problems()[0].startswith("no.such to bias:")
+    assert one.problems()[0].endswith("is out of bounds")
+
+
+def test_a_box_has_no_dims_of_one_element():
+    assert merged([Dim(1, 5, 7), Dim(3, 2, 1)]) == (Dim(3, 2, 1),)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
+from mcore_bridge.launch.fake_rank import rank_of
 from tests import zoo
 from tests.support import fake_mesh
 from tests.support.pieces import merged
@@ -71,3 +72,10 @@ def test_the_dialect_can_be_asked_for():
     for expert in range(found[one].shape[0]):
         both = torch.cat([state[f"{prefix}{expert}.{part}_proj.weight"] for part in ("gate", "up")])
         assert torch.equal(found[one][expert], both)
+
+
+def test_models_without_memory_have_no_pieces():
+    with rank_of(ParallelDims(), 0, 1):
+        models = mb.build_model(zoo.cases()["llama"].hf, dims=ParallelDims(), device="meta", load_weights=False)
+        with pytest.raises(mb.BridgeError, match="has no storage: it is on the meta device"):
+            list(mb.iter_hf_pieces(models))

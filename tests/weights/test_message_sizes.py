@@ -129,3 +129,10 @@ def export_without_memory_on_1(after):
 def test_a_rank_without_memory_for_other_messages_leaves_nobody_waiting(after):
     messages = pool.run(4, export_without_memory_on_1, after, timeout=60)
     assert messages == ["rank 1 of the group: RuntimeError: out of memory"] * 4
+
+
+def test_memory_for_further_messages_is_that_of_their_size():
+    """Two small messages have memory when the size changes; those in flight after them get memory of their own."""
+    rooms = [1, 1, 4, 4]
+    assert footprint._message_bytes(rooms, 0) == 1 + footprint.MESSAGES_IN_FLIGHT * 4
+    assert footprint._message_bytes(rooms, 2) == 4 + 4
