@@ -178,3 +178,14 @@ def refused():
             mb.log_probs(torch.zeros(2, 8), labels, vocab_size=vocab_size, group=dist.group.WORLD)
         messages.append(str(caught.value))
     return messages
+
+
+def with_and_without_temperature():
+    logits, labels = torch.randn(3, 8), torch.tensor([1, 5, 7])
+    own = {"vocab_size": 8, "group": dist.group.WORLD}
+    values = mb.log_probs(logits, labels, **own)[0], mb.log_probs(logits, labels, **own, temperature=1.0)[0]
+    return [torch.equal(value, values[0]) for value in values]
+
+
+def test_the_temperature_is_one_by_default():
+    assert pool.run(1, with_and_without_temperature) == [[True, True]]

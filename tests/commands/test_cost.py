@@ -19,7 +19,7 @@ from mcore_bridge.weights.plan.budget import MEMORY, MESSAGES_IN_FLIGHT, SLAB
 from mcore_bridge.weights.plan.export_plan import ExportPlan
 from mcore_bridge.weights.plan.gather import plan_export
 from mcore_bridge.weights.plan.memory import peak_bytes
-from mcore_bridge.weights.plan.stream import HEADER, SendRange, cut, num_messages, pieces, widths
+from mcore_bridge.weights.plan.stream import HEADER, SendRange, WindowRun, cut, num_messages, pieces, widths
 from mcore_bridge.weights.transfer.byte_copy import ByteCopy
 from mcore_bridge.weights.transfer.program import HEADERS, Program
 from tests.support import fake_mesh
@@ -364,3 +364,9 @@ def test_the_ends_are_built_and_what_has_other_layers(dense: list[int], num_buil
     )
     plan_mesh(blueprint, world_size=4)
     assert len(builds) == num_builds
+
+
+def test_the_last_message_is_as_wide_as_it_must_be():
+    """What only the last message has makes no other message wider."""
+    last = WindowRun(entry=0, shard=0, first=0, rows=3, start=HEADER, message=1, times=1)
+    assert widths([last], [1024], 2) == (HEADER, HEADER + 3 * 1024)

@@ -278,3 +278,13 @@ def test_what_a_trainer_sets_is_taken(trainer: str) -> None:
 def test_rlinf_may_ask_for_another_number_of_experts_of_a_token() -> None:
     """``mcore_customization_config``: the one override of RLinf's examples that makes another model."""
     assert drawn(zoo.cases()["mixtral"].hf, {"moe_router_topk": 3}).provenance.overridden == {"num_experts_per_tok": 3}
+
+
+def test_layers_with_experts_that_are_overridden_are_all_listed():
+    """Whatever steps the config had, it has none afterwards."""
+    hf = zoo.cases()["qwen3_moe"].hf
+    frequencies = [1, 0] * (hf.num_hidden_layers // 2)
+    overrides = {"moe_layer_freq": frequencies}
+    changed = make_blueprint(hf, dims=mb.ParallelDims(), dtype=torch.float32, overrides=overrides).hf
+    assert changed.decoder_sparse_step == 1
+    assert changed.mlp_only_layers == [layer for layer, sparse in enumerate(frequencies) if not sparse]

@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 
 from mcore_bridge.architecture import architecture_of
 from mcore_bridge.config.hf import read_config
+from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.rope import Rope, _mscale, inverse_frequencies, rope_of
+from mcore_bridge.config.rope_spelling import speaks_rope_parameters, spelled_by_layer
 from mcore_bridge.config.transformer import to_gpt_arguments, to_transformer_config
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.blueprint import make_blueprint
 from tests.support.families import FAMILIES, ROPES, Json, built, family, spelling_4, spelling_5, write
 from tests.zoo import cases
 
@@ -232,3 +235,21 @@ def test_the_scale_of_latent_attention_is_that_of_the_rope_or_none() -> None:
 def test_queries_grow_with_their_place_where_the_rope_says_how() -> None:
     rope = Rope(parameters={**PLAIN_YARN, "llama_4_scaling_beta": 0.1}, head_dim=16, max_position_embeddings=256)
     assert rope.query_temperature == (0.1, 64)
+
+
+def test_an_overridden_base_is_said_in_all_spellings() -> None:
+    """transformers 4 gives GPT-NeoX fields of its own for it."""
+    hf = make_blueprint(
+        cases()["gpt_neox"].hf, dims=ParallelDims(), dtype=torch.float32, overrides={"rotary_base": 5e4}
+    ).hf
+    for said in (getattr(hf, "rope_parameters", None) or {}, {"rope_theta": getattr(hf, "rotary_emb_base", 5e4)}):
+        assert said.get("rope_theta", 5e4) == 5e4
+    assert rope_of(hf).parameters["rope_theta"] == 5e4
+
+
+@pytest.mark.skipif(speaks_rope_parameters(), reason="transformers 5 has both ropes")
+def test_a_rope_of_sliding_layers_that_transformers_4_cannot_say_is_refused() -> None:
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    assert spelled_by_layer(plain, plain)["rope_local_base_freq"] == 1e4
+    with pytest.raises(ConfigError, match="sliding layers must have a rope without scaling"):
+        spelled_by_layer(plain, {**plain, "partial_rotary_factor": 0.5})

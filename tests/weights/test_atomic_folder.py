@@ -503,3 +503,30 @@ def test_a_reader_is_not_disturbed_by_what_a_save_has_put_there(tmp_path, models
         assert len(rows) == 1, "weights of two models"
     assert outcome(*child) == "saved"
     assert seen <= {HF["a"].vocab_size, HF["b"].vocab_size}
+
+
+def test_a_stale_lock_that_another_process_took_first_is_no_problem(tmp_path, monkeypatch):
+    """It is gone between the look at it and the attempt to move it."""
+    dead = Writer(pid=0, started="never")
+    monkeypatch.setattr(folder_lock, "_holder", lambda *_, **__: dead)
+    folder_lock._take_over(tmp_path, Writer())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_changes_while_it_is_opened_is_opened_again(tmp_path, monkeypatch):
+    """As long as it changes, what does not fit is no reason to refuse it."""
+    hf = tiny("llama")
+    save_state(random_state(hf), hf, tmp_path)
+    opened, attempts = Checkpoint._open, []
+
+    def open_while_another_saves(checkpoint):
+        attempts.append(checkpoint)
+        if len(attempts) == 1:
+            shutil.copy(tmp_path / "model.safetensors", tmp_path / "new")
+            (tmp_path / "new").replace(tmp_path / "model.safetensors")
+            raise CheckpointError("half of it is new")
+        opened(checkpoint)
+
+    monkeypatch.setattr(Checkpoint, "_open", open_while_another_saves)
+    assert len(Checkpoint(tmp_path)) > 0
+    assert len(attempts) == 2

@@ -1,6 +1,7 @@
 """Codecs and schemes: what codes and scales stand for, in any slice; and what cannot be decoded."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -279,3 +280,15 @@ def test_planted_mistakes_are_found(mistake: str, monkeypatch: pytest.MonkeyPatc
     codec._table.cache_clear()
     assert not is_right()
     codec._table.cache_clear()
+
+
+def test_an_error_names_eight_weights_and_counts_the_rest() -> None:
+    names = [f"weight {number}" for number in range(10)]
+    assert "weight 7; and 2 more. Copy" in str(scheme.unreadable(names))
+    assert "weight 7. Copy" in str(scheme.unreadable(names[:8]))
+
+
+def test_pieces_of_stacked_experts_are_as_small_as_they_are_asked_for() -> None:
+    codes = torch.zeros(3, 4, 8, dtype=torch.uint8)
+    whole = encoded.Encoded("experts", codec.Codec("fp8", (1, 4, 8)), (3, 4, 8), (0, 1, 2), codes, torch.ones(3, 1, 1))
+    assert [math.prod(piece.shape) for piece in whole.in_order(16)] == [16] * 6
