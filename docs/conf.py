@@ -18,11 +18,16 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # a signature has them; Args has the meaning
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
+add_module_names = False
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+toc_object_entries_show_parents = "hide"
 maximum_signature_line_length = 100
 
 nitpicky = True
 nitpick_ignore_regex = [("py:.*", r"(torch|transformers|megatron|collections|pathlib)\..*|Tensor|PackedSeqParams")]
+
+smartquotes = False  # options begin with two hyphens
 
 html_theme = "furo"
 html_title = "mcore_bridge"

@@ -60,7 +60,8 @@ class LoadReport:
         ignored: HF names in the source that the architecture does not use, and further names of a used tensor.
         cast: HF names whose dtype was changed, with the change as ``"float32 -> bfloat16"``. Decoded tensors have
             ``"float8_e4m3fn[128x128] -> bfloat16"``, with the block that shares a scale.
-        missing, unexpected: HF names that would be an error without ``strict=False``.
+        missing: HF names that the source lacks, an error without ``strict=False``.
+        unexpected: HF names in the source that no parameter has, an error without ``strict=False``.
 
     Example:
         >>> mb.load_hf_weights(models, "path/of/Qwen3-8B").ignored

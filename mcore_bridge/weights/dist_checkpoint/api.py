@@ -47,7 +47,8 @@ class CheckpointReport:
         common: what was saved as ``common``. In a checkpoint of another writer, all that is in no tensor
             (``iteration``, ``args``, ...).
         cast: keys whose dtype was changed, with the change as ``"float32 -> bfloat16"``.
-        missing, unexpected: keys that would be an error without ``strict=False``.
+        missing: keys that the folder lacks, an error without ``strict=False``.
+        unexpected: keys of the folder that no rank needs, an error without ``strict=False``.
 
     Example:
         >>> mb.save_checkpoint(models, "run/iter_0000100")
