@@ -7,6 +7,8 @@ import torch
 
 import mcore_bridge as mb
 from mcore_bridge import EngineRank, ParallelDims, engine_ranks
+from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.ipc.shared_memory import allocate
 from tests.support import fake_mesh
 from tests.support.strategies import tiny
 
@@ -187,3 +189,33 @@ GRID = [
     ParallelDims(tp=2, pp=2, ep=2, sp=True),
     ParallelDims(tp=2, sp=True),
 ]
+
+
+class Slices:
+    """A rank of an engine that holds slices of HF tensors; every second matrix lies in memory column by column."""
+
+    def __init__(self, hf, state, target):
+        self.hf, self.target = hf, target
+        self.tensors = {name: torch.zeros_like(tensor) for name, tensor in expected(hf, state, target).items()}
+        for name in [name for name in self.tensors if self.tensors[name].ndim == 2][::2]:
+            self.tensors[name] = self.tensors[name].t().contiguous().t()
+
+    def share(self):
+        """Move every tensor into memory that another process can open, at odd addresses; returns that memory."""
+        starts = np.cumsum([8, *(tensor.nbytes // 8 * 8 + 8 for tensor in self.tensors.values())]).tolist()
+        memory = allocate(starts[-1], torch.device("cpu"))
+        for start, (name, tensor) in zip(starts, list(self.tensors.items()), strict=False):
+            flat = memory[start : start + tensor.nbytes].view(tensor.dtype)
+            self.tensors[name] = flat.as_strided(tensor.shape, tensor.stride(), flat.storage_offset()).zero_()
+        return memory
+
+    def load(self, pairs):
+        experts = next((n for k in ("num_experts", "n_routed_experts") if (n := getattr(self.hf, k, None))), 0)
+        for name, tensor in pairs:
+            if is_on(self.hf, name, self.target, experts):
+                whole = self.target.is_whole(name)
+                self.tensors[name].copy_(tensor if whole else slice_of(self.hf, name, tensor, self.target))
+
+
+def specs_of(tensors):
+    return [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]

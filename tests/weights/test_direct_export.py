@@ -16,6 +16,7 @@ from mcore_bridge.weights.ipc.direct_writer import DirectWriter
 from tests.support import pool
 from tests.support.stand_in import Sizes, connected, loaded, serve_all
 from tests.support.strategies import random_state, tiny
+from tests.support.target_models import FAMILIES, Slices, expected, specs_of
 
 SIZES = Sizes()
 HF = {
@@ -120,3 +121,29 @@ def test_engines_with_torch_alone_are_fed_from_a_mesh_by_their_maps(dims, tmp_pa
     finally:
         process.join(10)
         process.kill()
+
+
+def families():
+    """Each family goes into an engine beside each rank, from what the rank holds and from what travels."""
+    rank = dist.get_rank()
+    for family, hf in FAMILIES.items():
+        dims = ParallelDims(tp=2, sp=True)
+        dims.initialize(device="cpu")
+        state = random_state(hf, dtype=torch.bfloat16)
+        models = mb.build_model(hf, dims=dims, dtype=torch.bfloat16, device="cpu", load_weights=state)
+        state = mb.to_hf_state_dict(models)  # some tensors are fp32
+        engine = Slices(hf, state, mb.EngineRank(tp=2, tp_rank=1 - rank))
+        memory = engine.share()
+        mapped = mb.map_engine(specs_of(state), lambda e=engine: e.tensors, engine.load)
+        assert not mapped.map.uncovered
+        writer = DirectWriter(mapped.map, mapped.share(list(mb.manifest(models))))
+        memory.fill_(0xFF)
+        export_into(models, writer)
+        mapped.complete()
+        wrong = [n for n, t in expected(hf, state, engine.target).items() if not torch.equal(t, engine.tensors[n])]
+        assert not wrong, (family, wrong)
+        assert not writer.program.made, (family, writer.program.made)
+
+
+def test_shards_of_each_family_are_written_into_an_engine():
+    pool.run(2, families)

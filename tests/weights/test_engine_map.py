@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import mcore_bridge as mb
 from mcore_bridge.errors import TransferError
 from mcore_bridge.weights.ipc.buckets import plan_buckets
+from mcore_bridge.weights.ipc.checksum import checksums
 from mcore_bridge.weights.ipc.probe import drawn_values
 from mcore_bridge.weights.ipc.receiver import Receiver
 from mcore_bridge.weights.ipc.recorder import Recorder
@@ -103,6 +104,20 @@ def test_a_recorder_follows_copies_through_other_memory():
     assert all(piece.is_computed and piece.names == {"a"} for piece in computed)
 
 
+def test_a_checksum_sees_every_bit_and_every_place():
+    octets = torch.zeros(3 * (1 << 19) + 8 * 5 + 7, dtype=torch.uint8)
+    places = [0, 7, 8, (1 << 19) - 1, 1 << 19, (1 << 20) + 9, (3 << 19) + 3, len(octets) - 7, len(octets) - 1]
+    changed = [octets.clone() for _ in range(2 * len(places))]
+    for number, place in enumerate(places):
+        changed[2 * number][place], changed[2 * number + 1][place] = 1, 128
+    both = octets.clone()
+    both[[7, 15]] = 128  # the highest bits of two words
+    sums = checksums([octets, *changed, both, octets.clone(), octets[8:]])
+    assert len(set(sums)) == 2 * len(places) + 3
+    odd = torch.zeros(len(octets) + 1, dtype=torch.uint8)[1:]
+    assert checksums([odd]) == [sums[0]] == [sums[-2]]
+
+
 # maps -----------------------------------------------------------------------------------------------------------------
 
 
@@ -113,9 +128,9 @@ def test_a_recorder_follows_copies_through_other_memory():
         ({"layerwise": True}, 2, 0),
         ({"shuffles": True}, 4, 0),
         ({"threads": True}, 4, 0),
-        ({"adds": True}, 5, 2),
-        ({"adds": True, "shuffles": True}, 5, 2),
-        ({"adds": True, "layerwise": True}, 5, 2),
+        ({"adds": True}, 7, 2),
+        ({"adds": True, "shuffles": True}, 7, 2),
+        ({"adds": True, "layerwise": True}, 7, 2),
     ],
 )
 @pytest.mark.parametrize(("tp", "rank"), [(1, 0), (2, 0), (2, 1)])

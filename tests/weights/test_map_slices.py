@@ -6,12 +6,11 @@ import torch
 import mcore_bridge as mb
 from mcore_bridge import EngineRank, ParallelDims
 from mcore_bridge.errors import TargetError, TransferError
-from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.ipc.mapped_engine import MappedEngine
 from mcore_bridge.weights.plan.map_slices import MapSlices
 from tests.support import fake_mesh
 from tests.support.strategies import random_state
-from tests.support.target_models import ENGINES, FAMILIES, assert_gets, expected, held_by, is_on, ranks_of, slice_of
+from tests.support.target_models import ENGINES, FAMILIES, Slices, assert_gets, expected, held_by, ranks_of, specs_of
 
 MESHES = {
     "sparse": ParallelDims(tp=2, pp=2, ep=2, sp=True),
@@ -19,27 +18,6 @@ MESHES = {
     "latent": ParallelDims(tp=4, ep=2, sp=True),
     "linear": ParallelDims(tp=2, ep=2, sp=True),
 }
-
-
-class Slices:
-    """A rank of an engine that holds slices of HF tensors; every second matrix lies in memory column by column."""
-
-    def __init__(self, hf, state, target):
-        self.hf, self.target = hf, target
-        self.tensors = {name: torch.zeros_like(tensor) for name, tensor in expected(hf, state, target).items()}
-        for name in [name for name in self.tensors if self.tensors[name].ndim == 2][::2]:
-            self.tensors[name] = self.tensors[name].t().contiguous().t()
-
-    def load(self, pairs):
-        experts = next((n for k in ("num_experts", "n_routed_experts") if (n := getattr(self.hf, k, None))), 0)
-        for name, tensor in pairs:
-            if is_on(self.hf, name, self.target, experts):
-                whole = self.target.is_whole(name)
-                self.tensors[name].copy_(tensor if whole else slice_of(self.hf, name, tensor, self.target))
-
-
-def specs_of(tensors):
-    return [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

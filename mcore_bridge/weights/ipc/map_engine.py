@@ -7,7 +7,7 @@ loader. The map then has to bring back every bit of the first set over the secon
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
@@ -24,6 +24,7 @@ from mcore_bridge.weights.ipc.mapped_engine import Loader, MappedEngine, specs_o
 from mcore_bridge.weights.ipc.probe import Numbering, drawn_values
 from mcore_bridge.weights.ipc.read_off import Numbers, read_off
 from mcore_bridge.weights.ipc.recorder import Piece, Recorder
+from mcore_bridge.weights.plan.boxes import are_apart
 from mcore_bridge.weights.plan.engine_map import EngineMap, EngineTensor, SliceCopy, SliceFill, Uncovered
 from mcore_bridge.weights.transfer.copier import WORDS
 
@@ -43,7 +44,6 @@ class _Tensor:
     """None: nothing explains the tensor yet."""
     fills: list[SliceFill] = field(default_factory=list)
     reason: str = "its loader computes it"
-    is_given_up: bool = False
 
 
 def map_engine(
@@ -58,28 +58,10 @@ def map_engine(
     """Find the slices of HF tensors that make up each tensor of an engine, and prove the result.
 
     The engine's loader runs twice, or once for a kept map. It runs two or three times more if it writes tensors other
-    than by torch's copies, such as by a kernel, and once more if it computes some. The engine's weights are lost: a
-    whole round must follow.
+    than by torch's copies, such as by a kernel. If it computes some, it runs up to five times more. The engine's
+    weights are lost: a whole round must follow.
 
-    Args:
-        plan: the HF tensors that will come: ``Receiver.plan``, or specs such as those of a ``Manifest``.
-        source: the engine's model, or a function that returns its tensors by name. Each round looks them up again.
-        load: the engine's own loader, called with pairs of an HF name and a tensor. It must include the engine's work
-            after loading.
-        engine: a line that identifies engine, release, model, and this rank's place in the engine's mesh. A kept map
-            must have the same line.
-        kept: an earlier map, such as ``EngineMap.load(path)``. One run of the loader proves it. If it does not fit this
-            engine, the log says why, and a map is made as if there were none.
-        verify_every: prove the map again before every so many rounds, by two runs of the loader; 0 is never.
-
-    Example:
-        >>> head = torch.nn.Linear(48, 96, bias=False)                # an engine, and its loader
-        >>> def load_weights(pairs):
-        ...     for name, tensor in pairs:
-        ...         if name == "lm_head.weight":
-        ...             head.weight.data.copy_(tensor)
-        >>> plan = mb.plan_buckets(mb.manifest(models))
-        >>> engine = mb.map_engine(plan, head, load_weights, engine="example, tp 0 of 1")
+    >>> engine = mb.map_engine(plan, head, load_weights, engine="example, tp 0 of 1")
         >>> len(engine.map.tensors), engine.map.uncovered             # then receiver.copy_into(number, engine)
         (1, ())
     """
@@ -112,7 +94,7 @@ def _proven(
     if wrong:
         raise TransferError(f"the kept map is damaged: {'; '.join(wrong[:8])}")
     reference = mapped.loaded(specs, 0)
-    mapped.differing(1, reference)  # other values over those of the loader
+    mapped.forget(1)
     wrong = mapped.differing(0, reference)
     if wrong:
         raise TransferError(
@@ -137,85 +119,84 @@ class _Mapping:
     def make(self) -> EngineMap:
         """Record, prove, probe what is left, and prove again."""
         self._record()
-        self._unproven(is_first=True)
-        wanting = [name for name, tensor in self._tensors.items() if tensor.copies is None and not tensor.is_given_up]
+        self._give_up_unproven()
+        wanting = [name for name, tensor in self._tensors.items() if tensor.copies is None]
         if wanting:
-            self._probe(wanting)
-            self._unproven(is_first=False)
+            self._probe(wanting, frozenset[str]().union(*(self._tensors[name].hf for name in wanting)))
+            constant = {name for name in wanting if self._tensors[name].fills}
+            wanting = self._give_up_unproven()
+            if not constant.isdisjoint(wanting):  # made of HF tensors that the recorder did not see there
+                self._probe(wanting, frozenset(self._by_name))
+                wanting = self._give_up_unproven()
+            for name in wanting:
+                self._tensors[name].reason = "its loader computes it: slices that were read off give other values"
         return self._map()
 
     def _record(self) -> None:
-        """Load drawn values under the recorder, then load others. Tensors that differ depend on HF tensors."""
+        """Load drawn values, then others under the recorder. Tensors that differ depend on HF tensors.
+
+        The first values are those of the proof: what the recorder takes for a constant has to be one for these too.
+        """
+        self._load(drawn_values(self._specs, 0, self._device))
+        first = _sums({name: tensor for name, tensor in all_tensors(self._source).items() if not tensor.is_meta})
         recorder = Recorder()
         with recorder:
-            self._load(recorder.watched(drawn_values(self._specs, 0, self._device)))
+            self._load(recorder.watched(drawn_values(self._specs, 1, self._device)))
         held = all_tensors(self._source)
-        seen = {name: recorder.names_in(tensor) for name, tensor in held.items()}
         inside = hosts(held)
-        chosen = {name: tensor for name, tensor in held.items() if name not in inside and not tensor.is_meta}
-        first = dict(zip(chosen, checksums(chosen.values()), strict=True))
-        for name, tensor in chosen.items():
-            self._tensors[name] = self._explained(name, tensor, recorder.traced(tensor), seen[name])
-        self._load(drawn_values(self._specs, 1, self._device))
-        now = tensors_named(self._source, chosen)
-        second = dict(zip(now, checksums(now.values()), strict=True))
-        for name in [name for name in chosen if first[name] == second.get(name)]:
-            if seen[name]:
-                self._give_up(name, "its loader computes it, and other weights gave the same")
-            else:
-                del self._tensors[name]
+        seen = {name: recorder.names_in(tensor) for name, tensor in held.items() if name not in inside}
+        unseen = {name: held[name] for name, names in seen.items() if not (names or held[name].is_meta)}
+        changed = {name for name, total in _sums(unseen).items() if total != first.get(name)}
+        for name, names in seen.items():
+            if (names and not held[name].is_meta) or name in changed:
+                self._tensors[name] = self._explained(name, held[name], recorder.traced(held[name]), names)
         self._aliases = {name: place for name, place in inside.items() if place[0] in self._tensors}
-        self.reference = {name: total for name, total in first.items() if name in self._tensors}
+        self.reference = {name: first.get(name, 0) for name in self._tensors}
 
     def _explained(self, name: str, tensor: Tensor, pieces: Sequence[Piece], seen: frozenset[str]) -> _Tensor:
         """A tensor with the slices that the recorder saw; without any if they do not explain all of it."""
         known = _Tensor(described(name, tensor), seen)
-        painted = torch.zeros(known.described.span, dtype=torch.bool, device=tensor.device)
-        copies, fills = [], []
-        for piece in reversed(pieces):  # the last write into an element decides its value
-            dims = piece.box.dims
-            if piece.box.target < 0 or piece.box.target_end > known.described.span:
-                return known
-            place = painted.as_strided([dim.size for dim in dims], [dim.target for dim in dims], piece.box.target)
-            num_painted = int(place.sum())
-            if num_painted == piece.box.num_elements:
-                continue
-            if piece.is_computed or (num_painted and piece.hf is not None):
-                return known
-            place.fill_(True)
-            if piece.hf is not None:
-                copies.append(SliceCopy(piece.hf, name, piece.box, self._casts(piece, tensor)))
-            elif piece.bits is not None:
-                fills.append(SliceFill(name, piece.box, piece.bits))
-        known.copies, known.fills = copies[::-1], fills[::-1]
-        known.described = replace(known.described, kept=tensor.numel() - int(painted.sum()))
+        span = known.described.span
+        if any(piece.box.target < 0 or piece.box.target_end > span for piece in pieces):
+            return known
+        visible = _visible(pieces, span, tensor.device)
+        if visible is None:
+            return known
+        pieces, num_written = visible
+        known.copies = [
+            SliceCopy(piece.hf, name, piece.box, self._casts(piece, tensor)) for piece in pieces if piece.hf is not None
+        ]
+        known.fills = [SliceFill(name, p.box, p.bits) for p in pieces if p.hf is None and p.bits is not None]
+        known.described = replace(known.described, kept=tensor.numel() - num_written)
         return known
 
     def _casts(self, piece: Piece, tensor: Tensor) -> bool:
         return piece.casts and piece.hf is not None and self._by_name[piece.hf].dtype != tensor.dtype
 
-    def _unproven(self, *, is_first: bool) -> None:
-        """Copy the first drawn values by the map as it is, and give up what differs from the loader's."""
+    def _give_up_unproven(self) -> list[str]:
+        """Copy the first drawn values by the map as it is. Forget what explained tensors that differ; their names."""
         mapped = MappedEngine(self._map(), self._source, self._load)
-        for name in mapped.differing(0, self.reference, without_loader=True):
-            self._give_up(
-                name, "" if is_first else "its loader computes it: slices that were read off give other values"
-            )
+        wrong = mapped.differing(0, self.reference, without_loader=True)
+        for name in wrong:
+            tensor = self._tensors[name]
+            tensor.copies, tensor.fills = None, []
+            tensor.described = replace(tensor.described, kept=0)
+        return wrong
 
-    def _give_up(self, name: str, reason: str) -> None:
-        """Forget what seemed to explain a tensor; without a reason it may be probed."""
-        tensor = self._tensors[name]
-        tensor.copies, tensor.fills = None, []
-        tensor.described = replace(tensor.described, kept=0)
-        tensor.reason, tensor.is_given_up = reason or tensor.reason, bool(reason)
+    def _probe(self, names: Sequence[str], numbered: frozenset[str]) -> None:
+        """Load numbers in place of weights, digit by digit, and read off where they went.
 
-    def _probe(self, names: Sequence[str]) -> None:
-        """Load numbers in place of weights, digit by digit, and read off where they went."""
-        numbering = Numbering(self._specs)
+        Args:
+            names: the engine's tensors.
+            numbered: the HF tensors that are numbered; others are zero.
+        """
+        if not all(self._tensors[name].hf for name in names):
+            numbered = frozenset(self._by_name)
+        numbering = Numbering([spec for spec in self._specs if spec.name in numbered])
         numbers = {name: torch.zeros(0, dtype=torch.int64) for name in names}
         bits: dict[str, Tensor] = {}
         for place in range(numbering.num_digits):
-            self._load(numbering.values(place, self._device))
+            self._load(self._numbers(numbering, place))
             for name, tensor in tensors_named(self._source, names).items():
                 flat = _in_memory_order(tensor)
                 digits = numbering.digits(flat, self._source_dtype(name, tensor)).cpu()
@@ -228,6 +209,16 @@ class _Mapping:
         for name in names:
             self._read(name, numbering, numbers[name].numpy(), bits[name].numpy())
 
+    def _numbers(self, numbering: Numbering, place: int) -> Iterator[tuple[str, Tensor]]:
+        """All HF tensors, the numbered ones with their digits. Those that nothing is to be read off are zero."""
+        digits = numbering.values(place, self._device)
+        numbered = {spec.name for spec in numbering.specs}
+        for spec in self._specs:
+            if spec.name in numbered:
+                yield next(digits)
+            else:
+                yield spec.name, torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
+
     def _source_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
         dtypes = {self._by_name[hf].dtype for hf in self._tensors[name].hf}
         return dtypes.pop() if len(dtypes) == 1 else tensor.dtype
@@ -237,13 +228,13 @@ class _Mapping:
         known = self._tensors[name]
         places = _memory_places(known.described)
         owners = np.searchsorted(np.array(numbering.starts), numbers, side="right") - 1
-        is_number = (numbers > 0) & (owners < len(self._specs))
+        is_number = (numbers > 0) & (owners < len(numbering.specs))
         if (~is_number & (bits == _DIFFERENT)).any():
             return
         copies = []
         inside = numbers[is_number] - np.array(numbering.starts)[owners[is_number]]
         for owner, box in read_off(inside, places[is_number], owners[is_number]):
-            spec = self._specs[owner]
+            spec = numbering.specs[owner]
             copies.append(SliceCopy(spec.name, name, box, spec.dtype != known.described.dtype))
             if len(copies) > _MOST_SLICES:
                 known.reason = f"it is made of more than {_MOST_SLICES} slices"
@@ -277,6 +268,33 @@ class _Mapping:
 
 _DIFFERENT = 1 << 62
 """Stands for bits that changed from one digit to another."""
+
+
+def _visible(pieces: Sequence[Piece], span: int, device: torch.device) -> tuple[Sequence[Piece], int] | None:
+    """The pieces of which something is left at the end, and how many elements they write.
+
+    None if some are computed, or if a copy is partly overwritten.
+    """
+    if are_apart(piece.box for piece in pieces):
+        is_explained = not any(piece.is_computed for piece in pieces)
+        return (pieces, sum(piece.box.num_elements for piece in pieces)) if is_explained else None
+    painted = torch.zeros(span, dtype=torch.bool, device=device)
+    visible = []
+    for piece in reversed(pieces):  # the last write into an element decides its value
+        dims = piece.box.dims
+        place = painted.as_strided([dim.size for dim in dims], [dim.target for dim in dims], piece.box.target)
+        num_painted = int(place.sum())
+        if num_painted == piece.box.num_elements:
+            continue
+        if piece.is_computed or (num_painted and piece.hf is not None):
+            return None
+        place.fill_(True)
+        visible.append(piece)
+    return visible[::-1], int(painted.sum())
+
+
+def _sums(tensors: dict[str, Tensor]) -> dict[str, int]:
+    return dict(zip(tensors, checksums(tensors.values()), strict=True))
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:

@@ -304,7 +304,7 @@ class MappedEngine:
             TransferError: when a tensor differs; all that do are named.
         """
         reference = self.loaded(self.map.sources, 2 * seed)
-        self.loaded(self.map.sources, 2 * seed + 1)
+        self.forget(2 * seed + 1)
         wrong = self.differing(2 * seed, reference)
         if wrong:
             raise TransferError(
@@ -348,6 +348,16 @@ class MappedEngine:
             for name in reference
             if name in self.map.places and name not in left_out and now.get(name) != reference[name]
         ]
+
+    def forget(self, seed: int) -> None:
+        """Replace what the loader has written by something else, except where the map says that it writes nothing."""
+        self.find()
+        assert self._memory is not None
+        if any(tensor.kept for tensor in self.map.tensors) or self.map.uncovered:
+            self.copy_pairs(drawn_values(self.map.sources, seed, self.device))
+            return
+        for memory in self._memory.tensors:
+            memory.bitwise_not_()
 
     def sums(self) -> dict[str, int]:
         """The checksums of the tensors that the map names, as they are now."""

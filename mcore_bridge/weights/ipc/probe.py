@@ -11,9 +11,10 @@ of a finite float.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import accumulate
+from random import Random
 
 import torch
 from torch import Tensor
@@ -32,6 +33,9 @@ _PATTERNS = {
     torch.bool: (0x01, 0x00),
 }
 """Bits that are drawn, and bits that are always set, which belong to the exponent. Integers are drawn whole."""
+_STRETCH = 1 << 16
+"""Words of 8 bytes that are taken from those that were drawn at once."""
+_ALL = {size: (1 << 8 * size) - 1 for size in (1, 2, 4, 8)}
 _CHUNK = 1 << 24
 """Elements whose numbers are in memory at once, 8 bytes each."""
 _BASES = {
@@ -47,14 +51,29 @@ _BASES = {
 
 
 def drawn_values(specs: Sequence[TensorSpec], seed: int, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Pairs of a name and a contiguous tensor in memory of its own, as a loader takes them."""
+    """Pairs of a name and a contiguous tensor in memory of its own, as a loader takes them.
+
+    Words of 8 bytes are drawn once. Each stretch of a tensor is these words, from another one on and with other bits
+    flipped, because that takes no longer than a copy.
+    """
+    size = _STRETCH if device.type == "cpu" else 64 * _STRETCH  # that is in a CPU's cache; a GPU wants few kernels
     for spec in specs:
-        generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {spec.name}".encode()))
-        words = torch.empty(-(-spec.num_bytes // 8), dtype=torch.int64, device=device).random_(generator=generator)
-        if spec.dtype in _PATTERNS:
-            drawn, fixed = (_repeated(bits, spec.dtype.itemsize) for bits in _PATTERNS[spec.dtype])
-            words.bitwise_and_(drawn).bitwise_or_(fixed)
+        patterns = _PATTERNS.get(spec.dtype, (_ALL[spec.dtype.itemsize], 0))
+        drawn, fixed = (_repeated(bits, spec.dtype.itemsize) for bits in patterns)
+        numbers = _numbers(device, 2 * size, drawn, fixed)
+        words = torch.empty(-(-spec.num_bytes // 8), dtype=torch.int64, device=device)
+        mix = Random(f"{seed} {spec.name}")
+        for start in range(0, len(words), size):
+            stretch, first = words[start : start + size], mix.randrange(size)
+            torch.bitwise_xor(numbers[first : first + len(stretch)], mix.getrandbits(63) & drawn, out=stretch)
         yield spec.name, words.view(torch.uint8)[: spec.num_bytes].view(spec.dtype).view(spec.shape)
+
+
+@cache
+def _numbers(device: torch.device, count: int, drawn: int, fixed: int) -> Tensor:
+    generator = torch.Generator(device).manual_seed(1)
+    words = torch.empty(count, dtype=torch.int64, device=device).random_(generator=generator)
+    return words.bitwise_and_(drawn).bitwise_or_(fixed)
 
 
 def _repeated(bits: int, itemsize: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +80,10 @@ class Recorder(TorchDispatchMode):
         self._memories: dict[tuple[int, int], _Memory] = {}
         self._is_paused = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler, which takes seconds
+
     def watched(self, pairs: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Passes pairs of an HF name and a contiguous tensor on, and records what is copied out of them."""
         while True:
@@ -125,7 +130,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         """Run the operation, and record its writes."""
         result = func(*args, **(kwargs or {}))
-        if not self._is_paused:
+        if not (self._is_paused or _only_views(func)):
             with self._paused():
                 self._note(func, args, kwargs or {}, result)
         return result
@@ -191,6 +196,15 @@ class Recorder(TorchDispatchMode):
             _Write(box, target.element_size(), origin, len(origin.writes), source.element_size(), None, casts)
         )
         memory.names |= origin.names
+
+
+@cache
+def _only_views(func: Any) -> bool:
+    """Whether an operation writes nothing, and returns views alone."""
+    schema = func._schema
+    infos = [result.alias_info for result in schema.returns]
+    writes = any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments)
+    return bool(infos) and not writes and all(info is not None for info in infos) and func.overloadpacket not in _LIFTED
 
 
 def _address(tensor: Tensor) -> tuple[int, int]:

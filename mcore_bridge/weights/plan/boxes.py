@@ -86,6 +86,15 @@ class BoxCopy:
         return BoxCopy(source, target, merged(dims))
 
 
+def are_apart(boxes: Iterable[BoxCopy]) -> bool:
+    """Whether the targets of copies lie behind one another, so that no two write the same element.
+
+    False says nothing: they may also alternate.
+    """
+    ends = sorted((box.target, box.target_end) for box in boxes)
+    return all(before[1] <= after[0] for before, after in pairwise(ends))
+
+
 def merged(dims: Iterable[Dim]) -> tuple[Dim, ...]:
     """The dims sorted by their strides in the target; neighbours that are one run on both sides are joined."""
     joined: list[Dim] = []

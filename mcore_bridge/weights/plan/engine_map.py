@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ import torch
 
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.plan.boxes import BoxCopy, Dim
+from mcore_bridge.weights.plan.boxes import BoxCopy, Dim, are_apart
 
 FORMAT = "mcore_bridge engine map 1"
 """The first line of a file, which names the version of its format."""
@@ -127,6 +127,11 @@ class EngineMap:
         return {tensor.name: tensor.dtype for tensor in self.tensors}
 
     @cached_property
+    def spans(self) -> dict[str, int]:
+        """Elements from the first to the last of each of the engine's tensors."""
+        return {tensor.name: tensor.span for tensor in self.tensors}
+
+    @cached_property
     def places(self) -> dict[str, int]:
         """The number of each of the engine's tensors."""
         return {tensor.name: place for place, tensor in enumerate(self.tensors)}
@@ -171,27 +176,24 @@ class EngineMap:
         specs = {spec.name: torch.Size(spec.shape).numel() for spec in self.sources}
         wrong = []
         left_out = {entry.tensor for entry in self.uncovered}
+        boxes: dict[str, list[BoxCopy]] = {}
+        for copy in self.copies:
+            box = copy.box
+            inside = box.target_end <= self.spans.get(copy.tensor, 0) and min(box.source, box.target) >= 0
+            if inside and box.source_end <= specs.get(copy.hf, 0):
+                boxes.setdefault(copy.tensor, []).append(box)
+            else:
+                wrong.append(f"{copy.hf} to {copy.tensor}: {box} is out of bounds")
+        fills: dict[str, list[BoxCopy]] = {}
+        for entry in self.fills:
+            fills.setdefault(entry.tensor, []).append(entry.box)
         for tensor in (tensor for tensor in self.tensors if tensor.name not in left_out):
-            count = torch.zeros(tensor.span, dtype=torch.uint8, device=device)
-            for copy in (copy for copy in self.copies if copy.tensor == tensor.name):
-                box = copy.box
-                if (
-                    box.source_end > specs.get(copy.hf, 0)
-                    or box.target_end > tensor.span
-                    or min(box.source, box.target) < 0
-                ):
-                    wrong.append(f"{copy.hf} to {tensor.name}: {box} is out of bounds")
-                else:
-                    count.as_strided([d.size for d in box.dims], [d.target for d in box.dims], box.target).add_(1)
-            if bool((count > 1).any()):
+            num_written, alike = _count(tensor, boxes.get(tensor.name, ()), fills.get(tensor.name, ()), device)
+            if alike:
                 wrong.append(f"{tensor.name}: two copies write the same elements")
-            for box in (fill.box for fill in self.fills if fill.tensor == tensor.name):
-                count.as_strided([d.size for d in box.dims], [d.target for d in box.dims], box.target).fill_(1)
             expected = math.prod(tensor.shape) - tensor.kept
-            if int(count.count_nonzero()) != expected:
-                wrong.append(
-                    f"{tensor.name}: expected {expected} elements that are written, found {int(count.count_nonzero())}"
-                )
+            if num_written != expected:
+                wrong.append(f"{tensor.name}: expected {expected} elements that are written, found {num_written}")
         names = {tensor.name for tensor in self.tensors}
         unknown = {copy.tensor for copy in self.copies} | {entry.tensor for entry in self.fills}
         return wrong + [f"{name}: the map copies into it and does not describe it" for name in sorted(unknown - names)]
@@ -231,6 +233,21 @@ class EngineMap:
             },
             separators=(",", ":"),
         )
+
+
+def _count(
+    tensor: EngineTensor, copies: Sequence[BoxCopy], fills: Sequence[BoxCopy], device: torch.device | str
+) -> tuple[int, bool]:
+    """How many elements are written, and whether two copies write the same one."""
+    if are_apart([*copies, *fills]):
+        return sum(box.num_elements for box in (*copies, *fills)), False
+    count = torch.zeros(tensor.span, dtype=torch.uint8, device=device)
+    for box in copies:
+        count.as_strided([dim.size for dim in box.dims], [dim.target for dim in box.dims], box.target).add_(1)
+    is_twice = bool((count > 1).any())
+    for box in fills:
+        count.as_strided([dim.size for dim in box.dims], [dim.target for dim in box.dims], box.target).fill_(1)
+    return int(count.count_nonzero()), is_twice
 
 
 def _row(box: BoxCopy) -> list[Any]:
