@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _CONFIG = "config.json"
+_POINTER = "version https://git-lfs"
 TEXT = "text_config"
 """The field of a composite that holds its text config."""
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
@@ -104,12 +105,19 @@ def with_fields(hf: "PretrainedConfig", fields: Mapping[str, object]) -> "Pretra
 
 
 def _read_json(path: Path) -> dict[str, object]:
+    if os.path.exists(path) and not os.path.isfile(path):  # a FIFO would block
+        raise ConfigError(f"{path} must be a file, found something else, such as a FIFO. Replace it by the file.")
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"), object_hook=_special_float)
+        text = path.read_text(encoding="utf-8")
+        if text.startswith(_POINTER):
+            raise ConfigError(f"{path} must be the file itself, found a pointer of git-lfs. Run: git lfs pull.")
+        fields = json.loads(text, object_hook=_special_float)
     except FileNotFoundError:
         raise ConfigError(
             f"{path.parent} must hold a {_CONFIG}, found none. Give the folder of a checkpoint."
         ) from None
+    except OSError as error:
+        raise ConfigError(f"{path} must be a file that you may read, found: {error.strerror}. Change that.") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} must be valid JSON, but is not: {error}. Copy the file again.") from None
     if not isinstance(fields, dict):

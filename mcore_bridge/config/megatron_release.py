@@ -19,12 +19,12 @@ class Release:
         """Whether the installed megatron-core is this one or a later one."""
         return Version(installed()) >= Version(self.version)
 
-    def require(self, model_type: str) -> None:
-        """Raises ``ConfigError`` unless ``is_installed``."""
+    def require(self, model_type: str, others: str = "") -> None:
+        """Raises ``ConfigError`` unless ``is_installed``, with the text of other problems behind it."""
         if not self.is_installed:
             raise ConfigError(
                 f"{model_type} needs megatron-core {self.version} or later, found {installed()}: {self.reason}. "
-                f"Install megatron-core>={self.version}."
+                f"Install megatron-core>={self.version}.{others}"
             )
 
 

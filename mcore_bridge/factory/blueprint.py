@@ -16,9 +16,10 @@ import torch
 from mcore_bridge.architecture import Architecture, architecture_of
 from mcore_bridge.config import transformer
 from mcore_bridge.config.effective import effective
+from mcore_bridge.config.fields import to_mcore
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.mesh.pipeline import Stage
-from mcore_bridge.config.unread import require_no_unread, unread_fields
+from mcore_bridge.config.unread import require_no_unread, unread_fields, without_unread
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory import layer_specs
 from mcore_bridge.factory.modules.backend import Backend, choose_backend, kernels_of
@@ -116,8 +117,7 @@ def make_blueprint(
     provenance = provenance_of(hf, head=head)
     origin = provenance.hf
     architecture = architecture_of(origin)
-    if architecture.megatron_core is not None:
-        architecture.megatron_core.require(architecture.model_type)
+    _require_release(architecture, origin)
     read_by = [(origin, architecture.fields)]
     if (whole := provenance.whole) is not None:
         read_by.append((whole.config, whole.composite.fields))
@@ -125,11 +125,10 @@ def make_blueprint(
         require_no_unread(read_by)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = choose_backend(backend, device=device)
+    num_mtp_layers = _num_mtp_layers(overrides or {})
     changed = effective(origin, architecture.fields, tp=dims.tp, overrides=overrides or {})
     provenance = provenance.with_overridden(changed.fields)
     hf = provenance.hf
-    num_mtp_layers = (overrides or {}).get("mtp_num_layers") or 0
-    assert isinstance(num_mtp_layers, int)
     if num_mtp_layers and head != "lm":
         raise ConfigError(
             f"mtp_num_layers must be 0 or None with head={head!r}, found {num_mtp_layers}: MTP layers predict tokens, "
@@ -168,6 +167,27 @@ def _require_types(dims: object, overrides: object) -> None:
             "overrides must be a mapping of names to values, such as {'attention_dropout': 0.1}, found "
             f"{overrides!r}: pass such a mapping"
         )
+
+
+def _require_release(architecture: Architecture, hf: PretrainedConfig) -> None:
+    """Raises ``ConfigError`` if megatron-core is too old for a family, with all else that is wrong with the config."""
+    release, table = architecture.megatron_core, architecture.fields
+    if release is None or release.is_installed:
+        return
+    try:
+        to_mcore(table, without_unread(hf, table))
+    except ConfigError as error:
+        release.require(architecture.model_type, f"\n{error}")
+    release.require(architecture.model_type)
+
+
+def _num_mtp_layers(overrides: Overrides) -> int:
+    wanted = overrides.get("mtp_num_layers")
+    if wanted is not None and (type(wanted) is not int or wanted < 0):
+        raise ConfigError(
+            f"mtp_num_layers must be a whole number of at least 0, or None, found {wanted!r}: change the override"
+        )
+    return wanted or 0
 
 
 def _check_mtp(provenance: Provenance, wanted: int) -> None:

@@ -1,5 +1,6 @@
 """read_config: published files, both spellings, the local cache, and one clear error for anything else."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,7 @@ def test_read_config_finds_the_local_cache_and_nothing_else(tmp_path: Path, monk
     [
         (None, "must hold a config.json, found none"),
         ("{", "must be valid JSON"),
+        ("version https://git-lfs.github.com/spec/v1\noid sha256:0", "found a pointer of git-lfs. Run: git lfs pull"),
         ("[]", "must hold a JSON object, found a list"),
         ("{}", "must name a model_type, found None"),
         ('{"model_type": "qwen33"}', "found 'qwen33'. Code inside a checkpoint is never run"),
@@ -138,6 +140,13 @@ def test_a_bad_folder_is_one_clear_error(text: str | None, message: str, tmp_pat
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=message):
+        read_config(tmp_path)
+
+
+def test_a_config_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    """A FIFO without a writer would block for ever; a folder is no config."""
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match="must be a file, found something else"):
         read_config(tmp_path)
 
 

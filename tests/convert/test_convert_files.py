@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
+from mcore_bridge.architecture import read_hf
 from mcore_bridge.commands.app import app
 from mcore_bridge.convert.api import convert
 from mcore_bridge.convert.hf_to_torch import rank_files
@@ -119,6 +120,17 @@ def test_what_rlinf_asks_for_is_read_as_well(tmp_path):
     for number, folder in enumerate((tmp_path / "mg", tmp_path / "mg" / "release")):
         convert(folder, tmp_path / f"back{number}", hf=source, on_event=quiet)
         assert_exact(tmp_path / f"back{number}", Checkpoint(source))
+
+
+def test_a_folder_without_a_norm_or_an_embedding_is_refused(tmp_path):
+    """They belong to no layer, so nothing else shows that they are missing."""
+    source = small(tmp_path / "hf")
+    state = dict(Checkpoint(source))
+    for name in ("model.norm.weight", "model.embed_tokens.weight"):
+        left = {other: tensor.clone() for other, tensor in state.items() if other != name}
+        written(left, read_hf(source), tmp_path / name)
+        with pytest.raises(CheckpointError, match=f"missing tensors .*{name}"):
+            convert_hf_to_mg(str(tmp_path / name), block_of(tmp_path / "mg", tp=1))
 
 
 def test_what_megatron_keeps_beside_the_model_is_left_alone(tmp_path):

@@ -98,6 +98,14 @@ def test_more_than_have_names_are_refused(name, count):
         make_blueprint(hf, dims=ParallelDims(), dtype=torch.float32, overrides={"mtp_num_layers": count})
 
 
+@pytest.mark.parametrize("wanted", ["1", 1.0, True, -1])
+def test_a_number_that_is_none_is_refused(wanted):
+    with pytest.raises(ConfigError, match="mtp_num_layers must be a whole number of at least 0, or None"):
+        make_blueprint(
+            zoo.cases()["llama"].hf, dims=ParallelDims(), dtype=torch.float32, overrides={"mtp_num_layers": wanted}
+        )
+
+
 def test_like_a_layer_that_attends_linearly_they_are_refused():
     hf = zoo.cases()["qwen3_next"].hf
     hf.layer_types = ["full_attention", *["linear_attention"] * 3]

@@ -137,6 +137,9 @@ def test_an_older_release_is_refused_with_the_reason(monkeypatch):
         ConfigError, match=r"deepseek_v32 needs megatron-core 0\.19\.2 or later, found 0\.16\.1: .*bf16"
     ):
         mb.to_transformer_config(hf)
+    hf.hidden_act = "unknown"  # both obstacles are said at once
+    with pytest.raises(ConfigError, match=r"(?s)deepseek_v32 needs megatron-core.*\nhidden_act must be"):
+        mb.to_transformer_config(hf)
 
 
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(0, 6))

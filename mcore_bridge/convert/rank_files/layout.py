@@ -124,7 +124,11 @@ class FileLayout:
                 for shift in range(self.axes["experts"] if stacked else 1):
                     expert = shift_expert(mcore, shift)
                     bindings[expert] = self.mapping.bind(expert)
-        missing = {hf for binding in bindings.values() for hf in map(_whole, binding.hf) if hf not in self.specs}
+        ends = (rule for rule in self.mapping.rules if "*" not in rule.mcore and not rule.mcore.startswith("mtp."))
+        absent_ends = (rule for rule in ends if rule.mcore not in bindings and not rule.copy)
+        needed = {hf for rule in absent_ends for hf in rule.hf if not self.mapping.is_optional(hf)}
+        needed |= {hf for binding in bindings.values() for hf in map(_whole, binding.hf)}
+        missing = needed - self.specs.keys()
         layers = {layer_of(name) for name in bindings} - {None}
         absent = sorted(set(range(self.provenance.hf.num_hidden_layers)) - layers)
         if unexpected or missing or absent:
