@@ -180,6 +180,32 @@ def test_other_formats_are_refused_by_name(note: dict[str, Any], message: str, t
         mb.to_transformer_config(hf)
 
 
+@pytest.mark.parametrize("algorithm", ["NVFP4", "FP8"])
+def test_a_note_of_modelopt_may_be_in_its_own_file(algorithm: str, tmp_path: Path) -> None:
+    """Without one in config.json. It must be that of the files, which are NVFP4."""
+    hf, form, dtype, _ = case("modelopt")
+    _, plain = quantized.write(hf, form, tmp_path, dtype=dtype)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": None}))
+    note = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm, "kv_cache_quant_algo": None}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(note))
+    if algorithm == "FP8":
+        with pytest.raises(CheckpointError, match=r"quantization_config says fp8 by tensor, found others: .*nvfp4"):
+            on_every_rank(read_hf(tmp_path), ONE, tmp_path, dtype)
+        return
+    expected, _ = on_every_rank(hf, ONE, plain, dtype)
+    assert_same(on_every_rank(read_hf(tmp_path), ONE, tmp_path, dtype)[0], expected)
+
+
+def test_scales_may_have_the_name_that_mistral_gives_them(tmp_path: Path) -> None:
+    """``qscale_weight`` beside ``weight``, one number for each."""
+    form = quantized.fp8(None, ministral().note, name=".qscale_weight")
+    files, plain = quantized.write(tiny("llama"), form, tmp_path)
+    assert any(name.endswith(".qscale_weight") for name in files)
+    expected, _ = on_every_rank(tiny("llama"), TWO, plain, torch.float32)
+    assert_same(on_every_rank(read_hf(tmp_path), TWO, tmp_path, torch.float32)[0], expected)
+
+
 def test_what_is_saved_is_plain(tmp_path: Path) -> None:
     quantized.write(tiny("qwen3"), deepseek((8, 8)), tmp_path / "quantized", dtype=torch.bfloat16)
     pool.run(1, load_and_save_from, str(tmp_path / "quantized"), str(tmp_path / "saved"))
