@@ -110,7 +110,7 @@ def answer(pipe: Connection) -> object:
 def run_example(folder: Path, **environment: str) -> None:
     """The example of docs/guide/handing_on.md, as a file in ``folder``: its engine has as much as its trainer."""
     root = Path(__file__).parent.parent.parent
-    (block,) = re.findall(r"```python\n(.*?)```", (root / "docs" / "guide" / "handing_on.md").read_text(), re.DOTALL)
+    block, *_ = re.findall(r"```python\n(.*?)```", (root / "docs" / "guide" / "handing_on.md").read_text(), re.DOTALL)
     (folder / "example.py").write_text(block)
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, **environment}
