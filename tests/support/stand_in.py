@@ -74,6 +74,7 @@ class Layer(nn.Module):
         self.router = parameter(s.experts, s.hidden, dtype=torch.float32)
         self.w13 = parameter(s.experts, 2 * width, s.hidden)
         self.w2 = parameter(s.experts, s.hidden, width)
+        self.constant = parameter(3)  # as a bias that another rank adds
         self.prepared = torch.zeros(self.heads * s.head_dim + 3, s.hidden, **options)  # of o_proj, by its kernel
 
 
@@ -194,6 +195,7 @@ class StandIn(nn.Module):
         layer.w13.data[expert].narrow(0, start, half).copy_(tensor.chunk(self.tp, 0)[self.rank])
 
     def _prepare(self, layer):
+        layer.constant.data.fill_(0.5)
         layer.prepared = torch.nn.functional.pad(layer.o_proj.t().contiguous(), (0, 0, 0, 3))
         if self.shuffles:
             words = layer.prepared.view(torch.int16).numpy()

@@ -5,7 +5,6 @@ loading the same weights. Runs where vLLM's build for CPUs is installed: docs/tr
 """
 
 import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from tests.workers.rollout_families import configs
 if importlib.util.find_spec("vllm") is None or torch.cuda.is_available():
     pytest.skip("needs vLLM, built for CPUs", allow_module_level=True)
 
-EXAMPLES = str(Path(__file__).parent.parent.parent / "examples")
 MESHES = {
     "TP1": (1, {}),
     "TP2": (2, {"tensor_parallel_size": 2}),
@@ -36,7 +34,6 @@ def mapped(family, mesh, folder):
     """Runs in a worker, which trains and serves."""
     from tests.workers import vllm_rank
 
-    sys.path[:0] = [EXAMPLES] if EXAMPLES not in sys.path else []
     hf, size = configs()[family], dist.get_world_size()
     dims = mb.ParallelDims(pp=size)
     dims.initialize(device="cpu")

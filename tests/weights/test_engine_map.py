@@ -16,6 +16,7 @@ from mcore_bridge.weights.ipc.checksum import checksums
 from mcore_bridge.weights.ipc.probe import drawn_values
 from mcore_bridge.weights.ipc.receiver import Receiver
 from mcore_bridge.weights.ipc.recorder import Recorder
+from mcore_bridge.weights.ipc.rounds_by_map import RoundsByMap
 from mcore_bridge.weights.ipc.sender import BufferRing
 from mcore_bridge.weights.plan.boxes import BoxCopy, Dim, merged
 from mcore_bridge.weights.plan.engine_map import EngineMap, EngineTensor, SliceCopy
@@ -149,6 +150,7 @@ def test_a_map_does_what_the_loader_does(options, num_loads, computed, tp, rank,
             send(ring, receiver, engine, weights(seed))
             assert differing(model.held(), loaded(weights(seed), tp, rank, **options)) == []
             model.embed.data = model.embed.data.clone()  # an engine that slept: it has moved
+            model.layers[0].constant.data.fill_(torch.nan)  # and it has lost what was in it
     assert model.num_loads == num_loads + (3 if computed else 0)
     assert bool(engine.reason) == ("adds" in options and "layerwise" in options), engine.reason
 
@@ -372,3 +374,48 @@ def test_a_copy_from_a_tensor_that_the_map_does_not_list_is_a_problem():
 
 def test_a_box_has_no_dims_of_one_element():
     assert merged([Dim(1, 5, 7), Dim(3, 2, 1)]) == (Dim(3, 2, 1),)
+
+
+# an engine with a transport of its own ------------------------------------------------------------------------------
+
+
+def buckets_of(pairs, size=7):
+    """Views of one buffer, which the next bucket overwrites."""
+    names = list(pairs)
+    for first in range(0, len(names), size):
+        yield [(name, pairs[name].clone()) for name in names[first : first + size]]
+
+
+def take_round(rounds, model, pairs):
+    by_map = True
+    for bucket in buckets_of(pairs):
+        if not rounds.take(iter(bucket)):
+            by_map = False
+            model.load(bucket)
+        for _, tensor in bucket:
+            tensor.fill_(torch.nan)
+    return rounds.finish() and by_map
+
+
+@pytest.mark.parametrize("options", [{}, {"adds": True}])
+def test_buckets_of_another_transport_go_by_a_map_from_the_second_round_on(options):
+    model = StandIn(2, 1, **options)
+    rounds = RoundsByMap(model, model.load)
+    assert rounds.finish() is False  # nothing has come
+    for seed in range(4):
+        assert take_round(rounds, model, weights(seed)) is (seed > 0)
+        assert differing(model.held(), loaded(weights(seed), 2, 1, **options)) == []
+    assert rounds.engine.require_whole() == 3
+    loads = model.num_loads
+    first, *_ = buckets_of(weights(5))
+    rounds.take(first)
+    with pytest.raises(TransferError, match=r"model\.embed_tokens\.weight .* comes twice"):
+        rounds.take(first)
+    with pytest.raises(TransferError, match="tensors never came"):
+        rounds.finish()
+    with pytest.raises(TransferError, match="half old and half new"):
+        rounds.engine.require_whole()
+    rounds.restart()
+    assert take_round(rounds, model, weights(6))
+    assert differing(model.held(), loaded(weights(6), 2, 1, **options)) == []
+    assert options or model.num_loads == loads

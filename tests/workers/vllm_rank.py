@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
 from tests.workers.rollout_families import ENGINE_FIELDS
+
+EXAMPLES = str(Path(__file__).parent.parent.parent / "examples")
 
 
 class Rank(NamedTuple):
@@ -56,6 +59,7 @@ class Rank(NamedTuple):
 @contextlib.contextmanager
 def rank(family: str, hf: Any, folder: Path, dtype: torch.dtype, mesh: Mapping[str, Any]) -> Iterator[Rank]:
     """One rank in the worker's process group, and nothing of it afterwards."""
+    sys.path[:0] = [EXAMPLES] if EXAMPLES not in sys.path else []
     os.environ.update(VLLM_ALLOW_LONG_MAX_MODEL_LEN="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_MLA_DISABLE="1")
     from vllm import _custom_ops
     from vllm.config import set_current_vllm_config

@@ -148,8 +148,11 @@ class _Mapping:
         unseen = {name: held[name] for name, names in seen.items() if not (names or held[name].is_meta)}
         changed = {name for name, total in _sums(unseen).items() if total != first.get(name)}
         for name, names in seen.items():
-            if (names and not held[name].is_meta) or name in changed:
-                self._tensors[name] = self._explained(name, held[name], recorder.traced(held[name]), names)
+            if held[name].is_meta:
+                continue
+            known = self._explained(name, held[name], recorder.traced(held[name]), names)
+            if names or name in changed or known.fills:  # constants of the loader may be lost while an engine sleeps
+                self._tensors[name] = known
         self._aliases = {name: place for name, place in inside.items() if place[0] in self._tensors}
         self.reference = {name: first.get(name, 0) for name in self._tensors}
 

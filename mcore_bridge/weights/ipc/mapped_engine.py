@@ -68,6 +68,7 @@ class MappedEngine:
         self._shared: Buffers | None = None
         self._mark, self._due = torch.zeros(8, dtype=torch.uint8), 0
         self._copies: dict[int, EngineCopies] = {}
+        self._groups: dict[int, tuple[tuple[str, ...], EngineCopies]] = {}
         self._loading: FedLoader | None = None
         self._num_rounds = 0
 
@@ -236,6 +237,34 @@ class MappedEngine:
             ]
             self._copies[bucket.number] = EngineCopies(entries, self.map.dtypes, self.map.places)
         self._copies[bucket.number].run(slot, self._memory)
+
+    def copy_group(self, number: int, pairs: Sequence[tuple[str, Tensor]]) -> None:
+        """Put HF tensors that lie apart into the engine's tensors: those of bucket ``number`` of a round.
+
+        Args:
+            number: counts the buckets of a round from 0 on. A round whose buckets have the same tensors is cheaper.
+            pairs: contiguous, on the engine's device; they are read when this returns.
+        """
+        self.state = EngineState("half", None)
+        if not self.reason and number == 0:
+            fill(self.map.fills, self._by_name(), self.map.dtypes)
+        if not self.reason and pairs:
+            assert self._memory is not None
+            names = tuple(name for name, _ in pairs)
+            if self._groups.get(number, ((), None))[0] != names:
+                entries = [
+                    (copy, place, tensor.dtype)
+                    for place, (name, tensor) in enumerate(pairs)
+                    for copy in self.map.by_hf.get(name, ())
+                ]
+                self._groups[number] = (names, EngineCopies(entries, self.map.dtypes, self.map.places, apart=True))
+            self._groups[number][1].run_apart([tensor for _, tensor in pairs], self._memory)
+        rest = [pair for pair in pairs if self.reason or pair[0] in self.map.by_loader]
+        if rest:
+            self._loading = self._loading or FedLoader(self._load, self.device)
+            self._loading.give(rest)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def complete(self, version: int | None = None) -> None:
         """All tensors of a round have come: the weights are those of ``version``, or of the next one.

@@ -1,0 +1,106 @@
+"""Rounds by a map for an engine that has a transport of its own: HF tensors come in buckets that nobody announced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from mcore_bridge.errors import TransferError
+from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.ipc.engine_tensors import Source
+from mcore_bridge.weights.ipc.map_engine import map_engine
+from mcore_bridge.weights.ipc.mapped_engine import Loader, MappedEngine
+
+
+class RoundsByMap:
+    """Takes the place of an engine's ``load_weights``, from its second round on.
+
+    The first round goes by the engine's loader, and shows which HF tensors come. A map is made before the second, whose
+    buckets are copied by it, as are those of all later rounds.
+
+    >>> rounds = RoundsByMap(model, load)
+    >>> for pairs in buckets:                       # in every round
+    ...     if not rounds.take(pairs):
+    ...         model.load_weights(pairs)
+    >>> if not rounds.finish():
+    ...     process_weights_after_loading(model)
+
+    Args:
+        source: the engine's model, or a function that returns its tensors by name.
+        load: the engine's loader of a whole round, with all that it does afterwards.
+        engine: a line that identifies engine, release, model and rank.
+        verify_every: prove the map again before every so many rounds; 0 is never.
+    """
+
+    def __init__(self, source: Source, load: Loader, *, engine: str = "", verify_every: int = 0) -> None:
+        self.engine: MappedEngine | None = None
+        self._source, self._load, self._name, self._verify_every = source, load, engine, verify_every
+        self._specs: dict[str, TensorSpec] = {}
+        self._due: dict[str, TensorSpec] = {}
+        self._number = 0
+        self._is_first = True
+
+    def take(self, pairs: Iterable[tuple[str, Tensor]]) -> bool:
+        """Copy the HF tensors of a bucket into the engine's tensors; they may be overwritten afterwards.
+
+        Returns:
+            Whether they were copied. In the first round they are not, and the engine's loader has to take them.
+
+        Raises:
+            TransferError: when a tensor did not come in the first round, came otherwise, or comes twice; or, before
+                anything is copied, when the engine cannot be mapped.
+        """
+        bucket = [(name, tensor.contiguous()) for name, tensor in pairs]
+        specs = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in bucket]
+        if self._is_first:
+            self._specs.update((spec.name, spec) for spec in specs)
+            return False
+        engine = self._begun() if not self._number else self.engine
+        assert engine is not None
+        for spec in specs:
+            if self._due.pop(spec.name, None) != spec:
+                raise TransferError(
+                    f"{spec.name} of shape {spec.shape} and {spec.dtype} comes twice, or not as in the first round; "
+                    "send the tensors of that round, once each, or make another RoundsByMap"
+                )
+        engine.copy_group(self._number, bucket)
+        self._number += 1
+        return True
+
+    def _begun(self) -> MappedEngine:
+        specs = tuple(self._specs.values())
+        if self.engine is None:
+            self.engine = map_engine(
+                specs, self._source, self._load, engine=self._name, verify_every=self._verify_every
+            )
+        self.engine.begin(specs)
+        self._due = dict(self._specs)
+        return self.engine
+
+    def finish(self, version: int | None = None) -> bool:
+        """End a round.
+
+        Returns:
+            Whether it went by the map. Then what the engine does after loading has been done as well.
+
+        Raises:
+            TransferError: when tensors of the first round have not come; the weights are then half old and half new.
+        """
+        if self._is_first:
+            self._is_first = not self._specs
+            return False
+        if self.engine is None or not self._number or self._due:
+            missing = self._due or self._specs
+            raise TransferError(
+                f"{len(missing)} tensors never came, such as {next(iter(missing))}; send a whole round again"
+            )
+        self._number = 0
+        self.engine.complete(version)
+        return True
+
+    def restart(self) -> None:
+        """Expect a whole round, after one that broke off."""
+        self._number, self._due = 0, {}
+        if self.engine is not None:
+            self.engine.break_off()
