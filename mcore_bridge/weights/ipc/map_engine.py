@@ -61,7 +61,25 @@ def map_engine(
     than by torch's copies, such as by a kernel. If it computes some, it runs up to five times more. The engine's
     weights are lost: a whole round must follow.
 
-    >>> engine = mb.map_engine(plan, head, load_weights, engine="example, tp 0 of 1")
+    Args:
+        plan: the HF tensors that will come: ``Receiver.plan``, or specs such as those of a ``Manifest``.
+        source: the engine's model, or a function that returns its tensors by name. Each round looks them up again.
+        load: the engine's own loader, called with pairs of an HF name and a tensor. It must include the engine's work
+            after loading.
+        engine: a line that identifies engine, release, model, and this rank's place in the engine's mesh. A kept map
+            must have the same line.
+        kept: an earlier map, such as ``EngineMap.load(path)``. One run of the loader proves it. If it does not fit this
+            engine, the log says why, and a map is made as if there were none.
+        verify_every: prove the map again before every so many rounds, by two runs of the loader; 0 is never.
+
+    Example:
+        >>> head = torch.nn.Linear(48, 96, bias=False)                # an engine, and its loader
+        >>> def load_weights(pairs):
+        ...     for name, tensor in pairs:
+        ...         if name == "lm_head.weight":
+        ...             head.weight.data.copy_(tensor)
+        >>> plan = mb.plan_buckets(mb.manifest(models))
+        >>> engine = mb.map_engine(plan, head, load_weights, engine="example, tp 0 of 1")
         >>> len(engine.map.tensors), engine.map.uncovered             # then receiver.copy_into(number, engine)
         (1, ())
     """
