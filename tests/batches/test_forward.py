@@ -10,7 +10,7 @@ import torch
 from megatron.core import parallel_state
 
 import mcore_bridge as mb
-from mcore_bridge.batches import packing
+from mcore_bridge.batches import forward, packing
 from mcore_bridge.batches.microbatches import balances_experts, tokens_in_fp8
 from mcore_bridge.errors import BatchError, ConfigError
 from tests import zoo
@@ -503,3 +503,15 @@ def test_a_bias_that_never_moves_balances_nothing():
     rates = {"moe_aux_loss_coeff": 0.0, "moe_router_bias_update_rate": 0.0}
     assert not balances_experts(mb.to_transformer_config(hf, overrides=rates))
     assert balances_experts(mb.to_transformer_config(hf, overrides={**rates, "moe_router_bias_update_rate": 1e-3}))
+
+
+def test_routers_of_megatron_core_that_learn_are_refused():
+    """Ours leave padding out; without gradients nothing is counted."""
+    rate = {"moe_router_bias_update_rate": 1e-3}
+    config = mb.to_transformer_config(zoo.cases()["deepseek_v3"].hf, overrides=rate)
+    chunk = SimpleNamespace(config=config, parallel_output=True)
+    forward._check(chunk, packed=False, learns=False)
+    with pytest.raises(BatchError, match="would count padding as tokens"):
+        forward._check(chunk, packed=False, learns=True)
+    chunk.bridge = None
+    forward._check(chunk, packed=False, learns=True)

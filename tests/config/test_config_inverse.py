@@ -8,6 +8,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from mcore_bridge.config.hf import read_config
 from mcore_bridge.config.rope_spelling import read_parameters
+from mcore_bridge.config.tables.derived import layers_but_full
 from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config, to_transformer_config
 from tests.support.families import FAMILIES, ROPES, Json, built, ignored_by, spelling_4, spelling_5, table_of
 
@@ -85,3 +86,9 @@ def test_what_comes_back_is_read_alike(fields: Json) -> None:
         back["use_sliding_window"] = back["sliding_window"] is not None
     again = read_config(CONFIG_MAPPING[hf.model_type].from_dict(back))
     assert built(again) == built(hf)
+
+
+def test_every_nth_layer_counts_from_one() -> None:
+    """As megatron-core counts them: with 4, the fourth layer and the eighth have full attention."""
+    mcore = {"num_layers": 8, "linear_attention_freq": 4}
+    assert layers_but_full(mcore, "linear_attention_freq", unset=0) == [1, 1, 1, 0, 1, 1, 1, 0]

@@ -13,7 +13,7 @@ from mcore_bridge.architecture import architecture_of
 from mcore_bridge.config.hf import read_config
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.rope import Rope, _mscale, inverse_frequencies, rope_of
-from mcore_bridge.config.rope_spelling import speaks_rope_parameters, spelled_by_layer
+from mcore_bridge.config.rope_spelling import merged, speaks_rope_parameters, spelled_by_layer
 from mcore_bridge.config.transformer import to_gpt_arguments, to_transformer_config
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import make_blueprint
@@ -253,3 +253,9 @@ def test_a_rope_of_sliding_layers_that_transformers_4_cannot_say_is_refused() ->
     assert spelled_by_layer(plain, plain)["rope_local_base_freq"] == 1e4
     with pytest.raises(ConfigError, match="sliding layers must have a rope without scaling"):
         spelled_by_layer(plain, {**plain, "partial_rotary_factor": 0.5})
+
+
+def test_the_old_name_of_a_type_is_understood() -> None:
+    """As configs have it that transformers has not read yet."""
+    assert merged({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}})["rope_type"] == "linear"
+    assert merged({"rope_theta": 1e4})["rope_type"] == "default"

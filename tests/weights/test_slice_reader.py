@@ -170,3 +170,11 @@ def test_headers_and_tensors_are_aligned_and_in_order(tmp_path):
     assert entries[0].start % 8 == 0
     assert all(entry.start % DTYPES[entry.dtype].itemsize == 0 for entry in entries)
     assert [entry.start for entry in entries[1:]] == [entry.stop for entry in entries[:-1]]
+
+
+def test_pieces_come_in_the_order_of_their_source():
+    """A file is read from its beginning to its end, also where the target has other dims first."""
+    source, target = torch.arange(48).view(6, 8), torch.empty(8, 6, dtype=torch.int64)
+    for one, other in ((source, target.t()), (source.t(), target)):
+        offsets = [piece.source.storage_offset() for piece in SliceCopy(one, other, torch.int64).pieces(8 * 8)]
+        assert offsets == [0, 8, 16, 24, 32, 40]

@@ -1,5 +1,6 @@
 """Exports to the ranks of an engine: any pair of layouts, against slices that are cut here by the names of tensors."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from mcore_bridge import EngineRank, ParallelDims, engine_ranks
 from mcore_bridge.errors import ExportError, TargetError
 from mcore_bridge.trainers.rlinf.shares import slices_of
 from mcore_bridge.weights.manifest import digest
+from mcore_bridge.weights.plan.engine_slices import _runs
 from mcore_bridge.weights.plan.inventory import merge_inventories
 from mcore_bridge.weights.plan.stream import HEADER
 from tests.support import fake_mesh, pool
@@ -346,3 +348,12 @@ def test_models_that_cannot_be_cut_so_are_refused(target, message):
     held = held_by(SPARSE, ParallelDims(tp=2, sp=True), random_state(SPARSE))
     with pytest.raises(TargetError, match=message):
         fake_mesh.export_to(held, [target, "nothing"])
+
+
+@given(st.lists(st.integers(-1, 12), max_size=12, unique_by=lambda place: place if place >= 0 else object()))
+def test_runs_are_all_positions_once(places):
+    """Neighbours that go to places equally far apart are one run."""
+    found = {}
+    for offset, size, position, step in _runs(np.array(places, dtype=np.int64)):
+        found |= {offset + number: position + number * step for number in range(size)}
+    assert found == {offset: place for offset, place in enumerate(places) if place >= 0}
