@@ -7,6 +7,8 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from mcore_bridge.config.fields import to_mcore
+from mcore_bridge.config.tables.moe import number
+from mcore_bridge.config.tables.scales import softcap
 from mcore_bridge.config.transformer import to_transformer_config
 from mcore_bridge.errors import ConfigError
 from tests import zoo
@@ -118,3 +120,20 @@ def test_the_parameters_of_hf_say_the_same_about_biases(tmp_path: Path) -> None:
         assert (f"{layer}self_attn.o_proj.bias" in names) == config.attention_output_bias
         assert (f"{layer}mlp.up_proj.bias" in names) == config.add_bias_linear
         assert (f"{layer}self_attn.q_norm.weight" in names) == config.qk_layernorm
+
+
+@pytest.mark.parametrize("cap", [True, "30", 0.0, -1.0])
+def test_a_soft_cap_that_is_no_positive_number_is_refused(cap: object) -> None:
+    field = softcap("attn_logit_softcapping", "attn_softcap")
+    assert field.to_mcore({"attn_logit_softcapping": 30.0}) == {"attn_softcap": 30.0}
+    with pytest.raises(ConfigError, match="must be None or a positive number"):
+        field.to_mcore({"attn_logit_softcapping": cap})
+
+
+def test_a_list_of_equal_numbers_is_that_number() -> None:
+    """With one entry for each layer, also for a single layer."""
+    field = number("moe_topk", "moe_router_topk")
+    for num_layers in (1, 3):
+        assert field.to_mcore({"moe_topk": [8] * num_layers, "num_hidden_layers": num_layers}) == {"moe_router_topk": 8}
+    with pytest.raises(ConfigError, match="moe_topk must be"):
+        field.to_mcore({"moe_topk": [8, 8, 4], "num_hidden_layers": 3})
