@@ -264,14 +264,14 @@ def test_the_old_name_of_a_type_is_understood() -> None:
 @pytest.mark.parametrize("factor", [0.375, 1.5])
 def test_dims_that_cannot_be_rotated_are_refused(factor: float) -> None:
     """Three of eight dims, and twelve."""
+    parameters = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": factor}
     with pytest.raises(ConfigError, match="must rotate an even number of the 8 dims"):
-        parameters = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": factor}
         Rope(parameters=parameters, head_dim=8, max_position_embeddings=64)
 
 
 def test_a_factor_of_one_is_no_partial_rotation(tmp_path: Path) -> None:
     """Other families have it in their configs as well."""
-    fields = family("llama") | spelling_5("linear")
+    fields = family("llama") | {"rope_scaling": None} | spelling_5("linear")
     fields["rope_parameters"]["partial_rotary_factor"] = 1
     config = read_config(write(tmp_path, fields))
     assert rope_of(config).rotary_dim == rope_of(config).head_dim

@@ -292,3 +292,4 @@ def test_pieces_of_stacked_experts_are_as_small_as_they_are_asked_for() -> None:
     codes = torch.zeros(3, 4, 8, dtype=torch.uint8)
     whole = encoded.Encoded("experts", codec.Codec("fp8", (1, 4, 8)), (3, 4, 8), (0, 1, 2), codes, torch.ones(3, 1, 1))
     assert [math.prod(piece.shape) for piece in whole.in_order(16)] == [16] * 6
+    assert [math.prod(piece.shape) for piece in whole.in_order(4)] == [8] * 12  # a row is not cut
