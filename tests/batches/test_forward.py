@@ -7,10 +7,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 import mcore_bridge as mb
-from mcore_bridge.batches import forward, packing
+from mcore_bridge.batches import forward, microbatches, packing
 from mcore_bridge.batches.microbatches import balances_experts, tokens_in_fp8
 from mcore_bridge.errors import BatchError, ConfigError
 from tests import zoo
@@ -515,3 +516,21 @@ def test_routers_of_megatron_core_that_learn_are_refused():
         forward._check(chunk, packed=False, learns=True)
     chunk.bridge = None
     forward._check(chunk, packed=False, learns=True)
+
+
+def longest_of_different_rows(dispatcher):
+    config = SimpleNamespace(num_moe_experts=4, moe_token_dispatcher_type=dispatcher)
+    chunk = SimpleNamespace(config=config, pg_collection=SimpleNamespace(tp_ep=dist.group.WORLD))
+    rows = 1 + dist.get_rank()
+    batch = SimpleNamespace(num_tokens=8 * rows, input_ids=torch.zeros(rows, 8))
+    try:
+        return microbatches._longest(chunk, [batch], None, torch.device("cpu"))
+    except BatchError as error:
+        return str(error)
+
+
+def test_ranks_that_share_experts_may_have_different_rows():
+    """Only with allgather they may not."""
+    assert pool.run(2, longest_of_different_rows, "alltoall") == [8, 16]
+    for message in pool.run(2, longest_of_different_rows, "allgather"):
+        assert "must have the same number of rows in a microbatch, found 1 to 2" in message

@@ -1,5 +1,6 @@
 """Biases, windows and refusals: what the tables derive, field by field."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from mcore_bridge.config.fields import to_mcore
+from mcore_bridge.config.tables.cohere_moe import _selected
 from mcore_bridge.config.tables.moe import number
 from mcore_bridge.config.tables.scales import softcap
 from mcore_bridge.config.transformer import to_transformer_config
@@ -137,3 +139,10 @@ def test_a_list_of_equal_numbers_is_that_number() -> None:
         assert field.to_mcore({"moe_topk": [8] * num_layers, "num_hidden_layers": num_layers}) == {"moe_router_topk": 8}
     with pytest.raises(ConfigError, match="moe_topk must be"):
         field.to_mcore({"moe_topk": [8, 8, 4], "num_hidden_layers": 3})
+
+
+@pytest.mark.parametrize(("how", "is_refused"), [("softmax", False), ("sigmoid", True)])
+def test_weights_of_sigmoid_scores_that_are_not_normalised_are_refused(how: str, is_refused: bool) -> None:
+    hf = {"expert_selection_fn": how, "num_experts_per_tok": 2, "norm_topk_prob": False}
+    with pytest.raises(ConfigError, match="norm_topk_prob must be True") if is_refused else nullcontext():
+        assert _selected(hf) == {"moe_router_score_function": how}

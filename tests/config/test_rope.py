@@ -275,3 +275,4 @@ def test_a_factor_of_one_is_no_partial_rotation(tmp_path: Path) -> None:
     fields["rope_parameters"]["partial_rotary_factor"] = 1
     config = read_config(write(tmp_path, fields))
     assert rope_of(config).rotary_dim == rope_of(config).head_dim
+    assert "partial_rotary_factor" not in rope_of(config).parameters

@@ -59,7 +59,7 @@ def test_a_published_config_is_read_and_written_back(model_type, tmp_path):
     hf = read_hf(tmp_path)
     table = architecture_of(hf).fields
     config = to_transformer_config(hf, table, dims=mb.ParallelDims(tp=8, ep=16, sp=True))
-    assert config.experimental_attention_variant == "dsa"
+    assert (config.experimental_attention_variant, config.dsa_indexer_loss_coeff) == ("dsa", 0.0)
     assert config.moe_layer_freq == [0] * 3 + [1] * (hf.num_hidden_layers - 3)
     assert (config.dsa_indexer_topk_freq, config.dsa_indexer_skip_topk_offset) == (
         (4, 3) if model_type == "glm_moe_dsa" else (1, 0)

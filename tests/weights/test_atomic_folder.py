@@ -532,3 +532,18 @@ def test_a_folder_that_changes_while_it_is_opened_is_opened_again(fits, tmp_path
     monkeypatch.setattr(Checkpoint, "_open", open_while_another_saves)
     assert len(Checkpoint(tmp_path)) > 0
     assert len(attempts) == 2
+
+
+def test_a_working_folder_that_somebody_else_removes_is_no_problem(tmp_path, monkeypatch):
+    """All is in place by then."""
+    settle = atomic_folder._settle
+
+    def settle_and_remove(update, *last):
+        settle(update, *last)
+        shutil.rmtree(update.home)
+
+    monkeypatch.setattr(atomic_folder, "_settle", settle_and_remove)
+    with atomic_folder.updating(tmp_path) as update:
+        (update.new / "weights").write_text("new")
+        atomic_folder.commit(update)
+    assert (tmp_path / "weights").read_text() == "new"
