@@ -18,9 +18,7 @@ from rich.table import Table
 
 from mcore_bridge import __version__
 from mcore_bridge.commands.options import Cp, Debug, Ep, Etp, Folder, Layout, Mtp, Pp, Sp, Strict, Tp, Vp
-from mcore_bridge.commands.plan.cost import BANDWIDTH
-from mcore_bridge.commands.plan.training_memory import Batch
-from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.commands.plan.asked import BANDWIDTH, Batch
 from mcore_bridge.errors import BridgeError, ConfigError, describe
 from mcore_bridge.weights.gc_paused import uncollected
 
@@ -31,7 +29,6 @@ app = typer.Typer(
     name="mcore-bridge",
     help="HuggingFace models as Megatron-Core GPTModels on any mesh, and their weights back, exactly.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -125,6 +122,7 @@ def verify_command(
     with _refusals(debug):
         from mcore_bridge.commands.report import progress, render
         from mcore_bridge.commands.verify.verify import verify
+        from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 
         dims = ParallelDims(tp=tp, pp=pp, vp=vp, cp=cp, ep=ep, etp=etp, sp=sp, layout=layout)
         console = Console(highlight=False)
@@ -217,6 +215,7 @@ def plan_command(
             return
         from mcore_bridge.commands.plan.picture import write_svg
         from mcore_bridge.commands.plan.tables import plan, render
+        from mcore_bridge.config.mesh.parallel_dims import ParallelDims
         from mcore_bridge.weights.plan.target import engine_ranks
 
         dims = ParallelDims(tp=tp, pp=pp, vp=vp, cp=cp, ep=ep, etp=etp, sp=sp, layout=layout)
@@ -305,6 +304,7 @@ def convert_command(
     """
     with _refusals(debug), _uncompiled():
         from mcore_bridge.commands.report import progress, render_conversion
+        from mcore_bridge.config.mesh.parallel_dims import ParallelDims
         from mcore_bridge.convert.api import convert
         from mcore_bridge.convert.hf_to_torch import rank_files
 
@@ -331,13 +331,15 @@ def convert_command(
 @app.command("doctor")
 def doctor_command() -> None:
     """Show what is installed and what works with it. The exit code is 1 when something must be changed."""
-    from mcore_bridge.commands.doctor import examine
+    from mcore_bridge.commands.doctor import conclusion, examine
 
     lines = examine()
     table = Table(show_header=False, box=None, padding=(0, 2))
     for line in lines:
         color = "red" if line.is_problem else "yellow" if line.advice else "green"
         table.add_row(f"[bold]{line.name}[/]", f"[{color}]{escape(line.state)}[/]", escape(line.advice))
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(escape(conclusion(lines)))
     if any(line.is_problem for line in lines):
         raise typer.Exit(1)

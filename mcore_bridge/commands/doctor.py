@@ -45,6 +45,12 @@ def examine() -> list[Line]:
     return [python, *map(_required, _REQUIRED), *_optional(), _triton(), *_gpus(), *_clash(), _self()]
 
 
+def conclusion(lines: Iterable[Line]) -> str:
+    """The last line of the report: ready, or what to do first."""
+    problems = [f"{line.name}: {line.advice}" for line in lines if line.is_problem]
+    return f"not ready: {'; '.join(problems)}" if problems else "ready"
+
+
 def _required(name: str) -> Line:
     installed = _version(name)
     if installed is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from mcore_bridge.architecture import architecture_of
@@ -26,12 +26,13 @@ _SHOWN = 5  # names of tensors that differ
 
 @contextmanager
 def progress(console: Console, num_ranks: int) -> Iterator[OnEvent]:
-    """A progress bar for each phase, over all ranks. The bars disappear at the end."""
+    """A progress bar for each phase, over all ranks, with the time that is left. The bars disappear at the end."""
     bar = Progress(
         SpinnerColumn(),
         TextColumn("{task.description:<10}"),
         BarColumn(),
         TimeElapsedColumn(),
+        TimeRemainingColumn(),
         console=console,
         transient=True,
         disable=not console.is_terminal,

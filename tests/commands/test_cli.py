@@ -286,6 +286,13 @@ def test_a_rank_that_leaves_ends_the_others(leaver: int, said: str) -> None:
     assert time.monotonic() - start < 120  # not the half hour of a process group
 
 
+def test_help_is_quick() -> None:
+    """As a shell asks for completions at each key, the command itself brings no torch."""
+    script = "import sys, mcore_bridge.commands.app; print({'torch', 'numpy', 'transformers'} & sys.modules.keys())"
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert finished.stdout == "set()\n"
+
+
 # plan -----------------------------------------------------------------------------------------------------------------
 
 
@@ -402,6 +409,7 @@ def test_doctor_names_a_distribution_with_our_import_name(tmp_path: Path, by_top
     said = " ".join(finished.stdout.split())
     assert "name clash mcore-bridge 1.6.5" in said
     assert "pip uninstall mcore-bridge mcore-hf" in said
+    assert "not ready: name clash: " in said
 
 
 def test_doctor_finds_nothing_wrong_here(tmp_path: Path) -> None:
@@ -409,6 +417,7 @@ def test_doctor_finds_nothing_wrong_here(tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stdout
     for name in ("python", "torch", "megatron-core", "transformers", "GPUs"):
         assert name in finished.stdout
+    assert finished.stdout.splitlines()[-1] == "ready"
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import torch
 
 import mcore_bridge as mb
 from mcore_bridge.commands.plan.activations import kept_by_layers
+from mcore_bridge.commands.plan.asked import Batch
 from mcore_bridge.commands.plan.suggest import Suggestion, suggest
-from mcore_bridge.commands.plan.training_memory import Batch
 from mcore_bridge.launch.fake_rank import rank_of
 from tests import zoo
 from tests.support.bounds import ONE

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from operator import mul
 
+from mcore_bridge.commands.plan.asked import BANDWIDTH
 from mcore_bridge.weights.plan.export_plan import ExportPlan
 from mcore_bridge.weights.plan.memory import peak_bytes
-
-BANDWIDTH = 255.0
-"""GB/s that a rank receives from others, measured with exports of 16 and 61 GB among 4 H200s by NVLink."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ from rich.console import Group
 from rich.table import Table
 
 from mcore_bridge.commands import text
+from mcore_bridge.commands.plan.asked import Batch
 from mcore_bridge.commands.plan.suggest import Search, Suggestion
-from mcore_bridge.commands.plan.training_memory import Batch, TrainingMemory
+from mcore_bridge.commands.plan.training_memory import TrainingMemory
 from mcore_bridge.commands.svg import Picture, write
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 

@@ -12,7 +12,8 @@ from rich.console import Group
 from rich.table import Table
 
 from mcore_bridge.commands import text
-from mcore_bridge.commands.plan.cost import BANDWIDTH, cost_of
+from mcore_bridge.commands.plan.asked import BANDWIDTH
+from mcore_bridge.commands.plan.cost import cost_of
 from mcore_bridge.commands.plan.engine_cost import feed
 from mcore_bridge.commands.plan.mesh_plan import Chunk, MeshPlan, plan_mesh
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims

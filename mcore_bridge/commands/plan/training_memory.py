@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from mcore_bridge.commands.plan.activations import kept_by_layers, kept_by_output, kept_by_recomputation
 
 if TYPE_CHECKING:
+    from mcore_bridge.commands.plan.asked import Batch
     from mcore_bridge.commands.plan.mesh_plan import MeshPlan
     from mcore_bridge.config.mesh.parallel_dims import ParallelDims
     from mcore_bridge.config.mesh.pipeline import Stage
@@ -19,21 +20,6 @@ GRADIENT = 4
 """Bytes of a gradient: trainers sum gradients in fp32 (``grad_reduce_in_fp32``)."""
 OPTIMIZER = 12
 """Bytes of Adam's state for a parameter in half precision: a copy in fp32 and two moments."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What one step computes at a time.
-
-    Attributes:
-        sequence: tokens of a sequence.
-        micro_batch: sequences of a microbatch.
-        recompute: keep only the input of each layer, and compute all else again in the backward pass.
-    """
-
-    sequence: int = 4096
-    micro_batch: int = 1
-    recompute: bool = False
 
 
 @dataclass(frozen=True, slots=True)
