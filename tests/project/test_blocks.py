@@ -64,6 +64,7 @@ PAGES = {
 }
 """What stands before each block in place of what a reader has already; and numbers of processes."""
 NOT_HERE = {
+    ("docs/guide/handing_on.md", 1): "its engine is another process, as in tests/weights/test_direct_export.py",
     ("docs/trainers/sglang.md", 0): "SGLang is not installed",
     ("docs/guide/add_a_family.md", 0): "it is a copy of mcore_bridge/models/qwen3.py",
     ("docs/guide/quantized.md", 0): "the folder of DeepSeek-V3 is not there",

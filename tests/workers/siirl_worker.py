@@ -26,12 +26,7 @@ from tests.support.trainer_calls import attention_switches
 from tests.workers.verl_engine import CpuForCuda, own_processes
 from tests.workers.verl_life import PROMPT, SEQUENCES, TEMPERATURE, padded
 
-PAGE = (
-    (Path(__file__).parent.parent.parent / "docs" / "trainers" / "siirl.md")
-    .read_text()
-    .partition("## siiRL")[2]
-    .partition("\n## ")[0]
-)
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "trainers" / "siirl.md").read_text()
 LINES = re.search(r"^```sh\n(actor_rollout_ref.+?)```", PAGE, re.MULTILINE | re.DOTALL)[1].split()  # type: ignore[index]
 """What docs/trainers/siirl.md has users add to their command."""
 ABSENT = (
