@@ -56,10 +56,13 @@ def _options(
 @contextlib.contextmanager
 def _refusals(debug: bool) -> Iterator[None]:
     """Prints an error as one message, with a traceback only for ``--debug``, and exits with code 1."""
-    logging.getLogger().setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     except typer.Exit:
         raise
     except Exception as error:
@@ -69,6 +72,8 @@ def _refusals(debug: bool) -> Iterator[None]:
         elif not isinstance(error, BridgeError) or hasattr(error, "details"):
             typer.echo("(--debug shows more)", err=True)
         raise typer.Exit(1) from None
+    finally:
+        root.setLevel(level)
 
 
 @contextlib.contextmanager
