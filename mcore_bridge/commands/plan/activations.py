@@ -1,8 +1,8 @@
 """Estimates what one token leaves in memory for the backward pass, from a ``TransformerConfig``.
 
 The numbers are elements of the parameters' dtype. Kernels of flash attention are assumed: they keep no scores. Dropout
-is assumed to be off, as RL trainers have it. ``tests/commands/test_activations.py`` compares these numbers with the
-tensors that autograd keeps.
+is assumed to be off, as RL trainers have it. ``tests/commands/test_suggest.py`` compares these numbers with the tensors
+that autograd keeps.
 """
 
 from __future__ import annotations

@@ -18,6 +18,6 @@ class Batch:
         recompute: keep only the input of each layer, and compute all else again in the backward pass.
     """
 
-    sequence: int = 4096
-    micro_batch: int = 1
+    sequence: int
+    micro_batch: int
     recompute: bool = False
