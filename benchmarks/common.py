@@ -47,12 +47,24 @@ def _sparse(*sizes: int, num_experts: int, moe_intermediate_size: int, **more: A
     return _dense(*sizes, **{**own, **layers, **experts, **more})
 
 
+def _latent(*sizes: int, n_routed_experts: int, moe_intermediate_size: int) -> dict[str, Any]:
+    """A small DeepSeek-V3 in the sizes of Moonlight-16B-A3B, with experts in every layer."""
+    heads = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    heads |= {"kv_lora_rank": 512, "q_lora_rank": None}
+    routing = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 6, "norm_topk_prob": True}
+    routing |= {"routed_scaling_factor": 2.446, "n_shared_experts": 2, "first_k_dense_replace": 0}
+    experts = {"n_routed_experts": n_routed_experts, "moe_intermediate_size": moe_intermediate_size}
+    own = {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "vocab_size": 163_840}
+    return {**COMMON, **dict(zip(SIZES, sizes, strict=True)), **own, **heads, **routing, **experts}
+
+
 MODELS: dict[str, dict[str, Any]] = {
     "tiny": _dense(512, 1536, 8, 8, 4, head_dim=64, vocab_size=32_000),
     "tiny-moe": _sparse(512, 1536, 4, 8, 4, num_experts=32, moe_intermediate_size=384, vocab_size=32_000),
     "qwen3-0.6b": _dense(1024, 3072, 28, 16, 8, tie_word_embeddings=True),
     "qwen3-8b": _dense(4096, 12288, 36, 32, 8),
     "qwen3-30b-a3b": _sparse(2048, 6144, 48, 32, 4, num_experts=128, moe_intermediate_size=768),
+    "moonlight": _latent(2048, 11264, 27, 16, 16, n_routed_experts=64, moe_intermediate_size=1408),
 }
 MESH = ("tp", "pp", "vp", "cp", "ep", "etp", "sp")
 SHARD_BYTES = 1 << 30

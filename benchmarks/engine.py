@@ -9,8 +9,9 @@ and answers in it; caches are reset, and both devices are synchronised. There is
 worst are published.
 
 ``plain`` is the engine's loader alone, and ``whole`` its loader with what it does after loading, which is the layerwise
-reload of vLLM. ``map`` copies out of the ring by the map, and ``direct`` writes straight into the engine's parameters.
-Checksums of every parameter are compared after each way.
+reload of vLLM. ``map`` copies out of the ring by the map. ``direct`` writes HF tensors straight into the engine's
+parameters, and ``shards`` megatron-core's shards, with no HF tensor between. Checksums of every parameter are compared
+after each way.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from common import config_of, parsed, report, set_up
 
 import mcore_bridge as mb
 from mcore_bridge.errors import TransferError
+from mcore_bridge.weights.direct_export import export_into
 from mcore_bridge.weights.ipc.direct_writer import DirectWriter
 
 HERE = Path(__file__).parent
@@ -178,14 +180,15 @@ class Case:
             self.report("direct", refused=str(error).strip().splitlines()[-1][:300])
             return
         self.time("direct", repeats, self.sync_direct)
-        self.check_direct(expected)
+        self.check("direct", self.sync_direct, expected)
+        self.time("shards", repeats, self.sync_shards)
+        self.check("shards", self.sync_shards, expected)
 
-    def check_direct(self, expected: dict[str, int]) -> None:
-        """After other weights, the first again."""
-        fill(self.models, 0)
+    def check(self, way: str, sync: Callable[[], None], expected: dict[str, int]) -> None:
+        """From NaN on, the engine gets the bits of its own loader."""
         self.engine("forget")
-        self.sync_direct()
-        self.compare("direct", self.engine("digests"), expected)
+        sync()
+        self.compare(way, self.engine("digests"), expected)
 
     def time_sync(self, way: str, repeats: int) -> dict[str, int]:
         """The engine's checksums after syncs of other weights, then of the first again; the seconds are published."""
@@ -206,12 +209,21 @@ class Case:
 
     def sync_direct(self) -> None:
         """A round without one."""
+        self.opened().write(mb.iter_hf_weights(self.models))
+        self.engine("complete")
+
+    def sync_shards(self) -> None:
+        """A round without HF tensors."""
+        export_into(self.models, self.opened())
+        self.engine("complete")
+
+    def opened(self) -> DirectWriter:
+        """The engine's memory, for one round."""
         engine_map, handles = self.engine("share", None if self.writer else list(self.manifest))
         if engine_map is not None:
             self.writer = DirectWriter(engine_map, handles)
         assert self.writer is not None
-        self.writer.write(mb.iter_hf_weights(self.models))
-        self.engine("complete")
+        return self.writer
 
     def drain(self) -> None:
         """The export, of which nobody keeps anything."""
