@@ -1,0 +1,98 @@
+"""The tower of a composite: transformers' own model of images and text, without its language model.
+
+A model of its first stage has it as ``vision``. It is the same on all tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+import torch
+from packaging.version import Version
+from torch import nn
+
+from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.modules.caught import Caught
+
+if TYPE_CHECKING:
+    from mcore_bridge.composite import Whole
+
+TRANSFORMERS = "5.17"
+"""The first release whose composites compute positions and masks before they call their language model."""
+
+
+def require_tower(whole: Whole | None, vision: str) -> None:
+    """Raise ``ConfigError`` unless the models of images of this composite can be built."""
+    import transformers
+
+    if vision == "carried":
+        return
+    if vision not in ("train", "frozen"):
+        raise ConfigError(f"vision must be 'train', 'frozen' or 'carried', found {vision!r}")
+    if whole is None:
+        raise ConfigError(f"vision must be 'carried' for a model of text, found {vision!r}: it has no models of images")
+    kind = whole.composite.model_type
+    if Version(transformers.__version__) < Version(TRANSFORMERS):
+        raise ConfigError(
+            f"{kind} needs transformers {TRANSFORMERS} or later with vision={vision!r}, found "
+            f"{transformers.__version__}: earlier ones compute positions inside the language model. Install "
+            f"transformers>={TRANSFORMERS}, or pass vision='carried'"
+        )
+    if getattr(whole.config, "vision_config", None) is None:
+        raise ConfigError(f"vision must be 'carried' for {kind}, found {vision!r}: it has no vision_config")
+
+
+def build_tower(whole: Whole, *, dtype: torch.dtype, device: torch.device, initialise: bool = False) -> nn.Module:
+    """Build transformers' composite with ``Caught`` in the place of its language model.
+
+    Args:
+        whole: the composite.
+        dtype: of all parameters. Buffers, such as the frequencies of ropes, keep theirs.
+        device: of parameters and buffers; "meta" gives a tower without storage.
+        initialise: give the parameters random values, as transformers draws them, from torch's current seed. Otherwise
+            they have none, and a load must follow.
+
+    Returns:
+        The base model of the composite, such as ``Qwen3_5Model``. Its ``config`` is a copy of that of the composite.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoModel
+
+    config = copy.deepcopy(whole.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    text = config.text_config
+    num_layers, text.num_hidden_layers = text.num_hidden_layers, 1  # since its layers are thrown away
+    with init_empty_weights(include_buffers=False):
+        tower: nn.Module = AutoModel.from_config(config, dtype=torch.float32)
+    tower.language_model = Caught()
+    text.num_hidden_layers = num_layers
+    for module in tower.modules():
+        _store(module, dtype, device)
+    if initialise and device.type != "meta":
+        for module in tower.modules():
+            module._is_hf_initialized = False  # type: ignore[assignment]  # else transformers skips it
+        tower.initialize_weights()  # type: ignore[operator]
+    _mark(tower)
+    return tower
+
+
+def _store(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Give the parameters of a module storage, and move its buffers."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        held = torch.empty(parameter.shape, dtype=dtype, device=device)
+        module.register_parameter(name, nn.Parameter(held, requires_grad=parameter.requires_grad))
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        module._buffers[name] = buffer.to(device)
+
+
+def _mark(tower: nn.Module) -> None:
+    """Mark parameters for megatron-core: each is whole on every tensor-parallel rank.
+
+    So norms of gradients count it once. All these ranks have the same gradient, but for the order of sums in kernels;
+    their mean keeps them equal.
+    """
+    for parameter in tower.parameters():
+        parameter.tensor_model_parallel, parameter.partition_dim = False, -1  # type: ignore[attr-defined]
+        parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
