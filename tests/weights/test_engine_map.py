@@ -18,12 +18,14 @@ from mcore_bridge.weights.ipc.receiver import Receiver
 from mcore_bridge.weights.ipc.recorder import Recorder
 from mcore_bridge.weights.ipc.rounds_by_map import RoundsByMap
 from mcore_bridge.weights.ipc.sender import BufferRing
+from mcore_bridge.weights.manifest import Manifest, ManifestEntry
 from mcore_bridge.weights.plan.boxes import BoxCopy, Dim, merged
 from mcore_bridge.weights.plan.engine_map import EngineMap, EngineTensor, SliceCopy
 from tests.support.stand_in import Sizes, StandIn, differing, loaded, specs
 
 CPU = torch.device("cpu")
 SPECS = specs(Sizes())
+ENTRIES = tuple(ManifestEntry(spec.name, spec.shape, spec.dtype) for spec in SPECS)
 SLOT_BYTES = 1024
 
 
@@ -137,7 +139,7 @@ def test_a_checksum_sees_every_bit_and_every_place():
 @pytest.mark.parametrize(("tp", "rank"), [(1, 0), (2, 0), (2, 1)])
 def test_a_map_does_what_the_loader_does(options, num_loads, computed, tp, rank, ring, tmp_path):
     model = StandIn(tp, rank, **options)
-    engine = mb.map_engine(SPECS, model, model.load, engine="ours")
+    engine = mb.map_engine(Manifest(ENTRIES), model, model.load, engine="ours")
     assert model.num_loads == num_loads
     assert engine.map.problems() == []
     assert len(engine.map.uncovered) == computed
@@ -350,6 +352,17 @@ def test_another_plan_goes_by_the_loader_unless_tensors_are_missing(ring):
     ):
         receiver.copy_into(0, engine)
     assert (engine.state.weights, engine.require_whole()) == ("old", 1)
+
+
+def test_slices_for_another_rank_are_refused_though_they_have_its_shapes():
+    """Those of rank 1 look like those of rank 0."""
+    maps = [mb.map_engine(SPECS, model, model.load) for model in (StandIn(2, 0), StandIn(2, 1))]
+    plan = plan_buckets(Manifest(ENTRIES, target=maps[1].map.digest))
+    with closing(BufferRing(plan, "cpu")) as ring, closing(Receiver(plan, ring.handles())) as receiver:
+        with pytest.raises(TransferError, match=r"those of another map: .* export with target= this engine's map"):
+            receiver.copy_into(0, maps[0])
+        send(ring, receiver, maps[1], weights(0))
+    assert [engine.state.version for engine in maps] == [None, 1]
 
 
 def test_a_file_that_was_changed_is_refused(tmp_path):

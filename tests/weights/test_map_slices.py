@@ -6,7 +6,7 @@ import torch
 import mcore_bridge as mb
 from mcore_bridge import EngineRank, ParallelDims
 from mcore_bridge.errors import TargetError, TransferError
-from mcore_bridge.weights.ipc.mapped_engine import MappedEngine
+from mcore_bridge.weights.ipc.engine_memory import EngineMemory
 from mcore_bridge.weights.plan.map_slices import MapSlices
 from tests.support import fake_mesh
 from tests.support.strategies import random_state
@@ -38,9 +38,9 @@ def test_a_map_gets_the_slices_that_its_engine_uses(family):
                 tensor.fill_(torch.nan)
             narrow = MapSlices(known.map).narrowed(specs_of(arrived))
             assert narrow.problems() == []
-            copying = MappedEngine(narrow, lambda e=engine: e.tensors, engine.load)
-            copying.find()
-            copying.copy_pairs(arrived.items())
+            memory = EngineMemory(narrow, lambda e=engine: e.tensors)
+            memory.find()
+            assert list(memory.copy(arrived.items())) == []
             assert_equal(engine.tensors, used)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,20 +13,17 @@ from torch import Tensor
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.ipc.buckets import Bucket, BucketPlan
-from mcore_bridge.weights.ipc.checksum import checksums
-from mcore_bridge.weights.ipc.engine_copies import EngineCopies, fill
-from mcore_bridge.weights.ipc.engine_tensors import Source, described, hosts, octets, plainly, tensors_named
-from mcore_bridge.weights.ipc.fed_loader import FedLoader
-from mcore_bridge.weights.ipc.fed_loader import Loader as Loader
-from mcore_bridge.weights.ipc.probe import drawn_values
+from mcore_bridge.weights.ipc.engine_copies import EngineCopies
+from mcore_bridge.weights.ipc.engine_memory import EngineMemory
+from mcore_bridge.weights.ipc.engine_proof import prove
+from mcore_bridge.weights.ipc.engine_tensors import Source
+from mcore_bridge.weights.ipc.fed_loader import FedLoader, Loader
 from mcore_bridge.weights.ipc.shared_memory import Handle, allocate, share, share_part
 from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.plan.map_slices import MapSlices
 from mcore_bridge.weights.transfer.copier import Buffers
 
 logger = logging.getLogger(__name__)
-
-Pairs = Iterable[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +50,20 @@ class MappedEngine:
         source: the engine's model, or a function that returns its tensors by name.
         load: the engine's loader, for tensors that the map does not cover, and for proofs.
         verify_every: prove the map again before every so many rounds; 0 is never.
+        disproof: why the map is never to be used; empty if it may be.
     """
 
-    def __init__(self, engine_map: EngineMap, source: Source, load: Loader, *, verify_every: int = 0) -> None:
+    def __init__(
+        self, engine_map: EngineMap, source: Source, load: Loader, *, verify_every: int = 0, disproof: str = ""
+    ) -> None:
         self.map = engine_map
         self.state = EngineState("half", None)
         self.reason = ""
         """Why the last round that was announced goes by the engine's loader; empty if it goes by the map."""
-        self._source, self._load, self._verify_every = source, load, verify_every
-        self._memory: Buffers | None = None
+        self._memory = EngineMemory(engine_map, source)
+        self._load, self._verify_every, self._disproof = load, verify_every, disproof
         self._plan: BucketPlan | Sequence[TensorSpec] | None = None
         self._sent, self._unlike = engine_map, ""
-        self._disproof = ""
         self._shared: Buffers | None = None
         self._mark, self._due = torch.zeros(8, dtype=torch.uint8), 0
         self._copies: dict[int, EngineCopies] = {}
@@ -84,45 +83,6 @@ class MappedEngine:
                 "whole round: send all buckets again and call finish() before you sample"
             )
         return self.state.version
-
-    def find(self) -> None:
-        """Look for the engine's tensors by their names, and compare them with the map.
-
-        Raises:
-            TransferError: when one is missing or lies otherwise in its memory; all of them are named.
-        """
-        with plainly():
-            self._find()
-
-    def _find(self) -> None:
-        names = [tensor.name for tensor in self.map.tensors]
-        held = tensors_named(self._source, [*names, *(alias[0] for alias in self.map.aliases)])
-        wrong = [*self._changed(held), *self._separated(held)]
-        if wrong:
-            raise TransferError(
-                f"the engine is not the one that its map was made for: {'; '.join(wrong)}; make another map, and use "
-                "the engine's loader until then"
-            )
-        addresses = [held[name].data_ptr() for name in names]
-        if self._memory is None or addresses != self._memory.addresses.tolist():
-            self._memory = Buffers([octets(held[name]) for name in names])
-
-    def _changed(self, held: dict[str, Tensor]) -> Iterator[str]:
-        for tensor in self.map.tensors:
-            if tensor.name not in held:
-                yield f"{tensor.name} is missing"
-            elif (now := described(tensor.name, held[tensor.name])) != tensor:
-                yield f"{tensor.name}: expected {_geometry(tensor)}, found {_geometry(now)}"
-            elif held[tensor.name].numel() and not held[tensor.name].data_ptr():
-                yield f"{tensor.name} has no memory"
-
-    def _separated(self, held: dict[str, Tensor]) -> Iterator[str]:
-        inside = hosts(held)
-        for name, tensor, start in self.map.aliases:
-            if inside.get(name) != (tensor, start):
-                yield f"{name}: expected memory of {tensor} from element {start} on, found {inside.get(name, 'other')}"
-        for name in inside.keys() - {alias[0] for alias in self.map.aliases}:
-            yield f"{name}: expected memory of its own, found that of {inside[name][0]}"
 
     def begin(self, plan: BucketPlan | Sequence[TensorSpec]) -> None:
         """Announce a round of all HF tensors of ``plan``, or of the slices of them that the map uses.
@@ -170,12 +130,13 @@ class MappedEngine:
         if self._unlike or self._disproof:
             return self._unlike or self._disproof
         try:
-            self.find()
+            self._memory.find()
         except TransferError as error:
             return str(error)
         if self._verify_every and self._num_rounds and self._num_rounds % self._verify_every == 0:
+            self.state = EngineState("half", None)
             try:
-                self.prove(self._num_rounds)
+                prove(self._memory, self._load, self._num_rounds)
             except TransferError as error:
                 self._disproof = str(error)
         return self._disproof
@@ -202,17 +163,15 @@ class MappedEngine:
         self.begin(tensors or self.map.sources)
         if self.reason:
             raise TransferError(f"{self.reason}. Send buckets: copy_into gives them to the engine's loader")
-        assert self._memory is not None
-        handles = None
-        if self._memory is not self._shared:
-            parts = tuple(map(share_part, self._memory.tensors))
-            self._mark = allocate(8, self.device).zero_()
+        device, handles = self._memory.device, None
+        if self._memory.buffers is not self._shared:
+            parts = tuple(map(share_part, self._memory.buffers.tensors))
+            self._mark = allocate(8, device).zero_()
             handles = (share(self._mark), *parts)
-        self._shared, self.state = self._memory, EngineState("half", None)
+        self._shared, self.state = self._memory.buffers, EngineState("half", None)
         self._due = int(self._mark.view(torch.int64).item()) + 1
-        fill(self.map.fills, self._by_name(), self.map.dtypes)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        self._memory.fill()
+        _synchronize(device)
         return handles
 
     def copy(self, bucket: Bucket, slot: Tensor) -> None:
@@ -222,13 +181,11 @@ class MappedEngine:
         if not self.reason:
             self._copy(bucket, slot)
         if rest:
-            self._loading = self._loading or FedLoader(self._load, self.device)
-            self._loading.give((piece.name, piece.view(slot)) for piece in rest)
+            self._feed((piece.name, piece.view(slot)) for piece in rest)
 
     def _copy(self, bucket: Bucket, slot: Tensor) -> None:
-        assert self._memory is not None
         if bucket.number == 0:
-            fill(self.map.fills, self._by_name(), self.map.dtypes)
+            self._memory.fill()
         if bucket.number not in self._copies:
             entries = [
                 (copy, piece.offset, piece.dtype)
@@ -236,7 +193,11 @@ class MappedEngine:
                 for copy in self._sent.by_hf.get(piece.name, ())
             ]
             self._copies[bucket.number] = EngineCopies(entries, self.map.dtypes, self.map.places)
-        self._copies[bucket.number].run(slot, self._memory)
+        self._copies[bucket.number].run(slot, self._memory.buffers)
+
+    def _feed(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        self._loading = self._loading or FedLoader(self._load, self._memory.device)
+        self._loading.give(pairs)
 
     def copy_group(self, number: int, pairs: Sequence[tuple[str, Tensor]]) -> None:
         """Put HF tensors that lie apart into the engine's tensors: those of bucket ``number`` of a round.
@@ -247,9 +208,8 @@ class MappedEngine:
         """
         self.state = EngineState("half", None)
         if not self.reason and number == 0:
-            fill(self.map.fills, self._by_name(), self.map.dtypes)
+            self._memory.fill()
         if not self.reason and pairs:
-            assert self._memory is not None
             names = tuple(name for name, _ in pairs)
             if self._groups.get(number, ((), None))[0] != names:
                 entries = [
@@ -258,13 +218,11 @@ class MappedEngine:
                     for copy in self.map.by_hf.get(name, ())
                 ]
                 self._groups[number] = (names, EngineCopies(entries, self.map.dtypes, self.map.places, apart=True))
-            self._groups[number][1].run_apart([tensor for _, tensor in pairs], self._memory)
+            self._groups[number][1].run_apart([tensor for _, tensor in pairs], self._memory.buffers)
         rest = [pair for pair in pairs if self.reason or pair[0] in self.map.by_loader]
         if rest:
-            self._loading = self._loading or FedLoader(self._load, self.device)
-            self._loading.give(rest)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+            self._feed(rest)
+        _synchronize(self._memory.device)
 
     def complete(self, version: int | None = None) -> None:
         """All tensors of a round have come: the weights are those of ``version``, or of the next one.
@@ -276,7 +234,7 @@ class MappedEngine:
         loading, self._loading = self._loading, None
         if loading is not None:
             loading.finish()
-        if not self.reason and loading is None and self._has_moved():  # a loader may make tensors anew
+        if not self.reason and loading is None and self._memory.has_moved():  # a loader may make tensors anew
             raise TransferError(
                 "the engine has moved its tensors in the middle of a round, so copied values may be lost. Send all "
                 "buckets again, and let the engine sleep, wake or load only between rounds"
@@ -296,118 +254,12 @@ class MappedEngine:
         if loading is not None:
             loading.break_off()
 
-    def copy_pairs(self, pairs: Pairs, *, without_loader: bool = False) -> None:
-        """Put HF tensors that come one by one, contiguous and on the engine's device, into the engine's tensors."""
-        assert self._memory is not None
-        self.state = EngineState("half", None)
-        fill(self.map.fills, self._by_name(), self.map.dtypes)
-        rest = self._copied(pairs)
-        if self.map.by_loader and not without_loader:
-            self._load(rest)
-        for _ in rest:
-            pass
-
-    def _copied(self, pairs: Pairs) -> Iterator[tuple[str, Tensor]]:
-        """Copy all tensors by the map; yield those that the loader needs too."""
-        assert self._memory is not None
-        for name, tensor in pairs:
-            entries = [(copy, 0, tensor.dtype) for copy in self.map.by_hf.get(name, ())]
-            copies = EngineCopies(entries, self.map.dtypes, self.map.places)
-            copies.run_once(octets(tensor), self._memory)
-            if name in self.map.by_loader:
-                yield name, tensor
-
-    def _has_moved(self) -> bool:
-        """Whether a tensor has another address than when the round began; checked quickly, as it ends every round."""
-        with plainly():
-            held = tensors_named(self._source, self.map.places)
-            addresses = [tensor.data_ptr() for tensor in held.values()]
-        return self._memory is None or addresses != self._memory.addresses.tolist()
-
-    def prove(self, seed: int = 0) -> None:
-        """Load drawn values by the engine's loader and by the map, and compare every tensor.
-
-        The weights are lost: a whole round has to follow.
-
-        Raises:
-            TransferError: when a tensor differs; all that do are named.
-        """
-        reference = self.loaded(self.map.sources, 2 * seed)
-        self.forget(2 * seed + 1)
-        wrong = self.differing(2 * seed, reference)
-        if wrong:
-            raise TransferError(
-                f"the engine's loader and its map disagree on {len(wrong)} tensors, such as {wrong[0]}. The engine no "
-                "longer loads as when the map was made: use its loader, and make another map"
-            )
-
-    def prove_with_loader(self, reference: dict[str, int]) -> None:
-        """See whether the map and, for what it does not cover, the loader give all tensors together.
-
-        If they do not, all rounds go by the loader. An example is a loader that makes all parameters of a layer anew,
-        also those for which it was given nothing.
-
-        Args:
-            reference: the checksums after the loader took the drawn values of seed 0.
-        """
-        wrong = self.differing(0, reference)
-        if wrong:
-            self._disproof = (
-                f"{len(wrong)} tensors are wrong if the loader takes only what the map leaves, such as {wrong[0]}"
-            )
-
-    def loaded(self, specs: Sequence[TensorSpec], seed: int) -> dict[str, int]:
-        """Have the engine's loader take drawn values; the checksums of its tensors then."""
-        self.state = EngineState("half", None)
-        self._load(drawn_values(specs, seed, self.device))
-        return self.sums()
-
-    def differing(self, seed: int, reference: dict[str, int], *, without_loader: bool = False) -> list[str]:
-        """Put drawn values into the engine; the tensors that have other checksums then than in ``reference``.
-
-        Args:
-            without_loader: compare only what the map covers.
-        """
-        self.find()
-        self.copy_pairs(drawn_values(self.map.sources, seed, self.device), without_loader=without_loader)
-        left_out = {entry.tensor for entry in self.map.uncovered} if without_loader else ()
-        now = self.sums()
-        return [
-            name
-            for name in reference
-            if name in self.map.places and name not in left_out and now.get(name) != reference[name]
-        ]
-
-    def forget(self, seed: int) -> None:
-        """Replace what the loader has written by something else, except where the map says that it writes nothing."""
-        self.find()
-        assert self._memory is not None
-        if any(tensor.kept for tensor in self.map.tensors) or self.map.uncovered:
-            self.copy_pairs(drawn_values(self.map.sources, seed, self.device))
-            return
-        for memory in self._memory.tensors:
-            memory.bitwise_not_()
-
-    def sums(self) -> dict[str, int]:
-        """The checksums of the tensors that the map names, as they are now."""
-        held = tensors_named(self._source, [tensor.name for tensor in self.map.tensors])
-        return dict(zip(held, checksums(held.values()), strict=True))
-
-    @property
-    def device(self) -> torch.device:
-        """Where the engine's tensors are."""
-        held = tensors_named(self._source, [tensor.name for tensor in self.map.tensors[:1]])
-        return next((tensor.device for tensor in held.values()), torch.device("cpu"))
-
-    def _by_name(self) -> dict[str, Tensor]:
-        assert self._memory is not None
-        return dict(zip(self.map.places, self._memory.tensors, strict=True))
-
 
 def specs_of(plan: BucketPlan) -> tuple[TensorSpec, ...]:
     """The HF tensors of a plan of buckets, in its order."""
     return tuple(TensorSpec(p.name, p.shape, p.dtype) for bucket in plan.buckets for p in bucket.pieces)
 
 
-def _geometry(tensor: object) -> str:
-    return ", ".join(f"{field} {getattr(tensor, field)}" for field in ("shape", "strides", "dtype"))
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

@@ -9,8 +9,9 @@ from torch import Tensor
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.ipc.engine_tensors import Source
+from mcore_bridge.weights.ipc.fed_loader import Loader
 from mcore_bridge.weights.ipc.map_engine import map_engine
-from mcore_bridge.weights.ipc.mapped_engine import Loader, MappedEngine
+from mcore_bridge.weights.ipc.mapped_engine import MappedEngine
 
 
 class RoundsByMap:

@@ -109,6 +109,11 @@ class EngineMap:
     uncovered: tuple[Uncovered, ...] = ()
     aliases: tuple[tuple[str, str, int], ...] = ()
 
+    def __post_init__(self) -> None:
+        """Keep plain specs, which are what a file gives back: those of a ``Manifest`` are equal to none of these."""
+        plain = tuple(TensorSpec(spec.name, tuple(spec.shape), spec.dtype) for spec in self.sources)
+        object.__setattr__(self, "sources", plain)
+
     def __hash__(self) -> int:
         """That of the digest: the fields of a large model have many thousands of entries."""
         return hash(self.digest)
