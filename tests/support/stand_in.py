@@ -252,8 +252,8 @@ def serve_all(addresses, engines):
     for address, arguments in zip(addresses, engines, strict=True):
         child = os.fork()
         if not child:
-            with Listener(address) as listener, listener.accept() as pipe:
-                serve(pipe, *arguments)
+            with Listener(address) as listener:
+                serve(listener, *arguments)
             os._exit(0)
         children.append(child)
     for child in children:
@@ -267,24 +267,33 @@ def connected(address):
     return Client(address)
 
 
-def serve(pipe, *arguments):
-    """An engine that has torch alone: its map, then what it is asked for by name."""
+def serve(listener, *arguments):
+    """An engine that has torch alone: its map, then what it is asked for by name, by one trainer after another."""
     import mcore_bridge as mb
 
-    model = StandIn(*arguments)
+    pipe = listener.accept()
+    model, receiver = StandIn(*arguments), None
     memory = [in_shared_memory(model)]
     engine = mb.map_engine(pipe.recv(), model, model.load, engine=f"stand-in {arguments}")
     memory.append(in_shared_memory(model))  # it makes some tensors anew while it loads
     pipe.send(engine.map)
-    receiver = mb.Receiver(*pipe.recv())
     while True:
-        method, argument = pipe.recv()
+        try:
+            method, argument = pipe.recv()
+        except EOFError:  # the trainer has ended
+            engine.break_off()
+            pipe = listener.accept()
+            continue
         answer = argument
         try:
-            if method == "bucket":
+            if method == "ring":
+                receiver = mb.Receiver(*argument)
+            elif method == "bucket":
                 receiver.copy_into(argument, engine)
             elif method == "finish":
                 receiver.finish()
+            elif method == "map":
+                answer = engine.map
             elif method == "share":
                 answer = engine.share()
             elif method == "complete":
@@ -292,12 +301,19 @@ def serve(pipe, *arguments):
             elif method == "move":  # as an engine that slept; what it shared before is still there
                 memory.append(in_shared_memory(model))
             elif method == "held":
-                held = {name: bytes(tensor.view(torch.uint8).numpy()) for name, tensor in model.held().items()}
-                answer = held, model.num_loads, engine.require_whole()
+                answer = held_bits(model.held()), model.num_loads, engine.state
+            elif method == "sample":
+                answer = engine.require_whole()
             else:
-                receiver.close()
+                if receiver is not None:
+                    receiver.close()
                 pipe.send([name for name in sys.modules if name.partition(".")[0] in FORBIDDEN])
                 return
         except Exception as error:
             answer = error
         pipe.send(answer)
+
+
+def held_bits(held):
+    """The bytes of each tensor."""
+    return {name: bytes(tensor.view(torch.uint8).numpy()) for name, tensor in held.items()}

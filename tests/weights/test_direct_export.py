@@ -1,7 +1,11 @@
 """Shards of a trainer in an engine's own memory, by its map: through a ring of slices, and with nothing in between."""
 
+import datetime
 import multiprocessing
-from contextlib import closing
+import os
+import signal
+from contextlib import closing, contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -9,12 +13,16 @@ import torch.distributed as dist
 
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
-from mcore_bridge.errors import TransferError
+from mcore_bridge.errors import LostRankError, TransferError
 from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights import direct_export
 from mcore_bridge.weights.direct_export import export_into
 from mcore_bridge.weights.ipc.direct_writer import DirectWriter
+from mcore_bridge.weights.ipc.mapped_engine import EngineState
+from mcore_bridge.weights.plan import all_to_all
+from mcore_bridge.weights.transfer.executor import run_messages
 from tests.support import pool
-from tests.support.stand_in import Sizes, connected, loaded, serve_all
+from tests.support.stand_in import Sizes, connected, held_bits, loaded, serve_all
 from tests.support.strategies import random_state, tiny
 from tests.support.target_models import FAMILIES, Slices, expected, specs_of
 
@@ -68,7 +76,7 @@ def feed(addresses, dims):
     assert not other, other
     assert {spec.name for spec in manifest} == {*engine_map.unused, *(spec.name for spec in slices)}
     with closing(mb.BufferRing(mb.plan_buckets(slices, slot_bytes=1024), "cpu")) as ring:
-        engine.pipe.send((ring.plan, ring.handles()))
+        engine("ring", (ring.plan, ring.handles()))
         loads_by_round = []
 
         def load(seed):
@@ -77,10 +85,11 @@ def feed(addresses, dims):
             return loaded(state, *arguments)
 
         def check(expected):
-            held, num_loads, version = engine("held")
-            assert held == {name: bytes(t.view(torch.uint8).numpy()) for name, t in expected.items()}
+            held, num_loads, state = engine("held")
+            assert held == held_bits(expected)
+            assert state == EngineState("new", engine("sample"))
             loads_by_round.append(num_loads)
-            return version
+            return state.version
 
         for seed in range(3):
             expected = load(seed)
@@ -109,20 +118,82 @@ def feed(addresses, dims):
         with pytest.raises(TransferError, match=r"expected the sender's mark 1, found 0.*wrote to addresses"):
             engine("complete")
         with pytest.raises(TransferError, match="half old and half new"):
-            engine("held")
+            engine("sample")
     assert engine("close") == []
+
+
+@contextmanager
+def served(folder, engines):
+    """The addresses of these engines, whose processes have torch alone."""
+    addresses = [str(folder / str(rank)) for rank in range(len(engines))]
+    process = multiprocessing.get_context("spawn").Process(target=serve_all, args=(addresses, engines))
+    process.start()
+    try:
+        yield addresses
+    finally:
+        process.join(10)
+        process.kill()
 
 
 @pytest.mark.parametrize("dims", [ParallelDims(tp=2, pp=2, sp=True)], ids=str)
 def test_engines_with_torch_alone_are_fed_from_a_mesh_by_their_maps(dims, tmp_path):
-    addresses = [str(tmp_path / str(rank)) for rank in range(4)]
-    process = multiprocessing.get_context("spawn").Process(target=serve_all, args=(addresses, ENGINES))
-    process.start()
-    try:
+    with served(tmp_path, ENGINES) as addresses:
         pool.run(4, feed, addresses, dims)
-    finally:
-        process.join(10)
-        process.kill()
+
+
+def feed_until_killed(rank, addresses, folder):
+    """A whole round; in the next, rank 1 is killed when a part of the weights has been written."""
+    mock.patch.object(all_to_all, "MIN_WINDOW", 256).start()  # this model is small, and has many messages then
+    world = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=world, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=90))
+    dims = ParallelDims(tp=2)
+    dims.initialize(device="cpu")
+    hf, engine = tiny("qwen3_moe", **HF), Engine(addresses[rank])
+    models = mb.build_model(hf, dims=dims, dtype=torch.bfloat16, device="cpu", load_weights=False)
+    engine.pipe.send([TensorSpec(spec.name, spec.shape, spec.dtype) for spec in mb.manifest(models)])
+    writer = DirectWriter(engine.answer(), engine("share"))
+    mb.load_hf_weights(models, random_state(hf, seed=0, dtype=torch.bfloat16))
+    export_into(models, writer, bucket_bytes=2048)
+    engine("complete")
+    mb.load_hf_weights(models, random_state(hf, seed=1, dtype=torch.bfloat16))
+    assert engine("share") is None
+
+    def messages(*arguments, **options):
+        for number, pairs in enumerate(run_messages(*arguments, **options)):
+            if (rank, number) == (1, 2):
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield pairs
+
+    with mock.patch.object(direct_export, "run_messages", messages), pytest.raises(LostRankError, match="1 "):
+        export_into(models, writer, bucket_bytes=2048)
+    with pytest.raises(TransferError, match="expected the sender's mark 2, found 1: the sender did not end this round"):
+        engine("complete")
+
+
+def test_a_trainer_that_is_killed_amid_a_sync_leaves_engines_that_know_it_and_take_another(tmp_path):
+    pool._grow(1)  # so that the server of its processes is there, which has imported everything
+    with served(tmp_path, ENGINES[:2]) as addresses:
+        ranks = [
+            pool._context.Process(target=feed_until_killed, args=(rank, addresses, str(tmp_path))) for rank in (0, 1)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(60)
+        assert [process.exitcode for process in ranks] == [0, -signal.SIGKILL]
+        old, new = (random_state(tiny("qwen3_moe", **HF), seed=seed, dtype=torch.bfloat16) for seed in (0, 1))
+        for address, arguments in zip(addresses, ENGINES[:2], strict=True):
+            engine = Engine(address)
+            held, _, state = engine("held")
+            assert state == EngineState("half", None)
+            assert all(held != held_bits(loaded(pairs, *arguments)) for pairs in (old, new))
+            with pytest.raises(TransferError, match="half old and half new"):
+                engine("sample")
+            writer = DirectWriter(engine("map"), engine("share"))
+            writer.write(new.items())
+            engine("complete")
+            assert engine("held")[::2] == (held_bits(loaded(new, *arguments)), EngineState("new", engine("sample")))
+            assert engine("close") == []
 
 
 def families():

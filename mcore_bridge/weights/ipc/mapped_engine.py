@@ -93,7 +93,8 @@ class MappedEngine:
         Raises:
             TransferError: when the round can go neither by the map nor by the loader.
         """
-        self.break_off()
+        if self._due or self._loading is not None:
+            self.break_off()
         if self.state.weights == "new":
             self.state = EngineState("old", self.state.version)
         if plan is not self._plan:
@@ -151,7 +152,7 @@ class MappedEngine:
 
         Returns:
             A handle for a mark and for each tensor of the map. None if the sender has them: nothing has moved since the
-            last call.
+            last call, and no round broke off.
 
         Raises:
             TransferError: when the map cannot be used, or does not cover a tensor; or when another process cannot open
@@ -249,8 +250,11 @@ class MappedEngine:
         self.state = EngineState("new", self._num_rounds if version is None else version)
 
     def break_off(self) -> None:
-        """Forget a round that did not end. What it has written stays, and ``state`` says so."""
-        loading, self._loading, self._due = self._loading, None, 0
+        """Forget a round that did not end, and its sender: ``share`` then returns handles for another one.
+
+        What it has written stays, and ``state`` says so.
+        """
+        loading, self._loading, self._due, self._shared = self._loading, None, 0, None
         if loading is not None:
             loading.break_off()
 
