@@ -7,6 +7,66 @@ import typer
 
 from mcore_bridge.commands.app import app
 
+KEYS = {
+    "verify": {
+        "good": "whether nothing differs, as the exit code says",
+        "folder": "the checkpoint",
+        "model_type": "of its config",
+        "mesh": "sizes by axis, `sp`, and the `layout` or null",
+        "ranks": "processes that were started",
+        "dtype": "of the model",
+        "parameters": "of the whole model",
+        "tensors": "that were compared",
+        "bytes": "of these",
+        "rank_bytes": "parameters of the fullest rank",
+        "seconds": "of the slowest rank, by phase",
+        "different": "names whose bits differ",
+        "saved_different": "names that differ in the folder of `--save`; null without it",
+        "logits": "`difference`, `relative`, `tolerance` and `count`; null where they were left out. A NaN is null",
+        "logits_left_out": "why, or null",
+        "carried": "names that a save copies, and no parameter uses",
+        "unused": "names that nothing uses",
+        "drawn": "names of MTP layers that the files lack",
+        "notes": "on fields of the config that change nothing",
+    },
+    "plan": {
+        "model_type": "of the text",
+        "mesh": "as of `verify`",
+        "ranks": "of the whole job",
+        "dtype": "of the parameters",
+        "parameters": "of the whole model",
+        "stages": "by pipeline rank and virtual stage: `pp`, `vp`, `layers`, `embedding`, `mtp`, `output`, and "
+        "`parameters`, `bytes` and `expert_bytes` of one rank",
+        "export": "`ranks`, `messages`, and of the fullest rank `sent`, `weights`, `received` and `memory` in bytes, "
+        "and `seconds`",
+        "engine": "`messages`, `sent`, `received`, `total`, `memory` (bytes), `seconds`; null without `--engine-*`",
+        "notes": "as of `verify`",
+    },
+    "plan --gpus": {
+        "gpus": "ranks of the job",
+        "gpu_bytes": "that a rank may need",
+        "batch": "`sequence`, `micro_batch`, `recompute`",
+        "suggestions": "best first: `mesh`, `dp`, `edp`, `memory` (bytes by part, and their `total`), `export_seconds`",
+        "too_large": "`mesh` and `bytes` of its fullest rank, least first",
+        "refused": "`reason`, and the `meshes`",
+    },
+    "convert": {
+        "target": "the folder that was written",
+        "kind": "its format",
+        "parameters": "their number, or that of tensors that no model was made of",
+        "bytes": "of these",
+        "files": "names in the target",
+        "kept": "how many of them an earlier run had written",
+        "unused": "names that nothing uses",
+    },
+    "doctor": {
+        "ready": "whether nothing must be changed, as the exit code says",
+        "conclusion": "the last line for people",
+        "lines": "`name`, `state`, `advice`, and `is_problem` if nothing works before it is followed",
+    },
+}
+"""By command, the keys of the object that ``--json`` prints, and what they say (``commands/as_json.py``)."""
+
 HEAD = """# Command line
 
 Made from the options of `mcore-bridge` by `docs/tools/make_families.py`; CI checks that it is up to date. Every command
@@ -20,11 +80,31 @@ mcore-bridge doctor                                           # what is installe
 ```
 """
 
+JSON = """## For scripts
+
+With `--json` a command prints one object on one line, and nothing else to stdout: progress and errors go to stderr.
+After an error the object is `{"error": "..."}`, and the exit code 1. Bytes are whole numbers, names are those of the
+HF files.
+
+```sh
+mcore-bridge plan path/of/config --gpus 64 --json | jq '.suggestions[0].mesh'
+```
+"""
+
 
 def page() -> str:
     """The text of the page."""
     commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    return "\n".join([HEAD, *(line for name, command in commands.items() for line in _command(name, command))])
+    described = [line for name, command in commands.items() for line in _command(name, command)]
+    return "\n".join([HEAD, *described, JSON, *_objects()])
+
+
+def _objects() -> Iterator[str]:
+    """A table of the keys of each object."""
+    for command, keys in KEYS.items():
+        yield from (f"| `{command}` | |", "|---|---|")
+        yield from (f"| `{key}` | {said} |" for key, said in keys.items())
+        yield ""
 
 
 def _command(name: str, command: Any) -> Iterator[str]:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import os
-import traceback
-import warnings
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from mcore_bridge import __version__
-from mcore_bridge.commands.options import Cp, Debug, Ep, Etp, Folder, Layout, Mtp, Pp, Sp, Strict, Tp, Vp
+from mcore_bridge.commands import as_json
+from mcore_bridge.commands.options import Cp, Debug, Ep, Etp, Folder, Json, Layout, Mtp, Pp, Sp, Strict, Tp, Vp
 from mcore_bridge.commands.plan.asked import BANDWIDTH, Batch
-from mcore_bridge.errors import BridgeError, ConfigError, describe
+from mcore_bridge.commands.running import Answer, in_options, options_of, running, uncompiled
+from mcore_bridge.errors import ConfigError
 from mcore_bridge.weights.gc_paused import uncollected
 
 if TYPE_CHECKING:
@@ -53,44 +48,9 @@ def _options(
     """Options without a command."""
 
 
-@contextlib.contextmanager
-def _refusals(debug: bool) -> Iterator[None]:
-    """Prints an error as one message, with a traceback only for ``--debug``, and exits with code 1."""
-    root = logging.getLogger()
-    level = root.level
-    root.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    except typer.Exit:
-        raise
-    except Exception as error:
-        typer.secho(f"error: {describe(error)}", fg="red", err=True)
-        if debug:
-            typer.echo(getattr(error, "details", "") or traceback.format_exc(), err=True)
-        elif not isinstance(error, BridgeError) or hasattr(error, "details"):
-            typer.echo("(--debug shows more)", err=True)
-        raise typer.Exit(1) from None
-    finally:
-        root.setLevel(level)
-
-
-@contextlib.contextmanager
-def _uncompiled() -> Iterator[None]:
-    """Turns ``torch.compile`` off inside. megatron-core's modules call it, and it would import all of inductor."""
-    name = "TORCHDYNAMO_DISABLE"
-    given = os.environ.get(name)
-    os.environ[name] = given or "1"
-    try:
-        yield
-    finally:
-        if given is None:
-            del os.environ[name]
-
-
 @app.command("verify")
 def verify_command(
+    context: typer.Context,
     folder: Folder,
     tp: Tp = 1,
     pp: Pp = 1,
@@ -111,6 +71,7 @@ def verify_command(
     tokens: Annotated[int, typer.Option(min=1, help="Length of the sequences that logits are computed for.")] = 32,
     no_logits: Annotated[bool, typer.Option("--no-logits", help="Do not compare logits with transformers.")] = False,
     strict_config: Strict = False,
+    json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Load a checkpoint onto a mesh of processes, export it, and compare.
@@ -124,14 +85,13 @@ def verify_command(
 
     The exit code is 1 if anything differs.
     """
-    with _refusals(debug):
+    with running(context) as answer:
         from mcore_bridge.commands.report import progress, render
         from mcore_bridge.commands.verify.verify import verify
         from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 
         dims = ParallelDims(tp=tp, pp=pp, vp=vp, cp=cp, ep=ep, etp=etp, sp=sp, layout=layout)
-        console = Console(highlight=False)
-        with progress(console, dims.smallest_world) as on_event:
+        with progress(Console(stderr=True), dims.smallest_world) as on_event:
             verdict = verify(
                 folder,
                 dims,
@@ -145,7 +105,7 @@ def verify_command(
                 strict_config=strict_config,
                 on_event=on_event,
             )
-        console.print(render(verdict))
+        answer(lambda: render(verdict), lambda: as_json.of_verdict(verdict))
         if not verdict.is_good:
             raise typer.Exit(1)
 
@@ -207,6 +167,7 @@ def plan_command(
     ] = False,
     picture: Annotated[Path | None, typer.Option(help="Also draw the plan to this file, as SVG.")] = None,
     strict_config: Strict = False,
+    json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Show what every rank of a mesh would hold, and the traffic of an export, without starting a process.
@@ -214,9 +175,9 @@ def plan_command(
     The numbers are those of the GPTModel that megatron-core builds for each kind of layer, on the meta device.
     With --gpus the command suggests meshes: those that fit into memory in training, best first.
     """
-    with _refusals(debug), uncollected(), _uncompiled():
+    with running(context) as answer, uncollected(), uncompiled():
         if gpus is not None:
-            _suggest(context, folder, gpus, Batch(sequence, micro_batch, recompute), picture)
+            _suggest(context, answer, folder, gpus, Batch(sequence, micro_batch, recompute), picture)
             return
         from mcore_bridge.commands.plan.picture import write_svg
         from mcore_bridge.commands.plan.tables import plan, render
@@ -230,12 +191,17 @@ def plan_command(
         sizes = engine_tp or 1, engine_pp or 1, engine_ep or 1
         asked = engine_tp or engine_pp or engine_ep
         engine = engine_ranks(tp=sizes[0], pp=sizes[1], ep=sizes[2]) if asked else ()
-        Console(highlight=False).print(render(mesh_plan, engine, bandwidth=bandwidth))
+        answer(
+            lambda: render(mesh_plan, engine, bandwidth=bandwidth),
+            lambda: as_json.of_plan(mesh_plan, engine, bandwidth=bandwidth),
+        )
         if picture is not None:
             write_svg(mesh_plan, picture)
 
 
-def _suggest(context: typer.Context, folder: Path, gpus: int, batch: Batch, picture: Path | None) -> None:
+def _suggest(
+    context: typer.Context, answer: Answer, folder: Path, gpus: int, batch: Batch, picture: Path | None
+) -> None:
     from mcore_bridge.commands.plan import suggest_report
     from mcore_bridge.commands.plan.suggest import AXES, suggest
 
@@ -246,8 +212,7 @@ def _suggest(context: typer.Context, folder: Path, gpus: int, batch: Batch, pict
         raise ConfigError(f"--gpus searches meshes, so it cannot be used with {named}: leave one of them out")
     options: dict[str, Any] = context.params
     gpu_bytes = options["gpu_memory"] * 1e9
-    console, notices = Console(highlight=False), Console(stderr=True, highlight=False)
-    with notices.status("checking meshes") as status:
+    with Console(stderr=True, highlight=False).status("checking meshes") as status:
         search = suggest(
             folder,
             gpus,
@@ -259,7 +224,12 @@ def _suggest(context: typer.Context, folder: Path, gpus: int, batch: Batch, pict
             strict_config=options["strict_config"],
             on_plan=lambda number, dims: status.update(f"planning suggestion {number + 1}: {dims}"),
         )
-    console.print(suggest_report.render(search, num_gpus=gpus, gpu_bytes=gpu_bytes, batch=batch))
+    reasons = {in_options(reason, options_of(context)): meshes for reason, meshes in search.refused.items()}
+    search = replace(search, refused=reasons)
+    answer(
+        lambda: suggest_report.render(search, num_gpus=gpus, gpu_bytes=gpu_bytes, batch=batch),
+        lambda: as_json.of_search(search, num_gpus=gpus, gpu_bytes=gpu_bytes, batch=batch),
+    )
     if picture is not None:
         suggest_report.draw(search, picture, num_gpus=gpus, gpu_bytes=gpu_bytes)
     if not search.suggestions:
@@ -268,6 +238,7 @@ def _suggest(context: typer.Context, folder: Path, gpus: int, batch: Batch, pict
 
 @app.command("convert")
 def convert_command(
+    context: typer.Context,
     source: Annotated[Path, typer.Argument(help="HF folder, or a checkpoint of megatron-core.", show_default=False)],
     target: Annotated[Path, typer.Argument(help="Folder of the other kind; it is written.", show_default=False)],
     hf: Annotated[Path | None, typer.Option(help="Folder of the HF config and tokenizer, if SOURCE has none.")] = None,
@@ -299,6 +270,7 @@ def convert_command(
         ),
     ] = 0,
     strict_config: Strict = False,
+    json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Convert an HF folder to a checkpoint of megatron-core, or a checkpoint to an HF folder.
@@ -307,7 +279,7 @@ def convert_command(
     is needed, and each process needs memory for a few of the largest parameters. Run an interrupted conversion again,
     and it continues; the target appears when it is complete.
     """
-    with _refusals(debug), _uncompiled():
+    with running(context) as answer, uncompiled():
         from mcore_bridge.commands.report import progress, render_conversion
         from mcore_bridge.config.mesh.parallel_dims import ParallelDims
         from mcore_bridge.convert.api import convert
@@ -315,8 +287,7 @@ def convert_command(
 
         dims = ParallelDims(tp=tp, pp=pp, vp=vp, ep=ep, etp=etp, layout=layout)
         wanted = rank_files(_one_of("to", to, _CONVERTED), dims, _one_of("backend", backend, _BACKENDS))
-        console = Console(highlight=False)
-        with progress(console, gpus or processes) as on_event:
+        with progress(Console(stderr=True), gpus or processes) as on_event:
             converted = convert(
                 source,
                 target,
@@ -330,21 +301,16 @@ def convert_command(
                 strict_config=strict_config,
                 on_event=on_event,
             )
-        console.print(render_conversion(converted, target))
+        answer(lambda: render_conversion(converted, target), lambda: as_json.of_conversion(converted, target))
 
 
 @app.command("doctor")
-def doctor_command() -> None:
+def doctor_command(context: typer.Context, json: Json = False) -> None:
     """Show what is installed and what works with it. The exit code is 1 when something must be changed."""
-    from mcore_bridge.commands.doctor import conclusion, examine
+    with running(context) as answer:
+        from mcore_bridge.commands.doctor import examine, render
 
-    lines = examine()
-    table = Table(show_header=False, box=None, padding=(0, 2))
-    for line in lines:
-        color = "red" if line.is_problem else "yellow" if line.advice else "green"
-        table.add_row(f"[bold]{line.name}[/]", f"[{color}]{escape(line.state)}[/]", escape(line.advice))
-    console = Console(highlight=False)
-    console.print(table)
-    console.print(escape(conclusion(lines)))
-    if any(line.is_problem for line in lines):
-        raise typer.Exit(1)
+        lines = examine()
+        answer(lambda: render(lines), lambda: as_json.of_doctor(lines))
+        if any(line.is_problem for line in lines):
+            raise typer.Exit(1)

@@ -10,6 +10,9 @@ from importlib import metadata
 from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
 
 DISTRIBUTION = "mcore-hf"
 PACKAGE = "mcore_bridge"
@@ -49,6 +52,16 @@ def conclusion(lines: Iterable[Line]) -> str:
     """The last line of the report: ready, or what to do first."""
     problems = [f"{line.name}: {line.advice}" for line in lines if line.is_problem]
     return f"not ready: {'; '.join(problems)}" if problems else "ready"
+
+
+def render(lines: Iterable[Line]) -> Group:
+    """The report for people: a row for each line, then the conclusion."""
+    lines = list(lines)
+    table = Table(show_header=False, box=None, padding=(0, 2))
+    for line in lines:
+        color = "red" if line.is_problem else "yellow" if line.advice else "green"
+        table.add_row(f"[bold]{line.name}[/]", f"[{color}]{escape(line.state)}[/]", escape(line.advice))
+    return Group(table, escape(conclusion(lines)))
 
 
 def _required(name: str) -> Line:

@@ -20,5 +20,6 @@ Sp     = Annotated[bool, typer.Option("--sp", help="Sequence parallelism; needs 
 Layout = Annotated[str | None, typer.Option(
     help='"balanced": layers split by bytes; or an explicit layout of megatron-core, such as "Ett|tttL".')]
 Strict = Annotated[bool, typer.Option("--strict-config", help="Also refuse unknown fields that change nothing.")]
+Json   = Annotated[bool, typer.Option("--json", help="Print one JSON object, also of an error, and nothing else.")]
 Debug  = Annotated[bool, typer.Option("--debug", help="Show tracebacks and the output of the ranks.")]
 # fmt: on

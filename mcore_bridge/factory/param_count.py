@@ -158,5 +158,6 @@ def resolve_layout(
     if num_mtp_layers:
         loss += num_mtp_layers * (layers[-1] + 2 * hf.hidden_size**2 * dense) + counted.embedding * dense
     result = balanced(dims, layer_bytes=layers, embedding_bytes=counted.embedding * dense, loss_bytes=loss)
-    assert result.layout is not None
+    if result.layout is None:  # one pipeline rank holds all
+        return result
     return replace(result, layout=f"{result.layout.removesuffix('L')}{'m' * num_mtp_layers}L")

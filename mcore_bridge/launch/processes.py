@@ -74,7 +74,8 @@ def _require_gpus(device: str, world_size: int) -> None:
     visible = torch.cuda.device_count()
     if visible < world_size:
         raise MeshError(
-            f"device cuda needs a GPU for each of the {world_size} ranks, found {visible}: change the mesh, or use cpu"
+            f'device "cuda" needs a GPU for each of the {world_size} ranks, found {visible}: change the mesh, or use '
+            '"cpu"'
         )
 
 

@@ -120,7 +120,7 @@ def test_the_command_prints_draws_and_refuses(tmp_path: Path) -> None:
     assert "cannot be used with --layout, --vp" in refused(
         run("plan", tmp_path, "--gpus", 4, "--vp", 2, "--layout", "balanced")
     )
-    assert "tp=3 must divide 4 GPUs" in refused(run("plan", tmp_path, "--gpus", 4, "--tp", 3))
+    assert "--tp 3 must divide 4 GPUs" in refused(run("plan", tmp_path, "--gpus", 4, "--tp", 3))
     nothing = run("plan", tmp_path, "--gpus", 2, "--gpu-memory", 1, "--sequence", 100_000_000)
     assert nothing.exit_code == 1
     assert "no mesh fits 2 GPUs of 1 GB" in nothing.output

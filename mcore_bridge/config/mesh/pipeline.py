@@ -194,7 +194,7 @@ def _even_counts(split: PipelineSplit, num_layers: int) -> list[int]:
         counted = " (embedding and loss counted as account_for_*_in_pipeline_split says)" if embedding or loss else ""
         raise MeshError(
             f"{num_items} layers{counted} do not divide into pp * vp = {split.pp} * {split.vp} equal stages: use "
-            'layout="balanced", an explicit layout, or num_layers_in_first/last_pipeline_stage'
+            'layout="balanced", or an explicit layout'
         )
     counts = [num_items // num_chunks] * num_chunks
     counts[0] -= embedding

@@ -1,0 +1,115 @@
+"""What surrounds every command: the answer goes to stdout, and an error becomes one message in the command's words."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import typer
+from rich.console import Console, RenderableType
+
+from mcore_bridge.errors import BridgeError, TargetError, describe
+
+Answer = Callable[[Callable[[], RenderableType], Callable[[], Mapping[str, Any]]], None]
+"""Prints what a command has found: the report of the first function, or the object of the second for ``--json``."""
+
+_AXES = frozenset({"tp", "pp", "vp", "cp", "ep", "etp", "sp"})
+_OPTION_OF = {"mtp_num_layers": "mtp", "expert_tensor_parallel_size": "etp"}
+"""Names of Python that no option has, with that of the option."""
+_PHRASES = (
+    (r"\bChange the override\b", "Change --mtp"),
+    (r"; where experts lie across data parallel engines, .*", ""),  # only Python makes other ranks of an engine
+    (r", or strict=False to have them reported", ""),
+    (r" To train its text model .* alone\.", ""),  # only Python can take another config than that of the folder
+)
+
+
+@contextlib.contextmanager
+def running(context: typer.Context) -> Iterator[Answer]:
+    """Yields the function that prints the answer of a command. An error is one message, and exit code 1.
+
+    With ``--debug`` the error has its traceback. With ``--json`` stdout has one object and nothing else, of an error
+    ``{"error": "..."}``.
+    """
+    as_json, stdout = bool(context.params.get("json")), sys.stdout
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)
+
+    def answer(report: Callable[[], RenderableType], object_of: Callable[[], Mapping[str, Any]]) -> None:
+        if as_json:
+            print(json.dumps(object_of(), allow_nan=False), file=stdout)
+        else:
+            Console(highlight=False).print(report())
+
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr if as_json else stdout):
+            warnings.simplefilter("ignore")
+            yield answer
+    except typer.Exit:
+        raise
+    except Exception as error:
+        message = in_options(describe(error), options_of(context), of_engine=isinstance(error, TargetError))
+        typer.secho(f"error: {message}", fg="red", err=True)
+        if context.params.get("debug"):
+            typer.echo(getattr(error, "details", "") or traceback.format_exc(), err=True)
+        elif not isinstance(error, BridgeError) or hasattr(error, "details"):
+            typer.echo("(--debug shows more)", err=True)
+        if as_json:
+            print(json.dumps({"error": message}), file=stdout)
+        raise typer.Exit(1) from None
+    finally:
+        root.setLevel(level)
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Turns ``torch.compile`` off inside. megatron-core's modules call it, and it would import all of inductor."""
+    name = "TORCHDYNAMO_DISABLE"
+    given = os.environ.get(name)
+    os.environ[name] = given or "1"
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ[name]
+
+
+def options_of(context: typer.Context) -> list[str]:
+    """The names of a command's options, as parameters of Python."""
+    return [str(option.name) for option in context.command.params if option.param_type_name == "option"]
+
+
+def in_options(message: str, parameters: Collection[str], *, of_engine: bool = False) -> str:
+    """A message of the library with the options of a command in the place of Python's arguments.
+
+    Args:
+        message: as the library says it.
+        parameters: names of the command's options. Other names stay as they are.
+        of_engine: whether sizes are those of an engine.
+
+    Example:
+        >>> in_options('tp=3 must divide 8: use layout="balanced" or sp=True', ["tp", "layout", "sp"])
+        '--tp 3 must divide 8: use --layout balanced or --sp'
+    """
+    for pattern, words in _PHRASES:
+        message = re.sub(pattern, words, message)
+    options = {name: name for name in parameters} | {name: to for name, to in _OPTION_OF.items() if to in parameters}
+    for name, parameter in options.items():
+        option = "--" + ("engine-" * (of_engine and name in _AXES)) + parameter.replace("_", "-")
+        is_word = name not in _AXES | _OPTION_OF.keys()  # then only its place shows that an argument is meant
+        bare = r"(?= must | needs | [\"'])" if is_word else r"\b(?![-_(=])"
+        start = rf"(?<![-\w./\"']){name}"  # not in a word, a path or a quotation, and no option yet
+        message = re.sub(rf"\b(?:pass|set) {name}=False\b", f"leave out {option}", message)
+        message = re.sub(rf"{start}=True\b", option, message)
+        message = re.sub(rf"{start}=([\"']?)([\w.]+)\1", rf"{option} \2", message)
+        message = re.sub(f"{start}{bare}", option, message)
+    return message

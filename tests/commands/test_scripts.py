@@ -1,0 +1,102 @@
+"""What scripts read: one object on stdout, with the keys that the page of the command line lists, and nothing else."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_bridge.commands import as_json
+from mcore_bridge.commands.running import in_options
+from tests import zoo
+from tests.support import tiny
+from tests.support.command import run
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "reference" / "cli.md"
+
+
+def listed(command: str) -> set[str]:
+    """The keys of a command's object, from the page."""
+    table = PAGE.read_text().split(f"| `{command}` | |\n|---|---|\n")[1].split("\n\n")[0]
+    return set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
+
+
+def said(command: str, output: str, code: int = 0) -> Mapping[str, Any]:
+    (line,) = output.splitlines()
+    found: Mapping[str, Any] = json.loads(line, parse_constant=pytest.fail)  # NaN is no JSON
+    assert found.keys() == listed(command)
+    assert code == 0
+    return found
+
+
+def test_each_command_says_one_object(tmp_path: Path) -> None:
+    folder, target = tmp_path / "qwen3_moe", tmp_path / "dist"
+    tiny.random_checkpoint(zoo.cases()["qwen3_moe"].hf, folder)
+    command = ["verify", folder, "--tp", "2", "--sp", "--json"]
+    finished = subprocess.run([sys.executable, "-m", "mcore_bridge.cli", *command], capture_output=True, text=True)
+    verified = said("verify", finished.stdout, finished.returncode)
+    assert finished.stderr == ""
+    assert verified["good"] is True
+    assert verified["mesh"] == {"tp": 2, "pp": 1, "vp": 1, "cp": 1, "ep": 1, "etp": 1, "sp": True, "layout": None}
+    assert verified["logits"]["relative"] <= verified["logits"]["tolerance"]
+    assert verified["saved_different"] is None
+
+    result = run("plan", folder, "--tp", 2, "--pp", 2, "--layout", "balanced", "--engine-tp", 2, "--world", 8, "--json")
+    planned = said("plan", result.stdout, result.exit_code)
+    assert planned["parameters"] == verified["parameters"]
+    assert [stage["pp"] for stage in planned["stages"]] == [0, 1]
+    assert planned["stages"][0]["embedding"]
+    assert planned["stages"][1]["output"]
+    assert planned["mesh"]["layout"].startswith("E")
+    assert planned["export"]["seconds"] > 0
+    assert planned["engine"]["received"] > 0
+
+    result = run("plan", folder, "--gpus", 2, "--tp", 1, "--json")
+    search = said("plan --gpus", result.stdout, result.exit_code)
+    memory = search["suggestions"][0]["memory"]
+    assert memory.pop("total") == sum(memory.values())
+
+    result = run("convert", folder, target, "--json")
+    converted = said("convert", result.stdout, result.exit_code)
+    assert converted["bytes"] == verified["bytes"]
+    assert all((target / name).is_file() for name in converted["files"])
+
+    result = run("doctor", "--json")
+    assert said("doctor", result.stdout, result.exit_code)["ready"] is True
+
+
+def test_an_error_is_an_object_too(tmp_path: Path) -> None:
+    zoo.cases()["qwen3"].hf.save_pretrained(tmp_path)
+    result = run("plan", tmp_path, "--tp", 3, "--json")
+    assert result.exit_code == 1
+    assert f"error: {json.loads(result.stdout)['error']}\n" == result.stderr
+    refused = json.loads(run("plan", tmp_path, "--gpus", 2, "--ep", 2, "--json").stdout)["refused"]
+    assert [each["reason"] for each in refused] == [
+        "--ep 2 needs a model with experts, but this one has none: use --ep 1"
+    ]
+
+
+def test_a_logit_that_is_no_number_is_null() -> None:
+    assert [as_json._finite(value) for value in (float("nan"), float("inf"), 0.5)] == [None, None, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("3 ranks are not a multiple of tp=2 * cp=1", "3 ranks are not a multiple of --tp 2 * --cp 1"),
+        ("'tp=3' in /a/tp=3/x and tp_rank=1 stay", "'tp=3' in /a/tp=3/x and tp_rank=1 stay"),
+        ("--tp stays; a layout is split", "--tp stays; a layout is split"),
+        ("layout 'Et' must; set sp=True", "--layout 'Et' must; set --sp"),
+        ("strict_config=True is: pass strict_config=False, or", "--strict-config is: leave out --strict-config, or"),
+        ("vp=2 is no option here", "vp=2 is no option here"),
+    ],
+)
+def test_messages_have_the_words_of_the_command(message: str, expected: str) -> None:
+    assert in_options(message, ["tp", "cp", "sp", "layout", "strict_config"]) == expected
+    assert in_options("expected ep to divide tp=2", ["tp", "ep"], of_engine=True) == (
+        "expected --engine-ep to divide --engine-tp 2"
+    )
