@@ -35,23 +35,25 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192], help="tokens of the one sequence")
     parser.add_argument("--recompute", action="store_true", help="keep only the input of each layer")
     arguments = parser.parse_args()
-    for case in arguments.cases:
-        name, layers, sizes = parsed(case)
-        dims = set_up(Namespace(**sizes, device="cuda"))
-        with tempfile.TemporaryDirectory() as folder:
+    batches = [Batch(tokens, 1, arguments.recompute) for tokens in arguments.lengths]
+    with tempfile.TemporaryDirectory() as root:
+        folders = {case: Path(root, str(number)) for number, case in enumerate(arguments.cases)}
+        for case, folder in folders.items():
+            name, layers, _ = parsed(case)
             config_of(name, layers).save_pretrained(folder)
-            for tokens in arguments.lengths:
-                measure(case, Path(folder), dims, Batch(tokens, 1, arguments.recompute))
+        # A plan makes process groups of its own, so all are made before those of the measurement.
+        expected = {case: [estimated(folder, batch) for batch in batches] for case, folder in folders.items()}
+        dims = set_up(Namespace(**parsed(arguments.cases[0])[2], device="cuda"))
+        for case, folder in folders.items():
+            for batch, estimate in zip(batches, expected[case], strict=True):
+                measure(case, folder, dims, batch, estimate)
                 gc.collect()
                 torch.cuda.empty_cache()
-        from megatron.core import parallel_state
-
-        parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
 
 
-def measure(case: str, folder: Path, dims: mb.ParallelDims, batch: Batch) -> None:
+def measure(case: str, folder: Path, dims: mb.ParallelDims, batch: Batch, expected: TrainingMemory) -> None:
     """One report."""
-    expected = estimated(folder, dims, batch)
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     gc.collect()
     before = torch.cuda.memory_allocated()
@@ -95,9 +97,9 @@ def measure(case: str, folder: Path, dims: mb.ParallelDims, batch: Batch) -> Non
     wrapped.__dict__.clear()  # hooks of autograd hold it, in a cycle that no collector sees, and it holds the buffers
 
 
-def estimated(folder: Path, dims: mb.ParallelDims, batch: Batch) -> TrainingMemory:
+def estimated(folder: Path, batch: Batch) -> TrainingMemory:
     """What the command says."""
-    mesh_plan = plan_mesh(blueprint_of(folder, dims, dtype=torch.bfloat16), world_size=dist.get_world_size())
+    mesh_plan = plan_mesh(blueprint_of(folder, mb.ParallelDims(), dtype=torch.bfloat16), world_size=1)
     return training_memory(mesh_plan.blueprint, rank_sizes(mesh_plan), world_size=1, batch=batch)
 
 

@@ -55,6 +55,8 @@ class Codec:
 
 def numbers_of(codec: Codec, codes: Tensor) -> Tensor:
     """The values of codes without scales: from uint8 [..., bytes] to fp32 [..., bytes * per_byte]."""
+    if codec.kind == "fp8":
+        return codes.view(torch.float8_e4m3fn).float()
     table = _table(codec.kind, codes.device)
     numbers = table.index_select(0, codes.flatten().int()).view(torch.float32)
     return numbers.view(*codes.shape[:-1], codes.shape[-1] * codec.per_byte)
@@ -77,19 +79,16 @@ def scales_of(codec: Codec, scales: Tensor, overall: Tensor | None = None) -> Te
 
 
 def decoded(codec: Codec, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers times scales (both fp32; the scales broadcast), in ``dtype``."""
+    """Numbers times scales (both fp32; the scales broadcast to the numbers), in ``dtype``."""
     if codec.rounded_to is None or codec.rounded_to == torch.float32:
-        out = torch.empty(torch.broadcast_shapes(numbers.shape, scales.shape), dtype=dtype, device=numbers.device)
-        return torch.mul(numbers, scales, out=out)
+        return torch.mul(numbers, scales, out=torch.empty_like(numbers, dtype=dtype))
     return (numbers * scales).to(codec.rounded_to).to(dtype)
 
 
 @cache
 def _table(kind: Kind, device: torch.device) -> Tensor:
-    """The value of each of the 256 bytes: an fp32 number, or two of them as one element of 8 bytes."""
+    """The values in each of the 256 bytes: two fp32 numbers as one element of 8 bytes."""
     codes = torch.arange(256, dtype=torch.uint8)
-    if kind == "fp8":
-        return codes.view(torch.float8_e4m3fn).float().to(device)
     if kind == "int4":
         half = torch.arange(16).float() - _INT4_OFFSET
     else:

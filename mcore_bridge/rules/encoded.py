@@ -181,9 +181,17 @@ class EncodedSlice:
         numbers = numbers_of(codec, parts[0])
         overall = parts[2].view(-1, *(1 for _ in self.ranges)).float() if len(parts) > 2 else None
         scales = scales_of(codec, parts[1], overall)
+        numbers = _within(numbers, self.ranges[-1], codec.per_byte)
+        sizes, cells = [len(numbers)], [len(scales)]
         for dim, (run, block) in enumerate(zip(self.ranges, codec.block, strict=True), 1):
+            if scales.shape[dim] > 1 and _fills(run, block):  # whole blocks: a dim of blocks, and one within a block
+                sizes += [scales.shape[dim], block]
+                cells += [scales.shape[dim], 1]
+                continue
             scales = _spread(scales, dim, run, block)
-        return decoded(codec, _within(numbers, self.ranges[-1], codec.per_byte), scales, dtype)
+            sizes.append(len(run))
+            cells.append(scales.shape[dim])
+        return decoded(codec, numbers.reshape(sizes), scales.view(cells), dtype).view(numbers.shape)
 
     def to(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """Decodes the slice on a device, piece by piece; the result has the dims of the slice."""
@@ -256,6 +264,11 @@ def _within(numbers: Tensor, run: range, per_byte: int) -> Tensor:
         return numbers
     start = run.start % per_byte
     return numbers[..., start : start + run[-1] - run.start + 1 : run.step]
+
+
+def _fills(run: range, block: int) -> bool:
+    """Whether the coordinates are those of whole blocks."""
+    return block > 1 and run.step == 1 and run.start % block == 0 and len(run) % block == 0
 
 
 def _spread(scales: Tensor, dim: int, run: range, block: int) -> Tensor:

@@ -6,6 +6,7 @@ source must belong to another pipeline stage, or be on the architecture's list o
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.safetensors import SafetensorsFile
 from mcore_bridge.weights.files.slice_reader import AnyCopy, SliceCopy, read
 from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
+from mcore_bridge.weights.gc_paused import uncollected
 from mcore_bridge.weights.provenance import HF, Provenance, dialect_of
 from mcore_bridge.weights.ties import differing, renamed, require_equal
 from mcore_bridge.weights.transfer.copier import compiling
@@ -133,6 +135,20 @@ def load_hf_weights(
         (47, (), ())
     """
     provenance = provenance_on(models, hf, head)
+    with uncollected() if isinstance(source, str | os.PathLike | Mapping) else contextlib.nullcontext():
+        return _load_from(source, models, provenance, dtype, dialect, strict=strict, slot_bytes=slot_bytes)
+
+
+def _load_from(
+    source: Source,
+    models: Models,
+    provenance: Provenance,
+    dtype: Dtypes,
+    dialect: Dialect | None,
+    *,
+    strict: bool,
+    slot_bytes: int,
+) -> LoadReport:
     stored = _stored(source, provenance)
     if isinstance(stored, Checkpoint | DecodedCheckpoint):
         composites = [chunk for chunk in chunks_of(models) if getattr(chunk, "bridge", None) and chunk.bridge.whole]
