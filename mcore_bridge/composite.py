@@ -1,11 +1,12 @@
 """Composites: checkpoints that join a text model to models of images, video or sound.
 
 A composite refers to a text architecture. It has the prefixes of the text model's tensors, and a table for its own
-config fields. All other tensors in its files are carried: no parameter uses them, and a save copies their bytes.
+config fields. All other tensors in its files are those of its tower, which transformers builds. Or they are carried: no
+parameter uses them, and a save copies their bytes.
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,10 @@ BESIDE   = (("model.", "model."),)
 # fmt: on
 """Prefixes of the text model's names: within ``model``, as a whole model inside, or the same as without a composite."""
 SPELLINGS: tuple[Prefixes, ...] = (IN_MODEL, INSIDE, BESIDE)
+_TOWERS = ("vision_tower.", "image_tower.", "video_tower.")
+_INNER = tuple((name, f"{name}vision_model.") for name in _TOWERS)
+"""Prefixes of a CLIP or SigLIP in files; transformers 5.8 and later have no ``vision_model`` in them."""
+_WITH_INNER = ("clip_vision_model", "siglip_vision_model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +42,7 @@ class Composite:
         fields: the table of its own fields. These are the fields that its text config does not repeat.
         text: the ``model_type`` of the text model. None: that of the text config.
         carried: prefixes of tensors that belong to other parts, although they begin like those of the text model.
+        without_tower: why its tower is not built; empty if it is.
 
     Example:
         >>> Composite(model_type="qwen3_5", spelling=IN_MODEL, fields=SEEN)  # doctest: +SKIP
@@ -47,15 +53,35 @@ class Composite:
     fields: tuple[Field, ...]
     text: str | None = None
     carried: tuple[str, ...] = ()
+    without_tower: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """The composite of a text config: its declaration, its config, and the prefixes in its files."""
+    """The composite of a text config: its declaration, its config, and the prefixes of its text and its tower in files.
+
+    ``tower`` has prefixes of names in memory, each with what files have in its place. The first one that fits counts.
+    """
 
     composite: Composite
     config: "PretrainedConfig"
     spelling: Prefixes
+    tower: Prefixes = ()
+
+    def tower_spelling_in(self, names: Collection[str], tower: Collection[str]) -> Prefixes:
+        """The prefixes of the tower in a folder: those under which most of its tensors are there.
+
+        Args:
+            names: the names of the tensors in the folder. If there are none, the result is that of published files.
+            tower: the names of the tower's tensors in memory.
+        """
+        has_inner = getattr(self.config.vision_config, "model_type", None) in _WITH_INNER
+        candidates = [
+            tuple((old, f"{before}{new}") for old, new in (*inner, ("", "")))
+            for before in (("model.", "") if self.composite.spelling == IN_MODEL else ("", "model."))
+            for inner in ((_INNER, ()) if has_inner else ((), _INNER))
+        ]
+        return max(candidates, key=lambda spelling: sum(respelled_name(name, spelling) in names for name in tower))
 
     def with_text(self, text: "PretrainedConfig") -> "PretrainedConfig":
         """The config of the composite with this text config: the inverse of ``text_of``.

@@ -19,6 +19,7 @@ from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.names import count_mtp_layers, layer_of, plain_key
 from mcore_bridge.weights.dist_checkpoint.files import ChunkLocation, LocatedParam, TorchDistReader
 from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder, in_layer_stack
+from mcore_bridge.weights.provenance import TOWER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,9 @@ class FromDist(ToHF):
         folder = TorchDistFolder.open(source)
         sizes = ((tensor.properties.dtype, tensor.size.numel()) for tensor in folder.tensors.values())
         mtp = count_mtp_layers(folder.tensors)
-        model = whole_model(hf, dtype=dtype or widespread(sizes), num_mtp_layers=mtp, metadata=folder.spelling)
+        vision = "train" if any(key.startswith(TOWER) for key in folder.tensors) else "carried"
+        own = dtype or widespread(sizes)
+        model = whole_model(hf, dtype=own, num_mtp_layers=mtp, metadata=folder.spelling, vision=vision)
         placed = _located_in(folder, model.placed)
         entries = tuple(
             stored_as(entry, folder.tensors[param.chunks[0].key].properties.dtype, dtype)

@@ -47,6 +47,7 @@ def whole_model(
     num_mtp_layers: int = 0,
     metadata: Mapping[str, Any] = CONTENT,
     names: Iterable[str] = (),
+    vision: str = "carried",
 ) -> WholeModel:
     """Build a model without storage, and read its parameters and their locations from it.
 
@@ -56,6 +57,7 @@ def whole_model(
         num_mtp_layers: MTP layers to build.
         metadata: the spelling of keys, as megatron-core's ``sharded_state_dict`` takes it.
         names: names of HF tensors, which decide their dialect; without names, ``hf`` decides.
+        vision: as for ``build_model``.
     """
     from megatron.core import parallel_state
 
@@ -64,9 +66,8 @@ def whole_model(
     dims = ParallelDims()
     with rank_of(dims, 0, 1):
         overrides = {"mtp_num_layers": num_mtp_layers or None}
-        (chunk,) = build_model(
-            hf, dims=dims, dtype=dtype, device="meta", backend="torch", overrides=overrides, load_weights=False
-        )
+        meta: dict[str, Any] = {"device": "meta", "backend": "torch", "load_weights": False}
+        (chunk,) = build_model(hf, dims=dims, dtype=dtype, overrides=overrides, vision=vision, **meta)
         bound = bind(chunk, dialect=dialect_of(names, chunk.bridge.rules))
         entries = merge_inventories(bound.mapping, bound.axes, chunk.config.num_layers, [bound.inventory()])
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)

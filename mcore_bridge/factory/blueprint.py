@@ -25,7 +25,8 @@ from mcore_bridge.factory import layer_specs
 from mcore_bridge.factory.modules.backend import Backend, choose_backend, kernels_of
 from mcore_bridge.factory.modules.heads import check_head
 from mcore_bridge.factory.mtp import mtp_block_spec
-from mcore_bridge.factory.param_count import resolve_layout
+from mcore_bridge.factory.param_count import ParamCounts, count_params, resolve_layout
+from mcore_bridge.factory.tower import require_tower, tower_specs
 from mcore_bridge.weights.provenance import Provenance, provenance_of
 
 if TYPE_CHECKING:
@@ -73,6 +74,11 @@ class Blueprint:
         """The HF config with overrides."""
         return self.provenance.hf
 
+    @property
+    def counts(self) -> ParamCounts:
+        """The numbers of its parameters, with those of its tower if it has one."""
+        return count_params(self.hf, tower=self.provenance.tower)
+
     def vp_stage(self, stage: Stage) -> int | None:
         """The virtual stage as mcore wants it: None if each rank has only one."""
         return stage.vp_stage if self.dims.vp > 1 else None
@@ -110,6 +116,7 @@ def make_blueprint(
     head: str = "lm",
     overrides: Overrides | None = None,
     strict_config: bool = False,
+    vision: str = "carried",
 ) -> Blueprint:
     """Decides and checks everything about a model. Arguments and errors: see ``build_model``."""
     check_head(head)
@@ -119,7 +126,8 @@ def make_blueprint(
     architecture = architecture_of(origin)
     _require_release(architecture, origin)
     read_by = [(origin, architecture.fields)]
-    if (whole := provenance.whole) is not None:
+    require_tower((whole := provenance.whole), vision)
+    if whole is not None:
         read_by.append((whole.config, whole.composite.fields))
     if strict_config:
         require_no_unread(read_by)
@@ -129,13 +137,15 @@ def make_blueprint(
     changed = effective(origin, architecture.fields, tp=dims.tp, overrides=overrides or {})
     provenance = provenance.with_overridden(changed.fields)
     hf = provenance.hf
+    if whole is not None and vision != "carried":
+        provenance = provenance.seeing(vision, tower_specs(whole, dtype))
     if num_mtp_layers and head != "lm":
         raise ConfigError(
             f"mtp_num_layers must be 0 or None with head={head!r}, found {num_mtp_layers}: MTP layers predict tokens, "
             "which needs an LM head. Remove the override"
         )
     _check_mtp(provenance, num_mtp_layers)
-    dims = resolve_layout(dims, hf, dtype=dtype, head=head, num_mtp_layers=num_mtp_layers)
+    dims = resolve_layout(dims, hf, dtype=dtype, head=head, num_mtp_layers=num_mtp_layers, tower=provenance.tower)
     chosen_fields = {**kernels_of(chosen), **_interleaved(dims, changed.free)}
     table = architecture.fields
     config = transformer.to_transformer_config(hf, table, dims=dims, dtype=dtype, overrides=chosen_fields)

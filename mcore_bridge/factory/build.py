@@ -28,7 +28,6 @@ from mcore_bridge.factory.blueprint import (
 )
 from mcore_bridge.factory.chunk import build_chunk, building
 from mcore_bridge.factory.freeze import freeze_parameters, require_patterns
-from mcore_bridge.factory.param_count import count_params
 from mcore_bridge.factory.reconcile import reconcile
 from mcore_bridge.weights.load import Source, load_hf_weights
 
@@ -71,13 +70,18 @@ def build_model(
             decides such a value, it is changed there too, also in saved folders. If HF cannot say the value, it raises.
         load_weights: True: from the folder ``hf``. A folder, mapping or iterable of pairs: from there. False: none;
             parameters have megatron-core's initial values, drawn from ``seed``.
-        freeze: ``fnmatch`` patterns of canonical parameter names, such as "embedding.*".
+        freeze: ``fnmatch`` patterns of canonical parameter names, such as "embedding.*". A pattern behind "!" has
+            parameters trained again; the last one that matches decides.
         on_chunk: called at the end with each chunk and its virtual stage: loaded, frozen and not yet wrapped.
         seed: for all random values: the initial values, or those of a head that the source lacks.
         strict_config: True: refuse fields of the HF config that the architecture does not know. False: accept and log
             them, if no code of transformers reads them for this family.
         vision: the fate of a composite's models of images, video and sound. "carried": they are not built, batches are
-            of text, exports yield the text, and ``save_hf_checkpoint`` copies their tensors. No other value works yet.
+            of text, exports yield the text, and ``save_hf_checkpoint`` copies their tensors. "train": the first stage
+            has transformers' model of images as ``chunk.vision``, whole on each tensor-parallel rank, and exports,
+            saves and checkpoints have its tensors. "frozen": the same, with ``requires_grad=False``; to train one
+            part of it, such as its connection to the text, add ``freeze=["!vision.visual.merger.*"]``. "train" and
+            "frozen" need transformers 5.17. Sound is always carried.
 
     Returns:
         The chunks by virtual stage. ``chunk.bridge`` holds the provenance: HF config, folder and head.
@@ -92,8 +96,6 @@ def build_model(
         >>> [type(model).__name__ for model in models]    # one for each virtual stage
         ['GPTModel']
     """
-    if vision != "carried":
-        raise ConfigError(f"vision must be 'carried', as no model of images is built yet, found {vision!r}")
     blueprint = make_blueprint(
         hf,
         dims=dims or _mesh(),
@@ -103,6 +105,7 @@ def build_model(
         head=head,
         overrides=overrides,
         strict_config=strict_config,
+        vision=vision,
     )
     chunks = build(blueprint, _source(hf, load_weights, blueprint.device), freeze=freeze, seed=seed)
     for index, chunk in enumerate(chunks):
@@ -192,7 +195,7 @@ def _log(blueprint: Blueprint, chunks: Sequence[GPTModel]) -> None:
     if not logger.isEnabledFor(logging.INFO):
         return
     try:
-        total = f"{count_params(blueprint.hf).total:,}"
+        total = f"{blueprint.counts.total:,}"
     except ConfigError:  # the config may be valid only with its overrides
         total = "an unknown number of"
     here = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())

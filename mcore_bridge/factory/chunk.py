@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from mcore_bridge.batches.padded_rows import take_padded_rows
 from mcore_bridge.errors import MeshError
 from mcore_bridge.factory.modules.heads import bias_output_layer, hide_padding, initialise_head, replace_output_layer
 from mcore_bridge.factory.mtp import initialise_mtp
+from mcore_bridge.factory.tower import build_tower
 from mcore_bridge.weights.transfer.copier import compiling
 
 if TYPE_CHECKING:
@@ -106,4 +108,16 @@ def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     initialise_mtp(chunk, seed)
     if blueprint.provenance.whole is not None:
         take_padded_rows(chunk)
+        if chunk.pre_process and blueprint.provenance.tower:
+            chunk.vision = _tower(blueprint, seed)
     chunk.bridge = blueprint.provenance
+
+
+def _tower(blueprint: Blueprint, seed: int) -> nn.Module:
+    """The tower of a composite, with equal values on all ranks that draw them from the same seed."""
+    whole, initialise = blueprint.provenance.whole, blueprint.config.perform_initialization
+    assert whole is not None
+    with torch.random.fork_rng(devices=[blueprint.device] if blueprint.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        tower = build_tower(whole, dtype=blueprint.dtype, device=blueprint.device, initialise=initialise)
+    return tower.requires_grad_(blueprint.provenance.vision == "train")

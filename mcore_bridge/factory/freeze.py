@@ -29,23 +29,25 @@ def freeze_parameters(chunks: Sequence[GPTModel], patterns: Sequence[str]) -> No
 
     Args:
         chunks: the bare chunks of this rank, from ``build_model``.
-        patterns: such as "embedding.*" or "decoder.layers.0.*". Layer numbers are those of the whole model.
+        patterns: such as "embedding.*" or "decoder.layers.0.*". Layer numbers are those of the whole model. A pattern
+            behind "!" has parameters trained again. The last pattern that matches a parameter decides.
 
     Raises:
         ConfigError: a pattern matches no parameter, neither on this pipeline stage nor on another.
     """
     here = {name: tensor for name, tensor in held_tensors(chunks).items() if isinstance(tensor, nn.Parameter)}
     everywhere = [*here, *_elsewhere(chunks[0])] if patterns else []
-    for pattern in patterns:
+    for written in patterns:
+        pattern = written.removeprefix("!")
         if not any(fnmatchcase(name, pattern) for name in everywhere):
             near = get_close_matches(pattern, everywhere, n=3, cutoff=0.3)
             raise ConfigError(
-                f"each pattern of freeze must match a parameter, found {pattern!r}, which matches none; nearest names: "
+                f"each pattern of freeze must match a parameter, found {written!r}, which matches none; nearest names: "
                 f"{near}"
             )
         for name, parameter in here.items():
             if fnmatchcase(name, pattern):
-                parameter.requires_grad_(False)
+                parameter.requires_grad_(pattern != written)
 
 
 def _elsewhere(chunk: GPTModel) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from mcore_bridge.config.tables.derived import layers_but_full
 from mcore_bridge.config.tables.derived_sparse import shares_selection
 from mcore_bridge.config.tables.moe import layers_of
 from mcore_bridge.config.transformer import to_transformer_config
+from mcore_bridge.rules.spec import TensorSpec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
 class ParamCounts:
     """Numbers of parameters: of each layer, of the embedding, of the LM head (0 if tied) and of the rest.
 
-    ``experts`` counts those of routed experts in each layer; ``layers`` includes them.
+    ``experts`` counts those of routed experts in each layer; ``layers`` includes them. ``tower`` counts those of a
+    composite's tower, which tensor parallelism does not cut.
     """
 
     layers: tuple[int, ...]
@@ -31,15 +34,20 @@ class ParamCounts:
     embedding: int
     lm_head: int
     rest: int
+    tower: int = 0
 
     @property
     def total(self) -> int:
-        """The number of parameters of the whole causal LM. Tied ones count once."""
-        return sum(self.layers) + self.embedding + self.lm_head + self.rest
+        """The number of parameters of the whole model. Tied ones count once."""
+        return sum(self.layers) + self.embedding + self.lm_head + self.rest + self.tower
 
 
-def count_params(hf: PretrainedConfig) -> ParamCounts:
+def count_params(hf: PretrainedConfig, *, tower: Iterable[TensorSpec] = ()) -> ParamCounts:
     """Counts the parameters of the ``GPTModel`` of ``hf``, without modules that an architecture's own spec adds.
+
+    Args:
+        hf: the HF config of a model of text.
+        tower: the tensors of the tower that goes with it.
 
     Raises:
         ConfigError: megatron-core cannot express this config.
@@ -57,7 +65,8 @@ def count_params(hf: PretrainedConfig) -> ParamCounts:
     vocabulary = config.hf_vocab_size * config.hidden_size
     lm_head = 0 if hf.tie_word_embeddings else vocabulary
     lm_head += config.hf_vocab_size * getattr(config, "output_layer_bias", False)
-    return ParamCounts(layers, tuple(experts), vocabulary, lm_head, _norm(config, config.hidden_size))
+    numel = sum(spec.numel for spec in tower)
+    return ParamCounts(layers, tuple(experts), vocabulary, lm_head, _norm(config, config.hidden_size), numel)
 
 
 def _linear(inputs: int, outputs: int, *, bias: bool) -> int:
@@ -132,11 +141,17 @@ def _linear_attention(config: Any) -> int:
 
 
 def resolve_layout(
-    dims: ParallelDims, hf: PretrainedConfig, *, dtype: torch.dtype, head: str = "lm", num_mtp_layers: int = 0
+    dims: ParallelDims,
+    hf: PretrainedConfig,
+    *,
+    dtype: torch.dtype,
+    head: str = "lm",
+    num_mtp_layers: int = 0,
+    tower: Iterable[TensorSpec] = (),
 ) -> ParallelDims:
     """``dims`` with ``layout="balanced"`` replaced by the explicit layout that balances the bytes of the ranks.
 
-    A rank holds ``1 / (ep * etp)`` of the routed experts and about ``1 / tp`` of all else.
+    A rank holds ``1 / (ep * etp)`` of the routed experts, the whole tower, and about ``1 / tp`` of all else.
 
     Args:
         dims: the mesh. It is returned unchanged if its layout is not "balanced".
@@ -144,10 +159,11 @@ def resolve_layout(
         dtype: of the parameters.
         head: with "lm", the last stage also holds the output matrix, or a copy of the embedding if tied.
         num_mtp_layers: MTP layers, which go to the last stage, with a copy of the embedding.
+        tower: the tensors of the tower, which is on the first stage.
     """
     if dims.layout != "balanced":
         return dims
-    counted = count_params(hf)
+    counted = count_params(hf, tower=tower)
     dense = dims.ep * dims.etp * dtype.itemsize  # bytes per parameter on a rank, in units of 1 / (tp * ep * etp)
     routed = dims.tp * dtype.itemsize
     layers = [
@@ -157,7 +173,8 @@ def resolve_layout(
     loss = (counted.rest + (counted.embedding if head == "lm" else 0)) * dense
     if num_mtp_layers:
         loss += num_mtp_layers * (layers[-1] + 2 * hf.hidden_size**2 * dense) + counted.embedding * dense
-    result = balanced(dims, layer_bytes=layers, embedding_bytes=counted.embedding * dense, loss_bytes=loss)
+    first = (counted.embedding + counted.tower * dims.tp) * dense
+    result = balanced(dims, layer_bytes=layers, embedding_bytes=first, loss_bytes=loss)
     if result.layout is None:  # one pipeline rank holds all
         return result
     return replace(result, layout=f"{result.layout.removesuffix('L')}{'m' * num_mtp_layers}L")

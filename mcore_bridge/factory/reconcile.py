@@ -51,6 +51,7 @@ def reconcile(
         backend=blueprint.backend,
         head=head,
         overrides={**blueprint.overrides, **changes},
+        vision=known.vision,
     )
     held = vars(blueprint.config)
     held.update(vars(settled.config))

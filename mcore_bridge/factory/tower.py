@@ -13,7 +13,7 @@ from packaging.version import Version
 from torch import nn
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.caught import Caught
+from mcore_bridge.rules.spec import TensorSpec
 
 if TYPE_CHECKING:
     from mcore_bridge.composite import Whole
@@ -33,14 +33,17 @@ def require_tower(whole: Whole | None, vision: str) -> None:
     if whole is None:
         raise ConfigError(f"vision must be 'carried' for a model of text, found {vision!r}: it has no models of images")
     kind = whole.composite.model_type
+    reason = whole.composite.without_tower
+    if not reason and getattr(whole.config, "vision_config", None) is None:
+        reason = "it has no vision_config"
+    if reason:
+        raise ConfigError(f"vision must be 'carried' for {kind}, found {vision!r}: {reason}")
     if Version(transformers.__version__) < Version(TRANSFORMERS):
         raise ConfigError(
             f"{kind} needs transformers {TRANSFORMERS} or later with vision={vision!r}, found "
             f"{transformers.__version__}: earlier ones compute positions inside the language model. Install "
             f"transformers>={TRANSFORMERS}, or pass vision='carried'"
         )
-    if getattr(whole.config, "vision_config", None) is None:
-        raise ConfigError(f"vision must be 'carried' for {kind}, found {vision!r}: it has no vision_config")
 
 
 def build_tower(whole: Whole, *, dtype: torch.dtype, device: torch.device, initialise: bool = False) -> nn.Module:
@@ -59,6 +62,8 @@ def build_tower(whole: Whole, *, dtype: torch.dtype, device: torch.device, initi
     from accelerate import init_empty_weights
     from transformers import AutoModel
 
+    from mcore_bridge.factory.modules.caught import Caught
+
     config = copy.deepcopy(whole.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -76,6 +81,12 @@ def build_tower(whole: Whole, *, dtype: torch.dtype, device: torch.device, initi
         tower.initialize_weights()  # type: ignore[operator]
     _mark(tower)
     return tower
+
+
+def tower_specs(whole: Whole, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+    """The parameters and persistent buffers of a tower, with their names in memory."""
+    tensors = build_tower(whole, dtype=dtype, device=torch.device("meta")).state_dict()
+    return tuple(TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
 
 
 def _store(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:

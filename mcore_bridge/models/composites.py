@@ -29,6 +29,8 @@ TOKENS_OF_IMAGES = Ignore(
 )
 TEXT = Ignore("the text config has its own table", ("text_config", "tie_word_embeddings", "initializer_range"))
 FIELDS = (*BASE, OTHER_PARTS, TOKENS_OF_IMAGES, TEXT)
+OTHER_NAMES = "its published tensors of images have other names than in transformers, which nobody has written here"
+FUSED = "its published files fuse queries, keys and values of images in another order than transformers has them"
 
 # fmt: off
 COMPOSITES = (
@@ -41,11 +43,11 @@ COMPOSITES = (
     Composite(model_type="glm4v",            spelling=IN_MODEL, fields=FIELDS),
     Composite(model_type="glm46v",           spelling=IN_MODEL, fields=FIELDS),
     Composite(model_type="glm4v_moe",        spelling=IN_MODEL, fields=FIELDS),
-    Composite(model_type="hunyuan_vl",       spelling=BESIDE,   fields=FIELDS),
+    Composite(model_type="hunyuan_vl",       spelling=BESIDE,   fields=FIELDS, without_tower=OTHER_NAMES),
     Composite(model_type="internvl",         spelling=INSIDE,   fields=FIELDS),
     Composite(model_type="mistral3",         spelling=INSIDE,   fields=FIELDS),
     Composite(model_type="gemma3",           spelling=INSIDE,   fields=FIELDS),
-    Composite(model_type="kimi_k25",         spelling=INSIDE,   fields=FIELDS),
+    Composite(model_type="kimi_k25",         spelling=INSIDE,   fields=FIELDS, without_tower=FUSED),
     Composite(model_type="exaone4_5",        spelling=IN_MODEL, fields=FIELDS),
     Composite(model_type="llava",            spelling=INSIDE,   fields=FIELDS),
     Composite(model_type="llava_next",       spelling=INSIDE,   fields=FIELDS),

@@ -17,7 +17,7 @@ from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.trace import Trace, trace
 from mcore_bridge.weights.model_tensors import held_tensors, numbering_of, unwrap
 from mcore_bridge.weights.plan.inventory import Inventory
-from mcore_bridge.weights.provenance import HF, Provenance, provenance_of
+from mcore_bridge.weights.provenance import HF, TOWER, Provenance, provenance_of
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -81,7 +81,7 @@ class BoundModel:
             return mtp_layer < self.axes["mtp"]
         if layer is not None:
             return layer < self.chunks[0].config.num_layers
-        if mcore.startswith("embedding."):
+        if mcore.startswith(("embedding.", TOWER)):
             return not any(chunk.pre_process for chunk in self.chunks)
         if mcore.startswith("decoder."):  # the final norm, which gives MTP layers of a later stage their input
             return all(chunk.decoder.final_layernorm is None for chunk in self.chunks)
@@ -122,7 +122,8 @@ def provenance_on(models: Models, hf: HF | None = None, head: str = "lm") -> Pro
     """
     kept: Provenance | None = getattr(chunks_of(models)[0], "bridge", None)
     if hf is not None:
-        return provenance_of(hf, head=head).with_overridden(kept.overridden if kept is not None else {})
+        given = provenance_of(hf, head=head)
+        return given if kept is None else given.with_overridden(kept.overridden).seeing(kept.vision, kept.tower)
     if kept is None:
         raise MappingError("these models were not made by build_model: pass hf= with their HF config or folder")
     return kept

@@ -1,4 +1,4 @@
-"""Carried tensors: those of a composite beside its text model. No parameter uses them; a save copies them.
+"""Carried tensors: those of a composite beside its text model, if its tower is not built. A save copies them.
 
 They are copied byte by byte from the folder of the model. Encoded ones are decoded, since saved files are plain.
 """
@@ -37,11 +37,11 @@ class Carried:
 
 
 def carried_of(provenance: Provenance) -> Carried:
-    """The tensors that a save of this model must copy.
+    """The tensors that a save of this model must copy: none if the tower is built.
 
     Without a folder nothing can be copied. The save then holds the text model alone, and a warning is logged.
     """
-    if provenance.whole is None:
+    if provenance.whole is None or provenance.tower:
         return Carried()
     if provenance.folder is None:
         logger.warning(

@@ -16,6 +16,7 @@ from mcore_bridge.rules.layout import REPLICATED, VOCAB
 from mcore_bridge.rules.mapping import (
     Dialect,
     Prefixes,
+    Rule,
     Rules,
     WeightMapping,
     fused,
@@ -26,6 +27,7 @@ from mcore_bridge.rules.mapping import (
     top_names,
 )
 from mcore_bridge.rules.scheme import plain_names
+from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.dtypes import dtype_name
 from mcore_bridge.weights.files.hf_folder import names_in
 from mcore_bridge.weights.ties import HEAD, is_tied, ties_any_head
@@ -38,6 +40,8 @@ HF = Union[str, "os.PathLike[str]", "PretrainedConfig"]
 """A folder, a hub name in the local cache, or a config."""
 
 EMBEDDING = "embedding.word_embeddings.weight"
+TOWER = "vision."
+"""What the canonical names of a tower's tensors begin with; their names in transformers' model follow."""
 # fmt: off
 LM_HEAD    = table(("output_layer.weight", HEAD,             VOCAB))
 SCORE_HEAD = table(("output_layer.weight", "score.weight",   REPLICATED),
@@ -55,6 +59,9 @@ class Provenance:
 
     ``dialect`` is that of the folder, or of the architecture if there is no folder. ``overridden`` are the fields of
     ``hf`` that overrides have changed. A config that replaces ``hf`` needs these values, too.
+
+    ``vision`` is what ``build_model`` was asked for. ``tower`` are the tensors of the composite's tower, with their
+    names in memory. It is empty if they are carried.
     """
 
     hf: PretrainedConfig
@@ -66,6 +73,15 @@ class Provenance:
     dialect: Dialect = "split"
     overridden: Mapping[str, object] = field(default_factory=dict)
     whole: Whole | None = None
+    vision: str = "carried"
+    tower: tuple[TensorSpec, ...] = ()
+
+    def seeing(self, vision: str, tower: tuple[TensorSpec, ...]) -> Provenance:
+        """A copy that has this tower, whose tensors it names as its folder does."""
+        if not tower:
+            return self
+        names = tuple(plain_names(names_in(self.folder))) if self.folder else ()
+        return replace(self, vision=vision, tower=tower).spelled_as(names)
 
     def with_overridden(self, fields: Mapping[str, object]) -> Provenance:
         """The provenance with these fields in the HF config, and the rules that follow from it."""
@@ -81,12 +97,15 @@ class Provenance:
         return replace(self, hf=with_fields(hf, self.overridden), whole=whole)
 
     def spelled_as(self, names: Iterable[str]) -> Provenance:
-        """A copy whose rules spell the names of a composite's text model as ``names`` do."""
+        """A copy whose rules spell the names of a composite's text model and of its tower as ``names`` do."""
         if self.whole is None:
             return self
-        plain = architecture_of(self.hf).rules(self.hf)
+        names, plain = frozenset(names), architecture_of(self.hf).rules(self.hf)
         spelling = spelling_in(names, self.whole.composite, _embedding(plain)[0].hf[0])
-        return replace(self, rules=respelled(plain, spelling), whole=replace(self.whole, spelling=spelling))
+        tower = self.whole.tower_spelling_in(names, [spec.name for spec in self.tower]) if self.tower else ()
+        return replace(
+            self, rules=respelled(plain, spelling), whole=replace(self.whole, spelling=spelling, tower=tower)
+        )
 
     def loaded_from(self, folder: str, names: Collection[str]) -> Provenance:
         """A copy that knows the folder of its weights, and names tensors and experts as ``names`` in that folder do."""
@@ -123,6 +142,7 @@ class Provenance:
         if dialect not in (None, "split", "fused"):
             raise ConfigError(f"dialect must be 'split' (a tensor for each expert), 'fused' or None, found {dialect!r}")
         rules = fused(self.rules) if (dialect or self.dialect) == "fused" else self.rules
+        rules = (*rules, *self._tower_rules())
         lm_head = lm_head_of(rules, self.spelling)
         rules = tuple(rule for rule in rules if rule not in lm_head)
         ignored = self.ignored
@@ -144,9 +164,15 @@ class Provenance:
             return WeightMapping((*rules, *tied_lm_head(rules), *again), ignored, self.optional, **parts)
         return WeightMapping((*rules, *lm_head), ignored, self.optional, **parts)
 
+    def _tower_rules(self) -> Rules:
+        """A rule for each kind of tensor in the tower, which every rank of its stage holds whole."""
+        spelling = self.whole.tower if self.whole is not None else ()
+        kinds = dict.fromkeys(pattern_of(spec.name) for spec in self.tower)
+        return tuple(Rule(f"{TOWER}{kind}", (respelled_name(kind, spelling),), REPLICATED) for kind in kinds)
+
     def _parts(self) -> dict[str, tuple[str, ...]]:
         """Prefixes that separate the tensors of a composite's text model from those that are carried."""
-        if self.whole is None:
+        if self.whole is None or self.tower:
             return {}
         names = top_names((*architecture_of(self.hf).rules(self.hf), *LM_HEAD, *SCORE_HEAD))
         text = tuple(respelled_name(name, self.spelling) for name in names)

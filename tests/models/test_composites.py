@@ -19,6 +19,7 @@ from mcore_bridge.rules.mapping import respelled_name
 from tests.support import composites as tiny
 from tests.support import pool
 from tests.support.bounds import BOUND, ONE
+from tests.support.composites import assert_same
 from tests.support.conversions import quiet
 
 MESHES = (mb.ParallelDims(tp=2, sp=True), mb.ParallelDims(pp=2))
@@ -98,8 +99,6 @@ def test_a_composite_keeps_its_spelling_its_ties_and_what_overrides_say(tmp_path
         assert models[0].bridge.config.model_type == "mistral3"
         assert_dialect_noted(tmp_path / "experts")
         larger = mb.build_model(hf, dims=ONE, device="cpu", overrides={"rotary_base": 5e5}, load_weights=False)
-        with pytest.raises(ConfigError, match="vision must be 'carried'"):
-            mb.build_model(hf, dims=ONE, device="cpu", load_weights=False, vision="train")
     assert_theta(larger[0].bridge.config.text_config, 5e5)
     convert(tmp_path / "source", tmp_path / "dist", on_event=quiet)
     convert(tmp_path / "dist", tmp_path / "back", hf=tmp_path / "source", on_event=quiet)
@@ -150,13 +149,6 @@ def test_what_is_not_accounted_for_is_refused(tmp_path: Path, caplog: pytest.Log
         assert "the other parts of this llava are not saved" in caplog.text
         with pytest.raises(CheckpointError, match=r"unexpected.*language_model.model.layers.0.extra"):
             mb.load_hf_weights(models, {**state, "language_model.model.layers.0.extra": torch.zeros(1)})
-
-
-def assert_same(one: Path, other: Path) -> mb.Manifest:
-    """Both folders hold the same tensors, bit for bit."""
-    first, second = (mb.Manifest.from_folder(folder, digests=True) for folder in (one, other))
-    assert first.differences(second) == second.differences(first) == ()
-    return first
 
 
 def fields_of(folder: Path) -> dict[str, Any]:

@@ -133,6 +133,13 @@ def load_and_save(folder: Path, dims: mb.ParallelDims, saved: Path) -> Tensor | 
     return logits
 
 
+def assert_same(one: Path, other: Path) -> mb.Manifest:
+    """Both folders hold the same tensors, bit for bit."""
+    first, second = (mb.Manifest.from_folder(folder, digests=True) for folder in (one, other))
+    assert first.differences(second) == second.differences(first) == ()
+    return first
+
+
 def is_in_transformers(model_type: str) -> bool:
     """Whether the installed release has a composite, with a head, whose text is in the zoo."""
     if model_type not in CONFIG_MAPPING or model_class(model_type) is None:

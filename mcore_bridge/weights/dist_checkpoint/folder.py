@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.names import plain_key
+from mcore_bridge.weights.provenance import TOWER
 
 if TYPE_CHECKING:
     import os
@@ -42,7 +43,7 @@ _DIST_FILES = ("__[0-9]*_[0-9]*.distcp", "common.pt", *HEADS)
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _ITERATION = re.compile(r"release|iter_(\d{7,})")
 _SINGLE_EXPERT = re.compile(r"\.experts\.experts\.\d+\.")
-_MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.")
+_MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.", TOWER)
 
 
 @dataclass(frozen=True)

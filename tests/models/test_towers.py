@@ -1,0 +1,92 @@
+"""Towers: transformers' models of images, on the first stage, go round under published names."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mcore_bridge as mb
+from mcore_bridge.errors import CheckpointError, ConfigError
+from mcore_bridge.factory.blueprint import make_blueprint
+from mcore_bridge.factory.param_count import count_params
+from mcore_bridge.launch.fake_rank import rank_of
+from tests.support import composites as tiny
+from tests.support import pool, towers
+from tests.support.bounds import ONE
+from tests.support.composites import assert_same
+from tests.support.written_weights import read
+
+EXPERTS = mb.ParallelDims(ep=2)
+MESHES = (mb.ParallelDims(tp=2, sp=True), mb.ParallelDims(pp=2))
+
+
+@pytest.mark.parametrize("name", towers.NAMES)
+def test_a_tower_goes_round_and_is_the_one_of_transformers(name: str, tmp_path: Path) -> None:
+    """On a mesh each, through exports, a saved folder and a checkpoint of megatron-core, bit for bit."""
+    tiny.written(name, tmp_path / "source")
+    dims = EXPERTS if "moe" in name else MESHES[len(name) % 2]
+    held = [tower for tower in pool.run(2, towers.go_round, tmp_path / "source", dims, tmp_path) if tower]
+    assert len(held) == (1 if dims.pp > 1 else 2)
+    assert_same(tmp_path / "source", tmp_path / "saved")
+    theirs = towers.in_transformers(name, tmp_path / "saved")
+    for tower in held:
+        assert tower.keys() == theirs.keys()
+        assert all(torch.equal(tensor, theirs[key]) for key, tensor in tower.items())
+
+
+@pytest.mark.skipif(not towers.NAMES, reason="the installed transformers is too old")
+def test_a_part_of_a_frozen_tower_is_trained_and_each_tensor_is_accounted_for(tmp_path: Path) -> None:
+    """A folder may lack no tensor of the tower and have no other; the last pattern of ``freeze`` decides."""
+    tiny.written("qwen3_vl", tmp_path)
+    build: dict[str, Any] = {"dims": ONE, "dtype": torch.bfloat16, "device": "cpu"}
+    state = {name: tensor.bfloat16() for name, tensor in read(tmp_path).items()}
+    with rank_of(ONE, 0, 1):
+        freeze = ["!vision.visual.*merger*", "vision.*.norm.*"]
+        models = mb.build_model(tmp_path, **build, vision="frozen", freeze=freeze)
+        (chunk,) = models
+        trained = {name for name, parameter in chunk.vision.named_parameters() if parameter.requires_grad}
+        assert trained == {
+            name for name in dict(chunk.vision.named_parameters()) if "merger" in name and ".norm." not in name
+        }
+        assert all(
+            parameter.requires_grad for name, parameter in chunk.named_parameters() if not name.startswith("vision.")
+        )
+        for parameter in chunk.vision.parameters():
+            assert not parameter.tensor_model_parallel
+            assert parameter.average_gradients_across_tp_domain
+            assert parameter.dtype == torch.bfloat16
+        assert all(buffer.dtype == torch.float32 for buffer in chunk.vision.buffers())
+        counts = count_params(chunk.bridge.hf, tower=chunk.bridge.tower)
+        assert counts.total == sum(parameter.numel() for parameter in chunk.parameters())
+        name = "model.visual.blocks.0.attn.qkv.weight"
+        with pytest.raises(CheckpointError, match=f"1 tensors missing .'{name}'.*1 unexpected .'model.visual.probe'"):
+            mb.load_hf_weights(
+                models, {"model.visual.probe": state[name]} | {key: state[key] for key in state if key != name}
+            )
+        with pytest.raises(CheckpointError, match=f"{name} has shape"):
+            mb.load_hf_weights(models, {**state, name: state[name].mT})
+        mb.load_hf_weights(mb.build_model(tmp_path, **build), state)
+
+
+@pytest.mark.parametrize(
+    ("name", "vision", "release", "message"),
+    [
+        ("qwen3_5", "yes", "5.17.0", "vision must be 'train', 'frozen' or 'carried', found 'yes'"),
+        ("qwen3_5", "train", "5.16.2", "qwen3_5 needs transformers 5.17 or later with vision='train', found 5.16.2"),
+        ("kimi_k25", "frozen", "5.17.0", "for kimi_k25, found 'frozen': its published files fuse"),
+        ("voxtral", "train", "5.17.0", "for voxtral, found 'train': it has no vision_config"),
+        ("qwen3", "train", "5.17.0", "for a model of text, found 'train'"),
+    ],
+)
+def test_a_tower_that_cannot_be_built_is_refused(
+    name: str, vision: str, release: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By name, before anything is built."""
+    if name not in (*tiny.NAMES, "qwen3"):
+        pytest.skip("the installed transformers lacks it")
+    hf = tiny.TEXTS["qwen3"] if name == "qwen3" else tiny.config(name)
+    monkeypatch.setattr("transformers.__version__", release)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_blueprint(hf, dims=ONE, dtype=torch.float32, vision=vision)

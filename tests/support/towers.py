@@ -1,0 +1,68 @@
+"""Composites whose towers are built: what each rank does with them, and what transformers has under the same names."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mcore_bridge as mb
+from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.tower import require_tower
+from mcore_bridge.weights.provenance import provenance_of
+from tests.support import composites as tiny
+from tests.support.stepping import leave_mesh
+from tests.support.written_weights import read
+
+
+def is_built(name: str) -> bool:
+    """Whether the tower of a composite can be built with the installed transformers."""
+    try:
+        require_tower(provenance_of(tiny.config(name)).whole, "train")
+    except ConfigError:
+        return False
+    return True
+
+
+NAMES = [name for name in tiny.NAMES if is_built(name)]
+
+
+def go_round(folder: Path, dims: mb.ParallelDims, work: Path) -> dict[str, Tensor]:
+    """On each rank: load, export, save and write a checkpoint of megatron-core; then read this one. The tower."""
+    dims.initialize(device="cpu")
+    build: dict[str, Any] = {"dims": dims, "dtype": torch.float32, "device": "cpu", "vision": "train"}
+    models = mb.build_model(folder, **build)
+    source = read(folder)
+    exported = dict(mb.iter_hf_weights(models))
+    assert exported.keys() == source.keys()
+    assert all(torch.equal(tensor, source[name]) for name, tensor in exported.items())
+    written = mb.save_hf_checkpoint(models, work / "saved")
+    mb.save_checkpoint(models, work / "dist")
+    again = mb.build_model(folder, **build, load_weights=False, seed=7)
+    assert tower_of(again).keys() == tower_of(models).keys()
+    assert all(
+        not torch.equal(tensor, tower_of(again)[name])
+        for name, tensor in tower_of(models).items()
+        if "weight" in name and tensor.dim() > 1
+    )
+    mb.load_checkpoint(again, work / "dist")
+    assert mb.manifest(again, digests=True) == mb.manifest(models, digests=True)
+    assert written.differences(mb.manifest(models)) == ()
+    leave_mesh()
+    return tower_of(models)
+
+
+def tower_of(models: list[Any]) -> dict[str, Tensor]:
+    """The tensors of the tower on this rank, by their names in transformers' model."""
+    return {
+        name: tensor
+        for chunk in models
+        if hasattr(chunk, "vision")
+        for name, tensor in chunk.vision.state_dict().items()
+    }
+
+
+def in_transformers(name: str, folder: Path) -> dict[str, Tensor]:
+    """The tensors of the tower that transformers has read from a folder."""
+    whole = tiny.model_class(name).from_pretrained(folder).model.state_dict()
+    return {key: tensor for key, tensor in whole.items() if not key.startswith("language_model.")}
