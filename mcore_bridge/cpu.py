@@ -41,6 +41,8 @@ def enable_cpu() -> None:
     for name in _LITERAL_CUDA:
         module = importlib.import_module(f"megatron.core.{name}")
         module.torch = _TorchOnCpu("torch")  # type: ignore[attr-defined]  # a name of this module, not torch itself
+    finalize: Any = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    finalize.torch = _TorchWithMean("torch")  # for parameters whose gradients are averaged over TP
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     dispatcher.maybe_move_tensor_to_cpu = _in_lists  # megatron-core's does nothing with tensors on the CPU
     mappings: Any = importlib.import_module("megatron.core.tensor_parallel.mappings")
@@ -124,6 +126,29 @@ class _TorchOnCpu(ModuleType):
     def __getattr__(self, name: str) -> Any:
         value = getattr(torch, name)
         return _on_cpu(value) if name in _FACTORIES else value
+
+
+class _DistributedWithMean(ModuleType):
+    """``torch.distributed``, whose ``all_reduce`` averages over gloo too."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.distributed, name)
+
+    @staticmethod
+    def all_reduce(tensor: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM, group: Any = None) -> None:
+        averages = op == torch.distributed.ReduceOp.AVG
+        torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.SUM if averages else op, group=group)
+        if averages:
+            tensor.div_(torch.distributed.get_world_size(group))
+
+
+class _TorchWithMean(ModuleType):
+    """``torch`` for one module of megatron-core, with ``_DistributedWithMean``."""
+
+    distributed = _DistributedWithMean("torch.distributed")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.batches.collectives import broadcast_from_last, gather, reduce_max
+from mcore_bridge.batches.images import Images, SeenImages, require_images
 from mcore_bridge.batches.logprobs import log_probs, require_temperature
 from mcore_bridge.batches.microbatches import agreed_micro_batches, balances_experts, micro_batches
 from mcore_bridge.batches.packing import PackedSequences, require_mask, unpack_sequences
@@ -57,6 +58,7 @@ def forward(
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     *,
+    images: Images | None = None,
     loss: Loss | None = None,
     hf: HF | None = None,
     head: str = "lm",
@@ -78,6 +80,10 @@ def forward(
         models: this rank's chunks, wrapped or not.
         input_ids: int64 ``[batch, seq]`` on the device of the models.
         attention_mask: ``[batch, seq]``, 1 or True for tokens and 0 for padding. None: there is no padding.
+        images: for each row the inputs of its images and videos, as the processor of the model makes them for this row
+            (``pixel_values``, ``image_grid_thw``, ...); None for a row of text. Their tokens are those with the id of
+            an image or a video. If other tokens may have such an id, since the model has sampled them, a row says with
+            ``mm_token_type_ids`` which tokens are text (0). None: the batch is of text. Needs ``build_model(vision=)``.
         loss: called with each microbatch on the ranks of the last pipeline stage. If it raises, the error is raised
             after all microbatches are done; the caller must then zero the gradients. None: no backward follows.
         hf, head: only for models that ``build_model`` did not make: their HF config or folder, and their head.
@@ -90,7 +96,8 @@ def forward(
     Raises:
         BatchError: shapes do not fit, the batch is empty, or a token is not in the vocabulary. Replicas that share
             experts have batches for which one would wait for the other. The loss is not a scalar with a gradient, or
-            raised on another rank. Every rank that would wait for the failed one raises too.
+            raised on another rank. Images do not fit the tokens of their row, which the message names, or the model has
+            no tower. Every rank that would wait for the failed one raises too.
         LostRankError: another rank has ended.
 
     Example:
@@ -106,6 +113,8 @@ def forward(
         mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask
         _check_batch(input_ids, mask, micro_batch_size, provenance.hf.vocab_size)
         require_temperature(temperature)
+        if images is not None:
+            require_images(images, len(input_ids), getattr(chunk, "image_inputs", None))
         size = micro_batch_size or (1 if chunk.pg_collection.pp.size() > 1 else len(input_ids))
         batch = chunk, input_ids, mask != 0, size, len(chunks)
         return partial(micro_batches, *batch, packed=packed, multiple_of=multiple_of)
@@ -113,7 +122,8 @@ def forward(
     batches = agreed_micro_batches(chunk, checked, input_ids.device, learns=loss is not None)
     size = batches[0].shape[0]
     rows = [slice(start, min(start + size, len(input_ids))) for start in range(0, len(input_ids), size)]
-    return _Run(chunk, provenance, batches, rows, temperature, loss)(chunks)
+    seen = None if images is None or not any(images) else SeenImages(images, input_ids, attention_mask, rows)
+    return _Run(chunk, provenance, batches, rows, temperature, loss, seen)(chunks)
 
 
 def _check_batch(input_ids: Tensor, attention_mask: Tensor, micro_batch_size: int | None, vocab_size: int) -> None:
@@ -210,11 +220,12 @@ class _Run:
         rows: Sequence[slice],
         temperature: float,
         loss: Loss | None,
+        seen: SeenImages | None = None,
     ) -> None:
         self._groups = chunk.pg_collection
         self._hf, self._head, self._is_lm = provenance.hf, provenance.head, provenance.head == "lm"
         self._micro_batches, self._rows = micro_batches, rows
-        self._temperature, self._loss = temperature, loss
+        self._temperature, self._loss, self._seen = temperature, loss, seen
         self._problem: Exception | None = None
 
     @naming_lost_ranks("forward")
@@ -239,6 +250,8 @@ class _Run:
     def _step(self, iterator: Iterator[tuple[int, PackedSequences]], model: nn.Module) -> tuple[Tensor, Any]:
         number, batch = next(iterator)
         options = {"packed_seq_params": batch.packed_seq_params, **self._padding(batch, model)}
+        if self._seen is not None:
+            options.update(self._seen.of(number, batch, self._groups.cp.rank()))
         output = model(batch.input_ids, batch.position_ids, None, **options)
         return output, partial(self._finish, number)
 
@@ -276,9 +289,11 @@ class _Run:
         return stacked.sum() * 0.0
 
     def _raise_problems(self) -> None:
-        """Raise on all ranks of a replica if the loss raised on any of them."""
-        if self._loss is None:
+        """Raise on all ranks of a replica if the loss raised, or images did not fit, on any of them."""
+        if self._loss is None and self._seen is None:
             return
+        if self._seen is not None and self._seen.misfits:
+            self._problem = self._seen.misfits[0]
         failed = torch.tensor(
             [self._problem is not None], dtype=torch.int64, device=self._micro_batches[0].places.device
         )
@@ -288,7 +303,8 @@ class _Run:
             raise self._problem
         if failed:
             raise BatchError(
-                "the loss failed on another rank of this replica: see the error there, zero the gradients, start again"
+                "the loss or the images failed on another rank of this replica: see the error there, zero the "
+                "gradients, start again"
             )
 
     def _stacked(self, batch: PackedSequences, output: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Gives the text of a composite the batches that trainers make for models of images.
 
 verl hands the padded rows of all context-parallel ranks to a model whose HF config has a ``vision_config``, since such
-a model packs and cuts them behind its embedding. Only text is built here, so they are packed and cut in front of it.
+a model packs and cuts them behind its embedding. Text alone is packed and cut in front of it.
 """
 
 from __future__ import annotations
@@ -38,18 +38,34 @@ def take_padded_rows(chunk: GPTModel) -> None:
 
 
 def _as_text(chunk: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-    inputs = _without_images({**dict(zip(_argument_names(type(chunk).forward), args, strict=False)), **kwargs})
+    inputs, images = without_images(inputs_by_name(chunk, args, kwargs))
+    if images:
+        raise BatchError(
+            f"a batch must be of text alone, found {', '.join(images)}: the models of images, video and sound are "
+            "carried and not built (vision='carried'). Build with vision='train' or 'frozen', or leave out such rows"
+        )
+    return (), as_own_tokens(chunk, inputs)
+
+
+def as_own_tokens(chunk: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs of a chunk by name, where padded rows have become the tokens of this rank."""
     ids, mask, params = (inputs.get(name) for name in ("input_ids", "attention_mask", "packed_seq_params"))
     if not isinstance(ids, Tensor) or mask is None or mask.shape != ids.shape:
-        return (), inputs
+        return inputs
     group = getattr(params, "cp_group", None) or chunk.pg_collection.cp
     cp, rank = group.size(), group.rank()
     if params is not None:
-        return (), {**inputs, "input_ids": _packed(ids, mask != 0, params, cp, rank).input_ids, "attention_mask": None}
+        own = lay_out_packed(ids, mask != 0, params, cp, rank)
+        return {**inputs, "input_ids": own.input_ids, "attention_mask": None}
     if cp > 1 and inputs.get("position_ids") is None:
-        own = _cut(ids, cp, rank)
-        return (), {**inputs, "input_ids": own.input_ids, "attention_mask": mask.flatten()[own.places[rank]]}
-    return (), inputs
+        own = lay_out_rows(ids, cp, rank)
+        return {**inputs, "input_ids": own.input_ids, "attention_mask": mask.flatten()[own.places[rank]]}
+    return inputs
+
+
+def inputs_by_name(chunk: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All inputs of a call of a chunk, by the names of the arguments."""
+    return {**dict(zip(_argument_names(type(chunk).forward), args, strict=False)), **kwargs}
 
 
 @functools.cache
@@ -58,18 +74,14 @@ def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
-def _without_images(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs without those of images that are None."""
-    others = [name for name in inputs if name.startswith(OF_OTHER_PARTS)]
-    if given := [name for name in others if inputs[name] is not None]:
-        raise BatchError(
-            f"a batch must be of text alone, found {', '.join(given)}: the models of images, video and sound are "
-            "carried and not built (vision='carried'). Leave out rows with such inputs"
-        )
-    return {name: value for name, value in inputs.items() if name not in others}
+def without_images(inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The inputs that are not of images, video or sound; and those that are, unless they are None."""
+    others = {name: value for name, value in inputs.items() if name.startswith(OF_OTHER_PARTS)}
+    text = {name: value for name, value in inputs.items() if name not in others}
+    return text, {name: value for name, value in others.items() if value is not None}
 
 
-def _packed(ids: Tensor, mask: Tensor, params: Any, cp: int, rank: int) -> PackedSequences:
+def lay_out_packed(ids: Tensor, mask: Tensor, params: Any, cp: int, rank: int) -> PackedSequences:
     """The tokens of one context-parallel rank in one row, as ``packed_seq_params`` deals them."""
     mode = getattr(params, "cp_partition_mode", "zigzag")
     if cp > 1 and mode != "zigzag":
@@ -85,9 +97,9 @@ def _packed(ids: Tensor, mask: Tensor, params: Any, cp: int, rank: int) -> Packe
     return lay_out(ids, mask, lengths, sizes, 1, cp, rank)
 
 
-def _cut(ids: Tensor, cp: int, rank: int) -> PackedSequences:
+def lay_out_rows(ids: Tensor, cp: int, rank: int) -> PackedSequences:
     """The tokens of one context-parallel rank, padding included."""
     rows, seq = ids.shape
-    if seq % (2 * cp):
+    if cp > 1 and seq % (2 * cp):
         raise BatchError(f"padded rows must have a multiple of {2 * cp} tokens at cp={cp}, found {seq}: pad them to it")
     return lay_out(ids, torch.ones_like(ids, dtype=torch.bool), [seq] * rows, [seq] * rows, rows, cp, rank)

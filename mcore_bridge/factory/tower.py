@@ -71,7 +71,7 @@ def build_tower(whole: Whole, *, dtype: torch.dtype, device: torch.device, initi
     num_layers, text.num_hidden_layers = text.num_hidden_layers, 1  # since its layers are thrown away
     with init_empty_weights(include_buffers=False):
         tower: nn.Module = AutoModel.from_config(config, dtype=torch.float32)
-    tower.language_model = Caught()
+    tower.language_model = Caught(tower.language_model)  # type: ignore[arg-type]
     text.num_hidden_layers = num_layers
     for module in tower.modules():
         _store(module, dtype, device)

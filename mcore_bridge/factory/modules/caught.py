@@ -1,31 +1,66 @@
-"""What stands in the place of a composite's language model: it notes what it is called with."""
+"""What stands in the place of a composite's language model: it notes what transformers calls it with.
+
+transformers' own ``forward`` of the composite runs the tower, puts features in the place of tokens, and computes
+positions and masks. All of it arrives in this call, so there is no second formula for any of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """The arguments of one call of a language model."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+Embed = Callable[[Tensor], Tensor]
+"""Embeds token ids: int64 ``[batch, seq]`` to ``[batch, seq, size]``."""
 
 
 class Caught(nn.Module):
-    """Notes each call as ``call``, and gives back the embeddings that it got. It has no parameters."""
+    """Stands for the language model of a composite. It has no parameters and no buffers.
 
-    def __init__(self) -> None:
+    Args:
+        text: transformers' language model, of which only the rope is kept.
+    """
+
+    def __init__(self, text: nn.Module) -> None:
         super().__init__()
-        self.call: Call | None = None
+        self._rope = (getattr(text, "rotary_emb", None),)  # in a tuple: it is no submodule
+        self._embed: Embed | None = None
+        self._call: dict[str, Any] = {}
 
-    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
-        """Note the call. transformers reads these fields of the output afterwards."""
-        self.call = Call(args, kwargs)
-        return BaseModelOutputWithPast(last_hidden_state=kwargs.get("inputs_embeds"))
+    @property
+    def recompose(self) -> Callable[[Tensor], Tensor] | None:
+        """How the rope takes each angle from one of three positions: ``[3, b, s, dims / 2]`` to ``[b, s, dims]``.
+
+        None: the rope has one position for each token.
+        """
+        return getattr(self._rope[0], "recomposition_frequencies", None)
+
+    def get_input_embeddings(self) -> Embed | None:
+        """What embeds the tokens of the call in progress."""
+        return self._embed
+
+    def forward(self, **call: Any) -> BaseModelOutputWithPast:
+        """Note the call. transformers reads the fields of the result afterwards."""
+        self._call = call
+        return BaseModelOutputWithPast(last_hidden_state=call["inputs_embeds"])
+
+
+def called(composite: nn.Module, embed: Embed, **inputs: Any) -> dict[str, Any]:
+    """What a composite, whose language model is ``Caught``, calls it with.
+
+    Args:
+        composite: transformers' base model.
+        embed: embeds the tokens.
+        inputs: those of the composite's ``forward``.
+    """
+    caught: Any = composite.language_model
+    vars(composite)["rope_deltas"] = None  # of the call before, which generation goes on from
+    caught._embed, caught._call = embed, {}
+    try:
+        composite(**inputs)
+        call: dict[str, Any] = caught._call
+        return call
+    finally:
+        caught._embed, caught._call = None, {}

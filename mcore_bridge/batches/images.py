@@ -1,0 +1,117 @@
+"""The images of a batch: one mapping for each row, as a processor of transformers makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.batches.packing import PackedSequences
+from mcore_bridge.batches.whole_rows import placed
+from mcore_bridge.errors import BatchError
+
+Images = Sequence[Mapping[str, Any] | None]
+"""For each row of a batch: the inputs of its images by the names of transformers; None for a row of text."""
+TYPES = "mm_token_type_ids"
+"""Says of each token of a row whether it is text (0), of an image (1) or of a video (2)."""
+
+
+@dataclass(slots=True)
+class Misfits:
+    """Collects what is wrong with images, where a rank must go on because others wait for it.
+
+    Attributes:
+        rows: of each sequence of a microbatch, the number of its row in the batch.
+        found: the errors.
+    """
+
+    rows: Sequence[int]
+    found: list[BatchError] = field(default_factory=list)
+
+
+def require_images(images: Images, num_rows: int, readable: frozenset[str] | None) -> None:
+    """Raise ``BatchError`` unless each row has inputs that the model reads.
+
+    Args:
+        images: those of a batch.
+        num_rows: rows of the batch.
+        readable: the names of inputs that the model reads. None: its tower is not built.
+    """
+    if len(images) != num_rows:
+        raise BatchError(f"images must have an entry for each of {num_rows} rows, found {len(images)}")
+    if readable is None and any(images):
+        row = next(row for row, each in enumerate(images) if each)
+        raise BatchError(
+            f"a model that takes images must be built with vision='train' or 'frozen', found images in row {row} for a "
+            "model without a tower (vision='carried'): leave them out, or build it so"
+        )
+    for row, each in enumerate(images):
+        if unknown := sorted(each.keys() - {TYPES, *(readable or ())}) if each else []:
+            raise BatchError(
+                f"images must have inputs that the model reads, found {unknown} in row {row}: use its own processor, "
+                f"and of what it returns only {sorted(readable or ())} and {TYPES}"
+            )
+
+
+def joined(images: Images) -> dict[str, Any]:
+    """The inputs of some rows, joined along their first dim. Images of unequal sizes are padded with zeros."""
+    names = dict.fromkeys(name for each in images if each for name in each if name != TYPES)
+    return {name: _joined([each[name] for each in images if each and each.get(name) is not None]) for name in names}
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    if not all(isinstance(value, Tensor) for value in values):
+        return [entry for value in values for entry in value]
+    sizes = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
+    return torch.cat([_padded(value, sizes) for value in values]) if values else None
+
+
+def _padded(value: Tensor, sizes: Sequence[int]) -> Tensor:
+    """A tensor with zeros at the ends of all dims but the first, up to ``sizes``."""
+    missing = [amount for size, has in zip(sizes, value.shape[1:], strict=True) for amount in (size - has, 0)]
+    return torch.nn.functional.pad(value, missing[::-1]) if any(missing) else value
+
+
+def token_types_of(images: Images, shape: tuple[int, int], device: torch.device) -> Tensor | None:
+    """The types of all tokens of a batch, int64 ``[batch, seq]``, if rows with images have them; else None.
+
+    Raises:
+        BatchError: only some of these rows have types, or types of another length.
+    """
+    given = {row: each.get(TYPES) for row, each in enumerate(images) if each}
+    if all(types is None for types in given.values()):
+        return None
+    whole = torch.zeros(shape, dtype=torch.int64, device=device)
+    for row, types in given.items():
+        if not isinstance(types, Tensor) or types.numel() != shape[1]:
+            found = tuple(types.shape) if isinstance(types, Tensor) else types
+            raise BatchError(
+                f"{TYPES} must have {shape[1]} numbers in each row with images, found {found} in row {row}"
+            )
+        whole[row] = types.reshape(-1).to(whole)
+    return whole
+
+
+class SeenImages:
+    """The images of a batch by microbatch, and what is wrong with them."""
+
+    def __init__(self, images: Images, input_ids: Tensor, mask: Tensor | None, rows: Sequence[slice]) -> None:
+        self._images, self._rows = images, rows
+        self._types = token_types_of(images, (input_ids.size(0), input_ids.size(1)), input_ids.device)
+        self._has_tokens = [True] * len(images) if mask is None else (mask != 0).any(1).tolist()
+        self.misfits: list[BatchError] = []
+
+    def of(self, number: int, batch: PackedSequences, cp_rank: int) -> dict[str, Any]:
+        """The inputs of images of a microbatch."""
+        if number >= len(self._rows) or not any(self._images[self._rows[number]]):
+            return {}
+        rows = self._rows[number]
+        packed = batch.packed_seq_params is not None
+        kept = [row for row in range(len(self._images))[rows] if self._has_tokens[row] or not packed]
+        inputs = joined([self._images[row] for row in kept])
+        if self._types is not None:
+            inputs[TYPES] = placed(self._types[rows], batch.places[cp_rank])
+        return {**inputs, "misfits": Misfits(kept, self.misfits)}

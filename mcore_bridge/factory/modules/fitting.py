@@ -1,0 +1,112 @@
+"""Whether images fit the tokens that stand for them, row by row.
+
+transformers compares only the sums over all rows. So if one row was cut inside an image and another has a token too
+many, each feature of the rows between them would be at a wrong place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mcore_bridge.errors import BatchError
+
+_PLACEHOLDERS = (("image_token_id", "image_token_index"), ("video_token_id", "video_token_index"))
+"""Config fields of the ids that stand for features of images, and of videos."""
+_FEATURES = ("get_image_features", "get_video_features")
+_KINDS = ("images", "videos")
+
+
+class MisfitError(Exception):
+    """Images do not fit a sequence, whose number is the first argument; the second is what is wrong with it."""
+
+
+def _ids(config: Any) -> list[int | None]:
+    found = ([getattr(config, name, None) for name in names] for names in _PLACEHOLDERS)
+    return [next((token for token in tokens if token is not None), None) for tokens in found]
+
+
+def no_placeholder(config: Any) -> int:
+    """A token id that stands for no feature."""
+    return next(token for token in itertools.count() if token not in _ids(config))
+
+
+def token_types(config: Any, input_ids: Tensor) -> Tensor:
+    """What each token is, by its id: text (0), of an image (1) or of a video (2)."""
+    types = torch.zeros_like(input_ids)
+    for kind, token in enumerate(_ids(config), start=1):
+        types = types if token is None else types.masked_fill(input_ids == token, kind)
+    return types
+
+
+@contextlib.contextmanager
+def fitting(composite: nn.Module, types: Tensor) -> Iterator[None]:
+    """Inside, features that do not fit the tokens of a row raise ``MisfitError``, before they are put in their place.
+
+    Args:
+        composite: transformers' model, which computes features of images and videos in methods of its own.
+        types: of all tokens, ``[batch, seq]``.
+    """
+    running: list[str] = []
+
+    def checked(name: str, compute: Any) -> Any:
+        def features(*args: Any, **kwargs: Any) -> Any:
+            running.append(name)
+            try:
+                output = compute(*args, **kwargs)
+            finally:
+                running.pop()
+            if not running:  # videos may be computed as images are
+                kind = _FEATURES.index(name)
+                _require_fit(output.pooler_output, (types == kind + 1).sum(1).tolist(), _KINDS[kind])
+            return output
+
+        return features
+
+    names = [name for name in _FEATURES if hasattr(composite, name)]
+    for name in names:
+        vars(composite)[name] = checked(name, getattr(composite, name))
+    try:
+        yield
+    finally:
+        for name in names:
+            del vars(composite)[name]
+
+
+def _require_fit(features: Any, tokens: Sequence[int], kind: str) -> None:
+    """Raise ``MisfitError`` unless the tokens of each row are those of whole images, in order."""
+    if isinstance(features, Tensor) and features.dim() == 2:  # of all images together: transformers compares the sums
+        return
+    left = [len(each) for each in features]
+    for row, wanted in enumerate(tokens):
+        taken: list[int] = []
+        while sum(taken) < wanted and left:
+            taken.append(left.pop(0))
+        if sum(taken) != wanted:
+            raise MisfitError(row, f"{wanted} tokens for {kind} that have {taken} features")
+    if left:
+        raise MisfitError(len(tokens) - 1, f"no tokens for {kind} that have {left} features")
+
+
+def misfit(error: Exception, rows: Sequence[int] | None) -> BatchError:
+    """The error for a caller.
+
+    Args:
+        error: what was raised.
+        rows: the numbers that the rows have for the caller. None: they are counted from 0.
+    """
+    if isinstance(error, MisfitError):
+        number, found = error.args
+        where = f"row {number if rows is None else rows[min(number, len(rows) - 1)]}"
+    else:
+        where, found = "a row" if rows is None else f"one of the rows {[*rows]}", f"{type(error).__name__}: {error}"
+    return BatchError(
+        f"each row must have one token for each feature of its images, found in {where}: {found}. Do not cut rows "
+        "inside an image, and give each row its own images. If the model has sampled a token with the id of an image, "
+        "pass mm_token_type_ids, which has 0 there"
+    )

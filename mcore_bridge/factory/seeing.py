@@ -1,0 +1,199 @@
+"""Lets a chunk see: a hook before its ``forward`` that turns images into what megatron-core's decoder takes.
+
+``forward`` keeps its signature, so that trainers may look at it and replace it. The hook takes the inputs of images
+out of the call. On the first stage it adds the embeddings of text and images (``decoder_input``), and on every stage
+the positions of tokens. All of it comes from transformers' own composite (``modules/caught.py``).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mcore_bridge.batches.padded_rows import OF_OTHER_PARTS, as_own_tokens, inputs_by_name, without_images
+from mcore_bridge.batches.whole_rows import WholeRows, whole_rows
+from mcore_bridge.errors import BatchError
+from mcore_bridge.factory.modules.caught import Caught, Embed, called
+from mcore_bridge.factory.modules.fitting import MisfitError, fitting, misfit, no_placeholder, token_types
+from mcore_bridge.factory.modules.mrope import MultimodalRotary, take_positions, text_positions
+from mcore_bridge.factory.modules.touched import touched
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+_PIXELS = "pixel_"
+"""How the names of inputs begin that only the tower reads."""
+_TYPES = ("mm_token_type_ids", "token_type_ids")
+"""Arguments that say of each token whether it is text (0), of an image (1) or of a video (2)."""
+
+
+def see(chunk: GPTModel, composite: nn.Module) -> None:
+    """Make a chunk take images, in rows or packed, with any form of inputs that ``whole_rows`` knows.
+
+    Args:
+        chunk: of any stage. That of the first stage has the composite as ``vision``.
+        composite: transformers' base model, whose language model is ``Caught``. After the first stage its tower is
+            never run, and may be on the meta device.
+    """
+    caught = composite.language_model
+    assert isinstance(caught, Caught)
+    if caught.recompose is not None:
+        take_positions(chunk, caught.recompose)
+    chunk.image_inputs = frozenset(filter(lambda name: name.startswith(OF_OTHER_PARTS), _arguments(composite)))
+    chunk.register_forward_pre_hook(functools.partial(_see, composite), with_kwargs=True)
+
+
+def _see(
+    composite: nn.Module, chunk: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[()], dict[str, Any]]:
+    inputs, images = without_images(inputs_by_name(chunk, args, kwargs))
+    types = [types for name in _TYPES if (types := inputs.pop(name, None)) is not None]
+    misfits = inputs.pop("misfits", None)
+    positions = inputs.get("position_ids")
+    explicit = positions if positions is not None and positions.dim() == 3 else None
+    if not images and explicit is None:
+        return (), _without_features(chunk, as_own_tokens(chunk, inputs))
+    _require_readable(chunk, composite, images)
+    group = getattr(inputs.get("packed_seq_params"), "cp_group", None) or chunk.pg_collection.cp
+    rows = whole_rows(inputs, group)
+    if explicit is not None:
+        images["position_ids"] = rows.whole(explicit[-3:].permute(1, 2, 0)).permute(2, 0, 1)
+    given = rows.whole(types[0]) if types else None
+    try:
+        call = _called(chunk, composite, rows, images, given)
+    except torch.OutOfMemoryError:
+        raise
+    except (MisfitError, ValueError, RuntimeError, IndexError, StopIteration) as error:
+        problem = misfit(error, None if misfits is None else misfits.rows)
+        if misfits is None:
+            raise problem from error
+        misfits.found.append(problem)  # the other ranks of its pipeline wait for this one
+        return (), _without_features(chunk, as_own_tokens(chunk, inputs))
+    return (), {**as_own_tokens(chunk, inputs), **_decoder_inputs(chunk, rows, call)}
+
+
+def _without_features(chunk: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs of a microbatch of text: its positions follow from their order, and the tower gets no gradient."""
+    ids, packed = inputs["input_ids"], inputs.get("packed_seq_params")
+    if isinstance(getattr(chunk, "rotary_pos_emb", None), MultimodalRotary):
+        inputs["position_ids"] = text_positions(chunk, ids, packed)
+    if chunk.pre_process and inputs.get("decoder_input") is None and _trained(chunk):
+        hidden = chunk.embedding(input_ids=ids, position_ids=inputs.get("position_ids"))
+        inputs["decoder_input"] = touched(hidden, _trained(chunk))
+    return inputs
+
+
+def _require_readable(chunk: Any, composite: nn.Module, images: Iterable[str]) -> None:
+    unknown = [name for name in images if name not in _arguments(composite)]
+    if unknown:
+        raise BatchError(
+            f"inputs of images must be arguments of {type(composite).__name__}, found {', '.join(unknown)}: leave them "
+            "out, or use the processor of this model"
+        )
+    if chunk.config.mtp_num_layers:
+        raise BatchError(
+            f"mtp_num_layers must be 0 or None for images, found {chunk.config.mtp_num_layers}: MTP layers embed "
+            "tokens by themselves and would not see them. Build without MTP layers"
+        )
+
+
+def _arguments(composite: nn.Module) -> frozenset[str]:
+    """The names of the arguments of the composite's ``forward``."""
+    return _arguments_of(type(composite).forward)
+
+
+@functools.cache
+def _arguments_of(forward: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(forward).parameters)
+
+
+def _called(
+    chunk: Any, composite: nn.Module, rows: WholeRows, images: dict[str, Any], types: Tensor | None
+) -> dict[str, Any]:
+    """What transformers would call its language model with, for whole rows."""
+    ids, device = rows.input_ids, rows.input_ids.device
+    if chunk.pre_process:
+        embed = _embedding(chunk)
+    else:
+        images = {name: value for name, value in images.items() if not name.startswith(_PIXELS)}
+        embed = functools.partial(_nothing, dtype=chunk.config.params_dtype)
+    dtype = next((each.dtype for each in composite.parameters()), chunk.config.params_dtype)
+    moved = {name: _moved(value, device, dtype if name.startswith(_PIXELS) else None) for name, value in images.items()}
+    types = token_types(composite.config, ids) if types is None else types
+    moved |= {name: types for name in _TYPES if name in _arguments(composite)}
+    sampled = (types == 0) & (token_types(composite.config, ids) > 0)
+    seen = ids.masked_fill(sampled, no_placeholder(composite.config))
+    with fitting(composite, types.masked_fill(~rows.mask, 0)):
+        return called(
+            composite,
+            lambda given: embed(torch.where(sampled, ids, given)),
+            input_ids=seen,
+            attention_mask=rows.mask.long(),
+            use_cache=False,
+            **moved,
+        )
+
+
+def _moved(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
+
+
+def _nothing(input_ids: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """In place of embeddings, after the first stage: positions and masks do not depend on them."""
+    return torch.zeros(*input_ids.shape, 1, dtype=dtype, device=input_ids.device)
+
+
+def _embedding(chunk: Any) -> Embed:
+    """The chunk's embedding, for whole rows ``[b, s]`` to ``[b, s, hidden]``, without the cut of sequence parallelism.
+
+    It is made of shallow copies, which have the same parameters and hooks.
+    """
+    whole = copy.copy(chunk.embedding)
+    whole._modules = dict(whole._modules)
+    whole.word_embeddings = copy.copy(whole.word_embeddings)
+    whole.scatter_to_sequence_parallel = whole.reduce_scatter_embeddings = False
+    whole.word_embeddings.reduce_scatter_embeddings = False
+    return lambda input_ids: whole(input_ids=input_ids, position_ids=None).transpose(0, 1)
+
+
+def _decoder_inputs(chunk: Any, rows: WholeRows, call: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of ``GPTModel.forward`` that come from the call of a language model."""
+    inputs: dict[str, Any] = {}
+    if isinstance(getattr(chunk, "rotary_pos_emb", None), MultimodalRotary):
+        inputs["position_ids"] = _positions(rows, call.get("position_ids"))
+    if chunk.pre_process:
+        inputs["decoder_input"] = touched(_hidden(chunk, rows.own(call["inputs_embeds"])), _trained(chunk))
+    return inputs
+
+
+def _positions(rows: WholeRows, positions: Tensor | None) -> Tensor:
+    """Positions ``[3, b, s]`` of whole rows as ``MultimodalRotary`` wants them."""
+    if positions is None:
+        raise BatchError("positions of images must follow from their sizes, found none: pass image_grid_thw")
+    return rows.ordered(positions.permute(1, 2, 0)).permute(2, 0, 1)
+
+
+def _hidden(chunk: Any, own: Tensor) -> Tensor:
+    """Hidden states of this rank, ``[rows, tokens, h]``, as ``[tokens, rows, h]``; with SP, those of this TP rank."""
+    from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+
+    hidden = own.transpose(0, 1).contiguous()
+    if not chunk.config.sequence_parallel:
+        return hidden
+    whole: Tensor = scatter_to_sequence_parallel_region(hidden, group=chunk.pg_collection.tp)
+    return whole.clone()  # it is a view, which would keep the tokens of all ranks
+
+
+def _trained(chunk: Any) -> list[nn.Parameter]:
+    """The parameters of the tower that are trained now."""
+    if not torch.is_grad_enabled():
+        return []
+    return [parameter for parameter in chunk.vision.parameters() if parameter.requires_grad]

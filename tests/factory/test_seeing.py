@@ -1,0 +1,36 @@
+"""Images: transformers' log-probs and gradients of the tower, on every mesh, in rows and packed."""
+
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+
+from tests.support import composites, pool, seeing
+
+pytestmark = pytest.mark.skipif("qwen3_5" not in composites.NAMES, reason="the installed transformers lacks it")
+BOUND = 3e-5
+SP, TP, CP, DP, PP, VP = {"tp": 2, "sp": True}, {"tp": 2}, {"cp": 2}, {}, {"pp": 2}, {"pp": 2, "vp": 2}
+CASES: dict[str, list[Any]] = {
+    "qwen3_5": [(SP, {}), (TP, {"packed": False}), (DP, {"overlap": True}), (VP, {}), (PP, {"packed": False})],
+    "qwen2_5_vl": [(CP, {}), (CP, {"packed": False})],
+}
+"""Of each family, meshes of two ranks, with options of a step."""
+
+
+@cache
+def case(name: str) -> Any:
+    folder = seeing.written(name, Path(mkdtemp()))
+    model = seeing.reference(folder)
+    batch = seeing.batch_of(model.config)
+    return folder, batch, seeing.expected(model, *batch)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_tower_learns_as_in_transformers_on_two_ranks(name: str) -> None:
+    """Replicas have equal bits, although no mean over them is taken here. A row of text has no part in a tower."""
+    folder, batch, wanted = case(name)
+    found = pool.run(2, seeing.steps, folder, CASES[name], batch)
+    for (sizes, options), ranks in zip(CASES[name], zip(*found, strict=True), strict=True):
+        assert seeing.problems(list(ranks), wanted, BOUND) == [], (sizes, options)
