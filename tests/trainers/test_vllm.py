@@ -70,6 +70,29 @@ def test_holds_what_it_cannot_compute(tensor_parallel, tmp_path, monkeypatch):
     ring.close()
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_samples_by_a_map_as_after_loading(family, tmp_path):
+    """Greedy tokens and their log-probs are equal, bit for bit. The map reaches all weights without oneDNN."""
+    hf = configs()[family]
+    models = mb.build_model(hf, dims=mb.ParallelDims(), device="cpu", dtype=torch.float32, load_weights=False)
+    prompts = torch.arange(PROMPTS * PROMPT).view(PROMPTS, PROMPT)
+    engine, said = engine_of(family, hf, 1, "cpu", torch.float32, by_map=True), []
+    try:
+        for number in range(2):
+            state = weights(family, hf, number)
+            mb.load_hf_weights(models, state)
+            ring = feed(engine, models, None, 1)
+            assert engine("by_map") == [(1, "", ())]
+            said.append(engine("generate", prompts, GREEDY, 0, 0.0))
+            held_as_from_files(engine, state, tmp_path / str(number))
+            for ours, loaded in zip(said[-1], engine("generate", prompts, GREEDY, 0, 0.0), strict=True):
+                assert torch.equal(ours, loaded)
+            ring.close()
+    finally:
+        engine.close()
+    assert not torch.equal(said[0][1], said[1][1])
+
+
 def examine(family, hf, engine, folder, workers):
     """After the first round and after the last."""
     models = mb.build_model(hf, dims=mb.ParallelDims(), device="cpu", dtype=torch.float32, load_weights=False)

@@ -42,11 +42,20 @@ class Examined(WeightReceiver):
             pack_experts_again(self.model_runner.model)
         super().load_bucket(number)
 
+    def reload(self, pairs):
+        """As the example does, for a map."""
+        pack_experts_again(self.model_runner.model)
+        super().reload(pairs)
+
     def digests(self):
         """Of all that this worker's model holds, by vLLM's names: fused, cut and in the form that its kernels take."""
         model = self.model_runner.model
         held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         return {name: digest(tensor) for name, tensor in held.items()}
+
+    def by_map(self):
+        """The version of the weights, why they did not come by the map, and what the loader alone writes."""
+        return self._engine.require_whole(), self._engine.reason, self._engine.map.uncovered
 
     @torch.no_grad()
     def load_folder(self, folder):

@@ -54,12 +54,14 @@ def make_engine(fields, dtype, device, tensor_parallel, options):
     elif ranks_per_gpu() > 1:
         os.environ["VLLM_ALLREDUCE_USE_SYMM_MEM"] = "0"
         options = {**options, **SHARING}
-    from vllm import ModelRegistry
+    from vllm import ModelRegistry, _custom_ops
     from vllm_engine import VllmEngine
 
     from tests.workers.rollout_worker import register_configs
 
     register_configs()
+    if device == "cpu" and options.get("by_map"):
+        _custom_ops._supports_onednn = False  # whose kernels have weights in a form of their own, out of reach of a map
 
     class Awake(VllmEngine):
         def sleep(self):
@@ -75,6 +77,11 @@ def make_engine(fields, dtype, device, tensor_parallel, options):
         def load_folder(self, folder):
             """Take all weights from a checkpoint's files."""
             self._llm.collective_rpc("load_folder", args=(folder,))
+            self._llm.reset_prefix_cache()
+
+        def by_map(self):
+            """Whether each worker has its weights by a map, whole: their version, and why not; what goes by loader."""
+            return self._llm.collective_rpc("by_map")
 
         def prompt_log_probs(self, tokens):
             """Of ``tokens`` ``[batch, seq]`` as a prompt: fp32 ``[batch, seq - 1]``."""
