@@ -57,7 +57,13 @@ def read_quantization(note: object) -> Quantization | None:
     if isinstance(fields.get("quantization"), Mapping):  # what ModelOpt writes to a file of its own
         fields = {"quant_method": "modelopt", **fields["quantization"]}
     method = fields.get("quant_method", "modelopt" if "quant_algo" in fields else None)
-    readers = {"fp8": _fp8, "mxfp4": _mxfp4, "compressed-tensors": _compressed, "modelopt": _modelopt}
+    readers = {
+        "fp8": _fp8,
+        "mxfp4": _mxfp4,
+        "compressed-tensors": _compressed,
+        "modelopt": _modelopt,
+        "fbgemm_fp8": _fbgemm,
+    }
     if method not in readers:
         raise _refused("quant_method", method, ", ".join(map(repr, readers)))
     return Quantization(str(method), frozenset(readers[method](fields)))
@@ -67,6 +73,10 @@ def _fp8(fields: Mapping[str, Any]) -> Iterator[tuple[str, Grain]]:
     if fields.get("fmt", "e4m3") not in _E4M3:
         raise _refused("fmt", fields["fmt"], " or ".join(map(repr, _E4M3)))
     yield "fp8", _block(fields.get("weight_block_size", _BLOCK)) or "tensor"
+
+
+def _fbgemm(fields: Mapping[str, Any]) -> Iterator[tuple[str, Grain]]:
+    yield "fp8", "row"
 
 
 def _mxfp4(fields: Mapping[str, Any]) -> Iterator[tuple[str, Grain]]:

@@ -247,8 +247,10 @@ REFUSALS = (
         doge="modeling_doge.DogeDecoderLayer",
     ),
     *_because(
-        "experts of images share tensors with experts of text, so a text model alone cannot be saved",
+        "text has experts of its own, but published files number them together with those of images, and have the "
+        "router biases of both in one tensor; nobody has written rules for a part of a tensor",
         ROUTER,
+        ernie4_5_vl_moe="modeling_ernie4_5_vl_moe.Ernie4_5_VLMoeMoeBlock",
         ernie4_5_vl_moe_text="modeling_ernie4_5_vl_moe.Ernie4_5_VLMoeMoeBlock",
     ),
     Refusal(
@@ -268,7 +270,7 @@ REFUSALS = (
     ),
     Refusal(
         (
-            *("aria", "aya_vision", "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "emu3", "ernie4_5_vl_moe"),
+            *("aria", "aya_vision", "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "emu3"),
             *("gemma3n", "gemma4", "glm_ocr", "granite_speech", "idefics2", "idefics3", "internvl_chat"),
             *("janus", "kimi_vl", "lfm2_vl", "llama4", "mllama", "molmo2", "ovis2", "paligemma", "smolvlm"),
         ),

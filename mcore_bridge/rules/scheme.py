@@ -29,7 +29,10 @@ _CODES = tuple(
     if hasattr(torch, name)
 )
 """Dtypes of codes, which need a scale."""
-_UNUSED = tuple(f".{name}_scale" for name in ("activation", "input", "input_global", "output", "q", "k", "v"))
+_UNUSED = (
+    *(f".{name}_scale" for name in ("activation", "input", "input_global", "output", "q", "k", "v")),
+    *(".qscale_act", ".input_scale_ub"),
+)
 """Name suffixes of the scales of activations. Inference in low precision uses them, and no weight needs them."""
 _COMPANIONS = ("_scale_inv", "_scale_2", "_global_scale", "_scale", "_shape", "_zero_point", "_g_idx", "_scales")
 """Suffixes that scales and other companions of codes add to the name of a weight."""
@@ -143,7 +146,7 @@ def is_unused(name: str) -> bool:
 
 def is_part(spec: TensorSpec) -> bool:
     """Whether a tensor may be a part of an encoded weight, and cannot be used without its companions."""
-    ends = (*_COMPANIONS, *_BESIDE, "_blocks", "_packed")
+    ends = (*_COMPANIONS, *_BESIDE, *_UNUSED, "_blocks", "_packed")
     return spec.name.endswith(ends) or spec.dtype in (*_CODES, torch.uint8)
 
 

@@ -41,6 +41,7 @@ from mcore_bridge.weights.files.safetensors import SafetensorsFile
 from mcore_bridge.weights.files.slice_reader import AnyCopy, SliceCopy, read
 from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.gc_paused import uncollected
+from mcore_bridge.weights.orientation import turned
 from mcore_bridge.weights.provenance import HF, Provenance, dialect_of
 from mcore_bridge.weights.ties import differing, renamed, require_equal
 from mcore_bridge.weights.transfer.copier import compiling
@@ -195,7 +196,7 @@ def _write_all(
     """Write all tensors of a source. Folders and mappings are checked before the first write."""
     mapping = load.bound.mapping
     if not isinstance(source, Mapping):
-        for name, tensor in source:
+        for name, tensor in turned(source, mapping):
             load.check(name, tensor)
             load.write(name, tensor)
         load.check_names(renamed(load.seen, mapping), strict)

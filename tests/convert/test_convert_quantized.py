@@ -75,6 +75,21 @@ def test_a_quantized_folder_becomes_one_of_megatron_core(name: str, tmp_path: Pa
         assert "quantization_config" not in json.loads((tmp_path / folder / "config.json").read_text())
 
 
+@pytest.mark.parametrize(("name", "plain"), [("qwen3_moe", True), ("gpt_oss", False)])
+def test_several_processes_decode_the_same_bytes(name: str, plain: bool, tmp_path: Path) -> None:
+    source(name, tmp_path / "quantized")
+    options: dict[str, Any] = {"plain": plain, "file_bytes": 30_000, "on_event": quiet}
+    for folder, processes in (("one", 1), ("two", 2)):
+        converted = convert(tmp_path / "quantized", tmp_path / folder, num_processes=processes, **options)
+        assert len(converted.conversion.names) > 2
+    one, two = (
+        {path.name: path.read_bytes() for path in (tmp_path / folder).rglob("*.*") if path.name != ".metadata"}
+        for folder in ("one", "two")  # in which torch writes a random number
+    )
+    assert one
+    assert one == two
+
+
 def test_files_for_rlinf_are_plain(tmp_path: Path) -> None:
     _, plain = source("qwen3_moe", tmp_path / "quantized")
     convert_hf_to_mg(str(tmp_path / "quantized"), asked(tmp_path / "mg", tp=2, ep=2, **PLAIN))

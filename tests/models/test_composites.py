@@ -67,6 +67,13 @@ def test_stacks_of_experts_load_in_either_orientation(square: bool, tmp_path: Pa
     with rank_of(ONE, 0, 1):
         models = built(read_config(tmp_path / "source"), {**state, **turned})
         assert all(torch.equal(mb.to_hf_state_dict(models)[name], state[name]) for name in stacks)
+        pairs = {**dict(sorted(state.items(), key=lambda pair: ".experts." in pair[0])), **turned}.items()
+        other = built(read_config(tmp_path / "source"), False)
+        mb.load_hf_weights(other, reversed(pairs))
+        assert all(torch.equal(mb.to_hf_state_dict(other)[name], state[name]) for name in stacks)
+        twice = [pair for pair in pairs if pair[0].endswith(".down_proj")][:1]
+        with pytest.raises(CheckpointError, match=r"down_proj came twice"):
+            mb.load_hf_weights(other, [*twice, *pairs])
 
 
 def respelled_folder(source: Path, folder: Path) -> Path:

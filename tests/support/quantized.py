@@ -16,6 +16,8 @@ from tests.support.strategies import random_state, save
 
 State = dict[str, Tensor]
 LUT = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+OF_ACTIVATIONS = (".activation_scale", ".input_scale", ".input_scale_ub")
+"""What no weight needs."""
 PLAIN = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "block_sparse_moe.gate.", "router", "eh_proj")
 """What nobody quantizes."""
 
@@ -31,7 +33,7 @@ class Format:
         quantizes: which tensors, by name.
     """
 
-    note: dict[str, Any]
+    note: dict[str, Any] | None
     encode: Callable[[Tensor], State]
     decode: Callable[[State, torch.dtype], Tensor]
     quantizes: Callable[[str], bool] = lambda name: name.endswith(".weight")
@@ -140,6 +142,13 @@ def fp8(
 def deepseek(block: tuple[int, int], dtype: torch.dtype = torch.float32, **arguments: Any) -> Format:
     note = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block)}
     return fp8(block, note, dtype=dtype, **arguments)
+
+
+def fbgemm() -> Format:
+    """Meta's files of Llama 3.1 405B."""
+    note = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
+    bound = {".input_scale_ub": torch.tensor([1200.0])}
+    return fp8((1, 0), note, name=".weight_scale", extra=bound)
 
 
 def ministral() -> Format:

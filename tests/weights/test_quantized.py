@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ CASES: dict[str, tuple[Callable[[], Any], Format, torch.dtype, mb.ParallelDims]]
     "nvfp4": (lambda: tiny("qwen3"), quantized.nvfp4("compressed-tensors"), torch.float32, mb.ParallelDims(tp=4)),
     "ministral3": (family("ministral3"), ministral(), torch.float32, mb.ParallelDims(tp=2)),
     "modelopt": (lambda: tiny("llama"), quantized.nvfp4("modelopt"), torch.bfloat16, mb.ParallelDims(tp=2, pp=2)),
+    "fbgemm": (lambda: tiny("llama"), quantized.fbgemm(), torch.bfloat16, mb.ParallelDims(tp=2)),
     "gpt_oss": (family("gpt_oss", **GPT_OSS), mxfp4(), torch.bfloat16, mb.ParallelDims(tp=2, pp=2, ep=2, sp=True)),
 }
 """By family (or what else is particular): its config, how it is published, a dtype, and a mesh."""
@@ -99,7 +101,7 @@ def test_each_rank_holds_its_slices_of_the_decoded_file(name: str, tmp_path: Pat
     expected, _ = on_every_rank(hf, dims, plain, dtype)
     found, report = on_every_rank(read_hf(tmp_path), dims, tmp_path, dtype)
     assert_same(found, expected)
-    assert set(report.ignored) == {each for each in files if each.endswith((".activation_scale", ".input_scale"))}
+    assert set(report.ignored) == {each for each in files if each.endswith(quantized.OF_ACTIVATIONS)}
     assert all(text.endswith(f"] -> {str(dtype).removeprefix('torch.')}") for text in decoded(report).values())
 
 
@@ -119,11 +121,11 @@ def test_mappings_and_pairs_are_decoded_alike(name: str, tmp_path: Path) -> None
         assert_same(found, expected)
         wanted = {each for each, tensor in plain.items() if form.is_quantized(each, tensor)}
         assert decoded(report).keys() == wanted
-        assert set(report.ignored) == {each for each in files if each.endswith((".activation_scale", ".input_scale"))}
+        assert set(report.ignored) == {each for each in files if each.endswith(quantized.OF_ACTIVATIONS)}
 
 
 @pytest.mark.skipif(not zoo.NEWEST, reason="transformers 4 decodes FP8 on GPUs alone")
-@pytest.mark.parametrize("name", [name for name in CASES if name != "modelopt"])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("modelopt", "fbgemm")])
 def test_transformers_decodes_the_same(name: str, tmp_path: Path) -> None:
     """So the formulas that all else here is compared with are its own."""
     hf, form, dtype, _ = case(name)
@@ -137,7 +139,7 @@ def test_transformers_decodes_the_same(name: str, tmp_path: Path) -> None:
 LOGITS = {
     name: [ONE, TWO, *([EXPERTS] if name in ("qwen3_moe", "minimax_m2", "gpt_oss", "kimi_k2") else [])]
     for name in CASES
-    if name not in ("e8m0", "blocks", "nvfp4", "modelopt")
+    if name not in ("e8m0", "blocks", "nvfp4", "modelopt", "fbgemm")
 }
 
 
@@ -199,13 +201,27 @@ def test_a_note_of_modelopt_may_be_in_its_own_file(algorithm: str, tmp_path: Pat
     assert_same(on_every_rank(read_hf(tmp_path), ONE, tmp_path, dtype)[0], expected)
 
 
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, lambda path: path.write_text("{"), Path.mkdir], ids=["FIFO", "half", "dir"]
+)
+def test_a_note_of_modelopt_that_is_no_file_of_json_is_refused(make: Callable[[Path], Any], tmp_path: Path) -> None:
+    hf, form, dtype, _ = case("modelopt")
+    quantized.write(hf, dataclasses.replace(form, note=None), tmp_path, dtype=dtype)
+    make(tmp_path / "hf_quant_config.json")
+    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json (is|must be)"):
+        on_every_rank(read_hf(tmp_path), ONE, tmp_path, dtype)
+
+
 def test_scales_may_have_the_name_that_mistral_gives_them(tmp_path: Path) -> None:
-    """``qscale_weight`` beside ``weight``, one number for each."""
-    form = quantized.fp8(None, ministral().note, name=".qscale_weight")
+    """``qscale_weight`` beside ``weight``, one number for each. No weight needs ``qscale_act``, of activations."""
+    form = quantized.fp8(None, ministral().note, name=".qscale_weight", extra={".qscale_act": torch.tensor(0.5)})
     files, plain = quantized.write(tiny("llama"), form, tmp_path)
     assert any(name.endswith(".qscale_weight") for name in files)
     expected, _ = on_every_rank(tiny("llama"), TWO, plain, torch.float32)
-    assert_same(on_every_rank(read_hf(tmp_path), TWO, tmp_path, torch.float32)[0], expected)
+    for source in (tmp_path, [*reversed(files.items())]):
+        found, report = on_every_rank(read_hf(tmp_path), TWO, source, torch.float32)
+        assert_same(found, expected)
+        assert set(report.ignored) == {name for name in files if name.endswith(".qscale_act")}
 
 
 def test_what_is_saved_is_plain(tmp_path: Path) -> None:

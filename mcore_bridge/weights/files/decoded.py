@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
@@ -16,9 +17,13 @@ from mcore_bridge.rules.encoded import Encoded
 from mcore_bridge.rules.scheme import Held, Scheme, is_part, is_unused, scheme_of, stem_of, unreadable
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.files.positional_io import open_file
 from mcore_bridge.weights.files.safetensors import SafetensorsFile
 
 _NOTE = "quantization_config"
+_MODELOPT = "hf_quant_config.json"
+_NOTE_BYTES = 100_000_000
+"""More than any config has."""
 Stored: TypeAlias = Tensor | Encoded
 """An HF tensor of a source: plain, or to be decoded."""
 
@@ -171,16 +176,26 @@ def quantization_in(folder: Path) -> Quantization | None:
 
     Raises:
         ConfigError: the format is not supported.
+        CheckpointError: ``hf_quant_config.json`` is no file, or no JSON.
     """
-    for name, key in (("config.json", _NOTE), ("hf_quant_config.json", None)):
-        try:
-            fields = json.loads((folder / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # code that needs a config raises elsewhere
-            continue
-        note = fields if key is None else _note_in(fields)
-        if note is not None:
-            return read_quantization(note)
-    return None
+    try:
+        note = _note_in(_json_of(folder / "config.json"))
+    except CheckpointError:  # code that needs a config raises elsewhere
+        note = None
+    if note is None and os.path.lexists(folder / _MODELOPT):
+        note = _json_of(folder / _MODELOPT)
+    return read_quantization(note)
+
+
+def _json_of(path: Path) -> object:
+    with open(open_file(path), "rb") as file:
+        data = file.read(_NOTE_BYTES + 1)
+    try:
+        if len(data) > _NOTE_BYTES:
+            raise ValueError(f"more than {_NOTE_BYTES} bytes")
+        return json.loads(data)
+    except ValueError as error:
+        raise CheckpointError(f"{path} must be JSON, but is not: {error}; copy it again") from None
 
 
 def _note_in(fields: object) -> object:
