@@ -107,7 +107,7 @@ class Blueprint:
 
 
 def make_blueprint(
-    hf: str | os.PathLike[str] | PretrainedConfig,
+    hf: str | os.PathLike[str] | PretrainedConfig | Provenance,
     *,
     dims: ParallelDims,
     dtype: torch.dtype,
@@ -118,10 +118,13 @@ def make_blueprint(
     strict_config: bool = False,
     vision: str = "carried",
 ) -> Blueprint:
-    """Decides and checks everything about a model. Arguments and errors: see ``build_model``."""
+    """Decides and checks everything about a model. Arguments and errors: see ``build_model``.
+
+    A provenance with this head, in place of ``hf``, saves the reading of the folder: for many meshes of one model.
+    """
     check_head(head)
     _require_types(dims, overrides)
-    provenance = provenance_of(hf, head=head)
+    provenance = hf if isinstance(hf, Provenance) else provenance_of(hf, head=head)
     origin = provenance.hf
     architecture = architecture_of(origin)
     _require_release(architecture, origin)

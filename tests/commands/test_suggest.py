@@ -12,8 +12,10 @@ import mcore_bridge as mb
 from mcore_bridge.commands.plan.activations import kept_by_layers
 from mcore_bridge.commands.plan.asked import Batch
 from mcore_bridge.commands.plan.suggest import Suggestion, suggest
+from mcore_bridge.config import hf
 from mcore_bridge.launch.fake_rank import rank_of
 from tests import zoo
+from tests.support import composites
 from tests.support.bounds import ONE
 from tests.support.command import refused, run
 
@@ -43,6 +45,25 @@ def test_suggestions_build_fit_and_come_in_order(tmp_path: Path) -> None:
     assert all(suggestion.memory.total <= limit for suggestion in fewer.suggestions)
     assert len(fewer.suggestions) + len(fewer.too_large) == len(sizes)
     assert {suggestion.dims.ep for suggestion in found(tmp_path, 4, 1e9, ep=2).suggestions} == {2}
+
+
+def test_a_folder_is_read_once_and_a_composite_is_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[Path] = []
+    read_json = hf._read_json
+
+    def counted(path: Path) -> Any:
+        reads.append(path)
+        return read_json(path)
+
+    monkeypatch.setattr(hf, "_read_json", counted)
+    whole = composites.config("qwen3_vl_moe")
+    whole.save_pretrained(tmp_path / "whole")
+    whole.text_config.save_pretrained(tmp_path / "text")
+    searches = [found(tmp_path / name, 4, 1e9) for name in ("whole", "text")]
+    assert reads == [tmp_path / "whole" / "config.json", tmp_path / "text" / "config.json"]
+    ours, text = [[(each.dims, each.memory) for each in search.suggestions] for search in searches]
+    assert ours == text
+    assert len(ours) > 5
 
 
 def assert_a_rank_holds_it(suggestion: Suggestion, folder: Path) -> None:
@@ -81,19 +102,19 @@ def test_autograd_keeps_about_as_much(name: str) -> None:
     """Modules of torch keep more than fused kernels, such as each factor of a norm: from 1.2 to 1.9 times as much."""
     kept: dict[int, float] = {}
     for num_layers in (4, 8):
-        hf = copy.deepcopy(zoo.cases()[name].hf)
-        hf.num_hidden_layers = num_layers
-        if getattr(hf, "layer_types", None):
-            hf.layer_types = (hf.layer_types * 8)[:num_layers]
-        kept[num_layers], config = kept_elements(hf)
+        given = copy.deepcopy(zoo.cases()[name].hf)
+        given.num_hidden_layers = num_layers
+        if getattr(given, "layer_types", None):
+            given.layer_types = (given.layer_types * 8)[:num_layers]
+        kept[num_layers], config = kept_elements(given)
     estimate = sum(kept_by_layers(config)[4:])
     assert 1.2 < (kept[8] - kept[4]) / estimate < 1.9
 
 
-def kept_elements(hf: Any, length: int = 48) -> tuple[float, Any]:
+def kept_elements(config: Any, length: int = 48) -> tuple[float, Any]:
     """Elements for a token in storages that autograd keeps of one forward pass, without parameters and scores."""
     with rank_of(ONE, 0, 1):
-        (model,) = mb.build_model(hf, dims=ONE, dtype=torch.float32, device="cpu", load_weights=False)
+        (model,) = mb.build_model(config, dims=ONE, dtype=torch.float32, device="cpu", load_weights=False)
         parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
         storages: dict[int, torch.UntypedStorage] = {}
 
@@ -115,6 +136,9 @@ def test_the_command_prints_draws_and_refuses(tmp_path: Path) -> None:
     result = run("plan", tmp_path, "--gpus", 4, "--sequence", 64, "--picture", picture)
     assert result.exit_code == 0, result.output
     assert "5 meshes for 4 GPUs of 72 GB" in result.output
+    header = next(line for line in result.output.splitlines() if "mesh " in line)
+    assert header.split() == ["mesh", "DP", "params", "grads", "Adam", "activ.", "logits", "sum", "export"]
+    assert max(map(len, result.output.splitlines())) <= 80
     bars = [title.text or "" for title in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}title")]
     assert sum(bar.startswith("optimizer: ") for bar in bars) == 5
     assert "cannot be used with --layout, --vp" in refused(
@@ -123,4 +147,5 @@ def test_the_command_prints_draws_and_refuses(tmp_path: Path) -> None:
     assert "--tp 3 must divide 4 GPUs" in refused(run("plan", tmp_path, "--gpus", 4, "--tp", 3))
     nothing = run("plan", tmp_path, "--gpus", 2, "--gpu-memory", 1, "--sequence", 100_000_000)
     assert nothing.exit_code == 1
+    assert "--recompute keeps fewer" in nothing.output
     assert "no mesh fits 2 GPUs of 1 GB" in nothing.output

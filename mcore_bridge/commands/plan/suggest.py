@@ -27,6 +27,7 @@ from mcore_bridge.commands.plan.training_memory import (
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import BridgeError, MeshError
 from mcore_bridge.factory.param_count import count_params
+from mcore_bridge.weights.provenance import provenance_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -127,8 +128,10 @@ def suggest(
         MeshError: the given sizes do not divide the GPUs.
     """
 
+    provenance = provenance_of(folder)
+
     def made(dims: ParallelDims) -> Blueprint:
-        return blueprint_of(folder, dims, dtype=dtype, strict_config=strict_config)
+        return blueprint_of(provenance, dims, dtype=dtype, strict_config=strict_config)
 
     single = made(ParallelDims())
     candidates, refused = _candidates(made, meshes(num_gpus, single.config, given))

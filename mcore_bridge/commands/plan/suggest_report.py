@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
 
@@ -17,6 +18,7 @@ from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 
 PARTS = tuple(field.name for field in fields(TrainingMemory))
 _COLORS = dict(zip(PARTS, ("#2a6fb0", "#6aa5d8", "#b8d4ec", "#e59f4c", "#f3d2a8"), strict=True))
+_SHORT = dict(zip(PARTS, ("params", "grads", "Adam", "activ.", "logits"), strict=True))
 _SHOWN = 3  # meshes of one reason
 _LEFT, _TOP, _WIDTH, _ROW, _GAP = 170, 84, 700, 26, 10
 
@@ -30,13 +32,14 @@ def render(search: Search, *, num_gpus: int, gpu_bytes: float, batch: Batch) -> 
         gpu_bytes: what a GPU may hold.
         batch: what one step computes at a time.
     """
-    table = Table(caption=_caption(batch), caption_justify="left")
+    table = Table(caption=_caption(batch), caption_justify="left", box=SIMPLE_HEAD, padding=0)
     rows = [_row(suggestion, num_gpus) for suggestion in search.suggestions]
     for name in rows[0] if rows else ():
-        table.add_column(name, justify="left" if name == "mesh" else "right", no_wrap=True)
+        is_mesh = name == "mesh"
+        table.add_column(name, justify="left" if is_mesh else "right", no_wrap=not is_mesh)
     for row in rows:
         table.add_row(*row.values())
-    return Group(_title(search, num_gpus, gpu_bytes), *([table] if search.suggestions else []), *_others(search))
+    return Group(_title(search, num_gpus, gpu_bytes), *([table] if search.suggestions else []), *_others(search, batch))
 
 
 def draw(search: Search, path: Path, *, num_gpus: int, gpu_bytes: float) -> None:
@@ -76,10 +79,15 @@ def _row(suggestion: Suggestion, num_gpus: int) -> dict[str, str]:
         "mesh": str(dims),
         "DP": str(dims.dp(num_gpus)),
         **({"EDP": str(dims.edp(num_gpus))} if has_experts else {}),
-        **{name: text.num_bytes(getattr(memory, name)) for name in PARTS},
-        "a rank": text.num_bytes(memory.total),
+        **{_SHORT[name]: _gigabytes(getattr(memory, name)) for name in PARTS},
+        "sum": _gigabytes(memory.total),
         "export": f"{suggestion.seconds:.3g} s",
     }
+
+
+def _gigabytes(value: int) -> str:
+    """Without a unit, so that ten columns fit into 80 characters."""
+    return f"{value / 1e9:.{2 if value < 1e10 else 1}f}"
 
 
 def _title(search: Search, num_gpus: int, gpu_bytes: float) -> str:
@@ -93,18 +101,21 @@ def _caption(batch: Batch) -> str:
     recomputed = ", with only the inputs of layers kept" if batch.recompute else ""
     sequences = f"{batch.micro_batch} x {batch.sequence} tokens a microbatch{recomputed}"
     return (
-        f"Bytes of the fullest rank at {sequences}; gradients in fp32, Adam sharded over DP and EDP, flash attention, "
+        f"GB of the fullest rank at {sequences}; gradients in fp32, Adam sharded over DP and EDP, flash attention, "
         "no dropout. Activations and logits are estimates that were not compared with a GPU: leave room. Export: "
         "seconds to receive all weights. Best first: fewest ranks in a replica, then fewest pipeline ranks."
     )
 
 
-def _others(search: Search) -> list[str]:
+def _others(search: Search, batch: Batch) -> list[str]:
     lines = []
     if search.too_large:
         dims, needed = search.too_large[0]
         number = text.plural(len(search.too_large), "mesh")
-        lines.append(f"Too large for a GPU: {number}, of which {dims} needs the least, {text.num_bytes(needed)}.")
+        advice = "" if batch.recompute else " --recompute keeps fewer activations."
+        lines.append(
+            f"Too large for a GPU: {number}, of which {dims} needs the least, {text.num_bytes(needed)}.{advice}"
+        )
     for reason, meshes in search.refused.items():
         lines.append(f"refused: {_meshes(meshes)}: {reason}")
     return ["", *lines] if lines else []

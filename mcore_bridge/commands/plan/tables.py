@@ -20,6 +20,7 @@ from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.unread import notes_on
 from mcore_bridge.weights.dtypes import dtype_name
 from mcore_bridge.weights.plan.target import EngineRank
+from mcore_bridge.weights.provenance import Provenance, provenance_of
 
 if TYPE_CHECKING:
     from mcore_bridge.factory.blueprint import Blueprint
@@ -47,28 +48,31 @@ def plan(
     Raises:
         BridgeError: the config, the mesh or the world size do not fit each other.
     """
-    blueprint = blueprint_of(folder, dims, dtype=dtype, num_mtp_layers=num_mtp_layers, strict_config=strict_config)
+    provenance = provenance_of(folder)
+    blueprint = blueprint_of(provenance, dims, dtype=dtype, num_mtp_layers=num_mtp_layers, strict_config=strict_config)
     return plan_mesh(blueprint, world_size=world_size or dims.smallest_world)
 
 
 def blueprint_of(
-    folder: Path,
+    provenance: Provenance,
     dims: ParallelDims,
     *,
     dtype: torch.dtype | None,
     num_mtp_layers: int = 0,
     strict_config: bool = False,
 ) -> Blueprint:
-    """The blueprint of a model on the meta device. Arguments and errors: see ``plan``."""
-    from mcore_bridge.architecture import read_hf
+    """The blueprint of a model on the meta device. Other arguments and errors: see ``plan``.
+
+    Args:
+        provenance: of the folder, which is read once for all meshes.
+    """
     from mcore_bridge.factory.blueprint import make_blueprint
 
-    hf = read_hf(folder)
-    published = getattr(hf, "dtype", None)
+    published = getattr(provenance.config, "dtype", None)
     dtype = dtype or (published if isinstance(published, torch.dtype) else torch.bfloat16)
     overrides = {"mtp_num_layers": num_mtp_layers or None}
     return make_blueprint(
-        folder, dims=dims, dtype=dtype, device="meta", overrides=overrides, strict_config=strict_config
+        provenance, dims=dims, dtype=dtype, device="meta", overrides=overrides, strict_config=strict_config
     )
 
 
