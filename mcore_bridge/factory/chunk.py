@@ -106,11 +106,25 @@ def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     replace_output_layer(chunk, blueprint.hf, head=blueprint.provenance.head)
     initialise_head(chunk, seed)
     initialise_mtp(chunk, seed)
-    if blueprint.provenance.whole is not None:
+    if blueprint.provenance.tower:
+        _give_sight(chunk, blueprint, seed)
+    elif blueprint.provenance.whole is not None:
         take_padded_rows(chunk)
-        if chunk.pre_process and blueprint.provenance.tower:
-            chunk.vision = _tower(blueprint, seed)
     chunk.bridge = blueprint.provenance
+
+
+def _give_sight(chunk: GPTModel, blueprint: Blueprint, seed: int) -> None:
+    """Gives the first stage a tower. Later stages compute positions as transformers does, without one."""
+    from mcore_bridge.factory.seeing import see
+
+    whole = blueprint.provenance.whole
+    assert whole is not None
+    if chunk.pre_process:
+        chunk.vision = composite = _tower(blueprint, seed)
+    else:
+        composite = build_tower(whole, dtype=blueprint.dtype, device=torch.device("meta"))
+    (first,) = (stage for stage in blueprint.stages if stage.embedding)
+    see(chunk, composite, num_layers=len(first.layers))
 
 
 def _tower(blueprint: Blueprint, seed: int) -> nn.Module:

@@ -20,6 +20,7 @@ from mcore_bridge.batches.padded_rows import OF_OTHER_PARTS, as_own_tokens, inpu
 from mcore_bridge.batches.whole_rows import WholeRows, whole_rows
 from mcore_bridge.errors import BatchError
 from mcore_bridge.factory.modules.caught import Caught, Embed, called
+from mcore_bridge.factory.modules.deepstack import carried, take_features
 from mcore_bridge.factory.modules.fitting import MisfitError, fitting, misfit, no_placeholder, token_types
 from mcore_bridge.factory.modules.mrope import MultimodalRotary, take_positions, text_positions
 from mcore_bridge.factory.modules.touched import touched
@@ -33,18 +34,24 @@ _TYPES = ("mm_token_type_ids", "token_type_ids")
 """Arguments that say of each token whether it is text (0), of an image (1) or of a video (2)."""
 
 
-def see(chunk: GPTModel, composite: nn.Module) -> None:
+def see(chunk: GPTModel, composite: nn.Module, *, num_layers: int) -> None:
     """Make a chunk take images, in rows or packed, with any form of inputs that ``whole_rows`` knows.
 
     Args:
         chunk: of any stage. That of the first stage has the composite as ``vision``.
         composite: transformers' base model, whose language model is ``Caught``. After the first stage its tower is
             never run, and may be on the meta device.
+        num_layers: the layers of the first stage.
+
+    Raises:
+        MeshError: features of the tower would be added to layers of a later stage.
     """
     caught = composite.language_model
     assert isinstance(caught, Caught)
     if caught.recompose is not None:
         take_positions(chunk, caught.recompose)
+    if depths := getattr(composite.config.vision_config, "deepstack_visual_indexes", ()):  # type: ignore[union-attr]
+        take_features(chunk, len(depths), num_layers)
     chunk.image_inputs = frozenset(filter(lambda name: name.startswith(OF_OTHER_PARTS), _arguments(composite)))
     chunk.register_forward_pre_hook(functools.partial(_see, composite), with_kwargs=True)
 
@@ -170,8 +177,19 @@ def _decoder_inputs(chunk: Any, rows: WholeRows, call: dict[str, Any]) -> dict[s
     if isinstance(getattr(chunk, "rotary_pos_emb", None), MultimodalRotary):
         inputs["position_ids"] = _positions(rows, call.get("position_ids"))
     if chunk.pre_process:
-        inputs["decoder_input"] = touched(_hidden(chunk, rows.own(call["inputs_embeds"])), _trained(chunk))
+        hidden = _hidden(chunk, rows.own(call["inputs_embeds"]))
+        if (features := call.get("deepstack_visual_embeds")) is not None:
+            where = call["visual_pos_masks"]
+            spread = [_hidden(chunk, rows.own(_at(each, where, call["inputs_embeds"]))) for each in features]
+            hidden, extra = carried(hidden, spread)
+            inputs["extra_block_kwargs"] = {"attention_bias": extra}
+        inputs["decoder_input"] = touched(hidden, _trained(chunk))
     return inputs
+
+
+def _at(features: Tensor, where: Tensor, hidden: Tensor) -> Tensor:
+    """Features ``[n, h]`` at the n places of ``where`` ``[b, s]``, and zeros elsewhere: ``[b, s, h]``."""
+    return torch.zeros_like(hidden).index_put(tuple(where.nonzero(as_tuple=True)), features.to(hidden.dtype))
 
 
 def _positions(rows: WholeRows, positions: Tensor | None) -> Tensor:

@@ -12,8 +12,10 @@ from tests.support import composites, pool, seeing
 pytestmark = pytest.mark.skipif("qwen3_5" not in composites.NAMES, reason="the installed transformers lacks it")
 BOUND = 3e-5
 SP, TP, CP, DP, PP, VP = {"tp": 2, "sp": True}, {"tp": 2}, {"cp": 2}, {}, {"pp": 2}, {"pp": 2, "vp": 2}
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 CASES: dict[str, list[Any]] = {
     "qwen3_5": [(SP, {}), (TP, {"packed": False}), (DP, {"overlap": True}), (VP, {}), (PP, {"packed": False})],
+    "qwen3_vl": [(SP, {"overrides": RECOMPUTED}), (CP, {})],
     "qwen2_5_vl": [(CP, {}), (CP, {"packed": False})],
 }
 """Of each family, meshes of two ranks, with options of a step."""

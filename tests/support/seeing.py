@@ -31,6 +31,8 @@ def config(model_type: str, **text: Any) -> Any:
         setattr(hf, name, SPECIAL[name])
     if hasattr(hf.vision_config, "window_size"):
         hf.vision_config.window_size = 56  # two by two features
+    if hasattr(hf.vision_config, "deepstack_visual_indexes"):
+        hf.vision_config.depth, hf.vision_config.deepstack_visual_indexes = 3, [1, 2]
     return hf
 
 
@@ -130,22 +132,7 @@ def loss(log_probs: Tensor, rows: Any) -> Tensor:
 
 def built(folder: Path, dims: mb.ParallelDims, **options: Any) -> list[Any]:
     """This rank's chunks in fp32, with a tower that is trained."""
-    from safetensors.torch import load_file
-
-    from mcore_bridge.factory.seeing import see
-    from mcore_bridge.factory.tower import build_tower
-
-    chunks = mb.build_model(folder, dims=dims, dtype=torch.float32, device="cpu", **options)
-    for chunk in chunks:
-        chunk._forward_pre_hooks.clear()
-        chunk._forward_pre_hooks_with_kwargs.clear()
-        tower = build_tower(chunk.bridge.whole, dtype=torch.float32, device=torch.device("cpu"))
-        if chunk.pre_process:
-            chunk.vision = tower
-            state = load_file(Path(folder) / "model.safetensors")
-            tower.load_state_dict({k.removeprefix("model."): v for k, v in state.items() if "visual." in k})
-        see(chunk, tower)
-    return chunks
+    return mb.build_model(folder, dims=dims, dtype=torch.float32, device="cpu", vision="train", **options)
 
 
 def step(

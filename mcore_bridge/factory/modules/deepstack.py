@@ -1,0 +1,97 @@
+"""Deepstack: features of several depths of a tower, which are added behind the first layers of the text.
+
+megatron-core has no place for them. They travel in ``attention_bias``, which it hands to each layer, also when it
+recomputes one. An object of its own for each microbatch keeps microbatches apart.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mcore_bridge.errors import MeshError
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """What a microbatch brings to each layer, in the place of ``attention_bias``.
+
+    Attributes:
+        features: ``[s, b, h]`` each: feature ``i`` is added behind layer ``i``.
+    """
+
+    features: Sequence[Tensor]
+
+
+def take_features(chunk: GPTModel, count: int, num_layers: int) -> None:
+    """Make the first ``count`` layers of the model add what a microbatch carries.
+
+    Args:
+        chunk: of any stage.
+        count: the number of features of the tower.
+        num_layers: the layers of the first stage, whose ranks alone have features.
+
+    Raises:
+        MeshError: the first stage has fewer layers than features.
+    """
+    if count > num_layers:
+        raise MeshError(
+            f"the first pipeline stage must have at least {count} layers, one for each depth of the tower whose "
+            f"features are added to the text, found {num_layers}: use fewer stages, or a layout"
+        )
+    for layer in chunk.decoder.layers:
+        layer.__class__ = deepstacked(layer.__class__)
+
+
+@functools.cache
+def deepstacked(layer: type) -> type:
+    """A subclass of ``layer`` that adds its feature, if a microbatch carries one."""
+    return type(f"{layer.__name__}OfDeepstack", (Deepstacked, layer), {"__doc__": Deepstacked.__doc__})
+
+
+class Deepstacked(nn.Module):
+    """A transformer layer behind which a feature of the tower is added, if a microbatch carries one."""
+
+    def forward(self, *args: Any, attention_bias: Any = None, **kwargs: Any) -> Any:
+        if not isinstance(attention_bias, Carried):
+            return super().forward(*args, attention_bias=attention_bias, **kwargs)
+        hidden, *rest = super().forward(*args, attention_bias=None, **kwargs)
+        index = int(self.layer_number) - 1  # type: ignore[arg-type]
+        features = attention_bias.features
+        return hidden + features[index] if index < len(features) else hidden, *rest
+
+
+def carried(hidden: Tensor, features: Sequence[Tensor]) -> tuple[Tensor, Carried]:
+    """``hidden`` itself, and its features for the layers. Gradients of features arrive with that of ``hidden``.
+
+    A layer that is recomputed runs its backward apart. If it just captured a feature, it would run the backward of the
+    tower, once for each such layer. So layers get leaves, and their gradients go on when all layers are done.
+
+    Args:
+        hidden: the input of the first layer, ``[s, b, h]``.
+        features: of the same shape.
+    """
+    if not torch.is_grad_enabled() or not any(each.requires_grad for each in features):
+        return hidden, Carried(features)
+    leaves = [each.detach().requires_grad_() for each in features]
+    output: Tensor = _Port.apply(hidden, leaves, *features)
+    return output, Carried(leaves)
+
+
+class _Port(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, leaves: list[Tensor], *features: Tensor) -> Tensor:
+        ctx.leaves = leaves
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None, *(leaf.grad for leaf in ctx.leaves)  # all layers are behind us
