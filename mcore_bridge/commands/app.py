@@ -11,7 +11,7 @@ from rich.console import Console
 
 from mcore_bridge import __version__
 from mcore_bridge.commands import as_json
-from mcore_bridge.commands.options import Cp, Debug, Ep, Etp, Folder, Json, Layout, Mtp, Pp, Sp, Strict, Tp, Vp
+from mcore_bridge.commands.options import Cp, Debug, Ep, Etp, Folder, Json, Layout, Mtp, Pp, Sp, Strict, Tp, Vision, Vp
 from mcore_bridge.commands.plan.asked import BANDWIDTH, Batch
 from mcore_bridge.commands.running import Answer, in_options, options_of, running, uncompiled
 from mcore_bridge.errors import ConfigError
@@ -135,6 +135,7 @@ def plan_command(
     sp: Sp = False,
     layout: Layout = None,
     mtp: Mtp = 0,
+    vision: Vision = "carried",
     world: Annotated[
         int | None, typer.Option(min=1, help="Ranks of the whole job; by default those of one replica.")
     ] = None,
@@ -185,9 +186,8 @@ def plan_command(
         from mcore_bridge.weights.plan.target import engine_ranks
 
         dims = ParallelDims(tp=tp, pp=pp, vp=vp, cp=cp, ep=ep, etp=etp, sp=sp, layout=layout)
-        mesh_plan = plan(
-            folder, dims, dtype=_dtype(dtype), world_size=world, num_mtp_layers=mtp, strict_config=strict_config
-        )
+        also: dict[str, Any] = {"num_mtp_layers": mtp, "vision": vision, "strict_config": strict_config}
+        mesh_plan = plan(folder, dims, dtype=_dtype(dtype), world_size=world, **also)
         sizes = engine_tp or 1, engine_pp or 1, engine_ep or 1
         asked = engine_tp or engine_pp or engine_ep
         engine = engine_ranks(tp=sizes[0], pp=sizes[1], ep=sizes[2]) if asked else ()
@@ -222,6 +222,7 @@ def _suggest(
             dtype=_dtype(options["dtype"]),
             bandwidth=options["bandwidth"],
             strict_config=options["strict_config"],
+            vision=options["vision"],
             on_plan=lambda number, dims: status.update(f"planning suggestion {number + 1}: {dims}"),
         )
     reasons = {in_options(reason, options_of(context)): meshes for reason, meshes in search.refused.items()}

@@ -16,6 +16,8 @@ Cp     = Annotated[int,  typer.Option(help="Context parallel size.")]
 Ep     = Annotated[int,  typer.Option(help="Expert parallel size.")]
 Etp    = Annotated[int,  typer.Option(help="Tensor parallel size of the experts.")]
 Mtp    = Annotated[int,  typer.Option(min=0, help="Number of MTP layers (multi-token prediction) to build.")]
+Vision = Annotated[str,  typer.Option(
+    help='A composite\'s models of images: "train" or "frozen" with them, "carried" without.')]
 Sp     = Annotated[bool, typer.Option("--sp", help="Sequence parallelism; needs --tp above 1.")]
 Layout = Annotated[str | None, typer.Option(
     help='"balanced": layers split by bytes; or an explicit layout of megatron-core, such as "Ett|tttL".')]

@@ -11,6 +11,7 @@ from torch import nn
 
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.weights.model_tensors import held_tensors
+from mcore_bridge.weights.provenance import TOWER
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -55,6 +56,7 @@ def _elsewhere(chunk: GPTModel) -> Iterator[str]:
     config = chunk.config
     if config.pipeline_model_parallel_size == 1:
         return
+    yield from (f"{TOWER}{spec.name}" for spec in chunk.bridge.tower)
     for rule in chunk.bridge.mapping(tied=chunk.share_embeddings_and_output_weights).rules:
         if rule.mcore.startswith("decoder.layers.*"):
             yield from (rule.mcore.replace("*", str(layer), 1) for layer in range(config.num_layers))

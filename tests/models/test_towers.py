@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import mcore_bridge as mb
+from mcore_bridge.commands.plan.tables import layers_of, plan
+from mcore_bridge.commands.plan.training_memory import counted_sizes, rank_sizes
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.factory.blueprint import make_blueprint
 from mcore_bridge.factory.param_count import count_params
@@ -18,6 +20,8 @@ from tests.support.bounds import ONE
 from tests.support.composites import assert_same
 from tests.support.written_weights import read
 
+VISIONS = ("carried", "frozen", "train")
+SIZES = ("num_parameters", "num_bytes")
 EXPERTS = mb.ParallelDims(ep=2)
 MESHES = (mb.ParallelDims(tp=2, sp=True), mb.ParallelDims(pp=2))
 
@@ -68,6 +72,27 @@ def test_a_part_of_a_frozen_tower_is_trained_and_each_tensor_is_accounted_for(tm
         with pytest.raises(CheckpointError, match=f"{name} has shape"):
             mb.load_hf_weights(models, {**state, name: state[name].mT})
         mb.load_hf_weights(mb.build_model(tmp_path, **build), state)
+
+
+@pytest.mark.skipif(not towers.NAMES, reason="the installed transformers is too old")
+@pytest.mark.parametrize("name", ["qwen3_5", "gemma3"])
+def test_a_plan_and_a_balanced_layout_count_the_tower_on_the_first_stage(name: str, tmp_path: Path) -> None:
+    """Whole for each tensor-parallel rank; a frozen one needs neither gradients nor an optimizer."""
+    tiny.written(name, tmp_path)
+    dims = mb.ParallelDims(tp=2, pp=2, layout="balanced")
+    plans = {vision: plan(tmp_path, dims, dtype=torch.float32, world_size=None, vision=vision) for vision in VISIONS}
+    text, seeing = plans["carried"], plans["train"]
+    (tower,) = (cell for chunks in seeing.ranks for chunk in chunks for cell in chunk.cells if cell.name == "tower")
+    assert tower.num_parameters == seeing.blueprint.counts.tower
+    assert tower in seeing.ranks[0][0].cells
+    assert len(seeing.ranks[0][0].stage.layers) < len(text.ranks[0][0].stage.layers)
+    assert "V E" in layers_of(seeing.ranks[0][0])
+    for vision, planned in plans.items():
+        counted = counted_sizes(planned.blueprint, planned.blueprint.counts)
+        trained, kept = ([getattr(size, field) for size in rank_sizes(planned)] for field in SIZES)
+        assert trained[0] == pytest.approx(counted[0].num_parameters, rel=0.02), vision
+        assert kept[0] == pytest.approx(counted[0].num_bytes, rel=0.02)
+        assert (kept[0] != 4 * trained[0]) == (vision == "frozen")
 
 
 @pytest.mark.parametrize(

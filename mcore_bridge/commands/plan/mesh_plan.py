@@ -16,7 +16,6 @@ from torch import nn
 
 from mcore_bridge.commands.plan.replicas import replicas
 from mcore_bridge.config.mesh.pipeline import Stage
-from mcore_bridge.factory.param_count import count_params
 from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import WeightMapping
@@ -26,6 +25,7 @@ from mcore_bridge.weights.bound import BoundModel, bind
 from mcore_bridge.weights.plan.export_plan import ExportPlan
 from mcore_bridge.weights.plan.gather import plan_export
 from mcore_bridge.weights.plan.inventory import Inventory
+from mcore_bridge.weights.provenance import TOWER
 
 if TYPE_CHECKING:
     from mcore_bridge.factory.blueprint import Blueprint
@@ -78,6 +78,11 @@ class Chunk(HeldTensors):
     def num_mtp_layers(self) -> int:
         """MTP layers that a rank holds."""
         return count_mtp_layers(held.name for held in self.held)
+
+    @property
+    def has_tower(self) -> bool:
+        """Whether a rank holds the composite's models of images."""
+        return any(held.name.startswith(TOWER) for held in self.held)
 
 
 class Replica(NamedTuple):
@@ -150,7 +155,7 @@ class _Layers:
 
     def __init__(self, blueprint: Blueprint) -> None:
         self._blueprint = blueprint
-        self._sizes = count_params(blueprint.hf).layers
+        self._sizes = blueprint.counts.layers
         self._known: dict[object, tuple[list[TensorSpec], list[TensorSpec]]] = {}
 
     def learn(self, stage: Stage, bound: BoundModel) -> Chunk:
@@ -200,13 +205,14 @@ def _build(blueprint: Blueprint) -> list[BoundModel]:
     from mcore_bridge.factory.build import build_model
 
     models = build_model(
-        blueprint.hf,
+        blueprint.provenance.config,
         dims=blueprint.dims,
         dtype=blueprint.dtype,
         device=blueprint.device,
         backend=blueprint.backend,
         overrides={"mtp_num_layers": blueprint.config.mtp_num_layers},
         load_weights=False,
+        vision=blueprint.provenance.vision,
     )
     return list(map(bind, models))
 
@@ -217,4 +223,6 @@ def _cell_name(held: TensorSpec) -> str:
         return str(layer)
     if (number := mtp_layer_of(held.name)) is not None:
         return f"mtp {number}"
+    if held.name.startswith(TOWER):
+        return "tower"
     return "embedding" if held.name.startswith("embedding.") else "output"

@@ -19,7 +19,7 @@ _WIDTH = 960  # of the widest row
 _ROW, _GAP = 26, 8  # height of a row, and space between two
 _BETWEEN = 3  # space between two bars of a row
 _DIGIT = 6.4  # width of a character at font size 11
-_ENDS = {"embedding": "E", "mtp": "M", "output": "L"}
+_ENDS = {"tower": "V", "embedding": "E", "mtp": "M", "output": "L"}
 
 
 def write_svg(plan: MeshPlan, path: Path) -> None:
@@ -54,10 +54,11 @@ def _short(line: str) -> str:
 def _subtitle(plan: MeshPlan) -> str:
     dims, world_size = plan.blueprint.dims, plan.world_size
     alike = text.plural(world_size // dims.pp, "rank")
+    tower = "the models of images (V), " if plan.blueprint.provenance.tower else ""
     mtp = "multi-token prediction (M), " if plan.blueprint.config.mtp_num_layers else ""
     return (
         f"A row is a pipeline rank ({alike} of it hold as much), a colour a stage, a cell a layer. "
-        f"Darker cells: the embedding (E), {mtp}the final norm and output layer (L)."
+        f"Darker cells: {tower}the embedding (E), {mtp}the final norm and output layer (L)."
     )
 
 

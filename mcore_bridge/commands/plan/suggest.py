@@ -26,7 +26,6 @@ from mcore_bridge.commands.plan.training_memory import (
 )
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import BridgeError, MeshError
-from mcore_bridge.factory.param_count import count_params
 from mcore_bridge.weights.provenance import provenance_of
 
 if TYPE_CHECKING:
@@ -102,6 +101,7 @@ def suggest(
     batch: Batch,
     dtype: torch.dtype | None = None,
     strict_config: bool = False,
+    vision: str = "carried",
     count: int = 5,
     bandwidth: float = BANDWIDTH,
     on_plan: Callable[[int, ParallelDims], object] = lambda number, dims: None,
@@ -118,7 +118,7 @@ def suggest(
         given: sizes that are not searched, by axis.
         batch: what one step computes at a time.
         dtype: of the parameters. None: that of the config, or bfloat16.
-        strict_config: as for ``build_model``.
+        strict_config, vision: as for ``build_model``.
         count: the number of suggestions at most.
         bandwidth: GB/s that a rank receives in an export.
         on_plan: called before a mesh is planned in full, with the number of suggestions so far.
@@ -131,14 +131,14 @@ def suggest(
     provenance = provenance_of(folder)
 
     def made(dims: ParallelDims) -> Blueprint:
-        return blueprint_of(provenance, dims, dtype=dtype, strict_config=strict_config)
+        return blueprint_of(provenance, dims, dtype=dtype, strict_config=strict_config, vision=vision)
 
     single = made(ParallelDims())
     candidates, refused = _candidates(made, meshes(num_gpus, single.config, given))
     if not candidates and not refused:
         sizes = ", ".join(f"{axis}={size}" for axis, size in given.items())
         raise MeshError(f"{sizes} must divide {num_gpus} GPUs: leave sizes out to search them, or change the GPUs")
-    counts = count_params(single.hf)
+    counts = single.counts
 
     def order(blueprint: Blueprint) -> tuple[int, ...]:
         memory = training_memory(blueprint, counted_sizes(blueprint, counts), world_size=num_gpus, batch=batch).total

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Group
@@ -34,6 +34,7 @@ def plan(
     world_size: int | None,
     num_mtp_layers: int = 0,
     strict_config: bool = False,
+    vision: str = "carried",
 ) -> MeshPlan:
     """Plans a mesh for a model, from its config alone.
 
@@ -43,13 +44,13 @@ def plan(
         dtype: of the parameters. None: that of the config, or bfloat16.
         world_size: of the job. None: the smallest world of the mesh.
         num_mtp_layers: the number of MTP layers.
-        strict_config: as for ``build_model``.
+        strict_config, vision: as for ``build_model``.
 
     Raises:
         BridgeError: the config, the mesh or the world size do not fit each other.
     """
-    provenance = provenance_of(folder)
-    blueprint = blueprint_of(provenance, dims, dtype=dtype, num_mtp_layers=num_mtp_layers, strict_config=strict_config)
+    asked: dict[str, Any] = {"num_mtp_layers": num_mtp_layers, "strict_config": strict_config, "vision": vision}
+    blueprint = blueprint_of(provenance_of(folder), dims, dtype=dtype, **asked)
     return plan_mesh(blueprint, world_size=world_size or dims.smallest_world)
 
 
@@ -60,6 +61,7 @@ def blueprint_of(
     dtype: torch.dtype | None,
     num_mtp_layers: int = 0,
     strict_config: bool = False,
+    vision: str = "carried",
 ) -> Blueprint:
     """The blueprint of a model on the meta device. Other arguments and errors: see ``plan``.
 
@@ -70,10 +72,9 @@ def blueprint_of(
 
     published = getattr(provenance.config, "dtype", None)
     dtype = dtype or (published if isinstance(published, torch.dtype) else torch.bfloat16)
+    asked: dict[str, Any] = {"strict_config": strict_config, "vision": vision}
     overrides = {"mtp_num_layers": num_mtp_layers or None}
-    return make_blueprint(
-        provenance, dims=dims, dtype=dtype, device="meta", overrides=overrides, strict_config=strict_config
-    )
+    return make_blueprint(provenance, dims=dims, dtype=dtype, device="meta", overrides=overrides, **asked)
 
 
 def render(mesh_plan: MeshPlan, engine: Sequence[EngineRank] = (), *, bandwidth: float = BANDWIDTH) -> Group:
@@ -101,7 +102,13 @@ def layers_of(chunk: Chunk) -> str:
     """The layers of a chunk as text: ``E 0-7``, ``8-15``, ``56-63 M L``, ``-``."""
     stage, layers = chunk.stage, chunk.stage.layers
     middle = f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else "".join(map(str, layers))
-    words = ["E"] * stage.embedding + [middle] * bool(middle) + ["M"] * chunk.num_mtp_layers + ["L"] * stage.loss
+    words = (
+        ["V"] * chunk.has_tower
+        + ["E"] * stage.embedding
+        + [middle] * bool(middle)
+        + ["M"] * chunk.num_mtp_layers
+        + ["L"] * stage.loss
+    )
     return " ".join(words) or "-"
 
 
@@ -142,11 +149,12 @@ def _caption(mesh_plan: MeshPlan) -> str:
     totals = [sum(chunk.num_bytes for chunk in chunks) for chunks in mesh_plan.ranks]
     alike = text.plural(world_size // dims.pp, "rank")
     mtp = ", M a layer of multi-token prediction" if mesh_plan.blueprint.config.mtp_num_layers else ""
+    tower = ", V the models of images" if mesh_plan.blueprint.provenance.tower else ""
     return (
         f"Numbers of one rank; {alike} of each stage hold as much (TP{dims.tp} CP{dims.cp} "
         f"DP{dims.dp(world_size)}{_expert_axes(mesh_plan)}). Over its chunks a rank holds "
         f"{text.num_bytes(min(totals))} to {text.num_bytes(max(totals))}; the largest tensor is {_largest(mesh_plan)}. "
-        f"E is the embedding, L the final norm and the output layer{mtp}.{_experts(mesh_plan)}{_layout(dims)}"
+        f"E is the embedding, L the final norm and the output layer{mtp}{tower}.{_experts(mesh_plan)}{_layout(dims)}"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ from mcore_bridge.commands.plan.activations import kept_by_layers, kept_by_outpu
 
 if TYPE_CHECKING:
     from mcore_bridge.commands.plan.asked import Batch
-    from mcore_bridge.commands.plan.mesh_plan import MeshPlan
+    from mcore_bridge.commands.plan.mesh_plan import Chunk, MeshPlan
     from mcore_bridge.config.mesh.parallel_dims import ParallelDims
     from mcore_bridge.config.mesh.pipeline import Stage
     from mcore_bridge.factory.blueprint import Blueprint
@@ -24,7 +24,7 @@ OPTIMIZER = 12
 
 @dataclass(frozen=True, slots=True)
 class RankSize:
-    """What a rank holds of the model: numbers of parameters, and bytes with buffers."""
+    """What a rank holds of the model: numbers of parameters that are trained, and bytes of all tensors."""
 
     num_parameters: int
     num_expert_parameters: int
@@ -35,7 +35,7 @@ def rank_sizes(mesh_plan: MeshPlan) -> list[RankSize]:
     """By pipeline rank, from the models that megatron-core builds."""
     return [
         RankSize(
-            sum(chunk.num_parameters for chunk in chunks),
+            sum(chunk.num_parameters for chunk in chunks) - _num_frozen(mesh_plan.blueprint, chunks),
             sum(chunk.experts.num_parameters for chunk in chunks),
             sum(chunk.num_bytes for chunk in chunks),
         )
@@ -62,8 +62,17 @@ def counted_sizes(blueprint: Blueprint, counts: ParamCounts) -> list[RankSize]:
         dense += counts.embedding * any(stage.embedding for stage in stages)
         dense += has_loss * (counts.lm_head + counts.rest + counts.embedding * is_tied)
         numel = dense // dims.tp + experts // (dims.ep * dims.etp)
-        sizes.append(RankSize(numel, experts // (dims.ep * dims.etp), numel * blueprint.dtype.itemsize))
+        tower = counts.tower * any(stage.embedding for stage in stages)
+        trained = numel + tower * (blueprint.provenance.vision != "frozen")
+        num_bytes = (numel + tower) * blueprint.dtype.itemsize
+        sizes.append(RankSize(trained, experts // (dims.ep * dims.etp), num_bytes))
     return sizes
+
+
+def _num_frozen(blueprint: Blueprint, chunks: Iterable[Chunk]) -> int:
+    if blueprint.provenance.vision != "frozen":
+        return 0
+    return sum(spec.numel for spec in blueprint.provenance.tower) * any(chunk.has_tower for chunk in chunks)
 
 
 @dataclass(frozen=True, slots=True)
