@@ -3,14 +3,16 @@
 # make quick: what breaks most easily, in under two minutes.
 # make test: the whole suite.        make check: linters and types.        make docs: what is generated in docs/.
 # make site: the pages of docs/ as a site in build/site, offline.       make links: the links from it to other sites.
+# make package: the wheel and the sdist, built, installed in a clean environment and used there.
 # make mutants: how many small mistakes in the code the suite finds; an hour or two of one core.
 #
 # All set up a virtual environment of pinned versions first. Variables:
-#   PYTHON       an interpreter of Python 3.11 or 3.12; it also chooses the constraints
+#   PYTHON       an interpreter of Python 3.11, 3.12 or 3.13; it also chooses the constraints
 #   VENV         where the environment is
 #   TORCH_INDEX  where torch comes from, such as https://download.pytorch.org/whl/cpu, which saves some 4 GB of CUDA
 #                libraries on Linux; without it, from where pip finds it
 #   PYTEST       further arguments of pytest
+#   PACKAGE      `--extras` to find releases for all extras too, which needs a network
 #   MUTANTS      arguments of the mutation tests, such as `--count 50 --seed 2`
 #   JOBS         how many test files run at once; 0 for tests on GPUs, each of which takes all of them
 PYTHON      ?= python3.11
@@ -18,6 +20,7 @@ VENV        ?= .venv
 TORCH_INDEX ?=
 PYTEST      ?=
 JOBS        ?= 3
+PACKAGE     ?=
 MUTANTS     ?=
 
 BIN         := $(VENV)/bin
@@ -30,7 +33,7 @@ REAL        := demo/smollm2
 export PIP_CONSTRAINT := $(CONSTRAINTS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-real quick test check docs site links mutants clean
+.PHONY: demo demo-real quick test check docs site links package mutants clean
 
 demo: $(VENV)/.demo $(DEMO)/config.json
 	$(BIN)/mcore-bridge verify $(DEMO) --tp 2 --pp 2 --vp 2
@@ -61,6 +64,9 @@ site: $(VENV)/.site
 
 links: $(VENV)/.site
 	$(BIN)/python -m sphinx --keep-going --quiet -b linkcheck -c docs . build/links
+
+package: $(VENV)/.dev
+	$(BIN)/python .ci/package.py $(PACKAGE)
 
 mutants: $(VENV)/.mutants
 	$(BIN)/python -m tests.mutation $(MUTANTS)

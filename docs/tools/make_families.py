@@ -65,8 +65,9 @@ def summary() -> str:
     composites = f"- **Images or sound and text**, of which the text is built: {len(registered_composites())} families."
     families_of = sum(len(refusal.model_types) for refusal in refusals())
     notes = f"""
-Of {count} published configs [{loading} load as they are](docs/reference/checkpoints_published.md), FP8 and four-bit
-ones among them. {families_of} more families are [refused by name](docs/reference/refused.md), with the reason. The
+Of {count} published configs [{loading} are taken as they are](docs/reference/checkpoints_published.md). Among them are
+those of weights in [FP8, NVFP4, MXFP4 and int4 of compressed-tensors](docs/guide/quantized.md), but not of AWQ, GPTQ
+and bitsandbytes. {families_of} more families are [refused by name](docs/reference/refused.md), with the reason. The
 [table of families](docs/reference/families.md) says what each is, and lists its weights."""
     return "\n".join([*(_wrapped(line) for line in [*lists, composites]), notes])
 

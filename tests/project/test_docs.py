@@ -91,6 +91,10 @@ def test_versions_are_said_once() -> None:
         assert len(found) == 2
         for bound, version in zip(TESTED[name], sorted(found), strict=True):
             assert f"{version}.".startswith(f"{bound}."), (name, version)
+    assert f"Programming Language :: Python :: {TESTED['python'][1]}" in pyproject
+    newest = [(ROOT / "constraints" / name).read_text().splitlines() for name in ("py312-newest.txt", "py313.txt")]
+    same = [[line for line in lines if not line.startswith("#")] for lines in newest]
+    assert same[0] == same[1]
 
 
 def test_ascii_only() -> None:
