@@ -1,15 +1,18 @@
 """Towers: transformers' models of images, on the first stage, go round under published names."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import mcore_bridge as mb
 from mcore_bridge.commands.plan.tables import layers_of, plan
 from mcore_bridge.commands.plan.training_memory import counted_sizes, rank_sizes
+from mcore_bridge.config.hf import read_config
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.factory.blueprint import make_blueprint
 from mcore_bridge.factory.param_count import count_params
@@ -38,6 +41,34 @@ def test_a_tower_goes_round_and_is_the_one_of_transformers(name: str, tmp_path: 
     for tower in held:
         assert tower.keys() == theirs.keys()
         assert all(torch.equal(tensor, theirs[key]) for key, tensor in tower.items())
+
+
+@pytest.mark.skipif(not towers.NAMES, reason="the installed transformers is too old")
+@pytest.mark.parametrize("name", ["gemma3", "video_llava", "qwen2_5_vl"])
+def test_a_tower_is_named_as_its_folder_names_it(name: str, tmp_path: Path) -> None:
+    """As published without one, also with ``vision_model``; and else as transformers writes it, or has it in memory."""
+    tiny.written(name, tmp_path / "published")
+    tiny.written(name, tmp_path / "theirs", published=False)
+    shutil.copytree(tmp_path / "published", tmp_path / "memory")
+    prefix = {"qwen2_5_vl": "visual."}.get(name, "multi_modal_projector.")
+    state = {re.sub(rf"^{prefix}", f"model.{prefix}", key): value for key, value in read(tmp_path / "theirs").items()}
+    state = {re.sub(r"^((vision|image|video)_tower)", r"model.\1", key): value for key, value in state.items()}
+    save_file(state, tmp_path / "memory" / "model.safetensors", metadata={"format": "pt"})
+    sources = {kind: read(tmp_path / kind) for kind in ("published", "theirs", "memory")}
+    assert any("vision_model" in key for key in sources["published"]) == (name != "qwen2_5_vl")
+    assert len({frozenset(source) for source in sources.values()}) == 2 + (name != "qwen2_5_vl")
+    build: dict[str, Any] = {"dims": ONE, "dtype": torch.float32, "device": "cpu", "vision": "train"}
+    with rank_of(ONE, 0, 1):
+        bare = mb.build_model(read_config(tmp_path / "published"), **build, load_weights=False)
+        assert mb.to_hf_state_dict(bare).keys() == sources["published"].keys()
+        for kind, source in sources.items():
+            mb.load_hf_weights(bare, source)
+            models = mb.build_model(tmp_path / kind, **build)
+            exported = mb.to_hf_state_dict(models)
+            assert exported.keys() == source.keys()
+            assert all(torch.equal(exported[key], source[key]) for key in source)
+            assert mb.manifest(bare, digests=True).num_bytes == mb.manifest(models).num_bytes
+            assert all(map(torch.equal, bare[0].parameters(), models[0].parameters()))
 
 
 @pytest.mark.skipif(not towers.NAMES, reason="the installed transformers is too old")

@@ -1,5 +1,6 @@
 """Small composites of transformers: a text of the zoo, and the other parts as small as their configs allow."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ _SIZES = {
     "fullatt_block_indexes": [0],
     "deepstack_visual_indexes": [0],
 }
+_WITH_INNER = re.compile("gemma3|llava")
 _AUTO = ("MULTIMODAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM")
 
 
@@ -104,10 +106,12 @@ def written(model_type: str, folder: Path, *, published: bool = True, **text: An
 
 
 def _as_published(model_type: str, state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """What transformers 5 writes otherwise: it renames the layers of Kimi's text, and leaves experts as it has them."""
+    """What transformers 5 writes otherwise: layers of Kimi's text, experts, and the names of a CLIP or SigLIP."""
+    inner = "vision_model." if _WITH_INNER.search(model_type) and NEWEST else ""
     for name, tensor in state.items():
         if model_type == "qwen3_vl_moe" and tensor.dim() == 3 and "experts" in name:
             tensor = tensor.transpose(1, 2).contiguous() if NEWEST else tensor
+        name = re.sub(r"^((vision|image|video)_tower\.)", rf"\1{inner}", name)
         yield name.replace("language_model.model.blocks.", "language_model.model.layers."), tensor
 
 
