@@ -41,14 +41,18 @@ def main() -> None:
     (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         archive.extractall(again, filter="data")
-    python(sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", again, cwd=next(again.iterdir()))
+    python(
+        sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", again, cwd=next(again.iterdir())
+    )
     (rebuilt,) = again.glob("*.whl")
     check_files(wheel, rebuilt)
     for archive in (wheel, rebuilt):
         use(archive)
     if "--extras" in sys.argv:
         for extra in EXTRAS:
-            python(sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", f"mcore-hf[{extra}] @ {wheel.as_uri()}")
+            python(
+                sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", f"mcore-hf[{extra}] @ {wheel.as_uri()}"
+            )
     print(f"{wheel.name} and {sdist.name} install, and work")
 
 

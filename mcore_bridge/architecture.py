@@ -20,7 +20,7 @@ from mcore_bridge.composite import Composite, text_of
 from mcore_bridge.config.fields import Field
 from mcore_bridge.config.hf import nearest, read_config
 from mcore_bridge.config.megatron_release import Release
-from mcore_bridge.errors import ConfigError
+from mcore_bridge.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -145,6 +145,8 @@ def architecture_of(hf: "PretrainedConfig | str") -> Architecture:
             family, the message gives the reason.
     """
     model_type = hf if isinstance(hf, str) else hf.model_type
+    if not isinstance(model_type, str):
+        raise ConfigError(f"The model_type must be a name, found {shown(model_type)}. Correct the HF config.")
     _load_ours()
     if model_type not in _REGISTRY:
         _load_theirs()

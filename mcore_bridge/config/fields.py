@@ -189,13 +189,20 @@ def to_mcore(table: tuple[Field, ...], hf: Hf) -> dict[str, object]:
         ConfigError: an HF field is claimed by no entry, or holds a value that cannot be expressed exactly.
     """
     problems, values = [*_unclaimed(table, hf)], list[dict[str, object]]()
+    cause: Exception | None = None
     for entry in table:
         try:
             values.append(entry.to_mcore(hf))
         except ConfigError as error:
             problems.append(str(error))
+        except Exception as error:  # what an entry does not expect is a value of another kind
+            cause = cause or error
+            found = ", ".join(f"{name}={shown(hf[name])}" for name in entry.names if name in hf)
+            problems.append(
+                f"{found} must be of the kinds that HF has there, but they raise {error!r:.200}. Correct the HF config."
+            )
     if problems:
-        raise ConfigError("\n".join(dict.fromkeys(problems)))
+        raise ConfigError("\n".join(dict.fromkeys(problems))) from cause
     return _union(values, "mcore name")
 
 

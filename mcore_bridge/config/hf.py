@@ -15,15 +15,24 @@ from typing import TYPE_CHECKING
 
 from mcore_bridge import plugins
 from mcore_bridge.config.rope_spelling import respelled, speaks_rope_parameters
-from mcore_bridge.errors import ConfigError
+from mcore_bridge.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _CONFIG = "config.json"
-_POINTER = "version https://git-lfs"
+_POINTER = b"version https://git-lfs"
 TEXT = "text_config"
 """The field of a composite that holds its text config."""
+_LAYERS = (
+    "num_hidden_layers",
+    "num_layers",
+    "n_layer",
+    "n_layers",
+    "num_nextn_predict_layers",
+    "mtp_num_hidden_layers",
+)
+_MOST_LAYERS = 10_000
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
 
 
@@ -52,6 +61,7 @@ def read_config(
         return _completed(_translated(copy.deepcopy(source)))
     folder = find_folder(source)
     fields = _read_json(folder / _CONFIG)
+    _require_few_layers(fields)
     hf = _config_class(fields, folder, reads_as or {}, refused or {}, known)
     try:
         config = hf.from_dict(_spell(fields))
@@ -108,21 +118,34 @@ def _read_json(path: Path) -> dict[str, object]:
     if os.path.exists(path) and not os.path.isfile(path):  # a FIFO would block
         raise ConfigError(f"{path} must be a file, found something else, such as a FIFO. Replace it by the file.")
     try:
-        text = path.read_text(encoding="utf-8")
-        if text.startswith(_POINTER):
-            raise ConfigError(f"{path} must be the file itself, found a pointer of git-lfs. Run: git lfs pull.")
-        fields = json.loads(text, object_hook=_special_float)
+        data = path.read_bytes()
     except FileNotFoundError:
         raise ConfigError(
             f"{path.parent} must hold a {_CONFIG}, found none. Give the folder of a checkpoint."
         ) from None
     except OSError as error:
         raise ConfigError(f"{path} must be a file that you may read, found: {error.strerror}. Change that.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    if data.startswith(_POINTER):
+        raise ConfigError(f"{path} must be the file itself, found a pointer of git-lfs. Run: git lfs pull.")
+    try:
+        fields = json.loads(data.decode(), object_hook=_special_float)
+    except (RecursionError, ValueError) as error:
         raise ConfigError(f"{path} must be valid JSON, but is not: {error}. Copy the file again.") from None
     if not isinstance(fields, dict):
         raise ConfigError(f"{path} must hold a JSON object, found a {type(fields).__name__}. Copy the file again.")
     return fields
+
+
+def _require_few_layers(fields: Mapping[str, object]) -> None:
+    """Refuse a number of layers for which lists of them, as transformers makes them, would fill all memory."""
+    for name in _LAYERS:
+        number = fields.get(name)
+        if number is not None and (not isinstance(number, int) or number > _MOST_LAYERS):
+            raise ConfigError(
+                f"{name} must be a whole number of at most {_MOST_LAYERS}, found {shown(number)}. Correct the HF config."
+            )
+    if isinstance(text := fields.get(TEXT), dict):
+        _require_few_layers(text)
 
 
 def _special_float(fields: dict[str, object]) -> object:

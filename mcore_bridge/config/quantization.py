@@ -12,11 +12,15 @@ from mcore_bridge.errors import ConfigError
 Grain = Literal["tensor", "row"] | tuple[int, int]
 """The elements that share a scale: the whole weight, a row, or a block with these numbers of rows and columns."""
 
-_MODELOPT: dict[object, tuple[str, Grain]] = {
+_MODELOPT: dict[str, tuple[str, Grain]] = {
     "FP8": ("fp8", "tensor"),
     "NVFP4": ("nvfp4", (1, 16)),
     "W4A16_NVFP4": ("nvfp4", (1, 16)),
+    "FP8_PER_CHANNEL_PER_TOKEN": ("fp8", "row"),
+    "FP8_PB_WO": ("fp8", (128, 128)),
 }
+_ORDERS = (None, False, "static", "weight")
+"""Orders of columns while compressed-tensors rounded them that do not change its format."""
 _E4M3 = ("e4m3", "float8_e4m3fn")
 _BLOCK = (128, 128)
 """The block size of transformers if a config gives none; null means no blocks."""
@@ -64,13 +68,14 @@ def read_quantization(note: object) -> Quantization | None:
         "modelopt": _modelopt,
         "fbgemm_fp8": _fbgemm,
     }
-    if method not in readers:
-        raise _refused("quant_method", method, ", ".join(map(repr, readers)))
-    return Quantization(str(method), frozenset(readers[method](fields)))
+    if not isinstance(method, str) or method not in readers:
+        found = method if method is not None else f"none beside {sorted(map(str, fields))}"
+        raise _refused("quant_method", found, ", ".join(map(repr, readers)))
+    return Quantization(method, frozenset(readers[method](fields)))
 
 
 def _fp8(fields: Mapping[str, Any]) -> Iterator[tuple[str, Grain]]:
-    if fields.get("fmt", "e4m3") not in _E4M3:
+    if (fields.get("fmt") or "e4m3") not in _E4M3:
         raise _refused("fmt", fields["fmt"], " or ".join(map(repr, _E4M3)))
     yield "fp8", _block(fields.get("weight_block_size", _BLOCK)) or "tensor"
 
@@ -84,10 +89,17 @@ def _mxfp4(fields: Mapping[str, Any]) -> Iterator[tuple[str, Grain]]:
 
 
 def _modelopt(fields: Mapping[str, Any]) -> Iterator[tuple[str, Grain]]:
-    name = fields.get("quant_algo")
-    if name not in _MODELOPT:
-        raise _refused("quant_algo of ModelOpt", name, ", ".join(map(repr, _MODELOPT)))
-    yield _MODELOPT[name]
+    """Nothing if only the KV cache is quantized."""
+    names, layers = [fields.get("quant_algo")], fields.get("quantized_layers")
+    if names == ["MIXED_PRECISION"]:
+        known = layers.values() if isinstance(layers, Mapping) and layers else []
+        names = [layer.get("quant_algo") if isinstance(layer, Mapping) else layer for layer in known] or [*_MODELOPT]
+    for name in names:
+        encoding = _MODELOPT.get(name.upper()) if isinstance(name, str) else None
+        if encoding is not None:
+            yield encoding
+        elif name not in (None, "UNQUANTIZED"):
+            raise _refused("quant_algo of ModelOpt", name, ", ".join(map(repr, _MODELOPT)))
 
 
 def _compressed(fields: Mapping[str, Any]) -> Iterator[tuple[str, Grain]]:
@@ -99,9 +111,11 @@ def _compressed(fields: Mapping[str, Any]) -> Iterator[tuple[str, Grain]]:
     if not isinstance(groups, Mapping) or not groups:
         raise _refused("config_groups of compressed-tensors", groups, "an object for each kind of weights")
     for group in groups.values():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if weights:
+        weights = group.get("weights") if isinstance(group, Mapping) else group
+        if isinstance(weights, Mapping):
             yield _of_group(weights)
+        elif weights:
+            raise _refused("weights of compressed-tensors", weights, "an object, or null")
 
 
 def _of_group(weights: Mapping[str, Any]) -> tuple[str, Grain]:
@@ -109,7 +123,7 @@ def _of_group(weights: Mapping[str, Any]) -> tuple[str, Grain]:
     size = weights.get("group_size")
     actual = f"{kind} of {bits} bits by {strategy} (group_size={size}, symmetric={weights.get('symmetric')})"
     expected = "symmetric float of 8 bits by tensor, channel or block, int of 4 by group, float of 4 by 16"
-    if weights.get("symmetric") is False or weights.get("actorder") not in (None, False):
+    if weights.get("symmetric") is False or weights.get("actorder") not in _ORDERS:
         raise _refused("weights of compressed-tensors", actual, expected)
     if (kind, bits) == ("float", 8) and strategy in ("tensor", "channel"):
         return "fp8", "tensor" if strategy == "tensor" else "row"

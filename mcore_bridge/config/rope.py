@@ -9,7 +9,7 @@ import torch
 
 from mcore_bridge.config.fields import Hf, count
 from mcore_bridge.config.rope_spelling import MULTIMODAL, ORIGINAL_LENGTH, checked, read_parameters, spelled
-from mcore_bridge.errors import ConfigError
+from mcore_bridge.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -52,8 +52,9 @@ class Rope:
 
     @property
     def theta(self) -> float:
-        theta = self.parameters["rope_theta"]
-        assert isinstance(theta, int | float)
+        theta = self._number("rope_theta")
+        if theta is None:
+            raise ConfigError("rope_theta must be a number, found None. Correct the HF config.")
         return theta
 
     @property
@@ -151,13 +152,20 @@ class Rope:
             compute = LlamaRotaryEmbedding.compute_default_rope_parameters
         with torch.device("cpu"), torch.no_grad():
             longest = None if seq_len is None else torch.tensor(seq_len)  # transformers passes a tensor too
-            frequencies, attention_factor = compute(config, device=torch.device("cpu"), seq_len=longest)
-        return frequencies, float(attention_factor)
+            try:
+                frequencies, attention_factor = compute(config, device=torch.device("cpu"), seq_len=longest)
+                return frequencies, float(attention_factor)
+            except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"transformers must be able to compute the frequencies of this rope, but raises {error!r:.200} for "
+                    f"{shown(whole)}. Correct the HF config."
+                ) from error
 
     def _number(self, name: str) -> float | None:
         value = self.parameters.get(name)
-        assert value is None or isinstance(value, int | float)
-        return value
+        if value is None or isinstance(value, int | float):
+            return value
+        raise ConfigError(f"{name} of a rope must be a number, found {shown(value)}. Correct the HF config.")
 
 
 def rope_of(hf: "PretrainedConfig", *, overrides: Mapping[str, object] | None = None) -> Rope:

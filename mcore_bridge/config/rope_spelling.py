@@ -113,7 +113,7 @@ def checked(parameters: Mapping[str, object]) -> dict[str, object]:
     """
     rope_type = parameters["rope_type"]
     parameters = {name: parameters[name] for name in sorted(parameters) if (name, parameters[name]) not in _NEUTRAL}
-    if rope_type not in _REQUIRED:
+    if not isinstance(rope_type, str) or rope_type not in _REQUIRED:
         reason = _REFUSED.get(str(rope_type), "it is not among those that are tested against transformers")
         raise ConfigError(f"The rope type must be one of {sorted(_REQUIRED)}, found {rope_type!r}: {reason}.")
     required = ("rope_theta", *_REQUIRED[str(rope_type)])

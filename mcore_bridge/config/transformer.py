@@ -67,7 +67,7 @@ def to_transformer_config(
     ours = _OF_OUR_ROUTER if "router_norm_min" in settings else frozenset()
     try:
         config = config_class(latent=latent)(**_only(settings, names - ours))
-    except (AssertionError, ImportError, TypeError, ValueError) as error:
+    except (ArithmeticError, AssertionError, ImportError, TypeError, ValueError) as error:
         raise ConfigError(f"megatron-core refuses this configuration: {error}") from error
     for name in (ATTRIBUTES | ours) & settings.keys():
         setattr(config, name, settings[name])

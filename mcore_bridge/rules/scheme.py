@@ -254,12 +254,13 @@ def _float8(spec: TensorSpec, specs: Specs, block: tuple[int, int]) -> Held:
         raise _ProblemError(f"has shape {shape} and scales of {scales.dtype}: expected a matrix, and floats")
     outer = shape[:-2]
     grid = (*outer, *(-(-size // cell) for size, cell in zip(shape[-2:], block, strict=True)))
-    blocks = {grid: block, (*shape[:-1], 1): (1, shape[-1])}
+    spread = tuple(size for cells in grid[-2:] for size in (cells, 1))  # as ModelOpt has blocks
+    blocks = {shape[:-1]: (1, shape[-1]), (*outer, *spread): block, grid: block, (*shape[:-1], 1): (1, shape[-1])}
     own = blocks.get(scales.shape, shape[-2:] if math.prod((*outer, *scales.shape)) == 1 else None)
     if own is None:
         raise _ProblemError(
-            f"has shape {shape} and {scales_name} {scales.shape}: expected {grid} for blocks of {block}, "
-            f"{(*shape[:-1], 1)} for rows, or one number"
+            f"has shape {shape} and {scales_name} {scales.shape}: expected {grid} or {(*outer, *spread)} for blocks of "
+            f"{block}, {(*shape[:-1], 1)} or {shape[:-1]} for rows, or one number"
         )
     # What transformers does: compressed-tensors' own code computes in the dtype of scales, but not for experts.
     rounded = scales.dtype if scales_name.endswith("weight_scale") and ".experts." not in name else None

@@ -131,6 +131,8 @@ def test_read_config_finds_the_local_cache_and_nothing_else(tmp_path: Path, monk
         ("{", "must be valid JSON"),
         ("version https://git-lfs.github.com/spec/v1\noid sha256:0", "found a pointer of git-lfs. Run: git lfs pull"),
         ("[]", "must hold a JSON object, found a list"),
+        ("[" * 100_000, "must be valid JSON"),
+        (f'{{"vocab_size": {"9" * 5000}}}', "must be valid JSON"),
         ("{}", "must name a model_type, found None"),
         ('{"model_type": "qwen33"}', "found 'qwen33'. Code inside a checkpoint is never run"),
         ('{"model_type": "llama", "rope_scaling": 3}', "refuses it"),

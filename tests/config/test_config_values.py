@@ -1,5 +1,6 @@
 """Biases, windows and refusals: what the tables derive, field by field."""
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
+import mcore_bridge as mb
 from mcore_bridge.config.fields import to_mcore
 from mcore_bridge.config.tables.cohere_moe import _selected
 from mcore_bridge.config.tables.moe import number
@@ -15,6 +17,8 @@ from mcore_bridge.config.transformer import to_transformer_config
 from mcore_bridge.errors import ConfigError
 from tests import zoo
 from tests.support.families import FAMILIES, Json, family, read, table_of
+
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
 
 
 @pytest.mark.parametrize(
@@ -52,6 +56,38 @@ def test_a_value_of_another_type_is_refused(name: str, value: object, expected: 
     hf = CONFIG_MAPPING["llama"]()
     with pytest.raises(ConfigError, match=f"{name} must be {expected}, as megatron-core's .* is, found {value!r}"):
         to_mcore(table_of(hf), {**hf.to_dict(), name: value})
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "message"),
+    [
+        ("deepseek_v3", {"num_hidden_layers": 10**30}, "num_hidden_layers must be .* at most 10000, found 1000"),
+        ("deepseek_v3", {"moe_layer_freq": {"a": 1}}, "moe_layer_freq={'a': 1} must be of the kinds"),
+        (
+            "deepseek_v3",
+            {"num_nextn_predict_layers": 1.5},
+            "num_nextn_predict_layers must be a whole number",
+        ),
+        (
+            "gpt_oss",
+            {"rope_scaling": {"rope_type": ["yarn"], "factor": 2.0}},
+            r"type must be .*found \['yarn'\]",
+        ),
+        (
+            "gpt_oss",
+            {"rope_scaling": {**YARN, "beta_slow": -1.0}},
+            "must be able to compute the frequencies",
+        ),
+        ("olmo3", {"rope_scaling": {**YARN, "attention_factor": ""}}, "attention_factor"),
+        ("qwen3_next", {"linear_num_key_heads": 0}, "linear_num_key_heads must be|megatron-core refuses"),
+    ],
+)
+def test_values_of_no_sense_are_refused_by_name(case: str, change: Json, message: str, tmp_path: Path) -> None:
+    """They come from a file, whoever wrote it: no error of Python, and no endless list."""
+    fields = {**zoo.described()[case].hf.to_dict(), "rope_parameters": None, "rope_theta": 1e4, **change}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ConfigError, match=message):
+        mb.to_transformer_config(tmp_path)
 
 
 def test_mtp_layers_with_an_embedding_of_their_own_are_refused() -> None:

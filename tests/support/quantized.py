@@ -60,6 +60,26 @@ class Format:
         return self.quantizes(name) and tensor.dim() > 1 and not any(part in name for part in PLAIN)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Mixed(Format):
+    """Two formats in one checkpoint."""
+
+    other: Format
+    is_other: Callable[[str], bool]
+
+    def files(self, state: State) -> State:
+        mine, theirs = self._halves(state)
+        return super().files(mine) | self.other.files(theirs)
+
+    def decoded(self, state: State, dtype: torch.dtype) -> State:
+        mine, theirs = self._halves(state)
+        return super().decoded(mine, dtype) | self.other.decoded(theirs, dtype)
+
+    def _halves(self, state: State) -> tuple[State, State]:
+        theirs = {name: tensor for name, tensor in state.items() if self.is_other(name)}
+        return {name: tensor for name, tensor in state.items() if name not in theirs}, theirs
+
+
 def write(hf: Any, form: Format, folder: Path, *, dtype: torch.dtype = torch.float32) -> tuple[State, State]:
     """A random checkpoint of ``hf`` in a folder: its files, and what they decode to."""
     state = random_state(hf, dtype=dtype)
@@ -117,8 +137,12 @@ def fp8(
     rule: Callable[[Tensor], Tensor] = lambda scales: scales,
     product: torch.dtype | None = None,
     extra: State | None = None,
+    dims: Callable[[Tensor], list[int]] | None = None,
 ) -> Format:
-    """FP8 in blocks; in rows where a block is (1, 0), and with one scale where there is none."""
+    """FP8 in blocks; in rows where a block is (1, 0), and with one scale where there is none.
+
+    ``dims`` gives scales another shape.
+    """
 
     def sizes(weight: Tensor) -> tuple[int, int]:
         rows, columns = block or (0, 0)
@@ -127,12 +151,13 @@ def fp8(
     def encode(weight: Tensor) -> State:
         scales = rule(amax(weight, sizes(weight)) / 448).to(dtype)
         codes = (weight.float() / spread(scales.float(), sizes(weight), weight.shape)).clamp(-448, 448)
-        scales = scales if block else scales.reshape([] if name.endswith("_inv") else [1])
+        if dims or not block:
+            scales = scales.reshape(dims(scales) if dims else [] if name.endswith("_inv") else [1])
         return {".weight": codes.to(torch.float8_e4m3fn), name: scales, **(extra or {})}
 
     def decode(parts: State, wanted: torch.dtype) -> Tensor:
         codes, scales = parts[".weight"], parts[name].float()
-        scales = scales if scales.dim() == 2 else scales.view(1, 1)
+        scales = scales.reshape([-(-size // cell) for size, cell in zip(codes.shape, sizes(codes), strict=True)])
         values = codes.float() * spread(scales, sizes(codes), codes.shape)
         return values.to(product or torch.float32).to(wanted)
 
@@ -251,6 +276,28 @@ def nvfp4(owner: str) -> Format:
         compressed("nvfp4-pack-quantized", weights) if divides else {"quant_method": "modelopt", "quant_algo": "NVFP4"}
     )
     return Format(note, encode, decode)
+
+
+def modelopt_blocks() -> Format:
+    note = {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"}
+    return fp8((128, 128), note, name=".weight_scale", dims=lambda scales: [len(scales), 1, scales.shape[1], 1])
+
+
+def modelopt_rows() -> Format:
+    note = {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "quant_method": "modelopt", "exclude_modules": ["lm_head"]}
+    return fp8((1, 0), note, name=".weight_scale", dims=lambda scales: [len(scales)])
+
+
+def modelopt_mixed() -> Format:
+    """FP8 of attention and NVFP4 of MLPs, as NVIDIA publishes Qwen3.6."""
+    algorithms = {
+        "self_attn.q_proj": {"quant_algo": "FP8"},
+        "mlp.up_proj": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
+    }
+    layers = {f"model.layers.{number}.{name}": each for number in range(4) for name, each in algorithms.items()}
+    note = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    one, other = modelopt_fp8(), nvfp4("modelopt")
+    return Mixed(note, one.encode, one.decode, other=other, is_other=lambda name: ".mlp." in name)
 
 
 def modelopt_fp8() -> Format:

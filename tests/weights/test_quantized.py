@@ -65,9 +65,21 @@ CASES: dict[str, tuple[Callable[[], Any], Format, torch.dtype, mb.ParallelDims]]
     "ministral3": (family("ministral3"), ministral(), torch.float32, mb.ParallelDims(tp=2)),
     "modelopt": (lambda: tiny("llama"), quantized.nvfp4("modelopt"), torch.bfloat16, mb.ParallelDims(tp=2, pp=2)),
     "fbgemm": (lambda: tiny("llama"), quantized.fbgemm(), torch.bfloat16, mb.ParallelDims(tp=2)),
+    "modelopt rows": (lambda: tiny("llama"), quantized.modelopt_rows(), torch.bfloat16, mb.ParallelDims(tp=2)),
+    "modelopt blocks": (
+        lambda: tiny("llama", hidden_size=192, intermediate_size=320, num_hidden_layers=1),
+        quantized.modelopt_blocks(),
+        torch.bfloat16,
+        mb.ParallelDims(tp=2, sp=True),
+    ),
+    "modelopt mixed": (lambda: tiny("llama"), quantized.modelopt_mixed(), torch.float32, mb.ParallelDims(tp=2)),
     "gpt_oss": (family("gpt_oss", **GPT_OSS), mxfp4(), torch.bfloat16, mb.ParallelDims(tp=2, pp=2, ep=2, sp=True)),
 }
 """By family (or what else is particular): its config, how it is published, a dtype, and a mesh."""
+
+
+WITHOUT_REFERENCE = ("fbgemm", *(name for name in CASES if name.startswith("modelopt")))
+"""What transformers does not dequantize."""
 
 
 def case(name: str) -> tuple[Any, Format, torch.dtype, mb.ParallelDims]:
@@ -125,7 +137,7 @@ def test_mappings_and_pairs_are_decoded_alike(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(not zoo.NEWEST, reason="transformers 4 decodes FP8 on GPUs alone")
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("modelopt", "fbgemm")])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in WITHOUT_REFERENCE])
 def test_transformers_decodes_the_same(name: str, tmp_path: Path) -> None:
     """So the formulas that all else here is compared with are its own."""
     hf, form, dtype, _ = case(name)
@@ -139,7 +151,7 @@ def test_transformers_decodes_the_same(name: str, tmp_path: Path) -> None:
 LOGITS = {
     name: [ONE, TWO, *([EXPERTS] if name in ("qwen3_moe", "minimax_m2", "gpt_oss", "kimi_k2") else [])]
     for name in CASES
-    if name not in ("e8m0", "blocks", "nvfp4", "modelopt", "fbgemm")
+    if name not in ("e8m0", "blocks", "nvfp4", *WITHOUT_REFERENCE)
 }
 
 
@@ -170,6 +182,15 @@ def test_a_folder_without_scales_does_not_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("note", "message"),
     [
+        (
+            {"bits": 4, "group_size": 64},
+            r"quant_method must be .*found \"none beside \['bits', 'group_size'\]\", which",
+        ),
+        ({"quant_method": ["fp8"]}, r"quant_method must be .*found \['fp8'\]"),
+        (
+            {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "W4A8"}}},
+            "ModelOpt .*found 'W4A8'",
+        ),
         ({"quant_method": "awq"}, "quant_method must be .*found 'awq', which is not read: load the release"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "found 'bitsandbytes'"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt must be 'e4m3' or 'float8_e4m3fn', found 'e5m2'"),

@@ -216,6 +216,7 @@ def scheme_within(specs: Mapping[str, TensorSpec], quantization: Quantization | 
         wrong = [f"{name} is {held.codec}" for name, held in scheme.held.items() if not _allows(quantization, held)]
         if wrong:
             said = ", ".join(f"{kind} by {grain}" for kind, grain in sorted(quantization.allowed, key=str))
+            said = said or "nothing of weights"
             raise unreadable([f"quantization_config says {said}, found others: {', '.join(wrong[:5])}"])
     return scheme
 
@@ -248,7 +249,7 @@ def _encoded(name: str, held: Held, source: Mapping[str, Tensor]) -> Encoded:
         raise unreadable([f"{held.shape_tensor} is {shape}, while there are codes for {held.shape}"])
     if held.codec.kind == "mxfp4":
         codes = codes.flatten(2)
-    if scales.dim() != len(held.order):  # one scale for the whole weight
-        scales = scales.view([1] * len(held.order))
+    stored = (held.shape[dim] for dim in held.order)
+    scales = scales.reshape([-(-size // block) for size, block in zip(stored, held.codec.block, strict=True)])
     codes = codes if codes.dtype == torch.uint8 else codes.view(torch.uint8)
     return Encoded(name, held.codec, held.shape, held.order, codes, scales, overall[0].view(1) if overall else None)
