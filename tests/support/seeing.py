@@ -152,21 +152,22 @@ def step(
         wrapped = [DistributedDataParallel(chunk.config, settings, chunk) for chunk in chunks]
         chunks[0].config.finalize_model_grads_func = finalize_model_grads
         chunks[0].config.no_sync_func = [each.no_sync for each in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
-        for each in wrapped:
-            each.train()
-            each.zero_grad_buffer()
         replicas, replica = dims.dp(dist.get_world_size()), parallel_state.get_data_parallel_rank()
         ids, mask, images = batch
         own = range(len(ids))[replica * len(ids) // replicas : (replica + 1) * len(ids) // replicas]
-        outputs = mb.forward(
-            wrapped,
-            ids[own],
-            mask[own],
-            images=[images[row] for row in own],
-            loss=lambda out, rows: loss(out.log_probs, own[rows]),
-            micro_batch_size=1,
-            packed=packed,
-        )
+        for order in (own[::-1], own) if overlap else (own,):  # reducers learn from the first batch what to wait for
+            for each in wrapped:
+                each.train()
+                each.zero_grad_buffer()
+            outputs = mb.forward(
+                wrapped,
+                ids[order],
+                mask[order],
+                images=[images[row] for row in order],
+                loss=lambda out, rows, order=order: loss(out.log_probs, order[rows]),
+                micro_batch_size=1,
+                packed=packed,
+            )
         return {
             "rows": own,
             "log_probs": outputs.log_probs.detach(),
