@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,8 @@ Images = Sequence[Mapping[str, Any] | None]
 """For each row of a batch: the inputs of its images by the names of transformers; None for a row of text."""
 TYPES = "mm_token_type_ids"
 """Says of each token of a row whether it is text (0), of an image (1) or of a video (2)."""
+_PLACEHOLDERS = (("image_token_id", "image_token_index"), ("video_token_id", "video_token_index"))
+"""Config fields of the ids that stand for features of images, and of videos."""
 
 
 @dataclass(slots=True)
@@ -30,6 +33,32 @@ class Misfits:
 
     rows: Sequence[int]
     found: list[BatchError] = field(default_factory=list)
+
+
+def placeholders(config: Any) -> list[int | None]:
+    """The ids of tokens that stand for features of images, and of videos; None where a composite has none."""
+    found = ([getattr(config, name, None) for name in names] for names in _PLACEHOLDERS)
+    return [next((token for token in tokens if token is not None), None) for tokens in found]
+
+
+def no_placeholder(config: Any) -> int:
+    """A token id that stands for no feature."""
+    return next(token for token in itertools.count() if token not in placeholders(config))
+
+
+def token_types(config: Any, input_ids: Tensor) -> Tensor:
+    """What each token is, by its id: text (0), of an image (1) or of a video (2).
+
+    GLM has one id for both. That of a video is between its start and its end.
+    """
+    types = torch.zeros_like(input_ids)
+    for kind, token in enumerate(placeholders(config), start=1):
+        types = types if token is None else types.masked_fill(input_ids == token, kind)
+    start, end = (getattr(config, f"video_{name}_token_id", None) for name in ("start", "end"))
+    if start is None or end is None:
+        return types
+    is_video = (input_ids == start).cumsum(1) > (input_ids == end).cumsum(1)
+    return types.masked_fill(is_video & (types == 1), 2)
 
 
 def require_images(images: Images, num_rows: int, readable: frozenset[str] | None) -> None:

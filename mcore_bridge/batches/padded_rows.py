@@ -20,7 +20,9 @@ from mcore_bridge.errors import BatchError
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
-OF_OTHER_PARTS = ("pixel_", "image_", "video_", "audio_", "second_per_grid", "input_features", "feature_")
+OF_OTHER_PARTS = (
+    *("pixel_", "image_", "video_", "audio_", "second_per_grid", "input_features", "feature_", "batch_num_images"),
+)
 """How the names of inputs begin that transformers' processors make of images, video and sound."""
 
 

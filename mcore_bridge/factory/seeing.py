@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from mcore_bridge.batches.images import no_placeholder, token_types
 from mcore_bridge.batches.padded_rows import OF_OTHER_PARTS, as_own_tokens, inputs_by_name, without_images
 from mcore_bridge.batches.whole_rows import WholeRows, whole_rows
 from mcore_bridge.errors import BatchError
 from mcore_bridge.factory.modules.caught import Caught, Embed, called
 from mcore_bridge.factory.modules.deepstack import carried, take_features
-from mcore_bridge.factory.modules.fitting import MisfitError, fitting, misfit, no_placeholder, token_types
+from mcore_bridge.factory.modules.fitting import MisfitError, fitting, misfit
 from mcore_bridge.factory.modules.mrope import MultimodalRotary, take_positions, text_positions
 from mcore_bridge.factory.modules.touched import touched
 

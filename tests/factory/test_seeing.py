@@ -11,12 +11,23 @@ from tests.support import composites, pool, seeing
 
 pytestmark = pytest.mark.skipif("qwen3_5" not in composites.NAMES, reason="the installed transformers lacks it")
 BOUND = 3e-5
-SP, TP, CP, DP, PP, VP = {"tp": 2, "sp": True}, {"tp": 2}, {"cp": 2}, {}, {"pp": 2}, {"pp": 2, "vp": 2}
+SP, TP, CP, DP, EP, PP = {"tp": 2, "sp": True}, {"tp": 2}, {"cp": 2}, {}, {"ep": 2}, {"pp": 2}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+ROWS: dict[str, Any] = {"packed": False}
 CASES: dict[str, list[Any]] = {
-    "qwen3_5": [(SP, {}), (TP, {"packed": False}), (DP, {"overlap": True}), (VP, {}), (PP, {"packed": False})],
+    "qwen3_5": [(SP, {}), (TP, ROWS), (DP, {"overlap": True}), ({**PP, "vp": 2}, {})],
+    "qwen3_5_moe": [(EP, {})],
     "qwen3_vl": [(SP, {"overrides": RECOMPUTED}), (CP, {})],
-    "qwen2_5_vl": [(CP, {}), (CP, {"packed": False})],
+    "qwen3_vl_moe": [({**EP, "cp": 2}, ROWS)],
+    "qwen2_5_vl": [(CP, {}), (CP, ROWS)],
+    "qwen2_vl": [(SP, ROWS)],
+    "glm4v": [(CP, {})],
+    "glm46v": [(PP, {})],
+    "glm4v_moe": [(EP, {})],
+    "internvl": [(CP, {})],
+    "mistral3": [(SP, {})],
+    "llava": [(PP, {})],
+    "llava_onevision": [(DP, {"overlap": True})],
 }
 """Of each family, meshes of two ranks, with options of a step."""
 
@@ -25,7 +36,7 @@ CASES: dict[str, list[Any]] = {
 def case(name: str) -> Any:
     folder = seeing.written(name, Path(mkdtemp()))
     model = seeing.reference(folder)
-    batch = seeing.batch_of(model.config)
+    batch = seeing.batch_of(model)
     return folder, batch, seeing.expected(model, *batch)
 
 

@@ -7,41 +7,19 @@ many, each feature of the rows between them would be at a wrong place.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from mcore_bridge.errors import BatchError
 
-_PLACEHOLDERS = (("image_token_id", "image_token_index"), ("video_token_id", "video_token_index"))
-"""Config fields of the ids that stand for features of images, and of videos."""
 _FEATURES = ("get_image_features", "get_video_features")
 _KINDS = ("images", "videos")
 
 
 class MisfitError(Exception):
     """Images do not fit a sequence, whose number is the first argument; the second is what is wrong with it."""
-
-
-def _ids(config: Any) -> list[int | None]:
-    found = ([getattr(config, name, None) for name in names] for names in _PLACEHOLDERS)
-    return [next((token for token in tokens if token is not None), None) for tokens in found]
-
-
-def no_placeholder(config: Any) -> int:
-    """A token id that stands for no feature."""
-    return next(token for token in itertools.count() if token not in _ids(config))
-
-
-def token_types(config: Any, input_ids: Tensor) -> Tensor:
-    """What each token is, by its id: text (0), of an image (1) or of a video (2)."""
-    types = torch.zeros_like(input_ids)
-    for kind, token in enumerate(_ids(config), start=1):
-        types = types if token is None else types.masked_fill(input_ids == token, kind)
-    return types
 
 
 @contextlib.contextmanager
