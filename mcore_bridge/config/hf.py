@@ -142,7 +142,7 @@ def _require_few_layers(fields: Mapping[str, object]) -> None:
         number = fields.get(name)
         if number is not None and (not isinstance(number, int) or number > _MOST_LAYERS):
             raise ConfigError(
-                f"{name} must be a whole number of at most {_MOST_LAYERS}, found {shown(number)}. Correct the HF config."
+                f"{name} must be a whole number of at most {_MOST_LAYERS}, found {shown(number)}. Correct it."
             )
     if isinstance(text := fields.get(TEXT), dict):
         _require_few_layers(text)
