@@ -11,13 +11,15 @@ of a finite float.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import accumulate
 from random import Random
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
@@ -35,6 +37,8 @@ _PATTERNS = {
 """Bits that are drawn, and bits that are always set, which belong to the exponent. Integers are drawn whole."""
 _STRETCH = 1 << 16
 """Words of 8 bytes that are taken from those that were drawn at once."""
+_TOGETHER = 64 << 20
+"""Bytes that are drawn at once, since it costs time to leave the modes of torch in which a loader runs."""
 _ALL = {size: (1 << 8 * size) - 1 for size in (1, 2, 4, 8)}
 _CHUNK = 1 << 24
 """Elements whose numbers are in memory at once, 8 bytes each."""
@@ -56,17 +60,36 @@ def drawn_values(specs: Sequence[TensorSpec], seed: int, device: torch.device) -
     Words of 8 bytes are drawn once. Each stretch of a tensor is these words, from another one on and with other bits
     flipped, because that takes no longer than a copy.
     """
-    size = _STRETCH if device.type == "cpu" else 64 * _STRETCH  # that is in a CPU's cache; a GPU wants few kernels
+    for together in _groups(specs):
+        with torch._C.DisableTorchFunction(), _disable_current_modes():  # a loader's own, and that of a recorder
+            drawn = deque((spec.name, _drawn(spec, seed, device)) for spec in together)
+        while drawn:
+            yield drawn.popleft()
+
+
+def _groups(specs: Iterable[TensorSpec]) -> Iterator[list[TensorSpec]]:
+    group: list[TensorSpec] = []
+    num_bytes = 0
     for spec in specs:
-        patterns = _PATTERNS.get(spec.dtype, (_ALL[spec.dtype.itemsize], 0))
-        drawn, fixed = (_repeated(bits, spec.dtype.itemsize) for bits in patterns)
-        numbers = _numbers(device, 2 * size, drawn, fixed)
-        words = torch.empty(-(-spec.num_bytes // 8), dtype=torch.int64, device=device)
-        mix = Random(f"{seed} {spec.name}")
-        for start in range(0, len(words), size):
-            stretch, first = words[start : start + size], mix.randrange(size)
-            torch.bitwise_xor(numbers[first : first + len(stretch)], mix.getrandbits(63) & drawn, out=stretch)
-        yield spec.name, words.view(torch.uint8)[: spec.num_bytes].view(spec.dtype).view(spec.shape)
+        if group and num_bytes + spec.num_bytes > _TOGETHER:
+            yield group
+            group, num_bytes = [], 0
+        group.append(spec)
+        num_bytes += spec.num_bytes
+    yield group
+
+
+def _drawn(spec: TensorSpec, seed: int, device: torch.device) -> Tensor:
+    size = _STRETCH if device.type == "cpu" else 64 * _STRETCH  # that is in a CPU's cache; a GPU wants few kernels
+    patterns = _PATTERNS.get(spec.dtype, (_ALL[spec.dtype.itemsize], 0))
+    drawn, fixed = (_repeated(bits, spec.dtype.itemsize) for bits in patterns)
+    numbers = _numbers(device, 2 * size, drawn, fixed)
+    words = torch.empty(-(-spec.num_bytes // 8), dtype=torch.int64, device=device)
+    mix = Random(f"{seed} {spec.name}")
+    for start in range(0, len(words), size):
+        stretch, first = words[start : start + size], mix.randrange(size)
+        torch.bitwise_xor(numbers[first : first + len(stretch)], mix.getrandbits(63) & drawn, out=stretch)
+    return words.view(torch.uint8)[: spec.num_bytes].view(spec.dtype).view(spec.shape)
 
 
 @cache

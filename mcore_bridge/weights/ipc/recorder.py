@@ -136,6 +136,10 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _note(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        note = _NOTES.get(func.overloadpacket)
+        if note is not None and func.overloadpacket in _IN_PLACE:
+            note(self, args, kwargs, result)
+            return
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         known = {_address(tensor) for tensor in inputs}
         fresh = [t for t in tree_leaves(result) if isinstance(t, Tensor) and _address(t) not in known]
@@ -144,7 +148,6 @@ class Recorder(TorchDispatchMode):
             fresh = inputs
         for tensor in fresh:
             self._memories.pop(_address(tensor), None)
-        note = _NOTES.get(func.overloadpacket)
         if note is not None:
             note(self, args, kwargs, result)
             return
@@ -322,6 +325,8 @@ _NOTES: dict[Any, _Note] = {
     _ATEN.stack: _note_stack,
     _ATEN.constant_pad_nd: _note_pad,
 }
+_IN_PLACE = {_ATEN.copy_, _ATEN._foreach_copy_, _ATEN.fill_, _ATEN.zero_}
+"""Operations that return what they were given, and no new memory."""
 _NOWHERE = (0, 0)
 """The memory of tensors that have none, such as those of the meta device."""
 _LIFTED = {_ATEN.lift, _ATEN.lift_fresh}
