@@ -1,5 +1,6 @@
 """Towers: transformers' models of images, on the first stage, go round under published names."""
 
+import json
 import re
 import shutil
 from dataclasses import replace
@@ -24,8 +25,10 @@ from tests.support import pool, towers
 from tests.support.bounds import ONE
 from tests.support.composites import assert_same
 from tests.support.conversions import quiet
+from tests.support.published import expand
 from tests.support.written_weights import read
 
+PUBLISHED = Path(__file__).parent.parent / "data" / "tower_names.jsonl"
 VISIONS = ("carried", "frozen", "train")
 SIZES = ("num_parameters", "num_bytes")
 EXPERTS = mb.ParallelDims(ep=2)
@@ -78,6 +81,21 @@ def test_a_tower_is_named_as_its_folder_names_it(name: str, tmp_path: Path) -> N
             assert all(torch.equal(exported[key], source[key]) for key in source)
             assert mb.manifest(bare, digests=True).num_bytes == mb.manifest(models).num_bytes
             assert all(map(torch.equal, bare[0].parameters(), models[0].parameters()))
+
+
+@pytest.mark.skipif(not towers.NAMES, reason="the installed transformers is too old")
+@pytest.mark.parametrize("record", map(json.loads, PUBLISHED.read_text().splitlines()), ids=lambda each: each["source"])
+def test_a_published_index_has_the_names_of_the_tower_and_no_others(record: dict[str, Any], tmp_path: Path) -> None:
+    """Of models of their publishers' sizes; ``others`` are all names of the index that are not the text's."""
+    (tmp_path / "config.json").write_text(json.dumps(record["config"]))
+    published = expand(record["others"])
+    blueprint = make_blueprint(tmp_path, dims=ONE, dtype=torch.bfloat16, device="meta", vision="train")
+    mapping = blueprint.provenance.mapping(tied=True)
+    names = [mapping.bind(f"vision.{spec.name}").hf[0] for spec in blueprint.provenance.tower]
+    assert sorted(names) == sorted(published)
+    assert [mapping.consumers(name) for name in names] == [
+        (f"vision.{spec.name}",) for spec in blueprint.provenance.tower
+    ]
 
 
 @pytest.mark.skipif(not towers.NAMES, reason="the installed transformers is too old")
