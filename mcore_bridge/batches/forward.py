@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.batches.collectives import broadcast_from_last, gather, reduce_max
-from mcore_bridge.batches.images import Images, SeenImages, require_images
+from mcore_bridge.batches.images import Images, SeenImages, placeholders, require_images
 from mcore_bridge.batches.logprobs import log_probs, require_temperature
 from mcore_bridge.batches.microbatches import agreed_micro_batches, balances_experts, micro_batches
 from mcore_bridge.batches.packing import PackedSequences, require_mask, unpack_sequences
@@ -82,8 +82,9 @@ def forward(
         attention_mask: ``[batch, seq]``, 1 or True for tokens and 0 for padding. None: there is no padding.
         images: for each row the inputs of its images and videos, as the processor of the model makes them for this row
             (``pixel_values``, ``image_grid_thw``, ...); None for a row of text. Their tokens are those with the id of
-            an image or a video. If other tokens may have such an id, since the model has sampled them, a row says with
-            ``mm_token_type_ids`` which tokens are text (0). None: the batch is of text. Needs ``build_model(vision=)``.
+            an image or a video, whose log-probabilities mean nothing. If the model may have sampled such an id, a row
+            says with ``mm_token_type_ids`` which tokens are text (0). None: the batch is of text. Images need a model
+            that was built with ``vision="train"`` or ``"frozen"``.
         loss: called with each microbatch on the ranks of the last pipeline stage. If it raises, the error is raised
             after all microbatches are done; the caller must then zero the gradients. None: no backward follows.
         hf, head: only for models that ``build_model`` did not make: their HF config or folder, and their head.
@@ -111,7 +112,8 @@ def forward(
 
     def checked() -> Callable[..., list[PackedSequences]]:
         mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask
-        _check_batch(input_ids, mask, micro_batch_size, provenance.hf.vocab_size)
+        stand_ins = placeholders(provenance.whole.config) if images is not None and provenance.whole else ()
+        _check_batch(input_ids, mask, micro_batch_size, provenance.hf.vocab_size, stand_ins)
         require_temperature(temperature)
         if images is not None:
             require_images(images, len(input_ids), getattr(chunk, "image_inputs", None))
@@ -126,8 +128,14 @@ def forward(
     return _Run(chunk, provenance, batches, rows, temperature, loss, seen)(chunks)
 
 
-def _check_batch(input_ids: Tensor, attention_mask: Tensor, micro_batch_size: int | None, vocab_size: int) -> None:
-    """Refuse shapes that do not fit, and tokens outside the vocabulary.
+def _check_batch(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    micro_batch_size: int | None,
+    vocab_size: int,
+    stand_ins: Sequence[int | None] = (),
+) -> None:
+    """Refuse shapes that do not fit, and tokens outside the vocabulary, but for ids that stand for images.
 
     The padded embedding has rows for some of these tokens, so they would not fail but give wrong log-probs.
     """
@@ -143,7 +151,10 @@ def _check_batch(input_ids: Tensor, attention_mask: Tensor, micro_batch_size: in
     if micro_batch_size is not None and micro_batch_size < 1:
         raise BatchError(f"micro_batch_size must be at least 1, found {micro_batch_size}; leave it out for the default")
     require_mask(attention_mask)
-    low, high = input_ids.where(attention_mask != 0, 0).aminmax()
+    is_text = attention_mask != 0
+    for token in stand_ins:
+        is_text = is_text if token is None else is_text & (input_ids != token)
+    low, high = input_ids.where(is_text, 0).aminmax()
     if int(low) < 0 or int(high) >= vocab_size:
         raise BatchError(
             f"input_ids must be 0 to {vocab_size - 1} where attention_mask is 1, found {low} to {high}: use the "

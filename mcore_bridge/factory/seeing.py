@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,7 @@ from mcore_bridge.errors import BatchError
 from mcore_bridge.factory.modules.caught import Caught, Embed, called
 from mcore_bridge.factory.modules.deepstack import carried, take_features
 from mcore_bridge.factory.modules.fitting import MisfitError, fitting, misfit
+from mcore_bridge.factory.modules.masks import masks_of, take_masks
 from mcore_bridge.factory.modules.mrope import MultimodalRotary, take_positions, text_positions
 from mcore_bridge.factory.modules.touched import touched
 
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 
 _PIXELS = "pixel_"
 """How the names of inputs begin that only the tower reads."""
-_TYPES = ("mm_token_type_ids", "token_type_ids")
+_BLOCKS = "token_type_ids"
+"""The argument of composites that see both ways within an image."""
+_TYPES = ("mm_token_type_ids", _BLOCKS)
 """Arguments that say of each token whether it is text (0), of an image (1) or of a video (2)."""
 
 
@@ -53,6 +56,9 @@ def see(chunk: GPTModel, composite: nn.Module, *, num_layers: int) -> None:
         take_positions(chunk, caught.recompose)
     if depths := getattr(composite.config.vision_config, "deepstack_visual_indexes", ()):  # type: ignore[union-attr]
         take_features(chunk, len(depths), num_layers)
+    if _BLOCKS in _arguments(composite):
+        take_masks(chunk)
+        composite.config.text_config._attn_implementation = "sdpa"  # type: ignore[union-attr]  # boolean masks
     chunk.image_inputs = frozenset(filter(lambda name: name.startswith(OF_OTHER_PARTS), _arguments(composite)))
     chunk.register_forward_pre_hook(functools.partial(_see, composite), with_kwargs=True)
 
@@ -82,8 +88,9 @@ def _see(
         if misfits is None:
             raise problem from error
         misfits.found.append(problem)  # the other ranks of its pipeline wait for this one
+        inputs["input_ids"] = torch.zeros_like(inputs["input_ids"])
         return (), _without_features(chunk, as_own_tokens(chunk, inputs))
-    return (), {**as_own_tokens(chunk, inputs), **_decoder_inputs(chunk, rows, call)}
+    return (), {**as_own_tokens(chunk, inputs), **_decoder_inputs(chunk, rows, call, inputs.get("packed_seq_params"))}
 
 
 def _without_features(chunk: Any, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -172,9 +179,11 @@ def _embedding(chunk: Any) -> Embed:
     return lambda input_ids: whole(input_ids=input_ids, position_ids=None).transpose(0, 1)
 
 
-def _decoder_inputs(chunk: Any, rows: WholeRows, call: dict[str, Any]) -> dict[str, Any]:
+def _decoder_inputs(chunk: Any, rows: WholeRows, call: dict[str, Any], packed: Any) -> dict[str, Any]:
     """The arguments of ``GPTModel.forward`` that come from the call of a language model."""
     inputs: dict[str, Any] = {}
+    if isinstance(masks := call["attention_mask"], Mapping):
+        inputs["extra_block_kwargs"] = {"attention_bias": masks_of(rows, masks, packed)}
     if isinstance(getattr(chunk, "rotary_pos_emb", None), MultimodalRotary):
         inputs["position_ids"] = _positions(rows, call.get("position_ids"))
     if chunk.pre_process:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mcore_bridge as mb
-from mcore_bridge.batches.images import joined, token_types
+from mcore_bridge.batches.images import joined, placeholders, token_types
 from tests.support import composites as tiny
 from tests.support import stepping
 
@@ -43,7 +43,10 @@ def config(model_type: str, **text: Any) -> Any:
     if model_type == "qwen2_vl":
         vision.hidden_size = hf.text_config.hidden_size
     if model_type == "gemma3":
+        hf.image_token_id = hf.text_config.vocab_size + 3  # beyond the vocabulary
         vision.image_size, hf.mm_tokens_per_image = 56, 4
+        for kind in hf.text_config.rope_parameters.values():  # transformers' dynamic one remembers earlier rows
+            kind.update(rope_type="linear", factor=2.0)
     if model_type == "llava_onevision":
         hf.image_grid_pinpoints = [[28, 56], [56, 28]]
     if model_type == "kimi_k25":
@@ -67,7 +70,7 @@ def reference(folder: Path) -> Any:
     from transformers import AutoConfig
 
     model_class = tiny.model_class(AutoConfig.from_pretrained(folder).model_type)
-    return model_class.from_pretrained(folder, dtype=torch.float32).eval()
+    return model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 Grid = tuple[int, int, int]
@@ -142,10 +145,11 @@ def _tokens(model: Any, inputs: dict[str, Tensor], part: Any, *, is_video: bool)
     features = (base.get_video_features if is_video else base.get_image_features)(**inputs, **_selected(model.config))
     output = features.pooler_output
     count = sum(len(each) for each in output) if not isinstance(output, Tensor) else output.shape[:-1].numel()
-    token = "video_token_id" if is_video and not model_type.startswith("glm") else "image_token_id"
+    video_has_own = is_video and not model_type.startswith("glm")
+    token = placeholders(model.config)[1 if video_has_own else 0]
     frames = part[1][0] if is_video and model_type.startswith(("qwen3", "glm")) else 1
     start, end = ("video_start_token_id", "video_end_token_id") if is_video else ("vision_start_token_id", FIRST)
-    inner = [each for _ in range(frames) for each in (*[SPECIAL[token]] * (count // frames), 9)]
+    inner = [each for _ in range(frames) for each in (*[token] * (count // frames), 9)]
     return [SPECIAL[start], *inner, SPECIAL.get(end, FIRST)]
 
 
@@ -165,16 +169,17 @@ def expected(model: Any, ids: Tensor, mask: Tensor, images: Any) -> tuple[Tensor
     log_probs = torch.zeros(ids.shape)
     for row, shown in enumerate(mask.bool()):
         own = model(**_inputs(model, ids[row : row + 1, shown], images[row])).logits.float()[0]
-        own = own[:-1].log_softmax(-1).gather(-1, ids[row, shown][1:, None])[:, 0]
+        own = own[:-1].log_softmax(-1).gather(-1, ids[row, shown][1:, None].clamp(max=own.size(-1) - 1))[:, 0]
         log_probs = log_probs.index_put((torch.tensor(row), shown.nonzero()[1:, 0]), own)
     model.zero_grad()
-    loss(log_probs, range(len(ids))).backward()
+    of_text = token_types(model.config, ids) == 0
+    loss(log_probs * of_text, range(len(ids))).backward()
     tower = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
         for name, parameter in model.model.named_parameters()
         if not name.startswith("language_model.")
     }
-    return log_probs.detach(), tower
+    return (log_probs * of_text).detach(), tower
 
 
 def _inputs(model: Any, ids: Tensor, images: Any) -> dict[str, Any]:
@@ -199,7 +204,11 @@ def built(folder: Path, dims: mb.ParallelDims, **options: Any) -> list[Any]:
 def step(
     folder: Path, sizes: dict[str, Any], batch: Any, *, overlap: bool = False, packed: bool = True, **options: Any
 ) -> dict[str, Any]:
-    """Runs in each worker: log-probs of its share of the rows, and the tower's gradients before a mean over TP."""
+    """Runs in each worker: log-probs of its share of the rows, and the tower's gradients before a mean over TP.
+
+    Args:
+        batch: that of ``batch_of``, and log-probs of ``expected``, which are zero where there is nothing to learn.
+    """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
@@ -214,7 +223,7 @@ def step(
         chunks[0].config.finalize_model_grads_func = finalize_model_grads
         chunks[0].config.no_sync_func = [each.no_sync for each in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
         replicas, replica = dims.dp(dist.get_world_size()), parallel_state.get_data_parallel_rank()
-        ids, mask, images = batch
+        ids, mask, images, wanted = batch
         own = range(len(ids))[replica * len(ids) // replicas : (replica + 1) * len(ids) // replicas]
         for order in (own[::-1], own) if overlap else (own,):  # reducers learn from the first batch what to wait for
             for each in wrapped:
@@ -225,13 +234,13 @@ def step(
                 ids[order],
                 mask[order],
                 images=[images[row] for row in order],
-                loss=lambda out, rows, order=order: loss(out.log_probs, order[rows]),
+                loss=lambda out, rows, order=order: loss(out.log_probs * (wanted != 0)[order[rows]], order[rows]),
                 micro_batch_size=1,
                 packed=packed,
             )
         return {
             "rows": own,
-            "log_probs": outputs.log_probs.detach(),
+            "log_probs": outputs.log_probs.detach() * (wanted != 0)[own],
             "tower": {name: parameter.main_grad.clone() for name, parameter in tower.items()},
         }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -144,6 +145,14 @@ class CoreAttention(nn.Module):
         parts = zip(*(tensor.unsqueeze(1).split(lengths) for tensor in (query, key, value)), strict=True)
         return torch.cat([self._sequence(q, k, v, None, attn_mask_type) for q, k, v in parts]).squeeze(1)
 
+    def masked(self, query: Tensor, key: Tensor, value: Tensor, visible: Sequence[Tensor], packed: Any) -> Tensor:
+        """Attend by masks alone, in which True is seen: ``[1, 1, n, n]`` for each packed sequence, or one for rows."""
+        if packed is None:
+            return self._sequence(query, key, value, None, None, visible[0])
+        lengths = packed_lengths(packed, self.cp_group.size())
+        parts = zip(*(tensor.unsqueeze(1).split(lengths) for tensor in (query, key, value)), visible, strict=True)
+        return torch.cat([self._sequence(q, k, v, None, None, mask) for q, k, v, mask in parts]).squeeze(1)
+
     def _sequence(
         self,
         query: Tensor,
@@ -151,6 +160,7 @@ class CoreAttention(nn.Module):
         value: Tensor,
         attention_mask: Tensor | None,
         attn_mask_type: AttnMaskType | None,
+        visible: Tensor | None = None,
     ) -> Tensor:
         query_positions = places_in_text(query, key, self.cp_group)
         if self.cp_group.size() > 1:
@@ -159,6 +169,8 @@ class CoreAttention(nn.Module):
         if attention_mask is not None and attention_mask.dim() == 2:
             attention_mask = _padding(attention_mask, query_positions, self.cp_group)
         hidden = self._hidden(query_positions, key.size(0), causal=causal, attention_mask=attention_mask)
+        if visible is not None:
+            hidden, causal = ~visible[:, :, query_positions], False
         query, key, value = (rearrange(tensor, "s b n d -> b n s d") for tensor in (query, key, value))
         with self._rng():
             context = self._attend(query, key, value, hidden, causal=causal)

@@ -1,0 +1,99 @@
+"""Masks that see both ways within an image, as in Gemma 3. transformers makes them, one for each kind of layer.
+
+They travel in ``attention_bias``, which megatron-core hands to core attention, also when it recomputes a layer.
+TransformerEngine has no kernel for them, so torch's attention takes the microbatches that have such a mask.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mcore_bridge.factory.modules.torch_modules import CoreAttention
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+    from mcore_bridge.batches.whole_rows import WholeRows
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """Which keys a query sees, in the place of ``attention_bias``; True is seen.
+
+    Attributes:
+        full: of layers without a window: ``[1, 1, n, n]`` for each packed sequence of n tokens, in the order of the
+            text; or one mask ``[b, 1, s, s]`` for rows.
+        sliding: of layers with a window.
+    """
+
+    full: Sequence[Tensor]
+    sliding: Sequence[Tensor]
+
+
+def take_masks(chunk: GPTModel) -> None:
+    """Make attention take ``Masks``."""
+    for layer in chunk.decoder.layers:
+        attention: Any = layer.self_attention
+        core = attention.core_attention
+        if not isinstance(core, CoreAttention):
+            scale = {"softmax_scale": attention.config.softmax_scale, "pg_collection": attention.pg_collection}
+            torchs = CoreAttention(attention.config, attention.layer_number, attention.attn_mask_type, "self", **scale)
+            vars(core)["torchs"] = torchs  # it has no parameters, and is no submodule
+        core.__class__ = sighted(core.__class__)
+
+
+@functools.cache
+def sighted(core: type) -> type:
+    """A subclass of a core attention that takes ``Masks``."""
+    return type(f"{core.__name__}OfImages", (Sighted, core), {"__doc__": Sighted.__doc__})
+
+
+class Sighted(nn.Module):
+    """Core attention that takes ``Masks`` as ``attention_bias``."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: Any,
+        attention_bias: Any = None,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if not isinstance(attention_bias, Masks):
+            options = {"attention_bias": attention_bias, "packed_seq_params": packed_seq_params, **kwargs}
+            return super().forward(query, key, value, *args, **options)
+        core: CoreAttention = vars(self).get("torchs", self)
+        visible = attention_bias.full if core.window_size is None else attention_bias.sliding
+        return core.masked(query, key, value, visible, packed_seq_params)
+
+
+def masks_of(rows: WholeRows, by_kind: Mapping[str, Tensor], packed: Any) -> Masks:
+    """The masks of transformers, bool ``[b, 1, s, s]`` for whole rows, as attention takes them.
+
+    Padding sees itself, since a softmax over nothing has no value.
+    """
+    kinds = (by_kind[name] | _itself(by_kind[name]) for name in ("full_attention", "sliding_attention"))
+    if packed is None:
+        return Masks(*([mask] for mask in kinds))
+    starts = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    places = rows.in_text[0].split(starts.diff().tolist())
+    return Masks(*([_of_sequence(mask[row], own) for row, own in enumerate(places)] for mask in kinds))
+
+
+def _of_sequence(mask: Tensor, places: Tensor) -> Tensor:
+    """Of the mask of a row, ``[1, s, s]``, that of its tokens at ``places`` in the flattened rows; -1 is padding."""
+    at = places.remainder(mask.size(-1))
+    shown = mask[:, at][:, :, at] & (places >= 0)
+    return (shown | _itself(shown))[None]
+
+
+def _itself(mask: Tensor) -> Tensor:
+    return torch.eye(mask.size(-1), dtype=torch.bool, device=mask.device)
