@@ -41,18 +41,16 @@ def main() -> None:
     (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         archive.extractall(again, filter="data")
-    python(
-        sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", again, cwd=next(again.iterdir())
-    )
+    (unpacked,) = again.iterdir()
+    python(sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", again, cwd=unpacked)
     (rebuilt,) = again.glob("*.whl")
     check_files(wheel, rebuilt)
     for archive in (wheel, rebuilt):
         use(archive)
     if "--extras" in sys.argv:
         for extra in EXTRAS:
-            python(
-                sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", f"mcore-hf[{extra}] @ {wheel.as_uri()}"
-            )
+            wanted = f"mcore-hf[{extra}] @ {wheel.as_uri()}"
+            python(sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", wanted)
     print(f"{wheel.name} and {sdist.name} install, and work")
 
 

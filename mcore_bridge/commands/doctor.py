@@ -57,7 +57,9 @@ def conclusion(lines: Iterable[Line]) -> str:
 def render(lines: Iterable[Line]) -> Group:
     """The report for people: a row for each line, then the conclusion."""
     lines = list(lines)
-    table = Table(show_header=False, box=None, padding=(0, 2))
+    table = Table(show_header=False, box=None, padding=(0, 1))
+    for _ in range(3):
+        table.add_column(overflow="fold")  # else a path would be cut
     for line in lines:
         color = "red" if line.is_problem else "yellow" if line.advice else "green"
         table.add_row(f"[bold]{line.name}[/]", f"[{color}]{escape(line.state)}[/]", escape(line.advice))
@@ -85,9 +87,8 @@ def _judged(name: str, installed: str) -> Line:
     newest_release = Version(newest).release
     if version >= Version(oldest) and version.release[: len(newest_release)] <= newest_release:
         return Line(name, installed)
-    return Line(
-        name, installed, f"not tested ({oldest} to {newest} are): run mcore-bridge verify before you rely on it"
-    )
+    tested = f"{oldest} is" if oldest == newest else f"{oldest} to {newest} are"
+    return Line(name, installed, f"not tested ({tested}): run mcore-bridge verify before you rely on it")
 
 
 def _optional() -> list[Line]:

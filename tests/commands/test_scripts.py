@@ -39,7 +39,6 @@ def test_each_command_says_one_object(tmp_path: Path) -> None:
     command = ["verify", folder, "--tp", "2", "--sp", "--json"]
     finished = subprocess.run([sys.executable, "-m", "mcore_bridge.cli", *command], capture_output=True, text=True)
     verified = said("verify", finished.stdout, finished.returncode)
-    assert finished.stderr == ""
     assert verified["good"] is True
     assert verified["mesh"] == {"tp": 2, "pp": 1, "vp": 1, "cp": 1, "ep": 1, "etp": 1, "sp": True, "layout": None}
     assert verified["logits"]["relative"] <= verified["logits"]["tolerance"]

@@ -43,6 +43,12 @@ class engine:
     def load_weights(pairs):
         assert all(tensor.isfinite().all() for name, tensor in pairs)
 """
+ACTOR = """
+dims = mb.ParallelDims(pp=int(os.environ["WORLD_SIZE"]))
+dims.initialize(device="cpu")
+actor = Actor("path/of/Qwen3-8B", dims=dims, dtype=torch.float32)
+actor.backward(input_ids, attention_mask, torch.ones(4))
+"""
 RLINF = """
 transformer_config = mb.to_transformer_config("path/of/Qwen3-8B", dims=dims)
 path, ReshardConfig = "path/of/Qwen3-8B", dict
@@ -54,7 +60,7 @@ PAGES = {
     "docs/guide/batches.md": ([MODELS + TOKENS], (1, 2)),
     "docs/guide/checkpoints.md": ([MODELS + "optimizer = None", "model = models[0]"], (1, 2)),
     "docs/internals/design.md": (["from mcore_bridge.rules.layout import Concat, GROUPS, Rearrange", "", ""], (1, 2)),
-    "docs/guide/embedding.md": ([""], (1, 2)),
+    "docs/guide/embedding.md": (["", TOKENS + ACTOR], (1, 2)),
     "docs/guide/load.md": (["", ""], (2,)),
     "docs/guide/sync.md": ([MODELS + ENGINE], (2,)),
     "docs/reference/api.md": ([""], (1,)),

@@ -86,6 +86,9 @@ CASES = {
     ),
     "olmoe": case("olmoe", num_experts=4, num_experts_per_tok=2, head_dim=6, attention_bias=True),
     "olmoe-normalised": case("olmoe", num_experts=8, num_experts_per_tok=3, head_dim=6, norm_topk_prob=True),
+    "flex_olmo": case(
+        "flex_olmo", num_experts=4, num_experts_per_tok=2, head_dim=6, attention_bias=True, pad_token_id=0
+    ),
     "minimax_m2": case("minimax_m2", num_local_experts=4, num_experts_per_tok=2, **rope("default")),
     "minimax_m2-partial": case(
         "minimax_m2", num_local_experts=8, num_experts_per_tok=3, **rope("default", partial_rotary_factor=0.5)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def adapt_norm_placement(layer: Any, config: TransformerConfig, backend: Backend) -> None:
-    """Puts norms after attention and MLP. With "post" it also removes those before them.
+    """Puts norms after attention and MLP, or after all experts. With "post" it also removes those before them.
 
     Args:
         layer: the submodules of a layer, changed in place.
@@ -40,13 +40,19 @@ def adapt_norm_placement(layer: Any, config: TransformerConfig, backend: Backend
     attention, mlp = layer.self_attention.submodules, submodules_of(layer.mlp)
     norm = norm_of(backend, config)
     attention.linear_proj = post_normed(attention.linear_proj, norm)
-    mlp.linear_fc2 = post_normed(mlp.linear_fc2, norm)
+    is_sparse = _has_experts(layer)
+    if is_sparse:
+        _norm_experts(layer, norm)
+    else:
+        mlp.linear_fc2 = post_normed(mlp.linear_fc2, norm)
     if placement == "post":
         layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
         if backend == "te":  # its usual linear layers have a norm inside
             from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 
-            attention.linear_qkv = mlp.linear_fc1 = TEColumnParallelLinear
+            attention.linear_qkv = TEColumnParallelLinear
+            if not is_sparse:
+                mlp.linear_fc1 = TEColumnParallelLinear
 
 
 def adapt_query_key_norms(layer: Any, config: TransformerConfig, backend: Backend) -> None:
@@ -80,9 +86,16 @@ def adapt_expert_norm(layer: Any, config: TransformerConfig, backend: Backend) -
         config: the config of the model.
         backend: that of the layer's modules.
     """
-    if not getattr(config, "expert_norm", False) or not hasattr(submodules_of(layer.mlp), "router"):
-        return
-    norm, spec = norm_of(backend, config), layer.mlp
+    if getattr(config, "expert_norm", False) and _has_experts(layer):
+        _norm_experts(layer, norm_of(backend, config))
+
+
+def _has_experts(layer: Any) -> bool:
+    return hasattr(submodules_of(layer.mlp), "router")
+
+
+def _norm_experts(layer: Any, norm: type) -> None:
+    spec = layer.mlp
     if isinstance(spec, functools.partial):  # megatron-core 0.19
         layer.mlp = functools.partial(post_normed(spec.func, norm), *spec.args, **spec.keywords)
     else:
