@@ -212,6 +212,8 @@ def _spell(fields: dict[str, object]) -> dict[str, object]:
     if "torch_dtype" in fields:
         old = fields.pop("torch_dtype")
         fields["dtype"] = old if fields.get("dtype") is None else fields["dtype"]
+    if isinstance(rope := fields.get("rope_scaling"), dict) and rope.get("type") == "su":  # Phi-3 at first
+        fields["rope_scaling"] = {**rope, "type": "longrope"}
     both = any(fields.get(name) is not None for name in ("rope_scaling", "rope_theta"))
     if not fields.get("rope_parameters") or (speaks_rope_parameters() and not both):
         return fields

@@ -108,6 +108,8 @@ def _compressed(fields: Mapping[str, Any]) -> Iterator[tuple[str, Grain]]:
         if value and not (isinstance(value, Mapping) and value.get("format", "") == "dense"):
             raise _refused(f"{name} of compressed-tensors", value, "none")
     groups = fields.get("config_groups")
+    if not groups and fields.get("kv_cache_scheme"):  # only the cache is quantized
+        return
     if not isinstance(groups, Mapping) or not groups:
         raise _refused("config_groups of compressed-tensors", groups, "an object for each kind of weights")
     for group in groups.values():
@@ -139,6 +141,8 @@ def _of_group(weights: Mapping[str, Any]) -> tuple[str, Grain]:
 def _block(sizes: object) -> tuple[int, int] | None:
     if sizes is None:
         return None
+    if isinstance(sizes, str):  # "128x128", as compressed-tensors wrote it at first
+        sizes = [int(size) if size.isdecimal() else size for size in sizes.split("x")]
     if isinstance(sizes, list | tuple) and len(sizes) == 2 and all(isinstance(n, int) and n > 0 for n in sizes):
         return sizes[0], sizes[1]
     raise _refused("the size of blocks", sizes, "two positive whole numbers")

@@ -18,6 +18,14 @@ from mcore_bridge.errors import ConfigError
 from tests import zoo
 from tests.support.families import FAMILIES, Json, family, read, table_of
 
+
+def long_rope(name: str) -> Json:
+    """The fields of a rope of this type, for heads of 16."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    whole = {"rope_parameters": None, "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    return {**whole, "rope_scaling": {**factors, "type": name}}
+
+
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
 
 
@@ -88,6 +96,21 @@ def test_values_of_no_sense_are_refused_by_name(case: str, change: Json, message
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ConfigError, match=message):
         mb.to_transformer_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("case", "old", "new"),
+    [
+        ("phi3", long_rope("su"), long_rope("longrope")),
+        ("nemotron", {"hidden_dropout": 0.0}, {}),
+    ],
+)
+def test_what_older_files_say_is_read(case: str, old: Json, new: Json, tmp_path: Path) -> None:
+    configs = []
+    for change in (old, new):
+        (tmp_path / "config.json").write_text(json.dumps({**zoo.described()[case].hf.to_dict(), **change}))
+        configs.append(repr(vars(mb.to_transformer_config(tmp_path))))
+    assert configs[0] == configs[1]
 
 
 def test_mtp_layers_with_an_embedding_of_their_own_are_refused() -> None:

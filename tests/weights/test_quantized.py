@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 import mcore_bridge as mb
 from mcore_bridge.architecture import read_hf
+from mcore_bridge.config.quantization import read_quantization
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.encoded import Encoded, EncodedSlice
 from mcore_bridge.weights.files.hf_folder import Checkpoint
@@ -201,6 +202,26 @@ def test_other_formats_are_refused_by_name(note: dict[str, Any], message: str, t
     hf = tiny("qwen3", quantization_config=note)
     with pytest.raises(ConfigError, match=message):
         mb.to_transformer_config(hf)
+
+
+GROUP = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "actorder": "static"}
+BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": "128x64"}
+
+
+@pytest.mark.parametrize(
+    ("note", "allowed"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}, set()),
+        ({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8}}, set()),
+        (quantized.compressed("pack-quantized", GROUP), {("int4", (1, 32))}),
+        (quantized.compressed("float-quantized", BLOCKS), {("fp8", (128, 64))}),
+    ],
+)
+def test_notes_in_other_spellings_are_read(note: dict[str, Any], allowed: set[Any]) -> None:
+    """Two of them quantize the KV cache alone."""
+    found = read_quantization(note)
+    assert found is not None
+    assert found.allowed == allowed
 
 
 @pytest.mark.parametrize("algorithm", ["NVFP4", "FP8"])
