@@ -176,7 +176,7 @@ def _tensors(target: Path, kind: str) -> Iterator[tuple[str, Tensor]]:
 
 def _bytes(shape: tuple[int, ...], itemsize: int, noise: Tensor) -> Tensor:
     numel = torch.Size(shape).numel() * itemsize
-    values = noise.repeat(-(-numel // PERIOD))[:numel].clone()
+    values = noise[:numel].clone() if numel <= PERIOD else noise.repeat(-(-numel // PERIOD))[:numel]
     return values.view(*shape[:-1], shape[-1] * itemsize)
 
 
