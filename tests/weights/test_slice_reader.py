@@ -81,9 +81,28 @@ def test_what_lies_side_by_side_is_read_at_once(tmp_path, monkeypatch):
     file, reads = SafetensorsFile(path), []
     monkeypatch.setattr(os, "preadv", lambda *arguments, read=os.preadv: reads.append(arguments) or read(*arguments))
     out = torch.empty(30)
-    file.read([file.tensor("a")[2:], file.tensor("b"), file.tensor("c")[:2], file.tensor("d")[2:]], array_of(out))
+    file.read([file.tensor("d")[2:], file.tensor("c")[:2], file.tensor("b"), file.tensor("a")[2:]], array_of(out))
     assert len(reads) == 2
-    assert out.tolist() == [0.0] * 6 + [1.0] * 12 + [2.0] * 6 + [3.0] * 6
+    assert out.tolist() == [3.0] * 6 + [2.0] * 6 + [1.0] * 12 + [0.0] * 6
+
+
+@pytest.mark.parametrize("most", [3, 8, 1 << 20])
+def test_what_a_call_reads_in_part_is_read_whole(tmp_path, monkeypatch, most):
+    preadv, data = os.preadv, os.urandom(8000)
+    (tmp_path / "file").write_bytes(data)
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, left, offset: preadv(fd, [left[0][:most], *left[1 : most // 4]], offset)
+    )
+    out = np.zeros(6000, np.uint8)
+    parts = [
+        (offset, out.data[2 * offset : 2 * offset + 2]) for offset in range(0, 2998, 2)
+    ]  # more than one call takes
+    with (tmp_path / "file").open("rb") as file:
+        positional_io.read_scattered(file.fileno(), [*parts[::-1], (7995, out.data[5995:])])
+        with pytest.raises(EOFError, match="ends 3 bytes before byte 8003"):
+            positional_io.read_scattered(file.fileno(), [(7990, bytearray(13))])
+    assert all(out[2 * offset : 2 * offset + 2].tobytes() == data[offset : offset + 2] for offset, _ in parts)
+    assert out[5995:].tobytes() == data[7995:]
 
 
 @contextlib.contextmanager

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterable
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -29,6 +31,7 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+_MOST_BUFFERS = 1024  # of one call, as POSIX's IOV_MAX is on Linux
 _POINTER = b"version https://git-lfs"
 
 
@@ -86,6 +89,26 @@ def read_array(fd: int, offset: int, out: Array, strides: tuple[int, ...]) -> No
         np.copyto(part, np.ndarray(part.shape, part.dtype, block, strides=strides))
 
 
+def read_scattered(fd: int, parts: Iterable[tuple[int, memoryview]]) -> None:
+    """Read parts of a file into buffers; neighbours in the file go by one call, which costs more than a small part.
+
+    Args:
+        parts: the byte of the file at which each begins, and its buffer of bytes.
+
+    Raises:
+        EOFError: the file ends before a part does.
+    """
+    run: list[memoryview] = []
+    start = stop = 0
+    for offset, buffer in sorted(parts, key=itemgetter(0)):
+        if offset != stop or len(run) == _MOST_BUFFERS:
+            _read_into(fd, start, run)
+            run, start = [], offset
+        run.append(buffer)
+        stop = offset + len(buffer)
+    _read_into(fd, start, run)
+
+
 def write_bytes(fd: int, offset: int, data: Array) -> None:
     """Write all of ``data`` (C-contiguous) to a file, from byte ``offset`` on."""
     left = data.reshape(-1).view(np.uint8).data
@@ -95,12 +118,20 @@ def write_bytes(fd: int, offset: int, data: Array) -> None:
 
 
 def _read(fd: int, offset: int, out: Array) -> None:
-    left = out.reshape(-1).view(np.uint8).data
-    while left:
-        read = os.preadv(fd, [left], offset)
+    _read_into(fd, offset, [out.reshape(-1).view(np.uint8).data])
+
+
+def _read_into(fd: int, offset: int, buffers: list[memoryview]) -> None:
+    """Read consecutive bytes of a file into buffers, of which the list is used up."""
+    while left := sum(map(len, buffers)):
+        read = os.preadv(fd, buffers, offset)
         if not read:
-            raise EOFError(f"the file ends {len(left)} bytes before byte {offset + len(left)}")
-        left, offset = left[read:], offset + read
+            raise EOFError(f"the file ends {left} bytes before byte {offset + left}")
+        offset += read
+        while buffers and read >= len(buffers[0]):
+            read -= len(buffers.pop(0))
+        if buffers:
+            buffers[0] = buffers[0][read:]
 
 
 def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:

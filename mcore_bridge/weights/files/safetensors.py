@@ -6,16 +6,16 @@ https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import os
 import struct
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors import __version__ as version
@@ -23,7 +23,14 @@ from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.files.positional_io import Array, array_of, open_file, read_array, write_bytes
+from mcore_bridge.weights.files.positional_io import (
+    Array,
+    array_of,
+    open_file,
+    read_array,
+    read_scattered,
+    write_bytes,
+)
 from mcore_bridge.weights.files.strict_json import parse
 
 _DTYPES = {
@@ -134,7 +141,7 @@ class SafetensorsFile:
     def read(self, views: Sequence[Tensor], out: Array) -> None:
         """Read slices of the file's tensors into ``out``, one behind the other. The map is not used.
 
-        Neighbours in the file are read at once.
+        Neighbours in the file are read at once, in whatever order they come.
 
         Args:
             views: slices of tensors of one dtype.
@@ -143,12 +150,18 @@ class SafetensorsFile:
         Raises:
             CheckpointError: the file cannot be read, or has become shorter since it was opened.
         """
-        left = out.reshape(-1)
+        octets, place = out.reshape(-1).view(np.uint8), 0
+        dense: list[tuple[int, memoryview]] = []
         try:
-            for address, shape, strides in _joined(views):
-                size = math.prod(shape)
-                read_array(self._fd, address - self._address, left[:size].reshape(shape), strides)
-                left = left[size:]
+            for view in views:
+                offset, stop = view.data_ptr() - self._address, place + view.nbytes
+                if view.is_contiguous():
+                    dense.append((offset, octets.data[place:stop]))
+                else:
+                    strides = tuple(stride * view.itemsize for stride in view.stride())
+                    read_array(self._fd, offset, octets[place:stop].view(out.dtype).reshape(view.shape), strides)
+                place = stop
+            read_scattered(self._fd, dense)
         except (OSError, EOFError) as error:
             raise CheckpointError(f"cannot read {self.path}: {error}; copy it again") from None
 
@@ -157,24 +170,6 @@ class SafetensorsFile:
         entry = self.entries[name]
         start = entry.start // mmap.PAGESIZE * mmap.PAGESIZE
         self._map.madvise(mmap.MADV_DONTNEED, start, entry.stop - start)
-
-
-def _joined(views: Iterable[Tensor]) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Yield address, shape and strides in bytes of each view. Dense views that are neighbours count as one."""
-    start, num_bytes, itemsize = 0, 0, 1
-    for view in views:
-        address = view.data_ptr()
-        if view.is_contiguous() and address == start + num_bytes:
-            num_bytes += view.nbytes
-            continue
-        if num_bytes:
-            yield start, (num_bytes // itemsize,), (itemsize,)
-        start, num_bytes, itemsize = address, view.nbytes, view.itemsize
-        if not view.is_contiguous():
-            yield start, tuple(view.shape), tuple(stride * itemsize for stride in view.stride())
-            num_bytes = 0
-    if num_bytes:
-        yield start, (num_bytes // itemsize,), (itemsize,)
 
 
 def _entry(value: Any, base: int) -> _Entry:
