@@ -28,10 +28,12 @@ class Misfits:
 
     Attributes:
         rows: of each sequence of a microbatch, the number of its row in the batch.
+        counts: of each sequence, how many images and how many videos it has.
         found: the errors.
     """
 
     rows: Sequence[int]
+    counts: Sequence[tuple[int, int]]
     found: list[BatchError] = field(default_factory=list)
 
 
@@ -143,4 +145,13 @@ class SeenImages:
         inputs = joined([self._images[row] for row in kept])
         if self._types is not None:
             inputs[TYPES] = placed(self._types[rows], batch.places[cp_rank])
-        return {**inputs, "misfits": Misfits(kept, self.misfits)}
+        return {**inputs, "misfits": Misfits(kept, [_counts(self._images[row]) for row in kept], self.misfits)}
+
+
+def _counts(inputs: Mapping[str, Any] | None) -> tuple[int, int]:
+    """The numbers of images and videos of a row."""
+    images, videos = (
+        next((len(value) for name in names if (value := (inputs or {}).get(name)) is not None), 0)
+        for names in (("image_grid_thw", "image_sizes", "pixel_values"), ("video_grid_thw", "pixel_values_videos"))
+    )
+    return images, videos

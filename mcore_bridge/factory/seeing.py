@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,7 +80,7 @@ def _see(
         images["position_ids"] = rows.whole(explicit[-3:].permute(1, 2, 0)).permute(2, 0, 1)
     given = rows.whole(types[0]) if types else None
     try:
-        call = _called(chunk, composite, rows, images, given)
+        call = _called(chunk, composite, rows, images, given, None if misfits is None else misfits.counts)
     except torch.OutOfMemoryError:
         raise
     except (MisfitError, ValueError, RuntimeError, IndexError, StopIteration) as error:
@@ -129,7 +129,12 @@ def _arguments_of(forward: Callable[..., Any]) -> frozenset[str]:
 
 
 def _called(
-    chunk: Any, composite: nn.Module, rows: WholeRows, images: dict[str, Any], types: Tensor | None
+    chunk: Any,
+    composite: nn.Module,
+    rows: WholeRows,
+    images: dict[str, Any],
+    types: Tensor | None,
+    counts: Sequence[tuple[int, int]] | None,
 ) -> dict[str, Any]:
     """What transformers would call its language model with, for whole rows."""
     ids, device = rows.input_ids, rows.input_ids.device
@@ -144,7 +149,7 @@ def _called(
     moved |= {name: types for name in _TYPES if name in _arguments(composite)}
     sampled = (types == 0) & (token_types(composite.config, ids) > 0)
     seen = ids.masked_fill(sampled, no_placeholder(composite.config))
-    with fitting(composite, types.masked_fill(~rows.mask, 0)):
+    with fitting(composite, types.masked_fill(~rows.mask, 0), counts):
         return called(
             composite,
             lambda given: embed(torch.where(sampled, ids, given)),

@@ -6,8 +6,14 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
+import torch
 
+import mcore_bridge as mb
+from mcore_bridge.config.hf import read_config
+from mcore_bridge.errors import BatchError, MeshError
+from mcore_bridge.launch.fake_rank import rank_of
 from tests.support import composites, pool, seeing
+from tests.support.bounds import ONE
 
 pytestmark = pytest.mark.skipif("qwen3_5" not in composites.NAMES, reason="the installed transformers lacks it")
 BOUND = 3e-5
@@ -40,6 +46,59 @@ def case(name: str) -> Any:
     batch = seeing.batch_of(model)
     wanted = seeing.expected(model, *batch)
     return folder, (*batch, wanted[0]), wanted
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "internvl"])
+def test_a_row_that_is_cut_inside_an_image_is_named_on_a_pipeline(name: str) -> None:
+    """Even if the sums over rows fit. Positions of InternVL do not tell its second stage, which raises all the same."""
+    folder, batch, _ = case(name)
+    errors = pool.run(2, seeing.misfitting, folder, PP, batch)
+    assert "found in row 2" in errors[0], errors
+    assert "one token for each feature" in errors[1] or "on another rank" in errors[1]
+
+
+def test_what_no_model_could_see_is_refused_by_name() -> None:
+    folder, (ids, mask, images, _), _ = case("qwen3_vl")
+    hf = read_config(folder)
+    with rank_of(ONE, 0, 1):
+        blind = mb.build_model(folder, dims=ONE, dtype=torch.float32, device="cpu")
+        with pytest.raises(BatchError, match=r"row 0 .*vision='carried'"):
+            mb.forward(blind, ids, mask, images=images)
+        models = seeing.built(folder, ONE)
+        with pytest.raises(BatchError, match="an entry for each of 4 rows, found 3"):
+            mb.forward(models, ids, mask, images=images[:3])
+        with pytest.raises(BatchError, match=r"\['audio'\] in row 2"):
+            mb.forward(models, ids, mask, images=[*images[:2], {**images[2], "audio": ids}, None])
+        with pytest.raises(BatchError, match="mm_token_type_ids must have 27 numbers"):
+            mb.forward(models, ids, mask, images=[{**images[0], "mm_token_type_ids": ids[0, :3]}, *images[1:]])
+        with pytest.raises(BatchError, match="one token for each feature of its images, found in row 0"):
+            models[0](ids[:2], None, mask[:2], **images[2])
+        models = seeing.built(hf, ONE, load_weights=False, overrides={"num_layers": 2})
+        models[0].config.mtp_num_layers = 1
+        with pytest.raises(BatchError, match="mtp_num_layers must be 0 or None for images"):
+            models[0](ids[:1], None, mask[:1], **images[0])
+        with pytest.raises(MeshError, match="at least 2 layers"):
+            seeing.built(hf, ONE, load_weights=False, overrides={"num_layers": 1})
+
+
+def test_a_sampled_token_with_the_id_of_an_image_is_text_if_the_row_says_so() -> None:
+    """Its embedding is made that of another token, which must then give the same."""
+    folder, (ids, mask, images, _), _ = case("qwen3_5")
+    token, other = 5, 20
+    types = (ids == token) * 1 + (ids == 6) * 2
+    ids = ids.clone()
+    ids[0, 1], ids[1, 5] = other, other
+    sampled = ids.clone()
+    sampled[0, 1], sampled[1, 5] = token, token
+    told = [images[row] and {**images[row], "mm_token_type_ids": types[row]} for row in range(4)]
+    with rank_of(ONE, 0, 1):
+        models = seeing.built(folder, ONE)
+        words = models[0].embedding.word_embeddings.weight
+        words.data[token] = words.data[other]
+        wanted = mb.forward(models, ids, mask, images=images).entropy
+        assert torch.equal(mb.forward(models, sampled, mask, images=told).entropy, wanted)
+        with pytest.raises(BatchError, match=r"found in row 0.*pass mm_token_type_ids"):
+            mb.forward(models, sampled, mask, images=images)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import mcore_bridge as mb
 from mcore_bridge.batches.images import joined, placeholders, token_types
+from mcore_bridge.errors import BatchError
 from tests.support import composites as tiny
 from tests.support import stepping
 
@@ -264,3 +265,20 @@ def problems(ranks: list[Any], wanted: tuple[Tensor, dict[str, Tensor]], bound: 
         found += [f"{name}: {error:.1e} off"] if not error < bound else []
         found += [f"{name} differs"] if any(not torch.equal(each[name], towers[0][name]) for each in towers) else []
     return found if tower and towers else [*found, "there is no tower"]
+
+
+def misfitting(folder: Path, sizes: dict[str, Any], batch: Any) -> str:
+    """Runs in each worker: the error for a row that is cut inside its last image, where the next has a token more."""
+    ids, mask, images, _ = batch
+    dims = mb.ParallelDims(**sizes)
+    with stepping.mesh(dims):
+        chunks = built(folder, dims)
+        token = placeholders(chunks[0].bridge.config)[0]
+        ids = ids.clone()
+        last, more = (ids[2] == token).nonzero()[-1], (ids[3] == token).nonzero()[-1] + 1
+        ids[2, last], ids[3, more] = FIRST, token
+        try:
+            mb.forward(chunks, ids, mask, images=images)
+        except BatchError as error:
+            return str(error)
+    return ""

@@ -23,12 +23,13 @@ class MisfitError(Exception):
 
 
 @contextlib.contextmanager
-def fitting(composite: nn.Module, types: Tensor) -> Iterator[None]:
+def fitting(composite: nn.Module, types: Tensor, counts: Sequence[tuple[int, int]] | None) -> Iterator[None]:
     """Inside, features that do not fit the tokens of a row raise ``MisfitError``, before they are put in their place.
 
     Args:
         composite: transformers' model, which computes features of images and videos in methods of its own.
         types: of all tokens, ``[batch, seq]``.
+        counts: the numbers of images and videos of each row; rows behind them have none. None: unknown.
     """
     running: list[str] = []
 
@@ -41,7 +42,8 @@ def fitting(composite: nn.Module, types: Tensor) -> Iterator[None]:
                 running.pop()
             if not running:  # videos may be computed as images are
                 kind = _FEATURES.index(name)
-                _require_fit(output.pooler_output, (types == kind + 1).sum(1).tolist(), _KINDS[kind])
+                own = None if counts is None else [each[kind] for each in counts]
+                _require_fit(output.pooler_output, (types == kind + 1).sum(1).tolist(), own, _KINDS[kind])
             return output
 
         return features
@@ -56,14 +58,14 @@ def fitting(composite: nn.Module, types: Tensor) -> Iterator[None]:
             del vars(composite)[name]
 
 
-def _require_fit(features: Any, tokens: Sequence[int], kind: str) -> None:
-    """Raise ``MisfitError`` unless the tokens of each row are those of whole images, in order."""
+def _require_fit(features: Any, tokens: Sequence[int], counts: Sequence[int] | None, kind: str) -> None:
+    """Raise ``MisfitError`` unless the tokens of each row are those of its images, or at least of whole images."""
     if isinstance(features, Tensor) and features.dim() == 2:  # of all images together: transformers compares the sums
         return
     left = [len(each) for each in features]
     for row, wanted in enumerate(tokens):
         taken: list[int] = []
-        while sum(taken) < wanted and left:
+        while left and (sum(taken) < wanted if counts is None else len(taken) < sum(counts[row : row + 1])):
             taken.append(left.pop(0))
         if sum(taken) != wanted:
             raise MisfitError(row, f"{wanted} tokens for {kind} that have {taken} features")
