@@ -42,6 +42,9 @@ class Composite:
         fields: the table of its own fields. These are the fields that its text config does not repeat.
         text: the ``model_type`` of the text model. None: that of the text config.
         carried: prefixes of tensors that belong to other parts, although they begin like those of the text model.
+        tower: prefixes of the tower's names in memory, as patterns, with what published files have in their place.
+            None: they follow from ``spelling``.
+        joined_qkv: the name of a layer that joins queries, keys and values in the tower of published files.
         without_tower: why its tower is not built; empty if it is.
 
     Example:
@@ -53,6 +56,8 @@ class Composite:
     fields: tuple[Field, ...]
     text: str | None = None
     carried: tuple[str, ...] = ()
+    tower: Prefixes | None = None
+    joined_qkv: str = ""
     without_tower: str = ""
 
 
@@ -75,6 +80,8 @@ class Whole:
             names: the names of the tensors in the folder. If there are none, the result is that of published files.
             tower: the names of the tower's tensors in memory.
         """
+        if self.composite.tower is not None:
+            return self.composite.tower
         has_inner = getattr(self.config.vision_config, "model_type", None) in _WITH_INNER
         candidates = [
             tuple((old, f"{before}{new}") for old, new in (*inner, ("", "")))

@@ -13,6 +13,7 @@ from packaging.version import Version
 from torch import nn
 
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.modules.joined import join_qkv
 from mcore_bridge.rules.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -71,7 +72,9 @@ def build_tower(whole: Whole, *, dtype: torch.dtype, device: torch.device, initi
     num_layers, text.num_hidden_layers = text.num_hidden_layers, 1  # since its layers are thrown away
     with init_empty_weights(include_buffers=False):
         tower: nn.Module = AutoModel.from_config(config, dtype=torch.float32)
-    tower.language_model = Caught(tower.language_model)  # type: ignore[arg-type]
+        tower.language_model = Caught(tower.language_model)  # type: ignore[arg-type]
+        if whole.composite.joined_qkv:
+            join_qkv(tower, whole.composite.joined_qkv)
     text.num_hidden_layers = num_layers
     for module in tower.modules():
         _store(module, dtype, device)

@@ -31,7 +31,18 @@ LABELS = Ignore("it marks labels that a loss of transformers leaves out", ("igno
 TEXT = Ignore("the text config has its own table", ("text_config", "tie_word_embeddings", "initializer_range"))
 FIELDS = (*BASE, OTHER_PARTS, TOKENS_OF_IMAGES, TEXT)
 OTHER_NAMES = "its published tensors of images have other names than in transformers, which nobody has written here"
-FUSED = "its published files fuse queries, keys and values of images in another order than transformers has them"
+KIMI = (
+    ("vision_tower.layers.*.norm1.", "vision_tower.encoder.blocks.*.norm0."),
+    ("vision_tower.layers.*.norm2.", "vision_tower.encoder.blocks.*.norm1."),
+    ("vision_tower.layers.*.mlp.fc1.", "vision_tower.encoder.blocks.*.mlp.fc0."),
+    ("vision_tower.layers.*.mlp.fc2.", "vision_tower.encoder.blocks.*.mlp.fc1."),
+    ("vision_tower.layers.*.attn.proj.", "vision_tower.encoder.blocks.*.wo."),
+    ("vision_tower.layers.*.attn.wqkv.", "vision_tower.encoder.blocks.*.wqkv."),
+    ("vision_tower.final_layernorm.", "vision_tower.encoder.final_layernorm."),
+    ("vision_tower.patch_embed.pos_emb.position_embeddings", "vision_tower.patch_embed.pos_emb.weight"),
+    ("mm_projector.in_proj.", "mm_projector.proj.0."),
+    ("mm_projector.out_proj.", "mm_projector.proj.2."),
+)
 
 # fmt: off
 COMPOSITES = (
@@ -48,7 +59,7 @@ COMPOSITES = (
     Composite(model_type="internvl",         spelling=INSIDE,   fields=FIELDS),
     Composite(model_type="mistral3",         spelling=INSIDE,   fields=FIELDS),
     Composite(model_type="gemma3",           spelling=INSIDE,   fields=FIELDS),
-    Composite(model_type="kimi_k25",         spelling=INSIDE,   fields=FIELDS, without_tower=FUSED),
+    Composite(model_type="kimi_k25",         spelling=INSIDE,   fields=FIELDS, tower=KIMI, joined_qkv="wqkv"),
     Composite(model_type="exaone4_5",        spelling=IN_MODEL, fields=FIELDS),
     Composite(model_type="llava",            spelling=INSIDE,   fields=FIELDS),
     Composite(model_type="llava_next",       spelling=INSIDE,   fields=FIELDS),

@@ -239,7 +239,7 @@ class WeightMapping:
         numbers = _NUMBER.findall(hf)
         return tuple(
             _fill(rule.mcore, [*numbers, "0"][: rule.mcore.count("*")], -rule.offset)
-            for rule in self._by_hf.get(pattern_of(hf), ())
+            for rule in self._by_hf.get(pattern_of(hf), ()) or self._by_hf.get(hf, ())
             if _has_number(rule, numbers)
         )
 

@@ -158,7 +158,7 @@ def test_a_plan_and_a_balanced_layout_count_the_tower_on_the_first_stage(name: s
     [
         ("qwen3_vl", "yes", "5.17.0", "vision must be 'train', 'frozen' or 'carried', found 'yes'"),
         ("qwen3_vl", "train", "5.16.2", "qwen3_vl needs transformers 5.17 or later with vision='train', found 5.16.2"),
-        ("kimi_k25", "frozen", "5.17.0", "for kimi_k25, found 'frozen': its published files fuse"),
+        ("hunyuan_vl", "frozen", "5.17.0", "for hunyuan_vl, found 'frozen': its published tensors"),
         ("voxtral", "train", "5.17.0", "for voxtral, found 'train': it has no vision_config"),
         ("qwen3", "train", "5.17.0", "for a model of text, found 'train'"),
     ],

@@ -106,12 +106,13 @@ def written(model_type: str, folder: Path, *, published: bool = True, **text: An
 
 
 def _as_published(model_type: str, state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """What transformers 5 writes otherwise: layers of Kimi's text, experts, and the names of a CLIP or SigLIP."""
+    """What transformers 5 writes otherwise: names of Kimi's, experts, and the names of a CLIP or SigLIP."""
     inner = "vision_model." if _WITH_INNER.search(model_type) and NEWEST else ""
     for name, tensor in state.items():
         if model_type == "qwen3_vl_moe" and tensor.dim() == 3 and "experts" in name:
             tensor = tensor.transpose(1, 2).contiguous() if NEWEST else tensor
         name = re.sub(r"^((vision|image|video)_tower\.)", rf"\1{inner}", name)
+        name = re.sub(r"^model\.(?=mm_projector\.)|(?<=^vision_tower\.)encoder\.(?=patch_embed)", "", name)
         yield name.replace("language_model.model.blocks.", "language_model.model.layers."), tensor
 
 

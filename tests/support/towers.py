@@ -8,6 +8,7 @@ from torch import Tensor
 
 import mcore_bridge as mb
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.modules.joined import JoinedPart
 from mcore_bridge.factory.tower import require_tower
 from mcore_bridge.weights.provenance import provenance_of
 from tests.support import composites as tiny
@@ -56,12 +57,12 @@ def go_round(folder: Path, dims: mb.ParallelDims, work: Path) -> list[dict[str, 
 
 def tower_of(models: list[Any]) -> dict[str, Tensor]:
     """The tensors of the tower on this rank, by their names in transformers' model."""
-    return {
-        name: tensor
-        for chunk in models
-        if hasattr(chunk, "vision")
-        for name, tensor in chunk.vision.state_dict().items()
-    }
+    towers = [chunk.vision for chunk in models if hasattr(chunk, "vision")]
+    held = {name: tensor for tower in towers for name, tensor in tower.state_dict().items() if ".wqkv." not in name}
+    for name, part in ((name, part) for tower in towers for name, part in tower.named_modules()):
+        if isinstance(part, JoinedPart):
+            held |= {f"{name}.weight": part.weight.detach(), f"{name}.bias": part.bias.detach()}
+    return held
 
 
 def in_transformers(name: str, folder: Path) -> dict[str, Tensor]:
