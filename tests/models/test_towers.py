@@ -21,7 +21,7 @@ from mcore_bridge.factory.blueprint import make_blueprint
 from mcore_bridge.factory.param_count import count_params
 from mcore_bridge.launch.fake_rank import rank_of
 from tests.support import composites as tiny
-from tests.support import pool, towers
+from tests.support import pool, seeing, towers
 from tests.support.bounds import ONE
 from tests.support.composites import assert_same
 from tests.support.conversions import quiet
@@ -151,6 +151,23 @@ def test_a_plan_and_a_balanced_layout_count_the_tower_on_the_first_stage(name: s
         assert trained[0] == pytest.approx(counted[0].num_parameters, rel=0.02), vision
         assert kept[0] == pytest.approx(counted[0].num_bytes, rel=0.02)
         assert (kept[0] != 4 * trained[0]) == (vision == "frozen")
+
+
+@pytest.mark.skipif("kimi_k25" not in towers.NAMES, reason="the installed transformers is too old")
+def test_queries_keys_and_values_that_files_join_learn_as_in_transformers(tmp_path: Path) -> None:
+    """One weight has the gradients of three, in the order of its rows."""
+    file = seeing.written("kimi_k25", tmp_path) / "model.safetensors"
+    save_file(dict(tiny.as_published("kimi_k25", read(tmp_path))), file, metadata={"format": "pt"})
+    model = seeing.reference(tmp_path)
+    batch = seeing.batch_of(model)
+    log_probs, tower = seeing.expected(model, *batch)
+    heads = model.config.vision_config.num_attention_heads
+    for name in [name for name in tower if ".q_proj." in name]:
+        query, key, value = (tower.pop(name.replace("q_proj", part)) for part in ("q_proj", "k_proj", "v_proj"))
+        neighbours = [each.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2) for each in (query, key)]
+        tower[name.replace("q_proj", "wqkv")] = torch.cat([*neighbours, value])
+    found = pool.run(2, seeing.steps, tmp_path, [({"tp": 2, "sp": True}, {})], batch)
+    assert seeing.problems([each for (each,) in found], (log_probs, tower), 3e-5) == []
 
 
 @pytest.mark.parametrize(

@@ -101,11 +101,11 @@ def written(model_type: str, folder: Path, *, published: bool = True, **text: An
         logits: Tensor = model(tokens()).logits
     file = folder / "model.safetensors"
     if published:
-        save_file(dict(_as_published(model_type, load_file(file))), file, metadata={"format": "pt"})
+        save_file(dict(as_published(model_type, load_file(file))), file, metadata={"format": "pt"})
     return logits
 
 
-def _as_published(model_type: str, state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def as_published(model_type: str, state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """What transformers 5 writes otherwise: names of Kimi's, experts, and the names of a CLIP or SigLIP."""
     inner = "vision_model." if _WITH_INNER.search(model_type) and NEWEST else ""
     for name, tensor in state.items():
