@@ -20,6 +20,7 @@ import torch
 
 import mcore_bridge as mb
 from tests.support import forward_batches, records
+from tests.support.bounds import excess
 from tests.support.gpu_batches import FAMILIES, has_experts, is_refused
 from tests.support.gpus import chosen, spawn, with_replicas
 from tests.support.parity import BATCH, LONG, reference_model, tokens
@@ -74,14 +75,6 @@ def references(hf, state, dtypes):
     exact = computed(torch.float32)
     known = forward_batches.expected_of(exact, hf)[0]
     return exact, {dtype: forward_batches.expected_of(computed(dtype), hf)[0] - known for dtype in dtypes}
-
-
-def excess(errors, own, *, routed):
-    """Errors relative to what is allowed where transformers' ``own`` are so; of all tokens ``[rows, seq]``."""
-    if routed:
-        most, allowed = (each[own != 0].abs().quantile(0.75) for each in (errors, own))
-        return float(most / allowed) / 3
-    return float((errors.norm(dim=1) / own.norm(dim=1)).max()) / 2
 
 
 def examine(hf, dims, backend, dtype, packed, state, reference):

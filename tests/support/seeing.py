@@ -194,12 +194,13 @@ def _inputs(model: Any, ids: Tensor, images: Any) -> dict[str, Any]:
 def loss(log_probs: Tensor, rows: Any) -> Tensor:
     """The mean over rows of weighted sums: an equal part for each row."""
     weights = torch.randn(8, log_probs.size(1), generator=torch.Generator().manual_seed(9))[list(rows)]
-    return (log_probs * weights).sum(1).mean()
+    return (log_probs * weights.to(log_probs.device)).sum(1).mean()
 
 
 def built(folder: Path, dims: mb.ParallelDims, **options: Any) -> list[Any]:
-    """This rank's chunks in fp32, with a tower that is trained."""
-    return mb.build_model(folder, dims=dims, dtype=torch.float32, device="cpu", vision="train", **options)
+    """This rank's chunks with a tower that is trained, in fp32 on CPU unless asked for otherwise."""
+    options = {"dtype": torch.float32, "device": "cpu", **options}
+    return mb.build_model(folder, dims=dims, vision="train", **options)
 
 
 def step(
@@ -213,8 +214,8 @@ def step(
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
-    dims = mb.ParallelDims(**sizes)
-    with stepping.mesh(dims):
+    dims, device = mb.ParallelDims(**sizes), options.get("device", "cpu")
+    with stepping.mesh(dims, device):
         chunks = built(folder, dims, **options)
         tower = dict(chunks[0].vision.named_parameters()) if hasattr(chunks[0], "vision") else {}
         for parameter in tower.values():
@@ -224,7 +225,7 @@ def step(
         chunks[0].config.finalize_model_grads_func = finalize_model_grads
         chunks[0].config.no_sync_func = [each.no_sync for each in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
         replicas, replica = dims.dp(dist.get_world_size()), parallel_state.get_data_parallel_rank()
-        ids, mask, images, wanted = batch
+        images, (ids, mask, wanted) = batch[2], (batch[place].to(device) for place in (0, 1, 3))
         own = range(len(ids))[replica * len(ids) // replicas : (replica + 1) * len(ids) // replicas]
         for order in (own[::-1], own) if overlap else (own,):  # reducers learn from the first batch what to wait for
             for each in wrapped:
@@ -241,8 +242,8 @@ def step(
             )
         return {
             "rows": own,
-            "log_probs": outputs.log_probs.detach() * (wanted != 0)[own],
-            "tower": {name: parameter.main_grad.clone() for name, parameter in tower.items()},
+            "log_probs": (outputs.log_probs.detach() * (wanted != 0)[own]).cpu(),
+            "tower": {name: parameter.main_grad.cpu().clone() for name, parameter in tower.items()},
         }
 
 

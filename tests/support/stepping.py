@@ -22,12 +22,12 @@ from tests.support.strategies import on_disk
 
 
 @contextlib.contextmanager
-def mesh(dims: ParallelDims) -> Iterator[None]:
+def mesh(dims: ParallelDims, device: str = "cpu") -> Iterator[None]:
     """``parallel_state`` of ``dims`` inside the worker's process group, and nothing of it afterwards."""
     from megatron.core import parallel_state
 
     leave_mesh()
-    dims.initialize(device="cpu")
+    dims.initialize(device=device)
     try:
         yield
     finally:
