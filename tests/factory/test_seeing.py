@@ -48,6 +48,15 @@ def case(name: str) -> Any:
     return folder, (*batch, wanted[0]), wanted
 
 
+def test_trainers_call_with_whole_rows_or_their_own_tokens() -> None:
+    """Of both context-parallel ranks. Positions that the caller gives are used."""
+    folder, batch, (wanted, _) = case("qwen3_vl")
+    for found in pool.run(2, seeing.calls, folder, CP, batch):
+        errors = {name: float(((each - wanted) * (wanted != 0)).abs().max()) for name, each in found.items()}
+        assert errors.pop("swapped") > 10 * BOUND
+        assert all(error < BOUND for error in errors.values()), errors
+
+
 @pytest.mark.parametrize("name", ["qwen3_vl", "internvl"])
 def test_a_row_that_is_cut_inside_an_image_is_named_on_a_pipeline(name: str) -> None:
     """Even if the sums over rows fit. Positions of InternVL do not tell its second stage, which raises all the same."""

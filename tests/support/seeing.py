@@ -283,3 +283,47 @@ def misfitting(folder: Path, sizes: dict[str, Any], batch: Any) -> str:
         except BatchError as error:
             return str(error)
     return ""
+
+
+def calls(folder: Path, sizes: dict[str, Any], batch: Any) -> dict[str, Tensor]:
+    """Runs in each worker: log-probs of ``batch`` by each form of a trainer's call, on a mesh without a pipeline."""
+    from mcore_bridge.batches.collectives import gather
+    from mcore_bridge.batches.padded_rows import lay_out_rows
+
+    ids, mask, images, _ = batch
+    dims = mb.ParallelDims(**sizes)
+    with stepping.mesh(dims), torch.no_grad():
+        (model,) = built(folder, dims)
+        groups = model.pg_collection
+        packed = mb.pack_sequences(ids, mask, dims=dims, cp_rank=groups.cp.rank())
+        seq = -(-ids.size(1) // 4) * 4  # what context parallelism needs
+        wide, shown = (torch.nn.functional.pad(each, (0, seq - ids.size(1))) for each in (ids, mask.bool()))
+        rows = lay_out_rows(wide, dims.cp, groups.cp.rank())
+        params = {"packed_seq_params": packed.packed_seq_params}
+        seen = joined(images)
+        places = _positions(model, ids, mask, seen)
+        forms = {
+            "verl, packed": (packed, {"input_ids": ids, "attention_mask": mask.bool(), **params}),
+            "verl, rows": (rows, {"input_ids": wide, "attention_mask": shown}),
+            "slime": (packed, {"input_ids": packed.input_ids, "attention_mask": None, **params}),
+            "3D": (packed, {"input_ids": ids, "attention_mask": mask.bool(), "position_ids": places, **params}),
+            "swapped": (
+                packed,
+                {"input_ids": ids, "attention_mask": mask.bool(), "position_ids": places[[1, 0, 2]], **params},
+            ),
+        }
+        found = {}
+        for name, (layout, inputs) in forms.items():
+            logits = model(**{"position_ids": None, **inputs}, **seen)
+            vocab = {"vocab_size": model.bridge.hf.vocab_size, "group": groups.tp}
+            values, _ = mb.log_probs(logits, layout.labels, **vocab)
+            found[name] = mb.unpack_sequences(layout, gather(values, groups.cp), following=True)[:, : ids.size(1)]
+        return found
+
+
+def _positions(model: Any, ids: Tensor, mask: Tensor, inputs: dict[str, Any]) -> Tensor:
+    """transformers' positions of a batch, ``[3, batch, seq]``."""
+    grids = {name: inputs[name] for name in ("image_grid_thw", "video_grid_thw")}
+    types = token_types(model.bridge.config, ids)
+    positions: Tensor = model.vision.get_rope_index(ids, types, **grids, attention_mask=mask)[0]
+    return positions

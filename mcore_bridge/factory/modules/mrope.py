@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.batches.collectives import reduce_max
+from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.rotary import HFRotaryEmbedding
 
 if TYPE_CHECKING:
@@ -55,7 +56,16 @@ class MultimodalRotary(HFRotaryEmbedding):
 
 
 def take_positions(chunk: GPTModel, recompose: Callable[[Tensor], Tensor]) -> None:
-    """Make a chunk compute its rope from the positions that it is given, three for each token."""
+    """Make a chunk compute its rope from the positions that it is given, three for each token.
+
+    Raises:
+        ConfigError: a fused kernel would count positions by itself.
+    """
+    if chunk.config.apply_rope_fusion:
+        raise ConfigError(
+            "apply_rope_fusion must be False for a model of images, found True: the kernel counts positions by itself. "
+            "Remove the override"
+        )
     rope = MultimodalRotary(chunk.config.hf_rope, recompose=recompose, cp_group=chunk.pg_collection.cp)
     chunk.rotary_pos_emb = rope
     chunk.position_embedding_type, chunk.mrope_section = "mrope", None
