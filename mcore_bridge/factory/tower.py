@@ -6,11 +6,13 @@ A model of its first stage has it as ``vision``. It is the same on all tensor-pa
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from packaging.version import Version
-from torch import nn
+from torch import Tensor, nn
 
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.joined import join_qkv
@@ -52,7 +54,7 @@ def build_tower(whole: Whole, *, dtype: torch.dtype, device: torch.device, initi
 
     Args:
         whole: the composite.
-        dtype: of all parameters. Buffers, such as the frequencies of ropes, keep theirs.
+        dtype: of all parameters. Buffers, such as the frequencies of ropes, keep theirs, now and in later casts.
         device: of parameters and buffers; "meta" gives a tower without storage.
         initialise: give the parameters random values, as transformers draws them, from torch's current seed. Otherwise
             they have none, and a load must follow.
@@ -83,6 +85,7 @@ def build_tower(whole: Whole, *, dtype: torch.dtype, device: torch.device, initi
             module._is_hf_initialized = False  # type: ignore[assignment]  # else transformers skips it
         tower.initialize_weights()  # type: ignore[operator]
     _mark(tower)
+    tower._apply = partial(_apply, tower)  # type: ignore[method-assign]
     return tower
 
 
@@ -99,6 +102,18 @@ def _store(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         module.register_parameter(name, nn.Parameter(held, requires_grad=parameter.requires_grad))
     for name, buffer in list(module.named_buffers(recurse=False)):
         module._buffers[name] = buffer.to(device)
+
+
+def _apply(tower: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """``nn.Module._apply``, after which buffers have their dtype: ``Float16Module`` would round frequencies."""
+    buffers = [
+        (module._buffers, name, buffer) for module in tower.modules() for name, buffer in module._buffers.items()
+    ]
+    type(tower)._apply(tower, change, recurse)
+    for held, name, buffer in buffers:
+        if buffer is not None and (now := held[name]) is not None and now.dtype != buffer.dtype:
+            held[name] = buffer.to(now.device)
+    return tower
 
 
 def _mark(tower: nn.Module) -> None:

@@ -119,10 +119,16 @@ def test_a_part_of_a_frozen_tower_is_trained_and_each_tensor_is_accounted_for(tm
             assert not parameter.tensor_model_parallel
             assert parameter.average_gradients_across_tp_domain
             assert parameter.dtype == torch.bfloat16
-        assert all(buffer.dtype == torch.float32 for buffer in chunk.vision.buffers())
+        frequencies = [buffer.clone() for buffer in chunk.vision.buffers()]
+        assert all(buffer.dtype == torch.float32 for buffer in frequencies)
+        chunk.half().bfloat16()  # as megatron-core's Float16Module does
+        assert all(map(torch.equal, chunk.vision.buffers(), frequencies))
+        assert {parameter.dtype for parameter in chunk.parameters()} == {torch.bfloat16}
         counts = count_params(chunk.bridge.hf, tower=chunk.bridge.tower)
         assert counts.total == sum(parameter.numel() for parameter in chunk.parameters())
         name = "model.visual.blocks.0.attn.qkv.weight"
+        with pytest.raises(CheckpointError, match=f"{name} is float32 and vision.* bfloat16, which cannot hold"):
+            mb.load_hf_weights(models, {**state, name: state[name].float()})
         with pytest.raises(CheckpointError, match=f"1 tensors missing .'{name}'.*1 unexpected .'model.visual.probe'"):
             mb.load_hf_weights(
                 models, {"model.visual.probe": state[name]} | {key: state[key] for key in state if key != name}
