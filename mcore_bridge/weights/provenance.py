@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Union
 
 from mcore_bridge.architecture import architecture_of, composite_of, read_hf
-from mcore_bridge.composite import Whole, spelling_in, text_of
+from mcore_bridge.composite import IN_MODEL, Whole, spelling_in, text_of
 from mcore_bridge.config.hf import find_folder, with_fields
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.rules.layout import REPLICATED, VOCAB
@@ -55,7 +55,9 @@ class Provenance:
 
     ``rules``, ``ignored`` and ``optional`` are those of the architecture.
 
-    Of a composite, ``hf`` is the config of its text, names are those of the composite, and ``whole`` has the rest.
+    Of a composite, ``hf`` is the config of its text, names are those of the composite, and ``whole`` has the rest. A
+    folder may hold the text alone under such names, as transformers writes what it read from a composite; ``prefixes``
+    are theirs.
 
     ``dialect`` is that of the folder, or of the architecture if there is no folder. ``overridden`` are the fields of
     ``hf`` that overrides have changed. A config that replaces ``hf`` needs these values, too.
@@ -75,6 +77,7 @@ class Provenance:
     whole: Whole | None = None
     vision: str = "carried"
     tower: tuple[TensorSpec, ...] = ()
+    prefixes: Prefixes = ()
 
     def seeing(self, vision: str, tower: tuple[TensorSpec, ...]) -> Provenance:
         """A copy that has this tower, whose tensors it names as its folder does."""
@@ -97,11 +100,15 @@ class Provenance:
         return replace(self, hf=with_fields(hf, self.overridden), whole=whole)
 
     def spelled_as(self, names: Iterable[str]) -> Provenance:
-        """A copy whose rules spell the names of a composite's text model and of its tower as ``names`` do."""
-        if self.whole is None:
-            return self
+        """A copy whose rules spell the names of a text model, and of the tower of its composite, as ``names`` do."""
         names, plain = frozenset(names), architecture_of(self.hf).rules(self.hf)
-        spelling = spelling_in(names, self.whole.composite, _embedding(plain)[0].hf[0])
+        embedding = next((rule.hf[0] for rule in _embedding(plain)), "")
+        if self.whole is None:
+            prefixes = IN_MODEL if respelled_name(embedding, IN_MODEL) in names - {embedding} else ()
+            if prefixes == self.prefixes:
+                return self
+            return replace(self, rules=respelled(plain, prefixes), prefixes=prefixes)
+        spelling = spelling_in(names, self.whole.composite, embedding)
         tower = self.whole.tower_spelling_in(names, [spec.name for spec in self.tower]) if self.tower else ()
         return replace(
             self, rules=respelled(plain, spelling), whole=replace(self.whole, spelling=spelling, tower=tower)
@@ -119,8 +126,8 @@ class Provenance:
 
     @property
     def spelling(self) -> Prefixes:
-        """The prefixes that the composite has in place of those of its text model."""
-        return () if self.whole is None else self.whole.spelling
+        """The prefixes of a composite, or of its names, in place of those of its text model."""
+        return self.prefixes if self.whole is None else self.whole.spelling
 
     @property
     def lm_head(self) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import mcore_bridge as mb
 from mcore_bridge.config.hf import read_config
@@ -74,6 +75,33 @@ def test_stacks_of_experts_load_in_either_orientation(square: bool, tmp_path: Pa
         twice = [pair for pair in pairs if pair[0].endswith(".down_proj")][:1]
         with pytest.raises(CheckpointError, match=r"down_proj came twice"):
             mb.load_hf_weights(other, [*twice, *pairs])
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_a_text_that_keeps_the_names_of_its_composite_loads_and_is_saved_so(name: str, tmp_path: Path) -> None:
+    """transformers writes such a folder of the text that it reads from a composite, as many fine-tuned models are."""
+    if name not in tiny.NAMES:
+        pytest.skip("the installed transformers lacks it")
+    tiny.written(name, tmp_path / "source")
+    text = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32).eval()
+    text.save_pretrained(tmp_path / "text")
+    names = {each.name for each in mb.Manifest.from_folder(tmp_path / "text")}
+    assert "model.language_model.embed_tokens.weight" in names
+    assert read_config(tmp_path / "text").model_type == f"{name}_text"
+    with torch.no_grad():
+        expected = text(tiny.tokens()).logits
+    (logits, *_) = pool.run(
+        2, tiny.load_and_save, tmp_path / "text", mb.ParallelDims(tp=2, sp=True), tmp_path / "saved"
+    )
+    assert (logits - expected).abs().max() < BOUND * expected.std()
+    assert_same(tmp_path / "text", tmp_path / "saved")
+    state = load_file(tmp_path / "text" / "model.safetensors")
+    with rank_of(ONE, 0, 1):
+        models = built(read_config(tmp_path / "text"), state)
+        exported = mb.to_hf_state_dict(models)
+    assert {each.removeprefix("model.") for each in exported} == {
+        each.replace("model.language_model.", "") for each in state
+    }
 
 
 def respelled_folder(source: Path, folder: Path) -> Path:
