@@ -124,7 +124,7 @@ def expand(value: Any) -> Any:
 
     ``{"cycle": [a, b], "length": 5}`` is ``[a, b, a, b, a]``, and ``{"runs": [[a, 2], [b, 1]]}`` is ``[a, a, b]``.
     ``{"numbered": names}``, a list or a dict of names, has each ``x.{0-2,7}.y`` four times, with the numbers in its
-    place.
+    place; several of these in a name are combined.
     """
     if isinstance(value, list):
         return [expand(item) for item in value]
@@ -147,7 +147,7 @@ def _numbered(pattern: str) -> list[str]:
         return [pattern]
     ends = [[int(end) for end in part.split("-")] for part in match[1].split(",")]
     numbers = [number for part in ends for number in range(part[0], part[-1] + 1)]
-    return [pattern.replace(match[0], str(number)) for number in numbers]
+    return [name for number in numbers for name in _numbered(pattern.replace(match[0], str(number), 1))]
 
 
 def waits_for_megatron_core(outcome: dict[str, Any]) -> bool:

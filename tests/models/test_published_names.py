@@ -1,0 +1,41 @@
+"""Names of tensors in published checkpoints: each is a parameter's or is left out for a reason, and none is missing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+import mcore_bridge as mb
+from mcore_bridge.launch.fake_rank import rank_of
+from mcore_bridge.rules.mapping import unstacked
+from mcore_bridge.weights.bound import bind, provenance_on
+from tests.support.published import FOLDER, expand
+
+RECORDS: list[dict[str, Any]] = [expand(record) for record in json.loads((FOLDER / "names.json").read_text())]
+LEFT_OUT = {"mimo": ("model.mtp_layers.",), "qwen2_vl": ("visual.",), "qwen3_vl": ("model.visual.",)} | {
+    "gemma3": ("vision_tower.", "multi_modal_projector.")
+}
+"""Towers, which are carried, and layers for multi-token prediction, which are not built; all else is the text's."""
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record["name"])
+def test_published_names_are_those_of_the_model(record: dict[str, Any], tmp_path: Path) -> None:
+    names, model_type = record["names"], record["config"]["model_type"]
+    if model_type not in CONFIG_MAPPING and model_type != "mimo":
+        pytest.skip("the installed transformers lacks it")
+    (tmp_path / "config.json").write_text(json.dumps(record["config"]))
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "model.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    dims = mb.ParallelDims()
+    with rank_of(dims, 0, 1):
+        models = mb.build_model(tmp_path, dims=dims, dtype=torch.bfloat16, device="meta", load_weights=False)
+        bound = bind(models, provenance_on(models, None, "lm"))
+    used = {unstacked(name)[0] for mcore in bound.tensors for name in bound.mapping.bind(mcore).hf}
+    assert used - set(names) == set()
+    rest = [name for name in names if name not in used]
+    mapping = bound.mapping
+    assert [each for each in rest if not (mapping.is_carried(each) or mapping.is_unused(each, num_mtp_layers=0))] == []
+    assert [each for each in rest if not each.startswith(LEFT_OUT.get(model_type, ()))] == []
