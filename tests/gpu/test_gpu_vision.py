@@ -46,7 +46,8 @@ WAYS = [(backend, dtype) for backend in BACKENDS for dtype in (torch.float32, to
 
 def reference(folder, batch, dtype):
     """transformers' log-probs and gradients, computed on the GPU."""
-    model = seeing.reference(folder).to(dtype).cuda()
+    torch.backends.cudnn.allow_tf32 = False  # patches go through a convolution
+    model = seeing.reference(folder, dtype).cuda()
     images = [each and {name: _on_gpu(value, dtype) for name, value in each.items()} for each in batch[2]]
     log_probs, tower = seeing.expected(model, batch[0].cuda(), batch[1].cuda(), images)
     return log_probs.cpu(), {name: gradient.cpu().float() for name, gradient in tower.items()}

@@ -66,12 +66,12 @@ def written(model_type: str, folder: Path, **text: Any) -> Path:
     return folder
 
 
-def reference(folder: Path) -> Any:
-    """transformers' model in fp32."""
+def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' model."""
     from transformers import AutoConfig
 
     model_class = tiny.model_class(AutoConfig.from_pretrained(folder).model_type)
-    return model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return model_class.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
 
 
 Grid = tuple[int, int, int]
@@ -171,9 +171,9 @@ def expected(model: Any, ids: Tensor, mask: Tensor, images: Any) -> tuple[Tensor
     for row, shown in enumerate(mask.bool()):
         own = model(**_inputs(model, ids[row : row + 1, shown], images[row])).logits.float()[0]
         own = own[:-1].log_softmax(-1).gather(-1, ids[row, shown][1:, None].clamp(max=own.size(-1) - 1))[:, 0]
-        log_probs = log_probs.index_put((torch.tensor(row), shown.nonzero()[1:, 0]), own)
+        log_probs = log_probs.index_put((torch.tensor(row), shown.nonzero()[1:, 0].cpu()), own.cpu())
     model.zero_grad()
-    of_text = token_types(model.config, ids) == 0
+    of_text = (token_types(model.config, ids) == 0).cpu()
     loss(log_probs * of_text, range(len(ids))).backward()
     tower = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
