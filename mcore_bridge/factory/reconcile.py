@@ -27,12 +27,13 @@ def reconcile(
     dtype: torch.dtype | None = None,
     head: str | None = None,
     overrides: Overrides | None = None,
+    vision: str | None = None,
 ) -> Blueprint:
     """The blueprint for the changed config. It keeps the same config object.
 
     Args:
         blueprint: from ``make_blueprint``, or from here.
-        dims, dtype, head: new ones. None: those of the blueprint.
+        dims, dtype, head, vision: new ones. None: those of the blueprint.
         overrides: the changes of the config. None: all that ``changes_of`` finds.
 
     Raises:
@@ -41,7 +42,8 @@ def reconcile(
     known = blueprint.provenance
     changes = changes_of(blueprint) if overrides is None else overrides
     dims, dtype, head = dims or blueprint.dims, dtype or blueprint.dtype, head or known.head
-    if not changes and (dims, dtype, head) == (blueprint.dims, blueprint.dtype, known.head):
+    vision = vision or known.vision
+    if not changes and (dims, dtype, head, vision) == (blueprint.dims, blueprint.dtype, known.head, known.vision):
         return blueprint
     settled = make_blueprint(
         blueprint.source,
@@ -51,7 +53,7 @@ def reconcile(
         backend=blueprint.backend,
         head=head,
         overrides={**blueprint.overrides, **changes},
-        vision=known.vision,
+        vision=vision,
     )
     held = vars(blueprint.config)
     held.update(vars(settled.config))

@@ -22,7 +22,7 @@ from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import Blueprint
 from mcore_bridge.factory.build import build
 from mcore_bridge.factory.reconcile import changes_of
-from mcore_bridge.trainers.settings import settle_same, split, with_mtp_layers
+from mcore_bridge.trainers.settings import parts_to_freeze, settle_same, split, with_mtp_layers
 from mcore_bridge.trainers.wrap import ddp_config_of, require_value_head, wrap
 from mcore_bridge.weights.load import Source
 
@@ -41,7 +41,19 @@ class ValueHead:
 
 
 class Provider(TransformerConfig):
-    """The config of a model that is not built yet, with the arguments of ``GPTModel`` as further attributes."""
+    """The config of a model that is not built yet, with the arguments of ``GPTModel`` as further attributes.
+
+    Attributes:
+        vision: as for ``build_model``.
+        freeze_language_model: whether all but a tower is frozen.
+        freeze_vision_model: whether a tower is frozen, but for its connection to the text.
+        freeze_vision_projection: whether this connection is frozen.
+    """
+
+    vision: str = "carried"
+    freeze_language_model: bool = False
+    freeze_vision_model: bool = False
+    freeze_vision_projection: bool = False
 
     _blueprint: Blueprint
     _source: Source | None
@@ -99,7 +111,8 @@ class Provider(TransformerConfig):
         dtype = overrides.pop("params_dtype", None)
         assert dtype is None or isinstance(dtype, torch.dtype)
         head = "value" if any(isinstance(hook, ValueHead) for hook in self._hooks) else None
-        self._blueprint = settle_same(self._blueprint, dims=dims, dtype=dtype, head=head, overrides=overrides)
+        changed = {"dtype": dtype, "head": head, "vision": self.vision}
+        self._blueprint = settle_same(self._blueprint, dims=dims, overrides=overrides, **changed)
 
     def provide_distributed_model(
         self,
@@ -127,7 +140,13 @@ class Provider(TransformerConfig):
             )
         self.fp16, self.bf16 = self.fp16 if fp16 is None else fp16, self.bf16 if bf16 is None else bf16
         self.finalize()
-        chunks: list[Any] = list(build(self._blueprint, self._source))
+        freeze = parts_to_freeze(
+            self._blueprint,
+            text=self.freeze_language_model,
+            tower=self.freeze_vision_model,
+            connection=self.freeze_vision_projection,
+        )
+        chunks: list[Any] = list(build(self._blueprint, self._source, freeze=freeze))
         for hook in self._hooks:
             chunks = list(hook(chunks) or chunks)
         return wrap(chunks, ddp_config if wrap_with_ddp else None)

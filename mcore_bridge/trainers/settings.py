@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from mcore_bridge.architecture import architecture_of
@@ -13,7 +14,7 @@ from mcore_bridge.config.tables.moe import MTP_ON_REQUEST, layers_of
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import Blueprint, make_blueprint
 from mcore_bridge.factory.reconcile import changes_of, reconcile
-from mcore_bridge.weights.provenance import HF
+from mcore_bridge.weights.provenance import HF, TOWER
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -22,6 +23,14 @@ INITIAL = frozenset({"init_method_std"})
 """Fields of the HF config for random values. A trainer may choose other ones."""
 DROPOUT = frozenset({"attention_dropout", "hidden_dropout"})
 """Dropout, which the trainer decides, and not the HF config."""
+
+CONNECTIONS = (
+    "vision.visual.*merger*",
+    "vision.multi_modal_projector.*",
+    "vision.mm_projector.*",
+    "vision.vision_projection.*",
+)
+"""Patterns of the parameters that connect a tower to the text. Each family has those of one."""
 
 
 def split(settings: Mapping[str, object], dims: ParallelDims) -> tuple[ParallelDims, dict[str, object]]:
@@ -114,6 +123,24 @@ def settle_same(blueprint: Blueprint, *, overrides: Mapping[str, object] | None 
     hf = blueprint.source
     checked = require_same_model(hf, {**blueprint.overrides, **changes}, **own, **placed)
     return reconcile(blueprint, overrides={name: checked[name] for name in changes}, **changed)
+
+
+def parts_to_freeze(blueprint: Blueprint, *, text: bool, tower: bool, connection: bool) -> tuple[str, ...]:
+    """The patterns for ``freeze=`` that freeze some parts of a composite.
+
+    Args:
+        blueprint: of the model. What is not built needs no pattern.
+        text: all but the tower.
+        tower: the tower without its connection to the text.
+        connection: what connects the tower to the text.
+    """
+    names = [f"{TOWER}{spec.name}" for spec in blueprint.provenance.tower]
+    joints = tuple(pattern for pattern in CONNECTIONS if any(fnmatchcase(name, pattern) for name in names))
+    patterns: tuple[str, ...] = ("[!v]*",) if text else ()  # any name but those in TOWER
+    if tower and names:
+        is_trained = blueprint.provenance.vision == "train"
+        patterns += (f"{TOWER}*", *(f"!{joint}" for joint in joints if is_trained))
+    return (*patterns, *(joints if connection else ()))
 
 
 def _unread(asked: Mapping[str, object]) -> set[str]:

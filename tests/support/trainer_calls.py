@@ -91,12 +91,15 @@ def build_role(
     value: bool = False,
     ddp: bool = True,
     dtype: torch.dtype = torch.bfloat16,
+    **further: Any,
 ) -> Role:
-    """What verl does to have a model, before it loads it. Its process groups exist."""
-    return (_of_mbridge if face == "mbridge" else _of_megatron_bridge)(str(folder), dims, value, ddp, dtype)
+    """What verl does to have a model, before it loads it. Its process groups exist. It may override ``further``."""
+    return (_of_mbridge if face == "mbridge" else _of_megatron_bridge)(str(folder), dims, value, ddp, dtype, further)
 
 
-def _of_mbridge(folder: str, dims: ParallelDims, value: bool, ddp: bool, dtype: torch.dtype) -> Role:
+def _of_mbridge(
+    folder: str, dims: ParallelDims, value: bool, ddp: bool, dtype: torch.dtype, further: dict[str, Any]
+) -> Role:
     from transformers import AutoConfig
 
     hf = AutoConfig.from_pretrained(folder, attn_implementation="eager")
@@ -107,7 +110,7 @@ def _of_mbridge(folder: str, dims: ParallelDims, value: bool, ddp: bool, dtype: 
     hf.pad_token_id = 3
     bridge = mbridge.AutoBridge.from_config(hf, dtype=dtype)
     assert bridge
-    bridge.set_extra_args(**OVERRIDES, attention_backend="flash")
+    bridge.set_extra_args(**OVERRIDES, attention_backend="flash", **further)
     config = bridge.config
     config.fp16, config.bf16 = False, dtype is torch.bfloat16
     if hasattr(config, "share_embeddings_and_output_weights"):
@@ -125,7 +128,9 @@ def _of_mbridge(folder: str, dims: ParallelDims, value: bool, ddp: bool, dtype: 
     return Role(bridge, models, value)
 
 
-def _of_megatron_bridge(folder: str, dims: ParallelDims, value: bool, ddp: bool, dtype: torch.dtype) -> Role:
+def _of_megatron_bridge(
+    folder: str, dims: ParallelDims, value: bool, ddp: bool, dtype: torch.dtype, further: dict[str, Any]
+) -> Role:
     from megatron.core.transformer.enums import AttnBackend
 
     bridge = megatron_bridge.AutoBridge.from_hf_pretrained(folder, trust_remote_code=False)
@@ -146,6 +151,7 @@ def _of_megatron_bridge(folder: str, dims: ParallelDims, value: bool, ddp: bool,
         "moe_token_dispatcher_type": "alltoall",
         "moe_router_load_balancing_type": "none",
         **OVERRIDES,
+        **further,
     }
     if value and hasattr(provider, "share_embeddings_and_output_weights"):
         overrides["share_embeddings_and_output_weights"] = False

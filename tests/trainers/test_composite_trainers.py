@@ -21,7 +21,7 @@ from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.trainers.nemo_rl import local_params
 from mcore_bridge.trainers.rlinf import MegatronCoreWeightReshard, ReshardFunctions, convert_hf_to_mg, model_provider
 from mcore_bridge.trainers.slime import convert_to_hf
-from tests.support import composites, pool, stepping
+from tests.support import composites, pool, stepping, towers
 from tests.support.bounds import ONE
 from tests.support.composites import parts_of
 from tests.support.rlinf_files import PLAIN, asked
@@ -149,6 +149,41 @@ def test_the_text_of_a_composite_trains_and_the_rest_is_carried(case: str, tmp_p
         wanted = reference[row, :length].log_softmax(-1)
         ours = ours[:, : wanted.size(-1)].log_softmax(-1)
         assert (ours - wanted).abs().max() < 1e-5 * wanted.abs().max()
+
+
+def of_towers(dims: ParallelDims, folder: str, out: str) -> None:
+    """Runs in a worker: both surfaces build the tower on request, and train what they are asked to."""
+    everything = read(folder)
+    asked: list[tuple[str, dict[str, Any], set[str]]] = [
+        ("mbridge", {"vision": "train"}, {"tower", "connection", "text"}),
+        ("mbridge", {"vision": "frozen"}, {"text"}),
+        ("megatron_bridge", {"vision": "train", "freeze_vision_model": True}, {"connection", "text"}),
+        ("megatron_bridge", {"vision": "train", "freeze_language_model": True}, {"tower", "connection"}),
+        ("megatron_bridge", {"vision": "frozen", "freeze_language_model": True}, set()),
+        ("megatron_bridge", {"vision": "train", "freeze_vision_projection": True}, {"tower", "text"}),
+    ]
+    with attention_switches(), stepping.mesh(dims):
+        for number, (face, settings, wanted) in enumerate(asked):
+            role = build_role(face, folder, dims, dtype=torch.float32, ddp=bool(wanted), **settings)
+            role.load(folder)
+            assert violations(role.export(), everything)[0] == []
+            trained = {name for chunk in role.models for name, each in chunk.named_parameters() if each.requires_grad}
+            names = {"text": ".decoder.", "tower": ".visual.blocks.", "connection": "merger"}
+            assert {part for part, word in names.items() if any(word in f".{name}" for name in trained)} == wanted
+            if number:
+                continue
+            stepped(role, dims, True)
+            changed = {name for name, tensor in role.export() if not torch.equal(tensor, everything[name])}
+            assert changed == {name for name in everything if "language_model." in name or "lm_head" in name}
+            role.save(out)
+            assert all(torch.equal(tensor, read(out)[name]) for name, tensor in role.export())
+
+
+@pytest.mark.skipif(not towers.NAMES, reason="the installed transformers is too old")
+def test_both_surfaces_build_a_tower_on_request_and_freeze_what_they_are_asked_to(tmp_path: Path) -> None:
+    """A step of text leaves the tower as it was, and a save holds both."""
+    composites.written("qwen3_vl", tmp_path / "hf")
+    pool.run(2, of_towers, ParallelDims(tp=2, sp=True), str(tmp_path / "hf"), str(tmp_path / "out"))
 
 
 # -- trainers that are handed a model or its folder --------------------------------------------------------------------
