@@ -8,7 +8,7 @@ import copy
 import functools
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,7 +60,7 @@ def read_config(
     if isinstance(source, PretrainedConfig):
         return _completed(_translated(copy.deepcopy(source)))
     folder = find_folder(source)
-    fields = _read_json(folder / _CONFIG)
+    fields = read_json(folder / _CONFIG, _special_float)
     _require_few_layers(fields)
     hf = _config_class(fields, folder, reads_as or {}, refused or {}, known)
     try:
@@ -114,7 +114,12 @@ def with_fields(hf: "PretrainedConfig", fields: Mapping[str, object]) -> "Pretra
     return hf
 
 
-def _read_json(path: Path) -> dict[str, object]:
+def read_json(path: Path, hook: "Callable[[dict[str, object]], object] | None" = None) -> dict[str, object]:
+    """The fields of a config.json, or of another file of one JSON object.
+
+    Raises:
+        ConfigError: there is no such file, or it holds something else.
+    """
     if os.path.exists(path) and not os.path.isfile(path):  # a FIFO would block
         raise ConfigError(f"{path} must be a file, found something else, such as a FIFO. Replace it by the file.")
     try:
@@ -128,7 +133,7 @@ def _read_json(path: Path) -> dict[str, object]:
     if data.startswith(_POINTER):
         raise ConfigError(f"{path} must be the file itself, found a pointer of git-lfs. Run: git lfs pull.")
     try:
-        fields = json.loads(data.decode(), object_hook=_special_float)
+        fields = json.loads(data.decode(), object_hook=hook)
     except (RecursionError, ValueError) as error:
         raise ConfigError(f"{path} must be valid JSON, but is not: {error}. Copy the file again.") from None
     if not isinstance(fields, dict):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_bridge.config.hf import read_json
 from mcore_bridge.convert.conversion import Conversion, Progress
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.encoded import Encoded
@@ -129,7 +130,7 @@ class ToPlain(Conversion):
 
 
 def _fields(folder: Path) -> dict[str, Any]:
-    fields: dict[str, Any] = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+    fields: dict[str, Any] = read_json(folder / _CONFIG)
     return fields
 
 

@@ -1,6 +1,8 @@
 """Quantized HF folders to plain ones, and to checkpoints of megatron-core."""
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from typer.testing import CliRunner
 from mcore_bridge.commands.app import app
 from mcore_bridge.convert.api import convert
 from mcore_bridge.convert.rank_files.folder import iter_mg_weights
-from mcore_bridge.errors import CheckpointError
+from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.trainers.rlinf.convertor import convert_hf_to_mg
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from tests import zoo
@@ -51,6 +53,16 @@ def test_a_quantized_folder_becomes_plain(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "plain" / "hf_quant_config.json").exists()
     assert len(converted.conversion.names) > 1
     assert set(converted.conversion.ignored) == {each for each in files if each.endswith(".input_scale")}
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.write_text("[]"), lambda path: None])
+def test_a_config_that_is_no_object_is_refused(make: Callable[[Path], Any], tmp_path: Path) -> None:
+    """A FIFO would be waited for."""
+    source("llama", tmp_path)
+    (tmp_path / "config.json").unlink()
+    make(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match=r"must (be a file|hold a JSON object|hold a config\.json), found"):
+        convert(tmp_path, tmp_path / "plain", plain=True, on_event=quiet)
 
 
 def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
