@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.trainers.nemo_rl import local_params
 from mcore_bridge.trainers.rlinf import MegatronCoreWeightReshard, ReshardFunctions, convert_hf_to_mg, model_provider
 from mcore_bridge.trainers.slime import convert_to_hf
-from tests.support import composites, pool, stepping, towers
+from tests.support import composites, pool, seeing, stepping, towers
 from tests.support.bounds import ONE
 from tests.support.composites import parts_of
 from tests.support.rlinf_files import PLAIN, asked
@@ -64,7 +65,7 @@ def starts_of(dims: ParallelDims) -> list[int]:
     return [0, 16, 16 + -(-11 // align) * align + 2 * align]
 
 
-def stepped(role: Any, dims: ParallelDims, packed: bool) -> Tensor | None:
+def stepped(role: Any, dims: ParallelDims, packed: bool, **images: Tensor) -> Tensor | None:
     """Logits of a batch on the last stage. Its gradients are those of a step of Adam."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -79,7 +80,7 @@ def stepped(role: Any, dims: ParallelDims, packed: bool) -> Tensor | None:
     role.config.finalize_model_grads_func = finalize_model_grads
     get_forward_backward_func()(
         forward_step_func=forward,
-        data_iterator=[iter([verls_batch(dims, packed)]) for _ in role.models],
+        data_iterator=[iter([{**verls_batch(dims, packed), **images}]) for _ in role.models],
         model=role.models,
         num_microbatches=1,
         seq_length=16,
@@ -184,6 +185,31 @@ def test_both_surfaces_build_a_tower_on_request_and_freeze_what_they_are_asked_t
     """A step of text leaves the tower as it was, and a save holds both."""
     composites.written("qwen3_vl", tmp_path / "hf")
     pool.run(2, of_towers, ParallelDims(tp=2, sp=True), str(tmp_path / "hf"), str(tmp_path / "out"))
+
+
+def with_an_image(dims: ParallelDims, face: str, folder: str, packed: bool) -> list[str]:
+    """Runs in a worker: what is not trained by a step with an image, of all that the folder has."""
+    with attention_switches(), stepping.mesh(dims):
+        role = build_role(face, folder, dims, dtype=torch.float32, vision="train")
+        role.load(folder)
+        before, ids = read(folder), composites.tokens()
+        ids[0, 3:7] = seeing.SPECIAL["image_token_id"]
+        vision = seeing.config("qwen3_vl").vision_config
+        patches = torch.randn(16, 3 * vision.temporal_patch_size * vision.patch_size**2)
+        with mock.patch.object(composites, "tokens", return_value=ids):
+            stepped(role, dims, packed, pixel_values=patches, image_grid_thw=torch.tensor([[1, 4, 4]]))
+        return [name for name, tensor in role.export() if torch.equal(tensor, before[name])]
+
+
+@pytest.mark.skipif("qwen3_vl" not in towers.NAMES, reason="the installed transformers is too old")
+@pytest.mark.parametrize(
+    ("face", "dims", "packed"),
+    [("mbridge", ParallelDims(tp=2, sp=True), True), ("megatron_bridge", ParallelDims(pp=2), False)],
+)
+def test_a_tower_trains_through_what_verl_calls(face: str, dims: ParallelDims, packed: bool, tmp_path: Path) -> None:
+    folder = str(seeing.written("qwen3_vl", tmp_path))
+    for unchanged in pool.run(2, with_an_image, dims, face, folder, packed):
+        assert unchanged == []
 
 
 # -- trainers that are handed a model or its folder --------------------------------------------------------------------
