@@ -22,7 +22,7 @@ from mcore_bridge.batches.whole_rows import WholeRows, whole_rows
 from mcore_bridge.errors import BatchError
 from mcore_bridge.factory.modules.caught import Caught, Embed, called
 from mcore_bridge.factory.modules.deepstack import carried, take_features
-from mcore_bridge.factory.modules.fitting import MisfitError, fitting, misfit
+from mcore_bridge.factory.modules.fitting import fitting, misfit
 from mcore_bridge.factory.modules.masks import masks_of, take_masks
 from mcore_bridge.factory.modules.mrope import MultimodalRotary, take_positions, text_positions
 from mcore_bridge.factory.modules.touched import touched
@@ -83,7 +83,7 @@ def _see(
         call = _called(chunk, composite, rows, images, given, None if misfits is None else misfits.counts)
     except torch.OutOfMemoryError:
         raise
-    except (MisfitError, ValueError, RuntimeError, IndexError, StopIteration) as error:
+    except Exception as error:  # any of transformers: the other ranks of a pipeline may wait
         problem = misfit(error, None if misfits is None else misfits.rows)
         if misfits is None:
             raise problem from error

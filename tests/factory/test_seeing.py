@@ -88,6 +88,9 @@ def test_what_no_model_could_see_is_refused_by_name() -> None:
             models[0](ids[:1], None, mask[:1], **images[0])
         with pytest.raises(MeshError, match="at least 2 layers"):
             seeing.built(hf, ONE, load_weights=False, overrides={"num_layers": 1})
+        folder, (ids, mask, images, _), _ = case("mistral3")
+        with pytest.raises(BatchError, match="found in a row: TypeError"):
+            seeing.built(folder, ONE)[0](ids[:1], None, mask[:1], pixel_values=images[0]["pixel_values"])
 
 
 def test_a_sampled_token_with_the_id_of_an_image_is_text_if_the_row_says_so() -> None:
