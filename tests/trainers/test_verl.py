@@ -14,13 +14,13 @@ from mcore_bridge import ParallelDims
 from mcore_bridge.convert.api import convert
 from mcore_bridge.errors import ConfigError
 from tests import zoo
-from tests.support import composites, pool, stepping, tiny
+from tests.support import composites, pool, seeing, stepping, tiny, towers
 from tests.support.conversions import quiet
 from tests.support.settings_of_trainers import BECOMES, ENGINE, SIIRL
 from tests.support.strategies import random_state, save
 from tests.support.trainer_calls import attention_switches
 from tests.support.written_weights import read
-from tests.workers import verl_composites
+from tests.workers import verl_composites, verl_images
 from tests.workers.verl_engine import SWITCH, CpuForCuda, engine_of, kernels_on_cpu, own_processes, use_us_on_cpu
 from tests.workers.verl_life import (
     batch_of,
@@ -117,6 +117,29 @@ def test_a_life_of_a_composites_text(name, tmp_path):
     folder, out = with_tokenizer(tmp_path / "hf"), tmp_path / "out"
     ranks = pool.run(dims.tp * dims.pp * dims.cp, in_verl, dims, verl_composites.life, folder, str(out), options)
     assert verl_composites.problems(ranks, folder, out) == []
+
+
+IMAGES = {
+    "packed-tp": ("qwen3_vl", ParallelDims(tp=2, sp=True), {"vanilla": True}, "train"),
+    "packed-pp": ("qwen3_5", ParallelDims(pp=2), {"vanilla": False}, "train"),
+    "packed-cp": ("qwen2_5_vl", ParallelDims(cp=2), {"vanilla": False}, "frozen"),
+    "rows-tp": ("qwen2_5_vl", ParallelDims(tp=2, sp=True), {"vanilla": True, "use_remove_padding": False}, "train"),
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_a_life_with_images(name, tmp_path):
+    """Its log-probs are those of transformers with images; the tower is trained, exported and saved."""
+    family, dims, options, vision = IMAGES[name]
+    if family not in towers.NAMES:
+        pytest.skip(f"the installed transformers has no tower for {family}")
+    seeing.written(family, tmp_path / "hf")
+    batch = seeing.batch_of(seeing.reference(tmp_path / "hf"))
+    folder, out = with_tokenizer(tmp_path / "hf"), tmp_path / "out"
+    options = {**options, "overrides": {"vision": vision}}
+    world_size = dims.tp * dims.pp * dims.cp
+    ranks = pool.run(world_size, in_verl, dims, verl_images.life, folder, str(out), options, batch)
+    assert verl_images.problems(ranks, folder, batch, frozen=vision == "frozen") == []
 
 
 def from_files_of_megatron(dims: ParallelDims, folder: str, files: str, out: str) -> list[str]:
