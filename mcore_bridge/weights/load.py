@@ -24,6 +24,7 @@ from mcore_bridge.rules.mapping import Dialect, unstacked
 from mcore_bridge.rules.names import expert_of, kind_of, mtp_layer_of
 from mcore_bridge.rules.scheme import Held
 from mcore_bridge.rules.trace import Copy, Shape
+from mcore_bridge.weights.base_names import with_prefix
 from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, provenance_on
 from mcore_bridge.weights.dtypes import Dtypes, dtype_name, is_exact, wanted_dtype
 from mcore_bridge.weights.files.decoded import (
@@ -196,7 +197,7 @@ def _write_all(
     """Write all tensors of a source. Folders and mappings are checked before the first write."""
     mapping = load.bound.mapping
     if not isinstance(source, Mapping):
-        for name, tensor in turned(source, mapping):
+        for name, tensor in turned(with_prefix(source, mapping), mapping):
             load.check(name, tensor)
             load.write(name, tensor)
         load.check_names(renamed(load.seen, mapping), strict)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.encoded import Encoded
+from mcore_bridge.weights.base_names import base_names
 from mcore_bridge.weights.files.decoded import Decoded, DecodedCheckpoint, Folder, Stored, opened_folder
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.positional_io import array_of
@@ -160,16 +161,17 @@ def differing(mapping: WeightMapping, pairs: Sequence[tuple[str, str]]) -> Check
 def renamed(source: Mapping[str, Value], mapping: WeightMapping) -> Mapping[str, Value]:
     """Give a tied embedding its own name in ``source``, if the source has it only under the name of the head.
 
-    Stacks of experts get the orientation of published files: see ``out_major``. A ``Checkpoint`` or ``Decoded`` is
-    changed in place and returned; another mapping is wrapped.
+    Names of a base model get their prefix: see ``base_names``. Stacks of experts get the orientation of published
+    files: see ``out_major``. A ``Checkpoint`` or ``Decoded`` is changed in place and returned; another mapping is
+    wrapped.
     """
-    for name, original in mapping.spare.items():
-        if name not in source or original in source:
-            continue
-        if isinstance(source, Checkpoint | Decoded):
-            source.rename(name, original)
-        else:
-            source = _Renamed(source, name, original)
+    spare = {name: own for name, own in mapping.spare.items() if name in source and own not in source}
+    names = spare | base_names(source, mapping)
+    if isinstance(source, Checkpoint | Decoded):
+        for name, own in names.items():
+            source.rename(name, own)
+    elif names:
+        source = _Renamed(source, names)
     if turned := out_major(source, mapping):
         if isinstance(source, Checkpoint | DecodedCheckpoint):
             source.turn(turned)
@@ -186,16 +188,15 @@ def opened(folder: str | os.PathLike[str], mapping: WeightMapping) -> Folder:
 
 
 class _Renamed(Mapping[str, Value]):
-    def __init__(self, source: Mapping[str, Value], old: str, new: str) -> None:
-        self._source, self._old, self._new = source, old, new
+    def __init__(self, source: Mapping[str, Value], names: Mapping[str, str]) -> None:
+        """``names`` has new ones by old ones."""
+        self._source, self._own = source, {names.get(name, name): name for name in source}
 
     def __getitem__(self, name: str) -> Value:
-        if name == self._old:
-            raise KeyError(name)
-        return self._source[self._old if name == self._new else name]
+        return self._source[self._own[name]]
 
     def __iter__(self) -> Iterator[str]:
-        return (self._new if name == self._old else name for name in self._source)
+        return iter(self._own)
 
     def __len__(self) -> int:
         return len(self._source)

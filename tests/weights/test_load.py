@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM
 
 import mcore_bridge as mb
 from mcore_bridge.errors import CheckpointError, ConfigError
@@ -79,6 +80,22 @@ def test_from_a_mapping_and_from_pairs_in_any_order(state):
     bound, report = loaded(iter(reversed(state.items())))
     assert same(bound, state)
     assert report.num_tensors == len(state)
+
+
+@pytest.mark.parametrize("case", ["qwen3", "gemma2"])
+def test_a_base_model_without_its_head_loads(case, tmp_path):
+    """As embedding models are published. transformers adds the prefix of its names, and so do we; exports have it."""
+    hf = tiny(case, tie_word_embeddings=True, num_hidden_layers=2)
+    base = AutoModel.from_config(hf, dtype=torch.float32)
+    base.save_pretrained(tmp_path)
+    names = names_in(tmp_path)
+    assert not any(name.startswith("model.") for name in names)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    held = load_file(tmp_path / "model.safetensors")
+    for source in (tmp_path, held, [*reversed(held.items())]):
+        exported, report = loaded(source, mb.ParallelDims(tp=2), hf)
+        assert len(exported) == report.num_tensors == len(names)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in exported.items())
 
 
 def test_pairs_that_come_twice_raise(state):

@@ -28,7 +28,13 @@ RUNTIME = Ignore(
     (
         *("use_cache", "return_dict", "output_hidden_states", "output_attentions", "output_scores", "torchscript"),
         *("use_return_dict", "return_dict_in_generate", "chunk_size_feed_forward", "pretraining_tp"),
-        *("tf_legacy_loss", "use_bfloat16", "gradient_checkpointing", "_attn_implementation_autoset"),
+        *(
+            "trust_remote_code",
+            "tf_legacy_loss",
+            "use_bfloat16",
+            "gradient_checkpointing",
+            "_attn_implementation_autoset",
+        ),
         *(
             "cache_implementation",
             "attn_implementation",

@@ -1,0 +1,45 @@
+"""Names of a model without its head, as embedding models have them: `layers.0.`, where others have `model.` first.
+
+transformers saves its base models so, and adds the prefix where it reads such a file into a model with a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from mcore_bridge.rules.mapping import WeightMapping
+
+Value = TypeVar("Value")
+
+_EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def base_names(source: Iterable[str], mapping: WeightMapping) -> dict[str, str]:
+    """What the names in a source are in the model, if they are those of a base model; empty if they are not."""
+    prefix, names = _prefix(mapping), frozenset(source)
+    if not prefix or not _has_bare_embedding(names, prefix, mapping):
+        return {}
+    return {name: f"{prefix}{name}" for name in names if mapping.consumers(f"{prefix}{name}")}
+
+
+def with_prefix(pairs: Iterable[tuple[str, Value]], mapping: WeightMapping) -> Iterator[tuple[str, Value]]:
+    """The same pairs; names that only a base model has get the prefix."""
+    prefix = _prefix(mapping)
+    for name, value in pairs:
+        is_bare = bool(prefix) and not mapping.consumers(name) and bool(mapping.consumers(f"{prefix}{name}"))
+        yield f"{prefix}{name}" if is_bare else name, value
+
+
+def _prefix(mapping: WeightMapping) -> str:
+    """The first word of the embedding's name, with its dot; empty if it has one word before its last."""
+    return next((f"{name.partition('.')[0]}." for name in _embeddings(mapping) if name.count(".") > 1), "")
+
+
+def _embeddings(mapping: WeightMapping) -> Iterator[str]:
+    return (rule.hf[0] for rule in mapping.rules if rule.mcore == _EMBEDDING and not rule.copy)
+
+
+def _has_bare_embedding(names: Container[str], prefix: str, mapping: WeightMapping) -> bool:
+    return any(name not in names and name.removeprefix(prefix) in names for name in _embeddings(mapping))
