@@ -4,18 +4,14 @@ Each page is started once for each number of processes, as torchrun does it: wit
 The processes are forked from one that has imported torch. The page that hung goes through torchrun itself.
 """
 
-import os
 import re
-import runpy
 from pathlib import Path
 
 import pytest
 
 from mcore_bridge.convert.api import convert
-from tests.support import pool
-from tests.support.gpus import free_port
 from tests.support.strategies import random_state, save, tiny
-from tests.support.torchrun import torchrun
+from tests.support.torchrun import forked, torchrun
 
 ROOT = Path(__file__).parent.parent.parent
 WHOLE = """
@@ -102,31 +98,6 @@ def folder(tmp_path_factory):
     return path
 
 
-def run_flat(script, rank, size, port, log):
-    """What a process of torchrun does."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1")
-    os.environ.update(MASTER_PORT=port, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    out = os.open(log, os.O_CREAT | os.O_WRONLY)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    runpy.run_path(script, run_name="__main__")
-
-
-def started(script, size, seconds=120):
-    """How such processes ended, and what they wrote."""
-    pool._grow(1)  # so that the server of its processes is there, which has imported everything
-    port, logs = free_port(), [script.parent / f"{script.stem}-{rank}.log" for rank in range(size)]
-    arguments = [(str(script), rank, size, port, str(log)) for rank, log in enumerate(logs)]
-    processes = [pool._context.Process(target=run_flat, args=each) for each in arguments]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(seconds)
-    for process in processes:
-        process.kill()
-    return [process.exitcode for process in processes], "\n".join(log.read_text() for log in logs)
-
-
 @pytest.mark.parametrize(
     ("page", "size"), [(page, size) for page, (_, sizes) in PAGES.items() for size in sizes], ids=str
 )
@@ -139,7 +110,7 @@ def test_blocks_run_as_they_are_written(page, size, folder, tmp_path):
         finished = torchrun(script, size)
         assert finished.returncode == 0, finished.stderr
         return
-    codes, said = started(script, size)
+    codes, said = forked(script, size)
     assert codes == [0] * size, said
     if page == "docs/guide/handing_on.md":
         numbers = re.findall(r"the (trainer|engine) has (\d+ tensors, \d+ bytes)", said)
@@ -164,7 +135,7 @@ def test_every_public_name_has_an_example_that_runs(folder, tmp_path):
     """After the block of docs/reference/api.md, in one process."""
     (block,) = blocks_of("docs/reference/api.md")
     (tmp_path / "examples.py").write_text("\n".join([WHOLE.format(folder=str(folder)), block, EXAMPLES]))
-    codes, said = started(tmp_path / "examples.py", 1)
+    codes, said = forked(tmp_path / "examples.py", 1)
     assert codes == [0], said
 
 
@@ -182,6 +153,6 @@ assert process.exitcode == 1
 def test_a_script_that_needs_a_guard_is_told_so_at_once(tmp_path):
     """It runs again in a process that it starts; there it would wait for ranks that do not come."""
     (tmp_path / "flat.py").write_text(FLAT)
-    codes, said = started(tmp_path / "flat.py", 1)
+    codes, said = forked(tmp_path / "flat.py", 1)
     assert codes == [0], said
     assert "MeshError: this script runs again in a process that it has started" in said

@@ -1,10 +1,12 @@
-"""A script under torchrun, as users start it."""
+"""A script under torchrun, as users start it; or in forked processes, which is quicker."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+from tests.support import pool
 from tests.support.gpus import free_port
 
 ROOT = Path(__file__).parent.parent.parent
@@ -17,3 +19,29 @@ def torchrun(script: Path, num_ranks: int, *arguments: str) -> "subprocess.Compl
     run = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
     command = [*run, "--master-port", free_port(), str(script), "--device", "cpu", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def forked(script: Path, num_ranks: int, *arguments: str, seconds: float = 120) -> tuple[list[int | None], str]:
+    """How the processes of ``script`` ended, and what they wrote. Each is forked from one that has imported torch."""
+    pool._grow(1)  # so that the server of its processes is there, which has imported everything
+    port, logs = free_port(), [script.parent / f"{script.stem}-{rank}.log" for rank in range(num_ranks)]
+    every = [(str(script), arguments, rank, num_ranks, port, str(log)) for rank, log in enumerate(logs)]
+    processes = [pool._context.Process(target=_run_forked, args=one) for one in every]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(seconds)
+    for process in processes:
+        process.kill()
+    return [process.exitcode for process in processes], "\n".join(log.read_text() for log in logs)
+
+
+def _run_forked(script: str, arguments: tuple[str, ...], rank: int, num_ranks: int, port: str, log: str) -> None:
+    """What a process of torchrun does."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1")
+    os.environ.update(MASTER_PORT=port, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    out = os.open(log, os.O_CREAT | os.O_WRONLY)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
