@@ -30,9 +30,13 @@ def fates(tp: int, cases) -> list[str]:
 def found():
     """The fate of every mutant at tp 1 and 2."""
     references = {id(hf): reference_logits(hf) for hf in (HF, SQUARE)}
-    cases = [(name, hf, references[id(hf)]) for name in MUTANTS for hf in (HF, SQUARE)]
-    at = {tp: pool.run(tp, fates, tp, cases, timeout=300)[0] for tp in (1, 2)}
-    return {(name, tp): at[tp][2 * index : 2 * index + 2] for tp in (1, 2) for index, name in enumerate(MUTANTS)}
+    found = {}
+    for tp in (1, 2):
+        names = [name for name, (tier, _) in MUTANTS.items() if tp == 2 or tier.endswith(" at tp=2")]
+        cases = [(name, hf, references[id(hf)]) for name in names for hf in (HF, SQUARE)]
+        fate_of = pool.run(tp, fates, tp, cases, timeout=300)[0]
+        found |= {(name, tp): fate_of[2 * index : 2 * index + 2] for index, name in enumerate(names)}
+    return found
 
 
 @pytest.mark.parametrize("name", MUTANTS)

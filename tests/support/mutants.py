@@ -10,8 +10,8 @@ from mcore_bridge.errors import BridgeError
 from mcore_bridge.rules.layout import COLUMN, QKV, REPLICATED, VOCAB, Concat, Layout, Rearrange
 from mcore_bridge.rules.mapping import WeightMapping
 from tests.support.bounds import BOUND
-from tests.support.parity import our_logits
-from tests.support.stepping import leave_mesh
+from tests.support.parity import logits_of
+from tests.support.stepping import meet
 from tests.support.strategies import random_state
 
 
@@ -141,19 +141,17 @@ def mutated(name: str):
 
 
 def fate(name: str, hf, tp: int, reference, *, sp: bool = False) -> str:
-    """What kills a mutant on this mesh: an error's text, "bits", "logits", or nothing."""
+    """What kills a mutant on this mesh: an error's text, "bits", "logits", or nothing. The mesh stays for the next."""
     dims = mb.ParallelDims(tp=tp, sp=sp)
     with mutated(name):
         try:
-            dims.initialize(device="cpu")
-            models = mb.build_model(hf, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(hf))
-            exported = mb.to_hf_state_dict(models)
+            meet(dims)
             state = random_state(hf)
+            models = mb.build_model(hf, dims=dims, dtype=torch.float32, device="cpu", load_weights=state)
+            exported = mb.to_hf_state_dict(models)
             if exported.keys() != state.keys() or not all(torch.equal(exported[key], state[key]) for key in state):
                 return "bits"
-            worst = (our_logits(hf, dims) - reference).abs().max() / reference.std()
+            worst = (logits_of(*models, dims) - reference).abs().max() / reference.std()
             return "logits" if worst > 50 * BOUND else "survives"
         except BridgeError as error:
             return str(error)
-        finally:
-            leave_mesh()

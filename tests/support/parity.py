@@ -10,7 +10,7 @@ from torch import Tensor
 
 import mcore_bridge as mb
 from tests import zoo
-from tests.support.stepping import leave_mesh
+from tests.support.stepping import meet
 from tests.support.strategies import random_state, save
 from tests.support.twins import TWINS
 
@@ -65,9 +65,14 @@ def our_logits(source: Any, dims: mb.ParallelDims, seq: int = SEQ) -> Tensor:
 
     Of a config or of a folder, which has weights of its own.
     """
-    dims.initialize(device="cpu")
+    meet(dims)
     weights: Any = True if isinstance(source, str) else random_state(source)
     (model,) = mb.build_model(source, dims=dims, dtype=torch.float32, device="cpu", load_weights=weights)
+    return logits_of(model, dims, seq)
+
+
+def logits_of(model: Any, dims: mb.ParallelDims, seq: int = SEQ) -> Tensor:
+    """What a model of one pipeline stage computes; gathered over tp, padding cut off."""
     model.eval()
     hf = model.bridge.hf
     with torch.no_grad():
@@ -86,5 +91,4 @@ def worst_differences(cases: list[tuple[Any, mb.ParallelDims, Tensor]]) -> list[
     for hf, dims, reference in cases:
         logits = our_logits(hf, dims, reference.shape[1])
         worst.append(float((logits - reference).abs().max() / reference.std()))
-        leave_mesh()
     return worst

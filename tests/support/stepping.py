@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 
 from mcore_bridge import ParallelDims, build_model, to_hf_state_dict
 from mcore_bridge.cpu import _TorchOnCpu
+from mcore_bridge.errors import MeshError
 from tests.support import tiny
 from tests.support.strategies import on_disk
 
@@ -33,6 +34,15 @@ def mesh(dims: ParallelDims, device: str = "cpu") -> Iterator[None]:
     finally:
         leave_mesh()
         assert not parallel_state.model_parallel_is_initialized()
+
+
+def meet(dims: ParallelDims) -> None:
+    """Be on this mesh. Groups of the mesh before are kept if they are the same, since to make them takes long."""
+    try:
+        dims.initialize(device="cpu")
+    except MeshError:
+        leave_mesh()
+        dims.initialize(device="cpu")
 
 
 def leave_mesh() -> None:
