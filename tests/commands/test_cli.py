@@ -70,7 +70,9 @@ def configured(folder: Path, **fields: object) -> Path:
 
 
 def test_verify_says_that_all_is_well(checkpoint: Path, tmp_path: Path) -> None:
-    result = run("verify", checkpoint, "--tp", 2, "--pp", 2, "--vp", 2, "--sp", "--save", tmp_path / "saved")
+    result = run(
+        "verify", checkpoint, "--tp", 2, "--pp", 2, "--vp", 2, "--sp", "--save", tmp_path / "saved", start=True
+    )
     assert result.exit_code == 0, result.output
     said = " ".join(result.output.split())
     assert "exact yes: 47 tensors bit by bit, on all 4 ranks" in said

@@ -81,9 +81,9 @@ def test_verify_refuses_another_number_of_experts(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--ep", 3], "ep=3 must divide num_moe_experts=8 (the number of routed experts in the HF config)"),
-        (["--etp", 3], "etp=3 must divide moe_ffn_hidden_size=16 (moe_intermediate_size in the HF config)"),
-        (["--mtp", 1], "mtp_num_layers must be at most 0, found 1"),
+        (["--ep", 3], "--ep 3 must divide num_moe_experts=8 (the number of routed experts in the HF config)"),
+        (["--etp", 3], "--etp 3 must divide moe_ffn_hidden_size=16 (moe_intermediate_size in the HF config)"),
+        (["--mtp", 1], "--mtp must be at most 0, found 1"),
     ],
 )
 def test_plan_and_verify_refuse_meshes_that_do_not_fit(tmp_path: Path, options: list[object], message: str) -> None:

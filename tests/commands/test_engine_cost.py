@@ -96,7 +96,7 @@ def test_the_command_says_what_feeding_moves(options: list[str], said: str | Non
     ("options", "said"),
     [
         (["--engine-tp", "3"], "engines of 3 ranks do not fill a job of 4"),
-        (["--engine-ep", "2"], "expected ep to divide tp=1, found 2"),
+        (["--engine-ep", "2"], "expected --engine-ep to divide --engine-tp 1, found 2"),
         (["--engine-tp", "2", "--engine-pp", "8"], "engines of 16 ranks do not fill a job of 4"),
     ],
 )

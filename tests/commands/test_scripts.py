@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,9 +34,8 @@ def said(command: str, output: str, code: int = 0) -> Mapping[str, Any]:
 def test_each_command_says_one_object(tmp_path: Path) -> None:
     folder, target = tmp_path / "qwen3_moe", tmp_path / "dist"
     tiny.random_checkpoint(zoo.cases()["qwen3_moe"].hf, folder)
-    command = ["verify", folder, "--tp", "2", "--sp", "--json"]
-    finished = subprocess.run([sys.executable, "-m", "mcore_bridge.cli", *command], capture_output=True, text=True)
-    verified = said("verify", finished.stdout, finished.returncode)
+    result = run("verify", folder, "--tp", 2, "--sp", "--json")
+    verified = said("verify", result.stdout, result.exit_code)
     assert verified["good"] is True
     assert verified["mesh"] == {"tp": 2, "pp": 1, "vp": 1, "cp": 1, "ep": 1, "etp": 1, "sp": True, "layout": None}
     assert verified["logits"]["relative"] <= verified["logits"]["tolerance"]

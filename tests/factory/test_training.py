@@ -45,7 +45,7 @@ def checkpoints(tmp_path_factory):
 @pytest.mark.parametrize("world_size", MESHES)
 def test_every_mesh_trains_as_transformers_does(checkpoints, world_size):
     folders = {name: str(folder) for name, folder in checkpoints.items()}
-    assert_equal_to_transformers(pool.run(world_size, steps, folders, MESHES[world_size], min(world_size, 4)))
+    assert_equal_to_transformers(pool.run(world_size, steps, folders, MESHES[world_size], {1: 1}.get(world_size, 4)))
 
 
 @pytest.mark.slow

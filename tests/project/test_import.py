@@ -69,6 +69,7 @@ print(json.dumps({{"new": new, "changed": changed, "watched": len(before),
 """
 
 
+@functools.cache
 def watch(action: str = "") -> dict[str, list[str] | int | bool]:
     """What ``import mcore_bridge`` and then ``action`` do in a fresh process that has imported the libraries."""
     script = WATCH.replace("{action}", action).replace("{{", "{").replace("}}", "}")

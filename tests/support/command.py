@@ -1,10 +1,15 @@
 """The command, run in this process."""
 
 import re
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 from typer.testing import CliRunner, Result
 
 from mcore_bridge.commands.app import app
+from mcore_bridge.launch.processes import run_ranks
+from tests.support import pool
 
 PYTHON = re.compile(
     r"\b((tp|pp|vp|cp|ep|etp|sp|layout|dtype|backend|device|strict\w*|mtp_num_layers|load_weights)=|mb\.)"
@@ -12,8 +17,22 @@ PYTHON = re.compile(
 """What a message has for callers from Python: nobody can type it."""
 
 
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+def run(*arguments: object, start: bool = False) -> Result:
+    """The command. Its ranks run in the pool, which has imported everything, unless they must be started."""
+    with mock.patch("mcore_bridge.commands.verify.verify.run_ranks", run_ranks if start else ranks_in_pool):
+        return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def ranks_in_pool(function: Callable[..., Any], task: Any, *, world_size: int, device: str, on_event: Any) -> list[Any]:
+    """``run_ranks``, but an error is that of the rank itself, and nothing is reported meanwhile."""
+    if device == "cuda":
+        return run_ranks(function, task, world_size=world_size, device=device, on_event=on_event)
+    return pool.run(world_size, quietly, function, task)
+
+
+def quietly(function: Callable[..., Any], task: Any) -> Any:
+    """Runs in a worker."""
+    return function(task, lambda *event: None)
 
 
 def refused(result: Result) -> str:

@@ -20,7 +20,6 @@ import mcore_bridge as mb
 from mcore_bridge.architecture import architectures
 from mcore_bridge.commands.plan.tables import plan
 from mcore_bridge.commands.verify.logits import forward
-from mcore_bridge.commands.verify.rank import Finding, Task, check_rank
 from mcore_bridge.commands.verify.verify import verify
 from mcore_bridge.convert.api import convert
 from mcore_bridge.convert.rank_files.folder import iter_mg_weights
@@ -34,6 +33,7 @@ from mcore_bridge.weights.provenance import provenance_of
 from mcore_bridge.weights.ties import are_equal, renamed, ties_any_head
 from tests import zoo
 from tests.support import fake_mesh, mtp_checkpoints, pool
+from tests.support.command import ranks_in_pool
 from tests.support.conversions import quiet
 from tests.support.strategies import on_disk, random_state, save, tiny
 from tests.support.twins import TWINS
@@ -223,15 +223,9 @@ def test_a_save_that_keeps_a_config_says_in_it_what_the_head_is(folders, tmp_pat
     assert near(theirs(kept), theirs(folders["differs"]))
 
 
-def check_quietly(task: Task) -> Finding:
-    """Runs in a worker."""
-    return check_rank(task, lambda *event: None)
-
-
 @pytest.mark.parametrize("kind", LOADED)
 def test_verify_holds_a_folder_against_itself(kind, folders, tmp_path, monkeypatch):
-    in_pool = lambda function, task, *, world_size, **more: pool.run(world_size, check_quietly, task)  # noqa: E731
-    monkeypatch.setattr("mcore_bridge.commands.verify.verify.run_ranks", in_pool)
+    monkeypatch.setattr("mcore_bridge.commands.verify.verify.run_ranks", ranks_in_pool)
     found = verify(folders[kind], ONE, num_tokens=4, save=tmp_path / "saved", on_event=quiet)
     assert found.is_good
     assert len(found.exported) == len(exported(kind))
