@@ -103,7 +103,9 @@ def _kind(verdict: Verdict) -> str:
     """The ``model_type``, and that of the text where a composite is around it."""
     provenance = verdict.blueprint.provenance
     kind: str = provenance.config.model_type
-    return kind if provenance.whole is None else f"the text ({provenance.hf.model_type}) of a {kind}"
+    if provenance.whole is None or provenance.tower:
+        return kind
+    return f"the text ({provenance.hf.model_type}) of a {kind}"
 
 
 def _mesh(verdict: Verdict) -> str:
@@ -135,4 +137,8 @@ def _logits(verdict: Verdict) -> str:
         f"largest difference to transformers in fp32 {comparison.difference:.1e}, relative {comparison.relative:.1e} "
         f"(at most {TOLERANCE:.0e}) over {comparison.num_logits:,} logits up to {comparison.scale:.3g}"
     )
+    if comparison.num_images:
+        said += f", with {text.plural(comparison.num_images, 'image')}"
+    elif comparison.missing:
+        said += f", {comparison.missing}"
     return f"[green]{said}[/]" if verdict.logits_agree else f"[red]WRONG[/]: {said}"

@@ -27,7 +27,7 @@ from mcore_bridge.commands.verify.rank import Finding
 from mcore_bridge.commands.verify.verify import TOLERANCE, Verdict, _crossing, differences, widest
 from mcore_bridge.launch.processes import RankError, run_ranks
 from mcore_bridge.weights.dtypes import wanted_dtype
-from tests.support import tiny
+from tests.support import seeing, tiny, towers
 from tests.support.command import refused, run
 
 INDEX = "model.safetensors.index.json"
@@ -79,6 +79,17 @@ def test_verify_says_that_all_is_well(checkpoint: Path, tmp_path: Path) -> None:
     assert "saved yes: 47 tensors bit by bit" in said
     assert "largest difference to transformers" in said
     assert shards(tmp_path / "saved")
+
+
+@pytest.mark.skipif("qwen3_vl" not in towers.NAMES, reason="the installed transformers builds no towers")
+def test_verify_shows_an_image_to_both_sides(tmp_path: Path) -> None:
+    folder = seeing.written("qwen3_vl", tmp_path)
+    count = len(load_file(folder / "model.safetensors"))
+    result = run("verify", folder, "--pp", 2)
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.output.split())
+    assert f"exact yes: {count} tensors bit by bit" in said
+    assert "with 1 image" in said
 
 
 def test_verify_of_a_context_parallel_mesh_in_another_dtype(checkpoint: Path) -> None:

@@ -6,9 +6,10 @@ If exact weights lie in wrong places, the export may still be exact. Only the co
 from __future__ import annotations
 
 import gc
+import inspect
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_bridge.architecture import composite_of, read_hf
+from mcore_bridge.batches.images import token_types
 from mcore_bridge.commands.verify.dequantized import dequantizing, why_no_reference
 from mcore_bridge.commands.verify.free_memory import USABLE, shortage
+from mcore_bridge.commands.verify.images import Shown, shown
 from mcore_bridge.config.hf import is_borrowed
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.launch.worker import Report
@@ -29,11 +32,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The largest difference of two logits, the largest logit (``scale``), and the number of logits."""
+    """The largest difference of two logits, the largest logit (``scale``), and the numbers of logits and of images.
+
+    If the batch has no images although the model has a tower, ``missing`` says why.
+    """
 
     difference: float
     scale: float
     num_logits: int
+    num_images: int = 0
+    missing: str = ""
 
     @property
     def relative(self) -> float:
@@ -50,6 +58,7 @@ def compare_logits(
     backend: str,
     num_tokens: int,
     num_parameters: int,
+    vision: str = "carried",
     report: Report,
 ) -> tuple[Comparison | None, str]:
     """Compares the logits of the mesh with those of transformers. All ranks call it together.
@@ -59,6 +68,7 @@ def compare_logits(
         folder: of the checkpoint.
         num_tokens: the length of a sequence, which is rounded up to a multiple that the mesh can split.
         num_parameters: those of the whole model, to check whether it fits into memory.
+        vision: as for ``build_model``. With a tower, the first sequence has an image.
 
     Returns:
         The comparison on rank 0 (None on others). If memory is short or transformers lacks the family, None and why.
@@ -70,20 +80,29 @@ def compare_logits(
     if not chunks:
         from mcore_bridge.factory.build import build_model
 
-        chunks = build_model(folder, dims=dims, dtype=torch.float32, device=device, backend=backend)
+        chunks = build_model(folder, dims=dims, dtype=torch.float32, device=device, backend=backend, vision=vision)
     vocab_size = chunks[0].bridge.hf.vocab_size
-    batch = _batch(vocab_size, dims, num_tokens)
+    batch = shown(chunks, _batch(vocab_size, dims, num_tokens), 2 * dims.cp * dims.tp, _agreed)
     report("logits", 1, 3)
-    ours = forward(chunks, dims, batch.to(device))
+    ours = forward(chunks, dims, batch.input_ids.to(device), batch.images)
     chunks.clear()  # frees the caller's references too: their memory is needed
     gc.collect()
     report("logits", 2, 3)
-    ours = _to_rank_0(ours, (*batch.shape, vocab_size), device)
+    ours = _to_rank_0(ours, (*batch.input_ids.shape, vocab_size), device)
     comparison = None
     if ours is not None:
-        comparison = _compare(ours, _reference(folder, batch, device))
+        comparison = replace(
+            _compare(ours, _reference(folder, batch, device)), num_images=batch.count, missing=batch.missing
+        )
     report("logits", 3, 3)
     return comparison, ""
+
+
+def _agreed(count: int | None) -> int:
+    """A number that some rank has, on all ranks."""
+    said: list[int | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, count)
+    return next(each for each in said if each is not None)
 
 
 def _batch(vocab_size: int, dims: ParallelDims, num_tokens: int) -> Tensor:
@@ -95,8 +114,13 @@ def _batch(vocab_size: int, dims: ParallelDims, num_tokens: int) -> Tensor:
 
 
 @torch.no_grad()
-def forward(chunks: Sequence[GPTModel], dims: ParallelDims, batch: Tensor) -> Tensor | None:
+def forward(
+    chunks: Sequence[GPTModel], dims: ParallelDims, batch: Tensor, images: Sequence[dict[str, Tensor]] = ()
+) -> Tensor | None:
     """The logits of ``batch`` [micro batches, tokens], from megatron-core's own schedule, one row at a time.
+
+    Args:
+        images: the inputs of images of each row. Empty: there are none.
 
     Returns:
         fp32 [micro batches, tokens, vocabulary] on the ranks of the last pipeline stage, None on the others.
@@ -107,14 +131,15 @@ def forward(chunks: Sequence[GPTModel], dims: ParallelDims, batch: Tensor) -> Te
         chunk.eval()
     places = _places(dims, batch)
 
-    def step(rows: Iterator[Tensor], model: GPTModel) -> tuple[Tensor, Any]:
-        row = next(rows)[:, places]
-        output = model(row, places.expand_as(row), None, runtime_gather_output=True)
+    def step(rows: Iterator[tuple[Tensor, dict[str, Tensor]]], model: GPTModel) -> tuple[Tensor, Any]:
+        row, inputs = next(rows)
+        row = row[:, places]
+        output = model(row, places.expand_as(row), None, runtime_gather_output=True, **inputs)
         return output, lambda output, non_loss_data=False: output
 
     outputs = get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=[iter(batch.split(1)) for _ in chunks],
+        data_iterator=[zip(batch.split(1), images or [{}] * len(batch), strict=True) for _ in chunks],
         model=list(chunks),
         num_microbatches=len(batch),
         seq_length=batch.size(1),
@@ -160,7 +185,7 @@ def _to_rank_0(logits: Tensor | None, shape: tuple[int, ...], device: str) -> Te
     return logits.cpu() if rank == 0 and logits is not None else None
 
 
-def _reference(folder: Path, batch: Tensor, device: str) -> Tensor:
+def _reference(folder: Path, batch: Shown, device: str) -> Tensor:
     """The logits of transformers, in fp32 on CPU. They are computed on this rank's GPU if the model fits there."""
     model_class = _model_class(folder)
     model = model_class.from_pretrained(
@@ -177,8 +202,21 @@ def _reference(folder: Path, batch: Tensor, device: str) -> Tensor:
         device = "cuda" if size < USABLE * torch.cuda.mem_get_info()[0] else "cpu"
     model = model.to(device)
     with torch.no_grad():
-        rows = [model(row.to(device)).logits.float().cpu() for row in batch.split(1)]
+        rows = [
+            model(row.to(device), **_inputs(model, row, batch.of_row(number), device)).logits.float().cpu()
+            for number, row in enumerate(batch.input_ids.split(1))
+        ]
     return torch.cat(rows)
+
+
+def _inputs(model: Any, row: Tensor, images: dict[str, Tensor], device: str) -> dict[str, Tensor]:
+    """The inputs of a row's images for transformers, with the types of tokens where it asks for them."""
+    if not images:
+        return {}
+    types = token_types(model.config, row)
+    asked = inspect.signature(model.forward).parameters
+    named = {name: types for name in ("mm_token_type_ids", "token_type_ids") if name in asked}
+    return {name: value.to(device) for name, value in {**images, **named}.items()}
 
 
 def _lack_of_reference(folder: Path) -> str:

@@ -43,6 +43,7 @@ class Task:
         num_tokens: the length of the sequences for logits; 0: no logits.
         save: a folder to write and to read back.
         num_mtp_layers: the number of MTP layers to build, load and export. Logits are computed without them.
+        vision: whether a composite's tower is built, as for ``build_model``.
     """
 
     folder: Path
@@ -56,6 +57,7 @@ class Task:
     num_tokens: int
     save: Path | None
     num_mtp_layers: int = 0
+    vision: str = "carried"
 
 
 @dataclass(slots=True)
@@ -135,6 +137,7 @@ def check_rank(task: Task, report: Report) -> Finding:
             backend=task.backend,
             num_tokens=task.num_tokens,
             num_parameters=sum(spec.numel for spec in finding.exported),
+            vision=task.vision,
             report=report,
         )
     return finding
@@ -154,6 +157,7 @@ def _build(task: Task, finding: Finding, report: Report) -> list[GPTModel]:
         backend=task.backend,
         overrides={"mtp_num_layers": task.num_mtp_layers or None},
         load_weights=source,
+        vision=task.vision,
     )
     torch.distributed.barrier()
     finding.seconds["build"] = source.started - start

@@ -12,7 +12,7 @@ import torch
 from mcore_bridge.commands import text
 from mcore_bridge.commands.verify.rank import Finding, Task, check_rank
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-from mcore_bridge.errors import CheckpointError
+from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.launch.processes import OnEvent, run_ranks
 from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.rules.names import mtp_layer_of
@@ -20,6 +20,7 @@ from mcore_bridge.weights.dtypes import Dtypes, dtype_name
 from mcore_bridge.weights.files.decoded import Folder, opened_folder
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.manifest import Manifest
+from mcore_bridge.weights.provenance import provenance_of
 from mcore_bridge.weights.ties import renamed
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ def verify(
     dtypes = {tensor.dtype for tensor in checkpoint.values() if tensor.is_floating_point()}
     built_in = dtype or widest(dtypes)
     overrides = {"mtp_num_layers": num_mtp_layers or None}
+    vision = _vision(folder)
     blueprint = make_blueprint(
         folder,
         dims=dims,
@@ -142,6 +144,7 @@ def verify(
         backend=backend,
         overrides=overrides,
         strict_config=strict_config,
+        vision=vision,
     )
     tied = bool(blueprint.gpt_arguments["share_embeddings_and_output_weights"])
     mapping = blueprint.provenance.mapping(tied=tied, mtp=bool(num_mtp_layers))
@@ -159,6 +162,7 @@ def verify(
         num_tokens=num_tokens,
         save=save,
         num_mtp_layers=num_mtp_layers,
+        vision=vision,
     )
     findings = run_ranks(check_rank, task, world_size=dims.smallest_world, device=device, on_event=on_event)
     kept = set(names)
@@ -168,6 +172,17 @@ def verify(
     absent = [spec.name for spec in findings[0].exported if spec.name not in checkpoint]
     initialised = tuple(name for name in absent if _is_of_mtp(mapping, name))
     return Verdict(blueprint, task, tuple(findings), ignored, initialised, carried)
+
+
+def _vision(folder: Path) -> str:
+    """ "frozen" if the folder is of a composite whose tower can be built here, else "carried"."""
+    from mcore_bridge.factory.tower import require_tower
+
+    try:
+        require_tower(provenance_of(folder).whole, "frozen")
+    except ConfigError:
+        return "carried"
+    return "frozen"
 
 
 def _is_exported(mapping: WeightMapping, name: str, num_mtp_layers: int) -> bool:
