@@ -124,6 +124,8 @@ IMAGES = {
     "packed-pp": ("qwen3_5", ParallelDims(pp=2), {"vanilla": False}, "train"),
     "packed-cp": ("qwen2_5_vl", ParallelDims(cp=2), {"vanilla": False}, "frozen"),
     "rows-tp": ("qwen2_5_vl", ParallelDims(tp=2, sp=True), {"vanilla": True, "use_remove_padding": False}, "train"),
+    "fused-tp": ("qwen3_vl", ParallelDims(tp=2, sp=True), {"vanilla": True, "use_fused_kernels": True}, "train"),
+    "fused-pp": ("qwen3_vl", ParallelDims(pp=2), {"vanilla": False, "use_fused_kernels": True}, "train"),
 }
 
 

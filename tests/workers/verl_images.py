@@ -13,7 +13,7 @@ from tests.support import seeing
 from tests.support.trainer_calls import violations
 from tests.support.written_weights import read
 from tests.workers.verl_composites import exact_engine
-from tests.workers.verl_engine import exported
+from tests.workers.verl_engine import exported, kernels_on_cpu
 from tests.workers.verl_life import copied, differing
 
 PROMPT = 6
@@ -61,6 +61,8 @@ def life(dims: ParallelDims, folder: str, out: str, options: dict[str, Any], bat
     from verl.workers.config import ActorConfig
     from verl.workers.utils.losses import ppo_loss
 
+    if options.get("use_fused_kernels"):
+        kernels_on_cpu()
     engine = exact_engine(folder, dims, options)
     broken, order = violations(exported(engine), read(folder))
     log_probs = log_probs_of(engine, batch)
