@@ -8,6 +8,7 @@ python docs/tools/make_families.py [--check]
 import inspect
 import sys
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -60,16 +61,24 @@ def summary() -> str:
     names: dict[str, list[str]] = {kind: [] for kind in KINDS}
     for name, (architecture, _) in families().items():
         names[kind_of(architecture)] += [name, *architecture.aliases]
-    lists = [f"- **{KINDS[kind]}**: {', '.join(map('`{}`'.format, names[kind]))}." for kind in KINDS]
+    lists = [f"- **{KINDS[kind]}**: {_listed(names[kind])}." for kind in KINDS]
     loading, count = published_page.counts(PUBLISHED)
-    composites = f"- **Images or sound and text**, of which the text is built: {len(registered_composites())} families."
+    composites = registered_composites().items()
+    with_tower = _listed(name for name, each in composites if not each.without_tower)
+    without = _listed(name for name, each in composites if each.without_tower)
+    seeing = f"- **Text and [images](docs/guide/images.md)**: {with_tower}."
+    textual = f"- **The text of models of images or sound**: {without}."
     families_of = sum(len(refusal.model_types) for refusal in refusals())
     notes = f"""
 Of {count} published configs [{loading} are taken as they are](docs/reference/checkpoints_published.md). Among them are
 those of weights in [FP8, NVFP4, MXFP4 and int4 of compressed-tensors](docs/guide/quantized.md), but not of AWQ, GPTQ
 and bitsandbytes. {families_of} more families are [refused by name](docs/reference/refused.md), with the reason. The
 [table of families](docs/reference/families.md) says what each is, and lists its weights."""
-    return "\n".join([*(_wrapped(line) for line in [*lists, composites]), notes])
+    return "\n".join([*(_wrapped(line) for line in [*lists, seeing, textual]), notes])
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map("`{}`".format, names))
 
 
 def _wrapped(line: str) -> str:

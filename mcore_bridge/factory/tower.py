@@ -36,10 +36,7 @@ def require_tower(whole: Whole | None, vision: str) -> None:
     if whole is None:
         raise ConfigError(f"vision must be 'carried' for a model of text, found {vision!r}: it has no models of images")
     kind = whole.composite.model_type
-    reason = whole.composite.without_tower
-    if not reason and getattr(whole.config, "vision_config", None) is None:
-        reason = "it has no vision_config"
-    if reason:
+    if reason := whole.composite.without_tower:
         raise ConfigError(f"vision must be 'carried' for {kind}, found {vision!r}: {reason}")
     if Version(transformers.__version__) < Version(TRANSFORMERS):
         raise ConfigError(

@@ -30,6 +30,7 @@ TOKENS_OF_IMAGES = Ignore(
 LABELS = Ignore("it marks labels that a loss of transformers leaves out", ("ignore_index",))
 TEXT = Ignore("the text config has its own table", ("text_config", "tie_word_embeddings", "initializer_range"))
 FIELDS = (*BASE, OTHER_PARTS, TOKENS_OF_IMAGES, TEXT)
+SOUND = "models of sound are not built"
 OTHER_NAMES = "its published tensors of images have other names than in transformers, which nobody has written here"
 KIMI = (
     ("vision_tower.layers.*.norm1.", "vision_tower.encoder.blocks.*.norm0."),
@@ -69,8 +70,8 @@ COMPOSITES = (
     Composite(model_type="video_llava",      spelling=INSIDE,   fields=FIELDS),
     Composite(model_type="got_ocr2",         spelling=INSIDE,   fields=FIELDS),
     Composite(model_type="lighton_ocr",      spelling=IN_MODEL, fields=FIELDS),
-    Composite(model_type="qwen2_audio",      spelling=INSIDE,   fields=(*FIELDS, LABELS)),
-    Composite(model_type="voxtral",          spelling=INSIDE,   fields=FIELDS),
-    Composite(model_type="glmasr",           spelling=INSIDE,   fields=FIELDS),
+    Composite(model_type="qwen2_audio",      spelling=INSIDE,   fields=(*FIELDS, LABELS), without_tower=SOUND),
+    Composite(model_type="voxtral",          spelling=INSIDE,   fields=FIELDS, without_tower=SOUND),
+    Composite(model_type="glmasr",           spelling=INSIDE,   fields=FIELDS, without_tower=SOUND),
 )
 # fmt: on
