@@ -172,7 +172,7 @@ def test_queries_keys_and_values_that_files_join_learn_as_in_transformers(tmp_pa
         query, key, value = (tower.pop(name.replace("q_proj", part)) for part in ("q_proj", "k_proj", "v_proj"))
         neighbours = [each.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2) for each in (query, key)]
         tower[name.replace("q_proj", "wqkv")] = torch.cat([*neighbours, value])
-    found = pool.run(2, seeing.steps, tmp_path, [({"tp": 2, "sp": True}, {})], batch)
+    found = pool.run(2, seeing.steps, tmp_path, [({"tp": 2, "sp": True}, {})], (*batch, log_probs))
     assert seeing.problems([each for (each,) in found], (log_probs, tower), 3e-5) == []
 
 
