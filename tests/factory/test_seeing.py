@@ -35,6 +35,13 @@ CASES: dict[str, list[Any]] = {
     "gemma3": [(CP, {}), (SP, {**ROWS, "overrides": RECOMPUTED})],
     "llava": [(PP, {})],
     "llava_onevision": [(DP, {"overlap": True})],
+    "llava_next": [(CP, {})],
+    "llava_next_video": [(SP, {})],
+    "video_llava": [(PP, {})],
+    "vipllava": [(SP, {})],
+    "got_ocr2": [(PP, {})],
+    "lighton_ocr": [(CP, {})],
+    "exaone4_5": [(CP, {})],
 }
 """Of each family, meshes of two ranks, with options of a step."""
 

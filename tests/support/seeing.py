@@ -27,6 +27,8 @@ SPECIAL = {
 """Ids inside the vocabulary of the zoo's texts, in the place of published ones."""
 FIRST, LAST = 10, 60
 """Ids of text."""
+_BY_PINPOINTS = ("llava_next", "llava_next_video", "llava_onevision")
+"""They cut an image into tiles of one size, by the nearest of some shapes."""
 
 
 def config(model_type: str, **text: Any) -> Any:
@@ -50,8 +52,10 @@ def config(model_type: str, **text: Any) -> Any:
         vision.image_size, hf.mm_tokens_per_image = 56, 4
         for kind in hf.text_config.rope_parameters.values():  # transformers' dynamic one remembers earlier rows
             kind.update(rope_type="linear", factor=2.0)
-    if model_type == "llava_onevision":
+    if model_type in _BY_PINPOINTS:
         hf.image_grid_pinpoints = [[28, 56], [56, 28]]
+    if model_type == "vipllava":
+        hf.vision_feature_layers = [-1, -2]
     if model_type == "kimi_k25":
         hf.projection_hidden_size = vision.hidden_size
     return hf
@@ -129,12 +133,12 @@ def _image(model: Any, grid: Grid, generator: torch.Generator, *, is_video: bool
         size = (3, patch, patch) if "kimi" in model_type else (3 * vision.temporal_patch_size * patch**2,)
         values = torch.randn(grid[0] * grid[1] * grid[2], *size, generator=generator)
         return {pixels: values, grids: torch.tensor([grid])}
-    if model_type == "mistral3":
+    if model_type in ("mistral3", "lighton_ocr"):
         height, width = grid[1] * patch, grid[2] * patch
         values = torch.randn(1, 3, height, width, generator=generator)
         return {pixels: values, "image_sizes": torch.tensor([[height, width]])}
     size = vision.image_size[0] if isinstance(vision.image_size, list | tuple) else vision.image_size
-    if model_type == "llava_onevision":
+    if model_type in _BY_PINPOINTS:
         values = torch.randn(1, 3, 3, size, size, generator=generator)
         return {pixels: values, "image_sizes": torch.tensor([[size * 2, size]])}
     return {pixels: torch.randn(1, 3, size, size, generator=generator)}
@@ -157,7 +161,7 @@ def _tokens(model: Any, inputs: dict[str, Tensor], part: Any, *, is_video: bool)
 
 
 def _selected(hf: Any) -> dict[str, Any]:
-    names = ("vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio")
+    names = ("vision_feature_layer", "vision_feature_layers", "vision_feature_select_strategy", "vision_aspect_ratio")
     return {name: getattr(hf, name) for name in names if hasattr(hf, name)}
 
 
