@@ -63,7 +63,7 @@ def test_every_family_goes_round_on_any_mesh(name: str) -> None:
     fitting = sizes_that_fit(hf)
     assert len(fitting) >= 4
 
-    @settings(max_examples=EXAMPLES)
+    @settings(max_examples=EXAMPLES if name in CONFIG_MAPPING else EXAMPLES // 2)  # a variant of a family has fewer
     @given(meshes(hf, fitting), st.sampled_from([1, 1 << 12, 1 << 20]))
     def goes_round(dims: ParallelDims, bucket_bytes: int) -> None:
         check(hf, dims, bucket_bytes=bucket_bytes)
