@@ -33,6 +33,7 @@ _LAYERS = (
     "mtp_num_hidden_layers",
 )
 _MOST_LAYERS = 10_000
+_NOTE = "quantization_config"
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
 
 
@@ -214,6 +215,8 @@ def _spell(fields: dict[str, object]) -> dict[str, object]:
     fields = {
         name: _spell(value) if name == TEXT and isinstance(value, dict) else value for name, value in fields.items()
     }
+    if fields.get(_NOTE, _NOTE) is None:  # which transformers 4.57 does not take
+        del fields[_NOTE]
     if "torch_dtype" in fields:
         old = fields.pop("torch_dtype")
         fields["dtype"] = old if fields.get("dtype") is None else fields["dtype"]

@@ -28,7 +28,9 @@ TOKENS_OF_IMAGES = Ignore(
     ),
 )
 LABELS = Ignore("it marks labels that a loss of transformers leaves out", ("ignore_index",))
-TEXT = Ignore("the text config has its own table", ("text_config", "tie_word_embeddings", "initializer_range"))
+TEXT = Ignore(
+    "the text config has its own table", ("text_config", "tie_word_embeddings", "initializer_range", "sliding_window")
+)
 FIELDS = (*BASE, OTHER_PARTS, TOKENS_OF_IMAGES, TEXT)
 SOUND = "models of sound are not built"
 OTHER_NAMES = "its published tensors of images have other names than in transformers, which nobody has written here"

@@ -1,11 +1,7 @@
-"""Qwen2.5-VL, the text model: a qwen2."""
+"""Qwen2.5-VL, the text model: that of Qwen2-VL."""
 
 from dataclasses import replace
 
-from mcore_bridge.config.tables import but
-from mcore_bridge.config.tables.derived_rope import MULTIMODAL_ROPE
-from mcore_bridge.models import qwen2
+from mcore_bridge.models import qwen2_vl_text
 
-ARCHITECTURE = replace(
-    qwen2.ARCHITECTURE, model_type="qwen2_5_vl_text", fields=but(qwen2.ARCHITECTURE.fields, MULTIMODAL_ROPE)
-)
+ARCHITECTURE = replace(qwen2_vl_text.ARCHITECTURE, model_type="qwen2_5_vl_text")
