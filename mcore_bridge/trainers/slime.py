@@ -17,11 +17,12 @@ from torch import Tensor
 
 from mcore_bridge.errors import ConfigError, ExportError
 from mcore_bridge.factory.blueprint import to_transformer_config
+from mcore_bridge.factory.tower import tower_specs
 from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.rules.names import Numbering, canonical
 from mcore_bridge.weights.bound import axes_of_config
-from mcore_bridge.weights.provenance import provenance_of
+from mcore_bridge.weights.provenance import TOWER, provenance_of
 
 Named = tuple[str, Tensor]
 
@@ -46,7 +47,7 @@ def convert_to_hf(
         args: slime's arguments. Only ``hf_checkpoint``, the HF folder of the model, and ``mtp_num_layers`` are read.
         model_name: without effect.
         name: the name of the parameter in a ``GPTModel``, with global numbers of layers and experts, and with wrappers.
-            Those of a composite's other parts have their HF names.
+            Those of slime's own models of images have their HF names.
         param: the whole parameter, gathered over tensor parallelism. A padded vocabulary is cut.
         quantization_config: must be None.
         transform_ue8m0: without effect.
@@ -65,8 +66,8 @@ def convert_to_hf(
     if quantization_config is not None:
         raise ConfigError("quantization_config must be None, as we export bits as they are; quantize what this returns")
     folder = str(args.hf_checkpoint)
-    model = _known(folder, bool(getattr(args, "mtp_num_layers", None)))
     name = _PREFIX.sub("", name)
+    model = _known(folder, bool(getattr(args, "mtp_num_layers", None)), name.startswith(TOWER))
     if name.startswith("model.") and model.mapping.is_carried(name):
         return [(name, param.detach().clone(memory_format=torch.contiguous_format))]
     binding = model.mapping.bind(canonical(name, model.numbering))
@@ -113,13 +114,15 @@ class _Model:
 
 
 @functools.cache
-def _known(folder: str, mtp: bool) -> _Model:
+def _known(folder: str, mtp: bool, vision: bool) -> _Model:
     """The model of an HF folder, read once.
 
     Raises:
         ConfigError: the family has one tensor for all experts of a layer.
     """
     provenance = provenance_of(folder)
+    if vision and provenance.whole is not None:
+        provenance = provenance.seeing("train", tower_specs(provenance.whole, torch.bfloat16))
     mapping = provenance.mapping(tied=bool(provenance.hf.tie_word_embeddings), mtp=mtp, dialect="split")
     if any(name.endswith("[*]") for rule in mapping.rules for name in rule.hf):
         # Waiting for all experts is no way out: if an engine distributes experts, slime passes only some of them.

@@ -259,6 +259,11 @@ def test_slime_and_nemo_rl_give_the_text_its_published_names(family: str, tmp_pa
         for name, parameter in model.named_parameters():
             found.update(convert_to_hf(args, "any", prefix + name, parameter))
         assert_gets(found, whole)
+    if family in towers.NAMES:
+        with rank_of(ONE, 0, 1):
+            (model,) = mb.build_model(tmp_path, dims=ONE, dtype=torch.float32, device="cpu", vision="train")
+        tower = ((name, each) for name, each in model.named_parameters() if name.startswith("vision."))
+        assert_gets(dict(pair for name, each in tower for pair in convert_to_hf(args, "any", name, each)), carried)
         found.clear()
     for name, tensor in carried.items():
         if name.startswith("model."):
