@@ -180,6 +180,11 @@ def _config_class(
         return _borrowed(model_type, reads_as[model_type])
     if model_type not in CONFIG_MAPPING and model_type in refused:
         raise ConfigError(refused[model_type])
+    if model_type not in CONFIG_MAPPING and model_type in (known := frozenset(known)):
+        raise ConfigError(
+            f"The model_type of {folder / _CONFIG} must be one that the installed transformers knows, found "
+            f"{model_type!r}, which is in later releases. Update transformers."
+        )
     if model_type not in CONFIG_MAPPING:
         raise ConfigError(
             f"The model_type of {folder / _CONFIG} must be one that the installed transformers knows, found "
