@@ -49,13 +49,13 @@ def test_suggestions_build_fit_and_come_in_order(tmp_path: Path) -> None:
 
 def test_a_folder_is_read_once_and_a_composite_is_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[Path] = []
-    read_json = hf._read_json
+    read_json = hf.read_json
 
-    def counted(path: Path) -> Any:
+    def counted(path: Path, *hook: Any) -> Any:
         reads.append(path)
-        return read_json(path)
+        return read_json(path, *hook)
 
-    monkeypatch.setattr(hf, "_read_json", counted)
+    monkeypatch.setattr(hf, "read_json", counted)
     whole = composites.config("qwen3_vl_moe")
     whole.save_pretrained(tmp_path / "whole")
     whole.text_config.save_pretrained(tmp_path / "text")

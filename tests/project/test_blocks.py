@@ -8,8 +8,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from mcore_bridge.convert.api import convert
+from tests.support import seeing, towers
 from tests.support.strategies import random_state, save, tiny
 from tests.support.torchrun import forked, torchrun
 
@@ -49,6 +51,14 @@ RLINF = """
 transformer_config = mb.to_transformer_config("path/of/Qwen3-8B", dims=dims)
 path, ReshardConfig = "path/of/Qwen3-8B", dict
 """
+MESH = """
+import mcore_bridge as mb
+mb.ParallelDims(tp=2, pp=2).initialize(device="cpu")
+"""
+IMAGES = """
+input_ids, attention_mask, (inputs, _) = torch.load("images.pt")
+loss = lambda outputs, rows: outputs.log_probs.mean()
+"""
 PAGES = {
     "README.md": ([TOKENS + ENGINE], (4,)),
     "docs/index.md": ([ENGINE], (4,)),
@@ -63,6 +73,7 @@ PAGES = {
     "docs/guide/handing_on.md": ([""], (1, 2)),
     "docs/trainers/rlinf.md": ([MODELS + RLINF], (1, 2)),
     "docs/guide/targets.md": ([MODELS], (1, 2)),
+    "docs/guide/images.md": ([MESH, IMAGES], (4,)),
 }
 """What stands before each block in place of what a reader has already; and numbers of processes."""
 NOT_HERE = {
@@ -70,6 +81,7 @@ NOT_HERE = {
     ("docs/trainers/sglang.md", 0): "SGLang is not installed",
     ("docs/guide/add_a_family.md", 0): "it is a copy of mcore_bridge/models/qwen3.py",
     ("docs/guide/quantized.md", 0): "the folder of DeepSeek-V3 is not there",
+    ("docs/guide/images.md", 2): "its two models are of two families",
 }
 """Blocks that do not run, by their number."""
 
@@ -95,6 +107,9 @@ def folder(tmp_path_factory):
     (path / "demo").mkdir()
     (path / "demo" / "qwen3").symlink_to(model)
     convert(model, Path(f"{model}-torch-dist"), on_event=lambda *event: None)
+    if towers.NAMES:
+        seen = seeing.written("qwen3_vl", path / "path" / "of" / "Qwen3-VL-8B", num_hidden_layers=4)
+        torch.save([each[:2] for each in seeing.batch_of(seeing.reference(seen))], path / "images.pt")
     return path
 
 
@@ -102,6 +117,8 @@ def folder(tmp_path_factory):
     ("page", "size"), [(page, size) for page, (_, sizes) in PAGES.items() for size in sizes], ids=str
 )
 def test_blocks_run_as_they_are_written(page, size, folder, tmp_path):
+    if page == "docs/guide/images.md" and not towers.NAMES:
+        pytest.skip("the installed transformers is too old")
     script = tmp_path / "page.py"
     placeholders, _ = PAGES[page]
     parts = [part for pair in zip(placeholders, blocks_of(page), strict=True) for part in pair]
