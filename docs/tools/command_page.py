@@ -12,6 +12,7 @@ KEYS = {
         "good": "whether nothing differs, as the exit code says",
         "folder": "the checkpoint",
         "model_type": "of its config",
+        "tower": "whether its models of images are built",
         "mesh": "sizes by axis, `sp`, and the `layout` or null",
         "ranks": "processes that were started",
         "dtype": "of the model",
@@ -22,7 +23,8 @@ KEYS = {
         "seconds": "of the slowest rank, by phase",
         "different": "names whose bits differ",
         "saved_different": "names that differ in the folder of `--save`; null without it",
-        "logits": "`difference`, `relative`, `tolerance` and `count`; null where they were left out. A NaN is null",
+        "logits": "`difference`, `relative`, `tolerance`, `count` and `images`; "
+        "null where they were left out. A NaN is null",
         "logits_left_out": "why, or null",
         "carried": "names that a save copies, and no parameter uses",
         "unused": "names that nothing uses",
@@ -31,12 +33,13 @@ KEYS = {
     },
     "plan": {
         "model_type": "of the text",
+        "tower": "as of `verify`",
         "mesh": "as of `verify`",
         "ranks": "of the whole job",
         "dtype": "of the parameters",
         "parameters": "of the whole model",
-        "stages": "by pipeline rank and virtual stage: `pp`, `vp`, `layers`, `embedding`, `mtp`, `output`, and "
-        "`parameters`, `bytes` and `expert_bytes` of one rank",
+        "stages": "by pipeline rank and virtual stage: `pp`, `vp`, `layers`, `tower`, `embedding`, `mtp`, "
+        "`output`, and `parameters`, `bytes` and `expert_bytes` of one rank",
         "export": "`ranks`, `messages`, and of the fullest rank `sent`, `weights`, `received` and `memory` in bytes, "
         "and `seconds`",
         "engine": "`messages`, `sent`, `received`, `total`, `memory` (bytes), `seconds`; null without `--engine-*`",

@@ -35,6 +35,7 @@ def of_verdict(verdict: Verdict) -> dict[str, Any]:
         "good": verdict.is_good,
         "folder": str(task.folder),
         "model_type": blueprint.provenance.config.model_type,
+        "tower": bool(blueprint.provenance.tower),
         "mesh": _mesh(task.dims),
         "ranks": len(findings),
         "dtype": _dtype(task.dtype),
@@ -52,6 +53,7 @@ def of_verdict(verdict: Verdict) -> dict[str, Any]:
             "relative": _finite(comparison.relative),
             "tolerance": TOLERANCE,
             "count": comparison.num_logits,
+            "images": comparison.num_images,
         },
         "logits_left_out": None if comparison is not None else findings[0].skipped or "as asked",
         "carried": list(verdict.carried),
@@ -70,6 +72,7 @@ def of_plan(mesh_plan: MeshPlan, engine: Sequence[EngineRank], *, bandwidth: flo
     blueprint = mesh_plan.blueprint
     return {
         "model_type": blueprint.hf.model_type,
+        "tower": bool(blueprint.provenance.tower),
         "mesh": _mesh(blueprint.dims),
         "ranks": mesh_plan.world_size,
         "dtype": _dtype(blueprint.dtype),
@@ -140,6 +143,7 @@ def _stage(chunk: Chunk) -> dict[str, Any]:
         "pp": chunk.stage.pp_rank,
         "vp": chunk.stage.vp_stage,
         "layers": list(chunk.stage.layers),
+        "tower": chunk.has_tower,
         "embedding": chunk.stage.embedding,
         "mtp": chunk.num_mtp_layers,
         "output": chunk.stage.loss,

@@ -46,6 +46,7 @@ def test_each_command_says_one_object(tmp_path: Path) -> None:
     assert planned["parameters"] == verified["parameters"]
     assert [stage["pp"] for stage in planned["stages"]] == [0, 1]
     assert planned["stages"][0]["embedding"]
+    assert not planned["stages"][0]["tower"]
     assert planned["stages"][1]["output"]
     assert planned["mesh"]["layout"].startswith("E")
     assert planned["export"]["seconds"] > 0
