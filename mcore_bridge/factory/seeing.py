@@ -23,9 +23,9 @@ from mcore_bridge.errors import BatchError
 from mcore_bridge.factory.modules.caught import Caught, Embed, called
 from mcore_bridge.factory.modules.deepstack import carried, take_features
 from mcore_bridge.factory.modules.fitting import fitting, misfit
+from mcore_bridge.factory.modules.in_turn import InTurn, gather_parameters, in_turn
 from mcore_bridge.factory.modules.masks import masks_of, take_masks
 from mcore_bridge.factory.modules.mrope import MultimodalRotary, take_positions, text_positions
-from mcore_bridge.factory.modules.touched import touched
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -69,10 +69,14 @@ def _see(
     inputs, images = without_images(inputs_by_name(chunk, args, kwargs))
     types = [types for name in _TYPES if (types := inputs.pop(name, None)) is not None]
     misfits = inputs.pop("misfits", None)
+    turn = InTurn({}, None)
+    if chunk.pre_process:
+        gather_parameters(chunk.vision)
+        turn = in_turn(chunk.vision)
     positions = inputs.get("position_ids")
     explicit = positions if positions is not None and positions.dim() == 3 else None
     if not images and explicit is None:
-        return (), _without_features(chunk, as_own_tokens(chunk, inputs))
+        return (), _without_features(chunk, as_own_tokens(chunk, inputs), turn)
     _require_readable(chunk, composite, images)
     group = getattr(inputs.get("packed_seq_params"), "cp_group", None) or chunk.pg_collection.cp
     rows = whole_rows(inputs, group)
@@ -80,7 +84,8 @@ def _see(
         images["position_ids"] = rows.whole(explicit[-3:].permute(1, 2, 0)).permute(2, 0, 1)
     given = rows.whole(types[0]) if types else None
     try:
-        call = _called(chunk, composite, rows, images, given, None if misfits is None else misfits.counts)
+        counts = None if misfits is None else misfits.counts
+        call = _called(chunk, composite, turn, rows, images, given, counts)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # any of transformers: the other ranks of a pipeline may wait
@@ -89,18 +94,19 @@ def _see(
             raise problem from error
         misfits.found.append(problem)  # the other ranks of its pipeline wait for this one
         inputs["input_ids"] = torch.zeros_like(inputs["input_ids"])
-        return (), _without_features(chunk, as_own_tokens(chunk, inputs))
-    return (), {**as_own_tokens(chunk, inputs), **_decoder_inputs(chunk, rows, call, inputs.get("packed_seq_params"))}
+        return (), _without_features(chunk, as_own_tokens(chunk, inputs), turn)
+    decoded = _decoder_inputs(chunk, turn, rows, call, inputs.get("packed_seq_params"))
+    return (), {**as_own_tokens(chunk, inputs), **decoded}
 
 
-def _without_features(chunk: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+def _without_features(chunk: Any, inputs: dict[str, Any], turn: InTurn) -> dict[str, Any]:
     """The inputs of a microbatch of text: its positions follow from their order, and the tower gets no gradient."""
     ids, packed = inputs["input_ids"], inputs.get("packed_seq_params")
     if isinstance(getattr(chunk, "rotary_pos_emb", None), MultimodalRotary):
         inputs["position_ids"] = text_positions(chunk, ids, packed)
-    if chunk.pre_process and inputs.get("decoder_input") is None and _trained(chunk):
+    if chunk.pre_process and inputs.get("decoder_input") is None and turn.token is not None:
         hidden = chunk.embedding(input_ids=ids, position_ids=inputs.get("position_ids"))
-        inputs["decoder_input"] = touched(hidden, _trained(chunk))
+        inputs["decoder_input"] = turn.joined(hidden)
     return inputs
 
 
@@ -131,6 +137,7 @@ def _arguments_of(forward: Callable[..., Any]) -> frozenset[str]:
 def _called(
     chunk: Any,
     composite: nn.Module,
+    turn: InTurn,
     rows: WholeRows,
     images: dict[str, Any],
     types: Tensor | None,
@@ -153,6 +160,7 @@ def _called(
         return called(
             composite,
             lambda given: embed(torch.where(sampled, ids, given)),
+            turn.aliases,
             input_ids=seen,
             attention_mask=rows.mask.long(),
             use_cache=False,
@@ -184,7 +192,7 @@ def _embedding(chunk: Any) -> Embed:
     return lambda input_ids: whole(input_ids=input_ids, position_ids=None).transpose(0, 1)
 
 
-def _decoder_inputs(chunk: Any, rows: WholeRows, call: dict[str, Any], packed: Any) -> dict[str, Any]:
+def _decoder_inputs(chunk: Any, turn: InTurn, rows: WholeRows, call: dict[str, Any], packed: Any) -> dict[str, Any]:
     """The arguments of ``GPTModel.forward`` that come from the call of a language model."""
     inputs: dict[str, Any] = {}
     if isinstance(masks := call["attention_mask"], Mapping):
@@ -198,7 +206,7 @@ def _decoder_inputs(chunk: Any, rows: WholeRows, call: dict[str, Any], packed: A
             spread = [_hidden(chunk, rows.own(_at(each, where, call["inputs_embeds"]))) for each in features]
             hidden, extra = carried(hidden, spread)
             inputs["extra_block_kwargs"] = {"attention_bias": extra}
-        inputs["decoder_input"] = touched(hidden, _trained(chunk))
+        inputs["decoder_input"] = turn.joined(hidden)
     return inputs
 
 
@@ -223,10 +231,3 @@ def _hidden(chunk: Any, own: Tensor) -> Tensor:
         return hidden
     whole: Tensor = scatter_to_sequence_parallel_region(hidden, group=chunk.pg_collection.tp)
     return whole.clone()  # it is a view, which would keep the tokens of all ranks
-
-
-def _trained(chunk: Any) -> list[nn.Parameter]:
-    """The parameters of the tower that are trained now."""
-    if not torch.is_grad_enabled():
-        return []
-    return [parameter for parameter in chunk.vision.parameters() if parameter.requires_grad]

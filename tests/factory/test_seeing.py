@@ -55,6 +55,13 @@ def case(name: str) -> Any:
     return folder, (*batch, wanted[0]), wanted
 
 
+def test_replicas_gather_parameters_of_a_tower_in_one_order() -> None:
+    """One has images where the other has text, and GLM reads a parameter of a module that does not run."""
+    folder, batch, _ = case("glm4v")
+    for at_once, late in pool.run(2, seeing.after_a_step, folder, batch):
+        assert torch.equal(at_once, late)
+
+
 def test_trainers_call_with_whole_rows_or_their_own_tokens() -> None:
     """Of both context-parallel ranks. Positions that the caller gives are used."""
     folder, batch, (wanted, _) = case("qwen3_vl")

@@ -226,7 +226,10 @@ def step(
         tower = dict(chunks[0].vision.named_parameters()) if hasattr(chunks[0], "vision") else {}
         for parameter in tower.values():
             parameter.average_gradients_across_tp_domain = False
-        settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=overlap)
+        size = 1 if overlap else None  # a bucket for each parameter
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, bucket_size=size
+        )
         wrapped = [DistributedDataParallel(chunk.config, settings, chunk) for chunk in chunks]
         chunks[0].config.finalize_model_grads_func = finalize_model_grads
         chunks[0].config.no_sync_func = [each.no_sync for each in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
@@ -333,3 +336,35 @@ def _positions(model: Any, ids: Tensor, mask: Tensor, inputs: dict[str, Any]) ->
     types = token_types(model.bridge.config, ids)
     positions: Tensor = model.vision.get_rope_index(ids, types, **grids, attention_mask=mask)[0]
     return positions
+
+
+def after_a_step(folder: Path, batch: Any) -> tuple[Tensor, Tensor]:
+    """Runs in each worker: log-probs of its rows after a step that gathers parameters, or leaves it to the forward."""
+    return _after_a_step(folder, batch, late=False), _after_a_step(folder, batch, late=True)
+
+
+def _after_a_step(folder: Path, batch: Any, *, late: bool) -> Tensor:
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+
+    from tests.workers.verl_engine import CpuForCuda
+
+    ids, mask, images, wanted = batch
+    with stepping.mesh(mb.ParallelDims()):
+        chunks = built(folder, mb.ParallelDims())
+        settings = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=late, bucket_size=1
+        )
+        (model,) = wrapped = [DistributedDataParallel(chunk.config, settings, chunk) for chunk in chunks]
+        config = chunks[0].config
+        config.finalize_model_grads_func, config.no_sync_func = finalize_model_grads, model.no_sync
+        optimizer = stepping.distributed_optimizer(wrapped, lr=1e-2)
+        own = range(4)[parallel_state.get_data_parallel_rank() * 2 :][:2]
+        shown = (wanted != 0)[own]
+        model.zero_grad_buffer()
+        options = {"images": [images[row] for row in own], "micro_batch_size": 1}
+        learn = {"loss": lambda out, rows: loss(out.log_probs * shown[rows], own[rows])}
+        mb.forward(wrapped, ids[own], mask[own], **learn, **options)
+        with CpuForCuda():
+            optimizer.step()
+        return (mb.forward(wrapped, ids[own], mask[own], **options).log_probs * shown).detach()

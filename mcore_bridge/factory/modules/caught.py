@@ -6,9 +6,10 @@ positions and masks. All of it arrives in this call, so there is no second formu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -47,19 +48,20 @@ class Caught(nn.Module):
         return BaseModelOutputWithPast(last_hidden_state=call["inputs_embeds"])
 
 
-def called(composite: nn.Module, embed: Embed, **inputs: Any) -> dict[str, Any]:
+def called(composite: nn.Module, embed: Embed, aliases: Mapping[str, Tensor], **inputs: Any) -> dict[str, Any]:
     """What a composite, whose language model is ``Caught``, calls it with.
 
     Args:
         composite: transformers' base model.
         embed: embeds the tokens.
+        aliases: what it computes with in the place of its parameters, by their names.
         inputs: those of the composite's ``forward``.
     """
     caught: Any = composite.language_model
     vars(composite)["rope_deltas"] = None  # of the call before, which generation goes on from
     caught._embed, caught._call = embed, {}
     try:
-        composite(**inputs)
+        torch.func.functional_call(composite, dict(aliases), kwargs=inputs)
         call: dict[str, Any] = caught._call
         return call
     finally:
