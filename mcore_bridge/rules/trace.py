@@ -127,19 +127,23 @@ def _viewed(part: Tensor, view: Rearrange | None) -> Tensor:
     return part if view is None else view((part,), {})[0]
 
 
-def _moved_dim(layout: Chain) -> int:
+def moved_dim(layout: Layout) -> int:
     """The dim along which a layout cuts and joins: the position of the parentheses in its patterns."""
-    sides = [
-        s.removeprefix("tp ") for step in layout.steps if isinstance(step, Rearrange) for s in (step.left, step.right)
-    ]
+    sides = [s.removeprefix("tp ") for step in _rearranges(layout) for s in (step.left, step.right)]
     dims = {side[: side.index("(")].count(" ") for side in sides if "(" in side} or {0}
     if len(dims) > 1:
         raise MappingError(f"{layout} moves elements along dims {sorted(dims)}; express it as a layout along one dim")
     return dims.pop()
 
 
+def _rearranges(layout: Layout) -> Iterator[Rearrange]:
+    for step in layout.steps if isinstance(layout, Chain) else (layout,):
+        if isinstance(step, Rearrange):
+            yield step
+
+
 def _to_mcore(layout: Chain, shapes: tuple[Shape, ...], axes: Axes, view: Rearrange | None) -> Iterator[Copy]:
-    dim = _moved_dim(layout)
+    dim = moved_dim(layout)
     lengths = [shape[dim] for shape in shapes]
     (shards,) = layout(lines(shapes, dim), axes)
     for index, shard in enumerate(shards):

@@ -1,0 +1,139 @@
+"""Rules of low-rank adapters, made from those of the weights that they adapt.
+
+A layout moves whole slices along one dim of ``[out, in]``. So it commutes with the product ``B A``: what moves rows
+moves those of B alone, and what moves columns moves those of A. A rule of a linear layer thus gives two more, in the
+names of ``peft``: each HF projection has its own ``lora_A`` and ``lora_B``.
+
+>>> from mcore_bridge.rules.layout import GATED_UP
+>>> from mcore_bridge.rules.mapping import table
+>>> base = table(("mlp.linear_fc1.weight", "mlp.{gate,up}_proj.weight", GATED_UP))
+>>> [rule.mcore for rule in adapter_rules(base, ["gate_proj", "up_proj"])]
+['mlp.linear_fc1.adapter.linear_in.weight', 'mlp.linear_fc1.adapter.linear_out.weight']
+>>> adapter_rules(base, ["linear_fc1"])[1].hf
+('mlp.gate_proj.lora_B.weight', 'mlp.up_proj.lora_B.weight')
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.errors import ConfigError
+from mcore_bridge.rules.layout import REPLICATED, TRANSPOSED, Chain, Concat
+from mcore_bridge.rules.mapping import Rule, Rules
+from mcore_bridge.rules.trace import Trace, moved_dim
+
+LINEAR = frozenset(
+    {
+        *("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_proj", "out_proj"),
+        *("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"),
+    }
+)
+"""The modules of megatron-core whose weight is ``[out, in]`` and multiplies the hidden state of a decoder layer."""
+_ENDS = {"linear_in": "lora_A", "linear_out": "lora_B"}
+"""The modules of an adapter in mcore, as Megatron-Bridge calls them, and what ``peft`` calls their weights."""
+
+
+def adapter_rules(rules: Rules, targets: Sequence[str]) -> Rules:
+    """The rules of the adapters of all linear layers that ``targets`` name.
+
+    Args:
+        rules: those of the model's weights.
+        targets: ends of module names, each of one or more words: in HF ("q_proj", "mlp.down_proj",
+            "experts.gate_up_proj") or in mcore ("linear_qkv").
+
+    Returns:
+        Two rules for each targeted weight. With P HF projections, ``linear_in`` is ``[P * rank, in]`` and
+        ``linear_out`` is ``[out, rank]``, where the rank of a row of ``linear_out`` is that of its own projection.
+
+    Raises:
+        ConfigError: it names all targets that match nothing, all that cannot be adapted, and all layers of mcore of
+            which only some projections are named.
+    """
+    weights = [rule for rule in rules if not rule.copy and not rule.mcore.startswith("mtp.")]
+    problems = [*_unmatched(weights, targets)]
+    chosen = []
+    for rule in weights:
+        named = [name for name in rule.hf if _is_named(rule.mcore, targets) or _is_named(name, targets)]
+        if not named or not _module(rule.mcore):  # a bias goes with its weight
+            continue
+        if reason := _obstacle(rule):
+            problems.append(f"{named[0]} cannot have an adapter: {reason}")
+        elif len(named) < len(rule.hf):
+            problems.append(f"{_module(rule.mcore)} joins {list(rule.hf)}: name all of them or none, found {named}")
+        else:
+            chosen.append(rule)
+    if problems:
+        raise ConfigError(f"targets must name linear layers, found {list(targets)}: " + "; ".join(problems))
+    return tuple(made for rule in chosen for made in _adapted(rule))
+
+
+def base_name(hf: str) -> str:
+    """The HF name of the weight that a tensor of an adapter belongs to, without ``.weight``.
+
+    >>> base_name("model.layers.0.mlp.up_proj.lora_B.weight")
+    'model.layers.0.mlp.up_proj'
+    """
+    return hf.removesuffix("[*]").removesuffix(".lora_A.weight").removesuffix(".lora_B.weight")
+
+
+def is_adapter(mcore: str) -> bool:
+    """Whether a canonical name is that of a tensor of an adapter."""
+    return ".adapter.linear_" in mcore
+
+
+def rows_of_parts(traced: Trace, shard: int) -> Tensor:
+    """For each row of a shard of ``linear_out``, the number of the HF projection that it came from. int64 [rows]."""
+    parts = torch.zeros(traced.shard_shape[0], dtype=torch.int64)
+    for copy in traced.to_mcore:
+        if copy.shard == shard and copy.dim == 0:
+            copy.of_shard(parts).fill_(copy.part)
+    return parts
+
+
+def _adapted(rule: Rule) -> Iterator[Rule]:
+    first, second = Concat(0, (1,) * len(rule.hf)) >> REPLICATED, rule.layout
+    if moved_dim(rule.layout) == 1:
+        first, second = rule.layout, REPLICATED
+    for end, moves in (("linear_in", first), ("linear_out", second)):
+        names = tuple(_adapter_name(name, _ENDS[end]) for name in rule.hf)
+        yield replace(rule, mcore=f"{_module(rule.mcore)}.adapter.{end}.weight", hf=names, layout=moves)
+
+
+def _adapter_name(hf: str, factor: str) -> str:
+    whole, entry = hf.removesuffix("[*]"), "[*]" if hf.endswith("[*]") else ""
+    return f"{whole.removesuffix('.weight')}.{factor}.weight{entry}"
+
+
+def _obstacle(rule: Rule) -> str:
+    module = _module(rule.mcore)
+    if ".indexer." in rule.mcore:
+        return "the indexer of sparse attention chooses keys, and gets no gradient from the log-probs"
+    if module.rpartition(".")[2] not in LINEAR:
+        return f"{module} is no linear layer inside a decoder layer"
+    if isinstance(rule.layout, Chain) and rule.layout.steps[0] == TRANSPOSED:
+        return "this family holds its experts as [in, out], whose adapters are not supported"
+    return ""
+
+
+def _unmatched(weights: Collection[Rule], targets: Sequence[str]) -> Iterator[str]:
+    names = [name for rule in weights for name in (rule.mcore, *rule.hf)]
+    modules = sorted({word for name in names if (word := _module(name).rpartition(".")[2])})
+    for target in targets:
+        if not any(_is_named(name, [target]) for name in names):
+            yield f"{target!r} matches no module, the nearest are {get_close_matches(target, modules, n=3)}"
+
+
+def _module(name: str) -> str:
+    """The module of a weight, without its entry; empty if ``name`` is not that of a weight."""
+    whole = name.removesuffix("[*]")
+    return whole.removesuffix(".weight") if whole.endswith(".weight") or whole != name else ""
+
+
+def _is_named(name: str, targets: Sequence[str]) -> bool:
+    module = f".{_module(name)}"
+    return len(module) > 1 and any(module.endswith(f".{target}") for target in targets)

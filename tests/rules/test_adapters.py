@@ -1,0 +1,91 @@
+"""The rules of adapters are those of the weights: what the layout does with ``B A``, it does with B or with A alone."""
+
+import re
+
+import pytest
+import torch
+
+from mcore_bridge import mapping, to_transformer_config
+from mcore_bridge.errors import ConfigError
+from mcore_bridge.rules.adapters import LINEAR, adapter_rules, base_name, rows_of_parts
+from mcore_bridge.rules.layout import TRANSPOSED
+from mcore_bridge.rules.mapping import axes_of, fused
+from mcore_bridge.rules.trace import trace
+from mcore_bridge.weights.bound import axes_of_config
+from tests import zoo
+from tests.support.strategies import random_state
+
+RANK = 3
+
+
+def adaptable(rules):
+    """The weights among ``rules`` that have adapters, each with the two rules of its own."""
+    present = {rule.mcore.split(".")[-2] for rule in rules if rule.mcore.endswith(".weight") and "." in rule.mcore}
+    if any(TRANSPOSED in getattr(rule.layout, "steps", ()) for rule in rules):
+        with pytest.raises(ConfigError, match="holds its experts as"):
+            adapter_rules(rules, ["experts.*.linear_fc1"])
+        present -= {"linear_fc1", "linear_fc2"}
+    made = adapter_rules(rules, sorted(present & LINEAR))
+    of = {rule.mcore: rule for rule in rules if not rule.copy}
+    for first, second in zip(made[::2], made[1::2], strict=True):
+        yield of[first.mcore.replace(".adapter.linear_in", "")], first, second
+
+
+def parts_of(rule, state):
+    """The HF tensors of the first layer and expert that has them."""
+    pattern = re.escape(rule.hf[0].removesuffix("[*]")).replace(r"\*", r"(\d+)")
+    found = next((match for name in state if (match := re.fullmatch(pattern, name))), None)
+    if found is None:  # no layer is of this kind
+        return ()
+    names = []
+    for name in rule.hf:
+        head, *tails = name.removesuffix("[*]").split("*")
+        names.append(head + "".join(number + tail for number, tail in zip(found.groups(), tails, strict=True)))
+    return tuple(state[name][0] if rule.hf[0].endswith("[*]") else state[name] for name in names)
+
+
+@pytest.mark.parametrize("name", sorted({case.model_type: name for name, case in zoo.cases().items()}.values()))
+def test_the_layout_of_a_product_is_that_of_its_factors(name):
+    hf = zoo.cases()[name].hf
+    state, rules, seen = random_state(hf), mapping(hf).rules, 0
+    sizes = axes_of_config(to_transformer_config(hf), vocab=hf.vocab_size, padded_vocab=hf.vocab_size)
+    for tp in (1, 2):
+        for rule, first, second in adaptable(rules):
+            parts, axes = parts_of(rule, state), axes_of(rule, {**sizes, "tp": tp, "etp": tp})
+            a = tuple(torch.randn(RANK, part.shape[1], dtype=torch.float64) for part in parts)
+            b = tuple(torch.randn(part.shape[0], RANK, dtype=torch.float64) for part in parts)
+            if not parts:
+                continue
+            deltas = tuple(y @ x for x, y in zip(a, b, strict=True))
+            (whole,), (ins,), (outs,) = rule.layout(deltas, axes), first.layout(a, axes), second.layout(b, axes)
+            traced = trace(second.layout, outs.shape[1:], axes)
+            for shard in range(tp):
+                own = ins[shard].unflatten(0, (-1, RANK))[rows_of_parts(traced, shard)]
+                torch.testing.assert_close(torch.einsum("or,ori->oi", outs[shard], own), whole[shard])
+            seen += 1
+    assert seen >= 4  # at both sizes, attention at least
+
+
+def test_names_are_those_of_peft_in_either_dialect():
+    rules = mapping(zoo.cases()["qwen3_moe"].hf).rules
+    made = {
+        rule.mcore: rule for rule in adapter_rules(fused(rules), ["q_proj", "k_proj", "v_proj", "experts.down_proj"])
+    }
+    layer, hf = "decoder.layers.*", "model.layers.*"
+    assert (
+        made[f"{layer}.self_attention.linear_qkv.adapter.linear_in.weight"].hf[1]
+        == f"{hf}.self_attn.k_proj.lora_A.weight"
+    )
+    down = made[f"{layer}.mlp.experts.*.linear_fc2.adapter.linear_out.weight"]
+    assert down.hf == (f"{hf}.mlp.experts.down_proj.lora_B.weight[*]",)
+    assert down.axis == "etp"
+    assert base_name(down.hf[0]) == f"{hf}.mlp.experts.down_proj"
+
+
+def test_what_cannot_be_adapted_is_refused_by_name_all_at_once():
+    rules = mapping(zoo.cases()["qwen3_moe"].hf).rules
+    with pytest.raises(ConfigError) as caught:
+        adapter_rules(rules, ["q_proj", "mlp.gate", "embed_tokens", "input_layernorm", "lm_head", "q_prj"])
+    text = str(caught.value)
+    for word in ("'q_prj' matches no module", "k_proj", "embed_tokens", "mlp.gate", "input_layernorm", "lm_head"):
+        assert word in text
