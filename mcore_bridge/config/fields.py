@@ -197,9 +197,9 @@ def to_mcore(table: tuple[Field, ...], hf: Hf) -> dict[str, object]:
             problems.append(str(error))
         except Exception as error:  # what an entry does not expect is a value of another kind
             cause = cause or error
-            found = ", ".join(f"{name}={shown(hf[name])}" for name in entry.names if name in hf)
+            fields = ", ".join(f"{name}={shown(hf[name])}" for name in entry.names if name in hf)
             problems.append(
-                f"{found} must be of the kinds that HF has there, but they raise {error!r:.200}. Correct the HF config."
+                f"{fields} must be of the kinds that HF has there, but they raise {error!r:.200}. Correct the HF config."
             )
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems))) from cause

@@ -69,8 +69,8 @@ def read_quantization(note: object) -> Quantization | None:
         "fbgemm_fp8": _fbgemm,
     }
     if not isinstance(method, str) or method not in readers:
-        found = method if method is not None else f"none beside {sorted(map(str, fields))}"
-        raise _refused("quant_method", found, ", ".join(map(repr, readers)))
+        actual = method if method is not None else f"none beside {sorted(map(str, fields))}"
+        raise _refused("quant_method", actual, ", ".join(map(repr, readers)))
     return Quantization(method, frozenset(readers[method](fields)))
 
 

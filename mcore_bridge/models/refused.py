@@ -247,8 +247,8 @@ REFUSALS = (
         doge="modeling_doge.DogeDecoderLayer",
     ),
     *_because(
-        "text has experts of its own, but published files number them together with those of images, and have the "
-        "router biases of both in one tensor; nobody has written rules for a part of a tensor",
+        "published files have the router biases of text and of images in one tensor; nobody has written rules for a "
+        "part of a tensor",
         ROUTER,
         ernie4_5_vl_moe="modeling_ernie4_5_vl_moe.Ernie4_5_VLMoeMoeBlock",
         ernie4_5_vl_moe_text="modeling_ernie4_5_vl_moe.Ernie4_5_VLMoeMoeBlock",

@@ -56,7 +56,7 @@ def turned(pairs: Iterable[tuple[str, Value]], mapping: WeightMapping) -> Iterat
         pair[is_first] = name, tensor
         if len(pair) == 2:
             is_turned = _is_out_major(layers.pop(name.rpartition(".")[0]))
-            yield from ((each, stack.mT if is_turned else stack) for each, stack in pair.values())
+            yield from ((own, stack.mT if is_turned else stack) for own, stack in pair.values())
     for pair in layers.values():
         yield from pair.values()
 
