@@ -199,7 +199,7 @@ def to_mcore(table: tuple[Field, ...], hf: Hf) -> dict[str, object]:
             cause = cause or error
             fields = ", ".join(f"{name}={shown(hf[name])}" for name in entry.names if name in hf)
             problems.append(
-                f"{fields} must be of the kinds that HF has there, but they raise {error!r:.200}. Correct the HF config."
+                f"{fields} must be of the kinds that HF has there, but they raise {error!r:.200}. Correct them."
             )
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems))) from cause
