@@ -149,7 +149,9 @@ def _tokens(model: Any, inputs: dict[str, Tensor], part: Any, *, is_video: bool)
     """The tokens that stand for an image or a video: one for each feature. Some families put text between frames."""
     model_type = model.config.model_type
     base = model.model
-    features = (base.get_video_features if is_video else base.get_image_features)(**inputs, **_selected(model.config))
+    features = (base.get_video_features if is_video else base.get_image_features)(
+        *inputs.values(), **_selected(model.config)
+    )
     output = features.pooler_output
     count = sum(len(each) for each in output) if not isinstance(output, Tensor) else output.shape[:-1].numel()
     video_has_own = is_video and not model_type.startswith("glm")

@@ -1,0 +1,55 @@
+"""What transformers calls the language model of each composite with: a change there is seen at once."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_bridge.factory.modules.caught import Caught, called
+from tests.support import seeing, towers
+
+PLAIN: dict[str, Any] = {"inputs_embeds": (1, "s", "h")}
+THREE = {**PLAIN, "position_ids": (3, 1, "s")}
+DEEP = {**THREE, "visual_pos_masks": (1, "s"), "deepstack_visual_embeds": [("n", "h"), ("n", "h")]}
+BOTH_WAYS = {**PLAIN, "attention_mask": dict.fromkeys(("full_attention", "sliding_attention"), (1, 1, "s", "s"))}
+EXPECTED: dict[str, Any] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "glm4v", "glm46v", "glm4v_moe"), THREE),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), DEEP),
+    **dict.fromkeys(("internvl", "mistral3", "got_ocr2", "lighton_ocr"), PLAIN),
+    **dict.fromkeys(("llava", "llava_next", "llava_next_video", "llava_onevision", "vipllava"), PLAIN),
+    "gemma3": BOTH_WAYS,
+    "exaone4_5": {**PLAIN, "position_ids": (1, "s")},
+}
+"""s tokens, n of them for images, h numbers each. Masks of rows without padding are not passed."""
+
+
+def called_with(model_type: str, folder: Path) -> dict[str, Any]:
+    """The shapes of the tensors in the call, for the first row of a batch."""
+    model = seeing.reference(seeing.written(model_type, folder))
+    ids, mask, images = seeing.batch_of(model)
+    row = ids[:1, mask[0].bool()]
+    inputs = seeing._inputs(model, row, images[0])
+    base, size = model.model, model.config.text_config.hidden_size
+    base.language_model = Caught(base.language_model)
+    known = {name: value for name, value in inputs.items() if name != "input_ids"}
+    with torch.no_grad():
+        call = called(base, lambda ids: torch.zeros(*ids.shape, size), {}, input_ids=row, **known)
+    names = {row.size(1): "s", size: "h", int((seeing.token_types(model.config, row) > 0).sum()): "n"}
+    return {name: _shape(value, names) for name, value in call.items() if _shape(value, names) is not None}
+
+
+def _shape(value: Any, names: dict[int, str]) -> Any:
+    if isinstance(value, Tensor):
+        return tuple(names.get(each, each) for each in value.shape)
+    if isinstance(value, dict):
+        return {name: _shape(each, names) for name, each in value.items()}
+    return [_shape(each, names) for each in value] if isinstance(value, list) else None
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_transformers_calls_its_language_model_with(name: str, tmp_path: Path) -> None:
+    if name not in towers.NAMES:
+        pytest.skip("the installed transformers does not build its tower")
+    assert called_with(name, tmp_path) == EXPECTED[name]
