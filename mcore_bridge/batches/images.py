@@ -29,18 +29,18 @@ class Misfits:
     Attributes:
         rows: of each sequence of a microbatch, the number of its row in the batch.
         counts: of each sequence, how many images and how many videos it has.
-        found: the errors.
+        errors: of rows that do not fit.
     """
 
     rows: Sequence[int]
     counts: Sequence[tuple[int, int]]
-    found: list[BatchError] = field(default_factory=list)
+    errors: list[BatchError] = field(default_factory=list)
 
 
 def placeholders(config: Any) -> list[int | None]:
     """The ids of tokens that stand for features of images, and of videos; None where a composite has none."""
-    found = ([getattr(config, name, None) for name in names] for names in _PLACEHOLDERS)
-    return [next((token for token in tokens if token is not None), None) for tokens in found]
+    ids = ([getattr(config, name, None) for name in names] for names in _PLACEHOLDERS)
+    return [next((token for token in tokens if token is not None), None) for tokens in ids]
 
 
 def no_placeholder(config: Any) -> int:
@@ -74,13 +74,13 @@ def require_images(images: Images, num_rows: int, readable: frozenset[str] | Non
     if len(images) != num_rows:
         raise BatchError(f"images must have an entry for each of {num_rows} rows, found {len(images)}")
     if readable is None and any(images):
-        row = next(row for row, each in enumerate(images) if each)
+        row = next(row for row, inputs in enumerate(images) if inputs)
         raise BatchError(
-            f"a model that takes images must be built with vision='train' or 'frozen', found images in row {row} for a "
-            "model without a tower (vision='carried'): leave them out, or build it so"
+            f"a model that takes images must be built with vision='train' or 'frozen', found them in row {row} "
+            "without a tower (vision='carried'): leave them out, or build it so"
         )
-    for row, each in enumerate(images):
-        if unknown := sorted(each.keys() - {TYPES, *(readable or ())}) if each else []:
+    for row, inputs in enumerate(images):
+        if unknown := sorted(inputs.keys() - {TYPES, *(readable or ())}) if inputs else []:
             raise BatchError(
                 f"images must have inputs that the model reads, found {unknown} in row {row}: use its own processor, "
                 f"and of what it returns only {sorted(readable or ())} and {TYPES}"
@@ -89,8 +89,8 @@ def require_images(images: Images, num_rows: int, readable: frozenset[str] | Non
 
 def joined(images: Images) -> dict[str, Any]:
     """The inputs of some rows, joined along their first dim. Images of unequal sizes are padded with zeros."""
-    names = dict.fromkeys(name for each in images if each for name in each if name != TYPES)
-    return {name: _joined([each[name] for each in images if each and each.get(name) is not None]) for name in names}
+    names = dict.fromkeys(name for inputs in images if inputs for name in inputs if name != TYPES)
+    return {name: _joined([row[name] for row in images if row and row.get(name) is not None]) for name in names}
 
 
 def _joined(values: Sequence[Any]) -> Any:
@@ -112,15 +112,15 @@ def token_types_of(images: Images, shape: tuple[int, int], device: torch.device)
     Raises:
         BatchError: only some of these rows have types, or types of another length.
     """
-    given = {row: each.get(TYPES) for row, each in enumerate(images) if each}
+    given = {row: inputs.get(TYPES) for row, inputs in enumerate(images) if inputs}
     if all(types is None for types in given.values()):
         return None
     whole = torch.zeros(shape, dtype=torch.int64, device=device)
     for row, types in given.items():
         if not isinstance(types, Tensor) or types.numel() != shape[1]:
-            found = tuple(types.shape) if isinstance(types, Tensor) else types
+            given_here = tuple(types.shape) if isinstance(types, Tensor) else types
             raise BatchError(
-                f"{TYPES} must have {shape[1]} numbers in each row with images, found {found} in row {row}"
+                f"{TYPES} must have {shape[1]} numbers in each row with images, found {given_here} in row {row}"
             )
         whole[row] = types.reshape(-1).to(whole)
     return whole

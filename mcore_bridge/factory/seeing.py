@@ -92,7 +92,7 @@ def _see(
         problem = misfit(error, None if misfits is None else misfits.rows)
         if misfits is None:
             raise problem from error
-        misfits.found.append(problem)  # the other ranks of its pipeline wait for this one
+        misfits.errors.append(problem)  # the other ranks of its pipeline wait for this one
         inputs["input_ids"] = torch.zeros_like(inputs["input_ids"])
         return (), _without_features(chunk, as_own_tokens(chunk, inputs), turn)
     decoded = _decoder_inputs(chunk, turn, rows, call, inputs.get("packed_seq_params"))
@@ -150,7 +150,7 @@ def _called(
     else:
         images = {name: value for name, value in images.items() if not name.startswith(_PIXELS)}
         embed = functools.partial(_nothing, dtype=chunk.config.params_dtype)
-    dtype = next((each.dtype for each in composite.parameters()), chunk.config.params_dtype)
+    dtype = next((parameter.dtype for parameter in composite.parameters()), chunk.config.params_dtype)
     moved = {name: _moved(value, device, dtype if name.startswith(_PIXELS) else None) for name, value in images.items()}
     types = token_types(composite.config, ids) if types is None else types
     moved |= {name: types for name in _TYPES if name in _arguments(composite)}
@@ -203,7 +203,7 @@ def _decoder_inputs(chunk: Any, turn: InTurn, rows: WholeRows, call: dict[str, A
         hidden = _hidden(chunk, rows.own(call["inputs_embeds"]))
         if (features := call.get("deepstack_visual_embeds")) is not None:
             where = call["visual_pos_masks"]
-            spread = [_hidden(chunk, rows.own(_at(each, where, call["inputs_embeds"]))) for each in features]
+            spread = [_hidden(chunk, rows.own(_at(feature, where, call["inputs_embeds"]))) for feature in features]
             hidden, extra = carried(hidden, spread)
             inputs["extra_block_kwargs"] = {"attention_bias": extra}
         inputs["decoder_input"] = turn.joined(hidden)

@@ -100,10 +100,10 @@ def _first(size: Any) -> Any:
 @torch.no_grad()
 def _count(tower: nn.Module, inputs: dict[str, Tensor]) -> int:
     """The number of features of an image."""
-    (some,) = {(each.device, each.dtype) for each in tower.parameters()}
+    (some,) = {(parameter.device, parameter.dtype) for parameter in tower.parameters()}
     moved = {name: value.to(some[0], some[1] if value.is_floating_point() else None) for name, value in inputs.items()}
     names = ("vision_feature_layer", "vision_feature_select_strategy")
     config: Any = tower.config
     selected = {name: getattr(config, name) for name in names if hasattr(config, name)}
     features = tower.get_image_features(**moved, **selected).pooler_output  # type: ignore[operator]
-    return sum(each.shape[:-1].numel() for each in features)
+    return sum(feature.shape[:-1].numel() for feature in features)

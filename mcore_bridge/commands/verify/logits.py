@@ -102,7 +102,7 @@ def _agreed(count: int | None) -> int:
     """A number that some rank has, on all ranks."""
     said: list[int | None] = [None] * dist.get_world_size()
     dist.all_gather_object(said, count)
-    return next(each for each in said if each is not None)
+    return next(number for number in said if number is not None)
 
 
 def _batch(vocab_size: int, dims: ParallelDims, num_tokens: int) -> Tensor:

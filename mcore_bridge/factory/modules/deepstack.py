@@ -44,8 +44,8 @@ def take_features(chunk: GPTModel, count: int, num_layers: int) -> None:
     """
     if count > num_layers:
         raise MeshError(
-            f"the first pipeline stage must have at least {count} layers, one for each depth of the tower whose "
-            f"features are added to the text, found {num_layers}: use fewer stages, or a layout"
+            f"the first pipeline stage must have at least {count} layers, one for each feature that the tower adds "
+            f"to the text, found {num_layers}: use fewer stages, or a layout"
         )
     for layer in chunk.decoder.layers:
         layer.__class__ = deepstacked(layer.__class__)
@@ -79,9 +79,9 @@ def carried(hidden: Tensor, features: Sequence[Tensor]) -> tuple[Tensor, Carried
         hidden: the input of the first layer, ``[s, b, h]``.
         features: of the same shape.
     """
-    if not torch.is_grad_enabled() or not any(each.requires_grad for each in features):
+    if not torch.is_grad_enabled() or not any(feature.requires_grad for feature in features):
         return hidden, Carried(features)
-    leaves = [each.detach().requires_grad_() for each in features]
+    leaves = [feature.detach().requires_grad_() for feature in features]
     output: Tensor = _Port.apply(hidden, leaves, *features)
     return output, Carried(leaves)
 

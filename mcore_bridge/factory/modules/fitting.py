@@ -42,7 +42,7 @@ def fitting(composite: nn.Module, types: Tensor, counts: Sequence[tuple[int, int
                 running.pop()
             if not running:  # videos may be computed as images are
                 kind = _FEATURES.index(name)
-                own = None if counts is None else [each[kind] for each in counts]
+                own = None if counts is None else [of_row[kind] for of_row in counts]
                 _require_fit(output.pooler_output, (types == kind + 1).sum(1).tolist(), own, _KINDS[kind])
             return output
 
@@ -62,7 +62,7 @@ def _require_fit(features: Any, tokens: Sequence[int], counts: Sequence[int] | N
     """Raise ``MisfitError`` unless the tokens of each row are those of its images, or at least of whole images."""
     if isinstance(features, Tensor) and features.dim() == 2:  # of all images together: transformers compares the sums
         return
-    left = [len(each) for each in features]
+    left = [len(feature) for feature in features]
     for row, wanted in enumerate(tokens):
         taken: list[int] = []
         while left and (sum(taken) < wanted if counts is None else len(taken) < sum(counts[row : row + 1])):
@@ -81,12 +81,12 @@ def misfit(error: Exception, rows: Sequence[int] | None) -> BatchError:
         rows: the numbers that the rows have for the caller. None: they are counted from 0.
     """
     if isinstance(error, MisfitError):
-        number, found = error.args
+        number, reason = error.args
         where = f"row {number if rows is None else rows[min(number, len(rows) - 1)]}"
     else:
-        where, found = "a row" if rows is None else f"one of the rows {[*rows]}", f"{type(error).__name__}: {error}"
+        where, reason = "a row" if rows is None else f"one of the rows {[*rows]}", f"{type(error).__name__}: {error}"
     return BatchError(
-        f"each row must have one token for each feature of its images, found in {where}: {found}. Do not cut rows "
+        f"each row must have one token for each feature of its images, found in {where}: {reason}. Do not cut rows "
         "inside an image, and give each row its own images. If the model has sampled a token with the id of an image, "
         "pass mm_token_type_ids, which has 0 there"
     )

@@ -41,7 +41,7 @@ def in_turn(tower: nn.Module) -> InTurn:
 
     It must be called before anything else of the microbatch is computed: autograd takes later nodes first.
     """
-    trained = {name: each for name, each in tower.named_parameters() if each.requires_grad}
+    trained = {name: weight for name, weight in tower.named_parameters() if weight.requires_grad}
     if not trained or not torch.is_grad_enabled():
         return InTurn({}, None)
     aliases: dict[str, Tensor] = {}
