@@ -34,7 +34,9 @@ _UNFUSED = [
 ]
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERTS = (  # megatron-core's SequentialMLP, and TEGroupedMLP, which numbers the tensors of one module
-    re.compile(r"\.experts\.local_experts\.(?P<number>\d+)\.(?P<tensor>linear_fc[12]\.(?:weight|bias))$"),
+    re.compile(
+        r"\.experts\.local_experts\.(?P<number>\d+)\.(?P<tensor>linear_fc[12]\.(?:adapter\.linear_\w+\.)?(?:weight|bias))$"
+    ),
     re.compile(r"\.experts\.(?P<tensor>linear_fc[12]\.(?:weight|bias))(?P<number>\d+)$"),
 )
 _MTP = re.compile(r"^mtp\.layers\.(\d+)\.(?:mtp_model_layer(?=\.))?")

@@ -1,0 +1,101 @@
+"""A low-rank adapter beside a linear layer of megatron-core.
+
+Its output is in the parallel state of the layer's own output: cut or whole, over the tokens of this rank or of all. So
+nothing after the layer knows of it. The layer keeps its class, its weight and its names.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from megatron.core.tensor_parallel import mappings
+from torch import Tensor, nn
+
+Kind = Literal["cut", "summed", "whole"]
+"""What a layer does to its output: each rank has some of its features (column parallel), or it is summed over ranks
+(row parallel), or each rank has it whole (down projections of latents)."""
+
+
+class Factor(nn.Module):
+    """One of the two matrices; a module of its own, so that its parameter is a ``weight``."""
+
+    def __init__(self, shape: tuple[int, ...], like: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device))
+
+
+class Adapter(nn.Module):
+    """Adds ``scale * B A x`` to the output of a layer, as a forward hook of it.
+
+    Args:
+        kind: the parallel state of the layer's output.
+        linear_in, linear_out: this rank's A, ``[parts * rank, in]``, and its B, ``[out, rank]``.
+        part_of_row: for each row of B, the part (HF projection) whose rows of A it reads. int64 ``[out]``.
+        parts: how many parts there are.
+        scale: alpha / rank.
+        group: the ranks that cut the layer; those of expert tensor parallelism for an expert.
+        sequence_parallel: whether hidden states outside of the layer are cut along the sequence.
+        expert: whether the layer is that of a routed expert, for which the dispatcher of tokens communicates.
+    """
+
+    chosen: Tensor
+
+    def __init__(
+        self,
+        kind: Kind,
+        linear_in: Factor,
+        linear_out: Factor,
+        part_of_row: Tensor,
+        *,
+        parts: int,
+        scale: float,
+        group: Any,
+        sequence_parallel: bool,
+        expert: bool,
+    ) -> None:
+        super().__init__()
+        self.linear_in, self.linear_out = linear_in, linear_out
+        self.kind, self.scale, self.group, self.parts = kind, scale, group, parts
+        self.sequence_parallel, self.expert = sequence_parallel and not expert, expert
+        chosen = nn.functional.one_hot(part_of_row, parts).to(linear_out.weight)
+        self.register_buffer("chosen", chosen[:, :, None], persistent=False)
+        self.whole = {"cut": [True, False], "summed": [False, True], "whole": [True, True]}[kind]
+        for factor, whole in zip((linear_in, linear_out), self.whole, strict=True):
+            weight: Any = factor.weight
+            weight.sequence_parallel = self.sequence_parallel and whole  # finalize_model_grads sums these over tp
+
+    def forward(self, layer: nn.Module, inputs: tuple[Tensor, ...], outputs: Any) -> Any:
+        """The outputs of ``layer``, the first of which is the product, with the adapter's added to it."""
+        product, *others = outputs
+        return (product + self.beside(inputs[0]).to(product.dtype), *others)
+
+    def beside(self, hidden: Tensor) -> Tensor:
+        """What is added, in the parallel state of the layer's output, from the layer's own input ``[..., in]``."""
+        first, second = self._factor(self.linear_in.weight, 0), self._factor(self.linear_out.weight, 1)
+        inner = nn.functional.linear(hidden.to(first.dtype), first)
+        if not self.expert:
+            inner = {"cut": self._gathered, "summed": self._reduced, "whole": lambda same: same}[self.kind](inner)
+        rows = (self.chosen * second[:, None, :]).flatten(1) if self.parts > 1 else second
+        return nn.functional.linear(inner, rows) * self.scale
+
+    def _factor(self, weight: Tensor, number: int) -> Tensor:
+        """The whole factor of a cut expert gets a partial gradient on each rank, which nobody else sums."""
+        is_partial = self.expert and self.whole[number] and self.group.size() > 1
+        return self._summed_in_backward(weight) if is_partial else weight
+
+    def _summed_in_backward(self, tensor: Tensor) -> Tensor:
+        copied = mappings.copy_to_tensor_model_parallel_region(tensor, group=self.group)
+        if copied.requires_grad:
+            copied.register_hook(Tensor.contiguous)  # for other gradients mcore returns the unreduced original
+        return copied
+
+    def _gathered(self, inner: Tensor) -> Tensor:
+        if self.sequence_parallel:
+            return mappings.gather_from_sequence_parallel_region(inner, group=self.group)
+        return self._summed_in_backward(inner)
+
+    def _reduced(self, inner: Tensor) -> Tensor:
+        if self.sequence_parallel:
+            return mappings.reduce_scatter_to_sequence_parallel_region(inner, group=self.group)
+        return mappings.reduce_from_tensor_model_parallel_region(inner, group=self.group)
