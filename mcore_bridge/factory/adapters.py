@@ -170,6 +170,6 @@ def _require_known(places: Sequence[tuple[str, nn.Module]]) -> None:
     known = {*plain, always_biased(RowParallelLinear)}
     if wrong := {pattern_of(mcore): type(linear).__name__ for mcore, linear in places if type(linear) not in known}:
         raise ConfigError(
-            f"adapters need linear layers of {sorted(each.__name__ for each in plain)}, found {wrong}: build with "
+            f"adapters need linear layers of {sorted(kind.__name__ for kind in plain)}, found {wrong}: build with "
             'backend="torch", and leave out targets whose layers do more than a product'
         )

@@ -13,8 +13,10 @@ from megatron.core.tensor_parallel import mappings
 from torch import Tensor, nn
 
 Kind = Literal["cut", "summed", "whole"]
-"""What a layer does to its output: each rank has some of its features (column parallel), or it is summed over ranks
-(row parallel), or each rank has it whole (down projections of latents)."""
+"""What a layer does to its output.
+
+"cut": each rank has some of its features (column parallel). "summed": it is summed over ranks (row parallel). "whole":
+each rank has all of it (down projections of latents)."""
 
 
 class Factor(nn.Module):
