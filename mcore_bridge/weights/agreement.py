@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict, Unpack
 from torch import nn
 
 from mcore_bridge.errors import ExportError, describe
-from mcore_bridge.rules.mapping import Dialect, Rules
+from mcore_bridge.rules.mapping import Dialect, Rules, WeightMapping
 from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, provenance_on
 from mcore_bridge.weights.gc_paused import uncollected
 from mcore_bridge.weights.param_sync import gather_pending, heard_by_replicas, require_gatherable
@@ -60,6 +60,7 @@ class Options(TypedDict, total=False):
     bucket_bytes: int | None
     target: Target
     problem: str
+    adapters: WeightMapping | None
 
 
 def open_export(models: Models, hf: HF | None, head: str, **options: Unpack[Options]) -> Export:
@@ -90,6 +91,7 @@ def agree_on_plan(
     bucket_bytes: int | None = None,
     target: Target = "everything",
     problem: str = "",
+    adapters: WeightMapping | None = None,
 ) -> Export:
     """Agree with the group on a plan.
 
@@ -98,6 +100,7 @@ def agree_on_plan(
 
     Args:
         models, hf, head, dialect, bucket_bytes, target: as for ``iter_hf_weights``.
+        adapters: the rules of the models' adapters, to export these alone.
         problem: the reason why this rank cannot export, if the caller knows one. Every rank then raises it.
 
     Raises:
@@ -110,7 +113,7 @@ def agree_on_plan(
     try:
         if bucket_bytes is not None and not (isinstance(bucket_bytes, int) and bucket_bytes > 0):
             raise ExportError(f"bucket_bytes must be a number of bytes above 0, or None, found {bucket_bytes!r}")
-        bound = bind(models, provenance_on(models, hf, head), dialect=dialect)
+        bound = bind(models, provenance_on(models, hf, head), dialect=dialect, adapters=adapters)
     except Exception as failure:  # also of files: other ranks must hear of it
         error = describe(failure)
     fingerprint = (bucket_bytes, target, group.rank, group.size, group.num_stages, bound and bound.fingerprint())

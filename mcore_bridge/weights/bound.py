@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from mcore_bridge.errors import MappingError
+from mcore_bridge.rules.adapters import is_adapter
 from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import Binding, Dialect, WeightMapping, axes_of
 from mcore_bridge.rules.names import expert_of, kind_of, layer_of, mtp_layer_of
@@ -129,13 +130,20 @@ def provenance_on(models: Models, hf: HF | None = None, head: str = "lm") -> Pro
     return kept
 
 
-def bind(models: Models, provenance: Provenance | None = None, *, dialect: Dialect | None = None) -> BoundModel:
+def bind(
+    models: Models,
+    provenance: Provenance | None = None,
+    *,
+    dialect: Dialect | None = None,
+    adapters: WeightMapping | None = None,
+) -> BoundModel:
     """Bind this rank's chunks (wrapped or not) to HF names.
 
     Args:
         models: the chunks of this rank, one per virtual pipeline stage.
         provenance: where they come from; None is what ``build_model`` has left on them.
         dialect: how HF names the experts; None is the dialect of the checkpoint that the models come from.
+        adapters: the rules of the models' adapters, to bind these alone.
 
     Raises:
         MappingError: when their provenance is unknown, or they are no ``GPTModel``.
@@ -145,10 +153,13 @@ def bind(models: Models, provenance: Provenance | None = None, *, dialect: Diale
     first = chunks[0]
     groups = first.pg_collection
     mtp = bool(first.config.mtp_num_layers)
-    mapping = provenance.mapping(tied=first.share_embeddings_and_output_weights, mtp=mtp, dialect=dialect)
+    mapping = adapters or provenance.mapping(tied=first.share_embeddings_and_output_weights, mtp=mtp, dialect=dialect)
     ranks = {"pp": groups.pp.rank(), "tp": groups.tp.rank(), "etp": groups.expt_tp.rank()}
     axes = axes_of_config(first.config, vocab=provenance.hf.vocab_size, padded_vocab=first.vocab_size)
-    return BoundModel(chunks, held_tensors(chunks), mapping, axes, ranks)
+    tensors = held_tensors(chunks)
+    if adapters is not None:
+        tensors = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
+    return BoundModel(chunks, tensors, mapping, axes, ranks)
 
 
 def axes_of_config(config: TransformerConfig, *, vocab: int, padded_vocab: int) -> Axes:
