@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from mcore_bridge.errors import MappingError
+from mcore_bridge.errors import ConfigError, MappingError
 from mcore_bridge.rules.adapters import is_adapter
 from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import Binding, Dialect, WeightMapping, axes_of
@@ -147,6 +147,7 @@ def bind(
 
     Raises:
         MappingError: when their provenance is unknown, or they are no ``GPTModel``.
+        ConfigError: when they have adapters, and ``adapters`` is None.
     """
     provenance = provenance or provenance_on(models)
     chunks = chunks_of(models)
@@ -157,6 +158,11 @@ def bind(
     ranks = {"pp": groups.pp.rank(), "tp": groups.tp.rank(), "etp": groups.expt_tp.rank()}
     axes = axes_of_config(first.config, vocab=provenance.hf.vocab_size, padded_vocab=first.vocab_size)
     tensors = held_tensors(chunks)
+    if adapters is None and hasattr(first, "bridge_adapters"):
+        raise ConfigError(
+            "these models have adapters, and their weights alone would pass for the trained model: expected models "
+            "without adapters. Only iter_hf_adapters reads what they have learned"
+        )
     if adapters is not None:
         tensors = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
     return BoundModel(chunks, tensors, mapping, axes, ranks)
