@@ -123,6 +123,7 @@ AFTER = (
         "cohere2",
         "cohere2_moe",
         "cwm",
+        "flex_olmo",
         "glm",
         "gpt_neox",
         "granite",
