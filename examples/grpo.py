@@ -4,10 +4,12 @@
     torchrun --nproc-per-node 2 examples/grpo.py --tp 2 --engine-device cuda:2   # the engine on a GPU of its own
     torchrun --nproc-per-node 2 examples/grpo.py --tp 2 --engine vllm            # vLLM, in place of transformers
     torchrun --nproc-per-node 2 examples/grpo.py --tp 1 --pp 2 --model FOLDER    # a checkpoint, with real prompts
+    torchrun --nproc-per-node 2 examples/grpo.py --tp 2 --images --model FOLDER  # one of images, such as Qwen3-VL
 
-The model is small and random, and the task is to say even tokens. For a checkpoint it is to say words with an "e". At
-every step the engine's log-probabilities of what it sampled must be those of the trainer, or the run ends: a weight
-that is wrong, missing or stale would show.
+The model is small and random, and the task is to say even tokens. For a checkpoint it is to say words with an "e".
+With ``--images`` each prompt has a random image, and the task is to say even tokens if it is light, or else odd ones.
+``make_checkpoint.py FOLDER --images`` writes a small model for it. At every step the engine's log-probabilities of what
+it sampled must be those of the trainer, or the run ends: a weight that is wrong, missing or stale would show.
 """
 
 from __future__ import annotations
@@ -55,10 +57,15 @@ def main() -> None:
     dims = mb.ParallelDims(tp=arguments.tp, pp=arguments.pp, cp=arguments.cp, sp=arguments.tp > 1)
     dims.initialize(device=arguments.device)
     dtype = getattr(torch, arguments.dtype)
-    task = Task(arguments.model)
+    task = ImageTask(arguments.model) if arguments.images else Task(arguments.model)
     hf = arguments.model or AutoConfig.for_model(**task.config)
     chunks = mb.build_model(
-        hf, dims=dims, dtype=dtype, device=arguments.device, load_weights=arguments.model is not None
+        hf,
+        dims=dims,
+        dtype=dtype,
+        device=arguments.device,
+        load_weights=arguments.model is not None,
+        vision="train" if arguments.images else "carried",
     )
     models, step_optimizer = prepare(chunks, arguments)
 
@@ -80,13 +87,15 @@ def main() -> None:
         else:
             list(pairs)
         rollout: list[Any] = [None]
+        images = [image for image in task.images(step) for _ in range(GROUP)]
         if leads:
-            rollout = [engine("generate", task.prompts(step).repeat_interleave(GROUP, 0), RESPONSE, step)]
+            shown = [{name: torch.cat([image[name] for image in images]) for name in images[0]}] if images else []
+            rollout = [engine("generate", task.prompts(step).repeat_interleave(GROUP, 0), RESPONSE, step, *shown)]
             engine("sleep")
         dist.broadcast_object_list(rollout)
         tokens, engine_log_probs = rollout[0]
         rewards = task.rewards(tokens[:, PROMPT:])
-        apart = train(models, dims, tokens, engine_log_probs, rewards, arguments.device)
+        apart = train(models, dims, tokens, images, engine_log_probs, rewards, arguments.device)
         step_optimizer()
         if leads:
             print(
@@ -125,15 +134,66 @@ class Task:
         generator = torch.Generator().manual_seed(step)
         return torch.randint(0, self.config["vocab_size"], (PROMPTS, PROMPT), generator=generator)
 
+    def images(self, step: int) -> list[dict[str, Tensor]]:
+        """For each prompt what a processor makes of its image; empty without images."""
+        return []
+
     def rewards(self, responses: Tensor) -> Tensor:
         """Of each of ``responses`` ``[batch, tokens]``, the share of good tokens."""
         return self._is_good[responses].float().mean(1)
+
+
+class ImageTask(Task):
+    """Half of the prompts have a light image of noise, and half a dark one: what is good to say depends on it."""
+
+    def __init__(self, folder: str) -> None:
+        hf = AutoConfig.from_pretrained(folder)
+        self.config, self._token, self._vision = hf.to_dict(), hf.image_token_id, hf.vision_config
+        self._ends = hf.vision_start_token_id, hf.vision_end_token_id
+        special = {self._token, hf.video_token_id, *self._ends}
+        self._text = torch.tensor([token for token in range(hf.text_config.vocab_size) if token not in special])
+        self._light = torch.arange(PROMPTS) % 2 == 0
+
+    def prompts(self, step: int) -> Tensor:
+        """``[PROMPTS, PROMPT]`` of tokens: an image of two features, and random text on both sides."""
+        generator = torch.Generator().manual_seed(step)
+        places = torch.randint(0, len(self._text), (PROMPTS, PROMPT), generator=generator)
+        prompts = self._text[places]
+        prompts[:, 1:5] = torch.tensor([self._ends[0], self._token, self._token, self._ends[1]])
+        return prompts
+
+    def images(self, step: int) -> list[dict[str, Tensor]]:
+        """Its pixels by patches, its grid of patches, and which tokens of the prompt stand for it."""
+        generator = torch.Generator().manual_seed(step)
+        merged = self._vision.spatial_merge_size
+        size = 3 * self._vision.temporal_patch_size * self._vision.patch_size**2
+        types = (self.prompts(step) == self._token).long()
+        return [
+            {
+                "pixel_values": torch.randn(2 * merged**2, size, generator=generator) * 0.3 + (0.7 if light else -0.7),
+                "image_grid_thw": torch.tensor([[1, merged, 2 * merged]]),
+                "mm_token_type_ids": types[prompt : prompt + 1],
+            }
+            for prompt, light in enumerate(self._light)
+        ]
+
+    def rewards(self, responses: Tensor) -> Tensor:
+        """Of each of ``responses`` ``[batch, tokens]``, the share of even tokens, or of odd ones for a dark image."""
+        light = self._light.repeat_interleave(GROUP)[:, None]
+        return ((responses % 2 == 0) == light).float().mean(1)
+
+
+def followed(image: Mapping[str, Tensor], device: str) -> dict[str, Tensor]:
+    """What stands for an image in a whole row: only in the prompt, since a response may have such tokens, too."""
+    types = torch.nn.functional.pad(image["mm_token_type_ids"], (0, RESPONSE))
+    return {name: value.to(device) for name, value in {**image, "mm_token_type_ids": types}.items()}
 
 
 def train(
     models: Sequence[Any],
     dims: mb.ParallelDims,
     tokens: Tensor,
+    images: Sequence[Mapping[str, Tensor]],
     engine_log_probs: Tensor,
     rewards: Tensor,
     device: str,
@@ -153,7 +213,8 @@ def train(
 
     for model in models:
         model.zero_grad_buffer()
-    found = mb.forward(models, own, loss=loss, micro_batch_size=4)
+    shown = [followed(image, device) for image in images[share]] or None
+    found = mb.forward(models, own, images=shown, loss=loss, micro_batch_size=4)
     assert found.log_probs is not None
     apart = (found.log_probs[:, PROMPT:] - old).abs().max()
     dist.all_reduce(apart, dist.ReduceOp.MAX)
@@ -215,11 +276,14 @@ def parse() -> Namespace:
     parser.add_argument("--engine-device", help="such as cuda:3; by default that of the first rank")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16" if on_gpu else "float32")
     parser.add_argument("--model", help="HF folder of a checkpoint with its tokenizer; by default a small random model")
+    parser.add_argument("--images", action="store_true", help="train --model with images, its tower too")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--lr", type=float, default=3e-3)
     arguments = parser.parse_args()
     if arguments.engine != "vllm" and arguments.engine_tp != 1:
         parser.error(f"expected --engine vllm with --engine-tp {arguments.engine_tp}, found {arguments.engine}")
+    if arguments.images and (arguments.model is None or arguments.engine == "vllm"):
+        parser.error("expected --model FOLDER and --engine transformers with --images: name them, or leave it out")
     return arguments
 
 

@@ -28,11 +28,12 @@ class Engine:
     """
 
     def __init__(self, config: Mapping[str, Any], dtype: torch.dtype, device: str, by_map: bool = True) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
         fields = dict(config)
         hf = AutoConfig.for_model(fields.pop("model_type"), **fields)
-        self._model = AutoModelForCausalLM.from_config(hf, dtype=dtype, attn_implementation="sdpa").to(device).eval()
+        kind = AutoModelForImageTextToText if hasattr(hf, "vision_config") else AutoModelForCausalLM
+        self._model = kind.from_config(hf, dtype=dtype, attn_implementation="sdpa").to(device).eval()
         self._weights = dict(self._model.named_parameters(remove_duplicate=False))
         self._shapes = {name: weight.shape for name, weight in self._weights.items()}
         self._device = device
@@ -81,8 +82,13 @@ class Engine:
         self._receiver.finish()
 
     @torch.no_grad()
-    def generate(self, prompts: Tensor, num_tokens: int, seed: int) -> tuple[Tensor, Tensor]:
+    def generate(
+        self, prompts: Tensor, num_tokens: int, seed: int, images: Mapping[str, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Sample ``num_tokens`` for each of ``prompts`` ``[batch, prompt]``.
+
+        ``images`` are what a processor makes of those of all prompts. They are shown with the prompts alone, so a token
+        that is sampled with the id of an image is one of text.
 
         Returns:
             ``[batch, prompt + num_tokens]`` of tokens, and fp32 ``[batch, num_tokens]`` of their log-probabilities.
@@ -90,12 +96,15 @@ class Engine:
         if self._mapped is not None:
             self._mapped.require_whole()
         generator = torch.Generator(self._device).manual_seed(seed)
-        tokens = prompts.to(self._device)
+        tokens, chosen, cache = [prompts.to(self._device)], [], None
+        shown = {name: value.to(self._device) for name, value in (images or {}).items()}
         for _ in range(num_tokens):
-            probabilities = self._model(tokens).logits[:, -1].float().softmax(-1)
-            tokens = torch.cat((tokens, probabilities.multinomial(1, generator=generator)), 1)
-        logs = self._model(tokens).logits[:, prompts.size(1) - 1 : -1].float().log_softmax(-1)
-        return tokens.cpu(), logs.gather(-1, tokens[:, prompts.size(1) :, None])[..., 0].cpu()
+            output = self._model(tokens[-1], past_key_values=cache, use_cache=True, **shown)
+            cache, shown = output.past_key_values, {}
+            logs = output.logits[:, -1].float().log_softmax(-1)
+            tokens.append(logs.exp().multinomial(1, generator=generator))
+            chosen.append(logs.gather(-1, tokens[-1]))
+        return torch.cat(tokens, 1).cpu(), torch.cat(chosen, 1).cpu()
 
     def close(self) -> None:
         """Let go of the buffers."""

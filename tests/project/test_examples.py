@@ -1,8 +1,14 @@
 """The training loop of ``examples``: engine and trainer agree at every step, and a stale weight ends the run."""
 
 import re
+import runpy
+import sys
 from pathlib import Path
 
+import pytest
+from safetensors.torch import load_file
+
+from tests.support import towers
 from tests.support.torchrun import forked, torchrun
 
 ROOT = Path(__file__).parent.parent.parent
@@ -32,6 +38,7 @@ DIGESTED = f"""
 import sys
 sys.path.insert(0, {str(EXAMPLES)!r})
 import rollout_engine
+import torch
 from mcore_bridge.weights.manifest import digest
 
 class Digested(rollout_engine.Engine):
@@ -63,9 +70,23 @@ class Checked(rollout_engine.RemoteEngine):  # what the engine holds after a rou
         self.before = given
         print("the same,", len(given), "weights", flush=True)
 
+def watched(chunks, arguments):  # ranks that hold the model of images change it in the same way
+    models, step = prepare(chunks, arguments)
+
+    def stepped():
+        step()
+        towers, parts = [None, None], [chunk.vision for chunk in chunks if hasattr(chunk, "vision")]
+        own = {{name: digest(each) for part in parts for name, each in part.state_dict().items()}}
+        torch.distributed.all_gather_object(towers, own)
+        assert towers[0] == towers[1], [name for name in own if towers[0][name] != towers[1][name]]
+        print("towers of", len(own), flush=True)
+
+    return models, stepped
+
 if __name__ == "__main__":
     rollout_engine.Engine, rollout_engine.RemoteEngine = Digested, Checked
     import grpo
+    grpo.prepare, prepare = watched, grpo.prepare
     grpo.main()
 """
 
@@ -79,6 +100,26 @@ def test_engine_and_trainer_agree_in_every_bit_at_every_step(tmp_path):
     steps = re.findall(r"^step (\d+): reward 0\.\d+, .* (\S+) apart$", said, re.MULTILINE)
     assert [int(step) for step, _ in steps] == list(range(12))
     assert all(float(apart) < 1e-5 for _, apart in steps), said
+
+
+@pytest.mark.skipif("qwen3_vl" not in towers.NAMES, reason="the installed transformers is too old")
+def test_a_model_learns_to_look_at_images(tmp_path, monkeypatch):
+    """What is good to say is in the images alone. The id of an image is even: the model samples it as well."""
+    folder, steps = tmp_path / "checkpoint", 12
+    monkeypatch.setattr(sys, "argv", ["make_checkpoint.py", str(folder), "--images"])
+    runpy.run_path(str(EXAMPLES / "make_checkpoint.py"), run_name="__main__")
+    (tmp_path / "digested.py").write_text(DIGESTED)
+    options = ("--tp", "2", "--steps", str(steps), "--images", "--model", str(folder))
+    codes, said = forked(tmp_path / "digested.py", 2, "--device", "cpu", *options)
+    assert codes == [0, 0], said
+    names = load_file(folder / "model.safetensors").keys()
+    assert re.findall(r"^the same, (\d+) weights$", said, re.MULTILINE) == [str(len(names))] * steps
+    tower = sum(name.startswith("model.visual.") for name in names)
+    assert re.findall(r"^towers of (\d+)$", said, re.MULTILINE) == [str(tower)] * 2 * steps
+    found = re.findall(r"^step \d+: reward (\S+), .* (\S+) apart$", said, re.MULTILINE)
+    assert all(float(apart) < 1e-5 for _, apart in found), said
+    rewards = [float(reward) for reward, _ in found]
+    assert sum(rewards[-3:]) / 3 > 0.6 > 0.55 > sum(rewards[:3]) / 3, said
 
 
 def test_stale_weights_end_the_run(tmp_path):
