@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 Embed = Callable[[Tensor], Tensor]
 """Embeds token ids: int64 ``[batch, seq]`` to ``[batch, seq, size]``."""
@@ -42,10 +42,10 @@ class Caught(nn.Module):
         """What embeds the tokens of the call in progress."""
         return self._embed
 
-    def forward(self, **call: Any) -> BaseModelOutputWithPast:
+    def forward(self, **call: Any) -> MoeModelOutputWithPast:
         """Note the call. transformers reads the fields of the result afterwards."""
         self._call = call
-        return BaseModelOutputWithPast(last_hidden_state=call["inputs_embeds"])
+        return MoeModelOutputWithPast(last_hidden_state=call["inputs_embeds"])
 
 
 def called(composite: nn.Module, embed: Embed, aliases: Mapping[str, Tensor], **inputs: Any) -> dict[str, Any]:
