@@ -170,7 +170,7 @@ class VllmEngine:
         """End of a round: every weight has come, or this raises. What was computed with older weights is forgotten."""
         self._llm.collective_rpc("finish_round")
         self._llm.reset_prefix_cache()
-        self._llm.llm_engine.reset_encoder_cache()  # what a tower made of images
+        self._llm.llm_engine.engine_core.reset_encoder_cache()  # what a tower made of images
 
     def generate(self, prompts: Tensor, num_tokens: int, seed: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Sample ``num_tokens`` for each of ``prompts`` ``[batch, prompt]``; at ``temperature`` 0 the likeliest.
