@@ -80,13 +80,18 @@ def misfit(error: Exception, rows: Sequence[int] | None) -> BatchError:
         error: what was raised.
         rows: the numbers that the rows have for the caller. None: they are counted from 0.
     """
+    advice = (
+        "Do not cut rows inside an image, and give each row its own images. If the model has sampled a token with the "
+        "id of an image, pass mm_token_type_ids, which has 0 there"
+    )
     if isinstance(error, MisfitError):
         number, reason = error.args
-        where = f"row {number if rows is None else rows[min(number, len(rows) - 1)]}"
-    else:
-        where, reason = "a row" if rows is None else f"one of the rows {[*rows]}", f"{type(error).__name__}: {error}"
+        row = number if rows is None else rows[min(number, len(rows) - 1)]
+        return BatchError(
+            f"each row must have one token for each feature of its images, found in row {row}: {reason}. {advice}"
+        )
+    where = "a row" if rows is None else f"one of the rows {[*rows]}"
     return BatchError(
-        f"each row must have one token for each feature of its images, found in {where}: {reason}. Do not cut rows "
-        "inside an image, and give each row its own images. If the model has sampled a token with the id of an image, "
-        "pass mm_token_type_ids, which has 0 there"
+        f"transformers must take the inputs of images, found in {where}: {type(error).__name__}: {error}. Pass all "
+        f"that the processor of this model returns. {advice}"
     )
