@@ -18,6 +18,8 @@ Images = Sequence[Mapping[str, Any] | None]
 """For each row of a batch: the inputs of its images by the names of transformers; None for a row of text."""
 TYPES = "mm_token_type_ids"
 """Says of each token of a row whether it is text (0), of an image (1) or of a video (2)."""
+BLOCKS = "token_type_ids"
+"""The same, as composites that see both ways within an image call it."""
 _PLACEHOLDERS = (("image_token_id", "image_token_index"), ("video_token_id", "video_token_index"))
 """Config fields of the ids that stand for features of images, and of videos."""
 

@@ -28,6 +28,7 @@ def of_verdict(verdict: Verdict) -> dict[str, Any]:
     """The object of ``verify``."""
     from mcore_bridge.commands.verify.verify import TOLERANCE
     from mcore_bridge.config.unread import notes_on
+    from mcore_bridge.weights.dtypes import dtype_name
 
     blueprint, findings, task = verdict.blueprint, verdict.findings, verdict.task
     comparison = findings[0].logits
@@ -38,7 +39,7 @@ def of_verdict(verdict: Verdict) -> dict[str, Any]:
         "tower": bool(blueprint.provenance.tower),
         "mesh": _mesh(task.dims),
         "ranks": len(findings),
-        "dtype": _dtype(task.dtype),
+        "dtype": dtype_name(task.dtype),
         "parameters": sum(spec.numel for spec in verdict.exported),
         "tensors": len(verdict.expected),
         "bytes": verdict.exported.num_bytes,
@@ -68,6 +69,7 @@ def of_plan(mesh_plan: MeshPlan, engine: Sequence[EngineRank], *, bandwidth: flo
     from mcore_bridge.commands.plan.cost import cost_of
     from mcore_bridge.commands.plan.engine_cost import feed
     from mcore_bridge.config.unread import notes_on
+    from mcore_bridge.weights.dtypes import dtype_name
 
     blueprint = mesh_plan.blueprint
     return {
@@ -75,7 +77,7 @@ def of_plan(mesh_plan: MeshPlan, engine: Sequence[EngineRank], *, bandwidth: flo
         "tower": bool(blueprint.provenance.tower),
         "mesh": _mesh(blueprint.dims),
         "ranks": mesh_plan.world_size,
-        "dtype": _dtype(blueprint.dtype),
+        "dtype": dtype_name(blueprint.dtype),
         "parameters": sum(spec.numel for spec in mesh_plan.export.tensors()),
         "stages": [_stage(chunk) for chunks in mesh_plan.ranks for chunk in chunks],
         "export": _short(asdict(cost_of(mesh_plan.export, bandwidth=bandwidth))),
@@ -155,10 +157,6 @@ def _stage(chunk: Chunk) -> dict[str, Any]:
 
 def _short(counts: Mapping[str, Any]) -> dict[str, Any]:
     return {name.removeprefix("num_"): value for name, value in counts.items()}
-
-
-def _dtype(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _finite(value: float) -> float | None:

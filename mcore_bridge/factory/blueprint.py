@@ -120,7 +120,8 @@ def make_blueprint(
 ) -> Blueprint:
     """Decides and checks everything about a model. Arguments and errors: see ``build_model``.
 
-    A provenance with this head, in place of ``hf``, saves the reading of the folder: for many meshes of one model.
+    A provenance with this head, in place of ``hf``, saves the reading of the folder: for many meshes of one model. If
+    it has a tower, that is the one of this ``vision`` and ``dtype``, and none is built to learn its tensors.
     """
     check_head(head)
     _require_types(dims, overrides)
@@ -140,7 +141,7 @@ def make_blueprint(
     changed = effective(origin, architecture.fields, tp=dims.tp, overrides=overrides or {})
     provenance = provenance.with_overridden(changed.fields)
     hf = provenance.hf
-    if whole is not None and vision != "carried":
+    if whole is not None and vision != "carried" and not provenance.tower:
         provenance = provenance.seeing(vision, tower_specs(whole, dtype))
     if num_mtp_layers and head != "lm":
         raise ConfigError(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mcore_bridge.batches.images import no_placeholder, token_types
+from mcore_bridge.batches.images import BLOCKS, TYPES, no_placeholder, token_types
 from mcore_bridge.batches.padded_rows import OF_OTHER_PARTS, as_own_tokens, inputs_by_name, without_images
 from mcore_bridge.batches.whole_rows import WholeRows, whole_rows
 from mcore_bridge.errors import BatchError
@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 
 _PIXELS = "pixel_"
 """How the names of inputs begin that only the tower reads."""
-_BLOCKS = "token_type_ids"
-"""The argument of composites that see both ways within an image."""
-_TYPES = ("mm_token_type_ids", _BLOCKS)
+_TYPES = (TYPES, BLOCKS)
 """Arguments that say of each token whether it is text (0), of an image (1) or of a video (2)."""
 
 
@@ -56,7 +54,7 @@ def see(chunk: GPTModel, composite: nn.Module, *, num_layers: int) -> None:
         take_positions(chunk, caught.recompose)
     if depths := getattr(composite.config.vision_config, "deepstack_visual_indexes", ()):  # type: ignore[union-attr]
         take_features(chunk, len(depths), num_layers)
-    if _BLOCKS in _arguments(composite):
+    if BLOCKS in _arguments(composite):
         take_masks(chunk)
         composite.config.text_config._attn_implementation = "sdpa"  # type: ignore[union-attr]  # boolean masks
     chunk.image_inputs = frozenset(filter(lambda name: name.startswith(OF_OTHER_PARTS), _arguments(composite)))

@@ -19,7 +19,7 @@ from typing import Literal
 
 from mcore_bridge.errors import MappingError
 from mcore_bridge.rules.layout import Axes, Layout, Split
-from mcore_bridge.rules.names import mtp_layer_of
+from mcore_bridge.rules.names import EMBEDDING, mtp_layer_of
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -88,6 +88,11 @@ def under(mcore: str, hf: str, *rules: Rules) -> Rules:
 def respelled(rules: Rules, spelling: Prefixes) -> Rules:
     """The rules of a text model under the names that a composite gives its tensors."""
     return tuple(replace(rule, hf=tuple(respelled_name(name, spelling) for name in rule.hf)) for rule in rules)
+
+
+def embedding_rules(rules: Rules) -> Rules:
+    """The rules of the embedding, without those of its copies."""
+    return tuple(rule for rule in rules if rule.mcore == EMBEDDING and not rule.copy)
 
 
 def top_names(rules: Rules) -> tuple[str, ...]:

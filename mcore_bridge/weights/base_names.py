@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
+from mcore_bridge.rules.mapping import embedding_rules
+
 if TYPE_CHECKING:
     from mcore_bridge.rules.mapping import WeightMapping
 
 Value = TypeVar("Value")
-
-_EMBEDDING = "embedding.word_embeddings.weight"
 
 
 def base_names(source: Iterable[str], mapping: WeightMapping) -> dict[str, str]:
@@ -38,7 +38,7 @@ def _prefix(mapping: WeightMapping) -> str:
 
 
 def _embeddings(mapping: WeightMapping) -> Iterator[str]:
-    return (rule.hf[0] for rule in mapping.rules if rule.mcore == _EMBEDDING and not rule.copy)
+    return (rule.hf[0] for rule in embedding_rules(mapping.rules))
 
 
 def _has_bare_embedding(names: Container[str], prefix: str, mapping: WeightMapping) -> bool:

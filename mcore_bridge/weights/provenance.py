@@ -19,6 +19,7 @@ from mcore_bridge.rules.mapping import (
     Rule,
     Rules,
     WeightMapping,
+    embedding_rules,
     fused,
     pattern_of,
     respelled,
@@ -26,6 +27,7 @@ from mcore_bridge.rules.mapping import (
     table,
     top_names,
 )
+from mcore_bridge.rules.names import EMBEDDING
 from mcore_bridge.rules.scheme import plain_names
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.dtypes import dtype_name
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
 HF = Union[str, "os.PathLike[str]", "PretrainedConfig"]
 """A folder, a hub name in the local cache, or a config."""
 
-EMBEDDING = "embedding.word_embeddings.weight"
 TOWER = "vision."
 """What the canonical names of a tower's tensors begin with; their names in transformers' model follow."""
 # fmt: off
@@ -102,7 +103,7 @@ class Provenance:
     def spelled_as(self, names: Iterable[str]) -> Provenance:
         """A copy whose rules spell the names of a text model, and of the tower of its composite, as ``names`` do."""
         names, plain = frozenset(names), architecture_of(self.hf).rules(self.hf)
-        embedding = next((rule.hf[0] for rule in _embedding(plain)), "")
+        embedding = next((rule.hf[0] for rule in embedding_rules(plain)), "")
         if self.whole is None:
             prefixes = IN_MODEL if respelled_name(embedding, IN_MODEL) in names - {embedding} else ()
             if prefixes == self.prefixes:
@@ -194,16 +195,12 @@ def lm_head_of(rules: Rules, spelling: Prefixes = ()) -> Rules:
 
 def tied_lm_head(rules: Rules) -> Rules:
     """Rules for an output layer that is the word embedding."""
-    return tuple(replace(rule, mcore="output_layer.weight", exported=False) for rule in _embedding(rules))
+    return tuple(replace(rule, mcore="output_layer.weight", exported=False) for rule in embedding_rules(rules))
 
 
 def redundant_head(rules: Rules, lm_head: str = HEAD) -> Rules:
     """Rules for an embedding under the name of a head: some files have it so, beside or instead of its own name."""
-    return tuple(replace(rule, hf=(lm_head,), exported=False, copy=True) for rule in _embedding(rules))
-
-
-def _embedding(rules: Rules) -> Rules:
-    return tuple(rule for rule in rules if rule.mcore == EMBEDDING and not rule.copy)
+    return tuple(replace(rule, hf=(lm_head,), exported=False, copy=True) for rule in embedding_rules(rules))
 
 
 def provenance_of(hf: HF, *, head: str = "lm") -> Provenance:
@@ -238,7 +235,7 @@ def provenance_of(hf: HF, *, head: str = "lm") -> Provenance:
         whole=whole,
     ).spelled_as(names)
     if folder and head == "lm" and config.tie_word_embeddings:
-        embeddings = [rule.hf[0] for rule in _embedding(provenance.rules)]
+        embeddings = [rule.hf[0] for rule in embedding_rules(provenance.rules)]
         config.tie_word_embeddings = all(is_tied(folder, names, name, provenance.lm_head) for name in embeddings)
     return replace(provenance, dialect=dialect_of(names, provenance.rules) or architecture.dialect)
 

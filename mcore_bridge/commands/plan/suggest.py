@@ -134,6 +134,7 @@ def suggest(
         return blueprint_of(provenance, dims, dtype=dtype, strict_config=strict_config, vision=vision)
 
     single = made(ParallelDims())
+    provenance = provenance.seeing(vision, single.provenance.tower)  # which is the same on all meshes
     candidates, refused = _candidates(made, meshes(num_gpus, single.config, given))
     if not candidates and not refused:
         sizes = ", ".join(f"{axis}={size}" for axis, size in given.items())

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_bridge.architecture import composite_of, read_hf
-from mcore_bridge.batches.images import token_types
+from mcore_bridge.batches.images import BLOCKS, TYPES, token_types
 from mcore_bridge.commands.verify.dequantized import dequantizing, why_no_reference
 from mcore_bridge.commands.verify.free_memory import USABLE, shortage
 from mcore_bridge.commands.verify.images import Shown, shown
@@ -215,7 +215,7 @@ def _inputs(model: Any, row: Tensor, images: dict[str, Tensor], device: str) -> 
         return {}
     types = token_types(model.config, row)
     asked = inspect.signature(model.forward).parameters
-    named = {name: types for name in ("mm_token_type_ids", "token_type_ids") if name in asked}
+    named = {name: types for name in (TYPES, BLOCKS) if name in asked}
     return {name: value.to(device) for name, value in {**images, **named}.items()}
 
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.convert.parameters import disassemble
 from mcore_bridge.convert.rank_files.file import NAME, read_rank_file
-from mcore_bridge.convert.rank_files.infer_mesh import EMBEDDING, Named, files_of, named
+from mcore_bridge.convert.rank_files.infer_mesh import Named, files_of, named
 from mcore_bridge.convert.rank_files.layout import RankFile
 from mcore_bridge.errors import CheckpointError, MappingError, MeshError
 from mcore_bridge.factory.blueprint import to_transformer_config
-from mcore_bridge.rules.names import count_mtp_layers
+from mcore_bridge.rules.names import EMBEDDING, count_mtp_layers
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.bound import axes_of_config
 from mcore_bridge.weights.dist_checkpoint.folder import latest_in

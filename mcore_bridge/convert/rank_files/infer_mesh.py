@@ -12,13 +12,12 @@ from torch import Tensor
 
 from mcore_bridge.convert.rank_files.layout import RankFile
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.rules.names import Numbering, canonical, layer_of, mtp_layer_of
+from mcore_bridge.rules.names import EMBEDDING, Numbering, canonical, layer_of, mtp_layer_of
 
 Models = Mapping[str, Mapping[str, Tensor]]
 """The parameters of a file, by the key of their chunk and by their names in that."""
 Named = Mapping[str, Tensor]
 """The parameters of a file by canonical name."""
-EMBEDDING = "embedding.word_embeddings.weight"
 _ENDS = (EMBEDDING, "decoder.final_layernorm.weight")
 """Parameters that only the first and only the last stage of a pipeline have."""
 _FILE = re.compile(r"^mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?$")

@@ -17,7 +17,7 @@ from mcore_bridge.rules.encoded import Encoded
 from mcore_bridge.rules.scheme import Held, Scheme, is_part, is_unused, scheme_of, stem_of, unreadable
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files.hf_folder import Checkpoint
-from mcore_bridge.weights.files.positional_io import open_file
+from mcore_bridge.weights.files.positional_io import read_bounded
 from mcore_bridge.weights.files.safetensors import SafetensorsFile
 
 _NOTE = "quantization_config"
@@ -188,12 +188,8 @@ def quantization_in(folder: Path) -> Quantization | None:
 
 
 def _json_of(path: Path) -> object:
-    with open(open_file(path), "rb") as file:
-        data = file.read(_NOTE_BYTES + 1)
     try:
-        if len(data) > _NOTE_BYTES:
-            raise ValueError(f"more than {_NOTE_BYTES} bytes")
-        return json.loads(data)
+        return json.loads(read_bounded(path, _NOTE_BYTES))
     except ValueError as error:
         raise CheckpointError(f"{path} must be JSON, but is not: {error}; copy it again") from None
 

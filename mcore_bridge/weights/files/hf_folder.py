@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.files.positional_io import open_file
+from mcore_bridge.weights.files.positional_io import read_bounded
 from mcore_bridge.weights.files.safetensors import DTYPES, SafetensorsFile
 from mcore_bridge.weights.files.strict_json import parse
 
@@ -220,11 +220,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
     if not _is_there(path) or _is_there(folder / SINGLE):
         return None
     try:
-        with open(open_file(path), "rb") as file:
-            data = file.read(_INDEX_BYTES + 1)
-        if len(data) > _INDEX_BYTES:
-            raise ValueError(f"more than {_INDEX_BYTES} bytes")
-        listed = parse(data)
+        listed = parse(read_bounded(path, _INDEX_BYTES))
         if not isinstance(listed, dict) or not isinstance(listed.get("weight_map"), dict):
             raise ValueError("no such object")
     except (OSError, ValueError) as error:

@@ -60,6 +60,19 @@ def open_file(path: Path) -> int:
     return fd
 
 
+def read_bounded(path: Path, num_bytes: int) -> bytes:
+    """All of a small file; see ``open_file``.
+
+    Raises:
+        ValueError: it has more than ``num_bytes``.
+    """
+    with open(open_file(path), "rb") as file:
+        data = file.read(num_bytes + 1)
+    if len(data) > num_bytes:
+        raise ValueError(f"more than {num_bytes} bytes")
+    return data
+
+
 def read_array(fd: int, offset: int, out: Array, strides: tuple[int, ...]) -> None:
     """Read a strided array from a file.
 
