@@ -244,7 +244,9 @@ def test_a_note_of_modelopt_may_be_in_its_own_file(algorithm: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "make", [os.mkfifo, lambda path: path.write_text("{"), Path.mkdir], ids=["FIFO", "half", "dir"]
+    "make",
+    [os.mkfifo, lambda path: path.write_text("{"), lambda path: path.write_text("[" * 200_000), Path.mkdir],
+    ids=["FIFO", "half", "deep", "dir"],
 )
 def test_a_note_of_modelopt_that_is_no_file_of_json_is_refused(make: Callable[[Path], Any], tmp_path: Path) -> None:
     hf, form, dtype, _ = case("modelopt")

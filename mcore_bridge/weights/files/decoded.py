@@ -190,7 +190,7 @@ def quantization_in(folder: Path) -> Quantization | None:
 def _json_of(path: Path) -> object:
     try:
         return json.loads(read_bounded(path, _NOTE_BYTES))
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise CheckpointError(f"{path} must be JSON, but is not: {error}; copy it again") from None
 
 
