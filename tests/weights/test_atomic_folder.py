@@ -513,9 +513,9 @@ def test_a_stale_lock_that_another_process_took_first_is_no_problem(tmp_path, mo
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("fits", [True, False])
-def test_a_folder_that_changes_while_it_is_opened_is_opened_again(fits, tmp_path, monkeypatch):
-    """Whether the files of two saves fit together or not."""
+@pytest.mark.parametrize(("fits", "inode"), [(True, "new"), (False, "new"), (False, "same")])
+def test_a_folder_that_changes_while_it_is_opened_is_opened_again(fits, inode, tmp_path, monkeypatch):
+    """Whether the files of two saves fit together or not, and also if the new file gets the inode of the old one."""
     hf = tiny("llama")
     save_state(random_state(hf), hf, tmp_path)
     opened, attempts = Checkpoint._open, []
@@ -523,8 +523,11 @@ def test_a_folder_that_changes_while_it_is_opened_is_opened_again(fits, tmp_path
     def open_while_another_saves(checkpoint):
         attempts.append(checkpoint)
         if len(attempts) == 1:
-            shutil.copy(tmp_path / "model.safetensors", tmp_path / "new")
-            (tmp_path / "new").replace(tmp_path / "model.safetensors")
+            if inode == "same":
+                os.utime(tmp_path / "model.safetensors")
+            else:
+                shutil.copy(tmp_path / "model.safetensors", tmp_path / "new")
+                (tmp_path / "new").replace(tmp_path / "model.safetensors")
             if not fits:
                 raise CheckpointError("half of it is new")
         opened(checkpoint)

@@ -202,13 +202,16 @@ def write_index(folder: Path, files: Mapping[str, Iterable[TensorSpec]]) -> None
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _identity(folder: Path) -> list[tuple[int, int] | None]:
-    """Device and inode of the index and of a single file of weights. A save replaces one of these with all others."""
-    identity: list[tuple[int, int] | None] = []
+def _identity(folder: Path) -> list[tuple[int, int, int] | None]:
+    """Device, inode and time of the index and of a single file of weights. A save replaces one of these with the rest.
+
+    The time is needed because a second save may get the inode that the first one gave back.
+    """
+    identity: list[tuple[int, int, int] | None] = []
     for name in (INDEX, SINGLE):
         try:
             status = (folder / name).stat()
-            identity.append((status.st_dev, status.st_ino))
+            identity.append((status.st_dev, status.st_ino, status.st_mtime_ns))
         except OSError:
             identity.append(None)
     return identity
