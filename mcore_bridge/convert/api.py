@@ -32,11 +32,11 @@ from mcore_bridge.convert.torch_to_hf import FromTorch
 from mcore_bridge.errors import CheckpointError, MeshError
 from mcore_bridge.launch.processes import OnEvent, run_ranks
 from mcore_bridge.launch.worker import Report
-from mcore_bridge.weights.dist_checkpoint.folder import find_checkpoint, track
+from mcore_bridge.weights.dist_checkpoint.folder import dist_files, find_checkpoint, track
 from mcore_bridge.weights.files.atomic_folder import CONVERSION, Update, commit, target_of, updating
 from mcore_bridge.weights.files.file_shards import MAX_SHARD_BYTES, require_positive
 from mcore_bridge.weights.files.folder_lock import PREFIX
-from mcore_bridge.weights.files.hf_folder import shard_names
+from mcore_bridge.weights.files.hf_folder import shard_names, weight_files
 from mcore_bridge.weights.files.sidecars import config_folders, first_with_config
 
 DIST_FILE_BYTES = 512 << 20
@@ -100,7 +100,7 @@ def convert(
 
     Args:
         source: HF folder, or one in which ``find_checkpoint`` finds a checkpoint of megatron-core.
-        target: the folder to write to. Other files in it stay.
+        target: the folder to write to, without a checkpoint of another kind. Other files in it stay.
         hf: folder of the HF config and tokenizer, if ``source`` has none.
         dtype: cast tensors to this; by default each keeps its own dtype.
         num_mtp_layers: MTP layers to convert from an HF folder. From megatron-core all are converted.
@@ -124,6 +124,9 @@ def convert(
     if target == source.resolve():
         raise CheckpointError(f"{target} is both source and target; name another folder to write to")
     _require_processes(num_processes, num_gpus)
+    _require_no_other_kind(
+        target, "hf" if plain or not shard_names(source) else "torch" if rank_files else "torch_dist"
+    )
     staging = Update(target, target / f"{PREFIX}{CONVERSION}").new
     if plain:
         conversion: Conversion = ToPlain.plan(source, staging, dtype=dtype, file_bytes=file_bytes or MAX_SHARD_BYTES)
@@ -150,6 +153,17 @@ def convert(
     if isinstance(conversion, ToDist):
         track(target)
     return Converted(conversion, len(kept))
+
+
+def _require_no_other_kind(target: Path, kind: str) -> None:
+    """A folder has one ``config.json``, which would describe both of its checkpoints."""
+    weights = [name for name in weight_files(target) if (target / name).exists()]
+    there = {"hf": weights, "torch_dist": dist_files(target), "torch": find_rank_files(target)}
+    if others := [other for other, files in there.items() if files and other != kind]:
+        raise CheckpointError(
+            f"{target} holds a checkpoint of kind {' and '.join(others)}, whose config.json one of kind {kind} would "
+            "replace: name another folder, or remove that checkpoint"
+        )
 
 
 def _require_processes(num_processes: int, num_gpus: int) -> None:
