@@ -2,7 +2,8 @@
 
 A layout moves whole slices along one dim of ``[out, in]``. So it commutes with the product ``B A``: what moves rows
 moves those of B alone, and what moves columns moves those of A. A rule of a linear layer thus gives two more, in the
-names of ``peft``: each HF projection has its own ``lora_A`` and ``lora_B``.
+names of ``peft``: each HF projection has its own ``lora_A`` and ``lora_B``. A projection may have none although a layer
+of mcore joins it with others that do; its rows of B are then zero and stay so.
 
 >>> from mcore_bridge.rules.layout import GATED_UP
 >>> from mcore_bridge.rules.mapping import table
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.rules.layout import REPLICATED, TRANSPOSED, Chain, Concat
+from mcore_bridge.rules.layout import REPLICATED, TRANSPOSED, Chain, Concat, Fill, Leading
 from mcore_bridge.rules.mapping import Rule, Rules
 from mcore_bridge.rules.trace import Trace, moved_dim
 
@@ -47,29 +48,28 @@ def adapter_rules(rules: Rules, targets: Sequence[str]) -> Rules:
             "experts.gate_up_proj") or in mcore ("linear_qkv").
 
     Returns:
-        Two rules for each targeted weight. With P HF projections, ``linear_in`` is ``[P * rank, in]`` and
-        ``linear_out`` is ``[out, rank]``, where the rank of a row of ``linear_out`` is that of its own projection.
+        Two rules for each targeted weight. With P named HF projections, ``linear_in`` is ``[P * rank, in]`` and
+        ``linear_out`` is ``[out, rank]``, where the rank of a row of ``linear_out`` is that of its own projection. Rows
+        of projections that are not named come from no HF tensor.
 
     Raises:
-        ConfigError: it names all targets that match nothing, all that cannot be adapted, and all layers of mcore of
-            which only some projections are named.
+        ConfigError: it names all targets that match nothing, and all that cannot be adapted.
     """
     weights = [rule for rule in rules if not rule.copy and not rule.mcore.startswith("mtp.")]
     problems = [*_unmatched(weights, targets)]
     chosen = []
     for rule in weights:
-        named = [name for name in rule.hf if _is_named(rule.mcore, targets) or _is_named(name, targets)]
+        whole = _is_named(rule.mcore, targets)
+        named = tuple(part for part, name in enumerate(rule.hf) if whole or _is_named(name, targets))
         if not named or not _module(rule.mcore):  # a bias goes with its weight
             continue
         if reason := _obstacle(rule):
-            problems.append(f"{named[0]} cannot have an adapter: {reason}")
-        elif len(named) < len(rule.hf):
-            problems.append(f"{_module(rule.mcore)} joins {list(rule.hf)}: name all of them or none, found {named}")
+            problems.append(f"{rule.hf[named[0]]} cannot have an adapter: {reason}")
         else:
-            chosen.append(rule)
+            chosen.append((rule, named))
     if problems:
         raise ConfigError(f"targets must name linear layers, found {list(targets)}: " + "; ".join(problems))
-    return tuple(made for rule in chosen for made in _adapted(rule))
+    return tuple(made for rule, named in chosen for made in _adapted(rule, named))
 
 
 def base_name(hf: str) -> str:
@@ -87,21 +87,39 @@ def is_adapter(mcore: str) -> bool:
 
 
 def rows_of_parts(traced: Trace, shard: int) -> Tensor:
-    """For each row of a shard of ``linear_out``, the number of the HF projection that it came from. int64 [rows]."""
-    parts = torch.zeros(traced.shard_shape[0], dtype=torch.int64)
+    """For each row of a shard of ``linear_out``, the number of the HF projection that it came from. int64 [rows].
+
+    It is -1 for rows of a projection without an adapter.
+    """
+    parts = torch.full(traced.shard_shape[:1], -1)
     for copy in traced.to_mcore:
         if copy.shard == shard and copy.dim == 0:
             copy.of_shard(parts).fill_(copy.part)
     return parts
 
 
-def _adapted(rule: Rule) -> Iterator[Rule]:
-    first, second = Concat(0, (1,) * len(rule.hf)) >> REPLICATED, rule.layout
+def _adapted(rule: Rule, named: tuple[int, ...]) -> Iterator[Rule]:
+    """The rules of A and B for the parts of ``rule`` that are named."""
+    first, second = Concat(0, (1,) * len(named)) >> REPLICATED, rule.layout
     if moved_dim(rule.layout) == 1:
         first, second = rule.layout, REPLICATED
+    elif len(named) < len(rule.hf):
+        second = Fill(_ratio(rule), named) >> rule.layout
     for end, moves in (("linear_in", first), ("linear_out", second)):
-        names = tuple(_adapter_name(name, _ENDS[end]) for name in rule.hf)
+        names = tuple(_adapter_name(rule.hf[part], _ENDS[end]) for part in named)
         yield replace(rule, mcore=f"{_module(rule.mcore)}.adapter.{end}.weight", hf=names, layout=moves)
+
+
+def _ratio(rule: Rule) -> tuple[tuple[int | str, ...], ...]:
+    """The relative rows of the parts of a layout that joins them: that of the first ``Concat``.
+
+    What is split before, as queries with their gates are, counts together.
+    """
+    assert isinstance(rule.layout, Chain)
+    joined = next(step for step in rule.layout.steps if isinstance(step, Concat))
+    split = next((step for step in rule.layout.steps if isinstance(step, Leading)), None)
+    first = split.becomes if split else 1
+    return (joined.ratio[:first], *((share,) for share in joined.ratio[first:]))
 
 
 def _adapter_name(hf: str, factor: str) -> str:

@@ -8,7 +8,8 @@ Laws, for every layout ``f`` and ``g``:
 
 * ``~~f == f`` and ``~(f >> g) == ~g >> ~f``;
 * ``(~f)(f(parts)) == parts``, always and bit for bit: a layout moves elements and does no arithmetic;
-* ``f((~f)(shards)) == shards`` when replicas are equal and padding is zero (``REPLICATED`` and ``VOCAB`` add them).
+* ``f((~f)(shards)) == shards`` when replicas are equal and padding is zero (``REPLICATED``, ``VOCAB`` and ``Fill`` add
+  them).
 """
 
 from __future__ import annotations
@@ -140,6 +141,40 @@ class Resize(Layout):
 
     def __invert__(self) -> Resize:
         return Resize(self.new, self.old)
+
+
+@dataclass(frozen=True, slots=True)
+class Fill(Layout):
+    """Put zeros in place of the parts that are absent: those given are at ``positions`` among all parts.
+
+    ``ratio`` has the relative sizes along dim 0 of all parts. Each is a sum of numbers or names of axes.
+    """
+
+    ratio: tuple[tuple[int | str, ...], ...]
+    positions: tuple[int, ...]
+
+    def __call__(self, parts: Parts, axes: Axes) -> Parts:
+        sizes = [sum(axes[term] if isinstance(term, str) else term for term in terms) for terms in self.ratio]
+        unit, given = parts[0].shape[0] // sizes[self.positions[0]], dict(zip(self.positions, parts, strict=True))
+        rest = parts[0].shape[1:]
+        return tuple(given.get(i, parts[0].new_zeros((unit * size, *rest))) for i, size in enumerate(sizes))
+
+    def __invert__(self) -> Pick:
+        return Pick(self.ratio, self.positions)
+
+
+@dataclass(frozen=True, slots=True)
+class Pick(Layout):
+    """Keep the parts at ``positions``: the inverse of ``Fill``."""
+
+    ratio: tuple[tuple[int | str, ...], ...]
+    positions: tuple[int, ...]
+
+    def __call__(self, parts: Parts, axes: Axes) -> Parts:
+        return tuple(parts[position] for position in self.positions)
+
+    def __invert__(self) -> Fill:
+        return Fill(self.ratio, self.positions)
 
 
 @dataclass(frozen=True, slots=True)

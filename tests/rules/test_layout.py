@@ -14,6 +14,7 @@ from mcore_bridge.rules.layout import (
     ROW,
     VOCAB,
     Concat,
+    Fill,
     Rearrange,
     Replicate,
     Resize,
@@ -25,6 +26,7 @@ PRIMITIVES = [
     Rearrange("(tp n) ...", "tp n ..."),
     Concat(1, (1, "groups")),
     Replicate(),
+    Fill((("groups", 1), (1,)), (1,)),
     Resize("vocab", "padded_vocab"),
 ]
 

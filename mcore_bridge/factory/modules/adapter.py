@@ -33,7 +33,8 @@ class Adapter(nn.Module):
     Args:
         kind: the parallel state of the layer's output.
         linear_in, linear_out: this rank's A, ``[parts * rank, in]``, and its B, ``[out, rank]``.
-        part_of_row: for each row of B, the part (HF projection) whose rows of A it reads. int64 ``[out]``.
+        part_of_row: for each row of B, the part (HF projection) whose rows of A it reads. int64 ``[out]``. It is -1
+            where nothing is added: B is zero there, and gets no gradient.
         parts: how many parts there are.
         scale: alpha / rank.
         group: the ranks that cut the layer; those of expert tensor parallelism for an expert.
@@ -60,7 +61,8 @@ class Adapter(nn.Module):
         self.linear_in, self.linear_out = linear_in, linear_out
         self.kind, self.scale, self.group, self.parts = kind, scale, group, parts
         self.sequence_parallel, self.expert = sequence_parallel and not expert, expert
-        chosen = nn.functional.one_hot(part_of_row, parts).to(linear_out.weight)
+        self.masked = parts > 1 or bool((part_of_row < 0).any())
+        chosen = nn.functional.one_hot(part_of_row + 1, parts + 1)[:, 1:].to(linear_out.weight)
         self.register_buffer("chosen", chosen[:, :, None], persistent=False)
         self.whole = {"cut": [True, False], "summed": [False, True], "whole": [True, True]}[kind]
         for factor, whole in zip((linear_in, linear_out), self.whole, strict=True):
@@ -78,7 +80,7 @@ class Adapter(nn.Module):
         inner = nn.functional.linear(hidden.to(first.dtype), first)
         if not self.expert:
             inner = {"cut": self._gathered, "summed": self._reduced, "whole": lambda same: same}[self.kind](inner)
-        rows = (self.chosen * second[:, None, :]).flatten(1) if self.parts > 1 else second
+        rows = (self.chosen * second[:, None, :]).flatten(1) if self.masked else second
         return nn.functional.linear(inner, rows) * self.scale
 
     def _factor(self, weight: Tensor, number: int) -> Tensor:
