@@ -1,12 +1,15 @@
-"""Seconds of a whole sync, until an engine on the same device may sample, by its loader and by its map.
+"""Seconds of a whole sync, until an engine may sample, by its loader and by its map.
 
     python benchmarks/engine.py "qwen3-8b" "qwen3-30b-a3b layers=24" --engine vllm --engine-path SITE
     python benchmarks/engine.py --device cpu "tiny" "tiny-moe" --engine stand-in
+    torchrun --nproc-per-node 2 benchmarks/engine.py "qwen3-30b-a3b layers=12 tp=2 ep=2 sp=1" --engine vllm ...
+    torchrun --nproc-per-node 2 benchmarks/engine.py "qwen3-8b tp=2" --engine vllm --engine-device cuda:2 ...
 
-Weights are random. Trainer and engine are two processes on one device, and the engine may have a path of its own. A
-sync lasts from the call on the trainer until the engine has answered at the end of the round. It has all checks, copies
-and answers in it; caches are reset, and both devices are synchronised. There is one warm-up, then the median and the
-worst are published.
+Weights are random. The engine is a process of its own, which may have a path of its own. It has as many ranks as the
+trainer, by tensor parallelism, on the same GPUs or on those from ``--engine-device`` on. Each trainer rank serves
+one of them. A sync lasts from the call on the trainer until the engine has answered at the end of the round. It has all
+checks, copies and answers in it; caches are reset, and both devices are synchronised. There is one warm-up, then the
+median and the worst of rank 0 are published.
 
 ``plain`` is the engine's loader alone, and ``whole`` its loader with what it does after loading, which is the layerwise
 reload of vLLM. ``map`` copies out of the ring by the map. ``direct`` writes HF tensors straight into the engine's
@@ -32,7 +35,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import config_of, parsed, report, set_up
+import torch.distributed as dist
+from common import config_of, most, parsed, report, set_up
 
 import mcore_bridge as mb
 from mcore_bridge.errors import TransferError
@@ -43,33 +47,53 @@ HERE = Path(__file__).parent
 
 
 class Engine:
-    """The engine's process, asked by name."""
+    """The engine's process, which rank 0 asks by name for all ranks. Each rank has the answer of its engine's rank."""
 
     def __init__(self, arguments: Namespace, config: dict[str, Any]) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.group = dist.new_group(backend="gloo") if self.size > 1 else None
+        if not self.rank:
+            self._start(arguments, config)
+        self.answer()
+
+    def _start(self, arguments: Namespace, config: dict[str, Any]) -> None:
         address = tempfile.mktemp(prefix="engine-")
         path = [str(HERE.parent), str(HERE), *filter(None, [arguments.engine_path])]
         variables = {"PYTHONPATH": os.pathsep.join(path), **({} if arguments.engine_path else _own_path(path))}
         command = [sys.executable, str(HERE / "engines.py"), address, "--engine", arguments.engine]
-        command += ["--device", arguments.device, "--config", json.dumps(config), *["--sleeps"] * arguments.sleeps]
+        command += ["--device", arguments.engine_device or arguments.device, "--config", json.dumps(config)]
+        command += ["--ranks", str(self.size), *["--sleeps"] * arguments.sleeps]
+        command += ["--expert-parallel"] * arguments.expert_parallel
         with Listener(address) as listener:
             self.process = subprocess.Popen(command, env={**os.environ, **variables})
             listener._listener._socket.settimeout(300)
             self.pipe = listener.accept()
-        self.answer()
 
     def __call__(self, method: str, *arguments: Any) -> Any:
-        self.pipe.send((method, arguments))
+        self.ask(method, *arguments)
         return self.answer()
 
+    def ask(self, method: str, *arguments: Any) -> None:
+        """Ask all ranks of the engine, once all ranks of the trainer have called this."""
+        by_rank = [arguments] * self.size
+        if self.group is not None:
+            dist.gather_object(arguments, None if self.rank else by_rank, group=self.group)
+        if not self.rank:
+            self.pipe.send((method, by_rank))
+
     def answer(self) -> Any:
-        """The next answer; raises what the engine raised."""
-        answer = self.pipe.recv()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        """The next answer of this rank's engine; raises what the engine raised."""
+        answers = [None if self.rank else self.pipe.recv()]
+        if self.group is not None:
+            dist.broadcast_object_list(answers, group=self.group)
+        if isinstance(answers[0], Exception):
+            raise answers[0]
+        return answers[0][self.rank] if isinstance(answers[0], list) else None
 
     def close(self) -> None:
         """End the process."""
+        if self.rank:
+            return
         self.pipe.close()
         try:
             self.process.wait(5)
@@ -88,7 +112,11 @@ def main() -> None:
     parser.add_argument("--engine", choices=("stand-in", "vllm"), default="stand-in")
     parser.add_argument("--engine-path", help="PYTHONPATH of the engine's process; by default that of this one")
     parser.add_argument("--sleeps", action="store_true", help="vLLM with its sleeping allocator")
+    parser.add_argument("--expert-parallel", action="store_true", help="vLLM's experts are dealt to its ranks")
     parser.add_argument("--device", choices=("cpu", "cuda:0"), default="cuda:0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--engine-device", help="the engine's first GPU, such as cuda:2; by default the trainer's first"
+    )
     parser.add_argument("--slot-mb", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--backend", default="auto")
@@ -124,12 +152,21 @@ def measure(case: str, arguments: Namespace) -> None:
 
 
 def fill(models: list[torch.nn.Module], seed: int) -> None:
-    """Weights of a step."""
+    """Weights of a step. What ranks share is equal on them, and each shard and each expert is another."""
+    from megatron.core import parallel_state
+
     device = next(models[0].parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
+    of_tp, of_ep = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank()
+    of_etp = parallel_state.get_expert_tensor_parallel_rank()
+    shared, cut, expert = (
+        torch.Generator(device).manual_seed(3 * (1000 * seed + place) + kind)
+        for kind, place in enumerate((0, of_tp, 100 * of_ep + of_etp))
+    )
     for chunk in models:
         for parameter in chunk.parameters():
-            parameter.data.normal_(std=0.02, generator=generator)
+            is_cut = getattr(parameter, "tensor_model_parallel", False)
+            generator = cut if is_cut else shared
+            parameter.data.normal_(std=0.02, generator=generator if getattr(parameter, "allreduce", True) else expert)
 
 
 class Case:
@@ -138,7 +175,7 @@ class Case:
     def __init__(self, case: str, models: list[torch.nn.Module], engine: Engine, arguments: Namespace) -> None:
         self.case, self.models, self.engine, self.arguments = case, models, engine, arguments
         self.manifest = mb.manifest(models)
-        self.device = arguments.device
+        self.device = "cpu" if arguments.device == "cpu" else f"cuda:{torch.cuda.current_device()}"
         plan = mb.plan_buckets(self.manifest, slot_bytes=self._slot_bytes())
         self.ring = mb.BufferRing(plan, self.device)
         self.writer: DirectWriter | None = None
@@ -204,7 +241,7 @@ class Case:
         """A round through the ring."""
         pairs = mb.iter_hf_weights(self.models)
         for bucket in self.ring.fill(pairs, acknowledged=self.engine.answer):
-            self.engine.pipe.send(("load", (bucket.number, way)))
+            self.engine.ask("load", bucket.number, way)
         self.engine("finish", way)
 
     def sync_direct(self) -> None:
@@ -231,9 +268,9 @@ class Case:
             pass
 
     def compare(self, way: str, found: dict[str, int], expected: dict[str, int]) -> None:
-        """Every parameter has the bits that the engine's own loader gives it."""
+        """Every parameter of every engine rank has the bits that the engine's own loader gives it."""
         wrong = [name for name in expected if found.get(name) != expected[name]]
-        self.report(f"bits, {way}", parameters=len(expected), differing=len(wrong), such_as=wrong[:3])
+        self.report(f"bits, {way}", parameters=len(expected), differing=most(len(wrong)), such_as=wrong[:3])
 
     def time(self, what: str, repeats: int, function: Callable[[], object]) -> None:
         """Publish seconds of a call."""

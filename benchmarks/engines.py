@@ -1,6 +1,7 @@
 """The engine's process of ``engine.py``: vLLM, or a stand-in of ours that needs torch alone.
 
-It is started with an address, and asked for methods by name through it. What it is asked for is timed there.
+It is started with an address, and asked through it for methods by name, with arguments for each rank of the engine. It
+answers with a list. What it is asked for is timed there.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 import sys
 import time
 import traceback
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from multiprocessing.connection import Client
@@ -194,11 +195,13 @@ class StandIn(Worker):
 class VllmExtension:
     """``worker_extension_cls``: vLLM's worker has this method besides."""
 
-    def bench(self, method: str, *arguments: Any) -> Any:
+    rank: int
+
+    def bench(self, method: str, arguments_by_rank: Sequence[Sequence[Any]]) -> Any:
         """Have our worker do it."""
         if not hasattr(self, "_benched"):
             self._benched = VllmWorker(self)
-        return getattr(self._benched, method)(*arguments)
+        return getattr(self._benched, method)(*arguments_by_rank[self.rank])
 
 
 class VllmWorker(Worker):
@@ -233,21 +236,36 @@ class VllmWorker(Worker):
             finalize_layerwise_reload(self.model, self._config)
 
 
-def vllm_engine(config: dict[str, Any], device: str, sleeps: bool) -> Callable[..., Any]:
+Ask = Callable[[str, Sequence[Sequence[Any]]], list[Any]]
+"""Asks all ranks of an engine."""
+
+
+def vllm_engine(config: dict[str, Any], arguments: Namespace) -> Ask:
     """vLLM, whose caches of older weights are reset at the end of a round."""
     sys.path[:0] = [str(EXAMPLES)]
     from vllm_engine import VllmEngine
 
-    options = {"worker_extension_cls": "engines.VllmExtension", "enable_sleep_mode": sleeps}
-    engine = VllmEngine({**config, "dtype": "bfloat16"}, torch.bfloat16, device, **options)
-    if sleeps:
+    options = {"worker_extension_cls": "engines.VllmExtension", "enable_sleep_mode": arguments.sleeps}
+    options |= {"tensor_parallel": arguments.ranks, "enable_expert_parallel": arguments.expert_parallel}
+    engine = VllmEngine({**config, "dtype": "bfloat16"}, torch.bfloat16, arguments.device, **options)
+    if arguments.sleeps:
         engine._llm.wake_up()
 
-    def ask(method: str, *arguments: Any) -> Any:
-        answer = engine._llm.collective_rpc("bench", args=(method, *arguments))[0]
+    def ask(method: str, arguments_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
+        answers = engine._llm.collective_rpc("bench", args=(method, arguments_by_rank))
         if method in ("finish", "complete"):
             engine._llm.reset_prefix_cache()
-        return answer
+        return answers
+
+    return ask
+
+
+def stand_in(arguments: Namespace) -> Ask:
+    """A stand-in for each rank, each with the whole model."""
+    workers = [StandIn(arguments.device) for _ in range(arguments.ranks)]
+
+    def ask(method: str, arguments_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
+        return [getattr(worker, method)(*rest) for worker, rest in zip(workers, arguments_by_rank, strict=True)]
 
     return ask
 
@@ -260,14 +278,12 @@ def main() -> None:
     parser.add_argument("--device", required=True)
     parser.add_argument("--config", type=json.loads, required=True)
     parser.add_argument("--sleeps", action="store_true")
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--expert-parallel", action="store_true")
     arguments = parser.parse_args()
     with Client(arguments.address) as pipe:
         try:
-            if arguments.engine == "vllm":
-                ask = vllm_engine(arguments.config, arguments.device, arguments.sleeps)
-            else:
-                worker = StandIn(arguments.device)
-                ask = lambda method, *rest: getattr(worker, method)(*rest)  # noqa: E731
+            ask = vllm_engine(arguments.config, arguments) if arguments.engine == "vllm" else stand_in(arguments)
             pipe.send("ready")
         except BaseException:
             pipe.send(RuntimeError(traceback.format_exc()))
@@ -278,7 +294,7 @@ def main() -> None:
             except EOFError:
                 return
             try:
-                pipe.send(ask(method, *rest))
+                pipe.send(ask(method, rest))
             except Exception:
                 pipe.send(RuntimeError(traceback.format_exc()))
 

@@ -61,7 +61,8 @@ def test_quantized_folders_are_loaded_beside_bf16(tmp_path):
 
 
 def test_the_benchmark_of_engines_compares_every_bit():
-    (said,) = pool.run(1, printed, "engine.py", ["tiny-moe layers=1", "--repeats", "1", "--slow-repeats", "1"])
+    case = "tiny-moe layers=1 tp=2 ep=2 sp=1"
+    said, _ = pool.run(2, printed, "engine.py", [case, "--repeats", "1", "--slow-repeats", "1"])
     lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     found = {line["what"]: line for line in lines}
     assert found["bits, ring"]["parameters"] > 10
