@@ -60,6 +60,7 @@ class Options(TypedDict, total=False):
     bucket_bytes: int | None
     target: Target
     problem: str
+    merged: bool | None
     adapters: WeightMapping | None
 
 
@@ -91,6 +92,7 @@ def agree_on_plan(
     bucket_bytes: int | None = None,
     target: Target = "everything",
     problem: str = "",
+    merged: bool | None = None,
     adapters: WeightMapping | None = None,
 ) -> Export:
     """Agree with the group on a plan.
@@ -99,7 +101,7 @@ def agree_on_plan(
     parameters stay pending.
 
     Args:
-        models, hf, head, dialect, bucket_bytes, target: as for ``iter_hf_weights``.
+        models, hf, head, dialect, bucket_bytes, target, merged: as for ``iter_hf_weights``.
         adapters: the rules of the models' adapters, to export these alone.
         problem: the reason why this rank cannot export, if the caller knows one. Every rank then raises it.
 
@@ -113,7 +115,7 @@ def agree_on_plan(
     try:
         if bucket_bytes is not None and not (isinstance(bucket_bytes, int) and bucket_bytes > 0):
             raise ExportError(f"bucket_bytes must be a number of bytes above 0, or None, found {bucket_bytes!r}")
-        bound = bind(models, provenance_on(models, hf, head), dialect=dialect, adapters=adapters)
+        bound = bind(models, provenance_on(models, hf, head), dialect=dialect, merged=merged, adapters=adapters)
     except Exception as failure:  # also of files: other ranks must hear of it
         error = describe(failure)
     fingerprint = (bucket_bytes, target, group.rank, group.size, group.num_stages, bound and bound.fingerprint())
@@ -122,8 +124,8 @@ def agree_on_plan(
     index = group.first_in_common(fits, _NUM_PLANS, plans[0].number if plans else 0)
     kept = None if index is None else plans[index]
     if kept is None:
-        rules_and_inventory = (bound.mapping.rules, bound.inventory()) if bound else ()
-        own = _Answer(error, bucket_bytes, target, group.num_stages, *rules_and_inventory)
+        of_bound = (bound.mapping.rules, bound.inventory(), bound.merged) if bound else ()
+        own = _Answer(error, bucket_bytes, target, group.num_stages, *of_bound)
         answers = group.all_gather_object((own, plans[0].number if plans else 0))
         program = _agreed(group, bound, first, [answer for answer, _ in answers])
         kept = _Kept(fingerprint, 1 + max(number for _, number in answers), program)
@@ -141,6 +143,7 @@ class _Answer(NamedTuple):
     num_stages: int
     rules: Rules | None = None
     inventory: Inventory | None = None
+    merged: bool | None = None
 
 
 def _agreed(group: Group, bound: BoundModel | None, chunk: GPTModel, answers: Sequence[_Answer]) -> Program:
@@ -168,6 +171,8 @@ def _planned(bound: BoundModel | None, chunk: GPTModel, answers: Sequence[_Answe
     sizes, targets = [answer.bucket_bytes for answer in answers], [answer.target for answer in answers]
     if len(set(sizes)) > 1:
         raise ExportError(f"bucket_bytes differs between ranks: {sizes}; pass one value")
+    if len(merged := {answer.merged for answer in answers}) > 1:
+        raise ExportError(f"merged differs between ranks: {sorted(merged, key=str)}; pass one value")
     if any(answer.rules != bound.mapping.rules for answer in answers):
         raise ExportError("the ranks name weights by different rules; pass the same hf, head and dialect on each")
     inventories = [answer.inventory for answer in answers if answer.inventory]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -16,9 +16,11 @@ from mcore_bridge.rules.mapping import Binding, Dialect, WeightMapping, axes_of
 from mcore_bridge.rules.names import expert_of, kind_of, layer_of, mtp_layer_of
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.trace import Trace, trace
+from mcore_bridge.weights.merging import merges_of
 from mcore_bridge.weights.model_tensors import held_tensors, numbering_of, unwrap
 from mcore_bridge.weights.plan.inventory import Inventory
 from mcore_bridge.weights.provenance import HF, TOWER, Provenance, provenance_of
+from mcore_bridge.weights.transfer.endpoints import Merge
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -39,6 +41,15 @@ class BoundModel:
     axes: Axes
     ranks: Mapping[str, int]
     """The rank on each of the axes ``pp``, ``tp`` and ``etp``."""
+    merged: bool | None = None
+    """Whether adapters are merged into what is exported; None without adapters."""
+    merges: Mapping[str, Merge] = field(default_factory=dict)
+    """What makes of some tensors, by canonical name, the merged ones."""
+
+    def exported(self, mcore: str) -> Tensor:
+        """The tensor that an export sends for one that this rank holds: the same, or a new merged one."""
+        tensor = self.tensors[mcore].detach()
+        return self.merges[mcore](tensor) if mcore in self.merges else tensor
 
     def trace(self, binding: Binding) -> Trace:
         """The trace of the layout of ``binding``, for the tensor that this rank holds under its name.
@@ -62,7 +73,7 @@ class BoundModel:
         """All that a plan depends on, on this rank. A kept plan is valid while this is equal."""
         tensors = self.tensors.values()
         held = ([tensor.shape for tensor in tensors], [tensor.dtype for tensor in tensors])
-        return (tuple(self.tensors), held, self.mapping, self.axes, self.ranks)
+        return (tuple(self.tensors), held, self.mapping, self.axes, self.ranks, self.merged)
 
     def inventory(self) -> Inventory:
         """The inventory of this rank, which other ranks need to plan an export."""
@@ -135,6 +146,7 @@ def bind(
     provenance: Provenance | None = None,
     *,
     dialect: Dialect | None = None,
+    merged: bool | None = None,
     adapters: WeightMapping | None = None,
 ) -> BoundModel:
     """Bind this rank's chunks (wrapped or not) to HF names.
@@ -143,11 +155,12 @@ def bind(
         models: the chunks of this rank, one per virtual pipeline stage.
         provenance: where they come from; None is what ``build_model`` has left on them.
         dialect: how HF names the experts; None is the dialect of the checkpoint that the models come from.
+        merged: whether the weights of a model with adapters are the merged ones, or those of the base alone.
         adapters: the rules of the models' adapters, to bind these alone.
 
     Raises:
         MappingError: when their provenance is unknown, or they are no ``GPTModel``.
-        ConfigError: when they have adapters, and ``adapters`` is None.
+        ConfigError: when they have adapters, and neither ``merged`` nor ``adapters`` says which tensors are meant.
     """
     provenance = provenance or provenance_on(models)
     chunks = chunks_of(models)
@@ -158,14 +171,17 @@ def bind(
     ranks = {"pp": groups.pp.rank(), "tp": groups.tp.rank(), "etp": groups.expt_tp.rank()}
     axes = axes_of_config(first.config, vocab=provenance.hf.vocab_size, padded_vocab=first.vocab_size)
     tensors = held_tensors(chunks)
-    if adapters is None and hasattr(first, "bridge_adapters"):
+    if not hasattr(first, "bridge_adapters"):
+        return BoundModel(chunks, tensors, mapping, axes, ranks)
+    if adapters is None and not isinstance(merged, bool):
         raise ConfigError(
-            "these models have adapters, and their weights alone would pass for the trained model: expected models "
-            "without adapters. Only iter_hf_adapters reads what they have learned"
+            "these models have adapters, and their base alone would pass for the trained model: expected merged=True "
+            f"for the trained weights or merged=False for the base, found merged={merged!r}. iter_hf_adapters has the "
+            "adapters alone"
         )
-    if adapters is not None:
-        tensors = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
-    return BoundModel(chunks, tensors, mapping, axes, ranks)
+    tensors = {name: tensor for name, tensor in tensors.items() if is_adapter(name) == (adapters is not None)}
+    merges = dict(merges_of(chunks)) if merged and adapters is None else {}
+    return BoundModel(chunks, tensors, mapping, axes, ranks, merged, merges)
 
 
 def axes_of_config(config: TransformerConfig, *, vocab: int, padded_vocab: int) -> Axes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mcore_bridge.rules.mapping import Dialect
-from mcore_bridge.weights.agreement import open_export
+from mcore_bridge.weights.agreement import Options, open_export
 from mcore_bridge.weights.bound import Models
 from mcore_bridge.weights.engine_program import EngineOutputs, EngineProgram
 from mcore_bridge.weights.ipc.direct_writer import DirectWriter
@@ -23,6 +23,7 @@ def export_into(
     head: str = "lm",
     dialect: Dialect | None = None,
     bucket_bytes: int | None = None,
+    merged: bool | None = None,
 ) -> None:
     """Write the weights of a model into an engine's memory. When this returns, the device has done so.
 
@@ -33,7 +34,7 @@ def export_into(
     made only where the map casts it.
 
     Args:
-        models, hf, head, dialect, bucket_bytes: as for ``iter_hf_weights``.
+        models, hf, head, dialect, bucket_bytes, merged: as for ``iter_hf_weights``.
         writer: the memory of the engine's rank, which this process has opened.
 
     Raises:
@@ -44,7 +45,8 @@ def export_into(
         >>> writer = DirectWriter(engine_map, handles)  # doctest: +SKIP
         >>> export_into(models, writer)  # doctest: +SKIP
     """
-    export = open_export(models, hf, head, dialect=dialect, bucket_bytes=bucket_bytes, target=writer.map)
+    options: Options = {"dialect": dialect, "bucket_bytes": bucket_bytes, "target": writer.map, "merged": merged}
+    export = open_export(models, hf, head, **options)
 
     def into(program: Program, device: torch.device) -> Ends:
         kept = writer.program
@@ -53,7 +55,8 @@ def export_into(
             writer.program = kept
         return kept, EngineOutputs(kept, writer.memory, device)
 
-    for pairs in run_messages(export.program, export.group, export.bound.tensors, into=into):
+    bound = export.bound
+    for pairs in run_messages(export.program, export.group, bound.tensors, merges=bound.merges, into=into):
         for _ in pairs:
             pass
     writer.finish()

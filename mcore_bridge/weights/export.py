@@ -32,6 +32,7 @@ def iter_hf_weights(
     bucket_bytes: int | None = None,
     target: Target = "everything",
     copy: bool = True,
+    merged: bool | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every HF tensor, whole, on every rank: same names, order, shapes and bits; or what ``target`` selects.
 
@@ -61,6 +62,9 @@ def iter_hf_weights(
         copy: False yields tensors that arrive whole, such as those of most experts, as views of received memory. They
             are valid until the next one is asked for, and only to be read. This takes less memory, and the next message
             waits.
+        merged: for models with adapters, which need a choice: True yields the weights with their adapters merged,
+            summed in fp64 and rounded once; False yields the base alone. The models stay as they are. A rank holds few
+            merged shards at a time.
 
     Raises:
         ExportError: on every rank of the group, when any of them fails; it names rank and parameter.
@@ -75,9 +79,10 @@ def iter_hf_weights(
         model.norm.weight (48,)
         lm_head.weight (96, 48)
     """
-    options: dict[str, Any] = {"dialect": dialect, "bucket_bytes": bucket_bytes, "target": target}
+    options: dict[str, Any] = {"dialect": dialect, "bucket_bytes": bucket_bytes, "target": target, "merged": merged}
     export = open_export(models, hf, head, **options, problem=problem_of(dtype))
-    with closing(run_program(export.program, export.group, export.bound.tensors, lend=not copy)) as pairs:
+    bound = export.bound
+    with closing(run_program(export.program, export.group, bound.tensors, merges=bound.merges, lend=not copy)) as pairs:
         if dtype is None and device is None:
             yield from pairs
         for name, tensor in pairs:
@@ -98,11 +103,12 @@ def to_hf_state_dict(
     dialect: Dialect | None = None,
     bucket_bytes: int | None = None,
     target: Target = "everything",
+    merged: bool | None = None,
 ) -> dict[str, Tensor]:
     """The whole HF state dict on every rank, or what ``target`` selects: all pairs of ``iter_hf_weights``.
 
     Args:
-        models, hf, head, dtype, device, dialect, bucket_bytes, target: as for ``iter_hf_weights``.
+        models, hf, head, dtype, device, dialect, bucket_bytes, target, merged: as for ``iter_hf_weights``.
 
     Raises:
         ExportError, MappingError, TargetError: as ``iter_hf_weights``.
@@ -112,7 +118,5 @@ def to_hf_state_dict(
         >>> len(state), state["model.norm.weight"].dtype
         (47, torch.float32)
     """
-    pairs = iter_hf_weights(
-        models, hf=hf, head=head, dtype=dtype, device=device, dialect=dialect, bucket_bytes=bucket_bytes, target=target
-    )
-    return dict(pairs)
+    options: dict[str, Any] = {"dialect": dialect, "bucket_bytes": bucket_bytes, "target": target, "merged": merged}
+    return dict(iter_hf_weights(models, hf=hf, head=head, dtype=dtype, device=device, **options))

@@ -159,7 +159,7 @@ def _load_from(
         provenance = provenance.spelled_as(stored)
     if dialect is None and isinstance(stored, Mapping):
         dialect = dialect_of(stored, provenance.rules)
-    load = _Load(bind(models, provenance, dialect=dialect), dtype)
+    load = _Load(bind(models, provenance, dialect=dialect, merged=False), dtype)
     device = next(
         (tensor.device for tensor in load.bound.tensors.values()), torch.device("cpu")
     )  # a stage may be empty

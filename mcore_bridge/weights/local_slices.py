@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 
 from torch import Tensor
 
@@ -20,7 +22,7 @@ class LocalSlice:
     """A slice of the HF tensor ``name`` of ``shape``: ``whole[index] == tensor``.
 
     ``tensor`` is a view of the live parameter, in the orientation of HF. It changes with the parameter, is not always
-    contiguous, and is only to be read.
+    contiguous, and is only to be read. If an adapter is merged into it, it is a view of a new tensor.
     """
 
     name: str
@@ -49,7 +51,12 @@ class SliceOrigin:
 
 
 def iter_hf_pieces(
-    models: Models, *, hf: HF | None = None, head: str = "lm", dialect: Dialect | None = None
+    models: Models,
+    *,
+    hf: HF | None = None,
+    head: str = "lm",
+    dialect: Dialect | None = None,
+    merged: bool | None = None,
 ) -> Iterator[LocalSlice]:
     """Yield the slices of HF tensors that this rank holds. Nothing is copied and nothing communicates.
 
@@ -60,6 +67,7 @@ def iter_hf_pieces(
         models: this rank's chunks, wrapped or not.
         hf, head: for models that ``build_model`` did not make: their HF config or folder, and their head.
         dialect: how HF names the experts, as for ``iter_hf_weights``.
+        merged: whether the adapters of models that have some are merged, as for ``iter_hf_weights``.
 
     Raises:
         MappingError: when the provenance of models is unknown, or a parameter has no rule.
@@ -73,10 +81,12 @@ def iter_hf_pieces(
         (slice(0, 96, 1), slice(None, None, None)) (96, 48)
     """
     require_gathered(models)
-    bound = bind(models, provenance_on(models, hf, head), dialect=dialect)
+    bound = bind(models, provenance_on(models, hf, head), dialect=dialect, merged=merged)
     check_storage(bound.tensors)
-    for origin in origins_of(bound):
-        yield LocalSlice(origin.name, origin.shape, origin.index, origin.of(bound.tensors[origin.mcore]))
+    for mcore, origins in groupby(origins_of(bound), key=attrgetter("mcore")):
+        held = bound.exported(mcore)
+        for origin in origins:
+            yield LocalSlice(origin.name, origin.shape, origin.index, origin.of(held))
 
 
 def origins_of(bound: BoundModel) -> Iterator[SliceOrigin]:

@@ -112,6 +112,7 @@ def manifest(
     digests: bool = False,
     bucket_bytes: int | None = None,
     target: Target = "everything",
+    merged: bool | None = None,
 ) -> Manifest:
     """The manifest of what ``iter_hf_weights`` with the same arguments yields. All ranks of a replica call it together.
 
@@ -120,7 +121,7 @@ def manifest(
 
     Args:
         digests: whether to compute the SHA-256 of each tensor.
-        models, hf, head, dtype, dialect, bucket_bytes, target: as for ``iter_hf_weights``.
+        models, hf, head, dtype, dialect, bucket_bytes, target, merged: as for ``iter_hf_weights``.
 
     Raises:
         ExportError, MappingError, TargetError: as ``iter_hf_weights``.
@@ -129,7 +130,7 @@ def manifest(
         >>> mb.manifest(models).num_bytes                 # of all tensors that an export yields
         666048
     """
-    options: dict[str, Any] = {"dialect": dialect, "bucket_bytes": bucket_bytes, "target": target}
+    options: dict[str, Any] = {"dialect": dialect, "bucket_bytes": bucket_bytes, "target": target, "merged": merged}
     export = agree_on_plan(models, hf, head, **options, problem=problem_of(dtype))
     specs = tuple(
         ManifestEntry(spec.name, spec.shape, wanted_dtype(spec.name, spec.dtype, dtype))

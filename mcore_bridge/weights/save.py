@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ def save_hf_checkpoint(
     keep: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     slot_bytes: int = SLOT_BYTES,
+    merged: bool | None = None,
 ) -> Manifest:
     """Write sharded safetensors, index, config, and the tokenizer files of the folder that the model came from.
 
@@ -69,6 +70,7 @@ def save_hf_checkpoint(
             ``overrides=`` of ``build_model`` have changed.
         max_shard_bytes: upper limit on the size of a file, unless one tensor is larger.
         slot_bytes: bytes that are written at once. Tensors on a GPU pass through host memory of some twelve times that.
+        merged: whether the adapters of models that have some are merged, as for ``iter_hf_weights``.
 
     Returns:
         The manifest of what was written.
@@ -86,19 +88,20 @@ def save_hf_checkpoint(
     with raise_on_all(world, f"{folder} was not written, and is as it was"):
         target, provenance = target_of(folder), provenance_on(models, hf, head)
         require_positive(max_shard_bytes=max_shard_bytes, slot_bytes=slot_bytes)
+    given: dict[str, Any] = {"dtype": dtype, "dialect": dialect, "head": head, "merged": merged}
     sizes = {"max_shard_bytes": max_shard_bytes, "slot_bytes": slot_bytes}
-    require_alike(world, {"dtype": dtype, "dialect": dialect, "head": head, "keep": keep, **sizes})
+    require_alike(world, {**given, "keep": keep, **sizes})
     together = partial(raise_on_all, world, f"{target} was not written, and is as it was")
     bucket_bytes = BUCKET_SLOTS * slot_bytes
     with updating_by_all(world, target) as update, ExitStack() as stack:
         with together():
-            specs = manifest(models, hf=hf, head=head, dtype=dtype, dialect=dialect, bucket_bytes=bucket_bytes)
+            specs = manifest(models, hf=hf, **given, bucket_bytes=bucket_bytes)
             carried = carried_of(provenance)
             specs = Manifest((*specs.tensors, *carried.specs))
             shards = assign_files(specs.tensors, world.size, max_shard_bytes)
             writers = _open([shard for shard in shards if shard.rank == world.rank], update.new, stack)
         with together():
-            pairs = iter_hf_weights(models, hf=hf, head=head, dtype=dtype, dialect=dialect, bucket_bytes=bucket_bytes)
+            pairs = iter_hf_weights(models, hf=hf, **given, bucket_bytes=bucket_bytes)
             _write(_and_carried(pairs, carried, writers), writers, slot_bytes)
             stack.close()
             if world.rank == 0:

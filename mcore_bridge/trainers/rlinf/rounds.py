@@ -27,7 +27,8 @@ def run_rounds(export: Export, num_rounds: int) -> Generator[dict[str, Tensor], 
     """
     count = len(export.program.plan.messages)
     ends = [count * number // num_rounds for number in range(num_rounds)]
-    with closing(run_messages(export.program, export.group, export.bound.tensors)) as messages:
+    bound = export.bound
+    with closing(run_messages(export.program, export.group, bound.tensors, merges=bound.merges)) as messages:
         for start, end in pairwise(ends):
             yield dict(chain.from_iterable(islice(messages, end - start)))
         yield dict(chain.from_iterable(messages))  # up to their end, where failures of other ranks show

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,10 @@ from mcore_bridge.weights.plan.export_plan import ExportPlan, Message
 from mcore_bridge.weights.plan.payload import OutputTensor
 from mcore_bridge.weights.transfer.copier import Buffers
 from mcore_bridge.weights.transfer.program import Program, Step
+
+Merge = Callable[[Tensor], Tensor]
+"""Makes of a tensor that a rank holds the one that it sends in its place, of the same shape and dtype."""
+NO_MERGES: Mapping[str, Merge] = {}
 
 
 def check_storage(tensors: Mapping[str, Tensor]) -> None:
@@ -32,17 +36,24 @@ def _storage_of(name: str, tensor: Tensor) -> torch.UntypedStorage:
 class Sources:
     """This rank's tensors, in the memory that they have when an export begins.
 
+    Those with a merge are made when a step first reads them, and dropped after its last message.
+
     Raises:
         ExportError: when any of them has no memory.
     """
 
-    def __init__(self, program: Program, tensors: Mapping[str, Tensor]) -> None:
-        self._names = program.names
+    def __init__(
+        self, program: Program, tensors: Mapping[str, Tensor], merges: Mapping[str, Merge] = NO_MERGES
+    ) -> None:
+        self._program, self._names = program, program.names
         own = [tensors[name] for name in self._names]
         self._storages = [*map(_storage_of, self._names, own)]  # they stay if tensors get others
         self._addresses = [storage.data_ptr() for storage in self._storages]
         self._buffers = Buffers([tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in own])
         self._buffers.addresses  # noqa: B018  # computed now, and kept
+        self._merges = {number: merges[name] for number, name in enumerate(self._names) if name in merges}
+        self._merged: dict[int, Tensor] = {}
+        self._current = self._buffers
 
     def read_by(self, step: Step) -> Buffers:
         """All tensors, after a check that the ones which a step reads have not moved."""
@@ -51,7 +62,22 @@ class Sources:
             raise ExportError(
                 f"{self._names[moved[0]]} was freed or moved during an export; leave the model in place until it ends"
             )
-        return self._buffers
+        if new := [number for number in step.held if number in self._merges and number not in self._merged]:
+            for number in new:
+                self._merged[number] = self._merges[number](self._buffers.tensors[number])
+            self._replace()
+        return self._current
+
+    def passed(self, message: int) -> None:
+        """Drop the merged tensors of which no message soon after this one has a part."""
+        if self._merged:
+            for number in self._program.idle_after.get(message, ()):
+                self._merged.pop(number, None)
+            self._replace()
+
+    def _replace(self) -> None:
+        tensors = [self._merged.get(number, held) for number, held in enumerate(self._buffers.tensors)]
+        self._current = Buffers(tensors)
 
 
 class Outputs:

@@ -18,7 +18,7 @@ from mcore_bridge.errors import ExportError
 from mcore_bridge.weights.plan.budget import MESSAGES_IN_FLIGHT
 from mcore_bridge.weights.plan.export_plan import Message
 from mcore_bridge.weights.transfer.collectives import Group, Memory, State, Windows
-from mcore_bridge.weights.transfer.endpoints import Outputs, Sources
+from mcore_bridge.weights.transfer.endpoints import NO_MERGES, Merge, Outputs, Sources
 from mcore_bridge.weights.transfer.failures import raise_failures, raise_on_all, require_all
 from mcore_bridge.weights.transfer.program import OUTPUTS, Program
 
@@ -33,10 +33,15 @@ def new_tensors(program: Program, device: torch.device) -> Ends:
 
 
 def run_program(
-    program: Program, group: Group, tensors: Mapping[str, Tensor], *, lend: bool = False
+    program: Program,
+    group: Group,
+    tensors: Mapping[str, Tensor],
+    *,
+    merges: Mapping[str, Merge] = NO_MERGES,
+    lend: bool = False,
 ) -> Generator[tuple[str, Tensor], None, None]:
     """Yield every HF tensor of ``program``, ready on the current stream: like ``run_messages``, but one at a time."""
-    with closing(run_messages(program, group, tensors, lend=lend)) as messages:
+    with closing(run_messages(program, group, tensors, merges=merges, lend=lend)) as messages:
         for pairs in messages:
             yield from pairs
 
@@ -46,6 +51,7 @@ def run_messages(
     group: Group,
     tensors: Mapping[str, Tensor],
     *,
+    merges: Mapping[str, Merge] = NO_MERGES,
     lend: bool = False,
     into: Callable[[Program, torch.device], Ends] = new_tensors,
 ) -> Generator[Pairs, None, None]:
@@ -55,6 +61,7 @@ def run_messages(
 
     Args:
         tensors: what this rank holds, by canonical name.
+        merges: what makes of some of these, by name, the tensors that are sent.
         lend: yield tensors that lie whole in the windows as views, valid until the next tensor is asked for. All other
             tensors are new and belong to the caller. While it reads views, one message less is in flight.
         into: makes the end of the export on this rank, from the program and the device of the group.
@@ -63,33 +70,31 @@ def run_messages(
         ExportError: on every rank of the group, when any of them fails; names rank and parameter.
     """
     if group.size == 1:
-        yield from _alone(*into(program, group.device), tensors, group.device)
+        yield from _alone(*into(program, group.device), Sources(program, tensors, merges), group.device)
         return
     exchange = None
     with raise_on_all(group, kind=ExportError):  # such as no memory: others must hear of it before they wait
-        exchange = _Exchange(*into(program, group.device), group, tensors, lend=lend)
+        exchange = _Exchange(*into(program, group.device), group, Sources(program, tensors, merges), lend=lend)
     assert exchange is not None
     yield from exchange.messages()
 
 
-def _alone(program: Program, outputs: Outputs, tensors: Mapping[str, Tensor], device: torch.device) -> Iterator[Pairs]:
-    held = Sources(program, tensors)
+def _alone(program: Program, outputs: Outputs, held: Sources, device: torch.device) -> Iterator[Pairs]:
     nothing = [torch.empty(0, device=device)] * OUTPUTS
     for number, message in enumerate(program.plan.messages):
         step = program.step(number, None)
         outputs.run(step, held.read_by(step), nothing, device)
+        held.passed(number)
         yield outputs.closed(message)
 
 
 class _Exchange:
     """One run of a program in a group."""
 
-    def __init__(
-        self, program: Program, outputs: Outputs, group: Group, tensors: Mapping[str, Tensor], *, lend: bool
-    ) -> None:
+    def __init__(self, program: Program, outputs: Outputs, group: Group, held: Sources, *, lend: bool) -> None:
         self._program, self._group, self._lends = program, group, lend
         self._messages = program.plan.messages
-        self._held = Sources(program, tensors)
+        self._held = held
         self._outputs = outputs
         self._nothing = torch.empty(0, device=group.device)
         self._memory = [
@@ -199,6 +204,7 @@ class _Exchange:
         ]
         self._outputs.run(step, self._held.read_by(step), passing, self._group.device)
         if arrived:
+            self._held.passed(arrived.number)
             self._outputs.lend(step, arrived.all)
 
     def _fail(self, problem: Exception, number: int) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 
+from mcore_bridge.weights.plan.budget import MESSAGES_IN_FLIGHT
 from mcore_bridge.weights.plan.export_plan import ExportPlan
 from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.plan.payload import OutputTensor
@@ -63,6 +64,25 @@ class Program:
         self._numbers = {name: number for number, name in enumerate(self.names)}
         self._steps: dict[tuple[int | None, int | None, bool, bool, bool], Step] = {}
         self._known: dict[tuple[object, ...], list[list[ByteCopy]]] = {}
+
+    @cached_property
+    def idle_after(self) -> dict[int, list[int]]:
+        """By message, the tensors of this rank, by index, of which none that follows soon has a part.
+
+        Different receivers may get parts of a tensor at different times.
+        """
+        spans: dict[int, list[tuple[int, int]]] = {}
+        for plan in {id(plan): plan for plan in self.plans}.values():
+            for run in plan.streams[self.rank]:
+                spans.setdefault(self._number(plan.payload.entries[run.entry]), []).append((run.message, run.last()))
+        idle: dict[int, list[int]] = {}
+        for number, messages in spans.items():
+            ends = accumulate((last for _, last in sorted(messages)), max)
+            starts = [first for first, _ in sorted(messages)][1:]
+            for end, start in zip_longest(ends, starts, fillvalue=len(self.plan.messages) + MESSAGES_IN_FLIGHT + 1):
+                if start > end + MESSAGES_IN_FLIGHT + 1:
+                    idle.setdefault(end, []).append(number)
+        return idle
 
     def balance(self) -> int:
         """A hash of what this rank sends, minus one of what it expects.

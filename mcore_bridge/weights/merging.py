@@ -1,0 +1,78 @@
+"""Weights with their adapters merged: new tensors that an export makes of this rank's shards, one after the other.
+
+No shard needs another for it. Sums are in fp64 and rounded once, so that bits do not depend on how a weight is cut.
+(A sum that lies within some 2^-50 of a boundary of rounding could differ, if kernels add in another order.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.rules.names import canonical
+from mcore_bridge.weights.model_tensors import numbering_of
+from mcore_bridge.weights.transfer.endpoints import Merge, check_storage
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+_BLOCK = 1 << 22
+"""Numbers in fp64 that a merge holds at once, some 32 MB a tensor."""
+
+
+class Adapter(Protocol):
+    """What a merge reads of an adapter: ``scale * rows @ A``, where each row of B has its place among the parts."""
+
+    chosen: Tensor
+    scale: float
+
+    @property
+    def linear_in(self) -> Any:
+        """The module of A, ``[parts * rank, in]``."""
+
+    @property
+    def linear_out(self) -> Any:
+        """The module of B, ``[out, rank]``."""
+
+
+def merges_of(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Merge]]:
+    """Yield the canonical name of each weight with an adapter, and the function that makes the merged one of it."""
+    for chunk in chunks:
+        numbering = numbering_of(chunk)
+        for path, module in chunk.named_modules():
+            adapter: Any = getattr(module, "adapter", None)
+            if hasattr(adapter, "linear_in"):
+                yield canonical(f"{path}.weight", numbering), partial(merged_weight, adapter)
+
+
+@torch.no_grad()
+def merged_weight(adapter: Adapter, weight: Tensor) -> Tensor:
+    """A new tensor with the weight and the product of its adapter, in the dtype and on the device of the weight."""
+    first, second = adapter.linear_in.weight, adapter.linear_out.weight
+    check_storage({"linear_in of an adapter": first, "linear_out of an adapter": second})
+    first, second, chosen = (factor.to(weight.device, torch.float64) for factor in (first, second, adapter.chosen))
+    merged = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    rows = max(_BLOCK // (first.shape[0] + first.shape[1]), 1)
+    blocks = (tensor.split(rows) for tensor in (merged, second, chosen, weight))
+    for block, own, places, old in zip(*blocks, strict=True):
+        product = (places * own[:, None, :]).flatten(1) @ first
+        block.copy_(_rounded(product.mul_(adapter.scale).add_(old), weight.dtype))
+    return merged
+
+
+def _rounded(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp64 in ``dtype``, rounded once. torch casts to 16 bits by way of fp32, and would round a second time there.
+
+    So the fp32 number is rounded to odd: an inexact one is never a middle between two numbers of 16 bits.
+    """
+    if dtype.itemsize >= torch.float32.itemsize:
+        return sums.to(dtype)
+    near = sums.float()
+    error = sums - near
+    is_even = near.view(torch.int32) % 2 == 0
+    other = near.nextafter(error.sign().float() * torch.inf)  # the sign of nothing gives nan, which is not chosen
+    return torch.where((error != 0) & is_even, other, near).to(dtype)
