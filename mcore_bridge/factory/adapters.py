@@ -151,7 +151,6 @@ def _require_fitting(chunks: Sequence[GPTModel], given: Sequence[nn.Module], *, 
         (any(hasattr(chunk, "bridge_adapters") for chunk in chunks), "models have adapters: one set is supported"),
         (config.mtp_num_layers, "models must have no MTP layers, whose adapters no engine reads: build without them"),
         (bool(chunks[0].bridge.tower), 'models must be of text: build with vision="carried"'),
-        (config.experimental_attention_variant, f"no adapters yet for {config.experimental_attention_variant}"),
         (config.moe_shared_expert_overlap, "moe_shared_expert_overlap must be False"),
     )
     if problems := [text for is_wrong, text in checks if is_wrong]:

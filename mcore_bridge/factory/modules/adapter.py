@@ -80,8 +80,19 @@ class Adapter(nn.Module):
         inner = nn.functional.linear(hidden.to(first.dtype), first)
         if not self.expert:
             inner = {"cut": self._gathered, "summed": self._reduced, "whole": lambda same: same}[self.kind](inner)
-        rows = (self.chosen * second[:, None, :]).flatten(1) if self.masked else second
-        return nn.functional.linear(inner, rows) * self.scale
+        return nn.functional.linear(inner, self._rows(second)) * self.scale
+
+    def added_to(self, weight: Tensor) -> Tensor:
+        """The layer's weight with the product of the factors, for attention that does not run the layer.
+
+        A rank's gradient of A is that of its own rows alone, as in the layer under sequence parallelism.
+        """
+        delta = self._rows(self.linear_out.weight) @ self.linear_in.weight * self.scale
+        return weight + delta.to(weight.dtype)
+
+    def _rows(self, second: Tensor) -> Tensor:
+        """B with a column for each row of A, in which each row reads those of its part."""
+        return (self.chosen * second[:, None, :]).flatten(1) if self.masked else second
 
     def _factor(self, weight: Tensor, number: int) -> Tensor:
         """The whole factor of a cut expert gets a partial gradient on each rank, which nobody else sums."""

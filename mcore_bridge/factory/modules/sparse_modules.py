@@ -10,6 +10,7 @@ from mcore_bridge.factory.modules.latent_modules import hold_whole
 
 if TYPE_CHECKING:
     from megatron.core.transformer import MLATransformerConfig
+    from torch import Tensor
 
 
 class SparseLatentAttention(AbsorbedMLASelfAttention):
@@ -25,3 +26,13 @@ class SparseLatentAttention(AbsorbedMLASelfAttention):
         indexer = self.core_attention.indexer
         if indexer is not None and not config.dsa_indexer_loss_coeff:
             indexer.requires_grad_(False)
+
+    def _get_kv_up_weights(self) -> tuple[Tensor, Tensor]:
+        """The up projections of keys and values, with the adapter of ``linear_kv_up_proj``, if it has one.
+
+        mcore reads the weight and does not run the module, so the adapter's hook would never be called.
+        """
+        linear = self.linear_kv_up_proj
+        weight = linear.adapter.added_to(linear.weight) if hasattr(linear, "adapter") else linear.weight
+        heads = weight.unflatten(0, (self.num_attention_heads_per_partition, -1))
+        return heads.split((self.config.qk_head_dim, self.config.v_head_dim), dim=1)

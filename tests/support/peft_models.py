@@ -1,0 +1,102 @@
+"""Models with adapters by ``peft``, under our names: what a step with ours is held against."""
+
+import peft
+import torch
+
+from mcore_bridge.rules.adapters import is_adapter
+from mcore_bridge.rules.mapping import axes_of
+from mcore_bridge.rules.trace import trace
+from mcore_bridge.weights.bound import bind
+from mcore_bridge.weights.model_tensors import held_tensors
+from tests.support import tiny
+
+RANK, ALPHA = 3, 5
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+
+
+def batch():
+    return tiny.tokens(8, vocab_size=64)
+
+
+def named(parameters, num_experts, dialect):
+    """The factors of ``peft`` in our names, as views; for experts that it holds as one, of each expert and projection.
+
+    ``peft`` holds gate and up of "split" as one with twice the rank, where only two blocks of B are not zero.
+    """
+    for name, tensor in parameters.items():
+        if ".lora_" not in name:
+            continue
+        name = name.removeprefix("base_model.model.").replace(".default.", ".")
+        if not name.partition(".experts.")[2].startswith(("base_layer.lora_", "lora_")):
+            yield name, tensor
+            continue
+        kind = "gate_up_proj" if ".base_layer." in name else "down_proj"
+        name = name.replace(".experts.base_layer.", ".experts.").replace(".experts.", f".experts.{kind}.")
+        for number, entry in enumerate(_of_experts(name, tensor, num_experts)):
+            if dialect == "fused":
+                yield f"{name}[{number}]", entry
+                continue
+            name_of_one = name.replace(".experts.", f".experts.{number}.")
+            if kind == "down_proj":
+                yield name_of_one, entry
+                continue
+            for half, part in enumerate(("gate_proj", "up_proj")):
+                block = entry.chunk(2, 0)[half] if "lora_A" in name else entry.chunk(2, 0)[half].chunk(2, 1)[half]
+                yield name_of_one.replace("gate_up_proj", part), block
+
+
+def _of_experts(name, tensor, num_experts):
+    if "lora_A" in name:
+        return tensor.unflatten(0, (num_experts, -1))
+    return tensor.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
+
+
+def expected(hf, targets, dialect):
+    """By ``peft``: the factors of an adapter, its loss and its gradients, in our names."""
+    model = tiny.random_model(hf)
+    config = peft.LoraConfig(
+        r=RANK,
+        lora_alpha=ALPHA,
+        target_modules=[target for target in targets if target not in EXPERTS],
+        target_parameters=[f"mlp.{target}" for target in targets if target in EXPERTS] or None,
+    )
+    if dialect == "fused":
+        hf.model_type = ""  # peft takes gate_proj of a shared expert for that of all experts in models that it knows
+    model = peft.get_peft_model(model, config).eval()
+    count = getattr(hf, "num_experts", None) or getattr(hf, "n_routed_experts", 0)
+    generator, parameters = torch.Generator().manual_seed(5), {n: p.detach() for n, p in model.named_parameters()}
+    values = dict(named(parameters, count, dialect))
+    for name, parameter in parameters.items():
+        if ".lora_" in name:
+            parameter.zero_()
+    for value in values.values():
+        value.copy_(torch.randn(value.shape, generator=generator) * 0.1)
+    _, loss, grads = tiny.reference(model, batch())
+    return values, loss, dict(named(grads, count, dialect))
+
+
+@torch.no_grad()
+def fill(chunks, made, values):
+    """Give the adapters of this rank their values. What they hold beside those, as views."""
+    bound, absent = bind(chunks, adapters=made.mapping), []
+    for name, parameter in held(chunks).items():
+        binding = made.mapping.bind(name)
+        traced = trace(binding.layout, tuple(parameter.shape), axes_of(binding, bound.axes))
+        rank = bound.ranks[binding.axis]
+        absent += [parameter.narrow(*place) for place in traced.padding(rank)]
+        parameter.copy_(traced.shard(rank, [values[part] for part in binding.hf], torch.float32))
+    return absent
+
+
+def held(chunks):
+    """The parameters of adapters by canonical name."""
+    return {name: parameter for name, parameter in held_tensors(chunks).items() if is_adapter(name)}
+
+
+def entries(tensors):
+    """Exported adapters under the names of ``named``: one for each expert."""
+    found = {}
+    for name, tensor in tensors:
+        each = enumerate(tensor.clone()) if tensor.dim() == 3 else ()
+        found |= {f"{name}[{number}]": entry for number, entry in each} or {name: tensor.clone()}
+    return found
