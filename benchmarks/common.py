@@ -47,6 +47,15 @@ def _sparse(*sizes: int, num_experts: int, moe_intermediate_size: int, **more: A
     return _dense(*sizes, **{**own, **layers, **experts, **more})
 
 
+def _hybrid(*sizes: int, num_experts: int, linear_num_key_heads: int, inner: int, **more: Any) -> dict[str, Any]:
+    """Qwen3-Next: three layers of linear attention, then one of attention with a gate, experts in all of them."""
+    own = {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "partial_rotary_factor": 0.25}
+    heads = {"linear_num_key_heads": linear_num_key_heads, "linear_num_value_heads": 2 * linear_num_key_heads}
+    heads |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
+    experts = {"num_experts": num_experts, "moe_intermediate_size": inner, "shared_expert_intermediate_size": inner}
+    return _sparse(*sizes, **{**own, **heads, **experts, "full_attention_interval": 4, **more})
+
+
 def _latent(*sizes: int, n_routed_experts: int, moe_intermediate_size: int) -> dict[str, Any]:
     """A small DeepSeek-V3 in the sizes of Moonlight-16B-A3B, with experts in every layer."""
     heads = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -64,6 +73,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _dense(1024, 3072, 28, 16, 8, tie_word_embeddings=True),
     "qwen3-8b": _dense(4096, 12288, 36, 32, 8),
     "qwen3-30b-a3b": _sparse(2048, 6144, 48, 32, 4, num_experts=128, moe_intermediate_size=768),
+    "tiny-next": _hybrid(512, 1536, 4, 8, 2, num_experts=16, linear_num_key_heads=4, inner=384, vocab_size=32_000),
+    "qwen3-next": _hybrid(2048, 5120, 48, 16, 2, num_experts=512, linear_num_key_heads=16, inner=512, head_dim=256),
     "moonlight": _latent(2048, 11264, 27, 16, 16, n_routed_experts=64, moe_intermediate_size=1408),
 }
 MESH = ("tp", "pp", "vp", "cp", "ep", "etp", "sp")
@@ -87,31 +98,51 @@ def parsed(case: str) -> tuple[str, int | None, dict[str, int]]:
 
 
 def shapes_of(config: PretrainedConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor of a Qwen3 checkpoint, as they are published."""
+    """Name and shape of every tensor of a Qwen3 or Qwen3-Next checkpoint, as they are published."""
     width, head = config.hidden_size, config.head_dim
     queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
+    is_hybrid = config.model_type == "qwen3_next"
     yield "model.embed_tokens.weight", (config.vocab_size, width)
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}"
         yield f"{prefix}.input_layernorm.weight", (width,)
-        yield f"{prefix}.self_attn.q_proj.weight", (queries, width)
-        yield f"{prefix}.self_attn.k_proj.weight", (keys, width)
-        yield f"{prefix}.self_attn.v_proj.weight", (keys, width)
-        yield f"{prefix}.self_attn.o_proj.weight", (width, queries)
-        yield f"{prefix}.self_attn.q_norm.weight", (head,)
-        yield f"{prefix}.self_attn.k_norm.weight", (head,)
+        if is_hybrid and config.layer_types[layer] == "linear_attention":
+            yield from _linear_attention(f"{prefix}.linear_attn", config)
+        else:
+            yield f"{prefix}.self_attn.q_proj.weight", ((1 + is_hybrid) * queries, width)  # with a gate for each
+            yield f"{prefix}.self_attn.k_proj.weight", (keys, width)
+            yield f"{prefix}.self_attn.v_proj.weight", (keys, width)
+            yield f"{prefix}.self_attn.o_proj.weight", (width, queries)
+            yield f"{prefix}.self_attn.q_norm.weight", (head,)
+            yield f"{prefix}.self_attn.k_norm.weight", (head,)
         yield f"{prefix}.post_attention_layernorm.weight", (width,)
         experts = getattr(config, "num_experts", None)
         if experts:
             yield f"{prefix}.mlp.gate.weight", (experts, width)
         inner = config.moe_intermediate_size if experts else config.intermediate_size
-        for mlp in [f"{prefix}.mlp.experts.{expert}" for expert in range(experts)] if experts else [f"{prefix}.mlp"]:
+        mlps = [f"{prefix}.mlp.experts.{expert}" for expert in range(experts)] if experts else [f"{prefix}.mlp"]
+        if is_hybrid:
+            mlps += [f"{prefix}.mlp.shared_expert"]
+            yield f"{prefix}.mlp.shared_expert_gate.weight", (1, width)
+        for mlp in mlps:
             yield f"{mlp}.gate_proj.weight", (inner, width)
             yield f"{mlp}.up_proj.weight", (inner, width)
             yield f"{mlp}.down_proj.weight", (width, inner)
     yield "model.norm.weight", (width,)
     if not config.tie_word_embeddings:
         yield "lm_head.weight", (config.vocab_size, width)
+
+
+def _linear_attention(prefix: str, config: PretrainedConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    yield f"{prefix}.in_proj_qkvz.weight", (2 * keys + 2 * values, config.hidden_size)
+    yield f"{prefix}.in_proj_ba.weight", (2 * config.linear_num_value_heads, config.hidden_size)
+    yield f"{prefix}.conv1d.weight", (2 * keys + values, 1, config.linear_conv_kernel_dim)
+    yield f"{prefix}.A_log", (config.linear_num_value_heads,)
+    yield f"{prefix}.dt_bias", (config.linear_num_value_heads,)
+    yield f"{prefix}.norm.weight", (config.linear_value_head_dim,)
+    yield f"{prefix}.out_proj.weight", (config.hidden_size, values)
 
 
 def checkpoint_of(config: PretrainedConfig, folder: str | os.PathLike[str]) -> Path:

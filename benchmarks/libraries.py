@@ -85,7 +85,8 @@ class MegatronBridge:
 
         self._bridge = AutoBridge.from_hf_pretrained(str(folder))
         provider = self._bridge.to_megatron_provider(load_weights=False)
-        for name, value in _config_fields(sizes).items():
+        fields = {**_config_fields(sizes), "gradient_accumulation_fusion": False}  # which asks for Apex
+        for name, value in fields.items():
             setattr(provider, name, value)
         provider.finalize()
         self.models = provider.provide_distributed_model(wrap_with_ddp=False)

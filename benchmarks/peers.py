@@ -11,17 +11,18 @@ that was loaded before. A save to a FOLDER in memory meets no disk. Megatron-Bri
 default, and with its list of conversion tasks kept. OMP_NUM_THREADS is 1, as torchrun sets it, unless it is set.
 
 SITE has a folder for each library. The small packages beside them are those that they import and that may be missing;
-they need TransformerEngine, megatron-core 0.16 and transformers besides.
+they need TransformerEngine, megatron-core 0.16 and transformers besides. Megatron-Bridge needs megatron-core 0.19.2, so
+it has a run of its own, `--only ours,megatron_bridge`.
 
     install() { pip install --no-deps --target SITE/$1 "${@:2}"; }
     install mbridge mbridge==0.15.1
-    install megatron_bridge megatron-bridge==0.3.1 omegaconf==2.3.0 antlr4-python3-runtime==4.9.3 \
+    install megatron_bridge megatron-bridge==0.6.2 omegaconf==2.3.0 hydra-core antlr4-python3-runtime==4.9.3 \
         rich markdown-it-py mdurl pygments
     install mcore_bridge mcore_bridge==1.6.5 peft==0.20.0
 
 In ModelScope's mcore_bridge, empty modules stand for `datasets`, `modelscope` and `PIL` where those are not installed:
-it imports them, and converts without. mbridge gets the `rope_theta` that transformers 5 has moved. Nothing else is
-changed.
+it imports them, and converts without. mbridge gets the `rope_theta` that transformers 5 has moved. Megatron-Bridge
+is built without the fused accumulation of gradients, and its save needs `modelopt`. Nothing else is changed.
 """
 
 from __future__ import annotations
