@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.rules.adapters import adapter_rules, rows_of_parts
+from mcore_bridge.rules.adapters import FACTORS, Adapters, adapter_rules, factor_name, rows_of_parts
 from mcore_bridge.rules.layout import REPLICATED
 from mcore_bridge.rules.mapping import Binding, Dialect, WeightMapping, axes_of, pattern_of
 from mcore_bridge.rules.names import canonical
@@ -24,16 +23,6 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
     from mcore_bridge.factory.modules.adapter import Kind
-
-
-@dataclass(frozen=True, slots=True)
-class Adapters:
-    """What was added to a model: the rank and scale of all adapters, and the rules of their tensors."""
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
-    mapping: WeightMapping
 
 
 def add_adapters(
@@ -58,8 +47,8 @@ def add_adapters(
     _require_fitting(chunks, given, rank=rank)
     bound = bind(models, dialect=dialect)
     mapping = WeightMapping(adapter_rules(bound.mapping.rules, targets))
-    made = Adapters(rank, alpha, tuple(targets), mapping)
     places = [place for chunk in chunks for place in _places(chunk, mapping)]
+    made = Adapters(rank, alpha, mapping, frozenset(factor_name(name, end) for name, _ in places for end in FACTORS))
     _require_known(places)
     for chunk in chunks:
         chunk.requires_grad_(False)
@@ -76,7 +65,7 @@ def _places(chunk: GPTModel, mapping: WeightMapping) -> Iterator[tuple[str, Any]
     for path, module in chunk.named_modules():
         if isinstance(getattr(module, "weight", None), Tensor):
             name = canonical(f"{path}.weight", numbering).removesuffix(".weight")
-            if pattern_of(f"{name}.adapter.linear_in.weight") in patterns:
+            if pattern_of(factor_name(name, "linear_in")) in patterns:
                 yield name, module
 
 
@@ -84,7 +73,7 @@ def _add(bound: BoundModel, made: Adapters, mcore: str, linear: Any, seed: int) 
     from mcore_bridge.factory.modules.adapter import Adapter, Factor
 
     config = bound.chunks[0].config
-    first, second = (made.mapping.bind(f"{mcore}.adapter.{end}.weight") for end in ("linear_in", "linear_out"))
+    first, second = (made.mapping.bind(factor_name(mcore, end)) for end in FACTORS)
     shard, (out, width) = bound.ranks[first.axis], linear.weight.shape
     ins = _trace(bound, first, (len(first.hf) * made.rank, width))
     outs = _trace(bound, second, (out, made.rank))

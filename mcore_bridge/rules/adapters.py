@@ -17,7 +17,7 @@ of mcore joins it with others that do; its rows of B are then zero and stay so.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.rules.layout import REPLICATED, TRANSPOSED, Chain, Concat, Fill, Leading
-from mcore_bridge.rules.mapping import Rule, Rules
+from mcore_bridge.rules.mapping import Rule, Rules, WeightMapping
 from mcore_bridge.rules.trace import Trace, moved_dim
 
 LINEAR = frozenset(
@@ -35,8 +35,19 @@ LINEAR = frozenset(
     }
 )
 """The modules of megatron-core whose weight is ``[out, in]`` and multiplies the hidden state of a decoder layer."""
-_ENDS = {"linear_in": "lora_A", "linear_out": "lora_B"}
+FACTORS = {"linear_in": "lora_A", "linear_out": "lora_B"}
 """The modules of an adapter in mcore, as Megatron-Bridge calls them, and what ``peft`` calls their weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """What was added to a model: rank and scale (``alpha / rank``) of all adapters, and the rules of their tensors."""
+
+    rank: int
+    alpha: float
+    mapping: WeightMapping
+    names: frozenset[str]
+    """The canonical names of the tensors in all chunks of this rank."""
 
 
 def adapter_rules(rules: Rules, targets: Sequence[str]) -> Rules:
@@ -81,6 +92,11 @@ def base_name(hf: str) -> str:
     return hf.removesuffix("[*]").removesuffix(".lora_A.weight").removesuffix(".lora_B.weight")
 
 
+def factor_name(module: str, end: str) -> str:
+    """The canonical name of a factor of the adapter of ``module``, where ``end`` is one of ``FACTORS``."""
+    return f"{module}.adapter.{end}.weight"
+
+
 def is_adapter(mcore: str) -> bool:
     """Whether a canonical name is that of a tensor of an adapter."""
     return ".adapter.linear_" in mcore
@@ -105,9 +121,9 @@ def _adapted(rule: Rule, named: tuple[int, ...]) -> Iterator[Rule]:
         first, second = rule.layout, REPLICATED
     elif len(named) < len(rule.hf):
         second = Fill(_ratio(rule), named) >> rule.layout
-    for end, moves in (("linear_in", first), ("linear_out", second)):
-        names = tuple(_adapter_name(rule.hf[part], _ENDS[end]) for part in named)
-        yield replace(rule, mcore=f"{_module(rule.mcore)}.adapter.{end}.weight", hf=names, layout=moves)
+    for (end, hf), moves in zip(FACTORS.items(), (first, second), strict=True):
+        names = tuple(_adapter_name(rule.hf[part], hf) for part in named)
+        yield replace(rule, mcore=factor_name(_module(rule.mcore), end), hf=names, layout=moves)
 
 
 def _ratio(rule: Rule) -> tuple[tuple[int | str, ...], ...]:

@@ -1,34 +1,177 @@
-"""The adapters of a model in HF names, whole on every rank, by the plans and messages of weights."""
+"""The adapters of a model in HF names, and as a PEFT folder, by the plans, messages and files of weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.weights.agreement import open_export
-from mcore_bridge.weights.bound import Models, chunks_of
+from mcore_bridge.rules.adapters import Adapters, base_name
+from mcore_bridge.rules.mapping import pattern_of
+from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.agreement import agree_on_plan, open_export
+from mcore_bridge.weights.bound import Models, chunks_of, provenance_on
+from mcore_bridge.weights.dtypes import Dtypes, problem_of, wanted_dtype
+from mcore_bridge.weights.export import converted
+from mcore_bridge.weights.files.atomic_folder import commit, target_of, updating_by_all
+from mcore_bridge.weights.files.file_shards import FileShard, require_positive
+from mcore_bridge.weights.files.peft_config import (
+    CONFIG,
+    STACKS,
+    WEIGHTS,
+    PeftNames,
+    portable_config,
+    shortest_ends,
+    unstacked_experts,
+)
+from mcore_bridge.weights.files.staging import SLOT_BYTES
+from mcore_bridge.weights.manifest import Manifest, ManifestEntry
+from mcore_bridge.weights.plan.target import Target
+from mcore_bridge.weights.provenance import Provenance
+from mcore_bridge.weights.save import BUCKET_SLOTS, open_files, write_pairs
+from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.executor import run_program
+from mcore_bridge.weights.transfer.failures import raise_on_all, require_alike
+
+_OF_PEFT = (CONFIG, WEIGHTS, "adapter_model.bin")
 
 
-def iter_hf_adapters(models: Models) -> Iterator[tuple[str, Tensor]]:
+def iter_hf_adapters(
+    models: Models,
+    *,
+    dtype: Dtypes = None,
+    device: torch.device | str | None = None,
+    bucket_bytes: int | None = None,
+    target: Target = "everything",
+) -> Iterator[tuple[str, Tensor]]:
     """Yield each ``lora_A`` and ``lora_B``, whole, on every rank: same names, order, shapes and bits.
 
     The adapters of experts that HF holds in one tensor come as one too, ``[experts, rank, in]`` and
-    ``[experts, out, rank]``. All ranks of a model replica iterate together.
+    ``[experts, out, rank]``. All ranks of a model replica iterate together. Tensors are copies that the caller may
+    keep. The scale ``alpha / rank`` is not in them.
 
     Args:
         models: this rank's chunks with adapters, wrapped or not.
+        dtype, device, bucket_bytes, target: as for ``iter_hf_weights``. An ``EngineRank`` gets the slices of an engine
+            that cuts adapters as it cuts the weights. Most engines cut them themselves, and take everything.
 
     Raises:
         ConfigError: they have no adapters.
-        ExportError: on every rank of the group, when any of them fails.
+        ExportError, TargetError: on every rank of the group, when any of them fails.
+
+    Example:
+        >>> for name, tensor in mb.iter_hf_adapters(models):              # doctest: +SKIP
+        ...     print(name, tuple(tensor.shape))
+        model.layers.0.self_attn.q_proj.lora_A.weight (16, 48)
+        ...
     """
-    adapters = getattr(chunks_of(models)[0], "bridge_adapters", None)
-    if adapters is None:
-        raise ConfigError("models must have adapters, found none: call add_adapters first")
-    export = open_export(models, None, "lm", adapters=adapters.mapping)
+    options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "target": target, "problem": problem_of(dtype)}
+    export = open_export(models, None, "lm", adapters=adapters_of(models), **options)
     with closing(run_program(export.program, export.group, export.bound.tensors)) as pairs:
-        yield from pairs
+        yield from converted(pairs, dtype, device)
+
+
+def save_hf_adapters(
+    models: Models, folder: str | os.PathLike[str], *, dtype: Dtypes = None, slot_bytes: int = SLOT_BYTES
+) -> Manifest:
+    """Write the adapters as a folder that ``peft``, vLLM and SGLang load: ``adapter_config.json`` and one file.
+
+    The config has one rank and one ``lora_alpha``, whatever the adapters were made from, and names each module that has
+    an adapter. Experts in one tensor have PEFT's names and order for such parameters. All ranks of the job call it
+    together, with a ``folder`` on a file system that they share. It replaces the files of an older adapter in one step,
+    as ``save_hf_checkpoint`` does; all other files of the folder stay.
+
+    Args:
+        models: this rank's chunks with adapters, wrapped or not.
+        folder: made if it is not there.
+        dtype: cast tensors to this; by default each is written in its own dtype.
+        slot_bytes: bytes that are written at once.
+
+    Returns:
+        The manifest of what was written, with PEFT's names.
+
+    Raises:
+        ConfigError: the models have no adapters.
+        CheckpointError: on every rank, as for ``save_hf_checkpoint``. The folder is then unchanged.
+
+    Example:
+        >>> written = mb.save_hf_adapters(models, "run/adapter_100")      # doctest: +SKIP
+        >>> written.tensors[0].name                                       # doctest: +SKIP
+        'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight'
+    """
+    made, provenance, world = adapters_of(models), provenance_on(models), Group(None)
+    with raise_on_all(world, f"{folder} was not written, and is as it was"):
+        target = target_of(folder)
+        require_positive(slot_bytes=slot_bytes)
+    require_alike(world, {"dtype": dtype, "slot_bytes": slot_bytes})
+    together = partial(raise_on_all, world, f"{target} was not written, and is as it was")
+    bucket_bytes = BUCKET_SLOTS * slot_bytes
+    with updating_by_all(world, target) as update, ExitStack() as stack:
+        with together():
+            export = agree_on_plan(
+                models, None, "lm", bucket_bytes=bucket_bytes, adapters=made, problem=problem_of(dtype)
+            )
+            own = tuple(export.program.plan.tensors())
+            naming = _naming(own)
+            specs = tuple(_as_peft(spec, naming, dtype) for spec in own)
+            shard = FileShard(WEIGHTS, 0, specs)
+            writers = open_files([shard] if world.rank == 0 else [], update.new, stack)
+        with together():
+            pairs = iter_hf_adapters(models, dtype=dtype, bucket_bytes=bucket_bytes)
+            write_pairs(_in_peft(pairs, naming), writers, slot_bytes)
+            stack.close()
+            if world.rank == 0:
+                config = _config(made, provenance, [spec.name for spec in own], naming)
+                (update.new / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        with together():
+            if world.rank == 0:
+                commit(update, _OF_PEFT, (CONFIG,))
+    return Manifest(specs)
+
+
+def adapters_of(models: Models) -> Adapters:
+    """What was added to models.
+
+    Raises:
+        ConfigError: they have no adapters.
+    """
+    made: Adapters | None = getattr(chunks_of(models)[0], "bridge_adapters", None)
+    if made is None:
+        raise ConfigError("models must have adapters, found none: call add_adapters first")
+    return made
+
+
+def _naming(specs: Sequence[TensorSpec]) -> PeftNames:
+    stacked = {base_name(spec.name).rpartition(".")[2] for spec in specs if len(spec.shape) == 3}
+    return PeftNames(tuple(name for name in STACKS if name in stacked))
+
+
+def _in_peft(pairs: Iterator[tuple[str, Tensor]], naming: PeftNames) -> Iterator[tuple[str, Tensor]]:
+    with closing(pairs):  # type: ignore[type-var]  # a generator, as it promises
+        for name, tensor in pairs:
+            yield naming.to_peft(name), unstacked_experts(name, tensor)
+
+
+def _as_peft(spec: TensorSpec, naming: PeftNames, dtype: Dtypes) -> ManifestEntry:
+    shape = unstacked_experts(spec.name, torch.empty(spec.shape, device="meta")).shape
+    return ManifestEntry(naming.to_peft(spec.name), tuple(shape), wanted_dtype(spec.name, spec.dtype, dtype))
+
+
+def _config(made: Adapters, provenance: Provenance, names: Sequence[str], naming: PeftNames) -> dict[str, Any]:
+    """The config for adapters with these names. Modules are named by their last words where these are enough."""
+    adapted = dict.fromkeys(map(base_name, names))
+    modules = [module for module in adapted if not naming.is_stack(module)]
+    parameters = {".".join(module.split(".")[-3:]) for module in adapted if naming.is_stack(module)}
+    patterns = set(map(pattern_of, adapted))
+    others = {hf.removesuffix(".weight") for rule in provenance.mapping(tied=False).rules for hf in rule.hf} - patterns
+    ends = None if provenance.whole else shortest_ends(map(pattern_of, modules), others)  # a tower has such names, too
+    base = provenance.folder or getattr(provenance.hf, "_name_or_path", None)
+    arguments: dict[str, Any] = {"rank": made.rank, "alpha": made.alpha, "base": base, "head": provenance.head}
+    return portable_config(modules if ends is None else ends, parameters, **arguments)

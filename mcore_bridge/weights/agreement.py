@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict, Unpack
 from torch import nn
 
 from mcore_bridge.errors import ExportError, describe
-from mcore_bridge.rules.mapping import Dialect, Rules, WeightMapping
+from mcore_bridge.rules.adapters import Adapters
+from mcore_bridge.rules.mapping import Dialect, Rules
 from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, provenance_on
 from mcore_bridge.weights.gc_paused import uncollected
 from mcore_bridge.weights.param_sync import gather_pending, heard_by_replicas, require_gatherable
@@ -61,7 +62,7 @@ class Options(TypedDict, total=False):
     target: Target
     problem: str
     merged: bool | None
-    adapters: WeightMapping | None
+    adapters: Adapters | None
 
 
 def open_export(models: Models, hf: HF | None, head: str, **options: Unpack[Options]) -> Export:
@@ -93,7 +94,7 @@ def agree_on_plan(
     target: Target = "everything",
     problem: str = "",
     merged: bool | None = None,
-    adapters: WeightMapping | None = None,
+    adapters: Adapters | None = None,
 ) -> Export:
     """Agree with the group on a plan.
 
@@ -102,7 +103,7 @@ def agree_on_plan(
 
     Args:
         models, hf, head, dialect, bucket_bytes, target, merged: as for ``iter_hf_weights``.
-        adapters: the rules of the models' adapters, to export these alone.
+        adapters: those of the models, to export these alone.
         problem: the reason why this rank cannot export, if the caller knows one. Every rank then raises it.
 
     Raises:

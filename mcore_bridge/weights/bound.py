@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from mcore_bridge.errors import ConfigError, MappingError
-from mcore_bridge.rules.adapters import is_adapter
+from mcore_bridge.rules.adapters import Adapters, is_adapter
 from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import Binding, Dialect, WeightMapping, axes_of
 from mcore_bridge.rules.names import expert_of, kind_of, layer_of, mtp_layer_of
@@ -147,7 +147,7 @@ def bind(
     *,
     dialect: Dialect | None = None,
     merged: bool | None = None,
-    adapters: WeightMapping | None = None,
+    adapters: Adapters | None = None,
 ) -> BoundModel:
     """Bind this rank's chunks (wrapped or not) to HF names.
 
@@ -156,10 +156,10 @@ def bind(
         provenance: where they come from; None is what ``build_model`` has left on them.
         dialect: how HF names the experts; None is the dialect of the checkpoint that the models come from.
         merged: whether the weights of a model with adapters are the merged ones, or those of the base alone.
-        adapters: the rules of the models' adapters, to bind these alone.
+        adapters: those of the models, to bind these alone.
 
     Raises:
-        MappingError: when their provenance is unknown, or they are no ``GPTModel``.
+        MappingError: when their provenance is unknown, or they are no ``GPTModel``; or chunks with adapters are absent.
         ConfigError: when they have adapters, and neither ``merged`` nor ``adapters`` says which tensors are meant.
     """
     provenance = provenance or provenance_on(models)
@@ -167,7 +167,7 @@ def bind(
     first = chunks[0]
     groups = first.pg_collection
     mtp = bool(first.config.mtp_num_layers)
-    mapping = adapters or provenance.mapping(tied=first.share_embeddings_and_output_weights, mtp=mtp, dialect=dialect)
+    mapping = provenance.mapping(tied=first.share_embeddings_and_output_weights, mtp=mtp, dialect=dialect)
     ranks = {"pp": groups.pp.rank(), "tp": groups.tp.rank(), "etp": groups.expt_tp.rank()}
     axes = axes_of_config(first.config, vocab=provenance.hf.vocab_size, padded_vocab=first.vocab_size)
     tensors = held_tensors(chunks)
@@ -180,6 +180,10 @@ def bind(
             "adapters alone"
         )
     tensors = {name: tensor for name, tensor in tensors.items() if is_adapter(name) == (adapters is not None)}
+    if adapters is not None:
+        mapping = adapters.mapping
+        if absent := adapters.names - tensors.keys():
+            raise MappingError(f"the chunks must have {len(absent)} more adapters, such as {min(absent)}: pass all")
     merges = dict(merges_of(chunks)) if merged and adapters is None else {}
     return BoundModel(chunks, tensors, mapping, axes, ranks, merged, merges)
 

@@ -5,7 +5,7 @@ Nothing communicates until the first ``next``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -83,14 +83,21 @@ def iter_hf_weights(
     export = open_export(models, hf, head, **options, problem=problem_of(dtype))
     bound = export.bound
     with closing(run_program(export.program, export.group, bound.tensors, merges=bound.merges, lend=not copy)) as pairs:
-        if dtype is None and device is None:
-            yield from pairs
-        for name, tensor in pairs:
-            try:
-                converted = tensor.to(device or tensor.device, wanted_dtype(name, tensor.dtype, dtype))
-            except Exception as problem:  # such as no memory: the export fails on every rank
-                pairs.throw(problem)
-            yield name, converted
+        yield from converted(pairs, dtype, device)
+
+
+def converted(
+    pairs: Generator[tuple[str, Tensor]], dtype: Dtypes, device: torch.device | str | None
+) -> Iterator[tuple[str, Tensor]]:
+    """The pairs of an export in another dtype, or on another device."""
+    if dtype is None and device is None:
+        yield from pairs
+    for name, tensor in pairs:
+        try:
+            new = tensor.to(device or tensor.device, wanted_dtype(name, tensor.dtype, dtype))
+        except Exception as problem:  # such as no memory: the export fails on every rank
+            pairs.throw(problem)
+        yield name, new
 
 
 def to_hf_state_dict(

@@ -99,10 +99,10 @@ def save_hf_checkpoint(
             carried = carried_of(provenance)
             specs = Manifest((*specs.tensors, *carried.specs))
             shards = assign_files(specs.tensors, world.size, max_shard_bytes)
-            writers = _open([shard for shard in shards if shard.rank == world.rank], update.new, stack)
+            writers = open_files([shard for shard in shards if shard.rank == world.rank], update.new, stack)
         with together():
             pairs = iter_hf_weights(models, hf=hf, **given, bucket_bytes=bucket_bytes)
-            _write(_and_carried(pairs, carried, writers), writers, slot_bytes)
+            write_pairs(_and_carried(pairs, carried, writers), writers, slot_bytes)
             stack.close()
             if world.rank == 0:
                 _write_rest(shards, specs, provenance, update.new, target if keep else None)
@@ -121,7 +121,7 @@ def _and_carried(
     yield from carried.pairs(spec.name for spec in carried.specs if spec.name in writers)
 
 
-def _open(shards: Sequence[FileShard], folder: Path, stack: ExitStack) -> WriterByName:
+def open_files(shards: Sequence[FileShard], folder: Path, stack: ExitStack) -> WriterByName:
     """Open this rank's files, all or none, and return the writer for each tensor."""
     writers: WriterByName = {}
     with ExitStack() as opened:
@@ -132,7 +132,7 @@ def _open(shards: Sequence[FileShard], folder: Path, stack: ExitStack) -> Writer
     return writers
 
 
-def _write(pairs: Iterator[tuple[str, Tensor]], writers: WriterByName, slot_bytes: int) -> None:
+def write_pairs(pairs: Iterator[tuple[str, Tensor]], writers: WriterByName, slot_bytes: int) -> None:
     """Write this rank's tensors as they come, and skip all others."""
     waiting = dict(writers)
     # The iterator is closed explicitly: an error keeps its frames alive, and other ranks would wait for this one.

@@ -60,7 +60,7 @@ def _nearest(wide, dtype):
 @torch.no_grad()
 def fill(chunks, made, factors):
     """Give the adapters of this rank the values of ``factors``."""
-    bound = bind(chunks, adapters=made.mapping)
+    bound = bind(chunks, adapters=made)
     for name, parameter in bound.tensors.items():
         binding = made.mapping.bind(name)
         traced = trace(binding.layout, tuple(parameter.shape), axes_of(binding, bound.axes))

@@ -78,7 +78,7 @@ def expected(hf, targets, dialect):
 @torch.no_grad()
 def fill(chunks, made, values):
     """Give the adapters of this rank their values. What they hold beside those, as views."""
-    bound, absent = bind(chunks, adapters=made.mapping), []
+    bound, absent = bind(chunks, adapters=made), []
     for name, parameter in held(chunks).items():
         binding = made.mapping.bind(name)
         traced = trace(binding.layout, tuple(parameter.shape), axes_of(binding, bound.axes))

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_bridge.errors import MappingError
+from mcore_bridge.rules.adapters import is_adapter
 from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import Binding, WeightMapping, axes_of, unstacked
 from mcore_bridge.rules.names import expert_of, kind_of, layer_of
@@ -130,7 +131,8 @@ def _of_one_stage(holders: Sequence[int], stages: Sequence[int]) -> tuple[int, .
 
 def _check_numbers(num_layers: int, num_experts: int, entries: Sequence[ParamEntry]) -> None:
     layers = {layer for entry in entries if (layer := layer_of(entry.held.name)) is not None}
-    if layers != set(range(num_layers)):
+    has_all = layers == set(range(num_layers))
+    if not has_all and not all(is_adapter(entry.held.name) for entry in entries):  # which some layers may not have
         raise MappingError(
             f"the ranks of the group hold the layers {sorted(layers)}, expected 0 to {num_layers - 1}; "
             "the model was not built whole, or a chunk was not passed"

@@ -1,0 +1,140 @@
+"""The config of a PEFT folder, and the names and shapes that ``peft`` gives the tensors of an adapter.
+
+An adapter that all readers understand has one rank, one ``lora_alpha`` and no patterns. We write nothing else, and read
+the rest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from mcore_bridge.rules.adapters import base_name
+from mcore_bridge.rules.layout import Rearrange
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""What all names of tensors in a PEFT folder begin with."""
+STACKS = ("gate_up_proj", "down_proj")
+"""The parameters of a module that has all experts of a layer, in its order. ``peft`` wraps the first one first."""
+# fmt: off
+STACKED = {"lora_A": Rearrange("(experts r) i", "experts r i"),  # from PEFT's tensor to one that stacks experts
+           "lora_B": Rearrange("o (r experts)", "experts o r")}
+# fmt: on
+_WRAPPED = re.compile(r"(?P<module>.*\.experts)(?P<depth>(?:\.base_layer)*)\.(?P<factor>lora_[AB])\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class PeftNames:
+    """The names of an adapter's tensors in a PEFT folder, and their order of experts.
+
+    Args:
+        stacks: those of ``STACKS`` that have adapters.
+    """
+
+    stacks: tuple[str, ...] = ()
+
+    def to_peft(self, name: str) -> str:
+        """The name in a PEFT folder.
+
+        >>> PeftNames(STACKS).to_peft("model.layers.0.mlp.experts.gate_up_proj.lora_A.weight")
+        'base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight'
+        """
+        base, factor = _split(name)
+        if self.is_stack(base):
+            module, _, last = base.rpartition(".")
+            base = module + ".base_layer" * (len(self.stacks) - 1 - self.stacks.index(last))
+        return f"{PREFIX}{base}.{factor}.weight"
+
+    def to_hf(self, name: str) -> str:
+        """The inverse of ``to_peft``; of a name of another kind, what is left without the prefix."""
+        plain = name.removeprefix(PREFIX)
+        match = _WRAPPED.fullmatch(plain)
+        number = len(self.stacks) - 1 - match["depth"].count(".") if match else -1
+        if match is None or number < 0:
+            return plain
+        return f"{match['module']}.{self.stacks[number]}.{match['factor']}.weight"
+
+    def is_stack(self, module: str) -> bool:
+        """Whether an HF name is that of a parameter with all experts of a layer."""
+        inside, _, last = module.rpartition(".")
+        return inside.endswith(".experts") and last in self.stacks
+
+
+def unstacked_experts(name: str, tensor: Tensor) -> Tensor:
+    """A tensor of an adapter as it is in a PEFT folder: of ``[experts, rank, in]`` a view ``[experts * rank, in]``."""
+    if tensor.dim() != 3:
+        return tensor
+    (flat,) = (~STACKED[_split(name)[1]])((tensor,), {"experts": len(tensor)})
+    return flat
+
+
+def stacked_experts(name: str, tensor: Tensor, num_experts: int) -> Tensor:
+    """The inverse of ``unstacked_experts``.
+
+    Raises:
+        ValueError: the tensor cannot have so many experts.
+    """
+    (stack,) = STACKED[_split(name)[1]]((tensor,), {"experts": num_experts})
+    return stack
+
+
+def _split(name: str) -> tuple[str, str]:
+    """The module of a tensor of an adapter, and which factor it is."""
+    base = base_name(name)
+    return base, name.removeprefix(f"{base}.").removesuffix(".weight")
+
+
+def portable_config(
+    modules: Collection[str], parameters: Collection[str], *, rank: int, alpha: float, base: str | None, head: str
+) -> dict[str, Any]:
+    """The config of an adapter that ``peft``, vLLM and SGLang read.
+
+    Args:
+        modules, parameters: ends of the names of what has adapters.
+        base: the folder or hub name of the model.
+        head: the model's head.
+    """
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if head == "lm" else None,
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
+        "target_modules": sorted(modules),
+        "target_parameters": sorted(parameters) or None,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": False,
+        "fan_in_fan_out": False,
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def shortest_ends(modules: Iterable[str], others: Iterable[str]) -> list[str] | None:
+    """Ends of names, each of whole words, that all ``modules`` have and none of ``others``. None if there are none.
+
+    Args:
+        modules, others: patterns of names.
+
+    >>> shortest_ends(["layers.*.mlp.up_proj", "layers.*.attn.q_proj"], ["layers.*.mlp.shared.up_proj"])
+    ['mlp.up_proj', 'q_proj']
+    """
+    dotted, ends = [f".{name}" for name in others], set()
+    for module in modules:
+        words = module.split(".")
+        candidates = (".".join(words[-count:]) for count in range(1, len(words) + 1))
+        end = next((end for end in candidates if not any(name.endswith(f".{end}") for name in dotted)), "*")
+        if "*" in end:
+            return None
+        ends.add(end)
+    return sorted(ends)
