@@ -88,12 +88,11 @@ def _add(bound: BoundModel, made: Adapters, mcore: str, linear: Any, seed: int) 
         group=groups.expt_tp if first.axis == "etp" else groups.tp,
         sequence_parallel=config.sequence_parallel,
         expert=first.axis == "etp",
+        allreduce=getattr(linear.weight, "allreduce", True),
     )
     drawn = tuple(_drawn(name, shape, seed) for name, shape in zip(first.hf, ins.part_shapes, strict=True))
     with torch.no_grad():
         adapter.linear_in.weight.copy_(ins.shard(shard, drawn, torch.float32))
-    for factor, whole in zip((adapter.linear_in, adapter.linear_out), adapter.whole, strict=True):
-        _mark(factor.weight, linear.weight, cut=not whole)
     linear.adapter = adapter
     linear.register_forward_hook(adapter, prepend=True)  # our hook on latents reads the sum
 
@@ -113,12 +112,6 @@ def _drawn(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[1])
-
-
-def _mark(weight: Any, base: Any, *, cut: bool) -> None:
-    """The attributes that megatron-core's DDP and optimizer read."""
-    weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = cut, 0 if cut else -1, 1
-    weight.allreduce = getattr(base, "allreduce", True)
 
 
 def _let_recompute(chunk: GPTModel) -> None:

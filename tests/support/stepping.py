@@ -109,7 +109,7 @@ def wrap(chunks: Sequence[Any], **options: Any) -> list[Any]:
     """mcore's DDP around each chunk, with fp32 gradients."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
-    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False, **options)
+    settings = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, "overlap_grad_reduce": False, **options})
     chunks[0].config.finalize_model_grads_func = finalize_model_grads
     wrapped = [DistributedDataParallel(chunk.config, settings, chunk) for chunk in chunks]
     for ddp in wrapped:
@@ -157,7 +157,7 @@ class FusedAdam(torch.optim.Optimizer):
                 parameter.addcdiv_(mean, scale, value=-lr / (1 - first**step))
 
 
-def distributed_optimizer(wrapped: Sequence[Any], *, lr: float) -> Any:
+def distributed_optimizer(wrapped: Sequence[Any], *, lr: float, **options: Any) -> Any:
     """mcore's Adam, whose state the DP ranks share out, as it is on a GPU: with an Adam of Apex, and types of CUDA."""
     from megatron.core import optimizer as package
     from megatron.core.optimizer import distrib_optimizer, optimizer
@@ -171,7 +171,8 @@ def distributed_optimizer(wrapped: Sequence[Any], *, lr: float) -> Any:
     own = tensor.type
     tensor.type = lambda self, *to: own(self, *to) if to else own(self).replace("torch.", "torch.cuda.")
     try:
-        settings = package.OptimizerConfig(lr=lr, weight_decay=0.0, clip_grad=0.0, use_distributed_optimizer=True)
+        chosen = {"weight_decay": 0.0, "clip_grad": 0.0, "use_distributed_optimizer": True, **options}
+        settings = package.OptimizerConfig(lr=lr, **chosen)
         return package.get_megatron_optimizer(settings, list(wrapped))
     finally:
         tensor.type = own

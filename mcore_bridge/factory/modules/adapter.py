@@ -40,6 +40,7 @@ class Adapter(nn.Module):
         group: the ranks that cut the layer; those of expert tensor parallelism for an expert.
         sequence_parallel: whether hidden states outside of the layer are cut along the sequence.
         expert: whether the layer is that of a routed expert, for which the dispatcher of tokens communicates.
+        allreduce: whether gradients are summed over all data-parallel ranks, or over those of experts alone.
     """
 
     chosen: Tensor
@@ -56,6 +57,7 @@ class Adapter(nn.Module):
         group: Any,
         sequence_parallel: bool,
         expert: bool,
+        allreduce: bool,
     ) -> None:
         super().__init__()
         self.linear_in, self.linear_out = linear_in, linear_out
@@ -65,9 +67,24 @@ class Adapter(nn.Module):
         chosen = nn.functional.one_hot(part_of_row + 1, parts + 1)[:, 1:].to(linear_out.weight)
         self.register_buffer("chosen", chosen[:, :, None], persistent=False)
         self.whole = {"cut": [True, False], "summed": [False, True], "whole": [True, True]}[kind]
-        for factor, whole in zip((linear_in, linear_out), self.whole, strict=True):
+        for factor, whole, dim in zip((linear_in, linear_out), self.whole, (1, 0), strict=True):
             weight: Any = factor.weight
-            weight.sequence_parallel = self.sequence_parallel and whole  # finalize_model_grads sums these over tp
+            weight.allreduce = allreduce
+            self._mark(weight, dim=-1 if whole else dim)
+
+    def _mark(self, weight: Any, *, dim: int) -> None:
+        """Set what megatron-core's DDP and optimizer read; the factor is cut along ``dim``, or whole if that is -1.
+
+        The norm of gradients counts each number once. Of a whole factor that is at the first rank of ``tp``. But with
+        an ``etp`` other than ``tp``, ranks of ``tp`` have different experts. megatron-core 0.16.1 does not know it, so
+        all experts are marked as cut, and whole factors as shared from the second rank of ``etp`` on.
+        """
+        whole = dim < 0
+        weight.sequence_parallel = self.sequence_parallel and whole  # finalize_model_grads sums these over tp
+        weight.tensor_model_parallel, weight.shared = self.expert or not whole, False
+        if self.expert and whole:
+            weight.shared = self.group.rank() > 0
+        weight.partition_dim, weight.partition_stride = dim, 1
 
     def forward(self, layer: nn.Module, inputs: tuple[Tensor, ...], outputs: Any) -> Any:
         """The outputs of ``layer``, the first of which is the product, with the adapter's added to it."""

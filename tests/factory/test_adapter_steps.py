@@ -1,0 +1,83 @@
+"""Whole steps with adapters: megatron-core's DDP and distributed optimizer, held against ``peft`` with torch's Adam."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_bridge import ParallelDims, build_model
+from mcore_bridge.factory.adapters import add_adapters
+from mcore_bridge.weights.adapters import iter_hf_adapters
+from mcore_bridge.weights.bound import bind
+from tests import zoo
+from tests.support import pool, stepping, tiny
+from tests.support.peft_models import ALPHA, EXPERTS, RANK, batch, entries, expected, fill, held
+from tests.workers.verl_engine import CpuForCuda
+
+TARGETS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LR, EPS, CLIP = 0.1, 0.01, 0.5
+"""With this eps, Adam's first step depends on how large a gradient is, and not on its sign alone."""
+SP = {"tp": 2, "sp": True}
+MESHES: dict[int, list[dict[str, Any]]] = {
+    2: [{}, SP, {"tp": 2, "sp": True, "etp": 2}, {"etp": 2}],
+    4: [{**SP, "ep": 2}, {**SP, "etp": 2}, {"tp": 4, "sp": True, "etp": 2}, {**SP, "pp": 2}],
+}
+
+
+def steps(folder, meshes, targets, dialect, values):
+    """Runs in each worker: for each mesh the loss, the norm, the adapters after a step, and the shards of this rank."""
+    found = []
+    for sizes in meshes:
+        dims = ParallelDims(**sizes)
+        with stepping.mesh(dims):
+            chunks = build_model(folder, dims=dims, dtype=torch.float32, device="cpu")
+            made = add_adapters(chunks, rank=RANK, alpha=ALPHA, targets=targets, dialect=dialect)
+            fill(chunks, made, values)
+            wrapped = stepping.wrap(chunks, overlap_grad_reduce=True, use_distributed_optimizer=True)
+            chunks[0].config.no_sync_func = wrapped[0].no_sync
+            optimizer = stepping.distributed_optimizer(wrapped, lr=LR, adam_eps=EPS, clip_grad=CLIP)
+            loss = stepping.forward_backward(wrapped, dims, batch(), micro_batch_size=2)
+            with CpuForCuda():
+                _, norm, _ = optimizer.step()
+            bound, shards = bind(chunks, adapters=made.mapping), {}
+            for name, parameter in held(chunks).items():
+                binding = made.mapping.bind(name)
+                shard = bound.ranks[binding.axis] if parameter.partition_dim >= 0 else 0
+                shards[f"{name} {shard}"] = parameter.detach().clone()
+            step = {"loss": loss, "norm": norm, "adapters": entries(iter_hf_adapters(chunks)), "shards": shards}
+            found.append((str(sizes), "", step))
+    return found
+
+
+def expected_step(hf, targets, dialect):
+    """By ``peft``: the factors before a step, its loss, the norm of its gradients, and the factors after it."""
+    before, loss, grads = expected(hf, targets, dialect)
+    after = {name: torch.nn.Parameter(value.clone()) for name, value in before.items()}
+    for name, parameter in after.items():
+        parameter.grad = grads[name]
+    norm = torch.nn.utils.clip_grad_norm_(after.values(), CLIP)
+    torch.optim.Adam(after.values(), lr=LR, eps=EPS).step()
+    return before, loss, norm, {name: parameter.detach() for name, parameter in after.items()}
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    hf, folder = zoo.cases()["deepseek_v3"].hf, tmp_path_factory.mktemp("tiny")
+    tiny.random_checkpoint(hf, folder)
+    targets, dialect = ((*TARGETS, *EXPERTS), "fused") if zoo.NEWEST else (TARGETS, "split")
+    return str(folder), targets, dialect, expected_step(hf, targets, dialect)
+
+
+@pytest.mark.parametrize("world_size", MESHES)
+def test_a_whole_step_is_that_of_peft_and_replicas_stay_equal(case, world_size):
+    folder, targets, dialect, (before, loss, norm, after) = case
+    assert norm > 2 * CLIP
+    ranks = pool.run(world_size, steps, folder, MESHES[world_size], targets, dialect, before)
+    for results in zip(*ranks, strict=True):
+        tiny.assert_losses(results, loss)
+        shards: dict[str, Any] = {}
+        for label, _, step in results:
+            assert step["norm"] == pytest.approx(float(norm), rel=1e-5), label
+            tiny.assert_near(step["adapters"], after, label)
+            for name, shard in step["shards"].items():
+                assert torch.equal(shards.setdefault(name, shard), shard), f"{label}: {name} differs among replicas"
