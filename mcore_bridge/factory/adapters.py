@@ -26,7 +26,14 @@ if TYPE_CHECKING:
 
 
 def add_adapters(
-    models: Models, *, rank: int, alpha: float, targets: Sequence[str], dialect: Dialect | None = None, seed: int = 0
+    models: Models,
+    *,
+    rank: int,
+    alpha: float,
+    targets: Sequence[str],
+    dialect: Dialect | None = None,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
 ) -> Adapters:
     """Adds a low-rank adapter to each targeted linear layer and freezes all other parameters.
 
@@ -37,6 +44,7 @@ def add_adapters(
         targets: ends of module names, in HF ("q_proj") or in mcore ("linear_qkv"); see ``adapter_rules``.
         dialect: "fused" gives gate and up of an expert one A, as ``peft`` does for transformers 5; "split" gives each
             its own. None is the dialect of the checkpoint that the models come from.
+        dtype: of the factors, and of what they compute. None is that of the layer's weight, as it is or is cast later.
         seed: A is drawn from it and the HF name, as ``peft`` draws it, the same on every mesh. B is zero.
 
     Raises:
@@ -55,7 +63,7 @@ def add_adapters(
         _let_recompute(chunk)
         chunk.bridge_adapters = made
     for mcore, linear in places:
-        _add(bound, made, mcore, linear, seed)
+        _add(bound, made, mcore, linear, dtype, seed)
     return made
 
 
@@ -69,7 +77,7 @@ def _places(chunk: GPTModel, mapping: WeightMapping) -> Iterator[tuple[str, Any]
                 yield name, module
 
 
-def _add(bound: BoundModel, made: Adapters, mcore: str, linear: Any, seed: int) -> None:
+def _add(bound: BoundModel, made: Adapters, mcore: str, linear: Any, dtype: torch.dtype | None, seed: int) -> None:
     from mcore_bridge.factory.modules.adapter import Adapter, Factor
 
     config = bound.chunks[0].config
@@ -80,8 +88,8 @@ def _add(bound: BoundModel, made: Adapters, mcore: str, linear: Any, seed: int) 
     groups, like = bound.chunks[0].pg_collection, linear.weight
     adapter = Adapter(
         _kind(first, second),
-        Factor(ins.shard_shape, like),
-        Factor(outs.shard_shape, like),
+        Factor(ins.shard_shape, like, dtype),
+        Factor(outs.shard_shape, like, dtype),
         rows_of_parts(outs, shard).to(like.device),
         parts=len(first.hf),
         scale=made.alpha / made.rank,

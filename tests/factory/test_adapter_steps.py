@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.module import Float16Module
 
 from mcore_bridge import ParallelDims, build_model
 from mcore_bridge.factory.adapters import add_adapters
@@ -81,3 +82,36 @@ def test_a_whole_step_is_that_of_peft_and_replicas_stay_equal(case, world_size):
             tiny.assert_near(step["adapters"], after, label)
             for name, shard in step["shards"].items():
                 assert torch.equal(shards.setdefault(name, shard), shard), f"{label}: {name} differs among replicas"
+
+
+def halves(folder, targets, values):
+    """Runs in each worker: a step of a bf16 model with adapters in its dtype, and with some in fp32."""
+    found = []
+    for dtype in (None, torch.float32):
+        with stepping.mesh(ParallelDims(**SP)):
+            chunks = build_model(folder, dims=ParallelDims(**SP), dtype=torch.bfloat16, device="cpu")
+            made = add_adapters(chunks, rank=RANK, alpha=ALPHA, targets=targets, dtype=dtype)
+            fill(chunks, made, values)
+            wrapped = stepping.wrap(
+                [Float16Module(chunk.config, chunk) for chunk in chunks], use_distributed_optimizer=True
+            )
+            optimizer = stepping.distributed_optimizer(wrapped, lr=LR, adam_eps=EPS, clip_grad=CLIP, bf16=True)
+            stepping.forward_backward(wrapped, ParallelDims(**SP), batch(), micro_batch_size=4)
+            with CpuForCuda():
+                _, norm, _ = optimizer.step()
+            found.append((norm, entries(iter_hf_adapters(chunks))))
+    return found
+
+
+def test_a_bf16_model_trains_adapters_of_either_dtype(tmp_path):
+    hf, targets = tiny.config("qwen3"), TARGETS[4:]
+    tiny.random_checkpoint(hf, tmp_path, dtype=torch.bfloat16)
+    before, _, norm, after = expected_step(hf, targets, "")
+    truth = torch.cat([(after[name] - before[name]).flatten() for name in after])
+    for steps_of_rank in pool.run(2, halves, str(tmp_path), targets, before):
+        for dtype, (found, adapters) in zip((torch.bfloat16, torch.float32), steps_of_rank, strict=True):
+            assert found == pytest.approx(float(norm), rel=0.03)
+            moved = torch.cat([(adapters[name].float() - before[name]).flatten() for name in after])
+            assert {tensor.dtype for tensor in adapters.values()} == {dtype}
+            assert torch.cosine_similarity(moved, truth, dim=0) > 0.998
+        assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in adapters.values()), "not rounded"

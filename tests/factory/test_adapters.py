@@ -8,7 +8,8 @@ from mcore_bridge.errors import BridgeError, ConfigError
 from mcore_bridge.factory.adapters import add_adapters
 from mcore_bridge.weights.adapters import iter_hf_adapters
 from tests import zoo
-from tests.support import experts, pool, stepping, tiny
+from tests.support import experts, mtp_checkpoints, pool, stepping, tiny
+from tests.support.fake_mesh import rank_of
 from tests.support.peft_models import ALPHA, EXPERTS, RANK, batch, entries, expected, fill, held
 
 DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -122,3 +123,11 @@ def test_all_meshes_begin_with_the_same_adapter(tmp_path):
     assert torch.equal(first[0], one[0])
     assert torch.equal(torch.cat((first[1], second[1]), 1), one[1])
     assert one[0].unique().numel() == one[0].numel(), "each projection of each layer has its own"
+
+
+def test_what_has_no_adapters_is_named():
+    overrides = {"mtp_num_layers": 1, "moe_shared_expert_overlap": True}
+    with rank_of(ParallelDims(), 0, 1):
+        chunks = build_model(mtp_checkpoints.config("glm4_moe", 1), load_weights=False, overrides=overrides)
+        with pytest.raises(ConfigError, match=r"no MTP layers.*moe_shared_expert_overlap must be False"):
+            add_adapters(chunks, rank=1, alpha=1, targets=["q_proj"])

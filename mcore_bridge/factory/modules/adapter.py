@@ -6,6 +6,7 @@ nothing after the layer knows of it. The layer keeps its class, its weight and i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -20,11 +21,22 @@ each rank has all of it (down projections of latents)."""
 
 
 class Factor(nn.Module):
-    """One of the two matrices; a module of its own, so that its parameter is a ``weight``."""
+    """One of the two matrices; a module of its own, so that its parameter is a ``weight``.
 
-    def __init__(self, shape: tuple[int, ...], like: Tensor) -> None:
+    If a dtype was asked for, the weight keeps it: megatron-core's ``Float16Module`` casts all parameters.
+    """
+
+    def __init__(self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device))
+        self.keeps_dtype = dtype is not None
+        self.weight = nn.Parameter(torch.zeros(shape, dtype=dtype or like.dtype, device=like.device))
+
+    def _apply(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Factor:
+        before = self.weight.data
+        super()._apply(change, recurse)
+        if self.keeps_dtype and self.weight.dtype != before.dtype:
+            self.weight.data = before.to(self.weight.device)
+        return self
 
 
 class Adapter(nn.Module):
