@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mcore_bridge.factory.blueprint import to_layer_spec as to_layer_spec
     from mcore_bridge.factory.blueprint import to_transformer_config as to_transformer_config
     from mcore_bridge.factory.build import build_model as build_model
+    from mcore_bridge.factory.reference import without_adapters as without_adapters
     from mcore_bridge.weights.dist_checkpoint.api import CheckpointReport as CheckpointReport
     from mcore_bridge.weights.dist_checkpoint.api import load_checkpoint as load_checkpoint
     from mcore_bridge.weights.dist_checkpoint.api import save_checkpoint as save_checkpoint
@@ -79,6 +80,7 @@ _HOMES = {
     "to_gpt_arguments": "factory.blueprint",
     "to_layer_spec": "factory.blueprint",
     "mapping": "weights.provenance",
+    "without_adapters": "factory.reference",
     "Architecture": "architecture",
     "register": "architecture",
     "LoadReport": "weights.load",

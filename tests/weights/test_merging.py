@@ -15,12 +15,14 @@ from mcore_bridge.weights.manifest import digest
 from mcore_bridge.weights.model_tensors import held_tensors
 from tests import zoo
 from tests.support import experts, pool, stepping, tiny
-from tests.support.peft_merges import ALPHA, DENSE, EXPERTS, RANK, expected, fill
+from tests.support.peft_merges import merged as merged_by_peft
+from tests.support.peft_models import ALPHA, EXPERTS, RANK, fill
 from tests.support.pieces import merged as joined
 
 SMALL = 1 << 14  # a handful of parameters: exports take many messages
 FEW = {"copy": False, "bucket_bytes": SMALL}
 BF16, FP32 = torch.bfloat16, torch.float32
+DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SP = {"tp": 2, "sp": True}
 CASES = {
     "llama": (lambda: tiny.config("llama"), ("q_proj", *DENSE[2:]), ({"tp": 2}, SP, {"pp": 2})),
@@ -70,7 +72,7 @@ def test_the_bits_are_those_of_peft_in_fp64_on_each_mesh(case, dtype, tmp_path):
         pytest.skip("transformers 4 has a module for each expert, to which peft gives other names")
     make, targets, _ = CASES[case]
     tiny.random_checkpoint(make(), tmp_path, dtype=dtype)
-    factors, base, merged = expected(make(), targets, dtype)
+    factors, base, merged = merged_by_peft(make(), targets, dtype)
     ranks = pool.run(2, exports, str(tmp_path), case, factors, dtype)
     changed = {name for name, tensor in merged.items() if not torch.equal(tensor, base[name])}
     assert all(any(target in name for name in changed) for target in targets)

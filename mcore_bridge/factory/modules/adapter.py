@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor, nn
 
 Kind = Literal["cut", "summed", "whole"]
@@ -56,6 +57,8 @@ class Adapter(nn.Module):
     """
 
     chosen: Tensor
+    switch = ""
+    """What ``without_adapters`` puts among the states that megatron-core keeps for each recompute."""
 
     def __init__(
         self,
@@ -100,8 +103,14 @@ class Adapter(nn.Module):
 
     def forward(self, layer: nn.Module, inputs: tuple[Tensor, ...], outputs: Any) -> Any:
         """The outputs of ``layer``, the first of which is the product, with the adapter's added to it."""
+        if self.is_off():
+            return outputs
         product, *others = outputs
         return (product + self.beside(inputs[0]).to(product.dtype), *others)
+
+    def is_off(self) -> bool:
+        """Whether this forward is that of the base, or the recompute of such a forward."""
+        return self.switch in get_cuda_rng_tracker().states_
 
     def beside(self, hidden: Tensor) -> Tensor:
         """What is added, in the parallel state of the layer's output, from the layer's own input ``[..., in]``."""
@@ -116,6 +125,8 @@ class Adapter(nn.Module):
 
         A rank's gradient of A is that of its own rows alone, as in the layer under sequence parallelism.
         """
+        if self.is_off():
+            return weight
         delta = self._rows(self.linear_out.weight) @ self.linear_in.weight * self.scale
         return weight + delta.to(weight.dtype)
 

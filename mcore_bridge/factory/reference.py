@@ -1,0 +1,49 @@
+"""Runs a model with adapters as its base, which is the reference policy of most trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from mcore_bridge.errors import ConfigError
+from mcore_bridge.weights.bound import Models, chunks_of
+
+
+@contextmanager
+def without_adapters(models: Models) -> Iterator[None]:
+    """Have every forward of ``models`` in the block be that of the base alone.
+
+    A recompute sees what its forward saw, wherever the backward runs: whether adapters are off is among the states of
+    random numbers that megatron-core restores for it. Blocks may be nested. All ranks of a replica enter it together.
+    CUDA graphs keep what they captured.
+
+    Args:
+        models: this rank's chunks with adapters, wrapped or not.
+
+    Raises:
+        ConfigError: they have no adapters, so that the policy would be its own reference.
+
+    Example:
+        >>> with mb.without_adapters(models):                             # doctest: +SKIP
+        ...     reference = mb.forward(models, input_ids).log_probs
+    """
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    from mcore_bridge.factory.modules.adapter import Adapter
+
+    chunks = chunks_of(models)
+    if not hasattr(chunks[0], "bridge_adapters"):
+        raise ConfigError("models must have adapters, found none: the policy would be its own reference")
+    switch = f"mcore_bridge: without adapters {id(chunks[0].bridge_adapters)}"
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, Adapter):
+            module.switch = switch
+    was_off = switch in get_cuda_rng_tracker().states_
+    get_cuda_rng_tracker().states_[switch] = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        if not was_off:
+            get_cuda_rng_tracker().states_.pop(switch, None)
