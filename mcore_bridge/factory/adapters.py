@@ -4,66 +4,97 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from mcore_bridge.errors import ConfigError
+from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.adapters import FACTORS, Adapters, adapter_rules, factor_name, rows_of_parts
 from mcore_bridge.rules.layout import REPLICATED
 from mcore_bridge.rules.mapping import Binding, Dialect, WeightMapping, axes_of, pattern_of
 from mcore_bridge.rules.names import canonical
 from mcore_bridge.rules.trace import Trace, moved_dim, trace
-from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of
+from mcore_bridge.weights.adapters import load_peft
+from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, provenance_on
 from mcore_bridge.weights.model_tensors import numbering_of
+from mcore_bridge.weights.peft_folder import PeftFolder, open_peft
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
-    from mcore_bridge.factory.modules.adapter import Kind
+    from mcore_bridge.factory.modules.adapter import Adapter, Kind
 
 
 def add_adapters(
     models: Models,
+    folder: str | os.PathLike[str] | None = None,
     *,
-    rank: int,
-    alpha: float,
-    targets: Sequence[str],
+    rank: int | None = None,
+    alpha: float | None = None,
+    targets: Sequence[str] | None = None,
     dialect: Dialect | None = None,
     dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> Adapters:
-    """Adds a low-rank adapter to each targeted linear layer and freezes all other parameters.
+    """Add a low-rank adapter to each targeted linear layer, and freeze all other parameters.
+
+    Either ``rank``, ``alpha`` and ``targets`` say which adapters are new, or they are those of ``folder``. Call it
+    before the models are wrapped. If it raises, nothing has changed.
 
     Args:
         models: the chunks of this rank as ``build_model`` has made them, not yet wrapped.
+        folder: what ``peft`` or ``save_hf_adapters`` wrote. Its config says rank, scale and targets, and its largest
+            rank is that of all adapters; see ``load_adapters`` for what is exact. Every rank reads it.
         rank: the rank of each adapter.
         alpha: the adapter's output is multiplied by ``alpha / rank``.
-        targets: ends of module names, in HF ("q_proj") or in mcore ("linear_qkv"); see ``adapter_rules``.
+        targets: ends of module names, in HF ("q_proj", "mlp.down_proj", "experts.gate_up_proj") or in megatron-core
+            ("linear_qkv"). Each must match something. Projections that are not named get no adapter.
         dialect: "fused" gives gate and up of an expert one A, as ``peft`` does for transformers 5; "split" gives each
-            its own. None is the dialect of the checkpoint that the models come from.
-        dtype: of the factors, and of what they compute. None is that of the layer's weight, as it is or is cast later.
+            its own. None is the dialect of the checkpoint that the models come from. A folder decides for itself.
+        dtype: of the factors, and of what they compute; tensors of a folder are cast to it. None is that of the layer's
+            weight, as it is or is cast later; then it must hold all values of the folder.
         seed: A is drawn from it and the HF name, as ``peft`` draws it, the same on every mesh. B is zero.
 
     Raises:
         ConfigError: a target or the model has no adapters here, or ``models`` have some, or are wrapped.
+        CheckpointError: the folder has what no adapter here can be, or does not fit the models; as ``load_adapters``.
+
+    Example:
+        >>> mb.add_adapters(models, rank=16, alpha=32, targets=["q_proj", "v_proj"]).rank     # doctest: +SKIP
+        16
+        >>> mb.add_adapters(other_models, "run/adapter_100").rank                             # doctest: +SKIP
+        16
     """
     chunks = chunks_of(models)
-    given = [models] if isinstance(models, nn.Module) else list(models)
-    _require_fitting(chunks, given, rank=rank)
+    _require_fitting(chunks, models, folder, rank=rank, alpha=alpha, targets=targets, dialect=dialect)
+    given, config = None, chunks[0].config
+    if folder is not None:
+        counts = {"num_layers": config.num_layers, "num_experts": config.num_moe_experts or 0}
+        given = open_peft(folder, provenance_on(models), **counts)
+        rank, alpha, targets, dialect = given.rank, given.alpha, given.targets, given.dialect
+    assert rank is not None
+    assert alpha is not None
     bound = bind(models, dialect=dialect)
-    mapping = WeightMapping(adapter_rules(bound.mapping.rules, targets))
+    mapping = WeightMapping(adapter_rules(bound.mapping.rules, targets or ()))
     places = [place for chunk in chunks for place in _places(chunk, mapping)]
     made = Adapters(rank, alpha, mapping, frozenset(factor_name(name, end) for name, _ in places for end in FACTORS))
     _require_known(places)
+    adapters = {name: _made(bound, made, name, linear, dtype, seed) for name, linear in places}
+    if given is not None:
+        _require_all(bound, given)
+        factors = {factor_name(name, end): getattr(adapters[name], end).weight for name in adapters for end in FACTORS}
+        load_peft(replace(bound, mapping=mapping, tensors=factors), made, given, dtype)
     for chunk in chunks:
         chunk.requires_grad_(False)
         _let_recompute(chunk)
         chunk.bridge_adapters = made
-    for mcore, linear in places:
-        _add(bound, made, mcore, linear, dtype, seed)
+    for name, linear in places:
+        linear.adapter = adapters[name]
+        linear.register_forward_hook(adapters[name], prepend=True)  # our hook on latents reads the sum
     return made
 
 
@@ -77,7 +108,16 @@ def _places(chunk: GPTModel, mapping: WeightMapping) -> Iterator[tuple[str, Any]
                 yield name, module
 
 
-def _add(bound: BoundModel, made: Adapters, mcore: str, linear: Any, dtype: torch.dtype | None, seed: int) -> None:
+def _require_all(bound: BoundModel, given: PeftFolder) -> None:
+    """Raise if the config of a folder lists a module of this rank that has no adapter in the folder."""
+    bindings = map(bound.mapping.bind, bound.tensors)
+    names = (hf for binding in bindings if binding.axis == "tp" or given.dialect == "split" for hf in binding.hf)
+    modules = (name.removesuffix(".weight") for name in names if name.endswith(".weight"))
+    if absent := [module for module in modules if given.config.lists(module) and module not in given.ranks]:
+        raise CheckpointError(f"the adapter's config has {len(absent)} targets without tensors, such as {absent[:4]}")
+
+
+def _made(bound: BoundModel, made: Adapters, mcore: str, linear: Any, dtype: torch.dtype | None, seed: int) -> Adapter:
     from mcore_bridge.factory.modules.adapter import Adapter, Factor
 
     config = bound.chunks[0].config
@@ -101,8 +141,7 @@ def _add(bound: BoundModel, made: Adapters, mcore: str, linear: Any, dtype: torc
     drawn = tuple(_drawn(name, shape, seed) for name, shape in zip(first.hf, ins.part_shapes, strict=True))
     with torch.no_grad():
         adapter.linear_in.weight.copy_(ins.shard(shard, drawn, torch.float32))
-    linear.adapter = adapter
-    linear.register_forward_hook(adapter, prepend=True)  # our hook on latents reads the sum
+    return adapter
 
 
 def _trace(bound: BoundModel, binding: Binding, shape: tuple[int, int]) -> Trace:
@@ -133,10 +172,15 @@ def _requiring(module: nn.Module, inputs: object, output: Tensor) -> None:
         output.requires_grad_()
 
 
-def _require_fitting(chunks: Sequence[GPTModel], given: Sequence[nn.Module], *, rank: int) -> None:
-    config = chunks[0].config
+def _require_fitting(chunks: Sequence[GPTModel], models: Models, folder: object, **asked: Any) -> None:
+    config, rank = chunks[0].config, asked["rank"]
+    given = [models] if isinstance(models, nn.Module) else list(models)
+    absent = [name for name in ("rank", "alpha", "targets") if asked[name] is None]
+    twice = [name for name, value in asked.items() if folder is not None and value is not None]
     checks = (
-        (rank < 1, f"rank must be at least 1, found {rank}"),
+        (folder is None and absent, f"expected rank=, alpha= and targets=, or a folder, found no {absent}"),
+        (twice, f"a folder decides on {twice}: leave them out"),
+        (rank is not None and rank < 1, f"rank must be at least 1, found {rank}"),
         (any(a is not b for a, b in zip(chunks, given, strict=True)), "models must not be wrapped yet: add first"),
         (any(hasattr(chunk, "bridge_adapters") for chunk in chunks), "models have adapters: one set is supported"),
         (config.mtp_num_layers, "models must have no MTP layers, whose adapters no engine reads: build without them"),

@@ -6,18 +6,19 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mcore_bridge.errors import ConfigError
+from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.adapters import Adapters, base_name
 from mcore_bridge.rules.mapping import pattern_of
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.agreement import agree_on_plan, open_export
-from mcore_bridge.weights.bound import Models, chunks_of, provenance_on
+from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, provenance_on
 from mcore_bridge.weights.dtypes import Dtypes, problem_of, wanted_dtype
 from mcore_bridge.weights.export import converted
 from mcore_bridge.weights.files.atomic_folder import commit, target_of, updating_by_all
@@ -32,7 +33,9 @@ from mcore_bridge.weights.files.peft_config import (
     unstacked_experts,
 )
 from mcore_bridge.weights.files.staging import SLOT_BYTES
+from mcore_bridge.weights.load import LoadReport, load_bound
 from mcore_bridge.weights.manifest import Manifest, ManifestEntry
+from mcore_bridge.weights.peft_folder import PeftFolder, open_peft
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import Provenance
 from mcore_bridge.weights.save import BUCKET_SLOTS, open_files, write_pairs
@@ -134,6 +137,47 @@ def save_hf_adapters(
             if world.rank == 0:
                 commit(update, _OF_PEFT, (CONFIG,))
     return Manifest(specs)
+
+
+def load_adapters(models: Models, folder: str | os.PathLike[str], *, dtype: Dtypes = None) -> LoadReport:
+    """Copy the adapters of a PEFT folder into those of the models, in place, at any mesh and without communication.
+
+    The folder must have each of them once, and no others, with the same largest rank. Smaller ranks are padded with
+    zeros, which is exact. If a module's scale is not that of the models, the ratio is folded into its B: rounded once,
+    and exact where it is a power of two. ``cast`` of the report names these tensors.
+
+    Args:
+        models: this rank's chunks with adapters, wrapped or not.
+        folder: what ``peft`` or ``save_hf_adapters`` wrote. Every rank reads it.
+        dtype: cast tensors to this first, where an adapter cannot hold every value. By default that is an error.
+
+    Raises:
+        ConfigError: the models have no adapters.
+        CheckpointError: naming all that no adapter here can be (dropout, DoRA, biases, ...), or the tensors that are
+            missing, unexpected, of another shape, or would lose bits. Nothing has been written then.
+
+    Example:
+        >>> mb.load_adapters(models, "run/adapter_100").num_tensors       # doctest: +SKIP
+        112
+    """
+    made, provenance = adapters_of(models), provenance_on(models)
+    config = chunks_of(models)[0].config
+    given = open_peft(folder, provenance, num_layers=config.num_layers, num_experts=config.num_moe_experts or 0)
+    if given.rank != made.rank:
+        raise CheckpointError(
+            f"the adapter in {folder} has rank {given.rank}, the models {made.rank}: add adapters of that rank, or "
+            "give the folder to add_adapters"
+        )
+    return load_peft(bind(models, provenance, adapters=made), made, given, dtype)
+
+
+@torch.no_grad()
+def load_peft(bound: BoundModel, made: Adapters, given: PeftFolder, dtype: Dtypes) -> LoadReport:
+    """Copy the adapters of an open folder into the tensors of adapters that are bound."""
+    scale = made.alpha / made.rank
+    report = load_bound(bound, given.at(made.rank, scale), dtype)
+    folded = {name: f"times {factor:.6g}" for name, factor in given.factors(scale).items()}
+    return replace(report, cast={**report.cast, **folded})
 
 
 def adapters_of(models: Models) -> Adapters:

@@ -168,6 +168,13 @@ def _load_from(
     return load.report()
 
 
+def load_bound(bound: BoundModel, source: Mapping[str, Tensor], dtype: Dtypes) -> LoadReport:
+    """Copy HF tensors into those tensors of this rank that are bound. What is missing or unexpected raises."""
+    load = _Load(bound, dtype)
+    _write_all(load, source, strict=True, slot_bytes=SLOT_BYTES)
+    return load.report()
+
+
 def note_folder(chunks: Iterable[GPTModel], folder: str, names: Collection[str]) -> None:
     """Have chunks that were built from a config know the folder that they were loaded from, and its tensors' names."""
     for chunk in chunks:

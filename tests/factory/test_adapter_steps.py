@@ -40,7 +40,7 @@ def steps(folder, meshes, targets, dialect, values):
             loss = stepping.forward_backward(wrapped, dims, batch(), micro_batch_size=2)
             with CpuForCuda():
                 _, norm, _ = optimizer.step()
-            bound, shards = bind(chunks, adapters=made.mapping), {}
+            bound, shards = bind(chunks, adapters=made), {}
             for name, parameter in held(chunks).items():
                 binding = made.mapping.bind(name)
                 shard = bound.ranks[binding.axis] if parameter.partition_dim >= 0 else 0

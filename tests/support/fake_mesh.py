@@ -36,7 +36,10 @@ def replica(dims: ParallelDims) -> list[int]:
 
 
 def build_everywhere(hf: Any, dims: ParallelDims, load: Callable[[list[Any]], Any], **arguments: Any) -> list[Any]:
-    """What every rank of a replica holds after ``load(chunks)``, by rank of the model-parallel group."""
+    """What every rank of a replica holds after ``load(chunks)``, by rank of the model-parallel group.
+
+    Of a model to which that has added adapters, these alone.
+    """
     bound = []
     for rank in replica(dims):
         with rank_of(dims, rank, dims.smallest_world):
@@ -46,7 +49,7 @@ def build_everywhere(hf: Any, dims: ParallelDims, load: Callable[[list[Any]], An
                     for tensor in held_tensors([chunk]).values():
                         tensor.fill_(float("nan"))
             load(chunks)
-            bound.append(with_inventory(bind(chunks)))
+            bound.append(with_inventory(bind(chunks, adapters=getattr(chunks[0], "bridge_adapters", None))))
     return bound
 
 

@@ -1,19 +1,29 @@
 """Adapters as PEFT folders: what ``peft`` writes and what we write are the same bits, on each mesh."""
 
+import json
 from pathlib import Path
 
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from mcore_bridge import ParallelDims, build_model
+from mcore_bridge.errors import BridgeError
 from mcore_bridge.factory.adapters import add_adapters
-from mcore_bridge.weights.adapters import save_hf_adapters
+from mcore_bridge.launch.fake_rank import rank_of
+from mcore_bridge.weights.adapters import load_adapters, save_hf_adapters
+from mcore_bridge.weights.files.peft_config import STACKS, PeftNames, unstacked_experts
+from mcore_bridge.weights.peft_folder import open_peft
+from mcore_bridge.weights.provenance import provenance_of
 from tests import zoo
-from tests.support import experts, pool, stepping, tiny
-from tests.support.peft_models import ALPHA, EXPERTS, RANK, batch, fill, named
+from tests.support import experts, fake_mesh, pool, stepping, tiny
+from tests.support.peft_models import ALPHA, EXPERTS, RANK, batch
+from tests.support.strategies import problems, random_state, sparse_problems
 
+DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TP2 = {"tp": 2, "sp": True}
 CASES = {
     "qwen3": (lambda: tiny.config("qwen3"), ("q_proj", "v_proj", "down_proj"), (TP2, {"pp": 2})),
@@ -23,13 +33,11 @@ CASES = {
 
 def adapted(hf, targets, **options):
     """A model with an adapter of random values, by ``peft``."""
-    config = peft.LoraConfig(
-        r=RANK,
-        lora_alpha=ALPHA,
-        target_modules=[target for target in targets if target not in EXPERTS],
-        target_parameters=[f"mlp.{target}" for target in targets if target in EXPERTS] or None,
-        **options,
-    )
+    names = {
+        "target_modules": [target for target in targets if target not in EXPERTS],
+        "target_parameters": [f"mlp.{target}" for target in targets if target in EXPERTS] or None,
+    }
+    config = peft.LoraConfig(**{"r": RANK, "lora_alpha": ALPHA, **names, **options})
     model = peft.get_peft_model(tiny.random_model(hf), config).eval()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -39,13 +47,17 @@ def adapted(hf, targets, **options):
     return model
 
 
-def saved(folder, meshes, targets, values):
-    """Runs in each worker: writes the adapters of each mesh to a folder of its own."""
+def saved(folder, meshes, targets):
+    """Runs in each worker: reads the folder of ``peft`` on each mesh, and writes one for it."""
     for number, sizes in enumerate(meshes):
         dims = ParallelDims(**sizes)
         with stepping.mesh(dims):
             chunks = build_model(folder, dims=dims, dtype=torch.float32, device="cpu")
-            fill(chunks, add_adapters(chunks, rank=RANK, alpha=ALPHA, targets=targets, dialect="fused"), values)
+            if number:
+                add_adapters(chunks, f"{folder}/peft")
+            else:
+                add_adapters(chunks, rank=RANK, alpha=ALPHA, targets=targets, dialect="fused")
+                load_adapters(stepping.wrap(chunks), f"{folder}/peft")
             written = save_hf_adapters(stepping.wrap(chunks), Path(folder) / f"adapter{number}")
             assert not written.differences(type(written).from_folder(Path(folder) / f"adapter{number}"))
 
@@ -58,8 +70,7 @@ def test_a_folder_is_that_of_peft(case, tmp_path):
     tiny.random_checkpoint(make(), tmp_path)
     model = adapted(make(), targets)
     model.save_pretrained(tmp_path / "peft")
-    values = named(dict(model.named_parameters()), getattr(make(), "num_experts", 0), "fused")
-    pool.run(2, saved, str(tmp_path), meshes, targets, {name: value.detach() for name, value in values})
+    pool.run(2, saved, str(tmp_path), meshes, targets)
     theirs = load_file(tmp_path / "peft" / "adapter_model.safetensors")
     for number in range(len(meshes)):
         ours = load_file(tmp_path / f"adapter{number}" / "adapter_model.safetensors")
@@ -68,3 +79,159 @@ def test_a_folder_is_that_of_peft(case, tmp_path):
     loaded = peft.PeftModel.from_pretrained(tiny.random_model(make()), tmp_path / "adapter0").eval()
     with torch.no_grad():
         assert torch.equal(loaded(batch()).logits, model(batch()).logits)
+
+
+def folder_of(state, targets, folder, rank, *, stacks=0):
+    """A PEFT folder with random factors for all weights in ``state`` that are targets; experts in stacks of so many."""
+    generator, tensors = torch.Generator().manual_seed(1), {}
+    for name, weight in state.items():
+        module = name.removesuffix(".weight")
+        shapes = {"lora_A": (rank, weight.shape[-1]), "lora_B": (weight.shape[0], rank)}
+        if ".experts." in name and stacks:
+            before, _, kind = module.partition(".experts.")
+            if kind not in ("0.up_proj", "0.down_proj"):
+                continue
+            module = f"{before}.experts" + (".base_layer" if "up" in kind else "")
+            rows = weight.shape[0] * (2 if "up" in kind else 1)
+            shapes = {"lora_A": (stacks * rank, weight.shape[1]), "lora_B": (rows, rank * stacks)}
+        elif not module.endswith(tuple(f".{target}" for target in targets)):
+            continue
+        for factor, shape in shapes.items():
+            tensors[f"base_model.model.{module}.{factor}.weight"] = torch.randn(shape, generator=generator)
+    parameters = [f"mlp.{name}" for name in EXPERTS] if stacks else None
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 8,
+        "target_modules": targets,
+        "target_parameters": parameters,
+    }
+    write(folder, config, tensors)
+    return tensors
+
+
+def write(folder, config, tensors):
+    """A PEFT folder."""
+    Path(folder).mkdir(exist_ok=True)
+    save_file(tensors, Path(folder) / "adapter_model.safetensors")
+    (Path(folder) / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "lora_alpha": 8, **config}))
+
+
+def check_round_trip(hf, dims, targets, rank, folder, *, stacks=0):
+    """On every rank of a mesh: from PEFT, and back the same bits under the same names."""
+    tensors = folder_of(random_state(hf), targets, folder, rank, stacks=stacks)
+    held = fake_mesh.build_everywhere(hf, dims, lambda chunks: add_adapters(chunks, folder), dtype=torch.float32)
+    naming = PeftNames(STACKS if stacks else ())
+    found = {naming.to_peft(name): unstacked_experts(name, tensor) for name, tensor in fake_mesh.export(held).items()}
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+LISTS = st.lists(st.sampled_from(DENSE), min_size=1, unique=True)
+
+
+@settings(max_examples=12)
+@given(problems(), LISTS, st.integers(1, 4))
+def test_any_adapter_on_any_mesh(tmp_path_factory, problem, targets, rank):
+    check_round_trip(*problem, targets, rank, tmp_path_factory.mktemp("peft"))
+
+
+@settings(max_examples=6)
+@given(sparse_problems(), LISTS, st.booleans())
+def test_any_adapter_of_experts_on_any_mesh(tmp_path_factory, problem, targets, is_stacked):
+    hf, dims = problem
+    check_round_trip(hf, dims, targets, 2, tmp_path_factory.mktemp("peft"), stacks=is_stacked * hf.num_experts)
+
+
+def ours(hf, folder):
+    """What a model on one rank has of an adapter, as a PEFT folder beside it."""
+    dims, made = ParallelDims(), []
+    held = fake_mesh.build_everywhere(
+        hf, dims, lambda chunks: made.append(add_adapters(chunks, folder)), dtype=torch.float32
+    )
+    tensors = {PeftNames().to_peft(name): tensor for name, tensor in fake_mesh.export(held).items()}
+    modules = sorted({name.split(".")[-3] for name in tensors})
+    write(f"{folder}-ours", {"r": made[0].rank, "lora_alpha": made[0].alpha, "target_modules": modules}, tensors)
+    return tensors, load_file(Path(folder) / "adapter_model.safetensors")
+
+
+PATTERNS = {"rank_pattern": {"q_proj": 2, r"layers\.1\..*v_proj": 5}, "alpha_pattern": {"down_proj": 40}}
+
+
+@pytest.mark.parametrize(
+    ("options", "num_exact"),
+    [
+        ({**PATTERNS, "target_modules": r".*\.(q|v|down)_proj"}, 16),
+        ({**PATTERNS, "use_rslora": True, "target_modules": "all-linear"}, 47),
+    ],
+    ids=["patterns", "rslora"],
+)
+def test_other_ranks_and_scales_become_one(options, num_exact, tmp_path):
+    hf = tiny.config("qwen3")
+    model = adapted(hf, (), **options)
+    model.save_pretrained(tmp_path / "peft")
+    tensors, theirs = ours(hf, str(tmp_path / "peft"))
+    assert tensors.keys() == theirs.keys()
+    is_same = [torch.equal(tensors[name][tuple(map(slice, theirs[name].shape))], theirs[name]) for name in theirs]
+    assert sum(is_same) == num_exact
+    loaded = peft.PeftModel.from_pretrained(tiny.random_model(hf), tmp_path / "peft-ours").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(batch()).logits, model(batch()).logits, atol=1e-5, rtol=1e-5)
+
+
+REFUSED = {
+    "lora_dropout": 0.1,
+    "use_dora": True,
+    "bias": "all",
+    "modules_to_save": ["lm_head"],
+    "fan_in_fan_out": True,
+    "init_lora_weights": "pissa_niter_4",
+    "layers_to_transform": [0],
+    "field_of_tomorrow": 1,
+}
+"""What a config may have beside an adapter that fits."""
+
+
+def attempt(folder, tensors, message, **config):
+    """What adding a folder raises, and that it changes nothing."""
+    write(folder, {"r": 2, "target_modules": ["q_proj"], **config}, tensors)
+    dims = ParallelDims()
+    with rank_of(dims, 0, 1):
+        chunks = build_model(experts.HF, dims=dims, load_weights=False, device="cpu", dtype=torch.float32)
+        with pytest.raises(BridgeError, match=message) as caught:
+            add_adapters(chunks, folder)
+        assert not any("adapter" in name for name, _ in chunks[0].named_parameters())
+        assert all(parameter.requires_grad for parameter in chunks[0].parameters())
+    return str(caught.value)
+
+
+def test_what_no_adapter_here_can_be_is_refused_by_name_all_at_once(tmp_path):
+    foreign = {
+        **{f"model.layers.1.mlp.gate.lora_{factor}.weight": torch.ones(2, 2) for factor in "AB"},
+        **{f"lm_head.lora_{factor}.weight": torch.ones(2, 2) for factor in "AB"},
+        "model.layers.9.self_attn.q_proj.lora_A.weight": torch.ones(2, 2),
+        "model.visual.q_proj.lora_A.weight": torch.ones(3, 2),
+        "model.embed_tokens.lora_embedding_A": torch.ones(2, 2),
+        "model.layers.0.self_attn.q_proj.lora_magnitude_vector": torch.ones(2),
+    }
+    text = attempt(tmp_path, foreign, "cannot be used", **REFUSED)
+    for word in (*REFUSED, *(name.removesuffix(".weight").partition(".lora_")[0] for name in foreign)):
+        assert word in text, word
+    assert "model.visual.q_proj.lora_A.weight has rank 3, the config says 2" in text
+
+
+def test_an_adapter_that_does_not_fit_is_refused(tmp_path):
+    tensors = folder_of(random_state(experts.HF), ["q_proj"], tmp_path, 2)
+    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+    without = {own: tensor for own, tensor in tensors.items() if own != name}
+    attempt(tmp_path, without, r"1 tensors missing \['model.layers.1.self_attn.q_proj.lora_A.weight")
+    attempt(tmp_path, {**without, name: torch.ones(2, 3)}, r"q_proj.lora_A.weight has shape \(2, 3\)")
+    attempt(tmp_path, {**without, name: tensors[name].double()}, "cannot hold all its values")
+    attempt(tmp_path, tensors, "targets without tensors, such as .*v_proj", target_modules=["q_proj", "v_proj"])
+    attempt(tmp_path, tensors, "the config has no target for model.layers.0", target_modules="k_proj")
+    attempt(tmp_path, tensors, "r cannot be 0; rank_pattern cannot be", r=0, rank_pattern={"(": 1})
+    attempt(tmp_path, {}, "has no adapter")
+    attempt(tmp_path / "more", tensors, "has rank 2, the config says 3", r=3)
+    (tmp_path / "adapter_config.json").unlink()
+    with pytest.raises(BridgeError, match=r"name one of the adapters in it: \['more'\]"):
+        open_peft(tmp_path, provenance_of(experts.HF), num_layers=2, num_experts=8)

@@ -1,0 +1,184 @@
+"""What the config of a PEFT folder says: ranks, scales and targets. What it says beyond that is refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_bridge.errors import shown
+from mcore_bridge.weights.files.peft_config import STACKS
+
+_READ = frozenset(
+    {
+        *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"),
+        *("target_modules", "target_parameters", "exclude_modules"),
+    }
+)
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("auto_mapping", "base_model_name_or_path", "inference_mode", "layers_pattern", "megatron_core"),
+        *("peft_version", "qalora_group_size", "revision", "task_type", "eva_config", "runtime_config"),
+    }
+)
+"""Fields that describe where an adapter came from, or that belong to others which are refused."""
+# fmt: off
+_REFUSED = {
+    "lora_dropout":          "dropout: train with 0, or set it to 0 in the config to use the adapter as it is",
+    "use_dora":              "DoRA changes the weight by more than a product: merge it into the base",
+    "bias":                  "biases of the base are trained: merge it into the base",
+    "lora_bias":             "the adapters have biases",
+    "modules_to_save":       "whole modules are trained, which are no adapters",
+    "fan_in_fan_out":        "weights are [in, out]",
+    "layers_to_transform":   "only some layers have adapters",
+    "layer_replication":     "layers are there more than once",
+    "trainable_token_indices": "rows of the embedding are trained",
+}
+# fmt: on
+_CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
+
+
+@dataclass(frozen=True, slots=True)
+class PeftConfig:
+    """Ranks, scales and targets of an adapter, as its config has them."""
+
+    rank: int
+    alpha: float
+    use_rslora: bool
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    target_modules: str | tuple[str, ...]
+    target_parameters: tuple[str, ...]
+    exclude_modules: str | tuple[str, ...]
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> PeftConfig:
+        """The config of fields in which ``unreadable_in`` has found none."""
+        return cls(
+            fields["r"],
+            fields["lora_alpha"],
+            bool(fields.get("use_rslora")),
+            fields.get("rank_pattern") or {},
+            fields.get("alpha_pattern") or {},
+            _names(fields.get("target_modules")),
+            tuple(fields.get("target_parameters") or ()),
+            _names(fields.get("exclude_modules")),
+        )
+
+    @property
+    def stacks(self) -> tuple[str, ...]:
+        """Those of ``STACKS`` that have adapters."""
+        return tuple(name for name in STACKS if any(_ends(target, name) for target in self.target_parameters))
+
+    def rank_of(self, module: str) -> int:
+        """The rank of the adapter of a module, or of a parameter, by its HF name."""
+        return int(_by_pattern(self.rank_pattern, module, self.rank))
+
+    def scale_of(self, module: str) -> float:
+        """What the product of its factors is multiplied by."""
+        rank = self.rank_of(module)
+        alpha = float(_by_pattern(self.alpha_pattern, module, self.alpha))
+        return alpha / rank**0.5 if self.use_rslora else alpha / rank
+
+    def lists(self, module: str) -> bool:
+        """Whether a module is a target in a list of them."""
+        listed = () if isinstance(self.target_modules, str) else self.target_modules
+        return _selects(listed, module) and not _selects(self.exclude_modules, module)
+
+    def has(self, module: str) -> bool:
+        """Whether a module, or a parameter, is a target."""
+        if _selects(self.exclude_modules, module):
+            return False
+        return (
+            (isinstance(self.target_modules, str) and self.target_modules.lower() == "all-linear")
+            or _selects(self.target_modules, module)
+            or _selects(self.target_parameters, module)
+        )
+
+
+def unreadable_in(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the fields that have no such value in any adapter."""
+    if fields.get("peft_type") != "LORA":
+        yield f"peft_type must be 'LORA', found {fields.get('peft_type')!r}"
+    for name, is_good in _CHECKS.items():
+        if not is_good(fields.get(name)):
+            yield f"{name} cannot be {shown(fields.get(name))}"
+
+
+def refused_in(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Yield all reasons why an adapter with this config cannot be one here."""
+    init = fields.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(_CHANGES_BASE):
+        yield f"init_lora_weights={init!r} has changed the base: convert the adapter as peft's documentation says"
+    for name, value in fields.items():
+        if name in _READ | _WITHOUT_EFFECT | {"peft_type", "init_lora_weights"} or not value or value == "none":
+            continue
+        yield f"{name}={shown(value)}: {_REFUSED.get(name, 'this field is not known here')}"
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_list(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+
+
+def _is_pattern(value: Any) -> bool:
+    """A list of ends of names, or one regular expression."""
+    if not isinstance(value, str):
+        return _is_list(value)
+    return _compiles(value)
+
+
+def _compiles(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True
+
+
+def _are_stacks(value: Any) -> bool:
+    return _is_list(value) and all(any(_ends(name, stack) for stack in STACKS) for name in value or ())
+
+
+_CHECKS = {
+    "r": _is_count,
+    "lora_alpha": _is_number,
+    "rank_pattern": lambda value: not value or (isinstance(value, dict) and _all(value, _is_count)),
+    "alpha_pattern": lambda value: not value or (isinstance(value, dict) and _all(value, _is_number)),
+    "target_modules": _is_pattern,
+    "exclude_modules": _is_pattern,
+    "target_parameters": _are_stacks,
+}
+
+
+def _all(patterns: Mapping[str, Any], is_good: Any) -> bool:
+    return all(_compiles(pattern) and is_good(value) for pattern, value in patterns.items())
+
+
+def _names(value: Any) -> str | tuple[str, ...]:
+    return value if isinstance(value, str) else tuple(value or ())
+
+
+def _ends(name: str, end: str) -> bool:
+    return f".{name}".endswith(f".{end}")
+
+
+def _selects(names: str | tuple[str, ...], module: str) -> bool:
+    """As ``peft`` selects modules: by one regular expression for the whole name, or by ends of names."""
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(_ends(module, name) for name in names)
+
+
+def _by_pattern(values: Mapping[str, Any], module: str, otherwise: float) -> float:
+    """The value for a module: ``peft`` takes that of the first pattern which the end of its name matches."""
+    matching = (value for pattern, value in values.items() if re.match(rf"(.*\.)?({pattern})$", module))
+    return next(matching, otherwise)

@@ -1,0 +1,207 @@
+"""A PEFT folder as the adapters of a model: its tensors in our names, at one rank and one scale.
+
+A smaller rank is padded with zeros, which changes nothing. If scales differ, that of most modules is kept; the others
+are folded into B, in fp64 and rounded once. That is exact where the ratio of the scales is a power of two.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.composite import SPELLINGS
+from mcore_bridge.config.hf import read_json
+from mcore_bridge.errors import CheckpointError, ConfigError
+from mcore_bridge.rules.adapters import adapter_rules, base_name
+from mcore_bridge.rules.mapping import Dialect, Prefixes, WeightMapping, pattern_of, respelled_name
+from mcore_bridge.rules.names import layer_of
+from mcore_bridge.weights.files.peft_config import CONFIG, WEIGHTS, PeftNames, stacked_experts
+from mcore_bridge.weights.files.peft_read import PeftConfig, refused_in, unreadable_in
+from mcore_bridge.weights.files.safetensors import SafetensorsFile
+from mcore_bridge.weights.provenance import TOWER, Provenance
+
+_FACTORS = (".lora_A.weight", ".lora_B.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class PeftFolder:
+    """The adapters of a PEFT folder that fit a model.
+
+    Attributes:
+        config: what its config says of ranks, scales and targets.
+        tensors: by HF name; those of experts in one tensor are ``[experts, ...]``. They are views of the file.
+        ranks, scales: of each module, by HF name.
+        dialect: how the experts are held; None if none have adapters.
+    """
+
+    config: PeftConfig
+    tensors: Mapping[str, Tensor]
+    ranks: Mapping[str, int]
+    scales: Mapping[str, float]
+    dialect: Dialect | None
+
+    @property
+    def rank(self) -> int:
+        """The largest rank."""
+        return max(self.ranks.values())
+
+    @property
+    def scale(self) -> float:
+        """The scale that most modules have; of several such, the largest."""
+        counts = Counter(self.scales.values())
+        return max(counts, key=lambda scale: (counts[scale], scale))
+
+    @property
+    def alpha(self) -> float:
+        """What gives all modules this rank and this scale."""
+        return self.config.alpha if self.scale == self.config.alpha / self.rank else self.scale * self.rank
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Patterns of all modules, for ``adapter_rules``."""
+        return tuple(dict.fromkeys(map(pattern_of, self.ranks)))
+
+    def factors(self, scale: float) -> dict[str, float]:
+        """By what each B whose module has another scale is multiplied, by HF name."""
+        modules = {module: own / scale for module, own in self.scales.items() if own != scale}
+        return {f"{module}{_FACTORS[1]}": factor for module, factor in modules.items()}
+
+    def at(self, rank: int, scale: float) -> dict[str, Tensor]:
+        """The tensors of adapters that all have this rank and scale."""
+        factors = self.factors(scale)
+        return {name: _at(name, tensor, rank, factors.get(name, 1.0)) for name, tensor in self.tensors.items()}
+
+
+def open_peft(
+    folder: str | os.PathLike[str], provenance: Provenance, *, num_layers: int, num_experts: int
+) -> PeftFolder:
+    """Open the adapters of a folder for a model.
+
+    Raises:
+        CheckpointError: the folder cannot be read, or it has what cannot be an adapter here; all of that is named.
+    """
+    path = Path(folder)
+    fields, file = read_json(_config_in(path)), _weights_in(path)
+    if problems := [*unreadable_in(fields)]:
+        raise _refused(path, problems)
+    config = PeftConfig.of(fields)
+    naming = PeftNames(config.stacks)
+    own_names = {naming.to_hf(name): name for name in file.entries}
+    modules = dict.fromkeys(base_name(name) for name in own_names if name.endswith(_FACTORS))
+    problems = [*refused_in(fields)]
+    problems += [f"{name} is no factor of a linear layer" for name in own_names if not name.endswith(_FACTORS)]
+    problems += [f"the config has no target for {module}" for module in modules if not config.has(module)]
+    problems += [] if modules else [f"{file.path.name} has no adapter"]
+    dialect = _dialect(modules, naming)
+    mapping = provenance.mapping(tied=False, mtp=True, dialect=dialect)
+    spelled = _spelled(modules, naming, provenance, mapping)
+    problems += _foreign(spelled.values(), naming, mapping, num_layers)
+    tensors = {}
+    for name, own in own_names.items():
+        if name.endswith(_FACTORS):
+            module, factor = base_name(name), name[-len(_FACTORS[0]) :]
+            tensors[f"{spelled[module]}{factor}"] = tensor = _whole(file, own, name, naming, num_experts)
+            if (held := tensor.shape[-2:][_FACTORS.index(factor)]) != (rank := config.rank_of(module)):
+                problems.append(f"{own} has rank {held}, the config says {rank}")
+    if problems:
+        raise _refused(path, problems)
+    ranks = {new: config.rank_of(old) for old, new in spelled.items()}
+    return PeftFolder(config, tensors, ranks, {new: config.scale_of(old) for old, new in spelled.items()}, dialect)
+
+
+def _at(name: str, tensor: Tensor, rank: int, factor: float) -> Tensor:
+    """A factor with zeros up to ``rank``, multiplied by ``factor``."""
+    is_first = name.endswith(_FACTORS[0])
+    missing = rank - tensor.shape[-2 if is_first else -1]
+    if factor != 1.0:
+        tensor = (tensor.double() * factor).to(tensor.dtype)
+    return torch.nn.functional.pad(tensor, (0, 0, 0, missing) if is_first else (0, missing)) if missing else tensor
+
+
+def _config_in(folder: Path) -> Path:
+    if (folder / CONFIG).is_file():
+        return folder / CONFIG
+    inside = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))
+    advice = f"name one of the adapters in it: {inside}" if inside else "name a folder that peft has saved"
+    raise CheckpointError(f"expected {CONFIG} in {folder}, found none: {advice}")
+
+
+def _weights_in(folder: Path) -> SafetensorsFile:
+    if not (folder / WEIGHTS).is_file():
+        raise CheckpointError(
+            f"expected {WEIGHTS} in {folder}, found none: save the adapter with peft again, with safe_serialization"
+        )
+    return SafetensorsFile(folder / WEIGHTS)
+
+
+def _refused(folder: Path, problems: Sequence[str]) -> CheckpointError:
+    return CheckpointError(f"the adapter in {folder} cannot be used: {'; '.join(dict.fromkeys(problems))}")
+
+
+def _dialect(modules: Iterable[str], naming: PeftNames) -> Dialect | None:
+    if any(map(naming.is_stack, modules)):
+        return "fused"
+    return "split" if any(".experts.*." in pattern_of(module) for module in modules) else None
+
+
+def _weight(module: str, naming: PeftNames) -> str:
+    return module if naming.is_stack(module) else f"{module}.weight"
+
+
+def _spelled(
+    modules: Iterable[str], naming: PeftNames, provenance: Provenance, mapping: WeightMapping
+) -> dict[str, str]:
+    """Each module, with the name that the model's folder has for it.
+
+    transformers names the modules of a composite in memory, where ``peft`` finds them, by another prefix than files do.
+    """
+    modules = [*modules]
+    if not provenance.spelling:
+        return dict(zip(modules, modules, strict=True))
+    plain = [[_unspelled(module, spelling) for module in modules] for spelling in (provenance.spelling, *SPELLINGS)]
+    candidates = [[respelled_name(name, provenance.spelling) for name in names] for names in plain]
+    best = max(candidates, key=lambda names: sum(bool(mapping.consumers(_weight(name, naming))) for name in names))
+    return dict(zip(modules, best, strict=True))
+
+
+def _unspelled(name: str, spelling: Prefixes) -> str:
+    return respelled_name(name, tuple((new, old) for old, new in spelling))
+
+
+def _foreign(modules: Iterable[str], naming: PeftNames, mapping: WeightMapping, num_layers: int) -> Iterator[str]:
+    """Yield what is wrong with modules that have no adapters here."""
+    known = []
+    for module in modules:
+        weight = _weight(module, naming)
+        users = mapping.consumers(weight)
+        layers = {layer for name in users if (layer := layer_of(name)) is not None}
+        if mapping.is_carried(weight) or any(name.startswith(TOWER) for name in users):
+            yield f"{module} is in the tower, which has no adapters"
+        elif any(name.startswith("mtp.") for name in users) and not any(layer < num_layers for layer in layers):
+            yield f"{module} is in an MTP layer, whose adapters no engine reads"
+        elif not users or (layers and min(layers) >= num_layers):
+            yield f"{module} is no module of this model"
+        else:
+            known.append(pattern_of(module))
+    try:
+        adapter_rules(mapping.rules, [*dict.fromkeys(known)])
+    except ConfigError as error:
+        yield str(error).partition(": ")[2]
+
+
+def _whole(file: SafetensorsFile, own: str, name: str, naming: PeftNames, num_experts: int) -> Tensor:
+    """A factor of the file; of experts in one tensor, ``[experts, ...]``."""
+    tensor = file.tensor(own)
+    try:
+        if tensor.dim() != 2:
+            raise ValueError("expected two dims")
+        return stacked_experts(name, tensor, num_experts) if naming.is_stack(base_name(name)) else tensor
+    except (ValueError, RuntimeError) as error:  # einops raises EinopsError, a RuntimeError
+        experts = f" of {num_experts} experts" if naming.is_stack(base_name(name)) else ""
+        raise CheckpointError(f"{own} of shape {tuple(tensor.shape)} is no factor{experts}: {error}") from None
