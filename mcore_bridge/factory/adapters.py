@@ -5,14 +5,18 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from mcore_bridge.errors import CheckpointError, ConfigError
+from mcore_bridge.factory.modules.backend import has_transformer_engine
 from mcore_bridge.rules.adapters import FACTORS, Adapters, adapter_rules, factor_name, rows_of_parts
 from mcore_bridge.rules.layout import REPLICATED
 from mcore_bridge.rules.mapping import Binding, Dialect, WeightMapping, axes_of, pattern_of
@@ -27,6 +31,14 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
     from mcore_bridge.factory.modules.adapter import Adapter, Kind
+
+Place = tuple[str, Any, str]
+"""The canonical name of a weight without ``.weight``, the layer that holds it, and its name there.
+
+A layer of TransformerEngine for experts holds several."""
+_WEIGHT = re.compile(r"weight\d*")
+_UNTRIED = ("fp8", "fp4", "tp_comm_overlap", "use_transformer_engine_op_fuser", "delay_wgrad_compute", "cpu_offloading")
+"""Settings of megatron-core that change what its linear layers return, hold or communicate."""
 
 
 def add_adapters(
@@ -81,9 +93,9 @@ def add_adapters(
     bound = bind(models, dialect=dialect)
     mapping = WeightMapping(adapter_rules(bound.mapping.rules, targets or ()))
     places = [place for chunk in chunks for place in _places(chunk, mapping)]
-    made = Adapters(rank, alpha, mapping, frozenset(factor_name(name, end) for name, _ in places for end in FACTORS))
+    made = Adapters(rank, alpha, mapping, frozenset(factor_name(name, end) for name, *_ in places for end in FACTORS))
     _require_known(places)
-    adapters = {name: _made(bound, made, name, linear, dtype, seed) for name, linear in places}
+    adapters = {name: _made(bound, made, name, getattr(linear, own), dtype, seed) for name, linear, own in places}
     if given is not None:
         _require_all(bound, given)
         factors = {factor_name(name, end): getattr(adapters[name], end).weight for name in adapters for end in FACTORS}
@@ -92,20 +104,28 @@ def add_adapters(
         chunk.requires_grad_(False)
         _let_recompute(chunk)
         chunk.bridge_adapters = made
-    for name, linear in places:
-        linear.adapter = adapters[name]
-        linear.register_forward_hook(adapters[name], prepend=True)  # our hook on latents reads the sum
+    _attach(places, adapters)
     return made
 
 
-def _places(chunk: GPTModel, mapping: WeightMapping) -> Iterator[tuple[str, Any]]:
-    """The targeted linear layers of a chunk by canonical name."""
+def _places(chunk: GPTModel, mapping: WeightMapping) -> Iterator[Place]:
     numbering, patterns = numbering_of(chunk), {rule.mcore for rule in mapping.rules}
     for path, module in chunk.named_modules():
-        if isinstance(getattr(module, "weight", None), Tensor):
-            name = canonical(f"{path}.weight", numbering).removesuffix(".weight")
+        for own in [own for own, _ in module.named_parameters(recurse=False) if _WEIGHT.fullmatch(own)]:
+            name = canonical(f"{path}.{own}", numbering).removesuffix(".weight")
             if pattern_of(factor_name(name, "linear_in")) in patterns:
-                yield name, module
+                yield name, module, own
+
+
+def _attach(places: Sequence[Place], adapters: Mapping[str, Adapter]) -> None:
+    from mcore_bridge.factory.modules.adapter import GroupedAdapter
+
+    for linear, of_one in groupby(places, key=itemgetter(1)):
+        own = [adapters[name] for name, *_ in of_one]
+        linear.adapter = own[0] if hasattr(linear, "weight") else GroupedAdapter(own)
+        linear.register_forward_hook(linear.adapter, prepend=True)  # our hook on latents reads the sum
+        if hasattr(linear, "return_layernorm_output"):
+            linear.return_layernorm_output = True  # what the weight multiplies, and so what A does
 
 
 def _require_all(bound: BoundModel, given: PeftFolder) -> None:
@@ -117,26 +137,26 @@ def _require_all(bound: BoundModel, given: PeftFolder) -> None:
         raise CheckpointError(f"the adapter's config has {len(absent)} targets without tensors, such as {absent[:4]}")
 
 
-def _made(bound: BoundModel, made: Adapters, mcore: str, linear: Any, dtype: torch.dtype | None, seed: int) -> Adapter:
+def _made(bound: BoundModel, made: Adapters, mcore: str, weight: Any, dtype: torch.dtype | None, seed: int) -> Adapter:
     from mcore_bridge.factory.modules.adapter import Adapter, Factor
 
     config = bound.chunks[0].config
     first, second = (made.mapping.bind(factor_name(mcore, end)) for end in FACTORS)
-    shard, (out, width) = bound.ranks[first.axis], linear.weight.shape
+    shard, (out, width) = bound.ranks[first.axis], weight.shape
     ins = _trace(bound, first, (len(first.hf) * made.rank, width))
     outs = _trace(bound, second, (out, made.rank))
-    groups, like = bound.chunks[0].pg_collection, linear.weight
+    groups = bound.chunks[0].pg_collection
     adapter = Adapter(
         _kind(first, second),
-        Factor(ins.shard_shape, like, dtype),
-        Factor(outs.shard_shape, like, dtype),
-        rows_of_parts(outs, shard).to(like.device),
+        Factor(ins.shard_shape, weight, dtype),
+        Factor(outs.shard_shape, weight, dtype),
+        rows_of_parts(outs, shard).to(weight.device),
         parts=len(first.hf),
         scale=made.alpha / made.rank,
         group=groups.expt_tp if first.axis == "etp" else groups.tp,
         sequence_parallel=config.sequence_parallel,
         expert=first.axis == "etp",
-        allreduce=getattr(linear.weight, "allreduce", True),
+        allreduce=getattr(weight, "allreduce", True),
     )
     drawn = tuple(_drawn(name, shape, seed) for name, shape in zip(first.hf, ins.part_shapes, strict=True))
     with torch.no_grad():
@@ -185,24 +205,35 @@ def _require_fitting(chunks: Sequence[GPTModel], models: Models, folder: object,
         (any(hasattr(chunk, "bridge_adapters") for chunk in chunks), "models have adapters: one set is supported"),
         (config.mtp_num_layers, "models must have no MTP layers, whose adapters no engine reads: build without them"),
         (bool(chunks[0].bridge.tower), 'models must be of text: build with vision="carried"'),
-        (config.moe_shared_expert_overlap, "moe_shared_expert_overlap must be False"),
+        *((getattr(config, name, None), f"{name} must be off") for name in (*_UNTRIED, "moe_shared_expert_overlap")),
     )
     if problems := [text for is_wrong, text in checks if is_wrong]:
         raise ConfigError("these models cannot have adapters: " + "; ".join(problems))
 
 
-def _require_known(places: Sequence[tuple[str, nn.Module]]) -> None:
+def _require_known(places: Sequence[Place]) -> None:
     """Raises unless each linear layer is one of those whose communication an adapter repeats."""
+    known = _known()
+    if wrong := {pattern_of(name): type(linear).__name__ for name, linear, _ in places if type(linear) not in known}:
+        raise ConfigError(
+            f"adapters need linear layers of {sorted(kind.__name__ for kind in known)}, found {wrong}: leave out "
+            "targets whose layers do more than a product"
+        )
+
+
+def _known() -> set[type]:
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     from mcore_bridge.factory.modules.experts import ExpertRowParallelLinear
     from mcore_bridge.factory.modules.latent_modules import ReplicatedLinear
     from mcore_bridge.factory.modules.torch_modules import always_biased
 
-    plain = {ColumnParallelLinear, RowParallelLinear, ExpertRowParallelLinear, ReplicatedLinear}
-    known = {*plain, always_biased(RowParallelLinear)}
-    if wrong := {pattern_of(mcore): type(linear).__name__ for mcore, linear in places if type(linear) not in known}:
-        raise ConfigError(
-            f"adapters need linear layers of {sorted(kind.__name__ for kind in plain)}, found {wrong}: build with "
-            'backend="torch", and leave out targets whose layers do more than a product'
-        )
+    known = {ColumnParallelLinear, RowParallelLinear, ExpertRowParallelLinear, ReplicatedLinear}
+    known.add(always_biased(RowParallelLinear))
+    if has_transformer_engine():
+        from megatron.core.extensions import transformer_engine as te
+
+        known |= {te.TELinear, te.TEColumnParallelLinear, te.TELayerNormColumnParallelLinear, te.TERowParallelLinear}
+        known |= {te.TEColumnParallelGroupedLinear, te.TERowParallelGroupedLinear}
+        known.add(always_biased(te.TERowParallelLinear))
+    return known

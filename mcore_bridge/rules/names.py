@@ -34,11 +34,12 @@ _UNFUSED = [
     (re.compile(rf"{re.escape(linear)}\.layer_norm_(weight|bias)$"), rf"{norm}.\1") for norm, linear in _FUSED_NORMS
 ]
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_EXPERTS = (  # megatron-core's SequentialMLP, and TEGroupedMLP, which numbers the tensors of one module
+_EXPERTS = (  # megatron-core's SequentialMLP, and TEGroupedMLP, which numbers the tensors of one module; its adapters
     re.compile(
         r"\.experts\.local_experts\.(?P<number>\d+)\.(?P<tensor>linear_fc[12]\.(?:adapter\.linear_\w+\.)?(?:weight|bias))$"
     ),
     re.compile(r"\.experts\.(?P<tensor>linear_fc[12]\.(?:weight|bias))(?P<number>\d+)$"),
+    re.compile(r"\.experts\.(?P<layer>linear_fc[12]\.adapter\.)(?P<number>\d+)\.(?P<tensor>linear_\w+\.weight)$"),
 )
 _MTP = re.compile(r"^mtp\.layers\.(\d+)\.(?:mtp_model_layer(?=\.))?")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -58,8 +59,13 @@ def canonical(name: str, numbering: Numbering) -> str:
     name = _LAYER.sub(lambda match: f"decoder.layers.{numbering.layers[int(match[1])]}.", name)
     name = _MTP.sub(lambda match: _mtp_prefix(match, numbering), name)
     for pattern in _EXPERTS:
-        name = pattern.sub(lambda match: f".experts.{numbering.experts[int(match['number'])]}.{match['tensor']}", name)
+        name = pattern.sub(lambda match: _expert_tensor(match, numbering), name)
     return plain_key(name)
+
+
+def _expert_tensor(match: re.Match[str], numbering: Numbering) -> str:
+    layer = match.groupdict().get("layer", "")
+    return f".experts.{numbering.experts[int(match['number'])]}.{layer}{match['tensor']}"
 
 
 def plain_key(key: str) -> str:

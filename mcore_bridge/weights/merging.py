@@ -44,9 +44,8 @@ def merges_of(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Merge]]:
     for chunk in chunks:
         numbering = numbering_of(chunk)
         for path, module in chunk.named_modules():
-            adapter: Any = getattr(module, "adapter", None)
-            if hasattr(adapter, "linear_in"):
-                yield canonical(f"{path}.weight", numbering), partial(merged_weight, adapter)
+            for own, adapter in getattr(getattr(module, "adapter", None), "by_weight", {}).items():
+                yield canonical(f"{path}.{own}", numbering), partial(merged_weight, adapter)
 
 
 @torch.no_grad()

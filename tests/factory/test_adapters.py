@@ -129,5 +129,5 @@ def test_what_has_no_adapters_is_named():
     overrides = {"mtp_num_layers": 1, "moe_shared_expert_overlap": True}
     with rank_of(ParallelDims(), 0, 1):
         chunks = build_model(mtp_checkpoints.config("glm4_moe", 1), load_weights=False, overrides=overrides)
-        with pytest.raises(ConfigError, match=r"no MTP layers.*moe_shared_expert_overlap must be False"):
+        with pytest.raises(ConfigError, match=r"no MTP layers.*moe_shared_expert_overlap must be off"):
             add_adapters(chunks, rank=1, alpha=1, targets=["q_proj"])

@@ -9,10 +9,8 @@ import contextlib
 import copy
 import functools
 import os
-import re
 import traceback
 import types
-from collections import defaultdict
 
 import pytest
 import torch
@@ -22,7 +20,7 @@ from transformers import AutoConfig
 import mcore_bridge as mb
 from tests.support import gpu_batches, records
 from tests.support.gpu_batches import has_experts, is_refused
-from tests.support.gpu_gradients import by_name, wrapped
+from tests.support.gpu_gradients import ROUNDED, by_name, distances, wrapped
 from tests.support.gpus import chosen, spawn, with_replicas
 from tests.support.stepping import masters, trained
 from tests.support.strategies import random_state
@@ -94,7 +92,6 @@ CHECKS = {
 ROWS, AT_ONCE, LONG, STEPS = 16, 2, 48, 3
 BOUND = 2e-5  # of a gradient in fp32, relative to its largest value
 LINEAR = 5e-5  # the same where layers attend linearly: qwen3_next has 2.1e-5 over two replicas
-ROUNDED = 2  # times as far from fp32 as torch's modules in bf16
 CANCELLED = 1e-8  # of the norm: what rounding leaves of sums that are zero, as for a bias of keys without rope
 OVERFLOW, HALVINGS = 2.0**26, 12
 """A loss scale with which gradients of logits are beyond fp16, and after how many halvings they surely are not."""
@@ -214,14 +211,6 @@ def by_torch(hf, state):
     """Gradients by torch's modules, in fp32 and in bf16; where there is nothing but replicas."""
     dtypes = torch.float32, torch.bfloat16
     return [with_every_expert(hf, mb.ParallelDims(), state, dtype=dtype, backend="torch") for dtype in dtypes]
-
-
-def distances(found, exact):
-    """Of gradients of tensors of one kind, in all layers and experts."""
-    squares = defaultdict(float)
-    for name, grad in exact.items():
-        squares[re.sub(r"\d+", "*", name)] += float((found[name].float() - grad).square().sum())
-    return {kind: square**0.5 for kind, square in squares.items()}
 
 
 def rounded(hf, dims, state, known):

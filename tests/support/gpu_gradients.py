@@ -1,6 +1,11 @@
 """Models on GPUs, wrapped for training."""
 
+import re
+from collections import defaultdict
+
 import mcore_bridge as mb
+
+ROUNDED = 2  # times as far from fp32 as torch's modules in bf16
 
 
 def wrapped(chunks, **settings):
@@ -23,3 +28,11 @@ def by_name(chunks, gradient_of):
         for name, tensor in mb.to_hf_state_dict(chunks).items()
         if not name.endswith(("correction_bias", "expert_bias"))
     }
+
+
+def distances(found, exact):
+    """Of gradients of tensors of one kind, in all layers and experts."""
+    squares = defaultdict(float)
+    for name, grad in exact.items():
+        squares[re.sub(r"\d+", "*", name)] += float((found[name].float() - grad).square().sum())
+    return {kind: square**0.5 for kind, square in squares.items()}

@@ -1,5 +1,8 @@
 """Models with adapters by ``peft``, under our names: what a step with ours is held against."""
 
+import copy
+import zlib
+
 import peft
 import torch
 
@@ -53,7 +56,7 @@ def _of_experts(name, tensor, num_experts):
 
 def expected(hf, targets, dialect):
     """By ``peft``: the factors of an adapter, its loss and its gradients, in our names."""
-    model = tiny.random_model(hf)
+    model = tiny.random_model(copy.deepcopy(hf))
     config = peft.LoraConfig(
         r=RANK,
         lora_alpha=ALPHA,
@@ -61,7 +64,7 @@ def expected(hf, targets, dialect):
         target_parameters=[f"mlp.{target}" for target in targets if target in EXPERTS] or None,
     )
     if dialect == "fused":
-        hf.model_type = ""  # peft takes gate_proj of a shared expert for that of all experts in models that it knows
+        model.config.model_type = ""  # in models that it knows, peft takes a shared gate_proj for that of all experts
     model = peft.get_peft_model(model, config).eval()
     count = getattr(hf, "num_experts", None) or getattr(hf, "n_routed_experts", 0)
     generator, parameters = torch.Generator().manual_seed(5), {n: p.detach() for n, p in model.named_parameters()}
@@ -76,16 +79,27 @@ def expected(hf, targets, dialect):
 
 
 @torch.no_grad()
-def fill(chunks, made, values):
-    """Give the adapters of this rank their values. What they hold beside those, as views."""
+def fill(chunks, made, values=None):
+    """Give the adapters of this rank their values, or some that are the same on every mesh.
+
+    What they hold beside those comes back, as views.
+    """
     bound, absent = bind(chunks, adapters=made), []
     for name, parameter in held(chunks).items():
         binding = made.mapping.bind(name)
         traced = trace(binding.layout, tuple(parameter.shape), axes_of(binding, bound.axes))
         rank = bound.ranks[binding.axis]
         absent += [parameter.narrow(*place) for place in traced.padding(rank)]
-        parameter.copy_(traced.shard(rank, [values[part] for part in binding.hf], torch.float32))
+        named = zip(binding.hf, traced.part_shapes, strict=True)
+        parts = [values[part] if values else _drawn(part, shape) for part, shape in named]
+        parameter.copy_(traced.shard(rank, parts, torch.float32))
     return absent
+
+
+def _drawn(name, shape):
+    """Some 0.1 in size, by the name alone."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(shape, generator=generator) * 0.1
 
 
 def held(chunks):

@@ -21,6 +21,15 @@ Kind = Literal["cut", "summed", "whole"]
 each rank has all of it (down projections of latents)."""
 
 
+def outputs_and_input(outputs: Any, hidden: Tensor) -> tuple[tuple[Tensor, Tensor | None], Tensor]:
+    """What a layer returns, and what its weight multiplies: ``hidden``, or that after a norm of the layer's own.
+
+    TransformerEngine's ``return_layernorm_output`` puts that last, inside of what megatron-core returns with a bias.
+    """
+    product, bias, *normed = outputs if isinstance(outputs[0], Tensor) else (outputs[0][0], outputs[1], outputs[0][1])
+    return (product, bias), normed[0] if normed else hidden
+
+
 class Factor(nn.Module):
     """One of the two matrices; a module of its own, so that its parameter is a ``weight``.
 
@@ -101,12 +110,15 @@ class Adapter(nn.Module):
             weight.shared = self.group.rank() > 0
         weight.partition_dim, weight.partition_stride = dim, 1
 
+    @property
+    def by_weight(self) -> dict[str, Adapter]:
+        """The adapter of each weight of the layer, by the weight's name in it."""
+        return {"weight": self}
+
     def forward(self, layer: nn.Module, inputs: tuple[Tensor, ...], outputs: Any) -> Any:
-        """The outputs of ``layer``, the first of which is the product, with the adapter's added to it."""
-        if self.is_off():
-            return outputs
-        product, *others = outputs
-        return (product + self.beside(inputs[0]).to(product.dtype), *others)
+        """The outputs of ``layer``, the product and a bias or None, with the adapter's added to the product."""
+        (product, bias), hidden = outputs_and_input(outputs, inputs[0])
+        return product if self.is_off() else product + self.beside(hidden).to(product.dtype), bias
 
     def is_off(self) -> bool:
         """Whether this forward is that of the base, or the recompute of such a forward."""
@@ -154,3 +166,22 @@ class Adapter(nn.Module):
         if self.sequence_parallel:
             return mappings.reduce_scatter_to_sequence_parallel_region(inner, group=self.group)
         return mappings.reduce_from_tensor_model_parallel_region(inner, group=self.group)
+
+
+class GroupedAdapter(nn.ModuleList):
+    """The adapters of the experts whose weights TransformerEngine holds in one layer, as a forward hook of it."""
+
+    @property
+    def by_weight(self) -> dict[str, Any]:
+        """The adapter of each weight of the layer, by the weight's name in it."""
+        return {f"weight{number}": adapter for number, adapter in enumerate(self)}
+
+    def forward(self, layer: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> Any:
+        """The outputs of ``layer`` with the adapters' added. Its inputs: all tokens, and how many each expert has."""
+        product, bias = outputs
+        adapters = list(self.by_weight.values())
+        if adapters[0].is_off():
+            return outputs
+        tokens = inputs[0].split([int(count) for count in inputs[1]])
+        added = [adapter.beside(own) for adapter, own in zip(adapters, tokens, strict=True)]
+        return product + torch.cat(added).to(product.dtype), bias

@@ -1,0 +1,64 @@
+"""Adapters of layers as TransformerEngine has them, fed with what its layers get and return; they do not run here."""
+
+import pytest
+import torch
+
+from mcore_bridge import ParallelDims, build_model
+from mcore_bridge.factory.adapters import add_adapters
+from mcore_bridge.factory.modules.adapter import GroupedAdapter
+from mcore_bridge.factory.reference import without_adapters
+from mcore_bridge.rules.names import canonical
+from mcore_bridge.weights.model_tensors import numbering_of
+from tests.support import experts
+from tests.support.fake_mesh import rank_of
+
+
+@pytest.fixture(scope="module")
+def chunk():
+    """A model with adapters, none of which is zero; the second layer has experts."""
+    with rank_of(ParallelDims(), 0, 1):
+        (chunk,) = build_model(experts.HF, load_weights=False, dtype=torch.float32)
+        add_adapters(chunk, rank=2, alpha=3, targets=["linear_qkv", "linear_fc1"])
+        for name, parameter in chunk.named_parameters():
+            if ".adapter." in name:
+                torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(len(name)))
+        yield chunk
+
+
+def random(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def test_a_norm_in_the_layer_comes_before_the_adapter(chunk):
+    layer = chunk.decoder.layers[0].self_attention.linear_qkv
+    hidden, normed, bias = random(5, 1, 48), random(5, 1, 48) + 1, random(7)
+    product, _ = layer(hidden)
+    with without_adapters(chunk):
+        base, _ = layer(hidden)
+    added = layer.adapter.beside(normed)
+    assert torch.equal(product, base + layer.adapter.beside(hidden))
+    for outputs, kept in (((((base, normed), None)), None), ((base, bias, normed), bias)):
+        found, same = layer.adapter(layer, (hidden,), outputs)
+        assert torch.equal(found, base + added)
+        assert same is kept
+        with without_adapters(chunk):
+            assert layer.adapter(layer, (hidden,), outputs) == (base, kept)
+
+
+def test_experts_in_one_layer_have_an_adapter_each(chunk):
+    mlp, counts = chunk.decoder.layers[1].mlp.experts, (3, 0, 1, 2, 0, 0, 4, 1)
+    hidden = random(sum(counts), 48)
+    layers = [expert.linear_fc1 for expert in mlp.local_experts]
+    grouped = GroupedAdapter(layer.adapter for layer in layers)
+    with without_adapters(chunk):
+        base = torch.cat([layer(own)[0] for layer, own in zip(layers, hidden.split(counts), strict=True)])
+        assert grouped(mlp, (hidden, torch.tensor(counts)), (base, None))[0] is base
+    product, bias = grouped(mlp, (hidden, list(counts)), (base, None))
+    assert bias is None
+    expected = torch.cat([layer(own)[0] for layer, own in zip(layers, hidden.split(counts), strict=True)])
+    assert torch.equal(product, expected)
+    names = {f"decoder.layers.1.mlp.experts.linear_fc1.adapter.{name}" for name, _ in grouped.named_parameters()}
+    own = {f"decoder.layers.1.mlp.experts.{name}" for name, _ in mlp.named_parameters() if "fc1.adapter" in name}
+    numbering = numbering_of(chunk)
+    assert {canonical(name, numbering) for name in names} == {canonical(name, numbering) for name in own}
+    assert [grouped.by_weight[f"weight{number}"] for number in range(8)] == [layer.adapter for layer in layers]
