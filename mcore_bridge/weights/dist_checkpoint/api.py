@@ -18,6 +18,14 @@ import torch
 
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.bound import Models, chunks_of, provenance_on
+from mcore_bridge.weights.dist_checkpoint.adapter_shards import (
+    ADAPTERS,
+    Part,
+    description,
+    is_in,
+    require_part,
+    require_same,
+)
 from mcore_bridge.weights.dist_checkpoint.compare import Check, chunk_names, sharded_states
 from mcore_bridge.weights.dist_checkpoint.extra_state import with_extra_states
 from mcore_bridge.weights.dist_checkpoint.folder import CONTENT, HEADS, VERSION, TorchDistFolder, dist_files, track
@@ -71,6 +79,7 @@ def save_checkpoint(
     common: Mapping[str, Any] | None = None,
     hf: HF | None = None,
     head: str = "lm",
+    part: Part = "everything",
 ) -> None:
     """Write a checkpoint of megatron-core (``torch_dist``), with the HF config and tokenizer files beside it.
 
@@ -83,6 +92,7 @@ def save_checkpoint(
         common: what else a trainer needs to continue (iteration, scheduler), the same on every rank and fit to be
             pickled. Its ``iteration`` is also written where Megatron-LM looks for it.
         hf, head: for models that ``build_model`` did not make: their HF config or folder, and their head.
+        part: of models with adapters, "base" or "adapters" writes these tensors alone.
 
     Raises:
         CheckpointError: on every rank, when any rank cannot write, ranks pass different arguments, or another job
@@ -99,9 +109,12 @@ def save_checkpoint(
     world = Group(None)
     with raise_on_all(world, f"{folder} was not written, and is as it was"):
         target, chunks, provenance = target_of(folder), chunks_of(models), provenance_on(models, hf, head)
-        check_storage(held_tensors(chunks))
+        require_part(part, chunks[0])
+        check_storage({name: held for name, held in held_tensors(chunks).items() if is_in(part, name)})
         pickle.dumps(common)  # only one rank would fail to write it
-    require_alike(world, {"head": head, "optimizer": type(optimizer), "common": sorted(common or ())})
+        if optimizer is not None:
+            _require_whole(chunks, part)
+    require_alike(world, {"head": head, "part": part, "optimizer": type(optimizer), "common": sorted(common or ())})
     together = partial(raise_on_all, world, f"{target} was not written, and is as it was")
     with updating_by_all(world, target) as update:
         with together():
@@ -109,12 +122,14 @@ def save_checkpoint(
         gather_pending(models)
         with together():  # in a block of its own, because what follows communicates by itself
             metadata = {**CONTENT, "dp_cp_group": chunks[0].pg_collection.dp_cp}
-            state = sharded_states(chunks, metadata)
-            content: dict[str, Any] = {name: with_extra_states(part) for name, part in state.items()}
+            state = sharded_states(chunks, metadata, part)
+            content: dict[str, Any] = {name: with_extra_states(of_chunk) for name, of_chunk in state.items()}
             if optimizer is not None:
                 content["optimizer"] = optimizer.sharded_state_dict(_parts(state), metadata=metadata)
             content |= {_OURS: dict(common or {}), **VERSION}
             content |= {key: value for key, value in (common or {}).items() if key == "iteration"}
+            if part != "base" and hasattr(chunks[0], "bridge_adapters"):
+                content[ADAPTERS] = description(chunks[0].bridge_adapters)
         with together():
             strategy = FullyParallelSaveStrategyWrapper(InThisProcess(), metadata["dp_cp_group"])
             dist_checkpointing.save(content, str(update.new), strategy, content_metadata=dict(CONTENT))
@@ -139,6 +154,7 @@ def load_checkpoint(
     head: str = "lm",
     dtype: torch.dtype | None = None,
     strict: bool = True,
+    part: Part = "everything",
 ) -> CheckpointReport:
     """Read a checkpoint of megatron-core (``torch_dist``) that was written at any mesh, by us or by other trainers.
 
@@ -152,10 +168,12 @@ def load_checkpoint(
         dtype: cast tensors to this first, where a parameter cannot hold all values of the folder. By default such a
             parameter is an error.
         strict: whether missing and unexpected tensors of the model raise; otherwise they are reported.
+        part: "base" or "adapters" reads these tensors alone, whatever else the folder and the models have.
 
     Raises:
         CheckpointError: on every rank. It names tensors that are missing, unexpected, of another shape, or would lose
-            bits; the models are then unchanged. Or it names a file that cannot be read.
+            bits, or what is different about the adapters; the models are then unchanged. Or it names a file that cannot
+            be read.
 
     Example:
         >>> mb.save_checkpoint(models, "run/iter_0000100", common={"iteration": 100})
@@ -167,16 +185,22 @@ def load_checkpoint(
     world = Group(None)
     with raise_on_all(world, f"{folder} was not read, and the models are as they were"):
         chunks = chunks_of(models)
-        check_storage(held_tensors(chunks))
+        require_part(part, chunks[0])
+        check_storage({name: held for name, held in held_tensors(chunks).items() if is_in(part, name)})
+        if optimizer is not None:
+            _require_whole(chunks, part)
         checkpoint = TorchDistFolder.open(folder)
         written = dist_checkpointing.load_content_metadata(str(checkpoint.path))
         numbered = {"non_homogeneous_layers": True, "dp_cp_group": chunks[0].pg_collection.dp_cp}
         metadata = {**checkpoint.spelling, **(written or {}), **numbered}
-        state = sharded_states(chunks, metadata)
+        state = sharded_states(chunks, metadata, part)
+        if part != "base" and hasattr(chunks[0], "bridge_adapters"):
+            common = dist_checkpointing.load_common_state_dict(str(checkpoint.path))
+            require_same(common.get(ADAPTERS), chunks[0].bridge_adapters)
         if checkpoint.is_stacked:
-            for part in state.values():
-                stack_layers(part, chunks[0].config.num_layers)
-        check = Check(checkpoint, provenance_on(models, hf, head).hf.vocab_size, dtype)
+            for of_chunk in state.values():
+                stack_layers(of_chunk, chunks[0].config.num_layers)
+        check = Check(checkpoint, provenance_on(models, hf, head).hf.vocab_size, dtype, part)
         check.compare(state)
     _require_one(world.all_gather_object(os.path.relpath(checkpoint.path, folder)), folder)
     with raise_on_all(world, f"{checkpoint.path} was not read, and the models are as they were"):
@@ -191,6 +215,16 @@ def load_checkpoint(
         length = len(getattr(optimizer, "chained_optimizers", [optimizer]))
         optimizer.load_state_dict(fit_chain(loaded.pop("optimizer"), length))
     return CheckpointReport(checkpoint.path, loaded.get(_OURS, loaded), check.cast, missing, unexpected)
+
+
+def _require_whole(chunks: Sequence[GPTModel], part: Part) -> None:
+    """Raise if an optimizer may have the state of parameters that are not in ``part``."""
+    names = (name for name, held in held_tensors(chunks).items() if held.requires_grad and not is_in(part, name))
+    if name := next(names, None):
+        raise CheckpointError(
+            f"an optimizer has the state of all parameters that are trained, of which {name} is not in part={part!r}: "
+            'leave optimizer out, freeze the parameter, or use part="everything"'
+        )
 
 
 def _require_one(paths: Sequence[str], folder: str | os.PathLike[str]) -> None:

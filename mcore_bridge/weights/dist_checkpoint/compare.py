@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.adapters import is_adapter
 from mcore_bridge.rules.names import plain_key
+from mcore_bridge.weights.dist_checkpoint.adapter_shards import Part, is_in, place_adapters
 from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder
 from mcore_bridge.weights.dtypes import dtype_name, is_exact
 from mcore_bridge.weights.model_tensors import held_tensors
@@ -17,14 +19,18 @@ from mcore_bridge.weights.transfer.collectives import Group
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
+_HINT = '. There are adapters: part="base" or part="adapters" reads one of the two alone'
+
 
 def chunk_names(chunks: Sequence[GPTModel]) -> list[str]:
     """The name that megatron-core's trainer gives to the state of each chunk."""
     return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
 
 
-def sharded_states(chunks: Sequence[GPTModel], metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The sharded state dict of each chunk, by the name of the chunk.
+def sharded_states(
+    chunks: Sequence[GPTModel], metadata: Mapping[str, Any], part: Part = "everything"
+) -> dict[str, Any]:
+    """The sharded state dict of each chunk, or a part of it, by the name of the chunk.
 
     Raises:
         CheckpointError: the sharded state dict of a module omits tensors that the module holds.
@@ -37,7 +43,9 @@ def sharded_states(chunks: Sequence[GPTModel], metadata: Mapping[str, Any]) -> d
             raise CheckpointError(
                 f"sharded_state_dict of this model omits {omitted[:8]}: give the modules that hold them such a method"
             )
-    return dict(zip(chunk_names(chunks), states, strict=True))
+        place_adapters(chunk, state)
+    parts = ({name: sharded for name, sharded in state.items() if is_in(part, name)} for state in states)
+    return dict(zip(chunk_names(chunks), parts, strict=True))
 
 
 class Check:
@@ -46,10 +54,13 @@ class Check:
     Args:
         vocab: rows of the vocabulary that are not padding.
         dtype: cast tensors to this first; None keeps that of the folder.
+        part: what is read; other tensors of the folder are none of its concern.
     """
 
-    def __init__(self, folder: TorchDistFolder, vocab: int, dtype: torch.dtype | None) -> None:
-        self.folder, self.vocab, self.dtype = folder, vocab, dtype
+    def __init__(
+        self, folder: TorchDistFolder, vocab: int, dtype: torch.dtype | None, part: Part = "everything"
+    ) -> None:
+        self.folder, self.vocab, self.dtype, self.part = folder, vocab, dtype, part
         self.spelled = folder.spelled()
         self.cast: dict[str, str] = {}
         self._wanted: set[str] = set()
@@ -89,15 +100,17 @@ class Check:
         answers = group.all_gather_object((self._wanted, self._missing, self._wrong))
         wanted_by_rank, missing_by_rank, wrong_by_rank = zip(*answers, strict=True)
         lacking = tuple(sorted(set().union(*missing_by_rank)))
-        unexpected = tuple(sorted(self.folder.tensors.keys() - set().union(*wanted_by_rank)))
+        present = {key for key in self.folder.tensors if is_in(self.part, key)}
+        unexpected = tuple(sorted(present - set().union(*wanted_by_rank)))
         problems = sorted(set().union(*wrong_by_rank))
         if problems:
             raise CheckpointError(f"{self.folder.path} does not fit the model: {'; '.join(problems[:8])}")
+        has_adapters = any(map(is_adapter, (*lacking, *unexpected, *present)))
         if strict and (lacking or unexpected):
             raise CheckpointError(
                 f"{self.folder.path} does not fit the model: {len(lacking)} tensors missing {list(lacking[:8])}, "
                 f"{len(unexpected)} unexpected {list(unexpected[:8])}. Use the checkpoint of this config, or "
-                "strict=False to have them reported"
+                f"strict=False to have them reported{_HINT if has_adapters else ''}"
             )
         return lacking, unexpected
 

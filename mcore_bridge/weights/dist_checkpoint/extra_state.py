@@ -15,6 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from mcore_bridge.rules.adapters import is_adapter
+
 SUFFIX = "._extra_state"
 _ATTENTION = (f".self_attention.linear_proj{SUFFIX}", f".self_attention.core_attention{SUFFIX}")
 _WITHOUT = ("embedding.", "output_layer")
@@ -43,7 +45,8 @@ def _extra_states(sharded: Any) -> Iterator[Any]:
     if isinstance(sharded, ShardedObject) and sharded.key.endswith(_ATTENTION[0]):
         yield replace(sharded, key=sharded.key.replace(*_ATTENTION), data=None)
     is_whole = isinstance(sharded, ShardedTensor) and sharded.local_shape == sharded.global_shape
-    if is_whole and name == "weight" and not module.endswith(".router") and not module.startswith(_WITHOUT):
+    has_none = module.endswith(".router") or module.startswith(_WITHOUT) or is_adapter(sharded.key)
+    if is_whole and name == "weight" and not has_none:
         yield ShardedObject(module + SUFFIX, None, (1,), (0,), sharded.replica_id)
 
 

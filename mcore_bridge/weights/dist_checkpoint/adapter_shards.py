@@ -1,0 +1,123 @@
+"""The places of adapters in megatron-core's checkpoints: each factor lies along one dim as the weight beside it does.
+
+A linear layer of megatron-core takes all parameters inside of it but its own for replicas. So ``linear_out`` of a layer
+that is cut by rows would be saved as that of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.adapters import Adapters, is_adapter
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+ADAPTERS = "mcore_bridge_adapters"
+"""The key under which a checkpoint says what adapters it has."""
+Part = Literal["everything", "base", "adapters"]
+"""What of a model with adapters is written or read."""
+
+
+def require_part(part: str, chunk: GPTModel) -> None:
+    """Raise ``CheckpointError`` if ``part`` is none, or the model does not have it."""
+    if part not in get_args(Part):
+        raise CheckpointError(f"part must be one of {list(get_args(Part))}, found {part!r}")
+    if part == "adapters" and not hasattr(chunk, "bridge_adapters"):
+        raise CheckpointError('part="adapters" needs a model with adapters, found none: call add_adapters first')
+
+
+def is_in(part: Part, key: str) -> bool:
+    """Whether a tensor is in a part of its model, by its canonical name or its key."""
+    return part == "everything" or is_adapter(key) == (part == "adapters")
+
+
+def description(adapters: Adapters) -> dict[str, Any]:
+    """What must be the same wherever the tensors are read, and does not show in their shapes."""
+    return {
+        "rank": adapters.rank,
+        "alpha": float(adapters.alpha),
+        "modules": {rule.mcore: list(rule.hf) for rule in adapters.mapping.rules},
+    }
+
+
+def require_same(saved: Mapping[str, Any] | None, adapters: Adapters) -> None:
+    """Raise ``CheckpointError`` if a checkpoint describes other adapters than those of the model.
+
+    Args:
+        saved: what the checkpoint says; None if its writer says nothing.
+    """
+    ours = description(adapters)
+    if saved is not None and saved != ours:
+        theirs = {**saved, **saved["modules"]}
+        ours |= ours["modules"]
+        different = [
+            f"{key} {theirs.get(key)} there and {ours.get(key)} here"
+            for key in sorted({*theirs, *ours} - {"modules"})
+            if theirs.get(key) != ours.get(key)
+        ]
+        raise CheckpointError(
+            f"the checkpoint has other adapters than the model: {'; '.join(different[:8])}. Call add_adapters with the "
+            "arguments of the run that wrote it"
+        )
+
+
+def place_adapters(chunk: GPTModel, state: dict[str, Any]) -> None:
+    """Correct the entries of adapters in the sharded state dict of a chunk."""
+    names = {id(sharded.data): name for name, sharded in state.items()}
+    for module in chunk.modules():
+        adapter: Any = getattr(module, "adapter", None)
+        if hasattr(adapter, "linear_in"):
+            base = state[names[id(module.weight)]]
+            for factor, dim in ((adapter.linear_in, 1), (adapter.linear_out, 0)):
+                name = names[id(factor.weight)]
+                state[name] = _placed(state[name], base, dim, adapter.group.rank())
+
+
+def _placed(own: Any, base: Any, dim: int, rank: int) -> Any:
+    """The entry ``own`` of a factor, which has ``dim`` in common with the weight of the entry ``base``."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    leaves = [base] if isinstance(base, ShardedTensor) else base.build()
+    axis = leaves[0].prepend_axis_num + dim
+    length = base.data.shape[dim]
+    if all((leaf.local_shape[dim], leaf.global_shape[axis]) == (length, length) for leaf in leaves):  # it stays whole
+        is_cut = any(leaf.local_shape != leaf.global_shape[leaf.prepend_axis_num :] for leaf in leaves)
+        stage, replica, data_parallel = base.replica_id
+        own.replica_id = (stage, rank if is_cut else replica, data_parallel)
+        return own
+    if isinstance(base, ShardedTensor):
+        return _like(base, own.key, own.data, dim, base.replica_id)
+
+    @torch.no_grad()
+    def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: slice | None) -> list[Any]:
+        parts = tensor.split([leaf.local_shape[dim] for leaf in leaves], dim)
+        keys = (key + leaf.key.removeprefix(base.key) for leaf in leaves)
+        return [_like(*leaf, dim, replica_id) for leaf in zip(leaves, keys, parts, strict=True)]
+
+    def merge(parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts, dim)
+
+    return ShardedTensorFactory(own.key, own.data, build, merge, base.replica_id)
+
+
+def _like(leaf: Any, key: str, tensor: Tensor, dim: int, replica_id: Any) -> Any:
+    """The entry for ``tensor``, which lies along ``dim`` as that of ``leaf`` does, and is whole along the other dim."""
+    ahead, shape = leaf.prepend_axis_num, list(tensor.shape)
+    shape[dim] = leaf.global_shape[ahead + dim]
+    return replace(
+        leaf,
+        key=key,
+        data=tensor,
+        dtype=tensor.dtype,
+        local_shape=tuple(tensor.shape),
+        global_shape=(*leaf.global_shape[:ahead], *shape),
+        replica_id=replica_id,
+    )
