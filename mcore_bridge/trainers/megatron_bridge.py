@@ -166,7 +166,9 @@ class AutoBridge:
         Args:
             model: this rank's chunks, wrapped or not.
             cpu: whether to yield tensors on the CPU.
-            show_progress, merge_adapter_weights: without effect: nothing is printed, and there are no adapters.
+            show_progress: without effect, as nothing is printed.
+            merge_adapter_weights: of models with adapters, whether to yield the merged weights. Otherwise the base is
+                yielded alone, and its names have no ``.base_layer``.
             conversion_tasks: from ``get_conversion_tasks``, or None.
 
         Raises:
@@ -174,7 +176,7 @@ class AutoBridge:
         """
         if not isinstance(conversion_tasks, ConversionTasks | None):
             raise ConfigError(f"conversion_tasks must be those of get_conversion_tasks, found {type(conversion_tasks)}")
-        return iter_hf_weights(model, device="cpu" if cpu else None)
+        return iter_hf_weights(model, device="cpu" if cpu else None, merged=merge_adapter_weights)
 
     def save_hf_weights(
         self,
@@ -189,9 +191,10 @@ class AutoBridge:
         Args:
             model: this rank's chunks, wrapped or not.
             path: the folder. Other files in it stay, and so do its config and its tokenizer.
-            show_progress, strict, merge_adapter_weights: without effect. All tensors are written, or it raises.
+            show_progress, strict: without effect. All tensors are written, or it raises.
+            merge_adapter_weights: of models with adapters, whether to write the merged weights, or the base alone.
         """
-        save_hf_checkpoint(model, path, keep=True)
+        save_hf_checkpoint(model, path, keep=True, merged=merge_adapter_weights)
 
     def save_hf_pretrained(
         self,
@@ -205,10 +208,10 @@ class AutoBridge:
         """Write an HF checkpoint with config, tokenizer and code from the folder that the model came from.
 
         Args:
-            model, path: as for ``save_hf_weights``.
-            show_progress, source_path, strict, merge_adapter_weights: without effect.
+            model, path, merge_adapter_weights: as for ``save_hf_weights``.
+            show_progress, source_path, strict: without effect.
         """
-        save_hf_checkpoint(model, path)
+        save_hf_checkpoint(model, path, merged=merge_adapter_weights)
 
     def export_adapter_weights(self, model: Models, **options: Any) -> NoReturn:
         """Raise ``ConfigError``: there are no adapters."""

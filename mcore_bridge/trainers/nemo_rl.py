@@ -16,7 +16,7 @@ from mcore_bridge.weights.bound import BoundModel, Models, bind, provenance_on
 from mcore_bridge.weights.local_slices import SliceOrigin, origins_of
 from mcore_bridge.weights.param_sync import require_gathered
 from mcore_bridge.weights.provenance import HF
-from mcore_bridge.weights.transfer.endpoints import check_storage
+from mcore_bridge.weights.transfer.endpoints import Merge, check_storage
 
 Spec = TypeVar("Spec")
 _OF_EXPERT = re.compile(r"(.+\.experts)\.\d+(\..+)")
@@ -29,6 +29,7 @@ def local_params(
     spec: Callable[..., Spec],
     context: Callable[..., Any],
     hf: HF | None = None,
+    merged: bool | None = None,
 ) -> dict[str, Spec]:
     """The map that ``build_hf_to_local_param_map`` must return: for each HF name, how to get this rank's part of it.
 
@@ -41,6 +42,8 @@ def local_params(
             without a number, and a leading dim.
         spec, context: NeMo-RL's ``LocalParamSpec`` and ``RefitCtx``.
         hf: for models that ``build_model`` did not make: their HF config or folder.
+        merged: whether the adapters of models that have some are merged when a part is sent, as for
+            ``iter_hf_weights``.
 
     Returns:
         ``spec(base=parameters, pre=...)`` for each name of which this rank has a part. ``pre(base)`` is
@@ -52,7 +55,7 @@ def local_params(
             and v.
         ExportError: from ``pre``: parameters have no storage, or a step has left some for the next forward to gather.
     """
-    bound = bind(models, provenance_on(models, hf, "lm"), dialect="split")
+    bound = bind(models, provenance_on(models, hf, "lm"), dialect="split", merged=merged)
     origins = _by_name(bound)
     wanted = [info["name"] for layer in refit_info["layer_names"] for info in refit_info["per_layer_params"][layer]]
     if unknown := [name for name in wanted if not _is_known(name, bound.mapping)]:
@@ -96,8 +99,13 @@ def _spec_of(
         raise MappingError(
             f"this rank has {len(origins)} blocks of {name}, expected one: send it whole, with iter_hf_weights"
         )
-    pre = partial(_send, models=models, origins=origins, of_experts=of_experts, context=context)
+    merges = [bound.merges.get(origin.mcore, _same) for origin in origins]
+    pre = partial(_send, models=models, origins=origins, merges=merges, of_experts=of_experts, context=context)
     return spec(base=[bound.tensors[origin.mcore] for origin in origins], pre=pre)
+
+
+def _same(parameter: Tensor) -> Tensor:
+    return parameter
 
 
 def _send(
@@ -105,10 +113,12 @@ def _send(
     *,
     models: Models,
     origins: Sequence[SliceOrigin],
+    merges: Sequence[Merge],
     of_experts: bool,
     context: Callable[..., Any],
 ) -> Any:
     require_gathered(models)
     check_storage(dict(zip([origin.mcore for origin in origins], parameters, strict=True)))
-    parts = [origin.of(parameter) for origin, parameter in zip(origins, parameters, strict=True)]
+    sent = (merge(parameter) for merge, parameter in zip(merges, parameters, strict=True))
+    parts = [origin.of(parameter) for origin, parameter in zip(origins, sent, strict=True)]
     return context(buf=torch.stack(parts) if of_experts else parts[0].contiguous())

@@ -8,8 +8,10 @@ import torch
 
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
-from mcore_bridge.errors import ExportError, MappingError
+from mcore_bridge.errors import ConfigError, ExportError, MappingError
+from mcore_bridge.factory.adapters import add_adapters
 from mcore_bridge.trainers.nemo_rl import local_params
+from mcore_bridge.weights.model_tensors import held_tensors
 from tests.support import fake_mesh
 from tests.support.strategies import random_state, tiny
 
@@ -79,6 +81,27 @@ def test_every_rank_gives_its_shards(dims):
 
     fake_mesh.build_everywhere(HF, dims, load, dtype=torch.float32)
     assert seen == {name for names in NAMES.values() for name in names}
+
+
+def test_adapters_are_merged_when_a_part_is_sent():
+    def load(chunks):
+        mb.load_hf_weights(chunks, random_state(HF))
+        made = add_adapters(chunks, rank=2, alpha=3, targets=["gate_proj", "down_proj"])
+        found = local_params(chunks, refit_info(NAMES), spec=Spec, context=Context, merged=True)
+        base = local_params(chunks, refit_info(NAMES), spec=Spec, context=Context, merged=False)
+        for name in made.names:  # after the map was made
+            torch.nn.init.normal_(held_tensors(chunks)[name])
+        pieces = {piece.name: piece.tensor for piece in mb.iter_hf_pieces(chunks, dialect="split", merged=True)}
+        for name, spec in found.items():
+            numbers = range(HF.num_experts) if ".experts." in name else ()
+            parts = [pieces[name.replace(".experts.", f".experts.{number}.")] for number in numbers]
+            sent = spec.pre(spec.base).buf
+            assert torch.equal(sent, torch.stack(parts) if parts else pieces[name]), name
+            assert torch.equal(sent, base[name].pre(base[name].base).buf) == ("up_proj" in name), name
+        with pytest.raises(ConfigError, match="expected merged=True"):
+            local_params(chunks, refit_info(NAMES), spec=Spec, context=Context)
+
+    fake_mesh.build_everywhere(HF, ParallelDims(), load, dtype=torch.float32)
 
 
 def test_what_is_not_one_block_is_named():

@@ -14,11 +14,13 @@ import torch.distributed as dist
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.errors import LostRankError, TransferError
+from mcore_bridge.factory.adapters import add_adapters
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights import direct_export
 from mcore_bridge.weights.direct_export import export_into
 from mcore_bridge.weights.ipc.direct_writer import DirectWriter
 from mcore_bridge.weights.ipc.mapped_engine import EngineState
+from mcore_bridge.weights.model_tensors import held_tensors
 from mcore_bridge.weights.plan import all_to_all
 from mcore_bridge.weights.transfer.executor import run_messages
 from tests.support import pool
@@ -111,10 +113,17 @@ def feed(addresses, dims):
         assert len(set(loads_by_round)) == 1  # its loader ran for the map, and not for any round
         made = {writer.program.plan.payload.outputs[number].name for number in writer.program.made}
         assert all(name.endswith("mlp.gate.weight") for name in made)  # which the engine casts
+        for name in add_adapters(models, rank=2, alpha=8, targets=["q_proj", "v_proj", "down_proj"]).names:
+            torch.nn.init.constant_(held_tensors(models)[name], 0.5)
+        merged = {name: tensor.clone() for name, tensor in mb.iter_hf_weights(models, merged=True)}
+        engine("share")
+        export_into(models, writer, merged=True)
+        engine("complete")
+        assert check(loaded(merged, *arguments)) == 9
         load(9)
         engine("move")
         engine("share")
-        export_into(models, writer)  # by stale addresses
+        export_into(models, writer, merged=False)  # by stale addresses
         with pytest.raises(TransferError, match=r"expected the sender's mark 1, found 0.*wrote to addresses"):
             engine("complete")
         with pytest.raises(TransferError, match="half old and half new"):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import mcore_bridge as mb
 from mcore_bridge.errors import BridgeError, ExportError
 from mcore_bridge.factory.adapters import add_adapters
+from mcore_bridge.trainers.megatron_bridge import AutoBridge
 from mcore_bridge.weights import merging
 from mcore_bridge.weights.manifest import digest
 from mcore_bridge.weights.model_tensors import held_tensors
@@ -53,6 +54,8 @@ def exports(folder, case, factors, dtype):
                     target = ("everything", "nothing")[dist.get_rank()]
                     sliced = digests(mb.iter_hf_weights(chunks, target=target, bucket_bytes=SMALL, **options))
                     assert sliced == ({} if target == "nothing" else kinds[f"{merged}"])
+                theirs = AutoBridge(folder).export_hf_weights(chunks, merge_adapter_weights=merged)
+                assert digests(theirs) == digests(mb.iter_hf_weights(chunks, merged=merged))
             with pytest.raises(BridgeError, match=r"expected merged=True .* found merged=None"):
                 list(mb.iter_hf_pieces(chunks))
             with pytest.raises(ExportError, match=r"expected merged=True .* found merged=1"):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.rules.adapters import Adapters, is_adapter
+from mcore_bridge.rules.adapters import FACTORS, Adapters, is_adapter
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -69,49 +69,55 @@ def require_same(saved: Mapping[str, Any] | None, adapters: Adapters) -> None:
 
 
 def place_adapters(chunk: GPTModel, state: dict[str, Any]) -> None:
-    """Correct the entries of adapters in the sharded state dict of a chunk."""
-    names = {id(sharded.data): name for name, sharded in state.items()}
+    """Put the entries of all adapters into the sharded state dict of a chunk, in place of those that it may have."""
+    entries = {id(sharded.data): sharded for sharded in state.values()}
+    names = {id(parameter): name for name, parameter in chunk.named_parameters()}
     for module in chunk.modules():
-        adapter: Any = getattr(module, "adapter", None)
-        if hasattr(adapter, "linear_in"):
-            base = state[names[id(module.weight)]]
-            for factor, dim in ((adapter.linear_in, 1), (adapter.linear_out, 0)):
-                name = names[id(factor.weight)]
-                state[name] = _placed(state[name], base, dim, adapter.group.rank())
+        for own, adapter in getattr(getattr(module, "adapter", None), "by_weight", {}).items():
+            base: Any = entries.get(id(getattr(module, own)))
+            for end, dim in zip(FACTORS, (1, 0), strict=True) if base else ():  # a base that is omitted is named later
+                factor = getattr(adapter, end).weight
+                key = f"{base.key.removesuffix('.weight')}.adapter.{end}.weight"
+                state[names[id(factor)]] = _placed(key, factor, base, dim, adapter.group.rank())
 
 
-def _placed(own: Any, base: Any, dim: int, rank: int) -> Any:
-    """The entry ``own`` of a factor, which has ``dim`` in common with the weight of the entry ``base``."""
+def _placed(key: str, factor: Tensor, base: Any, dim: int, rank: int) -> Any:
+    """The entry of a factor, which has ``dim`` in common with the weight of the entry ``base``.
+
+    Args:
+        rank: among the ranks that cut the weight.
+    """
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
     leaves = [base] if isinstance(base, ShardedTensor) else base.build()
-    axis = leaves[0].prepend_axis_num + dim
-    length = base.data.shape[dim]
-    if all((leaf.local_shape[dim], leaf.global_shape[axis]) == (length, length) for leaf in leaves):  # it stays whole
-        is_cut = any(leaf.local_shape != leaf.global_shape[leaf.prepend_axis_num :] for leaf in leaves)
+    ahead, length = leaves[0].prepend_axis_num, base.data.shape[dim]
+    if all((leaf.local_shape[dim], leaf.global_shape[ahead + dim]) == (length, length) for leaf in leaves):
+        is_cut = any(leaf.local_shape != leaf.global_shape[ahead:] for leaf in leaves)
         stage, replica, data_parallel = base.replica_id
-        own.replica_id = (stage, rank if is_cut else replica, data_parallel)
-        return own
+        return _like(leaves[0], key, factor, None, (stage, rank if is_cut else replica, data_parallel))
     if isinstance(base, ShardedTensor):
-        return _like(base, own.key, own.data, dim, base.replica_id)
+        return _like(base, key, factor, dim, base.replica_id)
 
     @torch.no_grad()
     def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: slice | None) -> list[Any]:
         parts = tensor.split([leaf.local_shape[dim] for leaf in leaves], dim)
         keys = (key + leaf.key.removeprefix(base.key) for leaf in leaves)
-        return [_like(*leaf, dim, replica_id) for leaf in zip(leaves, keys, parts, strict=True)]
+        return [_like(*own, dim, replica_id) for own in zip(leaves, keys, parts, strict=True)]
 
     def merge(parts: list[Tensor]) -> Tensor:
         return torch.cat(parts, dim)
 
-    return ShardedTensorFactory(own.key, own.data, build, merge, base.replica_id)
+    return ShardedTensorFactory(key, factor, build, merge, base.replica_id)
 
 
-def _like(leaf: Any, key: str, tensor: Tensor, dim: int, replica_id: Any) -> Any:
-    """The entry for ``tensor``, which lies along ``dim`` as that of ``leaf`` does, and is whole along the other dim."""
+def _like(leaf: Any, key: str, tensor: Tensor, dim: int | None, replica_id: Any) -> Any:
+    """The entry for ``tensor``, which lies along ``dim`` as that of ``leaf`` does, and is whole along all others."""
     ahead, shape = leaf.prepend_axis_num, list(tensor.shape)
-    shape[dim] = leaf.global_shape[ahead + dim]
+    offset, count = [0] * tensor.dim(), [1] * tensor.dim()
+    if dim is not None:
+        places = (leaf.global_shape, leaf.global_offset, leaf.axis_fragmentations)
+        shape[dim], offset[dim], count[dim] = (place[ahead + dim] for place in places)
     return replace(
         leaf,
         key=key,
@@ -119,5 +125,7 @@ def _like(leaf: Any, key: str, tensor: Tensor, dim: int, replica_id: Any) -> Any
         dtype=tensor.dtype,
         local_shape=tuple(tensor.shape),
         global_shape=(*leaf.global_shape[:ahead], *shape),
+        global_offset=(*leaf.global_offset[:ahead], *offset),
+        axis_fragmentations=(*leaf.axis_fragmentations[:ahead], *count),
         replica_id=replica_id,
     )

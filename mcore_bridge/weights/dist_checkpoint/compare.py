@@ -37,13 +37,13 @@ def sharded_states(
     """
     states = [chunk.sharded_state_dict(metadata=dict(metadata)) for chunk in chunks]
     for chunk, state in zip(chunks, states, strict=True):
+        place_adapters(chunk, state)
         listed = {id(sharded.data) for sharded in state.values()}
         omitted = [name for name, tensor in held_tensors([chunk]).items() if id(tensor) not in listed]
         if omitted:
             raise CheckpointError(
                 f"sharded_state_dict of this model omits {omitted[:8]}: give the modules that hold them such a method"
             )
-        place_adapters(chunk, state)
     parts = ({name: sharded for name, sharded in state.items() if is_in(part, name)} for state in states)
     return dict(zip(chunk_names(chunks), parts, strict=True))
 
