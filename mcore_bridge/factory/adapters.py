@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.factory.modules.backend import has_transformer_engine
-from mcore_bridge.rules.adapters import FACTORS, Adapters, adapter_rules, factor_name, rows_of_parts
+from mcore_bridge.rules.adapters import FACTORS, Adapters, Sharing, adapter_rules, factor_name, rows_of_parts
 from mcore_bridge.rules.layout import REPLICATED
 from mcore_bridge.rules.mapping import Binding, Dialect, WeightMapping, axes_of, pattern_of
 from mcore_bridge.rules.names import canonical
@@ -48,6 +48,7 @@ def add_adapters(
     rank: int | None = None,
     alpha: float | None = None,
     targets: Sequence[str] | None = None,
+    kind: Sharing = "own",
     dialect: Dialect | None = None,
     dtype: torch.dtype | None = None,
     seed: int = 0,
@@ -65,6 +66,8 @@ def add_adapters(
         alpha: the adapter's output is multiplied by ``alpha / rank``.
         targets: ends of module names, in HF ("q_proj", "mlp.down_proj", "experts.gate_up_proj") or in megatron-core
             ("linear_qkv"). Each must match something. Projections that are not named get no adapter.
+        kind: "own" gives each HF projection an A of its own, as ``peft`` does. "shared" gives each layer of mcore one
+            for all of its projections, as Megatron-Bridge does by default; in a folder it is there for each.
         dialect: "fused" gives gate and up of an expert one A, as ``peft`` does for transformers 5; "split" gives each
             its own. None is the dialect of the checkpoint that the models come from. A folder decides for itself.
         dtype: of the factors, and of what they compute; tensors of a folder are cast to it. None is that of the layer's
@@ -82,7 +85,7 @@ def add_adapters(
         16
     """
     chunks = chunks_of(models)
-    _require_fitting(chunks, models, folder, rank=rank, alpha=alpha, targets=targets, dialect=dialect)
+    _require_fitting(chunks, models, folder, kind, rank=rank, alpha=alpha, targets=targets, dialect=dialect)
     given, config = None, chunks[0].config
     if folder is not None:
         counts = {"num_layers": config.num_layers, "num_experts": config.num_moe_experts or 0}
@@ -91,9 +94,10 @@ def add_adapters(
     assert rank is not None
     assert alpha is not None
     bound = bind(models, dialect=dialect)
-    mapping = WeightMapping(adapter_rules(bound.mapping.rules, targets or ()))
+    mapping = WeightMapping(adapter_rules(bound.mapping.rules, targets or (), kind))
     places = [place for chunk in chunks for place in _places(chunk, mapping)]
-    made = Adapters(rank, alpha, mapping, frozenset(factor_name(name, end) for name, *_ in places for end in FACTORS))
+    names = frozenset(factor_name(name, end) for name, *_ in places for end in FACTORS)
+    made = Adapters(rank, alpha, mapping, names, kind)
     _require_known(places)
     adapters = {name: _made(bound, made, name, getattr(linear, own), dtype, seed) for name, linear, own in places}
     if given is not None:
@@ -150,7 +154,7 @@ def _made(bound: BoundModel, made: Adapters, mcore: str, weight: Any, dtype: tor
         _kind(first, second),
         Factor(ins.shard_shape, weight, dtype),
         Factor(outs.shard_shape, weight, dtype),
-        rows_of_parts(outs, shard).to(weight.device),
+        rows_of_parts(outs, shard).clamp(max=len(first.hf) - 1).to(weight.device),
         parts=len(first.hf),
         scale=made.alpha / made.rank,
         group=groups.expt_tp if first.axis == "etp" else groups.tp,
@@ -192,13 +196,14 @@ def _requiring(module: nn.Module, inputs: object, output: Tensor) -> None:
         output.requires_grad_()
 
 
-def _require_fitting(chunks: Sequence[GPTModel], models: Models, folder: object, **asked: Any) -> None:
+def _require_fitting(chunks: Sequence[GPTModel], models: Models, folder: object, kind: object, **asked: Any) -> None:
     config, rank = chunks[0].config, asked["rank"]
     given = [models] if isinstance(models, nn.Module) else list(models)
     absent = [name for name in ("rank", "alpha", "targets") if asked[name] is None]
     twice = [name for name, value in asked.items() if folder is not None and value is not None]
     checks = (
         (folder is None and absent, f"expected rank=, alpha= and targets=, or a folder, found no {absent}"),
+        (kind not in ("own", "shared"), f"kind must be 'own' or 'shared', found {kind!r}"),
         (twice, f"a folder decides on {twice}: leave them out"),
         (rank is not None and rank < 1, f"rank must be at least 1, found {rank}"),
         (any(a is not b for a, b in zip(chunks, given, strict=True)), "models must not be wrapped yet: add first"),

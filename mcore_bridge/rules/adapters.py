@@ -3,7 +3,8 @@
 A layout moves whole slices along one dim of ``[out, in]``. So it commutes with the product ``B A``: what moves rows
 moves those of B alone, and what moves columns moves those of A. A rule of a linear layer thus gives two more, in the
 names of ``peft``: each HF projection has its own ``lora_A`` and ``lora_B``. A projection may have none although a layer
-of mcore joins it with others that do; its rows of B are then zero and stay so.
+of mcore joins it with others that do; its rows of B are then zero and stay so. If a layer of mcore *shares* one A among
+its projections, ``peft`` has that A under the name of each.
 
 >>> from mcore_bridge.rules.layout import GATED_UP
 >>> from mcore_bridge.rules.mapping import table
@@ -19,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -39,6 +41,10 @@ FACTORS = {"linear_in": "lora_A", "linear_out": "lora_B"}
 """The modules of an adapter in mcore, as Megatron-Bridge calls them, and what ``peft`` calls their weights."""
 
 
+Sharing = Literal["own", "shared"]
+"""Whether each HF projection has an A of its own, or a layer of mcore has one A for all of its projections."""
+
+
 @dataclass(frozen=True, slots=True)
 class Adapters:
     """What was added to a model: rank and scale (``alpha / rank``) of all adapters, and the rules of their tensors."""
@@ -48,15 +54,26 @@ class Adapters:
     mapping: WeightMapping
     names: frozenset[str]
     """The canonical names of the tensors in all chunks of this rank."""
+    kind: Sharing
+
+    def further_names(self, name: str) -> tuple[str, ...]:
+        """The names under which ``peft`` has an A again, by the HF name of the first projection that shares it."""
+        first, second = FACTORS
+        end = f".{FACTORS[first]}.weight"
+        if self.kind == "own" or not name.endswith(end):
+            return ()
+        bindings = (self.mapping.bind(mcore.replace(first, second)) for mcore in self.mapping.consumers(name))
+        return tuple(f"{base_name(other)}{end}" for binding in bindings for other in binding.hf[1:])
 
 
-def adapter_rules(rules: Rules, targets: Sequence[str]) -> Rules:
+def adapter_rules(rules: Rules, targets: Sequence[str], kind: Sharing = "own") -> Rules:
     """The rules of the adapters of all linear layers that ``targets`` name.
 
     Args:
         rules: those of the model's weights.
         targets: ends of module names, each of one or more words: in HF ("q_proj", "mlp.down_proj",
             "experts.gate_up_proj") or in mcore ("linear_qkv").
+        kind: with "shared", P below is 1 for each A.
 
     Returns:
         Two rules for each targeted weight. With P named HF projections, ``linear_in`` is ``[P * rank, in]`` and
@@ -80,7 +97,7 @@ def adapter_rules(rules: Rules, targets: Sequence[str]) -> Rules:
             chosen.append((rule, named))
     if problems:
         raise ConfigError(f"targets must name linear layers, found {list(targets)}: " + "; ".join(problems))
-    return tuple(made for rule, named in chosen for made in _adapted(rule, named))
+    return tuple(made for rule, named in chosen for made in _adapted(rule, named, kind))
 
 
 def base_name(hf: str) -> str:
@@ -114,15 +131,16 @@ def rows_of_parts(traced: Trace, shard: int) -> Tensor:
     return parts
 
 
-def _adapted(rule: Rule, named: tuple[int, ...]) -> Iterator[Rule]:
+def _adapted(rule: Rule, named: tuple[int, ...], kind: Sharing) -> Iterator[Rule]:
     """The rules of A and B for the parts of ``rule`` that are named."""
-    first, second = Concat(0, (1,) * len(named)) >> REPLICATED, rule.layout
+    having_own = named[:1] if kind == "shared" else named
+    first, second = Concat(0, (1,) * len(having_own)) >> REPLICATED, rule.layout
     if moved_dim(rule.layout) == 1:
         first, second = rule.layout, REPLICATED
     elif len(named) < len(rule.hf):
         second = Fill(_ratio(rule), named) >> rule.layout
-    for (end, hf), moves in zip(FACTORS.items(), (first, second), strict=True):
-        names = tuple(_adapter_name(rule.hf[part], hf) for part in named)
+    for (end, hf), moves, parts in zip(FACTORS.items(), (first, second), (having_own, named), strict=True):
+        names = tuple(_adapter_name(rule.hf[part], hf) for part in parts)
         yield replace(rule, mcore=factor_name(_module(rule.mcore), end), hf=names, layout=moves)
 
 

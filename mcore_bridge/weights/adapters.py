@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -76,9 +76,13 @@ def iter_hf_adapters(
         ...
     """
     options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "target": target, "problem": problem_of(dtype)}
-    export = open_export(models, None, "lm", adapters=adapters_of(models), **options)
+    made = adapters_of(models)
+    export = open_export(models, None, "lm", adapters=made, **options)
     with closing(run_program(export.program, export.group, export.bound.tensors)) as pairs:
-        yield from converted(pairs, dtype, device)
+        for name, tensor in converted(pairs, dtype, device):
+            yield name, tensor
+            for other in made.further_names(name):
+                yield other, tensor.clone()
 
 
 def save_hf_adapters(
@@ -121,7 +125,7 @@ def save_hf_adapters(
             export = agree_on_plan(
                 models, None, "lm", bucket_bytes=bucket_bytes, adapters=made, problem=problem_of(dtype)
             )
-            own = tuple(export.program.plan.tensors())
+            own = tuple(_with_further(export.program.plan.tensors(), made))
             naming = _naming(own)
             specs = tuple(_as_peft(spec, naming, dtype) for spec in own)
             shard = FileShard(WEIGHTS, 0, specs)
@@ -175,7 +179,7 @@ def load_adapters(models: Models, folder: str | os.PathLike[str], *, dtype: Dtyp
 def load_peft(bound: BoundModel, made: Adapters, given: PeftFolder, dtype: Dtypes) -> LoadReport:
     """Copy the adapters of an open folder into the tensors of adapters that are bound."""
     scale = made.alpha / made.rank
-    report = load_bound(bound, given.at(made.rank, scale), dtype)
+    report = load_bound(bound, _without_further(given.at(made.rank, scale), made), dtype)
     folded = {name: f"times {factor:.6g}" for name, factor in given.factors(scale).items()}
     return replace(report, cast={**report.cast, **folded})
 
@@ -190,6 +194,29 @@ def adapters_of(models: Models) -> Adapters:
     if made is None:
         raise ConfigError("models must have adapters, found none: call add_adapters first")
     return made
+
+
+def _with_further(specs: Iterable[TensorSpec], made: Adapters) -> Iterator[TensorSpec]:
+    for spec in specs:
+        yield spec
+        yield from (replace(spec, name=name) for name in made.further_names(spec.name))
+
+
+def _without_further(tensors: dict[str, Tensor], made: Adapters) -> dict[str, Tensor]:
+    """The tensors that adapters here have. Those that only ``peft`` has beside them must be the same bits."""
+    again = {other: name for name in tensors for other in made.further_names(name)}
+    if differ := [other for other, name in again.items() if not _has_same_bits(tensors[name], tensors.get(other))]:
+        raise CheckpointError(
+            f"expected the same lora_A for all projections of a layer, as kind='shared' has, and {len(differ)} differ "
+            f"or are missing, such as {differ[:4]}: add adapters of kind='own'"
+        )
+    return {name: tensor for name, tensor in tensors.items() if name not in again}
+
+
+def _has_same_bits(tensor: Tensor, other: Tensor | None) -> bool:
+    if other is None or (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
+        return False
+    return torch.equal(tensor.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def _naming(specs: Sequence[TensorSpec]) -> PeftNames:

@@ -1,6 +1,7 @@
 """Adapters as PEFT folders: what ``peft`` writes and what we write are the same bits, on each mesh."""
 
 import json
+import re
 from pathlib import Path
 
 import peft
@@ -81,31 +82,30 @@ def test_a_folder_is_that_of_peft(case, tmp_path):
         assert torch.equal(loaded(batch()).logits, model(batch()).logits)
 
 
-def folder_of(state, targets, folder, rank, *, stacks=0):
+def folder_of(state, targets, folder, rank, *, stacks=0, kind="own"):
     """A PEFT folder with random factors for all weights in ``state`` that are targets; experts in stacks of so many."""
     generator, tensors = torch.Generator().manual_seed(1), {}
     for name, weight in state.items():
         module = name.removesuffix(".weight")
         shapes = {"lora_A": (rank, weight.shape[-1]), "lora_B": (weight.shape[0], rank)}
         if ".experts." in name and stacks:
-            before, _, kind = module.partition(".experts.")
-            if kind not in ("0.up_proj", "0.down_proj"):
+            before, _, last = module.partition(".experts.")
+            if last not in ("0.up_proj", "0.down_proj"):
                 continue
-            module = f"{before}.experts" + (".base_layer" if "up" in kind else "")
-            rows = weight.shape[0] * (2 if "up" in kind else 1)
+            module = f"{before}.experts" + (".base_layer" if "up" in last else "")
+            rows = weight.shape[0] * (2 if "up" in last else 1)
             shapes = {"lora_A": (stacks * rank, weight.shape[1]), "lora_B": (rows, rank * stacks)}
         elif not module.endswith(tuple(f".{target}" for target in targets)):
             continue
         for factor, shape in shapes.items():
-            tensors[f"base_model.model.{module}.{factor}.weight"] = torch.randn(shape, generator=generator)
+            tensors[f"base_model.model.{module}.{factor}.weight"] = torch.randn(shape, generator=generator) * 0.1
     parameters = [f"mlp.{name}" for name in EXPERTS] if stacks else None
-    config = {
-        "peft_type": "LORA",
-        "r": rank,
-        "lora_alpha": 8,
-        "target_modules": targets,
-        "target_parameters": parameters,
-    }
+    firsts = {}
+    for name in tensors if kind == "shared" else ():
+        if "lora_A" in name:
+            layer = re.sub(r"[qkv]_proj", "qkv", re.sub(r"(gate|up)_proj", "gate_up", name))
+            tensors[name] = firsts.setdefault(layer, tensors[name]).clone()
+    config = {"r": rank, "target_modules": targets, "target_parameters": parameters}
     write(folder, config, tensors)
     return tensors
 
@@ -117,12 +117,16 @@ def write(folder, config, tensors):
     (Path(folder) / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "lora_alpha": 8, **config}))
 
 
-def check_round_trip(hf, dims, targets, rank, folder, *, stacks=0):
+def check_round_trip(hf, dims, targets, rank, folder, *, stacks=0, kind="own"):
     """On every rank of a mesh: from PEFT, and back the same bits under the same names."""
-    tensors = folder_of(random_state(hf), targets, folder, rank, stacks=stacks)
-    held = fake_mesh.build_everywhere(hf, dims, lambda chunks: add_adapters(chunks, folder), dtype=torch.float32)
-    naming = PeftNames(STACKS if stacks else ())
-    found = {naming.to_peft(name): unstacked_experts(name, tensor) for name, tensor in fake_mesh.export(held).items()}
+    tensors, made = folder_of(random_state(hf), targets, folder, rank, stacks=stacks, kind=kind), []
+    held = fake_mesh.build_everywhere(
+        hf, dims, lambda chunks: made.append(add_adapters(chunks, folder, kind=kind)), dtype=torch.float32
+    )
+    naming, found = PeftNames(STACKS if stacks else ()), {}
+    for name, tensor in fake_mesh.export(held).items():
+        for each in (name, *made[0].further_names(name)):
+            found[naming.to_peft(each)] = unstacked_experts(name, tensor)
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
 
@@ -130,17 +134,20 @@ def check_round_trip(hf, dims, targets, rank, folder, *, stacks=0):
 LISTS = st.lists(st.sampled_from(DENSE), min_size=1, unique=True)
 
 
+KINDS = st.sampled_from(["own", "shared"])
+
+
 @settings(max_examples=12)
-@given(problems(), LISTS, st.integers(1, 4))
-def test_any_adapter_on_any_mesh(tmp_path_factory, problem, targets, rank):
-    check_round_trip(*problem, targets, rank, tmp_path_factory.mktemp("peft"))
+@given(problems(), LISTS, st.integers(1, 4), KINDS)
+def test_any_adapter_on_any_mesh(tmp_path_factory, problem, targets, rank, kind):
+    check_round_trip(*problem, targets, rank, tmp_path_factory.mktemp("peft"), kind=kind)
 
 
 @settings(max_examples=6)
-@given(sparse_problems(), LISTS, st.booleans())
-def test_any_adapter_of_experts_on_any_mesh(tmp_path_factory, problem, targets, is_stacked):
-    hf, dims = problem
-    check_round_trip(hf, dims, targets, 2, tmp_path_factory.mktemp("peft"), stacks=is_stacked * hf.num_experts)
+@given(sparse_problems(), LISTS, st.booleans(), KINDS)
+def test_any_adapter_of_experts_on_any_mesh(tmp_path_factory, problem, targets, is_stacked, kind):
+    (hf, dims), folder = problem, tmp_path_factory.mktemp("peft")
+    check_round_trip(hf, dims, targets, 2, folder, stacks=is_stacked * hf.num_experts, kind=kind)
 
 
 def ours(hf, folder):
@@ -192,14 +199,14 @@ REFUSED = {
 """What a config may have beside an adapter that fits."""
 
 
-def attempt(folder, tensors, message, **config):
+def attempt(folder, tensors, message, kind="own", **config):
     """What adding a folder raises, and that it changes nothing."""
     write(folder, {"r": 2, "target_modules": ["q_proj"], **config}, tensors)
     dims = ParallelDims()
     with rank_of(dims, 0, 1):
         chunks = build_model(experts.HF, dims=dims, load_weights=False, device="cpu", dtype=torch.float32)
         with pytest.raises(BridgeError, match=message) as caught:
-            add_adapters(chunks, folder)
+            add_adapters(chunks, folder, kind=kind)
         assert not any("adapter" in name for name, _ in chunks[0].named_parameters())
         assert all(parameter.requires_grad for parameter in chunks[0].parameters())
     return str(caught.value)
@@ -232,6 +239,25 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path):
     attempt(tmp_path, tensors, "r cannot be 0; rank_pattern cannot be", r=0, rank_pattern={"(": 1})
     attempt(tmp_path, {}, "has no adapter")
     attempt(tmp_path / "more", tensors, "has rank 2, the config says 3", r=3)
+    two = folder_of(random_state(experts.HF), ["q_proj", "v_proj"], tmp_path, 2)
+    message = r"2 differ.*layers.0.self_attn.v_proj.lora_A.*kind='own'"
+    attempt(tmp_path, two, message, "shared", target_modules=["q_proj", "v_proj"])
     (tmp_path / "adapter_config.json").unlink()
     with pytest.raises(BridgeError, match=r"name one of the adapters in it: \['more'\]"):
         open_peft(tmp_path, provenance_of(experts.HF), num_layers=2, num_experts=8)
+
+
+def test_a_shared_adapter_computes_what_peft_does(tmp_path):
+    hf, dims, found = tiny.config("qwen3"), ParallelDims(), []
+    targets = ["q_proj", "v_proj", "gate_proj", "up_proj", "o_proj"]
+    folder_of(random_state(hf), targets, tmp_path / "peft", 2, kind="shared")
+    model = tiny.random_model(hf)
+    with rank_of(dims, 0, 1), torch.no_grad():
+        for kind in ("own", "shared"):
+            (chunk,) = build_model(hf, dims=dims, load_weights=model.state_dict(), device="cpu", dtype=torch.float32)
+            add_adapters(chunk, tmp_path / "peft", kind=kind)
+            tokens = batch()[:, :-1]
+            found.append(chunk(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None))
+    expected = peft.PeftModel.from_pretrained(model, tmp_path / "peft")(batch()[:, :-1]).logits.detach()
+    for logits in found:
+        assert tiny.relative_error(logits[..., : hf.vocab_size], expected) < 1e-5
