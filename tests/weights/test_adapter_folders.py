@@ -15,9 +15,12 @@ from mcore_bridge import ParallelDims, build_model
 from mcore_bridge.errors import BridgeError
 from mcore_bridge.factory.adapters import add_adapters
 from mcore_bridge.launch.fake_rank import rank_of
+from mcore_bridge.rules.adapters import base_name
 from mcore_bridge.weights.adapters import load_adapters, save_hf_adapters
 from mcore_bridge.weights.files.peft_config import STACKS, PeftNames, unstacked_experts
+from mcore_bridge.weights.load import load_hf_weights
 from mcore_bridge.weights.peft_folder import open_peft
+from mcore_bridge.weights.plan.target import EngineRank
 from mcore_bridge.weights.provenance import provenance_of
 from tests import zoo
 from tests.support import experts, fake_mesh, pool, stepping, tiny
@@ -261,3 +264,30 @@ def test_a_shared_adapter_computes_what_peft_does(tmp_path):
     expected = peft.PeftModel.from_pretrained(model, tmp_path / "peft")(batch()[:, :-1]).logits.detach()
     for logits in found:
         assert tiny.relative_error(logits[..., : hf.vocab_size], expected) < 1e-5
+
+
+def places_of(tensor):
+    """The rows and columns from which a slice of a numbered matrix was taken."""
+    return (tensor[:, 0] // 1000).long(), (tensor[0] % 1000).long()
+
+
+def test_a_rank_of_an_engine_gets_of_adapters_what_it_gets_of_weights(tmp_path):
+    hf, dims, targets = tiny.config("qwen3"), ParallelDims(tp=2), ["q_proj", "v_proj", "up_proj", "down_proj"]
+    state = random_state(hf)
+    numbers = {name: torch.zeros(tensor.shape) for name, tensor in state.items()}
+    for tensor in numbers.values():
+        if tensor.dim() == 2:
+            tensor += torch.arange(len(tensor))[:, None] * 1000 + torch.arange(tensor.shape[1])
+    whole = folder_of(state, targets, tmp_path, 2)
+    weights = fake_mesh.build_everywhere(hf, dims, lambda chunks: load_hf_weights(chunks, numbers), dtype=torch.float32)
+    adapters = fake_mesh.build_everywhere(hf, dims, lambda chunks: add_adapters(chunks, tmp_path), dtype=torch.float32)
+    asked = [EngineRank(tp=8, tp_rank=3, pp=2, pp_rank=1, local_names=True), "nothing"]
+    (taken, _), (found, nothing) = (fake_mesh.export_to(held, asked)[0] for held in (weights, adapters))
+    assert not nothing
+    assert len(found) == 2 * 2 * len(targets)
+    for name, tensor in found.items():
+        rows, columns = places_of(taken[f"{base_name(name)}.weight"])
+        global_name = PeftNames().to_peft(re.sub(r"layers\.(\d)", lambda match: f"layers.{int(match[1]) + 2}", name))
+        expected = whole[global_name]
+        assert torch.equal(tensor, expected[:, columns] if "lora_A" in name else expected[rows]), name
+        assert "q_proj.lora_B" not in name or len(tensor) == hf.head_dim
