@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.adapters import Adapters, base_name
-from mcore_bridge.rules.mapping import pattern_of
+from mcore_bridge.rules.mapping import pattern_of, respelled_name
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.agreement import agree_on_plan, open_export
 from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, provenance_on
@@ -35,7 +35,7 @@ from mcore_bridge.weights.files.peft_config import (
 from mcore_bridge.weights.files.staging import SLOT_BYTES
 from mcore_bridge.weights.load import LoadReport, load_bound
 from mcore_bridge.weights.manifest import Manifest, ManifestEntry
-from mcore_bridge.weights.peft_folder import PeftFolder, open_peft
+from mcore_bridge.weights.peft_folder import PeftFolder, memory_prefixes, open_peft
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import Provenance
 from mcore_bridge.weights.save import BUCKET_SLOTS, open_files, write_pairs
@@ -126,7 +126,7 @@ def save_hf_adapters(
                 models, None, "lm", bucket_bytes=bucket_bytes, adapters=made, problem=problem_of(dtype)
             )
             own = tuple(_with_further(export.program.plan.tensors(), made))
-            naming = _naming(own)
+            naming = _naming(own, provenance)
             specs = tuple(_as_peft(spec, naming, dtype) for spec in own)
             shard = FileShard(WEIGHTS, 0, specs)
             writers = open_files([shard] if world.rank == 0 else [], update.new, stack)
@@ -219,9 +219,9 @@ def _has_same_bits(tensor: Tensor, other: Tensor | None) -> bool:
     return torch.equal(tensor.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
-def _naming(specs: Sequence[TensorSpec]) -> PeftNames:
+def _naming(specs: Sequence[TensorSpec], provenance: Provenance) -> PeftNames:
     stacked = {base_name(spec.name).rpartition(".")[2] for spec in specs if len(spec.shape) == 3}
-    return PeftNames(tuple(name for name in STACKS if name in stacked))
+    return PeftNames(tuple(name for name in STACKS if name in stacked), memory_prefixes(provenance))
 
 
 def _in_peft(pairs: Iterator[tuple[str, Tensor]], naming: PeftNames) -> Iterator[tuple[str, Tensor]]:
@@ -243,6 +243,7 @@ def _config(made: Adapters, provenance: Provenance, names: Sequence[str], naming
     patterns = set(map(pattern_of, adapted))
     others = {hf.removesuffix(".weight") for rule in provenance.mapping(tied=False).rules for hf in rule.hf} - patterns
     ends = None if provenance.whole else shortest_ends(map(pattern_of, modules), others)  # a tower has such names, too
+    modules = [respelled_name(module, naming.memory) for module in modules]
     base = provenance.folder or getattr(provenance.hf, "_name_or_path", None)
     arguments: dict[str, Any] = {"rank": made.rank, "alpha": made.alpha, "base": base, "head": provenance.head}
     return portable_config(modules if ends is None else ends, parameters, **arguments)

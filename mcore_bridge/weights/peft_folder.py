@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mcore_bridge.composite import SPELLINGS
+from mcore_bridge.composite import IN_MODEL, SPELLINGS
 from mcore_bridge.config.hf import read_json
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.adapters import adapter_rules, base_name
@@ -26,6 +26,7 @@ from mcore_bridge.weights.files.peft_read import PeftConfig, refused_in, unreada
 from mcore_bridge.weights.files.safetensors import SafetensorsFile
 from mcore_bridge.weights.provenance import TOWER, Provenance
 
+_TEXT = "model."
 _FACTORS = (".lora_A.weight", ".lora_B.weight")
 
 
@@ -168,6 +169,17 @@ def _spelled(
     candidates = [[respelled_name(name, provenance.spelling) for name in names] for names in plain]
     best = max(candidates, key=lambda names: sum(bool(mapping.consumers(_weight(name, naming))) for name in names))
     return dict(zip(modules, best, strict=True))
+
+
+def memory_prefixes(provenance: Provenance) -> Prefixes:
+    """The prefix of the text's names in the model's folder, with that of transformers in memory, where it is another.
+
+    transformers 5 has the text of every composite with a tower that it builds as ``model.language_model``.
+    """
+    if not provenance.spelling or (provenance.whole and provenance.whole.composite.without_tower):
+        return ()
+    in_memory = IN_MODEL if provenance.whole else ()
+    return ((respelled_name(_TEXT, provenance.spelling), respelled_name(_TEXT, in_memory)),)
 
 
 def _unspelled(name: str, spelling: Prefixes) -> str:

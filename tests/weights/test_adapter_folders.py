@@ -16,14 +16,14 @@ from mcore_bridge.errors import BridgeError
 from mcore_bridge.factory.adapters import add_adapters
 from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.rules.adapters import base_name
-from mcore_bridge.weights.adapters import load_adapters, save_hf_adapters
+from mcore_bridge.weights.adapters import iter_hf_adapters, load_adapters, save_hf_adapters
 from mcore_bridge.weights.files.peft_config import STACKS, PeftNames, unstacked_experts
 from mcore_bridge.weights.load import load_hf_weights
 from mcore_bridge.weights.peft_folder import open_peft
 from mcore_bridge.weights.plan.target import EngineRank
 from mcore_bridge.weights.provenance import provenance_of
 from tests import zoo
-from tests.support import experts, fake_mesh, pool, stepping, tiny
+from tests.support import experts, fake_mesh, pool, seeing, stepping, tiny, towers
 from tests.support.peft_models import ALPHA, EXPERTS, RANK, batch
 from tests.support.strategies import problems, random_state, sparse_problems
 
@@ -291,3 +291,22 @@ def test_a_rank_of_an_engine_gets_of_adapters_what_it_gets_of_weights(tmp_path):
         expected = whole[global_name]
         assert torch.equal(tensor, expected[:, columns] if "lora_A" in name else expected[rows]), name
         assert "q_proj.lora_B" not in name or len(tensor) == hf.head_dim
+
+
+@pytest.mark.skipif("llava" not in towers.NAMES, reason="the installed transformers is too old")
+def test_the_text_of_a_composite_has_adapters_under_the_names_that_peft_finds(tmp_path):
+    """Its tower has modules of the same names, and published files have other prefixes than transformers in memory."""
+    seeing.written("llava", tmp_path / "seen", num_hidden_layers=2)
+    model, dims = seeing.reference(tmp_path / "seen"), ParallelDims()
+    config = peft.LoraConfig(r=2, target_modules=r"model\.language_model\..*\.(q_proj|down_proj)")
+    peft.get_peft_model(model, config).save_pretrained(tmp_path / "peft")
+    with rank_of(dims, 0, 1):
+        chunks = build_model(tmp_path / "seen", dims=dims, device="cpu", dtype=torch.float32)
+        add_adapters(chunks, tmp_path / "peft")
+        name, _ = next(iter_hf_adapters(chunks))
+        assert name == "language_model.model.layers.0.self_attn.q_proj.lora_A.weight"
+        save_hf_adapters(chunks, tmp_path / "ours")
+    theirs, tensors = (load_file(tmp_path / each / "adapter_model.safetensors") for each in ("peft", "ours"))
+    assert tensors.keys() == theirs.keys()
+    loaded = peft.PeftModel.from_pretrained(seeing.reference(tmp_path / "seen"), tmp_path / "ours")
+    assert sum(".lora_" in name for name, _ in loaded.named_parameters()) == len(theirs) == 2 * 2 * 2

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mcore_bridge.rules.adapters import base_name
 from mcore_bridge.rules.layout import Rearrange
+from mcore_bridge.rules.mapping import Prefixes, respelled_name
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -34,9 +35,11 @@ class PeftNames:
 
     Args:
         stacks: those of ``STACKS`` that have adapters.
+        memory: prefixes of HF names, each with what transformers has in its place in memory, where ``peft`` looks.
     """
 
     stacks: tuple[str, ...] = ()
+    memory: Prefixes = ()
 
     def to_peft(self, name: str) -> str:
         """The name in a PEFT folder.
@@ -48,10 +51,10 @@ class PeftNames:
         if self.is_stack(base):
             module, _, last = base.rpartition(".")
             base = module + ".base_layer" * (len(self.stacks) - 1 - self.stacks.index(last))
-        return f"{PREFIX}{base}.{factor}.weight"
+        return f"{PREFIX}{respelled_name(base, self.memory)}.{factor}.weight"
 
     def to_hf(self, name: str) -> str:
-        """The inverse of ``to_peft``; of a name of another kind, what is left without the prefix."""
+        """The inverse of ``to_peft`` but for ``memory``; of a name of another kind, what is left without ``PREFIX``."""
         plain = name.removeprefix(PREFIX)
         match = _WRAPPED.fullmatch(plain)
         number = len(self.stacks) - 1 - match["depth"].count(".") if match else -1
