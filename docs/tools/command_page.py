@@ -62,6 +62,15 @@ KEYS = {
         "kept": "how many of them an earlier run had written",
         "unused": "names that nothing uses",
     },
+    "merge": {
+        "target": "the folder that was written",
+        "kind": '`"hf"`',
+        "parameters": "how many tensors",
+        "bytes": "of these",
+        "files": "names in the target",
+        "kept": "how many of them an earlier run had written",
+        "unused": "always empty",
+    },
     "doctor": {
         "ready": "whether nothing must be changed, as the exit code says",
         "conclusion": "the last line for people",
@@ -79,6 +88,7 @@ exits with 1 and one message if something fails; `--debug` adds the traceback.
 mcore-bridge verify path/of/Qwen3-8B --tp 2 --pp 2 --vp 2     # is it exact, does it compute what transformers does?
 mcore-bridge plan path/of/config --tp 8 --pp 16 --world 1024 --layout balanced --picture plan.svg
 mcore-bridge convert path/of/step_200 path/of/result          # a checkpoint of megatron-core to HF; or the other way
+mcore-bridge merge path/of/Qwen3-8B path/of/adapter path/of/result   # an adapter into the weights
 mcore-bridge doctor                                           # what is installed, and what works with it
 ```
 """

@@ -305,6 +305,31 @@ def convert_command(
         answer(lambda: render_conversion(converted, target), lambda: as_json.of_conversion(converted, target))
 
 
+@app.command("merge")
+def merge_command(
+    context: typer.Context,
+    base: Annotated[Path, typer.Argument(help="HF folder that the adapter was trained on.", show_default=False)],
+    adapter: Annotated[Path, typer.Argument(help="Folder that peft or a trainer saved.", show_default=False)],
+    target: Annotated[Path, typer.Argument(help="HF folder; it is written.", show_default=False)],
+    processes: Annotated[int, typer.Option(min=1, help="Number of processes that write at the same time.")] = 1,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Merge the adapter of a PEFT folder into the weights of an HF folder.
+
+    Sums are in fp64 and rounded once to the dtype of each weight. All other tensors and files are those of BASE. No GPU
+    is needed, and no process holds more than some MB of the weights. Run an interrupted merge again, and it continues;
+    the target appears when it is complete.
+    """
+    with running(context) as answer, uncompiled():
+        from mcore_bridge.commands.report import progress, render_conversion
+        from mcore_bridge.convert.api import merge
+
+        with progress(Console(stderr=True), processes) as on_event:
+            merged = merge(base, adapter, target, num_processes=processes, on_event=on_event)
+        answer(lambda: render_conversion(merged, target), lambda: as_json.of_conversion(merged, target))
+
+
 @app.command("doctor")
 def doctor_command(context: typer.Context, json: Json = False) -> None:
     """Show what is installed and what works with it. The exit code is 1 when something must be changed."""

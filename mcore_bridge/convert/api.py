@@ -23,6 +23,7 @@ from mcore_bridge.config.megatron_release import installed
 from mcore_bridge.config.unread import require_no_unread
 from mcore_bridge.convert.conversion import Conversion, ModelConversion
 from mcore_bridge.convert.dist_to_hf import FromDist
+from mcore_bridge.convert.hf_merged import ToMerged
 from mcore_bridge.convert.hf_to_dist import ToDist
 from mcore_bridge.convert.hf_to_plain import ToPlain
 from mcore_bridge.convert.hf_to_torch import RankFiles, ToTorch
@@ -139,6 +140,48 @@ def convert(
     if strict_config and isinstance(conversion, ModelConversion):
         hf_config = conversion.model.provenance.hf
         require_no_unread([(hf_config, architecture_of(hf_config).fields)])
+    return _run(conversion, target, num_processes, num_gpus, on_event)
+
+
+def merge(
+    base: Path,
+    adapter: Path,
+    target: Path,
+    *,
+    num_processes: int = 1,
+    file_bytes: int = MAX_SHARD_BYTES,
+    on_event: OnEvent,
+) -> Converted:
+    """Write an HF folder with the weights of ``base``, into which the adapters of a PEFT folder are merged.
+
+    Sums are in fp64 and rounded once to the dtype of each weight: the bits of an export with ``merged=True``. All other
+    tensors and files are those of the base. No process holds more than some MB of it.
+
+    Args:
+        base: HF folder of plain tensors, of a family that is supported.
+        adapter: what ``peft`` or ``save_hf_adapters`` wrote.
+        target: the folder to write to, without a checkpoint of another kind. Other files in it stay.
+        num_processes: processes that write in parallel.
+        file_bytes: upper limit on the size of a file, unless one tensor is larger.
+        on_event: called with the bytes that each process has written.
+
+    Raises:
+        BridgeError: the adapter does not fit the base, a process failed, or another run writes to the same target. The
+            target is then unchanged, and the next run keeps the files that are whole.
+    """
+    require_positive(file_bytes=file_bytes)
+    target = target_of(target)
+    if target in (base.resolve(), adapter.resolve()):
+        raise CheckpointError(f"{target} is both source and target; name another folder to write to")
+    _require_processes(num_processes, 0)
+    _require_no_other_kind(target, "hf")
+    staging = Update(target, target / f"{PREFIX}{CONVERSION}").new
+    conversion = ToMerged.of(base, adapter, staging, file_bytes=file_bytes)
+    return _run(conversion, target, num_processes, 0, on_event)
+
+
+def _run(conversion: Conversion, target: Path, num_processes: int, num_gpus: int, on_event: OnEvent) -> Converted:
+    """Write the files that an earlier run has not written, and put all of them into the target."""
     device = "cuda" if num_gpus else "cpu"
     conversion = dataclasses.replace(conversion, device=device)
     with updating(target, CONVERSION) as update:

@@ -18,7 +18,7 @@ from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.encoded import Encoded
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.dtypes import dtype_name, wanted_dtype
-from mcore_bridge.weights.files.decoded import DecodedCheckpoint, opened_folder, unused_in
+from mcore_bridge.weights.files.decoded import DecodedCheckpoint, Folder, opened_folder, unused_in
 from mcore_bridge.weights.files.file_shards import runs_within, shard_names_of
 from mcore_bridge.weights.files.hf_folder import HEADS, Checkpoint, weight_files, write_index
 from mcore_bridge.weights.files.positional_io import array_of
@@ -27,7 +27,7 @@ from mcore_bridge.weights.files.sidecars import copy_companions, forget_quantiza
 
 _CONFIG = "config.json"
 _OTHERS = ("*.json", "LICENSE*", "*.md")
-_PIECE_ELEMENTS = 1 << 21
+PIECE_ELEMENTS = 1 << 21
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,22 +111,24 @@ class ToPlain(Conversion):
         return [self.specs[tensor] for tensor in self.units[number]]
 
     @cached_property
-    def _checkpoint(self) -> DecodedCheckpoint:
-        checkpoint = opened_folder(Checkpoint(self.source))
-        assert isinstance(checkpoint, DecodedCheckpoint)
-        return checkpoint
+    def _checkpoint(self) -> Folder:
+        return opened_folder(Checkpoint(self.source))
 
     def _pieces(self, spec: TensorSpec) -> Iterator[Tensor]:
         """The elements of a tensor in order, some at a time: flat and on the CPU."""
         tensor = self._checkpoint[spec.name]
         if isinstance(tensor, Encoded):
-            for rows in tensor.in_order(_PIECE_ELEMENTS):
+            for rows in tensor.in_order(PIECE_ELEMENTS):
                 yield rows.to(spec.dtype, self.device).cpu().flatten()
             return
-        for view in tensor.flatten().split(_PIECE_ELEMENTS):
-            held = torch.empty(view.shape, dtype=view.dtype)
-            self._checkpoint.files_of(spec.name)[0].read([view], array_of(held))
-            yield held.to(spec.dtype)
+        for view in tensor.flatten().split(PIECE_ELEMENTS):
+            yield self._read(spec.name, view).to(spec.dtype)
+
+    def _read(self, name: str, view: Tensor) -> Tensor:
+        """A contiguous part of a plain tensor, in new memory."""
+        held = torch.empty(view.shape, dtype=view.dtype)
+        self._checkpoint.files_of(name)[0].read([view], array_of(held))
+        return held
 
 
 def _fields(folder: Path) -> dict[str, Any]:

@@ -58,9 +58,13 @@ def merged_weight(adapter: Adapter, weight: Tensor) -> Tensor:
     rows = max(_BLOCK // (first.shape[0] + first.shape[1]), 1)
     blocks = (tensor.split(rows) for tensor in (merged, second, chosen, weight))
     for block, own, places, old in zip(*blocks, strict=True):
-        product = (places * own[:, None, :]).flatten(1) @ first
-        block.copy_(_rounded(product.mul_(adapter.scale).add_(old), weight.dtype))
+        block.copy_(with_product(old, (places * own[:, None, :]).flatten(1), first, adapter.scale))
     return merged
+
+
+def with_product(weight: Tensor, left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """``weight + scale * left @ right``, of factors in fp64, in the dtype of ``weight`` and rounded once."""
+    return _rounded((left @ right).mul_(scale).add_(weight), weight.dtype)
 
 
 def _rounded(sums: Tensor, dtype: torch.dtype) -> Tensor:

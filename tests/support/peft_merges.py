@@ -7,8 +7,11 @@ from tests.support import tiny
 from tests.support.peft_models import ALPHA, EXPERTS, RANK, named
 
 
-def merged(hf, targets, dtype):
-    """Factors in our names, the base, and the weights that ``peft`` merges in fp64, of a random model in ``dtype``."""
+def merged(hf, targets, dtype, folder=None):
+    """Factors in our names, the base, and the weights that ``peft`` merges in fp64, of a random model in ``dtype``.
+
+    ``peft`` also saves the adapter to ``folder``.
+    """
     base = tiny.random_model(hf).to(dtype).state_dict()
     config = peft.LoraConfig(
         r=RANK,
@@ -23,6 +26,8 @@ def merged(hf, targets, dtype):
             if ".lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
     factors = dict(named(model.to(dtype).state_dict(), getattr(hf, "num_experts", 0), "fused"))
+    if folder is not None:
+        model.save_pretrained(folder)
     wide = model.double().merge_and_unload().state_dict()
     return factors, base, {name: _nearest(tensor, dtype) for name, tensor in wide.items()}
 

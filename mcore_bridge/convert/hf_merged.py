@@ -1,0 +1,186 @@
+"""An HF folder and a PEFT folder to an HF folder in which the adapters are merged, one tensor after the other.
+
+All other tensors keep their bits, those that no parameter uses too. The adapters may hold experts in the other dialect
+than the files: both are joined by the parameters of megatron-core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.convert.conversion import widespread
+from mcore_bridge.convert.hf_to_plain import PIECE_ELEMENTS, ToPlain
+from mcore_bridge.convert.reference_model import WholeModel, whole_model
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.factory.blueprint import to_transformer_config
+from mcore_bridge.rules.adapters import FACTORS, adapter_rules, factor_name, rows_of_parts
+from mcore_bridge.rules.layout import Axes
+from mcore_bridge.rules.mapping import Binding, WeightMapping, axes_of, pattern_of, unstacked
+from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.rules.trace import trace
+from mcore_bridge.weights.base_names import base_names
+from mcore_bridge.weights.bound import axes_of_config
+from mcore_bridge.weights.files.decoded import Folder, opened_folder
+from mcore_bridge.weights.files.file_shards import runs_within
+from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.merging import with_product
+from mcore_bridge.weights.peft_folder import PeftFolder, open_peft
+from mcore_bridge.weights.plan.inventory import ParamEntry
+from mcore_bridge.weights.provenance import Provenance
+
+Matrix = tuple[str, int | None]
+"""A tensor of the files, or one expert of one that stacks experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToMerged(ToPlain):
+    """The conversion; ``specs`` are all tensors of the base.
+
+    Attributes:
+        adapter: the PEFT folder.
+        provenance: of the base.
+        axes: sizes of the model, without parallelism.
+        places: the parameter of each matrix that an adapter changes, and which of its parts the matrix is.
+    """
+
+    adapter: Path
+    provenance: Provenance
+    axes: Axes
+    places: Mapping[Matrix, tuple[ParamEntry, int]]
+
+    @classmethod
+    def of(cls, source: Path, adapter: Path, staging: Path, *, file_bytes: int) -> ToMerged:
+        """Plan it.
+
+        Raises:
+            ConfigError: the family of the base is not supported.
+            CheckpointError: the base has encoded weights, or lacks one that has an adapter; or the adapter cannot be
+                read, or does not fit. All problems are named.
+        """
+        checkpoint = Checkpoint(source)
+        if opened_folder(checkpoint) is not checkpoint:
+            raise CheckpointError(
+                f"{source} has quantized weights, expected plain ones: convert it with --to hf first, and merge that"
+            )
+        own = widespread((tensor.dtype, tensor.nbytes) for tensor in checkpoint.values())
+        model, config = whole_model(source, dtype=own, names=checkpoint), to_transformer_config(source)
+        vocab = model.provenance.hf.vocab_size
+        specs = tuple(TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in checkpoint.items())
+        made = cls(
+            source=source,
+            staging=staging,
+            units=tuple(map(tuple, runs_within([spec.num_bytes for spec in specs], file_bytes))),
+            specs=specs,
+            dtype=None,
+            adapter=adapter,
+            provenance=model.provenance,
+            axes=axes_of_config(config, vocab=vocab, padded_vocab=vocab),
+            places={},
+        )
+        return replace(made, places=_places(made, model, checkpoint))
+
+    @property
+    def options(self) -> object:
+        """See ``Conversion``."""
+        files = sorted(path for path in self.adapter.iterdir() if path.is_file())
+        return [str(self.adapter.absolute()), *([p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in files)]
+
+    @cached_property
+    def given(self) -> PeftFolder:
+        """The adapters."""
+        experts = self.axes["experts"]
+        assert isinstance(experts, int)
+        num_layers = self.provenance.hf.num_hidden_layers
+        return open_peft(self.adapter, self.provenance, num_layers=num_layers, num_experts=experts)
+
+    @cached_property
+    def rules(self) -> WeightMapping:
+        """The rules of the adapters, in their own dialect."""
+        rules = self.provenance.mapping(tied=False, mtp=False, dialect=self.given.dialect).rules
+        return WeightMapping(adapter_rules(rules, self.given.targets))
+
+    @cached_property
+    def _checkpoint(self) -> Folder:
+        return Checkpoint(self.source)
+
+    def _pieces(self, spec: TensorSpec) -> Iterator[Tensor]:
+        """The elements of a tensor in order, some at a time: flat and on the CPU."""
+        stacked = [index for name, index in self.places if name == spec.name]
+        if not stacked:
+            yield from super()._pieces(spec)
+            return
+        tensor = self._checkpoint[spec.name]
+        assert isinstance(tensor, Tensor)
+        for index in [None] if None in stacked else range(len(tensor)):
+            place = self.places.get((spec.name, index))
+            matrix = tensor if index is None else tensor[index]
+            left, right = self._factors(*place) if place else (None, None)
+            rows = max(PIECE_ELEMENTS // matrix.shape[1], 1)
+            for start in range(0, len(matrix), rows):
+                held = self._read(spec.name, matrix[start : start + rows])
+                if left is not None and right is not None:
+                    held = with_product(held, left[start : start + rows], right, self.given.alpha / self.given.rank)
+                yield held.flatten()
+
+    def _factors(self, entry: ParamEntry, part: int) -> tuple[Tensor, Tensor]:
+        """In fp64 what is multiplied for one part of a parameter: ``[rows of the part, parts * rank]``, and all A."""
+        left, right = self._whole_factors(entry)
+        copies = [copy for copy in entry.trace.to_hf if copy.part == part]
+        if copies[0].dim == 1:
+            return left, right
+        rows = left.new_empty((entry.trace.part_shapes[part][0], left.shape[1]))
+        for copy in copies:
+            copy.of_part(rows).copy_(copy.of_shard(left))
+        return rows, right
+
+    def _whole_factors(self, entry: ParamEntry) -> tuple[Tensor, Tensor]:
+        """B with a column for each row of A, in the order of the parameter's rows, and all A, in fp64."""
+        bindings, given = self.bindings(entry), self.given
+        assert bindings
+        first, second = bindings
+        tensors = {}
+        for hf in (*first.hf, *second.hf):
+            name, index = unstacked(hf)
+            tensor = given.tensors[name]
+            tensors[name] = (tensor if index is None else tensor[index]).double()
+        own = replace(given, tensors=tensors).at(given.rank, given.alpha / given.rank)
+        ins, outs = ([own[unstacked(hf)[0]] for hf in binding.hf] for binding in (first, second))
+        traced = trace(second.layout, (entry.held.shape[0], given.rank), axes_of(second, self.axes))
+        chosen = torch.nn.functional.one_hot(rows_of_parts(traced, 0) + 1, len(ins) + 1)[:, 1:]
+        return (chosen[:, :, None] * traced.shard(0, outs, torch.float64)[:, None, :]).flatten(1), torch.cat(ins)
+
+    def bindings(self, entry: ParamEntry) -> tuple[Binding, Binding] | None:
+        """The HF tensors of the adapter of a parameter; None if it has none."""
+        module = entry.held.name.removesuffix(".weight")
+        names = [factor_name(module, end) for end in FACTORS]
+        if {pattern_of(name) for name in names}.isdisjoint(rule.mcore for rule in self.rules.rules):
+            return None
+        first, second = map(self.rules.bind, names)
+        names = [unstacked(name)[0] for name in (*first.hf, *second.hf)]
+        present = [name for name in names if name in self.given.tensors]
+        if present and len(present) < len(names):
+            absent = [name for name in names if name not in present]
+            raise CheckpointError(f"the adapter in {self.adapter} has {present[0]}, and lacks {absent}: save it again")
+        return (first, second) if present else None
+
+
+def _places(made: ToMerged, model: WholeModel, checkpoint: Checkpoint) -> dict[Matrix, tuple[ParamEntry, int]]:
+    in_files = {own: name for name, own in base_names(checkpoint, model.mapping).items()}
+    places: dict[Matrix, tuple[ParamEntry, int]] = {}
+    for entry in model.entries:
+        if made.bindings(entry):
+            for part, hf in enumerate(entry.hf):
+                name, index = unstacked(hf)
+                places[in_files.get(name, name), index] = entry, part
+    if absent := sorted({name for name, _ in places} - set(checkpoint)):
+        raise CheckpointError(
+            f"{made.source} lacks {len(absent)} tensors that have adapters, such as {absent[:4]}: expected the base "
+            "that the adapter was trained on"
+        )
+    return places
