@@ -24,11 +24,16 @@ if TYPE_CHECKING:
     from mcore_bridge.config.mesh.parallel_dims import ParallelDims as ParallelDims
     from mcore_bridge.cpu import enable_cpu as enable_cpu
     from mcore_bridge.errors import BridgeError as BridgeError
+    from mcore_bridge.factory.adapters import add_adapters as add_adapters
     from mcore_bridge.factory.blueprint import to_gpt_arguments as to_gpt_arguments
     from mcore_bridge.factory.blueprint import to_layer_spec as to_layer_spec
     from mcore_bridge.factory.blueprint import to_transformer_config as to_transformer_config
     from mcore_bridge.factory.build import build_model as build_model
     from mcore_bridge.factory.reference import without_adapters as without_adapters
+    from mcore_bridge.rules.adapters import Adapters as Adapters
+    from mcore_bridge.weights.adapters import iter_hf_adapters as iter_hf_adapters
+    from mcore_bridge.weights.adapters import load_adapters as load_adapters
+    from mcore_bridge.weights.adapters import save_hf_adapters as save_hf_adapters
     from mcore_bridge.weights.dist_checkpoint.api import CheckpointReport as CheckpointReport
     from mcore_bridge.weights.dist_checkpoint.api import load_checkpoint as load_checkpoint
     from mcore_bridge.weights.dist_checkpoint.api import save_checkpoint as save_checkpoint
@@ -80,6 +85,11 @@ _HOMES = {
     "to_gpt_arguments": "factory.blueprint",
     "to_layer_spec": "factory.blueprint",
     "mapping": "weights.provenance",
+    "add_adapters": "factory.adapters",
+    "Adapters": "rules.adapters",
+    "iter_hf_adapters": "weights.adapters",
+    "save_hf_adapters": "weights.adapters",
+    "load_adapters": "weights.adapters",
     "without_adapters": "factory.reference",
     "Architecture": "architecture",
     "register": "architecture",

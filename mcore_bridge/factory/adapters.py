@@ -79,10 +79,10 @@ def add_adapters(
         CheckpointError: the folder has what no adapter here can be, or does not fit the models; as ``load_adapters``.
 
     Example:
-        >>> mb.add_adapters(models, rank=16, alpha=32, targets=["q_proj", "v_proj"]).rank     # doctest: +SKIP
-        16
-        >>> mb.add_adapters(other_models, "run/adapter_100").rank                             # doctest: +SKIP
-        16
+        >>> policy = mb.build_model("path/of/Qwen3-8B", dims=dims, dtype=torch.float32)
+        >>> adapters = mb.add_adapters(policy, rank=16, alpha=32, targets=["q_proj", "v_proj"])
+        >>> sum(parameter.requires_grad for parameter in policy[0].parameters())   # A and B of linear_qkv, 4 layers
+        8
     """
     chunks = chunks_of(models)
     _require_fitting(chunks, models, folder, kind, rank=rank, alpha=alpha, targets=targets, dialect=dialect)

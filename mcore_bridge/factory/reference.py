@@ -26,8 +26,10 @@ def without_adapters(models: Models) -> Iterator[None]:
         ConfigError: they have no adapters, so that the policy would be its own reference.
 
     Example:
-        >>> with mb.without_adapters(models):                             # doctest: +SKIP
-        ...     reference = mb.forward(models, input_ids).log_probs
+        >>> with mb.without_adapters(policy), torch.no_grad():
+        ...     reference = mb.forward(policy, input_ids, attention_mask).log_probs
+        >>> torch.equal(reference, mb.forward(models, input_ids, attention_mask).log_probs)
+        True
     """
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 

@@ -47,13 +47,23 @@ Sharing = Literal["own", "shared"]
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """What was added to a model: rank and scale (``alpha / rank``) of all adapters, and the rules of their tensors."""
+    """What was added to a model: rank and scale (``alpha / rank``) of all adapters, and the rules of their tensors.
+
+    Attributes:
+        rank, alpha: of all adapters, whatever the ranks in a folder were.
+        mapping: the rules of their tensors.
+        names: the canonical names of the tensors in all chunks of this rank.
+        kind: whether the projections of a layer share one A.
+
+    Example:
+        >>> adapters.rank, adapters.alpha, adapters.kind
+        (16, 32, 'own')
+    """
 
     rank: int
     alpha: float
     mapping: WeightMapping
     names: frozenset[str]
-    """The canonical names of the tensors in all chunks of this rank."""
     kind: Sharing
 
     def further_names(self, name: str) -> tuple[str, ...]:

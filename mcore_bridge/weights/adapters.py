@@ -70,10 +70,13 @@ def iter_hf_adapters(
         ExportError, TargetError: on every rank of the group, when any of them fails.
 
     Example:
-        >>> for name, tensor in mb.iter_hf_adapters(models):              # doctest: +SKIP
-        ...     print(name, tuple(tensor.shape))
+        >>> for name, tensor in mb.iter_hf_adapters(policy):
+        ...     if "layers.0" in name:
+        ...         print(name, tuple(tensor.shape))
         model.layers.0.self_attn.q_proj.lora_A.weight (16, 48)
-        ...
+        model.layers.0.self_attn.v_proj.lora_A.weight (16, 48)
+        model.layers.0.self_attn.q_proj.lora_B.weight (192, 16)
+        model.layers.0.self_attn.v_proj.lora_B.weight (96, 16)
     """
     options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "target": target, "problem": problem_of(dtype)}
     made = adapters_of(models)
@@ -109,9 +112,9 @@ def save_hf_adapters(
         CheckpointError: on every rank, as for ``save_hf_checkpoint``. The folder is then unchanged.
 
     Example:
-        >>> written = mb.save_hf_adapters(models, "run/adapter_100")      # doctest: +SKIP
-        >>> written.tensors[0].name                                       # doctest: +SKIP
-        'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight'
+        >>> written = mb.save_hf_adapters(policy, "run/adapter_100")
+        >>> len(written), written.tensors[0].name
+        (16, 'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight')
     """
     made, provenance, world = adapters_of(models), provenance_on(models), Group(None)
     with raise_on_all(world, f"{folder} was not written, and is as it was"):
@@ -161,8 +164,8 @@ def load_adapters(models: Models, folder: str | os.PathLike[str], *, dtype: Dtyp
             missing, unexpected, of another shape, or would lose bits. Nothing has been written then.
 
     Example:
-        >>> mb.load_adapters(models, "run/adapter_100").num_tensors       # doctest: +SKIP
-        112
+        >>> mb.load_adapters(policy, "run/adapter_100").num_tensors
+        16
     """
     made, provenance = adapters_of(models), provenance_on(models)
     config = chunks_of(models)[0].config
