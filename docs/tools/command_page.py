@@ -23,6 +23,7 @@ KEYS = {
         "seconds": "of the slowest rank, by phase",
         "different": "names whose bits differ",
         "saved_different": "names that differ in the folder of `--save`; null without it",
+        "adapter_different": "names of tensors of `--adapter` whose bits differ; null without it",
         "logits": "`difference`, `relative`, `tolerance`, `count` and `images`; "
         "null where they were left out. A NaN is null",
         "logits_left_out": "why, or null",

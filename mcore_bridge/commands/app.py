@@ -68,6 +68,9 @@ def verify_command(
     ] = None,
     against: Annotated[Path | None, typer.Option(help="Compare the export with this folder instead.")] = None,
     save: Annotated[Path | None, typer.Option(help="Also save to this folder, and compare that too.")] = None,
+    adapter: Annotated[
+        Path | None, typer.Option(help="PEFT folder: add its adapters, and compare their export, and logits with peft.")
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Length of the sequences that logits are computed for.")] = 32,
     no_logits: Annotated[bool, typer.Option("--no-logits", help="Do not compare logits with transformers.")] = False,
     strict_config: Strict = False,
@@ -102,6 +105,7 @@ def verify_command(
                 num_tokens=0 if no_logits else tokens,
                 num_mtp_layers=mtp,
                 save=save,
+                adapter=adapter,
                 strict_config=strict_config,
                 on_event=on_event,
             )

@@ -47,6 +47,7 @@ def of_verdict(verdict: Verdict) -> dict[str, Any]:
         "seconds": {phase: max(f.seconds[phase] for f in findings) for phase in findings[0].seconds},
         "different": list(verdict.different),
         "saved_different": None if task.save is None else list(verdict.saved_different),
+        "adapter_different": None if task.adapter is None else list(verdict.adapters_different),
         "logits": None
         if comparison is None
         else {

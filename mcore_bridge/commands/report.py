@@ -78,6 +78,9 @@ def render(verdict: Verdict) -> Table:
     if verdict.task.save is not None:
         saved = _exact(len(verdict.expected), verdict.saved_different, f"in {verdict.task.save}")
         table.add_row("saved", saved)
+    if adapters := verdict.findings[0].adapters:
+        exact = _exact(len(adapters), verdict.adapters_different, f"as in {verdict.task.adapter}")
+        table.add_row("adapter", exact)
     table.add_row("logits", _logits(verdict))
     return table
 

@@ -227,6 +227,10 @@ def test_the_verdict() -> None:
     assert not _verdict(relative=TOLERANCE * 1.01).is_good
     assert not _verdict(relative=float("nan")).is_good
     assert not _verdict(different=True).is_good
+    wrong = _verdict()
+    wrong.findings[0].adapters["model.layers.0.mlp.up_proj.lora_A.weight"] = False
+    assert not wrong.is_good
+    assert wrong.adapters_different == ("model.layers.0.mlp.up_proj.lora_A.weight",)
 
 
 def test_differences_count_every_replica_and_missing_names() -> None:

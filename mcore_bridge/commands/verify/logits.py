@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,7 @@ def compare_logits(
     num_tokens: int,
     num_parameters: int,
     vision: str = "carried",
+    adapter: Path | None = None,
     report: Report,
 ) -> tuple[Comparison | None, str]:
     """Compares the logits of the mesh with those of transformers. All ranks call it together.
@@ -69,18 +71,27 @@ def compare_logits(
         num_tokens: the length of a sequence, which is rounded up to a multiple that the mesh can split.
         num_parameters: those of the whole model, to check whether it fits into memory.
         vision: as for ``build_model``. With a tower, the first sequence has an image.
+        adapter: a PEFT folder, whose adapters the chunks have, or get here. The reference is then that of ``peft``.
 
     Returns:
-        The comparison on rank 0 (None on others). If memory is short or transformers lacks the family, None and why.
+        The comparison on rank 0 (None on others). If memory is short, or there is no reference, None and why.
     """
     gc.collect()
-    lack = _lack_of_reference(folder) or why_no_reference(folder) or shortage(num_parameters, dims, device)
+    lack = (
+        _lack_of_reference(folder)
+        or _lack_of_peft(adapter)
+        or why_no_reference(folder)
+        or shortage(num_parameters, dims, device)
+    )
     if lack:
         return None, lack
     if not chunks:
+        from mcore_bridge.factory.adapters import add_adapters
         from mcore_bridge.factory.build import build_model
 
         chunks = build_model(folder, dims=dims, dtype=torch.float32, device=device, backend=backend, vision=vision)
+        if adapter is not None:
+            add_adapters(chunks, adapter, dtype=torch.float32)
     vocab_size = chunks[0].bridge.hf.vocab_size
     batch = shown(chunks, _batch(vocab_size, dims, num_tokens), 2 * dims.cp * dims.tp, _agreed)
     report("logits", 1, 3)
@@ -92,7 +103,7 @@ def compare_logits(
     comparison = None
     if ours is not None:
         comparison = replace(
-            _compare(ours, _reference(folder, batch, device)), num_images=batch.count, missing=batch.missing
+            _compare(ours, _reference(folder, batch, device, adapter)), num_images=batch.count, missing=batch.missing
         )
     report("logits", 3, 3)
     return comparison, ""
@@ -185,8 +196,11 @@ def _to_rank_0(logits: Tensor | None, shape: tuple[int, ...], device: str) -> Te
     return logits.cpu() if rank == 0 and logits is not None else None
 
 
-def _reference(folder: Path, batch: Shown, device: str) -> Tensor:
-    """The logits of transformers, in fp32 on CPU. They are computed on this rank's GPU if the model fits there."""
+def _reference(folder: Path, batch: Shown, device: str, adapter: Path | None) -> Tensor:
+    """The logits of transformers, or of ``peft`` with an adapter, in fp32 on CPU.
+
+    They are computed on this rank's GPU if the model fits there.
+    """
     model_class = _model_class(folder)
     model = model_class.from_pretrained(
         folder,
@@ -196,6 +210,10 @@ def _reference(folder: Path, batch: Shown, device: str) -> Tensor:
         trust_remote_code=False,
         **dequantizing(folder),
     )
+    if adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, str(adapter))
     model = model.float().eval()  # what transformers decodes of some formats stays in bf16
     if device == "cuda":
         size = sum(parameter.nbytes for parameter in model.parameters())
@@ -225,6 +243,12 @@ def _lack_of_reference(folder: Path) -> str:
     if not is_borrowed(type(hf)):
         return ""
     return f"no reference for logits, as the installed transformers has no model of {hf.model_type}"
+
+
+def _lack_of_peft(adapter: Path | None) -> str:
+    if adapter is None or find_spec("peft") is not None:
+        return ""
+    return "no reference for logits with an adapter, as peft is not installed"
 
 
 def _model_class(folder: Path) -> Any:

@@ -18,11 +18,13 @@ from torch import Tensor
 from mcore_bridge.commands.verify.logits import Comparison, compare_logits
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.launch.worker import Report
+from mcore_bridge.weights.adapters import adapters_of, iter_hf_adapters
 from mcore_bridge.weights.dtypes import Dtypes, wanted_dtype
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.files.decoded import Folder, opened_folder
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.manifest import Manifest, ManifestEntry, digest, manifest
+from mcore_bridge.weights.peft_folder import open_peft
 from mcore_bridge.weights.save import save_hf_checkpoint
 from mcore_bridge.weights.ties import renamed
 
@@ -44,6 +46,7 @@ class Task:
         save: a folder to write and to read back.
         num_mtp_layers: the number of MTP layers to build, load and export. Logits are computed without them.
         vision: whether a composite's tower is built, as for ``build_model``.
+        adapter: a PEFT folder, whose adapters are added in fp32.
     """
 
     folder: Path
@@ -58,6 +61,7 @@ class Task:
     save: Path | None
     num_mtp_layers: int = 0
     vision: str = "carried"
+    adapter: Path | None = None
 
 
 @dataclass(slots=True)
@@ -72,6 +76,7 @@ class Finding:
         seconds: times by phase.
         logits: on rank 0, unless they were left out; then ``skipped`` is the reason.
         widened: the tensors that the model holds in another dtype than its own, such as a router's bias in fp32.
+        adapters: of each tensor of the adapter, whether its export has the bits of the PEFT folder.
     """
 
     exported: Manifest = field(default_factory=lambda: Manifest(()))
@@ -82,6 +87,7 @@ class Finding:
     logits: Comparison | None = None
     skipped: str = ""
     widened: tuple[str, ...] = ()
+    adapters: dict[str, bool] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -124,7 +130,7 @@ def check_rank(task: Task, report: Report) -> Finding:
     finding.expected = _share(expected, task.names, task.crossing)
     if task.save is not None:
         with finding.timed("save"):
-            save_hf_checkpoint(chunks, task.save, dtype=task.crossing)
+            save_hf_checkpoint(chunks, task.save, dtype=task.crossing, merged=False)
         finding.saved = _share(Watched(task.save, report, "read back"), task.names, None)
     if task.num_tokens:
         if task.dtype != torch.float32 or task.num_mtp_layers:
@@ -138,12 +144,14 @@ def check_rank(task: Task, report: Report) -> Finding:
             num_tokens=task.num_tokens,
             num_parameters=sum(spec.numel for spec in finding.exported),
             vision=task.vision,
+            adapter=task.adapter,
             report=report,
         )
     return finding
 
 
 def _build(task: Task, finding: Finding, report: Report) -> list[GPTModel]:
+    from mcore_bridge.factory.adapters import add_adapters
     from mcore_bridge.factory.build import build_model
 
     torch.distributed.barrier()
@@ -159,6 +167,8 @@ def _build(task: Task, finding: Finding, report: Report) -> list[GPTModel]:
         load_weights=source,
         vision=task.vision,
     )
+    if task.adapter is not None:
+        add_adapters(chunks, task.adapter, dtype=torch.float32)
     torch.distributed.barrier()
     finding.seconds["build"] = source.started - start
     finding.seconds["load"] = time.perf_counter() - source.started
@@ -169,14 +179,27 @@ def _export(chunks: list[GPTModel], task: Task, finding: Finding, report: Report
     """Exports once as a trainer does, to measure the time; and once for the digests, which take longer."""
     total = len(task.names)
     with finding.timed("export"):
-        for index, _ in enumerate(iter_hf_weights(chunks, dtype=task.crossing)):
+        for index, _ in enumerate(iter_hf_weights(chunks, dtype=task.crossing, merged=False)):
             report("export", index + 1, total)
     report("export", total, total)
     with finding.timed("digests"):
-        finding.exported = manifest(chunks, dtype=task.crossing, digests=True)
-    own = {spec.name: spec.dtype for spec in manifest(chunks)}
+        finding.exported = manifest(chunks, dtype=task.crossing, digests=True, merged=False)
+    own = {spec.name: spec.dtype for spec in manifest(chunks, merged=False)}
     plain = (spec for spec in finding.exported if spec.dtype.is_floating_point)
+    if task.adapter is not None:
+        finding.adapters = _adapters(chunks, task.adapter)
     finding.widened = tuple(spec.name for spec in plain if own[spec.name] not in (spec.dtype, task.dtype))
+
+
+def _adapters(chunks: list[GPTModel], folder: Path) -> dict[str, bool]:
+    """For each tensor of the adapters, in files or exported, whether it is the same in both."""
+    config, made = chunks[0].config, adapters_of(chunks)
+    given = open_peft(folder, chunks[0].bridge, num_layers=config.num_layers, num_experts=config.num_moe_experts or 0)
+    wanted = given.at(made.rank, made.alpha / made.rank)
+    same = dict.fromkeys(wanted, False)
+    for name, tensor in iter_hf_adapters(chunks):
+        same[name] = name in wanted and torch.equal(tensor.cpu(), wanted[name].to(tensor.dtype))
+    return same
 
 
 def _share(checkpoint: Folder, names: tuple[str, ...], crossing: Dtypes) -> tuple[ManifestEntry, ...]:

@@ -75,6 +75,11 @@ class Verdict:
         return differences(self.expected, [Manifest(tuple(s for finding in self.findings for s in finding.saved))])
 
     @property
+    def adapters_different(self) -> tuple[str, ...]:
+        """Names of the adapter's tensors whose bits differ between the PEFT folder and the export on any rank."""
+        return tuple(sorted({name for finding in self.findings for name, same in finding.adapters.items() if not same}))
+
+    @property
     def widened(self) -> tuple[str, ...]:
         """Names of tensors that the model holds in a wider dtype than the files; they leave in that of the files."""
         return tuple(dict.fromkeys(name for finding in self.findings for name in finding.widened))
@@ -88,7 +93,8 @@ class Verdict:
     @property
     def is_good(self) -> bool:
         """Whether nothing differs."""
-        return not self.different and not self.saved_different and self.logits_agree
+        is_same = not self.different and not self.saved_different and not self.adapters_different
+        return is_same and self.logits_agree
 
 
 def differences(expected: Manifest, actual: list[Manifest]) -> tuple[str, ...]:
@@ -108,6 +114,7 @@ def verify(
     save: Path | None = None,
     num_mtp_layers: int = 0,
     strict_config: bool = False,
+    adapter: Path | None = None,
     on_event: OnEvent,
 ) -> Verdict:
     """Check everything that needs no processes, then start the ranks and collect their results.
@@ -124,6 +131,8 @@ def verify(
         save: a folder to write with ``save_hf_checkpoint`` and to compare too.
         num_mtp_layers: the number of MTP layers to build. Tensors of others are ignored.
         strict_config: as for ``build_model``.
+        adapter: a PEFT folder. Its adapters are added to the model and exported again, logits are compared with those
+            of ``peft``, and a composite has no tower.
         on_event: called with the reports of ranks.
 
     Raises:
@@ -135,7 +144,7 @@ def verify(
     dtypes = {tensor.dtype for tensor in checkpoint.values() if tensor.is_floating_point()}
     built_in = dtype or widest(dtypes)
     overrides = {"mtp_num_layers": num_mtp_layers or None}
-    vision = _vision(folder)
+    vision = "carried" if adapter is not None else _vision(folder)
     blueprint = make_blueprint(
         folder,
         dims=dims,
@@ -163,6 +172,7 @@ def verify(
         save=save,
         num_mtp_layers=num_mtp_layers,
         vision=vision,
+        adapter=adapter,
     )
     findings = run_ranks(check_rank, task, world_size=dims.smallest_world, device=device, on_event=on_event)
     kept = set(names)

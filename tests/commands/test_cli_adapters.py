@@ -1,0 +1,41 @@
+"""``verify --adapter``: what peft saved is exported again bit by bit, and computes what peft computes."""
+
+import json
+
+import pytest
+import torch
+
+from tests import zoo
+from tests.support import experts, tiny
+from tests.support.command import refused, run
+from tests.support.peft_merges import merged as merged_by_peft
+from tests.support.peft_models import EXPERTS
+
+CASES = {
+    "llama": (lambda: tiny.config("llama"), ("q_proj", "v_proj", "down_proj"), ("--tp", 2, "--sp")),
+    "qwen3_moe": (lambda: experts.HF, ("o_proj", *EXPERTS), ("--ep", 2)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_adapter_of_peft_is_exact_on_a_mesh(case, tmp_path):
+    make, targets, mesh = CASES[case]
+    if EXPERTS[0] in targets and not zoo.NEWEST:
+        pytest.skip("transformers 4 has a module for each expert")
+    hf = make()
+    tiny.random_checkpoint(hf, tmp_path / "base", dtype=torch.bfloat16)
+    merged_by_peft(hf, targets, torch.bfloat16, tmp_path / "adapter")
+    result = run("verify", tmp_path / "base", *mesh, "--adapter", tmp_path / "adapter", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["good"]
+    assert found["adapter_different"] == []
+    assert found["logits"]["relative"] < 1e-5
+    alone = run("verify", tmp_path / "base", "--json")
+    assert json.loads(alone.stdout)["adapter_different"] is None
+
+
+def test_what_differs_is_named(tmp_path):
+    tiny.random_checkpoint(tiny.config("llama"), tmp_path / "base", dtype=torch.bfloat16)
+    message = refused(run("verify", tmp_path / "base", "--adapter", tmp_path / "base"))
+    assert "expected adapter_config.json in" in message
