@@ -43,6 +43,7 @@ def description(adapters: Adapters) -> dict[str, Any]:
     return {
         "rank": adapters.rank,
         "alpha": float(adapters.alpha),
+        "kind": adapters.kind,
         "modules": {rule.mcore: list(rule.hf) for rule in adapters.mapping.rules},
     }
 

@@ -70,9 +70,10 @@ class Sources:
 
     def passed(self, message: int) -> None:
         """Drop the merged tensors of which no message soon after this one has a part."""
-        if self._merged:
-            for number in self._program.idle_after.get(message, ()):
-                self._merged.pop(number, None)
+        idle = self._merged.keys() & self._program.idle_after.get(message, ()) if self._merged else ()
+        for number in idle:
+            del self._merged[number]
+        if idle:
             self._replace()
 
     def _replace(self) -> None:
