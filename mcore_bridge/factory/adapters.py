@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
@@ -98,6 +98,7 @@ def add_adapters(
     places = [place for chunk in chunks for place in _places(chunk, mapping)]
     names = frozenset(factor_name(name, end) for name, *_ in places for end in FACTORS)
     made = Adapters(rank, alpha, mapping, names, kind)
+    _require_held(bound, targets or (), names)
     _require_known(places)
     adapters = {name: _made(bound, made, name, getattr(linear, own), dtype, seed) for name, linear, own in places}
     if given is not None:
@@ -214,6 +215,14 @@ def _require_fitting(chunks: Sequence[GPTModel], models: Models, folder: object,
     )
     if problems := [text for is_wrong, text in checks if is_wrong]:
         raise ConfigError("these models cannot have adapters: " + "; ".join(problems))
+
+
+def _require_held(bound: BoundModel, targets: Sequence[str], names: Collection[str]) -> None:
+    """Raise if no layer is a target although a rule is: rules are those of a family. Only a single stage can know."""
+    held = set(map(pattern_of, names))
+    absent = [name for name in targets if held.isdisjoint(r.mcore for r in adapter_rules(bound.mapping.rules, [name]))]
+    if absent and bound.chunks[0].pg_collection.pp.size() == 1:
+        raise ConfigError(f"targets must name layers that the model has, found {absent}: leave them out")
 
 
 def _require_known(places: Sequence[Place]) -> None:

@@ -177,6 +177,8 @@ def _planned(bound: BoundModel | None, chunk: GPTModel, answers: Sequence[_Answe
     if any(answer.rules != bound.mapping.rules for answer in answers):
         raise ExportError("the ranks name weights by different rules; pass the same hf, head and dialect on each")
     inventories = [answer.inventory for answer in answers if answer.inventory]
+    if not any(inventory.held for inventory in inventories):
+        raise ExportError("no rank of the group holds a tensor to export: give targets of adapters that the model has")
     arguments = bound.mapping, bound.axes, chunk.config.num_layers, inventories
     if set(targets) == {"everything"}:
         return [plan_export(*arguments, bucket_bytes=sizes[0])]

@@ -24,7 +24,7 @@ from mcore_bridge.weights.plan.target import EngineRank
 from mcore_bridge.weights.provenance import provenance_of
 from tests import zoo
 from tests.support import experts, fake_mesh, pool, seeing, stepping, tiny, towers
-from tests.support.peft_models import ALPHA, EXPERTS, RANK, batch
+from tests.support.peft_models import ALPHA, EXPERTS, RANK, batch, entries, named
 from tests.support.strategies import problems, random_state, sparse_problems
 
 DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -51,7 +51,7 @@ def adapted(hf, targets, **options):
     return model
 
 
-def saved(folder, meshes, targets):
+def saved(folder, meshes, targets, values):
     """Runs in each worker: reads the folder of ``peft`` on each mesh, and writes one for it."""
     for number, sizes in enumerate(meshes):
         dims = ParallelDims(**sizes)
@@ -62,6 +62,9 @@ def saved(folder, meshes, targets):
             else:
                 add_adapters(chunks, rank=RANK, alpha=ALPHA, targets=targets, dialect="fused")
                 load_adapters(stepping.wrap(chunks), f"{folder}/peft")
+            found = entries(iter_hf_adapters(chunks))
+            assert found.keys() == values.keys()
+            assert all(torch.equal(found[name], values[name]) for name in values)
             written = save_hf_adapters(stepping.wrap(chunks), Path(folder) / f"adapter{number}")
             assert not written.differences(type(written).from_folder(Path(folder) / f"adapter{number}"))
 
@@ -74,7 +77,9 @@ def test_a_folder_is_that_of_peft(case, tmp_path):
     tiny.random_checkpoint(make(), tmp_path)
     model = adapted(make(), targets)
     model.save_pretrained(tmp_path / "peft")
-    pool.run(2, saved, str(tmp_path), meshes, targets)
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    values = dict(named(parameters, getattr(make(), "num_experts", 0), "fused"))
+    pool.run(2, saved, str(tmp_path), meshes, targets, values)
     theirs = load_file(tmp_path / "peft" / "adapter_model.safetensors")
     for number in range(len(meshes)):
         ours = load_file(tmp_path / f"adapter{number}" / "adapter_model.safetensors")
@@ -151,6 +156,15 @@ def test_any_adapter_on_any_mesh(tmp_path_factory, problem, targets, rank, kind)
 def test_any_adapter_of_experts_on_any_mesh(tmp_path_factory, problem, targets, is_stacked, kind):
     (hf, dims), folder = problem, tmp_path_factory.mktemp("peft")
     check_round_trip(hf, dims, targets, 2, folder, stacks=is_stacked * hf.num_experts, kind=kind)
+
+
+def test_a_stage_may_have_no_adapter_but_not_all(tmp_path):
+    check_round_trip(experts.HF, ParallelDims(pp=2), [], 2, tmp_path, stacks=8)  # its first layer is dense
+    hf, dims = zoo.case("qwen3_moe", num_hidden_layers=1, num_experts=4, num_experts_per_tok=2).hf, ParallelDims()
+    with rank_of(dims, 0, 1):
+        chunks = build_model(hf, dims=dims, load_weights=False, device="cpu", dtype=torch.float32)
+        with pytest.raises(BridgeError, match=r"that the model has, found \['mlp.down_proj'\]"):
+            add_adapters(chunks, rank=2, alpha=2, targets=["o_proj", "mlp.down_proj"])  # of a dense layer
 
 
 def ours(hf, folder):
