@@ -6,11 +6,12 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from mcore_bridge.rules.names import canonical
 from mcore_bridge.rules.trace import Trace, moved_dim, trace
 from mcore_bridge.weights.adapters import load_peft
 from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, provenance_on
+from mcore_bridge.weights.dist_checkpoint.adapter_shards import sharded_state_dict
 from mcore_bridge.weights.model_tensors import numbering_of
 from mcore_bridge.weights.peft_folder import PeftFolder, open_peft
 
@@ -32,10 +34,14 @@ if TYPE_CHECKING:
 
     from mcore_bridge.factory.modules.adapter import Adapter, Kind
 
+Init = Literal["kaiming", "xavier", "normal"]
+"""How an A ``[rank, in]`` is drawn: uniform between plus and minus ``1 / sqrt(in)``; normal with a variance of ``2 /
+(in + rank)``; or normal with a deviation of 0.2."""
 Place = tuple[str, Any, str]
 """The canonical name of a weight without ``.weight``, the layer that holds it, and its name there.
 
 A layer of TransformerEngine for experts holds several."""
+Draw = Callable[[str, tuple[int, ...]], Tensor]
 _WEIGHT = re.compile(r"weight\d*")
 _UNTRIED = ("fp8", "fp4", "tp_comm_overlap", "use_transformer_engine_op_fuser", "delay_wgrad_compute", "cpu_offloading")
 """Settings of megatron-core that change what its linear layers return, hold or communicate."""
@@ -51,6 +57,7 @@ def add_adapters(
     kind: Sharing = "own",
     dialect: Dialect | None = None,
     dtype: torch.dtype | None = None,
+    init: Init = "kaiming",
     seed: int = 0,
 ) -> Adapters:
     """Add a low-rank adapter to each targeted linear layer, and freeze all other parameters.
@@ -72,7 +79,8 @@ def add_adapters(
             its own. None is the dialect of the checkpoint that the models come from. A folder decides for itself.
         dtype: of the factors, and of what they compute; tensors of a folder are cast to it. None is that of the layer's
             weight, as it is or is cast later; then it must hold all values of the folder.
-        seed: A is drawn from it and the HF name, as ``peft`` draws it, the same on every mesh. B is zero.
+        init: how A is drawn: "kaiming" is what ``peft`` does. "xavier" and "normal" are Megatron-Bridge's.
+        seed: A is drawn from it and the HF name, the same on every mesh. B is zero.
 
     Raises:
         ConfigError: a target or the model has no adapters here, or ``models`` have some, or are wrapped.
@@ -85,7 +93,7 @@ def add_adapters(
         8
     """
     chunks = chunks_of(models)
-    _require_fitting(chunks, models, folder, kind, rank=rank, alpha=alpha, targets=targets, dialect=dialect)
+    _require_fitting(chunks, models, folder, kind, init, rank=rank, alpha=alpha, targets=targets, dialect=dialect)
     given, config = None, chunks[0].config
     if folder is not None:
         counts = {"num_layers": config.num_layers, "num_experts": config.num_moe_experts or 0}
@@ -100,7 +108,8 @@ def add_adapters(
     made = Adapters(rank, alpha, mapping, names, kind)
     _require_held(bound, targets or (), names)
     _require_known(places)
-    adapters = {name: _made(bound, made, name, getattr(linear, own), dtype, seed) for name, linear, own in places}
+    draw = partial(_drawn, seed, init)
+    adapters = {name: _made(bound, made, name, getattr(linear, own), dtype, draw) for name, linear, own in places}
     if given is not None:
         _require_all(bound, given)
         factors = {factor_name(name, end): getattr(adapters[name], end).weight for name in adapters for end in FACTORS}
@@ -109,6 +118,7 @@ def add_adapters(
         chunk.requires_grad_(False)
         _let_recompute(chunk)
         chunk.bridge_adapters = made
+        chunk.sharded_state_dict = partial(sharded_state_dict, chunk)  # a deep copy of the chunk has one of its own
     _attach(places, adapters)
     return made
 
@@ -142,7 +152,7 @@ def _require_all(bound: BoundModel, given: PeftFolder) -> None:
         raise CheckpointError(f"the adapter's config has {len(absent)} targets without tensors, such as {absent[:4]}")
 
 
-def _made(bound: BoundModel, made: Adapters, mcore: str, weight: Any, dtype: torch.dtype | None, seed: int) -> Adapter:
+def _made(bound: BoundModel, made: Adapters, mcore: str, weight: Any, dtype: torch.dtype | None, draw: Draw) -> Adapter:
     from mcore_bridge.factory.modules.adapter import Adapter, Factor
 
     config = bound.chunks[0].config
@@ -163,7 +173,7 @@ def _made(bound: BoundModel, made: Adapters, mcore: str, weight: Any, dtype: tor
         expert=first.axis == "etp",
         allreduce=getattr(weight, "allreduce", True),
     )
-    drawn = tuple(_drawn(name, shape, seed) for name, shape in zip(first.hf, ins.part_shapes, strict=True))
+    drawn = tuple(map(draw, first.hf, ins.part_shapes))
     with torch.no_grad():
         adapter.linear_in.weight.copy_(ins.shard(shard, drawn, torch.float32))
     return adapter
@@ -179,11 +189,13 @@ def _kind(first: Binding, second: Binding) -> Kind:
     return "cut"
 
 
-def _drawn(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """A whole A, uniform between plus and minus ``1 / sqrt(in)``: what ``peft`` calls kaiming."""
+def _drawn(seed: int, init: Init, name: str, shape: tuple[int, ...]) -> Tensor:
+    """A whole A."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[1])
+    if init == "kaiming":
+        return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[1])
+    return torch.randn(shape, generator=generator) * (0.2 if init == "normal" else math.sqrt(2 / sum(shape)))
 
 
 def _let_recompute(chunk: GPTModel) -> None:
@@ -197,14 +209,17 @@ def _requiring(module: nn.Module, inputs: object, output: Tensor) -> None:
         output.requires_grad_()
 
 
-def _require_fitting(chunks: Sequence[GPTModel], models: Models, folder: object, kind: object, **asked: Any) -> None:
+def _require_fitting(
+    chunks: Sequence[GPTModel], models: Models, folder: object, kind: object, init: object, **asked: Any
+) -> None:
     config, rank = chunks[0].config, asked["rank"]
     given = [models] if isinstance(models, nn.Module) else list(models)
     absent = [name for name in ("rank", "alpha", "targets") if asked[name] is None]
     twice = [name for name, value in asked.items() if folder is not None and value is not None]
     checks = (
         (folder is None and absent, f"expected rank=, alpha= and targets=, or a folder, found no {absent}"),
-        (kind not in ("own", "shared"), f"kind must be 'own' or 'shared', found {kind!r}"),
+        (kind not in get_args(Sharing), f"kind must be one of {get_args(Sharing)}, found {kind!r}"),
+        (init not in get_args(Init), f"init must be one of {get_args(Init)}, found {init!r}"),
         (twice, f"a folder decides on {twice}: leave them out"),
         (rank is not None and rank < 1, f"rank must be at least 1, found {rank}"),
         (any(a is not b for a, b in zip(chunks, given, strict=True)), "models must not be wrapped yet: add first"),

@@ -1,13 +1,10 @@
-"""The interface of Megatron-Bridge, as verl and RLinf call it, on top of ours.
-
-Adapters (LoRA) are refused: a base model that is saved without them would look like the trained one.
-"""
+"""The interface of Megatron-Bridge, as verl and RLinf call it, on top of ours."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +15,7 @@ from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import make_blueprint
 from mcore_bridge.trainers.loading import load_folder
 from mcore_bridge.trainers.wrap import ddp_config_of, freeze_routers
+from mcore_bridge.weights.adapters import adapters_of, iter_peft_adapters, save_hf_adapters
 from mcore_bridge.weights.bound import chunks_of
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.load import Source
@@ -26,6 +24,7 @@ from mcore_bridge.weights.save import save_hf_checkpoint
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
 
+    from mcore_bridge.trainers.adapters import Peft
     from mcore_bridge.trainers.provider import Provider, ValueHead
 
 __all__ = ["AutoBridge", "create_ddp_config", "freeze_moe_router", "make_value_model"]
@@ -91,6 +90,7 @@ class AutoBridge:
 
     def __init__(self, folder: Folder) -> None:
         self.folder = folder
+        self._sent = {"base": 0, "adapters": 0}
 
     @classmethod
     def from_hf_pretrained(cls, path: Folder, *, trust_remote_code: bool = False) -> AutoBridge:
@@ -172,10 +172,18 @@ class AutoBridge:
             conversion_tasks: from ``get_conversion_tasks``, or None.
 
         Raises:
-            ConfigError: the tasks are those of another bridge.
+            ConfigError: the tasks are those of another bridge. Or a base goes out for the second time, without the
+                adapters of the model, which have never been exported.
         """
         if not isinstance(conversion_tasks, ConversionTasks | None):
             raise ConfigError(f"conversion_tasks must be those of get_conversion_tasks, found {type(conversion_tasks)}")
+        if not merge_adapter_weights and hasattr(chunks_of(model)[0], "bridge_adapters"):
+            self._sent["base"] += 1
+            if self._sent["base"] > 1 and not self._sent["adapters"]:
+                raise ConfigError(
+                    "a rollout would get the base again, and never its adapters, as verl 0.9.1 sends it to rollouts on "
+                    "other GPUs (verl#7495): set lora.merge=True, or change verl as docs/trainers/verl.md shows"
+                )
         return iter_hf_weights(model, device="cpu" if cpu else None, merged=merge_adapter_weights)
 
     def save_hf_weights(
@@ -213,15 +221,30 @@ class AutoBridge:
         """
         save_hf_checkpoint(model, path, merged=merge_adapter_weights)
 
-    def export_adapter_weights(self, model: Models, **options: Any) -> NoReturn:
-        """Raise ``ConfigError``: there are no adapters."""
-        refuse_adapters()
+    def export_adapter_weights(
+        self, model: Models, cpu: bool = False, show_progress: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield every tensor of the adapters in PEFT's names and order, whole, on every rank.
 
-    def save_hf_adapter(self, model: Models, path: Folder, peft_cls: Any, **options: Any) -> NoReturn:
-        """Raise ``ConfigError``: there are no adapters."""
-        refuse_adapters()
+        Args:
+            model: this rank's chunks, wrapped or not.
+            cpu: whether to yield tensors on the CPU.
+            show_progress: without effect.
 
+        Raises:
+            ConfigError: the model has no adapters.
+        """
+        adapters_of(model)
+        self._sent["adapters"] += 1
+        return iter_peft_adapters(model, device="cpu" if cpu else None)
 
-def refuse_adapters() -> NoReturn:
-    """Raise ``ConfigError``: there are no adapters."""
-    raise ConfigError("adapters are not supported by this bridge: set lora.rank to 0, or keep Megatron-Bridge for LoRA")
+    def save_hf_adapter(self, model: Models, path: Folder, peft_cls: Peft, show_progress: bool = True) -> None:
+        """Write the adapters as a folder that ``peft`` loads. All ranks call it, with a folder that they share.
+
+        Args:
+            model: this rank's chunks, wrapped or not.
+            path: the folder.
+            peft_cls: what ``get_peft_cls`` gave.
+            show_progress: without effect.
+        """
+        save_hf_adapters(model, path)

@@ -12,6 +12,8 @@ replace_modules(
         "verl.models.mcore.mbridge": "mcore_bridge.trainers.mbridge",
         "verl.models.mcore.bridge": "mcore_bridge.trainers.megatron_bridge",
         "megatron.bridge.training.utils.config_utils": "mcore_bridge.trainers.verl_config_utils",
+        "megatron.bridge.peft.utils": "mcore_bridge.trainers.verl_peft_utils",
+        "megatron.bridge.training.checkpointing": "mcore_bridge.trainers.verl_checkpointing",
         "verl.models.mcore.registry": "mcore_bridge.trainers.verl_registry",
         "verl.workers.config.megatron_peft": "mcore_bridge.trainers.verl_peft",
         "verl.utils.kernel.linear_cross_entropy": "mcore_bridge.trainers.verl_kernels",

@@ -88,6 +88,22 @@ def iter_hf_adapters(
                 yield other, tensor.clone()
 
 
+def iter_peft_adapters(models: Models, *, device: torch.device | str | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that ``save_hf_adapters`` writes, whole, on every rank: in PEFT's names and order.
+
+    Args:
+        models: this rank's chunks with adapters, wrapped or not.
+        device: as for ``iter_hf_weights``.
+
+    Raises:
+        ConfigError, ExportError: as ``iter_hf_adapters``.
+    """
+    stacked = {base_name(hf) for rule in adapters_of(models).mapping.rules for hf in rule.hf if hf.endswith("[*]")}
+    ends = {module.rpartition(".")[2] for module in stacked}
+    naming = PeftNames(tuple(name for name in STACKS if name in ends))
+    yield from _in_peft(iter_hf_adapters(models, device=device), naming)
+
+
 def save_hf_adapters(
     models: Models, folder: str | os.PathLike[str], *, dtype: Dtypes = None, slot_bytes: int = SLOT_BYTES
 ) -> Manifest:

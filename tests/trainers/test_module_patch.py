@@ -112,19 +112,20 @@ def test_an_installed_megatron_bridge_keeps_what_is_beside_ours(site, tmp_path):
     assert found.stdout == ours, found.stderr
 
 
-def test_lora_is_refused_before_megatron_bridge_is_asked_for_it(site):
+def test_adapters_are_ours_where_megatron_bridge_is_asked_for_them(site):
     script = (
         "import types\n"
         "import verl\n"
         "from verl.workers.config.megatron_peft import get_peft_cls\n"
+        "from megatron.bridge.peft.utils import create_peft_hook, load_peft_adapter_checkpoint\n"
+        "from megatron.bridge.training.checkpointing import apply_peft_adapter_filter_to_state_dict\n"
         "for lora in ({}, {'rank': 0}, {'rank': 8}):\n"
-        "    try:\n"
-        "        print(get_peft_cls(types.SimpleNamespace(lora=lora), bridge=None, provider=None, dtype=None))\n"
-        "    except Exception as error:\n"
-        "        print(type(error).__name__, error)\n"
+        "    print(get_peft_cls(types.SimpleNamespace(lora=lora), bridge=None, provider=1, dtype=None))\n"
+        "print(create_peft_hook.__module__, apply_peft_adapter_filter_to_state_dict.__module__)\n"
     )
     found = python(script, site, VERL_USE_EXTERNAL_MODULES="mcore_bridge.trainers.verl")
-    assert found.stdout.startswith("None\nNone\nConfigError adapters are not supported"), found.stderr
+    assert found.stdout.startswith("None\nNone\nPeft(dim=8, alpha=32, kind='shared'"), found.stderr
+    assert found.stdout.endswith("mcore_bridge.trainers.adapters mcore_bridge.trainers.adapters\n")
 
 
 def test_verl_without_a_bridge_is_refused_and_what_is_beside_it_stays(site):

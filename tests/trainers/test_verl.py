@@ -1,10 +1,12 @@
 """verl's own engine and checkpoint manager, driving us. It has to be installed: docs/trainers/verl.md says how."""
 
+import asyncio
 import importlib.util
 import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from mcore_bridge import ParallelDims
 from mcore_bridge.convert.api import convert
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.trainers.adapters import KEYS
 from tests import zoo
 from tests.support import composites, pool, seeing, stepping, tiny, towers
 from tests.support.conversions import quiet
@@ -20,7 +23,8 @@ from tests.support.settings_of_trainers import BECOMES, ENGINE, SIIRL
 from tests.support.strategies import random_state, save
 from tests.support.trainer_calls import attention_switches
 from tests.support.written_weights import read
-from tests.workers import verl_composites, verl_images
+from tests.workers import verl_composites, verl_images, verl_lora
+from tests.workers.rlinf_worker import diffs_of
 from tests.workers.verl_engine import SWITCH, CpuForCuda, engine_of, kernels_on_cpu, own_processes, use_us_on_cpu
 from tests.workers.verl_life import (
     batch_of,
@@ -88,6 +92,85 @@ def test_a_life(kind, value, vanilla, request, tmp_path):
     options = {"vanilla": vanilla, "value": value}
     ranks = pool.run(dims.tp * dims.pp, in_verl, dims, life, folder, str(tmp_path), options)
     assert problems(ranks, folder, tmp_path, vanilla=vanilla) == []
+
+
+FC = ("linear_fc1", "linear_fc2")
+PARTS = ("linear_q", "linear_v", "linear_fc1_up")
+ADAPTED = ("linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj", *FC)
+LORA = {
+    "shared, sent beside": ("dense", {"type": "lora", "rank": 8, "alpha": 16, "merge": False}),
+    "parts, sent beside": ("dense", {"type": "canonical_lora", "rank": 2, "merge": False, "target_modules": PARTS}),
+    "own, merged": (
+        "sparse",
+        {"type": "canonical_lora", "rank": 4, "alpha": 8, "merge": True, "dtype": "bf16", "target_modules": ADAPTED},
+    ),
+    "critic": ("dense", {"rank": 4, "alpha": 8, "merge": False, "lora_A_init_method": "kaiming"}),
+}
+
+
+@pytest.mark.parametrize("name", LORA)
+def test_a_life_with_adapters(name, request, tmp_path):
+    kind, lora = LORA[name]
+    folder, dims = request.getfixturevalue(kind), MESHES[kind]
+    value = name == "critic"
+    ranks = pool.run(dims.tp * dims.pp, in_verl, dims, verl_lora.life, folder, str(tmp_path), lora, value)
+    assert ranks == [[]] * (dims.tp * dims.pp)
+
+
+def test_the_page_has_every_key_of_lora():
+    import yaml
+
+    (path,) = importlib.util.find_spec("verl").submodule_search_locations
+    theirs = yaml.safe_load((Path(path) / "trainer" / "config" / "model" / "hf_model.yaml").read_text())["lora"]
+    rows = re.findall(r"^\| (`.+?) \| ", PAGE.partition("## LoRA")[2].partition("\n## ")[0], re.MULTILINE)
+    keys = {key for cell in rows for key in re.findall(r"`(\w+)`", cell)}
+    assert keys == KEYS == theirs.keys() | {"fully_sharded_loras"}
+
+
+def patched(file: str, number: int) -> dict[str, Any]:
+    """The names of a module of verl as a user has it who follows the page."""
+    blocks = re.findall(r"```diff\n(.*?)```", PAGE.partition("## LoRA")[2].partition("\n## ")[0], re.DOTALL)
+    (diff,) = diffs_of(f"`rlinf/x.py`\n```diff\n{blocks[number]}```\n")
+    (folder,) = importlib.util.find_spec("verl").submodule_search_locations
+    names = {"__name__": f"verl.{file.removesuffix('.py').replace('/', '.')}", "__file__": file}
+    names["__package__"] = names["__name__"].rpartition(".")[0]
+    exec(compile(diff.applied((Path(folder) / file).read_text()), file, "exec"), names)
+    return names
+
+
+def apart(dims: ParallelDims, folder: str) -> tuple[str, list[str], dict[str, Any]]:
+    """Runs in a worker: how base weights fail that go out again, then what a rollout on other GPUs gets."""
+    lora = {"rank": 2, "merge": False}
+    engine = engine_of(folder, dims, vanilla=False, lora=lora)
+    engine.get_per_tensor_param()
+    with pytest.raises(ConfigError) as caught:
+        engine.get_per_tensor_param()
+    rollout = SimpleNamespace(checkpoint_engine=SimpleNamespace(backend="nccl"))
+    found: dict[str, Any] = {}
+
+    async def send(weights: Any, **options: Any) -> None:
+        found["names"] = [name for name, _ in weights]
+
+    async def update(weights: Any, **options: Any) -> None:
+        found["options"] = options
+
+    sender = SimpleNamespace(config=SimpleNamespace(rollout=rollout), actor=SimpleNamespace(engine=engine))
+    sender.checkpoint_engine = SimpleNamespace(send_weights=send)
+    receiver = SimpleNamespace(model_config=engine.model_config, server_adapter=SimpleNamespace(update_weights=update))
+    receiver.checkpoint_engine = SimpleNamespace(receive_weights=lambda **options: ())
+    asyncio.run(patched("workers/engine_workers.py", 0)["ActorRolloutRefWorker"].update_weights(sender))
+    asyncio.run(patched("checkpoint_engine/base.py", 1)["CheckpointEngineWorker"].update_weights(receiver))
+    return str(caught.value), found["names"], found["options"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("uvicorn") is None, reason="verl's checkpoint engines import uvicorn")
+def test_adapters_reach_rollouts_on_other_gpus_by_the_diff_of_the_page(dense):
+    ((said, names, options),) = pool.run(1, in_verl, ParallelDims(), apart, dense)
+    assert "verl#7495" in said
+    assert names
+    assert all(".lora_" in name for name in names)
+    assert options["base_sync_done"]
+    assert options["peft_config"]["r"] == 2
 
 
 def test_a_life_of_padded_rows(dense, tmp_path):

@@ -76,6 +76,7 @@ def engine_of(
     value: bool = False,
     replay: str = "disabled",
     attention: str = "flash",
+    lora: dict[str, Any] | None = None,
     overrides: dict[str, Any] | None = None,
     **fields: Any,
 ) -> Any:
@@ -88,6 +89,7 @@ def engine_of(
         value: a critic.
         replay: the mode of router replay.
         attention: the backend, by its name.
+        lora: adapters.
         overrides: of the ``TransformerConfig``, besides.
         fields: others of ``McoreEngineConfig``, such as those of offloading.
     """
@@ -100,7 +102,9 @@ def engine_of(
     engine = EngineRegistry.new(
         model_type=kind,
         backend="megatron",
-        model_config=HFModelConfig(path=folder, model_type=kind, override_config={"attn_implementation": "eager"}),
+        model_config=HFModelConfig(
+            path=folder, model_type=kind, override_config={"attn_implementation": "eager"}, lora=lora or {}
+        ),
         engine_config=McoreEngineConfig(
             vanilla_mbridge=vanilla,
             router_replay=EngineRouterReplayConfig(mode=replay),

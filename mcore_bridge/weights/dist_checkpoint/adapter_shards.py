@@ -69,10 +69,17 @@ def require_same(saved: Mapping[str, Any] | None, adapters: Adapters) -> None:
         )
 
 
-def place_adapters(chunk: GPTModel, state: dict[str, Any]) -> None:
+def sharded_state_dict(chunk: GPTModel, prefix: str = "", *arguments: Any, **named: Any) -> dict[str, Any]:
+    """What takes the place of a chunk's own, so that trainers that call it have adapters at their places, too."""
+    state: dict[str, Any] = type(chunk).sharded_state_dict(chunk, prefix, *arguments, **named)
+    _place_adapters(chunk, state, prefix)
+    return state
+
+
+def _place_adapters(chunk: GPTModel, state: dict[str, Any], prefix: str) -> None:
     """Put the entries of all adapters into the sharded state dict of a chunk, in place of those that it may have."""
     entries = {id(sharded.data): sharded for sharded in state.values()}
-    names = {id(parameter): name for name, parameter in chunk.named_parameters()}
+    names = {id(parameter): f"{prefix}{name}" for name, parameter in chunk.named_parameters()}
     for module in chunk.modules():
         for own, adapter in getattr(getattr(module, "adapter", None), "by_weight", {}).items():
             base: Any = entries.get(id(getattr(module, own)))

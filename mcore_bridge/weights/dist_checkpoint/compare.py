@@ -10,7 +10,7 @@ import torch
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.adapters import is_adapter
 from mcore_bridge.rules.names import plain_key
-from mcore_bridge.weights.dist_checkpoint.adapter_shards import Part, is_in, place_adapters
+from mcore_bridge.weights.dist_checkpoint.adapter_shards import Part, is_in
 from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder
 from mcore_bridge.weights.dtypes import dtype_name, is_exact
 from mcore_bridge.weights.model_tensors import held_tensors
@@ -37,7 +37,6 @@ def sharded_states(
     """
     states = [chunk.sharded_state_dict(metadata=dict(metadata)) for chunk in chunks]
     for chunk, state in zip(chunks, states, strict=True):
-        place_adapters(chunk, state)
         listed = {id(sharded.data) for sharded in state.values()}
         omitted = [name for name, tensor in held_tensors([chunk]).items() if id(tensor) not in listed]
         if omitted:
