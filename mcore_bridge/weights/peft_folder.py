@@ -158,7 +158,7 @@ def _weight(module: str, naming: PeftNames) -> str:
 def _spelled(
     modules: Iterable[str], naming: PeftNames, provenance: Provenance, mapping: WeightMapping
 ) -> dict[str, str]:
-    """Each module, with the name that the model's folder has for it.
+    """Each module, with the name that the model's folder has for it; its own, if that has none.
 
     transformers names the modules of a composite in memory, where ``peft`` finds them, by another prefix than files do.
     """
@@ -167,8 +167,12 @@ def _spelled(
         return dict(zip(modules, modules, strict=True))
     plain = [[_unspelled(module, spelling) for module in modules] for spelling in (provenance.spelling, *SPELLINGS)]
     candidates = [[respelled_name(name, provenance.spelling) for name in names] for names in plain]
-    best = max(candidates, key=lambda names: sum(bool(mapping.consumers(_weight(name, naming))) for name in names))
-    return dict(zip(modules, best, strict=True))
+
+    def is_known(name: str) -> bool:
+        return bool(mapping.consumers(_weight(name, naming)))
+
+    best = max(candidates, key=lambda names: sum(map(is_known, names)))
+    return {old: new if is_known(new) else old for old, new in zip(modules, best, strict=True)}
 
 
 def memory_prefixes(provenance: Provenance) -> Prefixes:

@@ -259,6 +259,11 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path):
     two = folder_of(random_state(experts.HF), ["q_proj", "v_proj"], tmp_path, 2)
     message = r"2 differ.*layers.0.self_attn.v_proj.lora_A.*kind='own'"
     attempt(tmp_path, two, message, "shared", target_modules=["q_proj", "v_proj"])
+    hf = zoo.cases()["deepseek_v3"].hf
+    name = f"model.layers.{hf.num_hidden_layers}.self_attn.o_proj"
+    write(tmp_path, {"r": 2, "target_modules": ["o_proj"]}, {f"{name}.lora_A.weight": torch.ones(2, 2)})
+    with pytest.raises(BridgeError, match=f"{name} is in an MTP layer"):
+        open_peft(tmp_path, provenance_of(hf), num_layers=hf.num_hidden_layers, num_experts=8)
     (tmp_path / "adapter_config.json").unlink()
     with pytest.raises(BridgeError, match=r"name one of the adapters in it: \['more'\]"):
         open_peft(tmp_path, provenance_of(experts.HF), num_layers=2, num_experts=8)
@@ -322,5 +327,10 @@ def test_the_text_of_a_composite_has_adapters_under_the_names_that_peft_finds(tm
         save_hf_adapters(chunks, tmp_path / "ours")
     theirs, tensors = (load_file(tmp_path / each / "adapter_model.safetensors") for each in ("peft", "ours"))
     assert tensors.keys() == theirs.keys()
+    name = "model.vision_tower.encoder.layers.0.self_attn.q_proj"
+    of_tower = {f"{name}.lora_A.weight": torch.ones(2, 2), f"{name}.lora_B.weight": torch.ones(2, 2)}
+    write(tmp_path / "tower", {"r": 2, "target_modules": ["q_proj", "down_proj"]}, theirs | of_tower)
+    with pytest.raises(BridgeError, match=f"{name} is in the tower"):
+        open_peft(tmp_path / "tower", provenance_of(tmp_path / "seen"), num_layers=2, num_experts=0)
     loaded = peft.PeftModel.from_pretrained(seeing.reference(tmp_path / "seen"), tmp_path / "ours")
     assert sum(".lora_" in name for name, _ in loaded.named_parameters()) == len(theirs) == 2 * 2 * 2

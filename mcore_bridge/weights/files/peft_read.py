@@ -48,9 +48,9 @@ class PeftConfig:
     use_rslora: bool
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
-    target_modules: str | tuple[str, ...]
-    target_parameters: tuple[str, ...]
-    exclude_modules: str | tuple[str, ...]
+    target_modules: str | frozenset[str]
+    target_parameters: frozenset[str]
+    exclude_modules: str | frozenset[str]
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> PeftConfig:
@@ -62,7 +62,7 @@ class PeftConfig:
             fields.get("rank_pattern") or {},
             fields.get("alpha_pattern") or {},
             _names(fields.get("target_modules")),
-            tuple(fields.get("target_parameters") or ()),
+            frozenset(fields.get("target_parameters") or ()),
             _names(fields.get("exclude_modules")),
         )
 
@@ -83,8 +83,8 @@ class PeftConfig:
 
     def lists(self, module: str) -> bool:
         """Whether a module is a target in a list of them."""
-        listed = () if isinstance(self.target_modules, str) else self.target_modules
-        return _selects(listed, module) and not _selects(self.exclude_modules, module)
+        is_list = not isinstance(self.target_modules, str)
+        return is_list and _selects(self.target_modules, module) and not _selects(self.exclude_modules, module)
 
     def has(self, module: str) -> bool:
         """Whether a module, or a parameter, is a target."""
@@ -163,19 +163,20 @@ def _all(patterns: Mapping[str, Any], is_good: Any) -> bool:
     return all(_compiles(pattern) and is_good(value) for pattern, value in patterns.items())
 
 
-def _names(value: Any) -> str | tuple[str, ...]:
-    return value if isinstance(value, str) else tuple(value or ())
+def _names(value: Any) -> str | frozenset[str]:
+    return value if isinstance(value, str) else frozenset(value or ())
 
 
 def _ends(name: str, end: str) -> bool:
     return f".{name}".endswith(f".{end}")
 
 
-def _selects(names: str | tuple[str, ...], module: str) -> bool:
+def _selects(names: str | frozenset[str], module: str) -> bool:
     """As ``peft`` selects modules: by one regular expression for the whole name, or by ends of names."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
-    return any(_ends(module, name) for name in names)
+    words = module.split(".")
+    return any(".".join(words[first:]) in names for first in range(len(words)))  # a list may have all modules
 
 
 def _by_pattern(values: Mapping[str, Any], module: str, otherwise: float) -> float:
