@@ -322,8 +322,8 @@ def merge_command(
     """Merge the adapter of a PEFT folder into the weights of an HF folder.
 
     Sums are in fp64 and rounded once to the dtype of each weight. All other tensors and files are those of BASE. No GPU
-    is needed, and no process holds more than some MB of the weights. Run an interrupted merge again, and it continues;
-    the target appears when it is complete.
+    is needed, and a process holds a piece of a tensor at a time. Run an interrupted merge again, and it continues; the
+    target appears when it is complete.
     """
     with running(context) as answer, uncompiled():
         from mcore_bridge.commands.report import progress, render_conversion
