@@ -64,7 +64,7 @@ PAGES = {
     "docs/index.md": ([ENGINE], (4,)),
     "docs/start.md": ([""], (2,)),
     "docs/guide/batches.md": ([MODELS + TOKENS], (1, 2)),
-    "docs/guide/adapters.md": (["", ""], (1, 2)),
+    "docs/guide/adapters.md": ([""] * 5, (1, 2)),
     "docs/guide/checkpoints.md": ([MODELS + "optimizer = None", "model = models[0]"], (1, 2)),
     "docs/internals/design.md": (["from mcore_bridge.rules.layout import Concat, GROUPS, Rearrange", "", ""], (1, 2)),
     "docs/guide/embedding.md": (["", TOKENS + ACTOR], (1, 2)),
@@ -79,6 +79,7 @@ PAGES = {
 """What stands before each block in place of what a reader has already; and numbers of processes."""
 NOT_HERE = {
     ("docs/guide/handing_on.md", 1): "its engine is another process, as in tests/weights/test_direct_export.py",
+    ("docs/guide/adapters.md", 3): "it multiplies large matrices in fp64, for figures alone",
     ("docs/trainers/sglang.md", 0): "SGLang is not installed",
     ("docs/guide/add_a_family.md", 0): "it is a copy of mcore_bridge/models/qwen3.py",
     ("docs/guide/quantized.md", 0): "the folder of DeepSeek-V3 is not there",
