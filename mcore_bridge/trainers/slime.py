@@ -18,6 +18,7 @@ from torch import Tensor
 from mcore_bridge.errors import ConfigError, ExportError
 from mcore_bridge.factory.blueprint import to_transformer_config
 from mcore_bridge.factory.tower import tower_specs
+from mcore_bridge.rules.adapters import is_adapter
 from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.rules.names import Numbering, canonical
@@ -58,7 +59,8 @@ def convert_to_hf(
         ends without the second, the first is missing, and the next pass raises.
 
     Raises:
-        ConfigError: tensors must be quantized, or the family has one tensor for all experts of a layer.
+        ConfigError: tensors must be quantized, the family has one tensor for all experts of a layer, or the parameter
+            is one of an adapter.
         ExportError: a latent came again before the other one of its layer. All latents that were kept for this folder
             are dropped, so that the next pass starts anew.
         MappingError: no rule has this name, or the shape does not fit.
@@ -70,6 +72,11 @@ def convert_to_hf(
     model = _known(folder, bool(getattr(args, "mtp_num_layers", None)), name.startswith(TOWER))
     if name.startswith("model.") and model.mapping.is_carried(name):
         return [(name, param.detach().clone(memory_format=torch.contiguous_format))]
+    if is_adapter(name):
+        raise ConfigError(
+            f"{name} belongs to an adapter, which slime cannot hand over with its weight: expected a model without "
+            "adapters. iter_hf_weights(models, merged=True) has the merged weights"
+        )
     binding = model.mapping.bind(canonical(name, model.numbering))
     if not binding.exported:
         return []

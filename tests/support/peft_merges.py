@@ -7,10 +7,10 @@ from tests.support import tiny
 from tests.support.peft_models import ALPHA, EXPERTS, RANK, named
 
 
-def merged(hf, targets, dtype, folder=None):
+def merged(hf, targets, dtype, folder=None, *, factors=None):
     """Factors in our names, the base, and the weights that ``peft`` merges in fp64, of a random model in ``dtype``.
 
-    ``peft`` also saves the adapter to ``folder``.
+    ``peft`` also saves the adapter to ``folder``. Its dtype is ``factors``, or that of the base.
     """
     base = tiny.random_model(hf).to(dtype).state_dict()
     config = peft.LoraConfig(
@@ -25,7 +25,9 @@ def merged(hf, targets, dtype, folder=None):
         for name, parameter in model.named_parameters():
             if ".lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    factors = dict(named(model.to(dtype).state_dict(), getattr(hf, "num_experts", 0), "fused"))
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(factors or dtype if ".lora_" in name else dtype)
+    factors = dict(named(model.state_dict(), getattr(hf, "num_experts", 0), "fused"))
     if folder is not None:
         model.save_pretrained(folder)
     wide = model.double().merge_and_unload().state_dict()

@@ -31,6 +31,9 @@ CASES = {
     "qwen3_moe": (lambda: experts.HF, (*DENSE[:4], *EXPERTS), ({"ep": 2}, {**SP, "etp": 2}, {"pp": 2})),
 }
 
+FACTORS = {"llama": FP32, "qwen3_moe": None}
+"""The dtype of adapters; None is that of the weights."""
+
 
 def digests(pairs):
     return {name: digest(tensor) for name, tensor in pairs}
@@ -43,7 +46,10 @@ def exports(folder, case, factors, dtype):
         dims = mb.ParallelDims(**sizes)
         with stepping.mesh(dims):
             chunks = mb.build_model(folder, dims=dims, dtype=dtype, device="cpu")
-            fill(chunks, add_adapters(chunks, rank=RANK, alpha=ALPHA, targets=targets, dialect="fused"), factors)
+            plain = mb.manifest(chunks, digests=True)
+            assert [mb.manifest(chunks, digests=True, merged=merged) for merged in (True, False)] == [plain, plain]
+            options = {"targets": targets, "dialect": "fused", "dtype": FACTORS[case]}
+            fill(chunks, add_adapters(chunks, rank=RANK, alpha=ALPHA, **options), factors)
             before = {name: tensor.clone() for name, tensor in held_tensors(chunks).items()}
             kinds = {}
             for merged in (True, False):
@@ -81,7 +87,7 @@ def test_the_bits_are_those_of_peft_in_fp64_on_each_mesh(case, dtype, tmp_path):
         pytest.skip("transformers 4 has a module for each expert, to which peft gives other names")
     make, targets, _ = CASES[case]
     tiny.random_checkpoint(make(), tmp_path, dtype=dtype)
-    factors, base, merged = merged_by_peft(make(), targets, dtype)
+    factors, base, merged = merged_by_peft(make(), targets, dtype, factors=FACTORS[case])
     ranks = pool.run(2, exports, str(tmp_path), case, factors, dtype)
     changed = {name for name, tensor in merged.items() if not torch.equal(tensor, base[name])}
     assert all(any(target in name for name in changed) for target in targets)
