@@ -43,8 +43,16 @@ Place = tuple[str, Any, str]
 A layer of TransformerEngine for experts holds several."""
 Draw = Callable[[str, tuple[int, ...]], Tensor]
 _WEIGHT = re.compile(r"weight\d*")
-_UNTRIED = ("fp8", "fp4", "tp_comm_overlap", "use_transformer_engine_op_fuser", "delay_wgrad_compute", "cpu_offloading")
-"""Settings of megatron-core that change what its linear layers return, hold or communicate."""
+_UNTRIED = (
+    "fp8",
+    "fp4",
+    "tp_comm_overlap",
+    "use_transformer_engine_op_fuser",
+    "delay_wgrad_compute",
+    "cpu_offloading",
+    "qk_clip",
+)
+"""Settings of megatron-core that change what its linear layers return, hold or communicate; or weights themselves."""
 
 
 def add_adapters(
@@ -226,6 +234,10 @@ def _require_fitting(
         (any(hasattr(chunk, "bridge_adapters") for chunk in chunks), "models have adapters: one set is supported"),
         (config.mtp_num_layers, "models must have no MTP layers, whose adapters no engine reads: build without them"),
         (bool(chunks[0].bridge.tower), 'models must be of text: build with vision="carried"'),
+        (
+            config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate,
+            "moe_router_bias_update_rate must be 0: each step would change the base",
+        ),
         *((getattr(config, name, None), f"{name} must be off") for name in (*_UNTRIED, "moe_shared_expert_overlap")),
     )
     if problems := [text for is_wrong, text in checks if is_wrong]:

@@ -84,6 +84,33 @@ def test_a_whole_step_is_that_of_peft_and_replicas_stay_equal(case, world_size):
                 assert torch.equal(shards.setdefault(name, shard), shard), f"{label}: {name} differs among replicas"
 
 
+def second_losses(folder, targets, dialect, values):
+    """Runs in each worker: the loss after a step that gathers parameters, or leaves it to the next forward."""
+    losses = []
+    for late in (False, True):
+        with stepping.mesh(ParallelDims()):
+            chunks = build_model(folder, dims=ParallelDims(), dtype=torch.float32, device="cpu")
+            made = add_adapters(chunks, rank=RANK, alpha=ALPHA, targets=targets, dialect=dialect)
+            fill(chunks, made, values)
+            options = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": late}
+            (model,) = wrapped = stepping.wrap(chunks, bucket_size=1, **options)
+            chunks[0].config.no_sync_func = model.no_sync
+            optimizer = stepping.distributed_optimizer(wrapped, lr=LR, overlap_param_gather=late)
+            stepping.forward_backward(wrapped, ParallelDims(), batch(), micro_batch_size=2)
+            with CpuForCuda():
+                optimizer.step()
+            model.zero_grad_buffer()
+            losses.append(stepping.forward_backward(wrapped, ParallelDims(), batch(), micro_batch_size=2))
+    return losses
+
+
+def test_a_forward_gathers_what_a_step_has_left(case):
+    folder, targets, dialect, (before, loss, _, _) = case
+    for at_once, late in pool.run(2, second_losses, folder, targets, dialect, before):
+        assert torch.equal(at_once, late)
+        assert not torch.isclose(at_once, loss)
+
+
 def halves(folder, targets, values):
     """Runs in each worker: a step of a bf16 model with adapters in its dtype, and with some in fp32."""
     found = []

@@ -126,8 +126,10 @@ def test_all_meshes_begin_with_the_same_adapter(tmp_path):
 
 
 def test_what_has_no_adapters_is_named():
-    overrides = {"mtp_num_layers": 1, "moe_shared_expert_overlap": True}
+    overrides = {"mtp_num_layers": 1, "moe_shared_expert_overlap": True, "moe_router_bias_update_rate": 1e-3}
     with rank_of(ParallelDims(), 0, 1):
         chunks = build_model(mtp_checkpoints.config("glm4_moe", 1), load_weights=False, overrides=overrides)
-        with pytest.raises(ConfigError, match=r"no MTP layers.*moe_shared_expert_overlap must be off"):
+        with pytest.raises(
+            ConfigError, match=r"no MTP layers.*update_rate must be 0.*shared_expert_overlap must be off"
+        ):
             add_adapters(chunks, rank=1, alpha=1, targets=["q_proj"])

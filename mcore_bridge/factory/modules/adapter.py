@@ -41,6 +41,10 @@ class Factor(nn.Module):
         self.keeps_dtype = dtype is not None
         self.weight = nn.Parameter(torch.zeros(shape, dtype=dtype or like.dtype, device=like.device))
 
+    def forward(self) -> Tensor:
+        """The matrix. DDP that overlaps the gather of parameters waits for those of a module when the module runs."""
+        return self.weight
+
     def _apply(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Factor:
         before = self.weight.data
         super()._apply(change, recurse)
@@ -126,7 +130,7 @@ class Adapter(nn.Module):
 
     def beside(self, hidden: Tensor) -> Tensor:
         """What is added, in the parallel state of the layer's output, from the layer's own input ``[..., in]``."""
-        first, second = self._factor(self.linear_in.weight, 0), self._factor(self.linear_out.weight, 1)
+        first, second = self._factor(self.linear_in(), 0), self._factor(self.linear_out(), 1)
         inner = nn.functional.linear(hidden.to(first.dtype), first)
         if not self.expert:
             inner = {"cut": self._gathered, "summed": self._reduced, "whole": lambda same: same}[self.kind](inner)
@@ -139,7 +143,7 @@ class Adapter(nn.Module):
         """
         if self.is_off():
             return weight
-        delta = self._rows(self.linear_out.weight) @ self.linear_in.weight * self.scale
+        delta = self._rows(self.linear_out()) @ self.linear_in() * self.scale
         return weight + delta.to(weight.dtype)
 
     def _rows(self, second: Tensor) -> Tensor:
