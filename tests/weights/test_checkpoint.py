@@ -72,7 +72,7 @@ def whole(hf: Any, dims: ParallelDims, state: dict[str, torch.Tensor], **metadat
 @torch.no_grad()
 def adapt(chunks: list[Any]) -> None:
     """Add adapters to all linear layers, with values that follow from the HF names of their tensors."""
-    modules = {rule.mcore.split(".")[-2] for rule in chunks[0].bridge.rules if "." in rule.mcore}
+    modules = {path.rpartition(".")[2] for chunk in chunks for path, _ in chunk.named_modules()}
     made = add_adapters(chunks, rank=2, alpha=1, targets=sorted(modules & LINEAR))
     bound = bind(chunks, adapters=made)
     for name, parameter in bound.tensors.items():
