@@ -83,8 +83,8 @@ def forward(
         images: for each row the inputs of its images and videos, as the processor of the model makes them for this row
             (``pixel_values``, ``image_grid_thw``, ...); None for a row of text. Their tokens are those with the id of
             an image or a video, whose log-probabilities mean nothing. If the model may have sampled such an id, a row
-            says with ``mm_token_type_ids`` which tokens are text (0). None: the batch is of text. Images need a model
-            that was built with ``vision="train"`` or ``"frozen"``.
+            says with ``mm_token_type_ids`` which tokens are text (0). ``position_ids`` ``[3, seq]`` are used as they
+            are. None: the batch is of text. Images need a model that was built with ``vision="train"`` or ``"frozen"``.
         loss: called with each microbatch on the ranks of the last pipeline stage. If it raises, the error is raised
             after all microbatches are done; the caller must then zero the gradients. None: no backward follows.
         hf, head: only for models that ``build_model`` did not make: their HF config or folder, and their head.
@@ -263,7 +263,7 @@ class _Run:
         options = {"packed_seq_params": batch.packed_seq_params, **self._padding(batch, model)}
         if self._seen is not None:
             options.update(self._seen.of(number, batch, self._groups.cp.rank()))
-        output = model(batch.input_ids, batch.position_ids, None, **options)
+        output = model(batch.input_ids, options.pop("position_ids", batch.position_ids), None, **options)
         return output, partial(self._finish, number)
 
     def _padding(self, batch: PackedSequences, model: nn.Module) -> dict[str, Tensor]:

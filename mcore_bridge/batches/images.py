@@ -20,6 +20,9 @@ TYPES = "mm_token_type_ids"
 """Says of each token of a row whether it is text (0), of an image (1) or of a video (2)."""
 BLOCKS = "token_type_ids"
 """The same, as composites that see both ways within an image call it."""
+POSITIONS = "position_ids"
+"""The three positions of each token of a row, ``[3, seq]``, where a caller decides them."""
+_BY_TOKEN = (TYPES, POSITIONS)
 _PLACEHOLDERS = (("image_token_id", "image_token_index"), ("video_token_id", "video_token_index"))
 """Config fields of the ids that stand for features of images, and of videos."""
 
@@ -91,7 +94,7 @@ def require_images(images: Images, num_rows: int, readable: frozenset[str] | Non
 
 def joined(images: Images) -> dict[str, Any]:
     """The inputs of some rows, joined along their first dim. Images of unequal sizes are padded with zeros."""
-    names = dict.fromkeys(name for inputs in images if inputs for name in inputs if name != TYPES)
+    names = dict.fromkeys(name for inputs in images if inputs for name in inputs if name not in _BY_TOKEN)
     return {name: _joined([row[name] for row in images if row and row.get(name) is not None]) for name in names}
 
 
@@ -128,13 +131,42 @@ def token_types_of(images: Images, shape: tuple[int, int], device: torch.device)
     return whole
 
 
+def positions_of(images: Images, shown: Tensor) -> Tensor | None:
+    """The positions of all tokens of a batch, int64 ``[batch, seq, 3]``, if rows with images have them; else None.
+
+    Those of a row of text are counted.
+
+    Args:
+        images: those of a batch.
+        shown: int64 ``[batch, seq]``: 1 for tokens and 0 for padding.
+
+    Raises:
+        BatchError: only some of the rows with images have positions, or positions of another shape.
+    """
+    given = {row: inputs.get(POSITIONS) for row, inputs in enumerate(images) if inputs}
+    if all(positions is None for positions in given.values()):
+        return None
+    whole, seq = (shown.cumsum(1) - 1).clamp(min=0)[..., None].repeat(1, 1, 3), shown.size(1)
+    for row, positions in given.items():
+        if not isinstance(positions, Tensor) or positions.shape not in ((3, seq), (3, 1, seq)):
+            given_here = tuple(positions.shape) if isinstance(positions, Tensor) else positions
+            raise BatchError(
+                f"{POSITIONS} must be [3, {seq}] in each row with images, found {given_here} in row {row}: "
+                "pass three positions for each token, or leave them out of all rows"
+            )
+        whole[row] = positions.reshape(3, seq).T.to(whole)
+    return whole
+
+
 class SeenImages:
     """The images of a batch by microbatch, and what is wrong with them."""
 
     def __init__(self, images: Images, input_ids: Tensor, mask: Tensor | None, rows: Sequence[slice]) -> None:
         self._images, self._rows = images, rows
+        shown = torch.ones_like(input_ids) if mask is None else (mask != 0).long()
         self._types = token_types_of(images, (input_ids.size(0), input_ids.size(1)), input_ids.device)
-        self._has_tokens = [True] * len(images) if mask is None else (mask != 0).any(1).tolist()
+        self._positions = positions_of(images, shown)
+        self._has_tokens = shown.any(1).tolist()
         self.misfits: list[BatchError] = []
 
     def of(self, number: int, batch: PackedSequences, cp_rank: int) -> dict[str, Any]:
@@ -147,6 +179,8 @@ class SeenImages:
         inputs = joined([self._images[row] for row in kept])
         if self._types is not None:
             inputs[TYPES] = placed(self._types[rows], batch.places[cp_rank])
+        if self._positions is not None:
+            inputs[POSITIONS] = placed(self._positions[rows], batch.places[cp_rank]).permute(2, 0, 1)
         return {**inputs, "misfits": Misfits(kept, [_counts(self._images[row]) for row in kept], self.misfits)}
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mcore_bridge.batches.images import BLOCKS, TYPES, no_placeholder, token_types
+from mcore_bridge.batches.images import BLOCKS, POSITIONS, TYPES, no_placeholder, token_types
 from mcore_bridge.batches.padded_rows import OF_OTHER_PARTS, as_own_tokens, inputs_by_name, without_images
 from mcore_bridge.batches.whole_rows import WholeRows, whole_rows
 from mcore_bridge.errors import BatchError
@@ -50,14 +50,16 @@ def see(chunk: GPTModel, composite: nn.Module, *, num_layers: int) -> None:
     """
     caught = composite.language_model
     assert isinstance(caught, Caught)
+    readable = {name for name in _arguments(composite) if name.startswith(OF_OTHER_PARTS)}
     if caught.recompose is not None:
         take_positions(chunk, caught.recompose)
+        readable.add(POSITIONS)
     if depths := getattr(composite.config.vision_config, "deepstack_visual_indexes", ()):  # type: ignore[union-attr]
         take_features(chunk, len(depths), num_layers)
     if BLOCKS in _arguments(composite):
         take_masks(chunk)
         composite.config.text_config._attn_implementation = "sdpa"  # type: ignore[union-attr]  # boolean masks
-    chunk.image_inputs = frozenset(filter(lambda name: name.startswith(OF_OTHER_PARTS), _arguments(composite)))
+    chunk.image_inputs = frozenset(readable)
     chunk.register_forward_pre_hook(functools.partial(_see, composite), with_kwargs=True)
 
 

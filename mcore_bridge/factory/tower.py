@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from packaging.version import Version
@@ -83,6 +83,7 @@ def build_tower(whole: Whole, *, dtype: torch.dtype, device: torch.device, initi
         tower.initialize_weights()  # type: ignore[operator]
     _mark(tower)
     tower._apply = partial(_apply, tower)  # type: ignore[method-assign]
+    tower._set_gradient_checkpointing = partial(_checkpoint, tower)  # type: ignore[assignment]
     return tower
 
 
@@ -111,6 +112,20 @@ def _apply(tower: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool =
         if buffer is not None and (now := held[name]) is not None and now.dtype != buffer.dtype:
             held[name] = buffer.to(now.device)
     return tower
+
+
+def _checkpoint(tower: nn.Module, **options: Any) -> None:
+    """``_set_gradient_checkpointing`` of transformers, by which a tower recomputes its layers in the backward.
+
+    A reentrant one gives gradients to parameters by itself, and not in the order that reducers wait for.
+    """
+    if getattr(options.get("gradient_checkpointing_func"), "keywords", {}).get("use_reentrant"):
+        raise ConfigError(
+            "use_reentrant must be False for a tower, found True: it would give parameters their gradients twice. "
+            "Leave it out"
+        )
+    made: Any = type(tower)
+    made._set_gradient_checkpointing(tower, **options)
 
 
 def _mark(tower: nn.Module) -> None:

@@ -11,10 +11,11 @@ import torch
 
 import mcore_bridge as mb
 from mcore_bridge.config.hf import read_config
-from mcore_bridge.errors import BatchError, MeshError
+from mcore_bridge.errors import BatchError, ConfigError, MeshError
 from mcore_bridge.launch.fake_rank import rank_of
 from tests.support import composites, pool, seeing
 from tests.support.bounds import ONE
+from tests.support.written_weights import read
 
 pytestmark = pytest.mark.skipif("qwen3_5" not in composites.NAMES, reason="the installed transformers lacks it")
 BOUND = 3e-5
@@ -35,7 +36,7 @@ CASES: dict[str, list[Any]] = {
     "mistral3": [(SP, {})],
     "gemma3": [(CP, {}), (SP, {**ROWS, "overrides": RECOMPUTED})],
     "llava": [(PP, {})],
-    "llava_onevision": [(DP, {"overlap": True})],
+    "llava_onevision": [(DP, {"overlap": True, "recompute": True})],
     "llava_next": [(CP, {})],
     "llava_next_video": [(SP, {})],
     "video_llava": [(PP, {})],
@@ -43,16 +44,26 @@ CASES: dict[str, list[Any]] = {
     "got_ocr2": [(PP, {})],
     "lighton_ocr": [(CP, {})],
     "exaone4_5": [(CP, {})],
+    "qwen3_vl dynamic": [(CP, {}), (CP, ROWS)],
+    "internvl critic": [({**PP, "vp": 2}, {"head": "value"})],
 }
-"""Of each family, meshes of two ranks, with options of a step."""
+"""Of each family, meshes of two ranks, with options of a step. Behind a name is a rope of the text, or a critic."""
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
+WITHOUT_PADDING: Any = [[amount, *row[1:]] for amount, row in zip((6, 16, 3, 2), seeing.ROWS, strict=True)]
+"""Rows of a multiple of four tokens. Context parallelism pads others, and a dynamic rope counts the padding."""
 
 
 @cache
 def case(name: str) -> Any:
-    folder = seeing.written(name, Path(mkdtemp()))
+    model_type, _, kind = name.partition(" ")
+    text: dict[str, Any] = {}
+    if kind == "dynamic":
+        rope = composites.config(model_type).text_config.rope_parameters
+        text = {"rope_parameters": {**rope, **DYNAMIC}, "max_position_embeddings": 8}
+    folder = seeing.written(model_type, Path(mkdtemp()), **text)
     model = seeing.reference(folder)
-    batch = seeing.batch_of(model)
-    wanted = seeing.expected(model, *batch)
+    batch = seeing.batch_of(model, WITHOUT_PADDING if kind == "dynamic" else None)
+    wanted = seeing.expected(model, *batch, values=kind == "critic")
     return folder, (*batch, wanted[0]), wanted
 
 
@@ -69,6 +80,8 @@ def test_trainers_call_with_whole_rows_or_their_own_tokens() -> None:
     for found in pool.run(2, seeing.calls, folder, CP, batch):
         errors = {name: float(((each - wanted) * (wanted != 0)).abs().max()) for name, each in found.items()}
         assert errors.pop("swapped") > 10 * BOUND
+        assert float(((found["swapped"] - found["forward, swapped"]) * (wanted != 0)).abs().max()) < BOUND
+        assert errors.pop("forward, swapped") > 10 * BOUND
         assert all(error < BOUND for error in errors.values()), errors
 
 
@@ -95,6 +108,9 @@ def test_what_no_model_could_see_is_refused_by_name() -> None:
             mb.forward(models, ids, mask, images=[*images[:2], {**images[2], "audio": ids}, None])
         with pytest.raises(BatchError, match="mm_token_type_ids must have 27 numbers"):
             mb.forward(models, ids, mask, images=[{**images[0], "mm_token_type_ids": ids[0, :3]}, *images[1:]])
+        told = [each and {**each, "position_ids": ids[:3, : 27 - row % 2 * 2]} for row, each in enumerate(images)]
+        with pytest.raises(BatchError, match=r"position_ids must be \[3, 27\] .*found \(3, 25\) in row 3"):
+            mb.forward(models, ids, mask, images=told)
         with pytest.raises(BatchError, match="one token for each feature of its images, found in row 0"):
             models[0](ids[:2], None, mask[:2], **images[2])
         models = seeing.built(hf, ONE, load_weights=False, overrides={"num_layers": 2})
@@ -128,10 +144,35 @@ def test_a_sampled_token_with_the_id_of_an_image_is_text_if_the_row_says_so() ->
             mb.forward(models, sampled, mask, images=images)
 
 
+def test_a_tower_may_have_another_dtype_than_the_text_and_recompute_its_layers(tmp_path: Path) -> None:
+    """A saved folder has both dtypes. Rows end up where those of a text and a tower in bf16 are, or nearer."""
+    folder, (ids, mask, images, wanted), (_, gradients) = case("qwen3_vl")
+    shown, runs = wanted != 0, []
+    with rank_of(ONE, 0, 1):
+        models = seeing.built(folder, ONE, dtype=torch.bfloat16)
+        models[0].vision.float()
+        with pytest.raises(ConfigError, match="use_reentrant must be False for a tower, found True"):
+            models[0].vision.gradient_checkpointing_enable({"use_reentrant": True})
+        models[0].vision.gradient_checkpointing_enable()
+        models[0].train()
+        models[0].vision.visual.blocks[0].mlp.register_forward_pre_hook(lambda *_: runs.append(torch.is_grad_enabled()))
+        learn = {"loss": lambda out, rows: seeing.loss(out.log_probs * shown[rows], range(4)[rows])}
+        outputs = mb.forward(models, ids, mask, images=images, **learn)
+        assert float(((outputs.log_probs - wanted) * shown).abs().max() / wanted.std()) < 0.01
+        for name, parameter in models[0].vision.named_parameters():
+            assert parameter.grad.dtype == torch.float32
+            assert float((parameter.grad - gradients[name]).norm() / gradients[name].norm()) < 0.05, name
+        assert len(runs) == 4  # of images and of a video, and again in the backward
+        mb.save_hf_checkpoint(models, tmp_path)
+        assert {str(tensor.dtype)[6:] for tensor in read(tmp_path).values()} == {"float32", "bfloat16"}
+        mb.load_hf_weights(models, tmp_path)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_tower_learns_as_in_transformers_on_two_ranks(name: str) -> None:
     """Replicas have equal bits, although no mean over them is taken here. A row of text has no part in a tower."""
-    if "pixel_values" not in inspect.signature(composites.model_class(name).forward).parameters:
+    model_type = name.partition(" ")[0]
+    if "pixel_values" not in inspect.signature(composites.model_class(model_type).forward).parameters:
         pytest.skip("5.17 has another name for the pixels of video_llava")
     folder, batch, wanted = case(name)
     found = pool.run(2, seeing.steps, folder, CASES[name], batch)

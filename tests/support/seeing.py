@@ -1,6 +1,7 @@
 """Batches with images for small composites, what transformers makes of them, and steps of training on a mesh."""
 
 import inspect
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -173,22 +174,36 @@ _NAMES = {
 }
 
 
-def expected(model: Any, ids: Tensor, mask: Tensor, images: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """transformers' log-probs ``[rows, seq]``, and the gradients of the tower for the loss of ``step``."""
-    log_probs = torch.zeros(ids.shape)
+def expected(
+    model: Any, ids: Tensor, mask: Tensor, images: Any, *, values: bool = False
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """transformers' log-probs ``[rows, seq]``, and the gradients of the tower for the loss of ``step``.
+
+    With ``values``, outputs of the value head that we draw, in the place of log-probs.
+    """
+    found = torch.zeros(ids.shape)
+    size, std = model.config.text_config.hidden_size, model.config.text_config.initializer_range
+    head = torch.randn(1, size, generator=torch.Generator().manual_seed(0)) * std
+    ropes: list[Any] = [module for module in model.modules() if hasattr(module, "max_seq_len_cached")]
     for row, shown in enumerate(mask.bool()):
-        own = model(**_inputs(model, ids[row : row + 1, shown], images[row])).logits.float()[0]
-        own = own[:-1].log_softmax(-1).gather(-1, ids[row, shown][1:, None].clamp(max=own.size(-1) - 1))[:, 0]
-        log_probs = log_probs.index_put((torch.tensor(row), shown.nonzero()[1:, 0].cpu()), own.cpu())
+        for rope in ropes:  # a dynamic one would remember earlier rows
+            rope.max_seq_len_cached = 0
+        inputs = _inputs(model, ids[row : row + 1, shown], images[row])
+        if values:
+            own = model.model(**inputs).last_hidden_state.float()[0] @ head[0].to(ids.device)
+        else:
+            own = model(**inputs).logits.float()[0, :-1].log_softmax(-1)
+            own = own.gather(-1, ids[row, shown][1:, None].clamp(max=own.size(-1) - 1))[:, 0]
+        found = found.index_put((torch.tensor(row), shown.nonzero()[-len(own) :, 0].cpu()), own.cpu())
     model.zero_grad()
     of_text = (token_types(model.config, ids) == 0).cpu()
-    loss(log_probs * of_text, range(len(ids))).backward()
+    loss(found * of_text, range(len(ids))).backward()
     tower = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
         for name, parameter in model.model.named_parameters()
         if not name.startswith("language_model.")
     }
-    return (log_probs * of_text).detach(), tower
+    return (found * of_text).detach(), tower
 
 
 def _inputs(model: Any, ids: Tensor, images: Any) -> dict[str, Any]:
@@ -212,12 +227,20 @@ def built(folder: Path, dims: mb.ParallelDims, **options: Any) -> list[Any]:
 
 
 def step(
-    folder: Path, sizes: dict[str, Any], batch: Any, *, overlap: bool = False, packed: bool = True, **options: Any
+    folder: Path,
+    sizes: dict[str, Any],
+    batch: Any,
+    *,
+    overlap: bool = False,
+    packed: bool = True,
+    recompute: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """Runs in each worker: log-probs of its share of the rows, and the tower's gradients before a mean over TP.
 
     Args:
         batch: that of ``batch_of``, and log-probs of ``expected``, which are zero where there is nothing to learn.
+        recompute: recompute the layers of the tower.
     """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -228,6 +251,9 @@ def step(
         tower = dict(chunks[0].vision.named_parameters()) if hasattr(chunks[0], "vision") else {}
         for parameter in tower.values():
             parameter.average_gradients_across_tp_domain = False
+        if recompute and tower:
+            chunks[0].vision.gradient_checkpointing_enable()
+        read = attrgetter("values" if options.get("head") == "value" else "log_probs")
         size = 1 if overlap else None  # a bucket for each parameter
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, bucket_size=size
@@ -247,13 +273,13 @@ def step(
                 ids[order],
                 mask[order],
                 images=[images[row] for row in order],
-                loss=lambda out, rows, order=order: loss(out.log_probs * (wanted != 0)[order[rows]], order[rows]),
+                loss=lambda out, rows, order=order: loss(read(out) * (wanted != 0)[order[rows]], order[rows]),
                 micro_batch_size=1,
                 packed=packed,
             )
         return {
             "rows": own,
-            "log_probs": (outputs.log_probs.detach() * (wanted != 0)[own]).cpu(),
+            "log_probs": (read(outputs).detach() * (wanted != 0)[own]).cpu(),
             "tower": {name: parameter.main_grad.cpu().clone() for name, parameter in tower.items()},
         }
 
@@ -329,6 +355,9 @@ def calls(folder: Path, sizes: dict[str, Any], batch: Any) -> dict[str, Tensor]:
             vocab = {"vocab_size": model.bridge.hf.vocab_size, "group": groups.tp}
             values, _ = mb.log_probs(logits, layout.labels, **vocab)
             found[name] = mb.unpack_sequences(layout, gather(values, groups.cp), following=True)[:, : ids.size(1)]
+        for name, given in (("forward, 3D", places), ("forward, swapped", places[[1, 0, 2]])):
+            told = [each and {**each, "position_ids": given[:, row]} for row, each in enumerate(images)]
+            found[name] = mb.forward([model], ids, mask, images=told, packed=name.endswith("3D")).log_probs
         return found
 
 

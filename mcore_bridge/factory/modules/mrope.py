@@ -49,6 +49,7 @@ class MultimodalRotary(HFRotaryEmbedding):
         return angles.transpose(0, 1)[:, :, None]
 
     def _frequencies(self, position_ids: Tensor, cp_group: ProcessGroup | None) -> Tensor:
+        """Those for the longest row. It counts padding for context parallelism, as megatron-core's ropes do."""
         if not self.rope.is_dynamic:
             return self.inv_freq
         longest = position_ids.max() + 1
