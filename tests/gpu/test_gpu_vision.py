@@ -57,8 +57,11 @@ def _on_gpu(value, dtype):
     return value.to("cuda", dtype if value.is_floating_point() else None)
 
 
-def rank_main(rank, world_size, folders, batches):
-    """What a step of each family gives on every mesh of this size, in every way; or why it is refused."""
+def rank_main(rank, world_size, folders, batches, known):
+    """What a step of each family gives on every mesh of this size, in every way; or why it is refused.
+
+    The first rank says at once what it has found, so that a run that ends early has told something.
+    """
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
     mb.ParallelDims().initialize(device="cuda")
     leave_mesh()
@@ -77,6 +80,9 @@ def rank_main(rank, world_size, folders, batches):
                         findings[key] = f"refused: {error}"
                     except Exception:
                         findings[key] = traceback.format_exc()
+                    if rank == 0:
+                        said = problems(key, [findings[key]], *known[name])
+                        print(*key, str(said or "good")[-300:], flush=True)
     return findings
 
 
@@ -105,9 +111,6 @@ def test_images_are_seen_as_by_transformers(world_size, tmp_path, request):
         for name in names
     }
     given = {name: (*batches[name], known[name][0][0]) for name in names}
-    found = spawn(rank_main, tmp_path, world_size, folders, given)
-    wrong = {}
-    for key in found[0]:
-        wrong |= {key: said} if (said := problems(key, [each[key] for each in found], *known[key[0]])) else {}
-        print(*key, str(wrong.get(key, "good"))[-300:], flush=True)
-    assert not wrong
+    found = spawn(rank_main, tmp_path, world_size, folders, given, known)
+    said = {key: problems(key, [each[key] for each in found], *known[key[0]]) for key in found[0]}
+    assert not {key: wrong for key, wrong in said.items() if wrong}

@@ -278,7 +278,7 @@ def step(
                 packed=packed,
             )
         return {
-            "rows": own,
+            "rows": [*own],  # which torch.load takes
             "log_probs": (read(outputs).detach() * (wanted != 0)[own]).cpu(),
             "tower": {name: parameter.main_grad.cpu().clone() for name, parameter in tower.items()},
         }
