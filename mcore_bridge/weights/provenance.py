@@ -43,6 +43,7 @@ HF = Union[str, "os.PathLike[str]", "PretrainedConfig"]
 
 TOWER = "vision."
 """What the canonical names of a tower's tensors begin with; their names in transformers' model follow."""
+_PLACES = "embeddings.position_embedding.weight"
 # fmt: off
 LM_HEAD    = table(("output_layer.weight", HEAD,             VOCAB))
 SCORE_HEAD = table(("output_layer.weight", "score.weight",   REPLICATED),
@@ -153,7 +154,7 @@ class Provenance:
         rules = (*rules, *self._tower_rules())
         lm_head = lm_head_of(rules, self.spelling)
         rules = tuple(rule for rule in rules if rule not in lm_head)
-        ignored = self.ignored
+        ignored = (*self.ignored, *self._old_buffers())
         if tied:
             rules = tuple(replace(rule, mcore=EMBEDDING) if rule.copy else rule for rule in rules)
         if not mtp:
@@ -177,6 +178,14 @@ class Provenance:
         spelling = self.whole.tower if self.whole is not None else ()
         kinds = dict.fromkeys(pattern_of(spec.name) for spec in self.tower)
         return tuple(Rule(f"{TOWER}{kind}", (respelled_name(kind, spelling),), REPLICATED) for kind in kinds)
+
+    def _old_buffers(self) -> tuple[str, ...]:
+        """Names of the numbers of patches, which older releases saved beside the embedding of a CLIP or SigLIP."""
+        spelling = self.whole.tower if self.whole is not None else ()
+        places = (spec.name for spec in self.tower if spec.name.endswith(_PLACES))
+        return tuple(
+            respelled_name(name.removesuffix(_PLACES), spelling) + "embeddings.position_ids" for name in places
+        )
 
     def _parts(self) -> dict[str, tuple[str, ...]]:
         """Prefixes that separate the tensors of a composite's text model from those that are carried."""

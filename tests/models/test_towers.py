@@ -74,7 +74,10 @@ def test_a_tower_is_named_as_its_folder_names_it(name: str, tmp_path: Path) -> N
         bare = mb.build_model(read_config(tmp_path / "published"), **build, load_weights=False)
         assert mb.to_hf_state_dict(bare).keys() == sources["published"].keys()
         for kind, source in sources.items():
-            mb.load_hf_weights(bare, source)
+            places = [key for key in source if key.endswith("embeddings.position_embedding.weight")]
+            old = {key.replace("position_embedding.weight", "position_ids"): torch.arange(4)[None] for key in places}
+            assert bool(old) == (name != "qwen2_5_vl")
+            mb.load_hf_weights(bare, source | old)  # transformers wrote such numbers once
             models = mb.build_model(tmp_path / kind, **build)
             exported = mb.to_hf_state_dict(models)
             assert exported.keys() == source.keys()
