@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mcore_bridge.config.fields import Const, Field, Hf, Map, Mcore, Preset, to_mcore
-from mcore_bridge.config.hf import with_fields
+from mcore_bridge.config.hf import special_float, with_fields
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.overrides import config_class
 from mcore_bridge.config.rope import Rope
@@ -162,7 +162,7 @@ class _Writing:
         """Values that do not come back: from ``hf`` with these fields, or from the file that transformers writes."""
         try:
             hf = with_fields(hf, fields)
-            reread = type(hf).from_dict(json.loads(hf.to_json_string()))
+            reread = type(hf).from_dict(json.loads(hf.to_json_string(), object_hook=special_float))
             now, later = to_mcore(table, hf.to_dict()), to_mcore(table, reread.to_dict())
         except Exception as error:  # a config class may raise any type
             return [f"{self._say(self.wanted)} ({_cause(error)})"]

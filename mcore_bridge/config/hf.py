@@ -61,7 +61,7 @@ def read_config(
     if isinstance(source, PretrainedConfig):
         return _completed(_translated(copy.deepcopy(source)))
     folder = find_folder(source)
-    fields = read_json(folder / _CONFIG, _special_float)
+    fields = read_json(folder / _CONFIG, special_float)
     _require_few_layers(fields)
     hf = _config_class(fields, folder, reads_as or {}, refused or {}, known)
     try:
@@ -154,7 +154,7 @@ def _require_few_layers(fields: Mapping[str, object]) -> None:
         _require_few_layers(text)
 
 
-def _special_float(fields: dict[str, object]) -> object:
+def special_float(fields: dict[str, object]) -> object:
     """Read infinity or NaN, for which JSON has no number: transformers 5 writes ``{"__float__": "Infinity"}``."""
     match fields:
         case {"__float__": str(value)} if len(fields) == 1:

@@ -21,15 +21,16 @@ ATTRIBUTES = frozenset(
         *("norm_placement", "qk_norm_kind", "attention_softcap", "logit_softcap", "embedding_scale"),
         *("embedding_dropout", "router_norm_min", "residual_multiplier", "logit_scale", "logit_divisor"),
         *("parallel_norms", "norm_bias", "output_layer_bias", "expert_norm", "expert_multiplier"),
+        *("layer_kinds", "mamba_conv_kernel", "expert_latent_size"),
         *ATTENTION_FACTOR,
     )
 )
-"""Attributes that we add to a config, beyond mcore's fields. Only ``hf_rope`` and ``hf_vocab_size`` are always there.
+"""Attributes that we add to a config, beyond mcore's fields. Only ``hf_vocab_size`` is always there.
 ``copy.deepcopy`` keeps them, and ``dataclasses.replace`` does not.
 
 For ``build_model``:
 
-* ``hf_rope``: the ``Rope`` of the model;
+* ``hf_rope``: the ``Rope`` of the model, if it has one;
 * ``hf_vocab_size``: the size of the vocabulary without padding;
 * ``hf_sliding_rope``: the ``Rope`` of sliding-window layers, if they have another one;
 * ``attention_output_bias``: whether ``o_proj`` has a bias;
@@ -48,7 +49,11 @@ For ``build_model``:
 * ``parallel_norms``: attention and MLP read the same input, through 1 norm or through 2;
 * ``norm_bias``: whether a LayerNorm has a bias (mcore's always has one);
 * ``output_layer_bias``: whether the LM head has a bias (mcore's never has one);
-* ``expert_norm``: whether a norm follows the summed output of a layer's experts.
+* ``expert_norm``: whether a norm follows the summed output of a layer's experts;
+* ``layer_kinds``: the halves of each layer, if some layers have one: "M" (Mamba-2), "*" (attention), "-" (MLP), "E"
+  (experts);
+* ``mamba_conv_kernel``: the number of tokens that the convolution of a Mamba-2 mixer sees;
+* ``expert_latent_size``: the width of routed experts, if it is not that of the model.
 
 For mcore's attention: the attention factor of the rope (``yarn_...``)."""
 

@@ -53,7 +53,9 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
     from mcore_bridge.factory.modules.checkpoint_keys import adapt_keys
     from mcore_bridge.factory.modules.delta import adapt_attention
     from mcore_bridge.factory.modules.experts import adapt_experts
+    from mcore_bridge.factory.modules.halves import adapt_halves
     from mcore_bridge.factory.modules.layer_rope import adapt_layer_rope
+    from mcore_bridge.factory.modules.narrow_experts import adapt_narrow_experts
     from mcore_bridge.factory.modules.norms import adapt_expert_norm, adapt_norm_placement, adapt_query_key_norms
     from mcore_bridge.factory.modules.parallel import adapt_parallel
     from mcore_bridge.factory.modules.residuals import adapt_residuals
@@ -63,6 +65,7 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
     if backend == "torch":
         _use_torch_modules(layer, config)
     adapt_experts(layer, config, backend)
+    adapt_narrow_experts(layer, config)
     adapt_latent(layer, config, backend)
     adapt_sparse(layer, config, backend)
     if getattr(config, "attention_output_bias", False):
@@ -79,6 +82,7 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
     adapt_parallel(layer, config, backend)
     adapt_residuals(layer, config)
     adapt_attention(layer, config, number, backend)
+    adapt_halves(layer, config, number, backend)
     adapt_keys(layer, config)
 
 

@@ -12,6 +12,7 @@ from mcore_bridge.architecture import architecture_of
 from mcore_bridge.config.mesh.balance import balanced
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.tables.derived import layers_but_full
+from mcore_bridge.config.tables.derived_hybrid import SECOND
 from mcore_bridge.config.tables.derived_sparse import shares_selection
 from mcore_bridge.config.tables.moe import layers_of
 from mcore_bridge.config.transformer import to_transformer_config
@@ -54,14 +55,19 @@ def count_params(hf: PretrainedConfig, *, tower: Iterable[TensorSpec] = ()) -> P
     """
     config: Any = to_transformer_config(hf, architecture_of(hf).fields)
     sparse = layers_of(vars(config)) if config.num_moe_experts else [0] * config.num_layers
-    routed = config.num_moe_experts * _mlp(config, config.moe_ffn_hidden_size) if any(sparse) else 0
+    routed = config.num_moe_experts * _expert(config) if any(sparse) else 0
     experts = [is_sparse * routed for is_sparse in sparse]
     mlps = [size + _around_experts(config) if size else _mlp(config, config.ffn_hidden_size) for size in experts]
     linear = layers_but_full(vars(config), "linear_attention_freq", unset=0)
     attentions = [
         _linear_attention(config) if is_linear else _attention(config, layer) for layer, is_linear in enumerate(linear)
     ]
-    layers = tuple(_norms(config) + sum(parts) for parts in zip(attentions, mlps, strict=True))
+    halves = zip(attentions, mlps, strict=True)
+    kinds = getattr(config, "layer_kinds", None)
+    layers = tuple(
+        _norms(config) + attention + mlp if kinds is None else _halves(config, kinds[layer], attention, mlp)
+        for layer, (attention, mlp) in enumerate(halves)
+    )
     vocabulary = config.hf_vocab_size * config.hidden_size
     lm_head = 0 if hf.tie_word_embeddings else vocabulary
     lm_head += config.hf_vocab_size * getattr(config, "output_layer_bias", False)
@@ -71,6 +77,13 @@ def count_params(hf: PretrainedConfig, *, tower: Iterable[TensorSpec] = ()) -> P
 
 def _linear(inputs: int, outputs: int, *, bias: bool) -> int:
     return inputs * outputs + outputs * bias
+
+
+def _halves(config: Any, kinds: str, attention: int, mlp: int) -> int:
+    """The parameters of a layer that may have one half only, with a norm before each."""
+    first = _mamba(config) * ("M" in kinds) + attention * ("*" in kinds)
+    second = 0 if SECOND.isdisjoint(kinds) else mlp
+    return first + second + _norm(config, config.hidden_size) * ((first > 0) + (second > 0))
 
 
 def _norm(config: Any, size: int) -> int:
@@ -83,17 +96,22 @@ def _norms(config: Any) -> int:
     return _norm(config, config.hidden_size) * (getattr(config, "parallel_norms", None) or count)
 
 
-def _mlp(config: Any, size: int) -> int:
-    hidden, bias = config.hidden_size, config.add_bias_linear
+def _expert(config: Any) -> int:
+    return _mlp(config, config.moe_ffn_hidden_size, hidden=getattr(config, "expert_latent_size", None))
+
+
+def _mlp(config: Any, size: int, *, hidden: int | None = None) -> int:
+    hidden, bias = hidden or config.hidden_size, config.add_bias_linear
     return _linear(hidden, size * (1 + config.gated_linear_unit), bias=bias) + _linear(size, hidden, bias=bias)
 
 
 def _around_experts(config: Any) -> int:
-    """The parameters of the router, of shared experts and of a norm after all experts."""
+    """The parameters of the router, of shared experts, of a norm after all experts and of projections around them."""
     num_experts, shared = config.num_moe_experts, config.moe_shared_expert_intermediate_size
     router = _linear(config.hidden_size, num_experts, bias=config.add_bias_linear)
     router += num_experts * config.moe_router_enable_expert_bias
     router += _norm(config, config.hidden_size) * getattr(config, "expert_norm", False)
+    router += 2 * config.hidden_size * (getattr(config, "expert_latent_size", None) or 0)
     if not shared:
         return router
     return router + _mlp(config, shared) + config.hidden_size * config.moe_shared_expert_gate
@@ -138,6 +156,14 @@ def _linear_attention(config: Any) -> int:
     qkv = 2 * config.linear_num_key_heads * config.linear_key_head_dim + heads * dim
     count = config.hidden_size * (qkv + heads * dim + 2 * heads) + qkv * config.linear_conv_kernel_dim
     return int(count + 2 * heads + dim + heads * dim * config.hidden_size)
+
+
+def _mamba(config: Any) -> int:
+    """The parameters of a Mamba-2 mixer: projections, convolution, gated norm, and three numbers for each head."""
+    inner, heads = config.mamba_num_heads * config.mamba_head_dim, config.mamba_num_heads
+    convolved = inner + 2 * config.mamba_num_groups * config.mamba_state_dim
+    count = config.hidden_size * (2 * inner + convolved + heads) + (config.mamba_conv_kernel + 1) * convolved + inner
+    return int(count + 3 * heads)
 
 
 def resolve_layout(

@@ -74,7 +74,6 @@ REFUSALS = (
         falcon_mamba="modeling_falcon_mamba.FalconMambaMixer", jamba="modeling_jamba.JambaMambaMixer",
         granitemoehybrid="modeling_granitemoehybrid.GraniteMoeHybridMambaLayer",
         mamba="modeling_mamba.MambaMixer", mamba2="modeling_mamba2.Mamba2Mixer",
-        nemotron_h="modeling_nemotron_h.NemotronHMamba2Mixer",
         zamba="modeling_zamba.ZambaMambaMixer", zamba2="modeling_zamba2.Zamba2MambaMixer",
     ),
     *_because(

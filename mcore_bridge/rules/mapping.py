@@ -130,7 +130,8 @@ def fused(rules: Rules) -> Rules:
 def _fuse(rule: Rule) -> Rule:
     before = rule.hf[0].partition(".experts.*.")[0]
     name, _, kind = rule.mcore.removeprefix(f"{rule.mcore.partition('.experts.')[0]}.experts.*.").rpartition(".")
-    whole = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}[name] + ("_bias" if kind == "bias" else "")
+    first = "up_proj" if rule.hf[0].endswith(".up_proj.weight") else "gate_up_proj"  # with a gate, that comes first
+    whole = {"linear_fc1": first, "linear_fc2": "down_proj"}[name] + ("_bias" if kind == "bias" else "")
     layout = rule.layout if len(rule.hf) == 1 else Split(0, (1,) * len(rule.hf)) >> rule.layout
     return replace(rule, hf=(f"{before}.experts.{whole}[*]",), layout=layout)
 

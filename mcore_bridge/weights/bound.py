@@ -205,6 +205,7 @@ def axes_of_config(config: TransformerConfig, *, vocab: int, padded_vocab: int) 
         "gate_up": 2,
         "mtp": config.mtp_num_layers or 0,
         **_linear_axes(config),
+        **_mamba_axes(config),
     }
 
 
@@ -217,3 +218,12 @@ def _linear_axes(config: TransformerConfig) -> dict[str, int]:
     value = values_per_key * config.linear_value_head_dim
     joined = {"qkv": 2 * key + value, "qkvz": 2 * key + 2 * value, "ba": 2 * values_per_key}
     return {"key_heads": heads, "key": key, "value": value, "value_heads": values_per_key, **joined}
+
+
+def _mamba_axes(config: TransformerConfig) -> dict[str, int]:
+    """The sizes of a Mamba-2 mixer, for each of its groups; empty if a model has none."""
+    if not any("M" in kind for kind in getattr(config, "layer_kinds", ())):
+        return {}
+    heads = config.mamba_num_heads // config.mamba_num_groups
+    inner = heads * config.mamba_head_dim
+    return {"mamba_inner": inner, "mamba_state": config.mamba_state_dim, "mamba_heads": heads}

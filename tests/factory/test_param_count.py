@@ -9,8 +9,8 @@ from mcore_bridge.factory.param_count import ParamCounts, count_params
 from tests import zoo
 from tests.support.strategies import random_state
 
-LAYER = re.compile(r"^(?:model|gpt_neox)\.layers\.(\d+)\.")
-EMBEDDING = ("model.embed_tokens.weight", "gpt_neox.embed_in.weight")
+LAYER = re.compile(r"^(?:model|gpt_neox|backbone)\.layers\.(\d+)\.")
+EMBEDDING = ("model.embed_tokens.weight", "gpt_neox.embed_in.weight", "backbone.embeddings.weight")
 HEAD = ("lm_head.weight", "lm_head.bias", "embed_out.weight")
 EXPERTS = (".experts.", ".block_sparse_moe.input_linear.", ".block_sparse_moe.output_linear.")
 

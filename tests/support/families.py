@@ -96,7 +96,8 @@ def built(hf: PretrainedConfig, table: tuple[Field, ...] | None = None) -> dict[
     table = table or table_of(hf)
     config = to_transformer_config(hf, table)
     fields = {name: repr(value) for name, value in vars(config).items() if name not in NOT_COMPARABLE}
-    return {**fields, **to_gpt_arguments(hf, table), "frequencies": config.hf_rope.frequencies(1000).tolist()}
+    rope = getattr(config, "hf_rope", None)
+    return {**fields, **to_gpt_arguments(hf, table), "frequencies": rope and rope.frequencies(1000).tolist()}
 
 
 def ignored_by(table: tuple[Field, ...]) -> set[str]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mcore_bridge import ParallelDims
+from mcore_bridge.config.hf import special_float
 
 SIZES = st.sampled_from([1, 2, 4])
 
@@ -142,7 +143,7 @@ def _shapes(config: str) -> tuple[tuple[str, torch.Size], ...]:
 
     from tests.support.text_halves import published_shape
 
-    hf = AutoConfig.for_model(**json.loads(config))
+    hf = AutoConfig.for_model(**json.loads(config, object_hook=special_float))
     with init_empty_weights():
         empty = AutoModelForCausalLM.from_config(hf)
     state = on_disk(empty, empty.state_dict())

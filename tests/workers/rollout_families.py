@@ -130,7 +130,18 @@ AFTER = (
         "granitemoe",
         "granitemoeshared",
     ),
-    *("internlm3", "iquestcoder", "jais2", "mellum", "ministral", "mistral4", "phi", "solar_open", "youtu"),
+    *(
+        "internlm3",
+        "iquestcoder",
+        "jais2",
+        "mellum",
+        "ministral",
+        "mistral4",
+        "nemotron_h",
+        "phi",
+        "solar_open",
+        "youtu",
+    ),
 )
 LEFT_OUT = {
     **dict.fromkeys(AFTER, "it came after the last run on GPUs"),

@@ -16,6 +16,7 @@ _HF_NAMES = {
     "num_query_groups": "num_key_value_heads",
     "ffn_hidden_size": "intermediate_size",
     "kv_channels": "head_dim",
+    "mamba_num_groups": "n_groups",
     "moe_ffn_hidden_size": "moe_intermediate_size",
     "num_moe_experts": "the number of routed experts",
     "moe_shared_expert_intermediate_size": "the size of the shared experts",
@@ -54,6 +55,9 @@ def check_model(dims: ParallelDims, settings: Mapping[str, object]) -> None:
         _check_groups(dims, settings)
     if settings.get("experimental_attention_variant") == "gated_delta_net":
         _check_linear_heads(dims, settings)
+    kinds = settings.get("layer_kinds")
+    if isinstance(kinds, tuple) and any("M" in kind for kind in kinds):
+        _require_divided(dims, settings, "mamba_num_groups", "tp")  # the number of heads is a multiple of it
     if settings.get("experimental_attention_variant") == "dsa" and dims.tp > 1 and not dims.sp:
         raise MeshError(f"tp={dims.tp} needs sp=True: megatron-core's sparse attention works only with it; set sp=True")
     _check_split(dims, settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -58,3 +59,11 @@ def norm_of(backend: Backend, config: Any = None) -> type:
 def submodules_of(spec: Any) -> Any:
     """The submodules of an MLP's spec: a partial function in megatron-core 0.19, a ``ModuleSpec`` before."""
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
+
+
+def with_module(spec: Any, change: Callable[[type], type]) -> Any:
+    """The spec of an MLP, or of experts, with its class changed: a partial function or a ``ModuleSpec``, as above."""
+    if isinstance(spec, functools.partial):
+        return functools.partial(change(spec.func), *spec.args, **spec.keywords)  # type: ignore[arg-type]
+    spec.module = change(spec.module)
+    return spec

@@ -18,7 +18,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.backend import Backend, norm_of, submodules_of
+from mcore_bridge.factory.modules.backend import Backend, norm_of, submodules_of, with_module
 from mcore_bridge.factory.modules.fallback import say
 from mcore_bridge.factory.modules.torch_modules import Norm, sharded_tensors
 
@@ -95,11 +95,7 @@ def _has_experts(layer: Any) -> bool:
 
 
 def _norm_experts(layer: Any, norm: type) -> None:
-    spec = layer.mlp
-    if isinstance(spec, functools.partial):  # megatron-core 0.19
-        layer.mlp = functools.partial(post_normed(spec.func, norm), *spec.args, **spec.keywords)
-    else:
-        spec.module = post_normed(spec.module, norm)
+    layer.mlp = with_module(layer.mlp, lambda module: post_normed(module, norm))
 
 
 @functools.cache

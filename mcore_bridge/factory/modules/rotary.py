@@ -99,7 +99,9 @@ class LatentRotaryEmbedding(HFRotaryEmbedding):
 
 def replace_rotary(chunk: GPTModel) -> None:
     """Replaces every rope that mcore built: that of the chunk, or by a shared one those of its latent attentions."""
-    rope, cp_group = chunk.config.hf_rope, chunk.pg_collection.cp
+    rope, cp_group = getattr(chunk.config, "hf_rope", None), chunk.pg_collection.cp
+    if rope is None:
+        return
     if hasattr(chunk, "rotary_pos_emb"):
         interleaved = chunk.config.rotary_interleaved
         chunk.rotary_pos_emb = HFRotaryEmbedding(rope, rotary_interleaved=interleaved, cp_group=cp_group)

@@ -1,0 +1,54 @@
+"""The config table of Nemotron-H: layers of one half each, Mamba-2 mixers, and no rope."""
+
+from mcore_bridge.config.fields import Const, Field, Ignore, Map, Require
+from mcore_bridge.config.tables import BIAS_NONE, DECODER, PLAIN_MLP, QK_PLAIN, WINDOW_NONE, but, derived, unread
+from mcore_bridge.config.tables.derived_hybrid import HEAD_DIM, LAYERS, NARROW, TIME_STEPS
+from mcore_bridge.config.tables.moe import MTP_NEVER, ROUTED, SCALED
+from mcore_bridge.config.tables.moe_counted import SIGMOID_GROUPED
+
+MAMBA: tuple[Field, ...] = (
+    *(Map("ssm_state_size", "mamba_state_dim"), Map("mamba_head_dim", "mamba_head_dim")),
+    *(Map("mamba_num_heads", "mamba_num_heads"), Map("n_groups", "mamba_num_groups")),
+    *(Map("conv_kernel", "mamba_conv_kernel"), TIME_STEPS),
+    Require("mamba_hidden_act", ("silu",), "megatron-core's kernel has this activation"),
+    Require("use_conv_bias", (True,), "megatron-core's checkpoints have this bias"),
+    Require("use_bias", (False,), "megatron-core's mixer has no bias in its projections"),
+    Ignore(
+        "transformers raises smaller time steps to it, and neither megatron-core's kernel nor engines do; we do not",
+        ("time_step_min",),
+    ),
+    Ignore("initial values are megatron-core's", ("time_step_max", "time_step_floor", "rescale_prenorm_residual")),
+    Ignore("the result does not depend on it", ("chunk_size",)),
+    Ignore("it tells inference engines how to keep a state", ("mamba_ssm_cache_dtype",)),
+    unread("mamba_proj_bias", "expand", "time_step_rank"),
+)
+EXPERTS: tuple[Field, ...] = (
+    *(*but(ROUTED, LAYERS), *SIGMOID_GROUPED, SCALED, NARROW),
+    Map("moe_shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+    Const("moe_shared_expert_gate", False),
+    Require("n_shared_experts", (1,), "transformers builds one of the whole size, and vLLM as many as this says"),
+    Ignore("it chooses how programs of training overlap work", ("moe_shared_expert_overlap",)),
+    MTP_NEVER,
+    Ignore("MTP layers are not built", ("mtp_layers_block_type", "mtp_hybrid_override_pattern")),
+)
+NO_ROPE: tuple[Field, ...] = (
+    Const("position_embedding_type", "none"),
+    Ignore("no layer has a rope", ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")),
+)
+OWN: tuple[Field, ...] = (
+    Map("layer_norm_epsilon", "layernorm_epsilon"),
+    derived.activation("mlp_hidden_act", "hidden_act"),
+    Const("share_embeddings_and_output_weights", False),
+    Require("tie_word_embeddings", (False,), "transformers has a head of its own in this family, whatever it says"),
+    *(*PLAIN_MLP, *NO_ROPE, HEAD_DIM, LAYERS),
+)
+FIELDS: tuple[Field, ...] = (
+    *(*but(DECODER, *OWN), *(entry for entry in EXPERTS if entry is not LAYERS), *MAMBA),
+    *(*BIAS_NONE, *WINDOW_NONE, *QK_PLAIN),
+    Require("attention_bias", (False,), "transformers has no bias in attention, whatever it says"),
+    Require("mlp_bias", (False,), "megatron-core's add_bias_linear would give attention a bias too"),
+    Require("residual_in_fp32", (False,), "transformers keeps residuals in the dtype of the model, whatever it says"),
+    Ignore("they choose how transformers runs the model", ("num_logits_to_keep", "use_mamba_kernels")),
+    Ignore("transformers has made layers_block_type of it", ("hybrid_override_pattern",)),
+    unread("hidden_dropout", "norm_eps", "rms_norm_eps"),
+)

@@ -1,0 +1,181 @@
+"""A Mamba-2 mixer in plain torch, in the place of attention. It runs on any device.
+
+It has the parameters of megatron-core's ``MambaMixer``, cut and saved in the same way, and computes in the order of
+transformers. As megatron-core's kernel and as engines do, it does not clamp time steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from einops import rearrange
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  (the usual name)
+
+from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.modules.mamba_keys import sharded_mixer
+from mcore_bridge.factory.modules.mamba_scan import scan
+from mcore_bridge.factory.modules.torch_modules import gather_text, own_text, packed_lengths, placement
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
+
+_FIRST_STEPS = (0.001, 0.1)
+"""The time steps that initial biases give lie between these, as in megatron-core."""
+
+
+@dataclass
+class MambaSubmodules:
+    """The linear layers of a mixer."""
+
+    in_proj: Any
+    out_proj: Any
+
+
+def mamba_spec(backend: str) -> ModuleSpec:
+    """The spec of a mixer. With backend te, the norm before it is in ``in_proj``."""
+    if backend == "te":
+        from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
+
+        return ModuleSpec(TorchMamba, submodules=MambaSubmodules(TELayerNormColumnParallelLinear, TERowParallelLinear))
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    return ModuleSpec(TorchMamba, submodules=MambaSubmodules(ColumnParallelLinear, RowParallelLinear))
+
+
+class GroupNorm(nn.Module):
+    """RMSNorm of each group of channels of this rank, after a gate; each channel has a weight."""
+
+    def __init__(self, config: TransformerConfig, channels: int, groups: int) -> None:
+        super().__init__()
+        self.eps, self.groups = config.layernorm_epsilon, groups
+        self.weight = nn.Parameter(torch.ones(channels, **placement(config)))
+
+    def forward(self, hidden: Tensor, gate: Tensor) -> Tensor:
+        """Norms ``hidden * silu(gate)``, each ``[..., channels]``, in fp32, and casts it to the dtype of the gate."""
+        gated = (hidden.float() * F.silu(gate.float())).unflatten(-1, (self.groups, -1))
+        normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.flatten(-2).to(gate.dtype)
+
+
+class TorchMamba(MegatronModule):
+    """A Mamba-2 mixer with sequence and context parallelism, for packed sequences and for rows.
+
+    With context parallelism, every rank computes the recurrence over the whole text, and keeps its own tokens.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MambaSubmodules,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **unused: Any,  # mcore 0.19 also passes name, cp_comm_type and pp_layer_offset
+    ) -> None:
+        super().__init__(config)
+        assert pg_collection is not None
+        self.layer_number, self.tp_group, self.cp_group = layer_number, pg_collection.tp, pg_collection.cp
+        ranks = self.tp_group.size()
+        self.heads, self.groups = config.mamba_num_heads // ranks, config.mamba_num_groups // ranks
+        inner, state = self.heads * config.mamba_head_dim, self.groups * config.mamba_state_dim
+        self.sections = {"z": inner, "x": inner, "B": state, "C": state, "dt": self.heads}
+        shared = {"config": config, "is_expert": False, "bias": False, "tp_group": self.tp_group}
+        self.in_proj = build_module(
+            submodules.in_proj,
+            config.hidden_size,
+            sum(self.sections.values()) * ranks,
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+            **shared,
+        )
+        self._make_own_parameters(config)
+        self.norm = GroupNorm(config, inner, self.groups)
+        self.out_proj = build_module(
+            submodules.out_proj,
+            inner * ranks,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="fc2",
+            **shared,
+        )
+        for parameter in (self.A_log, self.D, self.dt_bias, *self.conv1d.parameters(), self.norm.weight):
+            parameter.tensor_model_parallel, parameter.partition_dim = True, 0  # type: ignore[attr-defined]
+
+    def _make_own_parameters(self, config: Any) -> None:
+        """Makes convolution, time step, decay and skip. Each rank draws other values, since it has other heads."""
+        where, drawn = placement(config), config.perform_initialization
+        channels = sum(self.sections[name] for name in "xBC")
+        with get_cuda_rng_tracker().fork() if drawn else contextlib.nullcontext():
+            self.conv1d = nn.Conv1d(channels, channels, config.mamba_conv_kernel, groups=channels, **where)
+            self.dt_bias, self.A_log = (nn.Parameter(torch.empty(self.heads, **where)) for _ in range(2))
+            self.D = nn.Parameter(torch.ones(self.heads, **where))
+            if drawn:
+                nn.init.uniform_(self.A_log, 1, 16).data.log_()
+                steps = nn.init.uniform_(self.dt_bias, math.log(_FIRST_STEPS[0]), math.log(_FIRST_STEPS[1])).data.exp_()
+                steps.copy_(steps.float() + torch.log(-torch.expm1(-steps.float())))  # softplus gives them back
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        inference_context: Any = None,
+        packed_seq_params: Any = None,
+        *,
+        inference_params: Any = None,
+        **unused: Any,  # arguments of attention, such as the rope
+    ) -> tuple[Tensor, Tensor | None]:
+        """Mix in all earlier tokens.
+
+        Args:
+            hidden_states: ``[s, b, h]``, the tokens of this CP rank (with SP, of this TP rank).
+            attention_mask: ignored, since the recurrence is always causal.
+            inference_context: must be None.
+            packed_seq_params: where packed sequences begin; each begins with an empty state.
+            inference_params: must be None.
+
+        Returns:
+            ``[s, b, h]``, and no bias.
+        """
+        if inference_context is not None or inference_params is not None:
+            raise ConfigError(
+                "inference_context must be None for TorchMamba, which keeps no state: export the weights to an engine"
+            )
+        mixed, _ = self.in_proj(hidden_states)
+        parts = mixed.split(packed_lengths(packed_seq_params, self.cp_group.size())) if packed_seq_params else [mixed]
+        out: tuple[Tensor, Tensor | None] = self.out_proj(torch.cat([self._sequence(part) for part in parts]))
+        return out
+
+    def _sequence(self, mixed: Tensor) -> Tensor:
+        """Everything between ``in_proj`` and ``out_proj`` for one sequence, from ``[s, b, n]`` to ``[s, b, n]``."""
+        mixed = rearrange(gather_text(mixed, self.cp_group), "s b n -> b s n")
+        gate, *xbc, steps = mixed.split(tuple(self.sections.values()), dim=-1)
+        x, into, out_of = self._convolved(torch.cat(xbc, dim=-1))
+        x = x.unflatten(-1, (self.heads, -1))
+        into, out_of = (part.unflatten(-1, (self.groups, -1)) for part in (into, out_of))
+        steps = F.softplus(steps.float() + self.dt_bias.float())
+        context = scan(x, steps, -self.A_log.float().exp(), into, out_of, self.D)
+        return own_text(rearrange(self.norm(context.flatten(-2), gate), "b s n -> s b n"), self.cp_group)
+
+    def _convolved(self, xbc: Tensor) -> tuple[Tensor, ...]:
+        """The causal convolution of each channel of ``[b, s, n]``, cut into x, B and C."""
+        past = F.pad(rearrange(xbc, "b s n -> b n s"), (self.conv1d.kernel_size[0] - 1, 0))
+        mixed = rearrange(F.silu(self.conv1d(past)), "b n s -> b s n")
+        return mixed.split([self.sections[name] for name in "xBC"], dim=-1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Its tensors for a checkpoint of megatron-core, under the keys of ``MambaMixer``."""
+        return sharded_mixer(self, self.sections, prefix, sharded_offsets, metadata)

@@ -1,0 +1,171 @@
+"""Mamba-2 mixers and layers of one half: the recurrence, gradients on every mesh against transformers', checkpoints."""
+
+import pytest
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer.identity_op import IdentityOp
+
+from mcore_bridge import ParallelDims, build_model, to_layer_spec, to_transformer_config
+from mcore_bridge.errors import ConfigError, MeshError
+from mcore_bridge.factory.modules.mamba_scan import CHUNK, scan
+from mcore_bridge.rules.names import Numbering, canonical
+from tests import zoo
+from tests.support import pool, stepping, tiny
+from tests.support.strategies import on_disk
+
+CASES = {name: case.hf for name, case in zoo.cases().items() if case.model_type == "nemotron_h"}
+HF = CASES.get("nemotron_h-narrow-experts")
+LENGTH = CHUNK + 16
+pytestmark = pytest.mark.skipif(not CASES, reason="the installed transformers has no family with mixers")
+
+
+def token_by_token(x, steps, decay, into, out_of, skip):
+    """The recurrence as its docstring has it, one token after the other."""
+    each = x.size(2) // into.size(2)
+    into, out_of = (part.repeat_interleave(each, dim=2) for part in (into, out_of))
+    state, found = x.new_zeros(*x[:, 0].shape[:2], into.size(-1), x.size(-1)), []
+    for v, d, k, q in zip(*(part.unbind(1) for part in (x, steps, into, out_of)), strict=True):
+        state = state * (d * decay).exp()[..., None, None] + torch.einsum("bhn,bhp->bhnp", k, d[..., None] * v)
+        found.append(torch.einsum("bhnp,bhn->bhp", state, q) + skip[:, None] * v)
+    return torch.stack(found, dim=1)
+
+
+@pytest.mark.parametrize("length", [2, CHUNK, 2 * CHUNK + 5])
+def test_the_recurrence_in_chunks_is_that_token_by_token(length):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, length, 4, 10), (2, length, 4), (4,), (2, length, 2, 6), (2, length, 2, 6), (4,)]
+    x, steps, decay, into, out_of, skip = (torch.randn(shape, generator=generator) for shape in shapes)
+    inputs = [x, torch.nn.functional.softplus(steps), -decay.exp(), into, out_of, skip]
+    weight = torch.randn(x.shape, generator=generator)
+    results = []
+    for rule, dtype in ((scan, torch.float32), (token_by_token, torch.float64)):
+        leaves = [part.detach().to(dtype, copy=True).requires_grad_() for part in inputs]
+        found = rule(*leaves)
+        (found * weight.to(dtype)).sum().backward()
+        results.append([found.detach(), *(leaf.grad for leaf in leaves)])
+    for found, expected in zip(*results, strict=True):
+        assert tiny.relative_error(found, expected) < 1e-5
+
+
+MESHES = {
+    1: [{}],
+    2: [
+        {"tp": 2, "sp": True},
+        {"pp": 2, "layout": "Et|tttL"},
+        {"pp": 2, "layout": "balanced"},
+        {"cp": 2},
+        {"ep": 2},
+        {"tp": 2, "sp": True, "etp": 2},
+    ],
+    4: [
+        {"tp": 4, "sp": True},
+        {"tp": 2, "sp": True, "pp": 2, "vp": 2},
+        {"tp": 2, "cp": 2, "ep": 2, "sp": True},
+        {"tp": 2, "etp": 2, "ep": 2, "sp": True},
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """For each case the folder, and transformers' loss and gradients."""
+    found = {}
+    for name, hf in CASES.items():
+        folder = str(tiny.random_checkpoint(hf, tmp_path_factory.mktemp("hybrid")))
+        model = tiny.random_model(hf)
+        _, loss, grads = tiny.reference(model, tiny.tokens(4, seq_len=LENGTH))
+        found[name] = folder, loss, on_disk(model, grads)
+    return found
+
+
+def steps(folders, meshes):
+    """Runs in each worker: a step on each mesh, of the case without experts where they are not cut."""
+    found = []
+    for number, sizes in enumerate(meshes):
+        dims = ParallelDims(**sizes)
+        names = sorted(folders)[: 3 if dims.ep == dims.etp == 1 and number < 3 else 2]
+        for name in names:
+            with stepping.mesh(dims):
+                step = stepping.train(folders[name], dims, tiny.tokens(4, seq_len=LENGTH))
+                found.append((f"{name} on {sizes}", name, step))
+    return found
+
+
+@pytest.mark.parametrize("world_size", MESHES)
+def test_every_mesh_trains_as_transformers_does(checkpoints, world_size):
+    folders = {name: folder for name, (folder, _, _) in checkpoints.items()}
+    for results in zip(*pool.run(world_size, steps, folders, MESHES[world_size]), strict=True):
+        tiny.assert_losses(results, checkpoints[results[0][1]][1])
+        for label, name, step in results:
+            grads = checkpoints[name][2]
+            biases = {n for n in step["grads"] if n.endswith("e_score_correction_bias")}  # buffers, without gradients
+            assert step["grads"].keys() - biases == grads.keys(), label
+            tiny.assert_near(step["grads"], grads, label)
+
+
+def recomputed(folder, options):
+    """Runs in each worker: gradients for each way to recompute."""
+    found = []
+    dims = ParallelDims(tp=2, sp=True)
+    for overrides in options:
+        with stepping.mesh(dims):
+            found.append(stepping.train(folder, dims, tiny.tokens(2), overrides=overrides)["grads"])
+    return found
+
+
+def test_recompute_changes_nothing(checkpoints):
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    selective = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp", "moe"]}
+    folder = checkpoints["nemotron_h-narrow-experts"][0]
+    plain, *others = pool.run(2, recomputed, folder, [{}, full, selective])[0]
+    for other in others:
+        assert all(tiny.relative_error(other[name], plain[name]) < 1e-5 for name in plain)
+
+
+def built():
+    """Runs in each worker: how mcore's distributed checkpoint saves a mixer, and initial values."""
+    with stepping.mesh(ParallelDims(tp=2)):
+        tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+        (model,) = build_model(HF, dims=ParallelDims(tp=2), dtype=torch.float32, device="cpu", load_weights=False)
+        mixer = model.decoder.layers[0].self_attention
+        saved = mixer.sharded_state_dict(prefix="x.")
+        parts = [part for entry in saved.values() for part in (entry.build() if hasattr(entry, "build") else [entry])]
+        shapes = {part.key: tuple(part.global_shape) for part in parts if hasattr(part, "global_shape")}
+        return shapes, mixer.A_log.detach(), mixer.dt_bias.detach(), mixer.D.detach()
+
+
+def test_saved_and_drawn_as_mcores_own_mixer_is():
+    """Decay between 1 and 16, time steps between 0.001 and 0.1; each rank has heads of its own."""
+    (shapes, first, steps_of_first, skip), (_, second, steps_of_second, _) = pool.run(2, built)
+    for name, rows in {"z": 80, "x": 80, "B": 24, "C": 24, "dt": 8}.items():
+        assert shapes[f"x.in_proj.weight.{name}"][-2:] == (rows, 48)
+    for name, rows in {"x": 80, "B": 24, "C": 24}.items():
+        assert shapes[f"x.conv1d.weight.{name}"][-3:] == (rows, 1, 3)
+        assert shapes[f"x.conv1d.bias.{name}"][-1:] == (rows,)
+    assert shapes["x.A_log"] == shapes["x.D"] == shapes["x.dt_bias"] == (8,)
+    assert shapes["x.norm.weight"] == (80,)
+    assert shapes["x.out_proj.weight"] == (48, 80)
+    assert ((first.exp() >= 1) & (first.exp() <= 16)).all()
+    drawn = torch.nn.functional.softplus(steps_of_first)
+    assert ((drawn > 0.00099) & (drawn < 0.101)).all()
+    assert (skip == 1).all()
+    assert not torch.equal(first, second)
+    assert not torch.equal(steps_of_first, steps_of_second)
+
+
+def test_each_layer_has_the_half_that_the_config_names():
+    layers = [layer.submodules for layer in to_layer_spec(HF, backend="torch").layer_specs]
+    halves = [(each.self_attention is not IdentityOp, each.mlp is not IdentityOp) for each in layers]
+    assert halves == [(True, False), (False, True), (True, False), (False, True)]
+    assert layers[1].sharded_state_dict_keys_map == {}
+    name = "decoder.layers.0.self_attention.in_proj.layer_norm_weight"  # as TransformerEngine has it
+    assert canonical(name, Numbering((3,), ())) == "decoder.layers.3.input_layernorm.weight"
+
+
+def test_refused():
+    with pytest.raises(MeshError, match="n_groups"):
+        to_transformer_config(HF, dims=ParallelDims(tp=8, sp=True))
+    with pytest.raises(ConfigError, match="moe_shared_expert_overlap must be False"):
+        to_layer_spec(HF, backend="torch", overrides={"moe_shared_expert_overlap": True})
+    with pytest.raises(ConfigError, match="mtp_num_layers"):
+        to_transformer_config(HF, overrides={"mtp_num_layers": 1})
