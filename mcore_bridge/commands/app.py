@@ -251,6 +251,9 @@ def convert_command(
         str | None, typer.Option(help="Cast to float32, bfloat16 or float16; by default every tensor keeps its own.")
     ] = None,
     mtp: Annotated[int, typer.Option(min=0, help="Layers of multi-token prediction to take from an HF folder.")] = 0,
+    vision: Annotated[
+        str, typer.Option(help='"train" takes the model of images from an HF folder too, and "carried" its text alone.')
+    ] = "carried",
     to: Annotated[
         str,
         typer.Option(
@@ -299,6 +302,7 @@ def convert_command(
                 hf=hf,
                 dtype=_dtype(dtype),
                 num_mtp_layers=mtp,
+                vision=vision,
                 rank_files=wanted,
                 plain=to == "hf",
                 num_processes=processes,

@@ -14,6 +14,7 @@ import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -87,6 +88,7 @@ def convert(
     hf: Path | None = None,
     dtype: torch.dtype | None = None,
     num_mtp_layers: int = 0,
+    vision: str = "carried",
     rank_files: RankFiles | None = None,
     plain: bool = False,
     num_processes: int = 1,
@@ -105,6 +107,8 @@ def convert(
         hf: folder of the HF config and tokenizer, if ``source`` has none.
         dtype: cast tensors to this; by default each keeps its own dtype.
         num_mtp_layers: MTP layers to convert from an HF folder. From megatron-core all are converted.
+        vision: "train" or "frozen" take the tower of a composite from an HF folder too, and "carried" its text alone.
+            From megatron-core a tower that is there is converted.
         rank_files: write Megatron's ``torch`` format with these settings, and not ``torch_dist``.
         plain: write an HF folder of the same tensors, in which encoded weights (docs/guide/quantized.md) are bf16, or
             ``dtype``; tensors that a model does not use are among them.
@@ -132,7 +136,7 @@ def convert(
     if plain:
         conversion: Conversion = ToPlain.plan(source, staging, dtype=dtype, file_bytes=file_bytes or MAX_SHARD_BYTES)
     elif shard_names(source):
-        conversion = _from_hf(source, staging, hf or source, rank_files, dtype, num_mtp_layers, file_bytes)
+        conversion = _from_hf(source, staging, hf or source, rank_files, dtype, num_mtp_layers, vision, file_bytes)
     elif rank_files is not None:
         raise CheckpointError(f"{source} has no *.safetensors: a mesh and --to torch need an HF folder as source")
     else:
@@ -227,13 +231,17 @@ def _from_hf(
     rank_files: RankFiles | None,
     dtype: torch.dtype | None,
     num_mtp_layers: int,
+    vision: str,
     file_bytes: int | None,
 ) -> Conversion:
     if rank_files is None:
         size = file_bytes or DIST_FILE_BYTES
-        return ToDist.plan(source, staging, hf, dtype=dtype, num_mtp_layers=num_mtp_layers, file_bytes=size)
+        also: dict[str, Any] = {"num_mtp_layers": num_mtp_layers, "vision": vision}
+        return ToDist.plan(source, staging, hf, dtype=dtype, file_bytes=size, **also)
     if num_mtp_layers:
         raise CheckpointError("only torch_dist can have layers of multi-token prediction; leave out --mtp")
+    if vision != "carried":
+        raise CheckpointError(f"only torch_dist can have a tower, found vision={vision!r}; leave out --vision")
     return ToTorch.plan(source, staging, hf, rank_files, dtype=dtype)
 
 

@@ -129,7 +129,7 @@ class ModelConversion(Conversion):
 
 
 def read_source(
-    source: Path, hf: Path, *, dtype: torch.dtype | None, num_mtp_layers: int = 0
+    source: Path, hf: Path, *, dtype: torch.dtype | None, num_mtp_layers: int = 0, vision: str = "carried"
 ) -> tuple[WholeModel, tuple[str, ...]]:
     """Read an HF folder to convert: its model, and the names in the folder that no parameter uses.
 
@@ -138,7 +138,7 @@ def read_source(
     """
     checkpoint = opened_folder(Checkpoint(source))
     own = widespread((tensor.dtype, tensor.nbytes) for tensor in checkpoint.values())
-    model = whole_model(hf, dtype=dtype or own, num_mtp_layers=num_mtp_layers, names=checkpoint)
+    model = whole_model(hf, dtype=dtype or own, num_mtp_layers=num_mtp_layers, names=checkpoint, vision=vision)
     renamed(checkpoint, model.mapping)
     return model, check_source(model.entries, checkpoint, model.mapping, num_mtp_layers=num_mtp_layers, dtype=dtype)
 

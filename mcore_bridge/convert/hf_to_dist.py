@@ -39,10 +39,11 @@ class ToDist(ModelConversion):
         *,
         dtype: torch.dtype | None,
         num_mtp_layers: int,
+        vision: str,
         file_bytes: int,
     ) -> ToDist:
         """Plan the conversion, and compare the folder with its config."""
-        model, ignored = read_source(source, hf, dtype=dtype, num_mtp_layers=num_mtp_layers)
+        model, ignored = read_source(source, hf, dtype=dtype, num_mtp_layers=num_mtp_layers, vision=vision)
         units = tuple(units_of(model.entries, file_bytes))
         return cls(model=model, source=source, staging=staging, units=units, ignored=ignored)
 

@@ -16,6 +16,7 @@ from mcore_bridge.commands.plan.tables import layers_of, plan
 from mcore_bridge.commands.plan.training_memory import counted_sizes, rank_sizes
 from mcore_bridge.config.hf import read_config
 from mcore_bridge.convert.api import convert
+from mcore_bridge.convert.hf_to_torch import rank_files
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.factory.blueprint import make_blueprint
 from mcore_bridge.factory.param_count import count_params
@@ -51,8 +52,20 @@ def test_a_tower_goes_round_and_is_the_one_of_transformers(name: str, tmp_path: 
         assert all(torch.equal(tensor, theirs[key]) for key, tensor in tower.items())
         assert all(torch.equal(tensor, ranks[0][0][key]) and tensor.isfinite().all() for key, tensor in drawn.items())
     if name in ("qwen3_5", "qwen3_vl_moe"):
-        convert(tmp_path / "dist", tmp_path / "back", hf=tmp_path / "source", on_event=quiet)
-        assert_same(tmp_path / "source", tmp_path / "back")
+        again = tmp_path / "again"
+        converted = convert(tmp_path / "source", again, vision="train", on_event=quiet)
+        assert converted.conversion.ignored == ()
+        whole = rank_files("torch", ONE, "torch")
+        with pytest.raises(CheckpointError, match="only torch_dist can have a tower, found vision='train'"):
+            convert(tmp_path / "source", tmp_path / "older", vision="train", rank_files=whole, on_event=quiet)
+        for kind, checkpoint in (("back", tmp_path / "dist"), ("home", again)):
+            convert(checkpoint, tmp_path / kind, hf=tmp_path / "source", on_event=quiet)
+            assert_same(tmp_path / "source", tmp_path / kind)
+        with rank_of(ONE, 0, 1):  # what a training loads
+            build: dict[str, Any] = {"dims": ONE, "dtype": torch.float32, "device": "cpu", "vision": "train"}
+            models = mb.build_model(tmp_path / "source", **build, load_weights=False)
+            mb.load_checkpoint(models, again)
+            assert all(torch.equal(each, theirs[key]) for key, each in towers.tower_of(models).items())
 
 
 @pytest.mark.skipif(not towers.NAMES, reason="the installed transformers is too old")
