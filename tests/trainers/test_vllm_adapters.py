@@ -1,0 +1,89 @@
+"""vLLM serves adapters of ours in turn, from folders, and says what peft and the trainer's model say.
+
+Its base never changes: one adapter replaces another in place, as after a step. Runs where a vLLM is installed that was
+built for CPUs: docs/trainers/vllm.md.
+"""
+
+import importlib.util
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import mcore_bridge as mb
+from tests.support import tiny
+from tests.support.stepping import leave_mesh
+from tests.workers.rollout_families import configs
+from tests.workers.vllm_adapters import engine_of
+
+peft = pytest.importorskip("peft")
+if importlib.util.find_spec("vllm") is None or torch.cuda.is_available():
+    pytest.skip("needs vLLM, built for CPUs", allow_module_level=True)
+
+RANK = 8
+CASES = {
+    "all linear layers": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "q and v": ["q_proj", "v_proj"],
+}
+"""Models with experts are not among them: vLLM 0.32 has kernels for their adapters in Triton alone."""
+NUM_TOKENS = 12
+
+
+@pytest.fixture(autouse=True, scope="module")
+def alone():
+    """The trainer is this process."""
+    mb.ParallelDims().initialize(device="cpu")
+    yield
+    leave_mesh()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_says_with_each_adapter_what_peft_says(case, tmp_path):
+    folder = tmp_path / "base"
+    tiny.random_checkpoint(configs()["qwen3"], folder)
+    models = mb.build_model(folder, dims=mb.ParallelDims(), device="cpu", dtype=torch.float32)
+    mb.add_adapters(models, rank=RANK, alpha=12, targets=CASES[case], dialect="fused")
+    prompts = tiny.tokens(3, vocab_size=64)
+    engine = engine_of(folder, RANK)
+    try:
+        tokens, logs = engine("generate", prompts.tolist(), NUM_TOKENS, "")
+        compare(logs, log_probs(reference(folder), prompts, tokens))
+        for number in range(2):
+            scatter(models, number)
+            adapter = str(tmp_path / f"adapter{number}")
+            mb.save_hf_adapters(models, adapter)
+            tokens, logs = engine("generate", prompts.tolist(), NUM_TOKENS, adapter)
+            adapted = peft.PeftModel.from_pretrained(reference(folder), adapter)
+            compare(logs, log_probs(adapted, prompts, tokens))
+            rows = torch.cat((prompts, tokens), 1)
+            compare(logs, mb.forward(models, rows, torch.ones_like(rows)).log_probs[:, -NUM_TOKENS:].detach())
+            with adapted.disable_adapter():
+                assert (logs - log_probs(adapted, prompts, tokens)).abs().max() > 0.05
+    finally:
+        engine.close()
+
+
+def reference(folder):
+    """transformers' model of the base."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def scatter(models, seed):
+    """Other adapters than before."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in (parameter for chunk in models for parameter in chunk.parameters() if parameter.requires_grad):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+
+@torch.no_grad()
+def log_probs(model, prompts, tokens):
+    """Of the tokens that follow the prompts."""
+    logits = model(input_ids=torch.cat((prompts, tokens), 1)).logits[:, prompts.shape[1] - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+
+
+def compare(found, expected):
+    """Both compute in fp32."""
+    print(f"{(found - expected).abs().max():.1e}", end=" ")
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)

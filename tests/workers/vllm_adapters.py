@@ -1,0 +1,62 @@
+"""vLLM in a process of its own, which serves adapters from folders."""
+
+import os
+import sys
+import traceback
+
+import torch
+
+from tests.workers.vllm_rollout import EXAMPLES, Absent
+
+
+def engine_of(folder, rank):
+    """A process with vLLM for the checkpoint in ``folder``, in fp32 on CPU, and for one adapter of this rank."""
+    sys.path[:0] = [EXAMPLES] if EXAMPLES not in sys.path else []
+    from rollout_engine import RemoteEngine
+
+    return RemoteEngine(make_engine, str(folder), rank)
+
+
+def make_engine(folder, rank):
+    """In the engine's process."""
+    os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+    import vllm_engine
+    from vllm import LLM
+
+    vllm_engine._prepare_environment("cpu")
+    try:
+        options = {"max_model_len": 64, "kv_cache_memory_bytes": 1 << 28, "enforce_eager": True}
+        adapters = {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
+        return Serving(LLM(model=folder, dtype=torch.float32, skip_tokenizer_init=True, **options, **adapters))
+    except Exception:
+        return Absent(RuntimeError(traceback.format_exc()))
+
+
+class Serving:
+    """vLLM with one adapter after the other."""
+
+    def __init__(self, llm):
+        self._llm = llm
+
+    def generate(self, rows, num_tokens, adapter):
+        """The likeliest tokens after each row, and their fp32 log-probs, with the adapter in a folder or without one.
+
+        Of prompts vLLM 0.32 gives no log-probs where it serves adapters: its kernels for CPUs raise.
+        """
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        request = LoRARequest("trained", 1, adapter, load_inplace=True) if adapter else None
+        asked = SamplingParams(max_tokens=num_tokens, temperature=0, logprobs=0, ignore_eos=True, detokenize=False)
+        self._llm.reset_prefix_cache()  # keys and values of the adapter before
+        inputs = [{"prompt_token_ids": row} for row in rows]
+        answers = [each.outputs[0] for each in self._llm.generate(inputs, asked, use_tqdm=False, lora_request=request)]
+        logs = [[found[token].logprob for token, found in _ranked(answer)] for answer in answers]
+        return torch.tensor([list(answer.token_ids) for answer in answers]), torch.tensor(logs)
+
+    def close(self):
+        """Nothing is to be given back."""
+
+
+def _ranked(answer):
+    return zip(answer.token_ids, answer.logprobs, strict=True)
