@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_bridge.config.tables.derived import layers_but_full
+from mcore_bridge.config.tables.derived_hybrid import SECOND
 from mcore_bridge.config.tables.moe import layers_of
 
 _ROUTER = 4  # elements per expert: logits and probabilities in fp32
@@ -26,6 +27,10 @@ def kept_by_layers(config: Any) -> list[int]:
     linear = layers_but_full(vars(config), "linear_attention_freq", unset=0)
     attentions = [_linear_attention(config) if is_linear else _attention(config) for is_linear in linear]
     mlps = [_experts(config) if is_sparse else _mlp(config) for is_sparse in sparse]
+    kinds = getattr(config, "layer_kinds", None)
+    if kinds is not None:  # layers of one half
+        attentions = [_mamba(config) if "M" in kind else _attention(config) * ("*" in kind) for kind in kinds]
+        mlps = [0 if SECOND.isdisjoint(kind) else mlp for kind, mlp in zip(kinds, mlps, strict=True)]
     return [attention + mlp for attention, mlp in zip(attentions, mlps, strict=True)]
 
 
@@ -62,6 +67,13 @@ def _linear_attention(config: Any) -> int:
     values = config.linear_num_value_heads * config.linear_value_head_dim
     qkv = 2 * config.linear_num_key_heads * config.linear_key_head_dim + values
     return int(3 * config.hidden_size + 2 * qkv + 3 * values)
+
+
+def _mamba(config: Any) -> int:
+    """A Mamba-2 mixer: what enters and leaves the convolution, the gate, and the output before and after it."""
+    inner = config.mamba_num_heads * config.mamba_head_dim
+    convolved = inner + 2 * config.mamba_num_groups * config.mamba_state_dim
+    return int(3 * config.hidden_size + 2 * convolved + 3 * inner)
 
 
 def _mlp(config: Any) -> int:
