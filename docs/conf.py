@@ -25,7 +25,9 @@ toc_object_entries_show_parents = "hide"
 maximum_signature_line_length = 100
 
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"(torch|transformers|megatron|collections|pathlib)\..*|Tensor|PackedSeqParams")]
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|transformers|megatron|collections|pathlib)\..*|Tensor|PackedSeqParams|.*\.WeightMapping")
+]
 
 smartquotes = False  # options begin with two hyphens
 

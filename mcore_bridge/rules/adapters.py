@@ -50,7 +50,8 @@ class Adapters:
     """What was added to a model: rank and scale (``alpha / rank``) of all adapters, and the rules of their tensors.
 
     Attributes:
-        rank, alpha: of all adapters, whatever the ranks in a folder were.
+        rank: of all adapters, whatever the ranks in a folder were.
+        alpha: the scale of all adapters times ``rank``.
         mapping: the rules of their tensors.
         names: the canonical names of the tensors in all chunks of this rank.
         kind: whether the projections of a layer share one A.
