@@ -68,7 +68,10 @@ def config(model_type: str, **text: Any) -> Any:
         for name in ("vision_config", "audio_config")
         if hasattr(default, name)
     }
-    return type(default)(text_config=inner, tie_word_embeddings=inner["tie_word_embeddings"], **parts)
+    hf = type(default)(text_config=inner, tie_word_embeddings=inner["tie_word_embeddings"], **parts)
+    if model_type == "qwen3_5":
+        hf.text_config.rope_parameters["partial_rotary_factor"] = 0.25  # 5.17 sets it at the top, too
+    return hf
 
 
 def _small(part: Any, text_size: int) -> dict[str, Any]:

@@ -44,8 +44,6 @@ def config(model_type: str, **text: Any) -> Any:
         vision.depth, vision.deepstack_visual_indexes = 3, [1, 2]
     if "num_hidden_layers" in fields and model_type != "kimi_k25":
         vision.num_hidden_layers = 3  # since features may come from the last but one
-    if model_type == "qwen3_5":
-        hf.text_config.rope_parameters["partial_rotary_factor"] = 0.25  # 5.17 sets it at the top, too
     if model_type == "qwen2_vl":
         vision.hidden_size = hf.text_config.hidden_size
     if model_type == "gemma3":
