@@ -22,6 +22,7 @@ ATTRIBUTES = frozenset(
         *("embedding_dropout", "router_norm_min", "residual_multiplier", "logit_scale", "logit_divisor"),
         *("parallel_norms", "norm_bias", "output_layer_bias", "expert_norm", "expert_multiplier"),
         *("layer_kinds", "mamba_conv_kernel", "expert_latent_size"),
+        *("attention_chunks", "nope_temperature"),
         *ATTENTION_FACTOR,
     )
 )
@@ -37,7 +38,9 @@ For ``build_model``:
 * ``latent_norm_epsilon``: the epsilon of the norms of low-rank queries, keys and values;
 * ``norm_placement``: "pre" (mcore's), "post" (after attention and MLP) or "sandwich" (both);
 * ``qk_norm_kind``: "head" (mcore's), "all_heads" (one norm over all of them), "each_head" (own weights in each) or
-  "after_rope";
+  "after_rope", or "after_rope_unweighted" in layers that have a rope;
+* ``attention_chunks``: for each layer the number of tokens within which it attends, and 0 if it sees the whole text;
+* ``nope_temperature``: ``(beta, length)``, by which queries of layers without a rope grow with their position;
 * ``attention_softcap``, ``logit_softcap``: the bounds of attention scores and of logits, enforced by a tanh;
 * ``embedding_scale``: word embeddings are multiplied by it;
 * ``embedding_dropout``: the dropout of the embedding, if it is not mcore's ``hidden_dropout``;

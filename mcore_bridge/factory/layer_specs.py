@@ -51,12 +51,18 @@ def _require_recomputable(config: TransformerConfig) -> None:
 def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend) -> None:
     """Puts our modules into the spec of layer ``number`` (from 0)."""
     from mcore_bridge.factory.modules.checkpoint_keys import adapt_keys
+    from mcore_bridge.factory.modules.chunks import adapt_chunks
     from mcore_bridge.factory.modules.delta import adapt_attention
     from mcore_bridge.factory.modules.experts import adapt_experts
     from mcore_bridge.factory.modules.halves import adapt_halves
     from mcore_bridge.factory.modules.layer_rope import adapt_layer_rope
     from mcore_bridge.factory.modules.narrow_experts import adapt_narrow_experts
-    from mcore_bridge.factory.modules.norms import adapt_expert_norm, adapt_norm_placement, adapt_query_key_norms
+    from mcore_bridge.factory.modules.norms import (
+        adapt_expert_norm,
+        adapt_norm_placement,
+        adapt_query_key_norms,
+        adapt_unit_norms,
+    )
     from mcore_bridge.factory.modules.parallel import adapt_parallel
     from mcore_bridge.factory.modules.residuals import adapt_residuals
     from mcore_bridge.factory.modules.scores import adapt_scores
@@ -74,9 +80,11 @@ def _adapt(layer: Any, config: TransformerConfig, number: int, backend: Backend)
     adapt_scores(layer, config, backend)  # the core attention before the modules that wrap it
     if backend == "te":
         adapt_kernel(layer, config, number)
-    adapt_query_temperature(layer, config)
+    adapt_chunks(layer, config, number)
+    adapt_query_temperature(layer, config, number)
     adapt_layer_rope(layer, config, backend)
     adapt_query_key_norms(layer, config, backend)
+    adapt_unit_norms(layer, config, number)
     adapt_norm_placement(layer, config, backend)
     adapt_expert_norm(layer, config, backend)
     adapt_parallel(layer, config, backend)

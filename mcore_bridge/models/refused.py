@@ -211,10 +211,6 @@ REFUSALS = (
         mimo_v2_flash="modeling_mimo_v2_flash.MiMoV2FlashAttention",
     ),
     *_because(
-        "some layers attend within chunks (attention_chunk_size); nobody has written such a mask", CONFIG, SCORES,
-        llama4_text="modeling_llama4.create_chunked_causal_mask",
-    ),
-    *_because(
         "a layer has two attentions, two MLPs, and experts whose sum is added at its end; megatron-core's has one of "
         "each",
         LAYER,

@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Literal
 
 from mcore_bridge.errors import MappingError
-from mcore_bridge.rules.layout import Axes, Layout, Split
+from mcore_bridge.rules.layout import TRANSPOSED, Axes, Layout, Split
 from mcore_bridge.rules.names import EMBEDDING, mtp_layer_of
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -40,6 +40,7 @@ class Rule:
             both. With ``exported`` the copies are written; without, a source may hold the tensor under such a name
             alone.
         count: the first number of the mcore name is below it. None: there is no limit.
+        turned: of a routed expert: a tensor of all experts holds this one transposed.
     """
 
     mcore: str
@@ -50,6 +51,7 @@ class Rule:
     axis: str = "tp"
     copy: bool = False
     count: int | None = None
+    turned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,16 +115,16 @@ def numbered(rules: Rules, *, offset: int = 0, count: int | None = None) -> Rule
     return tuple(replace(rule, offset=offset, count=count) for rule in rules)
 
 
-def experts(mcore: str, hf: str, *rules: Rules) -> Rules:
+def experts(mcore: str, hf: str, *rules: Rules, turned: bool = False) -> Rules:
     """Like ``under``, for the rules of a routed expert: expert tensor parallelism (``etp``) cuts it."""
-    return tuple(replace(rule, axis="etp") for rule in under(mcore, hf, *rules))
+    return tuple(replace(rule, axis="etp", turned=turned) for rule in under(mcore, hf, *rules))
 
 
 def fused(rules: Rules) -> Rules:
     """The same rules with the routed experts of a layer in one tensor: ``gate_up_proj`` and ``down_proj``.
 
-    Their shape is [experts, out, in], as in transformers 5 and some published checkpoints. Rules that are fused already
-    stay as they are.
+    Their shape is [experts, out, in], as in transformers 5 and some published checkpoints, or [experts, in, out] if the
+    rules are ``turned``. Rules that are fused already stay as they are.
     """
     return tuple(_fuse(rule) if rule.axis == "etp" and ".experts.*." in rule.hf[0] else rule for rule in rules)
 
@@ -133,7 +135,7 @@ def _fuse(rule: Rule) -> Rule:
     first = "up_proj" if rule.hf[0].endswith(".up_proj.weight") else "gate_up_proj"  # with a gate, that comes first
     whole = {"linear_fc1": first, "linear_fc2": "down_proj"}[name] + ("_bias" if kind == "bias" else "")
     layout = rule.layout if len(rule.hf) == 1 else Split(0, (1,) * len(rule.hf)) >> rule.layout
-    return replace(rule, hf=(f"{before}.experts.{whole}[*]",), layout=layout)
+    return replace(rule, hf=(f"{before}.experts.{whole}[*]",), layout=TRANSPOSED >> layout if rule.turned else layout)
 
 
 @lru_cache(maxsize=1 << 16)

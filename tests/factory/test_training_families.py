@@ -11,7 +11,7 @@ from mcore_bridge import ParallelDims
 from tests import zoo
 from tests.support import pool, stepping, tiny
 
-CASES = ("deepseek_v3", "deepseek_v3-yarn", "deepseek_v2", "qwen2_moe", "gpt_oss")
+CASES = ("deepseek_v3", "deepseek_v3-yarn", "deepseek_v2", "qwen2_moe", "gpt_oss", "llama4")
 WITHOUT_EXPERTS = ("deepseek_v3-yarn",)
 MESHES: dict[int, list[dict[str, Any]]] = {
     2: [{"tp": 2}, {"tp": 2, "sp": True}, {"tp": 2, "etp": 2, "sp": True}, {"pp": 2, "vp": 2}, {"cp": 2}, {"ep": 2}],

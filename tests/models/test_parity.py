@@ -24,7 +24,7 @@ def test_logits_are_those_of_transformers(name, dims):
 
 
 @pytest.mark.parametrize("dims", EXPERT_MESHES, ids=str)
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "mixtral", "llama4"])
 def test_logits_do_not_depend_on_where_experts_are(name, dims):
     case = (zoo.cases()[name].hf, dims, reference_of(name))
     for (worst,) in pool.run(max(dims.tp, dims.ep * dims.etp), worst_differences, [case]):

@@ -17,7 +17,7 @@ from mcore_bridge.config.rope_spelling import read_parameters
 from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config, to_transformer_config
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.rotary import HFRotaryEmbedding
-from mcore_bridge.factory.modules.temperature import tempered
+from mcore_bridge.factory.modules.temperature import temperature_of, tempered
 from mcore_bridge.factory.param_count import count_params
 from mcore_bridge.weights.provenance import provenance_of
 from tests import zoo
@@ -213,17 +213,17 @@ def test_factors_that_do_not_fit_the_rotated_dims_are_refused(tmp_path: Path) ->
 class Attention:
     """Stands for a core attention: it gives back its query."""
 
-    def __init__(self, config: Any, *, pg_collection: Any = None) -> None:
+    def __init__(self, config: Any, layer_number: int, *, pg_collection: Any = None) -> None:
         pass
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: Any, packed_seq_params: Any = None) -> Any:
+    def forward(self, query: Any, key: Any, value: Any, attention_mask: Any, packed_seq_params: Any = None) -> Any:
         return query
 
 
-def core(num_ranks: int = 1, rank: int = 0) -> Any:
+def core(num_ranks: int = 1, rank: int = 0, config: Any = None) -> Any:
     group = SimpleNamespace(size=lambda: num_ranks, rank=lambda: rank)
-    config = SimpleNamespace(hf_rope=SimpleNamespace(query_temperature=(0.5, 4)))
-    return tempered(Attention)(config, pg_collection=SimpleNamespace(cp=group))
+    config = config or SimpleNamespace(hf_rope=SimpleNamespace(query_temperature=(0.5, 4)))
+    return tempered(Attention)(config, 2, pg_collection=SimpleNamespace(cp=group))
 
 
 def test_queries_are_as_warm_as_their_place_in_the_text() -> None:
@@ -245,6 +245,15 @@ def test_packed_sequences_are_as_warm_as_they_are_alone() -> None:
     for rank, late in ((0, [2, 3]), (1, [2, 3])):  # places 0, 1, 6, 7, and 0, 3; 2, 3, 4, 5, and 1, 2
         warm = core(2, rank).forward(ones[:6], ones[:6], ones[:6], packed_seq_params=packed)
         assert (warm[:, 0, 0] > 1).nonzero().flatten().tolist() == late
+
+
+def test_layers_without_a_rope_count_from_the_first_token_of_a_row() -> None:
+    """In the second row, three places are padding. transformers counts these too, and engines do not."""
+    config = SimpleNamespace(nope_temperature=(0.5, 4), no_rope_freq=[0, 1])
+    mask = torch.tensor([[1] * 8, [0] * 3 + [1] * 5])
+    warm = core(config=config).forward(*[torch.ones(8, 2, 3, 5).bfloat16()] * 3, mask)
+    assert (warm[:, :, 0, 0] > 1).int().T.tolist() == [[0] * 3 + [1] * 5, [0] * 6 + [1] * 2]
+    assert temperature_of(config, 0) is None
 
 
 # -- a family that transformers lacks ----------------------------------------------------------------------------------

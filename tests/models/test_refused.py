@@ -138,7 +138,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     "`mlp_bias` without": ({"mlp_bias": True, "attention_bias": False}, "mlp_bias=True must come with"),
     "rope types but": ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}, "rope type must be"),
     "`num_key_value_heads` but": ({"num_key_value_heads": 1}, "num_key_value_heads must be"),
-    "`layer_types` but": ({"layer_types": "chunked_attention"}, "layer_types must"),
+    "`layer_types` but": ({"layer_types": "other_attention"}, "layer_types must"),
     "`sliding_window` where": ({"layer_types": "full_attention", "sliding_window": 8}, "sliding_window=8 must"),
     "`use_sliding_window=False` with": (
         {"layer_types": "sliding_attention", "sliding_window": 8, "use_sliding_window": False},

@@ -14,7 +14,8 @@ from mcore_bridge import architecture
 from mcore_bridge.config.fields import Const, Derive, Field
 from mcore_bridge.config.rope import Rope
 from mcore_bridge.config.tables import but
-from mcore_bridge.factory.modules import temperature
+from mcore_bridge.factory.modules import norms, temperature
+from mcore_bridge.factory.modules.temperature import Temperature
 from mcore_bridge.rules.layout import COLUMN, GATED_UP, QKV, REPLICATED, Layout, Rearrange, Split
 from tests import zoo
 from tests.support import mutants, pool
@@ -115,11 +116,21 @@ def always(name: str, value: object) -> Any:
     return patch.object(Rope, name, new_callable=PropertyMock, return_value=value)
 
 
-def one_place_late(places: Any, beta: float, length: float) -> Any:
-    return TRUE_TEMPERATURE(places - 1, beta, length)
+def one_place_late(self: Temperature, places: Any) -> Any:
+    return TRUE_TEMPERATURE(self, places - 1)
 
 
-TRUE_TEMPERATURE = temperature.temperature
+def rotated(config: Any, number: int) -> bool:
+    return not config.no_rope_freq[number]
+
+
+def in_chunks(sizes: list[int]) -> Any:
+    names = ("layer_types", "attention_chunk_size")
+    return entries("llama4_text", Derive(names, lambda hf: {"attention_chunks": sizes}, lambda mcore: {}))
+
+
+SOFTMAX = (Const("moe_router_score_function", "softmax"), Const("moe_router_pre_softmax", True))
+TRUE_TEMPERATURE = Temperature.__call__
 MISTAKES: dict[str, tuple[str, Callable[[], Any]]] = {
     "halves rotated, not neighbours": ("helium", lambda: entries("helium", Const("rotary_interleaved", False))),
     "neighbours rotated, not halves": ("arcee", lambda: entries("arcee", Const("rotary_interleaved", True))),
@@ -142,7 +153,17 @@ MISTAKES: dict[str, tuple[str, Callable[[], Any]]] = {
     "longrope for short texts only": ("phi3-longrope-beyond", lambda: always("longest_plain", float("inf"))),
     "longrope without its attention factor": ("phi3-longrope-within", lambda: always("attention_factor", 1.0)),
     "no temperature": ("ministral3", lambda: always("query_temperature", None)),
-    "temperature one place late": ("ministral3", lambda: patch.object(temperature, "temperature", one_place_late)),
+    "temperature one place late": ("ministral3", lambda: patch.object(Temperature, "__call__", one_place_late)),
+    "other chunks": ("llama4", lambda: in_chunks([6, 0, 6, 0])),
+    "chunks in the other layers": ("llama4", lambda: in_chunks([0, 5, 0, 5])),
+    "a temperature in layers with a rope": ("llama4", lambda: patch.object(temperature, "is_unrotated", rotated)),
+    "norms in layers without a rope": (
+        "llama4",
+        lambda: patch.object(norms, "is_unrotated", lambda config, number: False),
+    ),
+    "no norms in layers with a rope": ("llama4", lambda: patch.object(norms.UnitNorm, "forward", lambda self, x: x)),
+    "experts scaled behind": ("llama4", lambda: entries("llama4_text", Const("moe_apply_probs_on_input", False))),
+    "a softmax of experts": ("llama4", lambda: entries("llama4_text", *SOFTMAX)),
 }
 
 

@@ -67,3 +67,8 @@ def with_module(spec: Any, change: Callable[[type], type]) -> Any:
         return functools.partial(change(spec.func), *spec.args, **spec.keywords)  # type: ignore[arg-type]
     spec.module = change(spec.module)
     return spec
+
+
+def is_unrotated(config: Any, number: int) -> bool:
+    """Whether layer ``number`` (from 0) has no rope."""
+    return bool(config.no_rope_freq and config.no_rope_freq[number])

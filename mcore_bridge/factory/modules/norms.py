@@ -18,7 +18,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.backend import Backend, norm_of, submodules_of, with_module
+from mcore_bridge.factory.modules.backend import Backend, is_unrotated, norm_of, submodules_of, with_module
 from mcore_bridge.factory.modules.fallback import say
 from mcore_bridge.factory.modules.torch_modules import Norm, sharded_tensors
 
@@ -76,6 +76,19 @@ def adapt_query_key_norms(layer: Any, config: TransformerConfig, backend: Backen
     elif kind == "after_rope":
         attention.q_layernorm = attention.k_layernorm = IdentityOp
         attention.core_attention = normed_after_rope(attention.core_attention, norm_of(backend, config))
+
+
+def adapt_unit_norms(layer: Any, config: TransformerConfig, number: int) -> None:
+    """Puts norms without weights behind the rope of layer ``number`` (from 0), if it has one.
+
+    Args:
+        layer: the submodules of the layer, changed in place.
+        config: its ``qk_norm_kind`` is "after_rope_unweighted".
+        number: that of the layer in the whole model.
+    """
+    if getattr(config, "qk_norm_kind", "head") == "after_rope_unweighted" and not is_unrotated(config, number):
+        attention = layer.self_attention.submodules
+        attention.core_attention = normed_after_rope(attention.core_attention, UnitNorm)
 
 
 def adapt_expert_norm(layer: Any, config: TransformerConfig, backend: Backend) -> None:
@@ -192,6 +205,18 @@ class EachKeyNorm(EachHeadNorm):
     """LayerNorm of each key head."""
 
     heads = "num_query_groups"
+
+
+class UnitNorm(nn.Module):
+    """RMSNorm without weights, in fp32."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        exact = hidden.float()
+        return (exact * (exact.square().mean(-1, keepdim=True) + self.eps).rsqrt()).to(hidden.dtype)
 
 
 @functools.cache

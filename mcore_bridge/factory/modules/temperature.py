@@ -1,21 +1,51 @@
-"""A temperature of queries that grows with their position in the text, as in llama 4 and ministral3."""
+"""A temperature of queries that grows with their position in the text, as in ministral3 and llama 4."""
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from mcore_bridge.factory.modules.backend import is_unrotated
+
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 
-def adapt_query_temperature(layer: Any, config: TransformerConfig) -> None:
-    """Makes core attention multiply queries by a temperature, if the rope of the config has one."""
-    rope = getattr(config, "hf_rope", None)
+@dataclass(frozen=True, slots=True)
+class Temperature:
+    """The factor of a query at a position: ``1 + beta * log(1 + (position + first) // length)``.
+
+    ``rounded`` factors have the dtype of queries before they are multiplied, as transformers does in some families.
+    """
+
+    beta: float
+    length: float
+    first: int = 0
+    rounded: bool = True
+
+    def __call__(self, places: Tensor) -> Tensor:
+        """The factors at these positions, in fp32."""
+        return 1 + self.beta * torch.log(1 + torch.floor((places + self.first) / self.length))
+
+
+def temperature_of(config: TransformerConfig, number: int) -> Temperature | None:
+    """The temperature of layer ``number`` (from 0): that of the rope, or that of layers without a rope."""
+    rope, unrotated = getattr(config, "hf_rope", None), getattr(config, "nope_temperature", None)
     if rope is not None and rope.query_temperature is not None:
+        return Temperature(*rope.query_temperature)
+    if unrotated is None or not is_unrotated(config, number):
+        return None
+    beta, length = unrotated
+    return Temperature(beta, length, first=1, rounded=False)
+
+
+def adapt_query_temperature(layer: Any, config: TransformerConfig, number: int) -> None:
+    """Makes the core attention of layer ``number`` (from 0) multiply queries by a temperature, if it has one."""
+    if temperature_of(config, number) is not None:
         attention = layer.self_attention.submodules
         attention.core_attention = tempered(attention.core_attention)
 
@@ -25,31 +55,40 @@ def tempered(core_attention: type) -> type:
     """A subclass of ``core_attention`` that multiplies queries by their temperature."""
     from megatron.core import parallel_state
 
-    from mcore_bridge.factory.modules.torch_modules import places_in_sequences, places_in_text
+    from mcore_bridge.factory.modules.torch_modules import first_tokens, places_in_sequences, places_in_text
 
     class TemperedAttention(core_attention):
-        """Core attention of ``query * (1 + beta * log(1 + position // length))``."""
+        """Core attention of queries that are multiplied by their ``Temperature``."""
 
-        def __init__(self, config: Any, *arguments: Any, pg_collection: Any = None, **keywords: Any) -> None:
-            super().__init__(config, *arguments, pg_collection=pg_collection, **keywords)
-            self.temperature = config.hf_rope.query_temperature
+        def __init__(
+            self, config: Any, layer_number: int, *arguments: Any, pg_collection: Any = None, **keywords: Any
+        ) -> None:
+            super().__init__(config, layer_number, *arguments, pg_collection=pg_collection, **keywords)
+            self.temperature = temperature_of(config, layer_number - 1) or Temperature(0.0, 1.0)
             group = parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
             self.text_group = group
 
         def forward(
-            self, query: Tensor, key: Tensor, *arguments: Any, packed_seq_params: Any = None, **keywords: Any
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attention_mask: Tensor | None = None,
+            *arguments: Any,
+            packed_seq_params: Any = None,
+            **keywords: Any,
         ) -> Tensor:
-            if packed_seq_params is None:
-                places = places_in_text(query, key, self.text_group)
+            if packed_seq_params is not None:
+                places = places_in_sequences(packed_seq_params, self.text_group, query.device)[:, None, None]
             else:
-                places = places_in_sequences(packed_seq_params, self.text_group, query.device)
-            query = query * temperature(places, *self.temperature).view(-1, *[1] * (query.dim() - 1)).to(query.dtype)
-            output: Tensor = super().forward(query, key, *arguments, packed_seq_params=packed_seq_params, **keywords)
+                places = places_in_text(query, key, self.text_group)[:, None, None, None]
+                if attention_mask is not None and attention_mask.dim() == 2:
+                    first = first_tokens(attention_mask, self.text_group)
+                    places = (places - first[:, None, None]).clamp(min=0)
+            factor = self.temperature(places)
+            query = (query * (factor.to(query.dtype) if self.temperature.rounded else factor)).to(query.dtype)
+            options = {"packed_seq_params": packed_seq_params, **keywords}
+            output: Tensor = super().forward(query, key, value, attention_mask, *arguments, **options)
             return output
 
     return TemperedAttention
-
-
-def temperature(places: Tensor, beta: float, length: float) -> Tensor:
-    """The factor of queries at these positions, in fp32."""
-    return 1 + beta * torch.log(1 + torch.floor(places / length))

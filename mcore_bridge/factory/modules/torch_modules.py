@@ -167,7 +167,7 @@ class CoreAttention(nn.Module):
             key, value = self._gather(key, value)
         causal = (attn_mask_type or self.attn_mask_type) in _CAUSAL
         if attention_mask is not None and attention_mask.dim() == 2:
-            attention_mask = _padding(attention_mask, query_positions, self.cp_group)
+            attention_mask = padding_hidden(attention_mask, query_positions, self.cp_group)
         hidden = self._hidden(query_positions, key.size(0), causal=causal, attention_mask=attention_mask)
         if visible is not None:
             hidden, causal = ~visible[:, :, query_positions], False
@@ -215,11 +215,16 @@ class CoreAttention(nn.Module):
         return get_cuda_rng_tracker().fork()
 
 
-def _padding(counting: Tensor, query_positions: Tensor, cp_group: Any) -> Tensor:
+def padding_hidden(counting: Tensor, query_positions: Tensor, cp_group: Any) -> Tensor:
     """``[b, 1, s, t]``, True where padding is hidden. Padding still sees itself, so that every row has something."""
     shown = gather_text(counting.bool().t(), cp_group).t()
     places = torch.arange(shown.size(1), device=shown.device)
     return ~shown[:, None, None, :] & (places != query_positions[:, None])
+
+
+def first_tokens(counting: Tensor, cp_group: Any) -> Tensor:
+    """``[b]``, the position of the first token in each row, from the same mask: rows may be padded on the left."""
+    return gather_text(counting.bool().t(), cp_group).long().argmax(0)
 
 
 def sharded_tensors(attention: nn.Module, prefix: str, sharded_offsets: tuple[Any, ...]) -> dict[str, Any]:
