@@ -8,7 +8,7 @@ from mcore_bridge import ParallelDims
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "trainers" / "verl.md").read_text()
 
 
-ROWS = dict(re.findall(r"^\| (`.+?) \| (\w+).*\|$", PAGE.partition("## Settings")[2], re.MULTILINE))
+ROWS = dict(re.findall(r"^\| (`.+?) \| (\w+).*\|$", PAGE.partition("## Settings")[2].partition("## ")[0], re.MULTILINE))
 
 
 BECOMES = {key: word for cell, word in ROWS.items() for key in re.findall(r"`(\w+)`", cell)}
