@@ -134,6 +134,7 @@ AFTER = (
         "internlm3",
         "iquestcoder",
         "jais2",
+        "llama4_text",
         "mellum",
         "ministral",
         "mistral4",
