@@ -269,7 +269,7 @@ REFUSALS = (
         (
             *("aria", "aya_vision", "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "emu3"),
             *("gemma3n", "gemma4", "glm_ocr", "granite_speech", "idefics2", "idefics3", "internvl_chat"),
-            *("janus", "kimi_vl", "lfm2_vl", "llama4", "mllama", "molmo2", "ovis2", "paligemma", "smolvlm"),
+            *("janus", "kimi_vl", "lfm2_vl", "mllama", "molmo2", "ovis2", "paligemma", "smolvlm"),
         ),
         "it joins models of images or sound to a text model that is none of our architectures, or is not causal",
         ("transformers.PretrainedConfig.sub_configs", GPT),

@@ -53,6 +53,9 @@ _SIZES = {
     "patch_size": 14,
     "global_attn_indexes": [0],
     "fullatt_block_indexes": [0],
+    "vision_output_dim": 32,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
     "deepstack_visual_indexes": [0],
 }
 _WITH_INNER = re.compile("gemma3|llava")
