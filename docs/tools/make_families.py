@@ -41,7 +41,7 @@ KINDS = {
     "experts": "Experts",
     "latent": "Latent attention",
     "sparse": "Latent attention over selected tokens",
-    "linear": "Linear attention in most layers",
+    "linear": "Linear attention or Mamba-2 mixers in most layers",
 }
 """The kinds of models in the README, with their titles."""
 

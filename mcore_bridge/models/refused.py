@@ -67,14 +67,26 @@ REFUSALS = (
         stablelm="modeling_stablelm.StableLmLayerNormPerHead",
     ),
     *_because(
-        "all or some layers are state-space models (Mamba); megatron-core's mixer needs CUDA kernels, and nobody has "
-        "written a mixer that runs without them",
+        "some or all layers are Mamba-2 mixers, as in nemotron_h; nobody has written rules and a table for this family",
         SSM, PARTS,
-        bamba="modeling_bamba.BambaMixer", falcon_h1="modeling_falcon_h1.FalconH1Mixer",
-        falcon_mamba="modeling_falcon_mamba.FalconMambaMixer", jamba="modeling_jamba.JambaMambaMixer",
+        bamba="modeling_bamba.BambaMixer", mamba2="modeling_mamba2.Mamba2Mixer",
         granitemoehybrid="modeling_granitemoehybrid.GraniteMoeHybridMambaLayer",
-        mamba="modeling_mamba.MambaMixer", mamba2="modeling_mamba2.Mamba2Mixer",
+    ),
+    *_because(
+        "each layer has a Mamba-2 mixer and an attention side by side; nobody has written a slot for two", SSM, PARTS,
+        falcon_h1="modeling_falcon_h1.FalconH1Mixer",
+    ),
+    *_because(
+        "some layers share one attention, which reads the embeddings as well; each layer of megatron-core has its own",
+        SSM, PARTS,
         zamba="modeling_zamba.ZambaMambaMixer", zamba2="modeling_zamba2.Zamba2MambaMixer",
+    ),
+    *_because(
+        "all or some layers are Mamba-1 mixers; those of megatron-core and of nemotron_h are Mamba-2, and nobody has "
+        "written the older one",
+        SSM, PARTS,
+        falcon_mamba="modeling_falcon_mamba.FalconMambaMixer", jamba="modeling_jamba.JambaMambaMixer",
+        mamba="modeling_mamba.MambaMixer",
     ),
     *_because(
         "some layers are short convolutions with gates; nobody has written such a layer",
