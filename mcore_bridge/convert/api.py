@@ -129,9 +129,6 @@ def convert(
     if target == source.resolve():
         raise CheckpointError(f"{target} is both source and target; name another folder to write to")
     _require_processes(num_processes, num_gpus)
-    _require_no_other_kind(
-        target, "hf" if plain or not shard_names(source) else "torch" if rank_files else "torch_dist"
-    )
     staging = Update(target, target / f"{PREFIX}{CONVERSION}").new
     if plain:
         conversion: Conversion = ToPlain.plan(source, staging, dtype=dtype, file_bytes=file_bytes or MAX_SHARD_BYTES)
@@ -178,7 +175,6 @@ def merge(
     if target in (base.resolve(), adapter.resolve()):
         raise CheckpointError(f"{target} is both source and target; name another folder to write to")
     _require_processes(num_processes, 0)
-    _require_no_other_kind(target, "hf")
     staging = Update(target, target / f"{PREFIX}{CONVERSION}").new
     conversion = ToMerged.of(base, adapter, staging, file_bytes=file_bytes)
     return _run(conversion, target, num_processes, 0, on_event)
@@ -189,6 +185,7 @@ def _run(conversion: Conversion, target: Path, num_processes: int, num_gpus: int
     device = "cuda" if num_gpus else "cpu"
     conversion = dataclasses.replace(conversion, device=device)
     with updating(target, CONVERSION) as update:
+        _require_no_other_kind(target, conversion.kind)
         kept = _resume(conversion)
         work = _Work(conversion, tuple(number for number in range(len(conversion.names)) if number not in kept))
         if max(num_processes, num_gpus) == 1 and device == "cpu":

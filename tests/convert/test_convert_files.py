@@ -340,9 +340,9 @@ def test_a_folder_that_is_not_whole_is_not_taken_for_one(tmp_path):
     convert(source, tmp_path / "files", rank_files=files(tp=2, pp=4), on_event=quiet)
     release = tmp_path / "files" / "release"
     other = small(tmp_path / "other")
-    for place, kind, is_plain in ((source, "hf", False), (tmp_path / "files", "torch", True)):
+    for place, kind in ((source, "hf"), (tmp_path / "files", "torch")):
         with pytest.raises(CheckpointError, match=f"holds a checkpoint of kind {kind}, whose config.json one of kind"):
-            convert(other, place, plain=is_plain, on_event=quiet)
+            convert(other, place, on_event=quiet)
     path = release / "mp_rank_01_002" / NAME
     kept = path.read_bytes()
     held = torch.load(path, weights_only=True)
