@@ -169,7 +169,7 @@ def _is_in_shared(path: Path, name: str, classes: frozenset[str]) -> bool:
 @functools.cache
 def _spelled_fields(path: Path) -> tuple[re.Pattern[str], ...]:
     """What the names look like that a module puts together before it asks a config for them."""
-    if not re.search(r"attr\([^()]*, f[\"']", _text(path)):
+    if not re.search(r"attr\([^()]*,\s*f[\"']", _text(path)):
         return ()
     return tuple(re.compile(pattern) for node in _nodes(path) for pattern in _asked_for_by_parts(node))
 
