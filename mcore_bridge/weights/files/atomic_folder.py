@@ -209,11 +209,21 @@ def _settle(update: Update, last: Iterable[str] = ()) -> None:
         path = update.target / name
         if _is_there(side / name):
             path.parent.mkdir(parents=True, exist_ok=True)
-            (side / name).replace(path)
+            _replace(path, side / name, update.home / "link")
         elif path.is_symlink() and Path(os.path.normpath(path.parent / os.readlink(path))) == live / name:
             path.unlink()
             _remove_empty(path.parent, update.target)
     live.unlink()
+
+
+def _replace(path: Path, file: Path, link: Path) -> None:
+    """Put a file where a link leads to it. It keeps its first name too, for readers that follow the link just now."""
+    try:
+        os.link(file, link, follow_symlinks=False)
+    except OSError:  # a file system without hard links
+        file.replace(path)
+    else:
+        link.replace(path)
 
 
 def _remove_empty(folder: Path, top: Path) -> None:

@@ -47,13 +47,16 @@ class Checkpoint(Mapping[str, Tensor]):
         self.folder = Path(folder)
         if not os.path.isdir(self.folder):  # Path.is_dir raises if a folder above may not be entered
             raise CheckpointError(f"no folder {self.folder}: expected one with *.safetensors files")
+        failed = None
         for _ in range(_ATTEMPTS):
             before = _identity(self.folder)
             try:
                 self._open()
             except CheckpointError:
                 if _identity(self.folder) == before:
-                    raise
+                    if failed == before:  # once may be by chance: a save moved a file while we followed a link to it
+                        raise
+                    failed = before
             else:
                 if _identity(self.folder) == before:
                     return
