@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from mcore_bridge.weights.ipc.map_engine import map_engine as map_engine
     from mcore_bridge.weights.ipc.receiver import Receiver as Receiver
     from mcore_bridge.weights.ipc.sender import BufferRing as BufferRing
-    from mcore_bridge.weights.load import LoadReport as LoadReport
     from mcore_bridge.weights.load import load_hf_weights as load_hf_weights
+    from mcore_bridge.weights.load_state import LoadReport as LoadReport
     from mcore_bridge.weights.local_slices import iter_hf_pieces as iter_hf_pieces
     from mcore_bridge.weights.manifest import Manifest as Manifest
     from mcore_bridge.weights.manifest import manifest as manifest
@@ -93,7 +93,7 @@ _HOMES = {
     "without_adapters": "factory.reference",
     "Architecture": "architecture",
     "register": "architecture",
-    "LoadReport": "weights.load",
+    "LoadReport": "weights.load_state",
     "Manifest": "weights.manifest",
     "BridgeError": "errors",
     "enable_cpu": "cpu",

@@ -12,7 +12,8 @@ from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.scheme import plain_names
 from mcore_bridge.weights.bound import chunks_of
 from mcore_bridge.weights.files.hf_folder import Checkpoint, names_in
-from mcore_bridge.weights.load import LoadReport, load_hf_weights, note_folder
+from mcore_bridge.weights.load import load_hf_weights, note_folder
+from mcore_bridge.weights.load_state import LoadReport
 from mcore_bridge.weights.provenance import provenance_of
 
 _HEAD = "score.weight"

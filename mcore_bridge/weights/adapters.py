@@ -33,7 +33,8 @@ from mcore_bridge.weights.files.peft_config import (
     unstacked_experts,
 )
 from mcore_bridge.weights.files.staging import SLOT_BYTES
-from mcore_bridge.weights.load import LoadReport, load_bound
+from mcore_bridge.weights.load import load_bound
+from mcore_bridge.weights.load_state import LoadReport
 from mcore_bridge.weights.manifest import Manifest, ManifestEntry
 from mcore_bridge.weights.peft_folder import PeftFolder, memory_prefixes, open_peft
 from mcore_bridge.weights.plan.target import Target

@@ -1,7 +1,7 @@
 """What is mutated, and what is not: everything that names files of the project is in this module."""
 
 CODE = (
-    *("rules/*.py", "batches/*.py", "weights/load.py", "weights/save.py"),
+    *("rules/*.py", "batches/*.py", "weights/load*.py", "weights/save.py"),
     *(f"weights/{folder}/*.py" for folder in ("plan", "transfer", "files")),
     *("config/tables/*.py", "config/fields.py", "config/hf.py", "config/transformer.py", "config/overrides.py"),
     *("config/effective.py", "config/rope*.py"),

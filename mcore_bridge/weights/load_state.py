@@ -1,0 +1,241 @@
+"""One load on one rank: which HF tensors go into which parameters, and which of them have arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.encoded import Encoded, EncodedSlice
+from mcore_bridge.rules.mapping import unstacked
+from mcore_bridge.rules.names import expert_of, kind_of, mtp_layer_of
+from mcore_bridge.rules.scheme import Held
+from mcore_bridge.rules.trace import Copy, Shape
+from mcore_bridge.weights.bound import BoundModel
+from mcore_bridge.weights.dtypes import Dtypes, dtype_name, is_exact, wanted_dtype
+from mcore_bridge.weights.files.decoded import Stored
+from mcore_bridge.weights.files.encoded_copy import EncodedCopy
+from mcore_bridge.weights.files.safetensors import SafetensorsFile
+from mcore_bridge.weights.files.slice_reader import AnyCopy, SliceCopy
+from mcore_bridge.weights.ties import differing
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """The result of a load on this rank.
+
+    Attributes:
+        num_tensors: HF tensors from which this rank has read.
+        num_bytes: bytes that it copied from them, or compared with what it had copied.
+        initialised: HF names that the source lacks and that keep their random values: a new head, or MTP layers.
+        ignored: HF names in the source that the architecture does not use, and further names of a used tensor.
+        cast: HF names whose dtype was changed, with the change as ``"float32 -> bfloat16"``. Decoded tensors have
+            ``"float8_e4m3fn[128x128] -> bfloat16"``, with the block that shares a scale.
+        missing: HF names that the source lacks, an error without ``strict=False``.
+        unexpected: HF names in the source that no parameter has, an error without ``strict=False``.
+
+    Example:
+        >>> mb.load_hf_weights(models, "path/of/Qwen3-8B").ignored
+        ()
+    """
+
+    num_tensors: int
+    num_bytes: int
+    initialised: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    cast: Mapping[str, str] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """The use of one HF tensor in one parameter of this rank."""
+
+    mcore: str
+    tensor: Tensor
+    shape: Shape
+    copies: tuple[Copy, ...]
+    padding: tuple[tuple[int, int, int], ...]
+    index: int | None
+    """The index along dim 0 of the HF tensor that is used, of shape ``shape``; None uses the whole tensor."""
+
+    def of(self, hf_tensor: Tensor) -> Tensor:
+        """The part of the HF tensor that goes into the parameter."""
+        return hf_tensor if self.index is None else hf_tensor[self.index]
+
+
+class Load:
+    """The state of one load: which HF tensors go where, and which have arrived."""
+
+    def __init__(self, bound: BoundModel, dtype: Dtypes) -> None:
+        self.bound = bound
+        self.dtype = dtype
+        self.uses: dict[str, list[_Use]] = {}
+        self.seen: dict[str, None] = {}
+        self.first: dict[str, str] = {}
+        """The first name under which each HF tensor arrived, by its main name."""
+        self._cuts: dict[object, EncodedSlice] = {}
+        self.cast: dict[str, str] = {}
+        self.ignored: list[str] = []
+        self.initialised: list[str] = []
+        self.missing: tuple[str, ...] = ()
+        self.unexpected: tuple[str, ...] = ()
+        self.num_bytes = 0
+        for mcore in bound.tensors:
+            self._use(mcore)
+
+    def _use(self, mcore: str) -> None:
+        tensor = self.bound.tensors[mcore]
+        if tensor.is_meta:
+            raise CheckpointError(f"{mcore} is on the meta device and has no storage; build or move the model first")
+        binding = self.bound.mapping.bind(mcore)
+        trace = self.bound.trace(binding)
+        rank = self.bound.ranks[binding.axis]
+        mine = [copy for copy in trace.to_mcore if copy.shard == rank]
+        for part, (name, shape) in enumerate(zip(binding.hf, trace.part_shapes, strict=True)):
+            copies = tuple(copy for copy in mine if copy.part == part)
+            padding = trace.padding(rank) if part == 0 else ()
+            whole, index = unstacked(name)
+            self.uses.setdefault(whole, []).append(_Use(mcore, tensor, shape, copies, padding, index))
+
+    def check_names(self, names: Iterable[str], strict: bool) -> None:
+        """Check that this rank misses no tensor, and that some rank uses each tensor of the source."""
+        names = dict.fromkeys(names)
+        present = {mtp_layer_of(use.mcore) for name in names if name in self.uses for use in self.uses[name]}
+        absent = [name for name in self.uses if name not in names]
+        self.initialised = [name for name in absent if self._is_initialised(name, present)]
+        missing = [name for name in absent if name not in self.initialised]
+        others = self._not_elsewhere(name for name in names if name not in self.uses)
+        mapping, mtp = self.bound.mapping, self.bound.axes["mtp"]
+        self.ignored = [name for name in others if mapping.is_unused(name, num_mtp_layers=mtp)]
+        unexpected = [name for name in others if not mapping.is_unused(name, num_mtp_layers=mtp)]
+        self.missing, self.unexpected = tuple(missing), tuple(unexpected)
+        if strict and (missing or unexpected):
+            raise CheckpointError(
+                f"the source does not fit the model: {len(missing)} tensors missing {missing[:8]}, {len(unexpected)} "
+                f"unexpected {unexpected[:8]}. Use the checkpoint of this config, or strict=False to have them reported"
+            )
+
+    def _not_elsewhere(self, names: Iterable[str]) -> list[str]:
+        """The names that no other rank uses. If another rank uses the last expert of a layer, all are used."""
+        kinds: dict[str, list[str]] = {}
+        for name in names:
+            kinds.setdefault(kind_of(name), []).append(name)
+        last_of = (max(kind, key=lambda name: expert_of(name) or 0) for kind in kinds.values())
+        unclear = [kind for kind, last in zip(kinds.values(), last_of, strict=True) if not self._is_elsewhere(last)]
+        return [name for kind in unclear for name in kind if not self._is_elsewhere(name)]
+
+    def _is_elsewhere(self, name: str) -> bool:
+        return any(map(self.bound.is_elsewhere, self.bound.mapping.consumers(name)))
+
+    def _is_initialised(self, name: str, present: set[int | None]) -> bool:
+        """Whether a source may lack a tensor: one of a new head, or of an MTP layer that it lacks as a whole."""
+        layers = {mtp_layer_of(use.mcore) for use in self.uses[name]}
+        return self.bound.mapping.is_optional(name) or (None not in layers and layers.isdisjoint(present))
+
+    def check(self, name: str, tensor: Stored | Held) -> None:
+        """Compare kind, shape and dtype of an HF tensor with every parameter that it goes to."""
+        if isinstance(tensor, Encoded | Held):
+            self._check_encoded(name, tensor)
+            return
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+            kind = f"{tensor.layout} on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise CheckpointError(
+                f"{name} must be a dense torch.Tensor that holds its values, found {kind}: convert it"
+            )
+        for use in self._uses_of(name):
+            self._check_shape(name, tensor, use)
+            crossing = self._crossing(name, tensor.dtype, use)
+            if not is_exact(crossing, use.tensor.dtype):
+                held = dtype_name(use.tensor.dtype)
+                raise CheckpointError(
+                    f"{name} is {dtype_name(crossing)} and {use.mcore} {held}, which cannot hold all its values; pass "
+                    f"dtype=torch.{held} to cast, or build the model in another dtype"
+                )
+            if use.tensor.dtype != tensor.dtype:
+                self.cast.setdefault(name, f"{dtype_name(tensor.dtype)} -> {dtype_name(use.tensor.dtype)}")
+
+    def _check_encoded(self, name: str, tensor: Encoded | Held) -> None:
+        """Compare the shape of an encoded tensor with every parameter; it is decoded into the dtype of any of them."""
+        for use in self._uses_of(name):
+            self._check_shape(name, tensor, use)
+            self.cast.setdefault(name, f"{tensor.codec} -> {dtype_name(use.tensor.dtype)}")
+
+    def _check_shape(self, name: str, tensor: Stored | Held, use: _Use) -> None:
+        shape = use.shape if use.index is None else (self.bound.axes["experts"], *use.shape)
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"{name} has shape {tuple(tensor.shape)}, but {use.mcore} of shape {tuple(use.tensor.shape)} at "
+                f"tp={self.bound.axes['tp']} takes {shape}; is this the checkpoint of this config?"
+            )
+
+    def write(self, name: str, tensor: Stored) -> None:
+        """Copy this rank's slices of one HF tensor. If they have come under another name, compare them instead."""
+        original = self.bound.mapping.twins.get(name, name)
+        first = self.first.setdefault(original, name)
+        for slice_copy in self.slices(name, tensor):
+            if first == name:
+                slice_copy.run()
+            elif not slice_copy.is_in_place():
+                raise differing(self.bound.mapping, [(name, first) if name != original else (first, name)])
+
+    def slices(self, name: str, tensor: Stored, files: tuple[SafetensorsFile, ...] = ()) -> Iterator[AnyCopy]:
+        """Set padding to zero, and yield the copies of one HF tensor, which has been checked.
+
+        Args:
+            files: the files of the tensor, or of its parts.
+        """
+        if name in self.seen:
+            raise CheckpointError(f"{name} came twice; every HF tensor must come exactly once")
+        self.seen[name] = None
+        for use in self._uses_of(name):
+            for dim, start, size in use.padding:
+                use.tensor.narrow(dim, start, size).zero_()
+            for copy in use.copies:
+                target = copy.of_shard(use.tensor)
+                if isinstance(tensor, Encoded):
+                    encoded = self._cut(tensor, use, copy)
+                    self.num_bytes += encoded.nbytes
+                    yield EncodedCopy.of(encoded, target, files)
+                    continue
+                source = _slice(use, copy, tensor)
+                self.num_bytes += source.nbytes
+                yield SliceCopy(source, target, self._crossing(name, tensor.dtype, use))
+
+    def _cut(self, weight: Encoded, use: _Use, copy: Copy) -> EncodedSlice:
+        """The slice of an encoded weight that one copy uses. Equal copies of weights of one shape have equal slices."""
+        key = (copy, use.index, weight.shape, weight.order)
+        if key not in self._cuts:
+            self._cuts[key] = weight.cut(partial(_slice, use, copy))
+        return self._cuts[key].of(weight)
+
+    def _uses_of(self, name: str) -> list[_Use]:
+        """The uses of a tensor; if it repeats another one, the uses of that."""
+        return self.uses.get(self.bound.mapping.twins.get(name, name), [])
+
+    def _crossing(self, name: str, own: torch.dtype, use: _Use) -> torch.dtype:
+        """The dtype of a tensor on its way: its own if the parameter holds all its values, as for a router's bias."""
+        return own if is_exact(own, use.tensor.dtype) else wanted_dtype(name, own, self.dtype)
+
+    def report(self) -> LoadReport:
+        """The report of a finished load."""
+        read = tuple(name for name in self.uses if name in self.first or name in self.seen)
+        return LoadReport(
+            len(read),
+            self.num_bytes,
+            tuple(self.initialised),
+            tuple(self.ignored),
+            self.cast,
+            self.missing,
+            self.unexpected,
+        )
+
+
+def _slice(use: _Use, copy: Copy, tensor: Tensor) -> Tensor:
+    """The part of an HF tensor, or of its coordinates, that one copy uses."""
+    return copy.of_part(use.of(tensor))
