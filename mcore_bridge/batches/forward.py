@@ -15,7 +15,8 @@ from mcore_bridge.batches.collectives import broadcast_from_last, gather, reduce
 from mcore_bridge.batches.images import Images, SeenImages, placeholders, require_images
 from mcore_bridge.batches.logprobs import log_probs, require_temperature
 from mcore_bridge.batches.microbatches import agreed_micro_batches, balances_experts, micro_batches
-from mcore_bridge.batches.packing import PackedSequences, require_mask, unpack_sequences
+from mcore_bridge.batches.packing import PackedSequences, unpack_sequences
+from mcore_bridge.batches.refusals import require_batch, require_runnable, require_scalar
 from mcore_bridge.config.mesh.lost_ranks import naming_lost_ranks
 from mcore_bridge.errors import BatchError
 from mcore_bridge.weights.bound import Models, chunks_of, provenance_on
@@ -47,8 +48,6 @@ class TokenOutputs:
     values: Tensor | None = None
 
 
-ROWS_ONLY = ("all_gather", "a2a+p2p")
-"""Values of ``cp_comm_type`` for which TransformerEngine does not support packed sequences."""
 Loss = Callable[[TokenOutputs, slice], Tensor]
 """Computes the scalar loss of a microbatch, from its outputs and from the rows of the batch that it holds."""
 
@@ -107,13 +106,13 @@ def forward(
         (torch.Size([2, 4]), True)
     """
     chunks, chunk = [models] if isinstance(models, nn.Module) else [*models], chunks_of(models)[0]
-    _check(chunk, packed=packed, learns=loss is not None)
+    require_runnable(chunk, packed=packed, learns=loss is not None)
     provenance = provenance_on(models, hf, head)
 
     def checked() -> Callable[..., list[PackedSequences]]:
         mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask
         stand_ins = placeholders(provenance.whole.config) if images is not None and provenance.whole else ()
-        _check_batch(input_ids, mask, micro_batch_size, provenance.hf.vocab_size, stand_ins)
+        require_batch(input_ids, mask, micro_batch_size, provenance.hf.vocab_size, stand_ins)
         require_temperature(temperature)
         if images is not None:
             require_images(images, len(input_ids), getattr(chunk, "image_inputs", None))
@@ -126,98 +125,6 @@ def forward(
     rows = [slice(start, min(start + size, len(input_ids))) for start in range(0, len(input_ids), size)]
     seen = None if images is None or not any(images) else SeenImages(images, input_ids, attention_mask, rows)
     return _Run(chunk, provenance, batches, rows, temperature, loss, seen)(chunks)
-
-
-def _check_batch(
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    micro_batch_size: int | None,
-    vocab_size: int,
-    stand_ins: Sequence[int | None] = (),
-) -> None:
-    """Refuse shapes that do not fit, and tokens outside the vocabulary, but for ids that stand for images.
-
-    The padded embedding has rows for some of these tokens, so they would not fail but give wrong log-probs.
-    """
-    if input_ids.dim() != 2 or not input_ids.numel():
-        raise BatchError(f"input_ids must be [batch, seq] with at least one token, found {tuple(input_ids.shape)}")
-    if input_ids.dtype != torch.int64:
-        raise BatchError(f"input_ids must be int64, found {input_ids.dtype}: pass input_ids.long()")
-    if attention_mask.shape != input_ids.shape:
-        raise BatchError(
-            f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}, found "
-            f"{tuple(attention_mask.shape)}"
-        )
-    if micro_batch_size is not None and micro_batch_size < 1:
-        raise BatchError(f"micro_batch_size must be at least 1, found {micro_batch_size}; leave it out for the default")
-    require_mask(attention_mask)
-    is_text = attention_mask != 0
-    for token in stand_ins:
-        is_text = is_text if token is None else is_text & (input_ids != token)
-    low, high = input_ids.where(is_text, 0).aminmax()
-    if int(low) < 0 or int(high) >= vocab_size:
-        raise BatchError(
-            f"input_ids must be 0 to {vocab_size - 1} where attention_mask is 1, found {low} to {high}: use the "
-            "tokenizer of this model, and mask out other tokens"
-        )
-
-
-def _check(chunk: GPTModel, *, packed: bool, learns: bool) -> None:
-    """Refuse models for which the schedule would fail or give wrong results.
-
-    All pipeline stages must decide the same, so nothing here may depend on what only some stages have.
-    """
-    config = chunk.config
-    if packed and config.context_parallel_size > 1 and config.cp_comm_type in ROWS_ONLY:
-        raise BatchError(f"with cp_comm_type={config.cp_comm_type!r} sequences cannot be packed: pass packed=False")
-    if config.mtp_num_layers:
-        raise BatchError(
-            f"mtp_num_layers must be 0 or None for forward, found {config.mtp_num_layers}: megatron-core adds an MTP "
-            "loss, for which forward has no labels. Build without MTP layers, or call the model yourself with labels"
-        )
-    if learns and balances_experts(config) and config.moe_router_enable_expert_bias and not hasattr(chunk, "bridge"):
-        raise BatchError(
-            "megatron-core's own routers with an expert bias would count padding as tokens. Build the model with "
-            "build_model, or without moe_router_bias_update_rate and router losses"
-        )
-    if not chunk.parallel_output and config.tensor_model_parallel_size > 1:
-        raise BatchError(
-            "parallel_output must be True for forward, which reads each tensor-parallel rank's own logits, found "
-            "False: build the model with parallel_output=True"
-        )
-    if learns and config.calculate_per_token_loss:
-        raise BatchError(
-            "calculate_per_token_loss must be False for forward, which does not count tokens, found True: build the "
-            "model without it"
-        )
-
-
-def _scalar(loss: object, outputs: Tensor) -> Tensor:
-    """Checks that ``loss`` is a scalar through which gradients flow to ``outputs``, where these need any."""
-    wanted = "loss must return a scalar tensor that is computed from the outputs it is given"
-    if not isinstance(loss, Tensor):
-        raise BatchError(f"{wanted}, found {type(loss).__name__}: return the sum or mean, and nothing else")
-    if loss.numel() != 1 or not loss.is_floating_point():
-        raise BatchError(f"{wanted}, found {loss.dtype} of shape {tuple(loss.shape)}: return its sum or mean")
-    if outputs.requires_grad and not _depends(loss, outputs):
-        raise BatchError(
-            f"{wanted}, found a loss that sends no gradient to them. Do not use detach, item or no_grad in it. For "
-            "rows without anything to learn, return outputs.log_probs.sum() * 0"
-        )
-    return loss
-
-
-def _depends(loss: Tensor, outputs: Tensor) -> bool:
-    """Whether ``loss`` depends on ``outputs`` in the autograd graph."""
-    waiting, seen = [loss.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is outputs.grad_fn:
-            return True
-        if node is not None and node not in seen:
-            seen.add(node)
-            waiting.extend(following for following, _ in node.next_functions)
-    return False
 
 
 class _Run:
@@ -294,7 +201,7 @@ class _Run:
         if self._problem is None:
             try:
                 loss = self._loss(self._outputs(stacked[:, : rows.stop - rows.start]), rows)
-                return _scalar(loss, stacked)
+                return require_scalar(loss, stacked)
             except Exception as problem:
                 self._problem = problem
         return stacked.sum() * 0.0

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 import mcore_bridge as mb
-from mcore_bridge.batches import forward, microbatches, packing
+from mcore_bridge.batches import microbatches, packing, refusals
 from mcore_bridge.batches.microbatches import balances_experts, tokens_in_fp8
 from mcore_bridge.errors import BatchError, ConfigError
 from tests import zoo
@@ -511,11 +511,11 @@ def test_routers_of_megatron_core_that_learn_are_refused():
     rate = {"moe_router_bias_update_rate": 1e-3}
     config = mb.to_transformer_config(zoo.cases()["deepseek_v3"].hf, overrides=rate)
     chunk = SimpleNamespace(config=config, parallel_output=True)
-    forward._check(chunk, packed=False, learns=False)
+    refusals.require_runnable(chunk, packed=False, learns=False)
     with pytest.raises(BatchError, match="would count padding as tokens"):
-        forward._check(chunk, packed=False, learns=True)
+        refusals.require_runnable(chunk, packed=False, learns=True)
     chunk.bridge = None
-    forward._check(chunk, packed=False, learns=True)
+    refusals.require_runnable(chunk, packed=False, learns=True)
 
 
 def longest_of_different_rows(dispatcher):

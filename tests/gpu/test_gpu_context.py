@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import mcore_bridge as mb
-from mcore_bridge.batches.forward import ROWS_ONLY
+from mcore_bridge.batches.refusals import ROWS_ONLY
 from mcore_bridge.factory.modules.te_attention import CP_COMM_TYPES
 from tests.support import records
 from tests.support.gpu_models import LATENT, SIZES

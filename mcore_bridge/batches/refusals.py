@@ -1,0 +1,111 @@
+"""What ``forward`` refuses: batches, models and losses with which it would fail or give wrong results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.batches.microbatches import balances_experts
+from mcore_bridge.batches.packing import require_mask
+from mcore_bridge.errors import BatchError
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+ROWS_ONLY = ("all_gather", "a2a+p2p")
+"""Values of ``cp_comm_type`` for which TransformerEngine does not support packed sequences."""
+
+
+def require_batch(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    micro_batch_size: int | None,
+    vocab_size: int,
+    stand_ins: Sequence[int | None] = (),
+) -> None:
+    """Refuse shapes that do not fit, and tokens outside the vocabulary, but for ids that stand for images.
+
+    The padded embedding has rows for some of these tokens, so they would not fail but give wrong log-probs.
+    """
+    if input_ids.dim() != 2 or not input_ids.numel():
+        raise BatchError(f"input_ids must be [batch, seq] with at least one token, found {tuple(input_ids.shape)}")
+    if input_ids.dtype != torch.int64:
+        raise BatchError(f"input_ids must be int64, found {input_ids.dtype}: pass input_ids.long()")
+    if attention_mask.shape != input_ids.shape:
+        raise BatchError(
+            f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}, found "
+            f"{tuple(attention_mask.shape)}"
+        )
+    if micro_batch_size is not None and micro_batch_size < 1:
+        raise BatchError(f"micro_batch_size must be at least 1, found {micro_batch_size}; leave it out for the default")
+    require_mask(attention_mask)
+    is_text = attention_mask != 0
+    for token in stand_ins:
+        is_text = is_text if token is None else is_text & (input_ids != token)
+    low, high = input_ids.where(is_text, 0).aminmax()
+    if int(low) < 0 or int(high) >= vocab_size:
+        raise BatchError(
+            f"input_ids must be 0 to {vocab_size - 1} where attention_mask is 1, found {low} to {high}: use the "
+            "tokenizer of this model, and mask out other tokens"
+        )
+
+
+def require_runnable(chunk: GPTModel, *, packed: bool, learns: bool) -> None:
+    """Refuse models for which the schedule would fail or give wrong results.
+
+    All pipeline stages must decide the same, so nothing here may depend on what only some stages have.
+    """
+    config = chunk.config
+    if packed and config.context_parallel_size > 1 and config.cp_comm_type in ROWS_ONLY:
+        raise BatchError(f"with cp_comm_type={config.cp_comm_type!r} sequences cannot be packed: pass packed=False")
+    if config.mtp_num_layers:
+        raise BatchError(
+            f"mtp_num_layers must be 0 or None for forward, found {config.mtp_num_layers}: megatron-core adds an MTP "
+            "loss, for which forward has no labels. Build without MTP layers, or call the model yourself with labels"
+        )
+    if learns and balances_experts(config) and config.moe_router_enable_expert_bias and not hasattr(chunk, "bridge"):
+        raise BatchError(
+            "megatron-core's own routers with an expert bias would count padding as tokens. Build the model with "
+            "build_model, or without moe_router_bias_update_rate and router losses"
+        )
+    if not chunk.parallel_output and config.tensor_model_parallel_size > 1:
+        raise BatchError(
+            "parallel_output must be True for forward, which reads each tensor-parallel rank's own logits, found "
+            "False: build the model with parallel_output=True"
+        )
+    if learns and config.calculate_per_token_loss:
+        raise BatchError(
+            "calculate_per_token_loss must be False for forward, which does not count tokens, found True: build the "
+            "model without it"
+        )
+
+
+def require_scalar(loss: object, outputs: Tensor) -> Tensor:
+    """Checks that ``loss`` is a scalar through which gradients flow to ``outputs``, where these need any."""
+    wanted = "loss must return a scalar tensor that is computed from the outputs it is given"
+    if not isinstance(loss, Tensor):
+        raise BatchError(f"{wanted}, found {type(loss).__name__}: return the sum or mean, and nothing else")
+    if loss.numel() != 1 or not loss.is_floating_point():
+        raise BatchError(f"{wanted}, found {loss.dtype} of shape {tuple(loss.shape)}: return its sum or mean")
+    if outputs.requires_grad and not _depends(loss, outputs):
+        raise BatchError(
+            f"{wanted}, found a loss that sends no gradient to them. Do not use detach, item or no_grad in it. For "
+            "rows without anything to learn, return outputs.log_probs.sum() * 0"
+        )
+    return loss
+
+
+def _depends(loss: Tensor, outputs: Tensor) -> bool:
+    """Whether ``loss`` depends on ``outputs`` in the autograd graph."""
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is outputs.grad_fn:
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting.extend(following for following, _ in node.next_functions)
+    return False
