@@ -233,7 +233,7 @@ def _require_fitting(
         (any(a is not b for a, b in zip(chunks, given, strict=True)), "models must not be wrapped yet: add first"),
         (any(hasattr(chunk, "bridge_adapters") for chunk in chunks), "models have adapters: one set is supported"),
         (config.mtp_num_layers, "models must have no MTP layers, whose adapters no engine reads: build without them"),
-        (bool(chunks[0].bridge.tower), 'models must be of text: build with vision="carried"'),
+        (chunks[0].bridge.vision == "train", 'all but adapters is frozen: build with vision="frozen" or "carried"'),
         (
             config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate,
             "moe_router_bias_update_rate must be 0: each step would change the base",
@@ -254,8 +254,11 @@ def _require_held(bound: BoundModel, targets: Sequence[str], names: Collection[s
 
 def _require_known(places: Sequence[Place]) -> None:
     """Raises unless each linear layer is one of those whose communication an adapter repeats."""
+    from mcore_bridge.factory.modules.norms import without_norm
+
     known = _known()
-    if wrong := {pattern_of(name): type(linear).__name__ for name, linear, _ in places if type(linear) not in known}:
+    unknown = [place for place in places if without_norm(type(place[1])) not in known]
+    if wrong := {pattern_of(name): type(linear).__name__ for name, linear, _ in unknown}:
         raise ConfigError(
             f"adapters need linear layers of {sorted(kind.__name__ for kind in known)}, found {wrong}: leave out "
             "targets whose layers do more than a product"

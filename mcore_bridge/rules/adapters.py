@@ -37,6 +37,9 @@ LINEAR = frozenset(
     }
 )
 """The modules of megatron-core whose weight is ``[out, in]`` and multiplies the hidden state of a decoder layer."""
+_OTHERS = ("mtp.", "vision.")
+"""How the names of weights begin that are outside the decoder: those of MTP layers and of a tower."""
+_OF_KERNELS = (".mixer.out_proj.weight", ".mamba.out_proj.weight")
 FACTORS = {"linear_in": "lora_A", "linear_out": "lora_B"}
 """The modules of an adapter in mcore, as Megatron-Bridge calls them, and what ``peft`` calls their weights."""
 
@@ -94,8 +97,8 @@ def adapter_rules(rules: Rules, targets: Sequence[str], kind: Sharing = "own") -
     Raises:
         ConfigError: it names all targets that match nothing, and all that cannot be adapted.
     """
-    weights = [rule for rule in rules if not rule.copy and not rule.mcore.startswith("mtp.")]
-    problems = [*_unmatched(weights, targets)]
+    weights = [rule for rule in rules if not rule.copy and not rule.mcore.startswith(_OTHERS)]
+    problems = [*_unmatched(weights, rules, targets)]
     chosen = []
     for rule in weights:
         whole = _is_named(rule.mcore, targets)
@@ -176,6 +179,8 @@ def _obstacle(rule: Rule) -> str:
     module = _module(rule.mcore)
     if ".indexer." in rule.mcore:
         return "the indexer of sparse attention chooses keys, and gets no gradient from the log-probs"
+    if rule.hf[0].endswith(_OF_KERNELS):
+        return "transformers' kernels for Mamba-2 read its weight alone, so peft refuses it"
     if module.rpartition(".")[2] not in LINEAR:
         return f"{module} is no linear layer inside a decoder layer"
     if isinstance(rule.layout, Chain) and rule.layout.steps[0] == TRANSPOSED:
@@ -183,11 +188,15 @@ def _obstacle(rule: Rule) -> str:
     return ""
 
 
-def _unmatched(weights: Collection[Rule], targets: Sequence[str]) -> Iterator[str]:
+def _unmatched(weights: Collection[Rule], rules: Rules, targets: Sequence[str]) -> Iterator[str]:
     names = [name for rule in weights for name in (rule.mcore, *rule.hf)]
     modules = sorted({word for name in names if (word := _module(name).rpartition(".")[2])})
     for target in targets:
-        if not any(_is_named(name, [target]) for name in names):
+        if any(_is_named(name, [target]) for name in names):
+            continue
+        if any(_is_named(name, [target]) for rule in rules for name in (rule.mcore, *rule.hf)):
+            yield f"{target!r} is a layer of MTP or of a model of images, which get no adapters"
+        else:
             yield f"{target!r} matches no module, the nearest are {get_close_matches(target, modules, n=3)}"
 
 

@@ -41,6 +41,8 @@ CASES = {
         ({"ep": 2}, {**SP, "overrides": PARTS}, {**SP, "etp": 2}, {"etp": 2}),
     ),
     "qwen3_moe, split": (DENSE, "split", ({"ep": 2}, {**SP, "etp": 2})),
+    "gemma2": (DENSE, "", ({**SP, "overrides": FULL}, {"pp": 2})),
+    "nemotron_h-no-experts": (("in_proj", *DENSE[:4], "up_proj", "down_proj"), "", (SP,)),
     "deepseek_v3-dense": (LATENT, "", ({"tp": 2},)),
     "deepseek_v3": ((*LATENT, *EXPERTS), "fused", ({**SP, "etp": 2},)),
     "deepseek_v32": ((*LATENT, *EXPERTS), "fused", ({**SP, "etp": 2}, {"pp": 2, "overrides": FULL})),
@@ -86,6 +88,10 @@ def test_a_step_is_that_of_peft(case, tmp_path):
     make = OWN.get(case, lambda: zoo.cases()[case].hf)
     tiny.random_checkpoint(make(), tmp_path)
     values, loss, grads = expected(make(), targets, dialect)
+    if case.startswith("nemotron_h"):  # its files have another name than its modules
+        values, grads = (
+            {name.replace("model.", "backbone.", 1): t for name, t in each.items()} for each in (values, grads)
+        )
     ranks = pool.run(2, steps, str(tmp_path), meshes, targets, dialect, values)
     for results in zip(*ranks, strict=True):
         tiny.assert_losses(results, loss)

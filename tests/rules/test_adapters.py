@@ -30,6 +30,10 @@ def adaptable(rules):
         with pytest.raises(ConfigError, match="holds its experts as"):
             adapter_rules(rules, ["experts.*.linear_fc1"])
         present -= {"linear_fc1", "linear_fc2"}
+    if any(rule.hf[0].endswith((".mixer.out_proj.weight", ".mamba.out_proj.weight")) for rule in rules):
+        with pytest.raises(ConfigError, match="peft refuses it"):
+            adapter_rules(rules, ["out_proj"])
+        present -= {"out_proj"}
     made = adapter_rules(rules, sorted(present & LINEAR))
     of = {rule.mcore: rule for rule in rules if not rule.copy}
     for first, second in zip(made[::2], made[1::2], strict=True):

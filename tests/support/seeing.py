@@ -220,8 +220,8 @@ def loss(log_probs: Tensor, rows: Any) -> Tensor:
 
 def built(folder: Path, dims: mb.ParallelDims, **options: Any) -> list[Any]:
     """This rank's chunks with a tower that is trained, in fp32 on CPU unless asked for otherwise."""
-    options = {"dtype": torch.float32, "device": "cpu", **options}
-    return mb.build_model(folder, dims=dims, vision="train", **options)
+    options = {"dtype": torch.float32, "device": "cpu", "vision": "train", **options}
+    return mb.build_model(folder, dims=dims, **options)
 
 
 def step(

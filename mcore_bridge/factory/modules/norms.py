@@ -117,18 +117,25 @@ def post_normed(module: type, norm: type) -> type:
     return type(f"PostNormed{module.__name__}", (PostNorm, module), {"norm": norm, "__doc__": PostNorm.__doc__})
 
 
+def without_norm(module: type) -> type:
+    """The inverse of ``post_normed``; a class that has no norm of its output stays."""
+    return module.__bases__[1] if issubclass(module, PostNorm) else module
+
+
 class PostNorm(nn.Module):
-    """A module with a norm of its output, after the reduction over TP and after the bias."""
+    """A module with a norm of its output, after the reduction over TP, after an adapter and after the bias."""
 
     norm: ClassVar[type]
 
     def __init__(self, *sizes: int, config: TransformerConfig, **arguments: Any) -> None:
         super().__init__(*sizes, config=config, **arguments)
         self.post_layernorm = self.norm(config, config.hidden_size, eps=config.layernorm_epsilon)
+        self.register_forward_hook(_norm_output)  # an adapter's hook comes before it
 
-    def forward(self, *inputs: Any, **options: Any) -> tuple[Tensor, None]:
-        output, bias = super().forward(*inputs, **options)
-        return self.post_layernorm(output if bias is None else output + bias), None
+
+def _norm_output(module: Any, inputs: object, outputs: tuple[Tensor, Tensor | None]) -> tuple[Tensor, None]:
+    output, bias = outputs
+    return module.post_layernorm(output if bias is None else output + bias), None
 
 
 class AllHeadsNorm(Norm):
