@@ -96,6 +96,7 @@ def open_peft(
     own_names = {naming.to_hf(name): name for name in file.entries}
     modules = dict.fromkeys(base_name(name) for name in own_names if name.endswith(_FACTORS))
     problems = [*refused_in(fields)]
+    problems += [f"{own} is there under another name too" for own in file.entries if own not in own_names.values()]
     problems += [f"{name} is no factor of a linear layer" for name in own_names if not name.endswith(_FACTORS)]
     problems += [f"the config has no target for {module}" for module in modules if not config.has(module)]
     problems += [] if modules else [f"{file.path.name} has no adapter"]

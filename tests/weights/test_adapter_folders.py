@@ -210,7 +210,7 @@ REFUSED = {
     "modules_to_save": ["lm_head"],
     "fan_in_fan_out": True,
     "init_lora_weights": "pissa_niter_4",
-    "layers_to_transform": [0],
+    "layers_to_transform": 0,
     "field_of_tomorrow": 1,
 }
 """What a config may have beside an adapter that fits."""
@@ -254,6 +254,10 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path):
     attempt(tmp_path, tensors, "targets without tensors, such as .*v_proj", target_modules=["q_proj", "v_proj"])
     attempt(tmp_path, tensors, "the config has no target for model.layers.0", target_modules="k_proj")
     attempt(tmp_path, tensors, "r cannot be 0; rank_pattern cannot be", r=0, rank_pattern={"(": 1})
+    for wrong in (float("inf"), float("nan"), 10**400):
+        attempt(tmp_path, tensors, "lora_alpha cannot be", lora_alpha=wrong)
+    twice = {**tensors, name.removeprefix("base_model.model."): tensors[name]}
+    attempt(tmp_path, twice, "layers.1.self_attn.q_proj.lora_A.weight is there under another name too")
     attempt(tmp_path, {}, "has no adapter")
     attempt(tmp_path / "more", tensors, "has rank 2, the config says 3", r=3)
     two = folder_of(random_state(experts.HF), ["q_proj", "v_proj"], tmp_path, 2)

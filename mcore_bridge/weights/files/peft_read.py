@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -112,7 +113,10 @@ def refused_in(fields: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(init, str) and init.lower().startswith(_CHANGES_BASE):
         yield f"init_lora_weights={init!r} has changed the base: convert the adapter as peft's documentation says"
     for name, value in fields.items():
-        if name in _READ | _WITHOUT_EFFECT | {"peft_type", "init_lora_weights"} or not value or value == "none":
+        is_layer = name == "layers_to_transform" and value == 0 and value is not False
+        if name in _READ | _WITHOUT_EFFECT | {"peft_type", "init_lora_weights"}:
+            continue
+        if not is_layer and (not value or value == "none"):
             continue
         yield f"{name}={shown(value)}: {_REFUSED.get(name, 'this field is not known here')}"
 
@@ -122,7 +126,8 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= sys.float_info.max  # neither infinite, nor NaN, nor too large an integer
 
 
 def _is_list(value: Any) -> bool:
