@@ -25,7 +25,7 @@ from mcore_bridge.errors import ConfigError, shown
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from mcore_bridge.rules.mapping import Dialect, Rule
+    from mcore_bridge.rules.mapping import Dialect, Prefixes, Rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,10 @@ class Architecture:
             config, the layers of a stage, the backend) and returns ``TransformerBlockSubmodules``; it may call
             ``block_spec`` itself. None: ``block_spec``.
         model: a subclass of ``GPTModel``. None: ``GPTModel`` itself.
+        renamed_in_memory: parts of HF names in files, each with what transformers 5 has in its place, where ``peft``
+            finds it. They are those of linear layers, and of experts in one tensor.
+        swapped_in_peft: whether ``peft`` takes the inputs of stacked experts for their outputs. That is so where
+            transformers holds them as [in, out] and does not mark them so (``is_transposed``).
 
     Example:
         >>> from mcore_bridge.models.qwen3 import ARCHITECTURE
@@ -69,6 +73,8 @@ class Architecture:
     megatron_core: Release | None = None
     layer_spec: Callable[..., Any] | None = None
     model: type | None = None
+    renamed_in_memory: "Prefixes" = ()
+    swapped_in_peft: bool = False
 
 
 @dataclass(frozen=True)

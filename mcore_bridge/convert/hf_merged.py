@@ -30,6 +30,7 @@ from mcore_bridge.weights.files.decoded import Folder, opened_folder
 from mcore_bridge.weights.files.file_shards import runs_within
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.merging import with_product
+from mcore_bridge.weights.orientation import out_major
 from mcore_bridge.weights.peft_folder import PeftFolder, open_peft
 from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.provenance import Provenance
@@ -47,12 +48,14 @@ class ToMerged(ToPlain):
         provenance: of the base.
         axes: sizes of the model, without parallelism.
         places: the parameter of each matrix that an adapter changes, and which of its parts the matrix is.
+        turned: the tensors that the files hold in the other orientation than the rules.
     """
 
     adapter: Path
     provenance: Provenance
     axes: Axes
     places: Mapping[Matrix, tuple[ParamEntry, int]]
+    turned: frozenset[str]
 
     @classmethod
     def of(cls, source: Path, adapter: Path, staging: Path, *, file_bytes: int) -> ToMerged:
@@ -82,6 +85,7 @@ class ToMerged(ToPlain):
             provenance=model.provenance,
             axes=axes_of_config(config, vocab=vocab, padded_vocab=vocab),
             places={},
+            turned=out_major(checkpoint, model.mapping),
         )
         return replace(made, places=_places(made, model, checkpoint))
 
@@ -121,6 +125,8 @@ class ToMerged(ToPlain):
             place = self.places.get((spec.name, index))
             matrix = tensor if index is None else tensor[index]
             left, right = self._factors(*place) if place else (None, None)
+            if spec.name in self.turned and left is not None and right is not None:
+                left, right = right.mT, left.mT
             rows = max(PIECE_ELEMENTS // matrix.shape[1], 1)
             for start in range(0, len(matrix), rows):
                 held = self._read(spec.name, matrix[start : start + rows])
@@ -129,15 +135,18 @@ class ToMerged(ToPlain):
                 yield held.flatten()
 
     def _factors(self, entry: ParamEntry, part: int) -> tuple[Tensor, Tensor]:
-        """In fp64 what is multiplied for one part of a parameter: ``[rows of the part, parts * rank]``, and all A."""
+        """In fp64 what is multiplied for one part of a parameter: ``[rows of the part, parts * rank]``, and the rest.
+
+        They are B and all A, or of a part that is ``[in, out]`` the transpose of A, and that of B.
+        """
         left, right = self._whole_factors(entry)
         copies = [copy for copy in entry.trace.to_hf if copy.part == part]
-        if copies[0].dim == 1:
-            return left, right
-        rows = left.new_empty((entry.trace.part_shapes[part][0], left.shape[1]))
-        for copy in copies:
-            copy.of_part(rows).copy_(copy.of_shard(left))
-        return rows, right
+        is_turned, rows = copies[0].view is not None, left
+        if copies[0].dim == 0:
+            rows = left.new_empty((entry.trace.part_shapes[part][copies[0].part_dim], left.shape[1]))
+            for copy in copies:
+                replace(copy, view=None).of_part(rows).copy_(copy.of_shard(left))
+        return (right.mT, rows.mT) if is_turned else (rows, right)
 
     def _whole_factors(self, entry: ParamEntry) -> tuple[Tensor, Tensor]:
         """B with a column for each row of A, in the order of the parameter's rows, and all A, in fp64."""

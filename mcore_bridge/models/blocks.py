@@ -48,6 +48,8 @@ W123        = (*table(("mlp.router.weight",                 "block_sparse_moe.ga
                *experts("mlp.experts.*", "block_sparse_moe.experts.*", table(
                     ("linear_fc1.weight",                   "{w1,w3}.weight",                  GATED_UP),
                     ("linear_fc2.weight",                   "w2.weight",                       ROW))))
+W123_STACKS = ((".block_sparse_moe.experts.gate_up_proj", ".mlp.experts.gate_up_proj"),
+               (".block_sparse_moe.experts.down_proj",    ".mlp.experts.down_proj"))
 W123_BIAS   = table(("mlp.router.expert_bias", "block_sparse_moe.e_score_correction_bias",     REPLICATED))
 FUSED_GQA   = table(("self_attention.linear_qkv.weight",    "self_attn.qkv_proj.weight",       FUSED_QKV),
                     ("self_attention.linear_proj.weight",   "self_attn.o_proj.weight",         ROW))

@@ -28,4 +28,8 @@ ARCHITECTURE = Architecture(
     model_type="granitemoe",
     fields=(*FIELDS, *NO_SHARED),
     rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, O_BIAS, MOE),
+    renamed_in_memory=(
+        (".block_sparse_moe.input_linear", ".block_sparse_moe.experts.gate_up_proj"),
+        (".block_sparse_moe.output_linear", ".block_sparse_moe.experts.down_proj"),
+    ),
 )

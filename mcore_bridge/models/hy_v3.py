@@ -24,4 +24,5 @@ ARCHITECTURE = Architecture(
     rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, O_BIAS, QK_NORM, SWIGLU, ROUTER, EXPERTS, SHARED),
     # The MTP layer of the published model. HYV3PreTrainedModel ignores it in files, and has no such layer.
     ignored=("model.layers.80.*",),
+    renamed_in_memory=((".shared_mlp.", ".shared_experts."),),
 )

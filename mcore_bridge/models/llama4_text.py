@@ -17,5 +17,6 @@ ARCHITECTURE = Architecture(
     model_type="llama4_text",
     fields=(*but(DECODER, *INTERLEAVED, ROPE, *ON_INPUT), *BIAS_ATTENTION, *WINDOW_NONE, *CHUNKED),
     dialect="fused",
+    swapped_in_peft=True,
     rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, O_BIAS, MLP),
 )

@@ -41,4 +41,5 @@ ARCHITECTURE = Architecture(
     rules=lambda hf: (*AROUND, *norms(hf), *under("decoder.layers.*", "backbone.layers.*", MIXERS)),
     # Layers for multi-token prediction, which NemotronHPreTrainedModel of transformers does not build either.
     ignored=("*.rotary_emb.inv_freq", "mtp.*"),
+    renamed_in_memory=(("backbone.", "model."),),
 )

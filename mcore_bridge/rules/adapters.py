@@ -1,7 +1,8 @@
 """Rules of low-rank adapters, made from those of the weights that they adapt.
 
 A layout moves whole slices along one dim of ``[out, in]``. So it commutes with the product ``B A``: what moves rows
-moves those of B alone, and what moves columns moves those of A. A rule of a linear layer thus gives two more, in the
+moves those of B alone, and what moves columns moves those of A. Factors of a weight that HF holds as ``[in, out]`` are
+those of its transpose. A rule of a linear layer thus gives two more, in the
 names of ``peft``: each HF projection has its own ``lora_A`` and ``lora_B``. A projection may have none although a layer
 of mcore joins it with others that do; its rows of B are then zero and stay so. If a layer of mcore *shares* one A among
 its projections, ``peft`` has that A under the name of each.
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.rules.layout import REPLICATED, TRANSPOSED, Chain, Concat, Fill, Leading
+from mcore_bridge.rules.layout import REPLICATED, TRANSPOSED, Chain, Concat, Fill, Layout, Leading
 from mcore_bridge.rules.mapping import Rule, Rules, WeightMapping
 from mcore_bridge.rules.trace import Trace, moved_dim
 
@@ -148,14 +149,22 @@ def rows_of_parts(traced: Trace, shard: int) -> Tensor:
 def _adapted(rule: Rule, named: tuple[int, ...], kind: Sharing) -> Iterator[Rule]:
     """The rules of A and B for the parts of ``rule`` that are named."""
     having_own = named[:1] if kind == "shared" else named
-    first, second = Concat(0, (1,) * len(having_own)) >> REPLICATED, rule.layout
-    if moved_dim(rule.layout) == 1:
-        first, second = rule.layout, REPLICATED
+    layout = _upright(rule.layout)
+    first, second = Concat(0, (1,) * len(having_own)) >> REPLICATED, layout
+    if moved_dim(layout) == 1:
+        first, second = layout, REPLICATED
     elif len(named) < len(rule.hf):
-        second = Fill(_ratio(rule), named) >> rule.layout
+        second = Fill(_ratio(rule), named) >> layout
     for (end, hf), moves, parts in zip(FACTORS.items(), (first, second), (having_own, named), strict=True):
         names = tuple(_adapter_name(rule.hf[part], hf) for part in parts)
         yield replace(rule, mcore=factor_name(_module(rule.mcore), end), hf=names, layout=moves)
+
+
+def _upright(layout: Layout) -> Layout:
+    """A layout of ``[out, in]``: that of a weight which HF holds as ``[in, out]`` turns it first."""
+    if isinstance(layout, Chain) and layout.steps[0] == TRANSPOSED:
+        return Chain(layout.steps[1:])
+    return layout
 
 
 def _ratio(rule: Rule) -> tuple[tuple[int | str, ...], ...]:
@@ -183,8 +192,6 @@ def _obstacle(rule: Rule) -> str:
         return "transformers' kernels for Mamba-2 read its weight alone, so peft refuses it"
     if module.rpartition(".")[2] not in LINEAR:
         return f"{module} is no linear layer inside a decoder layer"
-    if isinstance(rule.layout, Chain) and rule.layout.steps[0] == TRANSPOSED:
-        return "this family holds its experts as [in, out], whose adapters are not supported"
     return ""
 
 

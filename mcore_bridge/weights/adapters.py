@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.adapters import Adapters, base_name
-from mcore_bridge.rules.mapping import pattern_of, respelled_name
+from mcore_bridge.rules.mapping import pattern_of
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.agreement import agree_on_plan, open_export
 from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, provenance_on
@@ -30,7 +30,6 @@ from mcore_bridge.weights.files.peft_config import (
     PeftNames,
     portable_config,
     shortest_ends,
-    unstacked_experts,
 )
 from mcore_bridge.weights.files.staging import SLOT_BYTES
 from mcore_bridge.weights.load import load_bound
@@ -100,8 +99,7 @@ def iter_peft_adapters(models: Models, *, device: torch.device | str | None = No
         ConfigError, ExportError: as ``iter_hf_adapters``.
     """
     stacked = {base_name(hf) for rule in adapters_of(models).mapping.rules for hf in rule.hf if hf.endswith("[*]")}
-    ends = {module.rpartition(".")[2] for module in stacked}
-    naming = PeftNames(tuple(name for name in STACKS if name in ends))
+    naming = replace(_naming(stacked, provenance_on(models)), memory=(), renamed=())
     yield from _in_peft(iter_hf_adapters(models, device=device), naming)
 
 
@@ -146,7 +144,7 @@ def save_hf_adapters(
                 models, None, "lm", bucket_bytes=bucket_bytes, adapters=made, problem=problem_of(dtype)
             )
             own = tuple(_with_further(export.program.plan.tensors(), made))
-            naming = _naming(own, provenance)
+            naming = _naming([base_name(spec.name) for spec in own if len(spec.shape) == 3], provenance)
             specs = tuple(_as_peft(spec, naming, dtype) for spec in own)
             shard = FileShard(WEIGHTS, 0, specs)
             writers = open_files([shard] if world.rank == 0 else [], update.new, stack)
@@ -239,19 +237,21 @@ def _has_same_bits(tensor: Tensor, other: Tensor | None) -> bool:
     return torch.equal(tensor.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
-def _naming(specs: Sequence[TensorSpec], provenance: Provenance) -> PeftNames:
-    stacked = {base_name(spec.name).rpartition(".")[2] for spec in specs if len(spec.shape) == 3}
-    return PeftNames(tuple(name for name in STACKS if name in stacked), memory_prefixes(provenance))
+def _naming(stacked: Iterable[str], provenance: Provenance) -> PeftNames:
+    """The names in a folder, given the HF names of parameters with all experts of a layer."""
+    naming = PeftNames(STACKS, memory_prefixes(provenance), provenance.renamed_in_memory, provenance.swapped_in_peft)
+    ends = {naming.in_memory(module).rpartition(".")[2] for module in stacked}
+    return replace(naming, stacks=tuple(name for name in STACKS if name in ends))
 
 
 def _in_peft(pairs: Iterator[tuple[str, Tensor]], naming: PeftNames) -> Iterator[tuple[str, Tensor]]:
     with closing(pairs):  # type: ignore[type-var]  # a generator, as it promises
         for name, tensor in pairs:
-            yield naming.to_peft(name), unstacked_experts(name, tensor)
+            yield naming.to_peft(name), naming.unstacked(name, tensor)
 
 
 def _as_peft(spec: TensorSpec, naming: PeftNames, dtype: Dtypes) -> ManifestEntry:
-    shape = unstacked_experts(spec.name, torch.empty(spec.shape, device="meta")).shape
+    shape = naming.unstacked(spec.name, torch.empty(spec.shape, device="meta")).shape
     return ManifestEntry(naming.to_peft(spec.name), tuple(shape), wanted_dtype(spec.name, spec.dtype, dtype))
 
 
@@ -259,11 +259,12 @@ def _config(made: Adapters, provenance: Provenance, names: Sequence[str], naming
     """The config for adapters with these names. Modules are named by their last words where these are enough."""
     adapted = dict.fromkeys(map(base_name, names))
     modules = [module for module in adapted if not naming.is_stack(module)]
-    parameters = {".".join(module.split(".")[-3:]) for module in adapted if naming.is_stack(module)}
+    parameters = {".".join(naming.in_memory(module).split(".")[-3:]) for module in adapted if naming.is_stack(module)}
     patterns = set(map(pattern_of, adapted))
     others = {hf.removesuffix(".weight") for rule in provenance.mapping(tied=False).rules for hf in rule.hf} - patterns
-    ends = None if provenance.whole else shortest_ends(map(pattern_of, modules), others)  # a tower has such names, too
-    modules = [respelled_name(module, naming.memory) for module in modules]
+    modules = [naming.in_memory(module) for module in modules]
+    ends = shortest_ends(map(pattern_of, modules), map(naming.in_memory, others))
+    ends = None if provenance.whole else ends  # a tower has such names, too
     base = provenance.folder or getattr(provenance.hf, "_name_or_path", None)
     arguments: dict[str, Any] = {"rank": made.rank, "alpha": made.alpha, "base": base, "head": provenance.head}
     return portable_config(modules if ends is None else ends, parameters, **arguments)

@@ -21,7 +21,7 @@ from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.adapters import adapter_rules, base_name
 from mcore_bridge.rules.mapping import Dialect, Prefixes, WeightMapping, pattern_of, respelled_name
 from mcore_bridge.rules.names import layer_of
-from mcore_bridge.weights.files.peft_config import CONFIG, WEIGHTS, PeftNames, stacked_experts
+from mcore_bridge.weights.files.peft_config import CONFIG, WEIGHTS, PeftNames
 from mcore_bridge.weights.files.peft_read import PeftConfig, refused_in, unreadable_in
 from mcore_bridge.weights.files.safetensors import SafetensorsFile
 from mcore_bridge.weights.provenance import TOWER, Provenance
@@ -92,7 +92,7 @@ def open_peft(
     if problems := [*unreadable_in(fields)]:
         raise _refused(path, problems)
     config = PeftConfig.of(fields)
-    naming = PeftNames(config.stacks)
+    naming = PeftNames(config.stacks, swapped=provenance.swapped_in_peft)
     own_names = {naming.to_hf(name): name for name in file.entries}
     modules = dict.fromkeys(base_name(name) for name in own_names if name.endswith(_FACTORS))
     problems = [*refused_in(fields)]
@@ -102,8 +102,8 @@ def open_peft(
     problems += [] if modules else [f"{file.path.name} has no adapter"]
     dialect = _dialect(modules, naming)
     mapping = provenance.mapping(tied=False, mtp=True, dialect=dialect)
-    spelled = _spelled(modules, naming, provenance, mapping)
-    problems += _foreign(spelled.values(), naming, mapping, num_layers)
+    spelled = _spelled(modules, provenance, mapping)
+    problems += _foreign(spelled.values(), mapping, num_layers)
     tensors = {}
     for name, own in own_names.items():
         if name.endswith(_FACTORS):
@@ -152,26 +152,27 @@ def _dialect(modules: Iterable[str], naming: PeftNames) -> Dialect | None:
     return "split" if any(".experts.*." in pattern_of(module) for module in modules) else None
 
 
-def _weight(module: str, naming: PeftNames) -> str:
-    return module if naming.is_stack(module) else f"{module}.weight"
+def _weight(module: str, mapping: WeightMapping) -> str:
+    """The name of the weight of a module, or of the parameter itself that stacks experts."""
+    return module if mapping.consumers(module) else f"{module}.weight"
 
 
-def _spelled(
-    modules: Iterable[str], naming: PeftNames, provenance: Provenance, mapping: WeightMapping
-) -> dict[str, str]:
+def _spelled(modules: Iterable[str], provenance: Provenance, mapping: WeightMapping) -> dict[str, str]:
     """Each module, with the name that the model's folder has for it; its own, if that has none.
 
     transformers names the modules of a composite in memory, where ``peft`` finds them, by another prefix than files do.
+    It renames those of some families, too.
     """
     modules = [*modules]
-    if not provenance.spelling:
-        return dict(zip(modules, modules, strict=True))
-    plain = [[_unspelled(module, spelling) for module in modules] for spelling in (provenance.spelling, *SPELLINGS)]
-    candidates = [[respelled_name(name, provenance.spelling) for name in names] for names in plain]
 
     def is_known(name: str) -> bool:
-        return bool(mapping.consumers(_weight(name, naming)))
+        return bool(mapping.consumers(_weight(name, mapping)))
 
+    if not provenance.spelling:
+        in_files = {module: _in_files(module, provenance.renamed_in_memory) for module in modules}
+        return {module: module if is_known(module) else other for module, other in in_files.items()}
+    plain = [[_unspelled(module, spelling) for module in modules] for spelling in (provenance.spelling, *SPELLINGS)]
+    candidates = [[respelled_name(name, provenance.spelling) for name in names] for names in plain]
     best = max(candidates, key=lambda names: sum(map(is_known, names)))
     return {old: new if is_known(new) else old for old, new in zip(modules, best, strict=True)}
 
@@ -187,15 +188,21 @@ def memory_prefixes(provenance: Provenance) -> Prefixes:
     return ((respelled_name(_TEXT, provenance.spelling), respelled_name(_TEXT, in_memory)),)
 
 
+def _in_files(module: str, renamed: Prefixes) -> str:
+    for old, new in renamed:
+        module = module.replace(new, old)
+    return module
+
+
 def _unspelled(name: str, spelling: Prefixes) -> str:
     return respelled_name(name, tuple((new, old) for old, new in spelling))
 
 
-def _foreign(modules: Iterable[str], naming: PeftNames, mapping: WeightMapping, num_layers: int) -> Iterator[str]:
+def _foreign(modules: Iterable[str], mapping: WeightMapping, num_layers: int) -> Iterator[str]:
     """Yield what is wrong with modules that have no adapters here."""
     known = []
     for module in modules:
-        weight = _weight(module, naming)
+        weight = _weight(module, mapping)
         users = mapping.consumers(weight)
         layers = {layer for name in users if (layer := layer_of(name)) is not None}
         if mapping.is_carried(weight) or any(name.startswith(TOWER) for name in users):
@@ -218,7 +225,7 @@ def _whole(file: SafetensorsFile, own: str, name: str, naming: PeftNames, num_ex
     try:
         if tensor.dim() != 2:
             raise ValueError("expected two dims")
-        return stacked_experts(name, tensor, num_experts) if naming.is_stack(base_name(name)) else tensor
+        return naming.stacked(name, tensor, num_experts) if naming.is_stack(base_name(name)) else tensor
     except (ValueError, RuntimeError) as error:  # einops raises EinopsError, a RuntimeError
         experts = f" of {num_experts} experts" if naming.is_stack(base_name(name)) else ""
         raise CheckpointError(f"{own} of shape {tuple(tensor.shape)} is no factor{experts}: {error}") from None

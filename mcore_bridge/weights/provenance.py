@@ -81,6 +81,16 @@ class Provenance:
     tower: tuple[TensorSpec, ...] = ()
     prefixes: Prefixes = ()
 
+    @property
+    def swapped_in_peft(self) -> bool:
+        """See ``Architecture``."""
+        return architecture_of(self.hf).swapped_in_peft
+
+    @property
+    def renamed_in_memory(self) -> Prefixes:
+        """See ``Architecture``."""
+        return architecture_of(self.hf).renamed_in_memory
+
     def seeing(self, vision: str, tower: tuple[TensorSpec, ...]) -> Provenance:
         """A copy that has this tower, whose tensors it names as its folder does."""
         if not tower:

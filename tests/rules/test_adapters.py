@@ -4,16 +4,21 @@ import re
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from mcore_bridge import mapping, to_transformer_config
+from mcore_bridge.architecture import architecture_of
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.rules.adapters import LINEAR, adapter_rules, base_name, rows_of_parts
-from mcore_bridge.rules.layout import TRANSPOSED
-from mcore_bridge.rules.mapping import axes_of, fused
+from mcore_bridge.rules.layout import TRANSPOSED, Chain
+from mcore_bridge.rules.mapping import axes_of, fused, pattern_of
 from mcore_bridge.rules.trace import trace
 from mcore_bridge.weights.bound import axes_of_config
+from mcore_bridge.weights.files.peft_config import STACKS, PeftNames
+from mcore_bridge.weights.orientation import Turned, out_major
 from tests import zoo
 from tests.support.strategies import random_state
+from tests.support.twins import TWINS
 
 RANK = 3
 
@@ -26,10 +31,6 @@ def projection(name):
 def adaptable(rules):
     """The weights among ``rules`` that have adapters, each with the two rules of its own: of all parts, and of some."""
     present = {rule.mcore.split(".")[-2] for rule in rules if rule.mcore.endswith(".weight") and "." in rule.mcore}
-    if any(TRANSPOSED in getattr(rule.layout, "steps", ()) for rule in rules):
-        with pytest.raises(ConfigError, match="holds its experts as"):
-            adapter_rules(rules, ["experts.*.linear_fc1"])
-        present -= {"linear_fc1", "linear_fc2"}
     if any(rule.hf[0].endswith((".mixer.out_proj.weight", ".mamba.out_proj.weight")) for rule in rules):
         with pytest.raises(ConfigError, match="peft refuses it"):
             adapter_rules(rules, ["out_proj"])
@@ -60,17 +61,21 @@ def parts_of(rule, state):
 def test_the_layout_of_a_product_is_that_of_its_factors(name):
     hf = zoo.cases()[name].hf
     state, rules, seen = random_state(hf), mapping(hf).rules, 0
+    state = Turned(state, out_major(state, mapping(hf)))
     sizes = axes_of_config(to_transformer_config(hf), vocab=hf.vocab_size, padded_vocab=hf.vocab_size)
     for tp in (1, 2):
         for rule, first, second in adaptable(rules):
             parts, axes = parts_of(rule, state), axes_of(rule, {**sizes, "tp": tp, "etp": tp})
             if not parts:
                 continue
+            turn = isinstance(rule.layout, Chain) and rule.layout.steps[0] == TRANSPOSED
+            shapes = [part.mT.shape if turn else part.shape for part in parts]
             named = [part for part, name in enumerate(rule.hf) if projection(name) in map(projection, first.hf)]
-            a = tuple(torch.randn(RANK, parts[part].shape[1], dtype=torch.float64) for part in named)
-            b = tuple(torch.randn(parts[part].shape[0], RANK, dtype=torch.float64) for part in named)
+            a = tuple(torch.randn(RANK, shapes[part][1], dtype=torch.float64) for part in named)
+            b = tuple(torch.randn(shapes[part][0], RANK, dtype=torch.float64) for part in named)
             changed = dict(zip(named, (y @ x for x, y in zip(a, b, strict=True)), strict=True))
-            deltas = tuple(changed.get(i, torch.zeros(part.shape).double()) for i, part in enumerate(parts))
+            deltas = [changed.get(i, torch.zeros(shape).double()) for i, shape in enumerate(shapes)]
+            deltas = tuple(delta.mT if turn else delta for delta in deltas)
             (whole,), (ins,), (outs,) = rule.layout(deltas, axes), first.layout(a, axes), second.layout(b, axes)
             traced = trace(second.layout, outs.shape[1:], axes)
             for shard in range(tp):
@@ -79,6 +84,23 @@ def test_the_layout_of_a_product_is_that_of_its_factors(name):
                 torch.testing.assert_close(torch.einsum("or,ori->oi", outs[shard], own), whole[shard])
             seen += 1
     assert seen >= 4  # at both sizes, attention at least
+
+
+@pytest.mark.skipif(not zoo.NEWEST, reason="transformers 4 has other names in memory")
+@pytest.mark.parametrize("name", sorted({case.model_type: name for name, case in zoo.cases().items()}.values()))
+def test_peft_finds_what_has_adapters(name):
+    hf = zoo.cases()[name].hf
+    if hf.model_type in TWINS:
+        pytest.skip("transformers has no such family")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf)
+    found = {*map(pattern_of, dict(model.named_modules())), *map(pattern_of, dict(model.named_parameters()))}
+    naming = PeftNames(STACKS, renamed=architecture_of(hf).renamed_in_memory)
+    rules, state = mapping(hf).rules, random_state(hf)
+    present = {rule for rule, *_ in adaptable(rules) if parts_of(rule, state)}
+    names = {naming.in_memory(projection(name)) for rule in fused(tuple(present)) for name in rule.hf}
+    assert names
+    assert names <= found, names - found
 
 
 def test_names_are_those_of_peft_in_either_dialect():

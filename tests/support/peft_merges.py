@@ -17,7 +17,7 @@ def merged(hf, targets, dtype, folder=None, *, factors=None):
         r=RANK,
         lora_alpha=ALPHA,
         target_modules=[target for target in targets if target not in EXPERTS],
-        target_parameters=[f"mlp.{target}" for target in targets if target in EXPERTS] or None,
+        target_parameters=[target for target in targets if target in EXPERTS] or None,
     )
     model = peft.get_peft_model(tiny.random_model(hf), config)
     generator = torch.Generator().manual_seed(5)
@@ -27,7 +27,7 @@ def merged(hf, targets, dtype, folder=None, *, factors=None):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(factors or dtype if ".lora_" in name else dtype)
-    factors = dict(named(model.state_dict(), getattr(hf, "num_experts", 0), "fused"))
+    factors = dict(named(model.state_dict(), hf, "fused"))
     if folder is not None:
         model.save_pretrained(folder)
     wide = model.double().merge_and_unload().state_dict()

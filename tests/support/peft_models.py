@@ -1,6 +1,7 @@
 """Models with adapters by ``peft``, under our names: what a step with ours is held against."""
 
 import copy
+import re
 import zlib
 
 import peft
@@ -21,11 +22,29 @@ def batch():
     return tiny.tokens(8, vocab_size=64)
 
 
-def named(parameters, num_experts, dialect):
+SWAPPED = ("llama4_text",)
+"""Families of which ``peft`` takes the inputs of experts for their outputs, so that its A is our B turned."""
+
+
+IN_FILES = {
+    "granitemoe": (("experts.gate_up_proj", "input_linear"), ("experts.down_proj", "output_linear")),
+    "mixtral": (("mlp.experts", "block_sparse_moe.experts"),),
+}
+"""Parts of the names in transformers' memory, with what files have in their place."""
+
+
+def count_of(hf):
+    """The number of routed experts."""
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    return next((count for name in names if (count := getattr(hf, name, None))), 0)
+
+
+def named(parameters, hf, dialect):
     """The factors of ``peft`` in our names, as views; for experts that it holds as one, of each expert and projection.
 
     ``peft`` holds gate and up of "split" as one with twice the rank, where only two blocks of B are not zero.
     """
+    num_experts = count_of(hf)
     for name, tensor in parameters.items():
         if ".lora_" not in name:
             continue
@@ -36,6 +55,12 @@ def named(parameters, num_experts, dialect):
         kind = "gate_up_proj" if ".base_layer." in name else "down_proj"
         name = name.replace(".experts.base_layer.", ".experts.").replace(".experts.", f".experts.{kind}.")
         for number, entry in enumerate(_of_experts(name, tensor, num_experts)):
+            for old, new in IN_FILES.get(hf.model_type, ()):
+                name = name.replace(old, new)
+            if hf.model_type in SWAPPED:
+                end = "B" if "lora_A" in name else "A"
+                yield f"{re.sub('lora_.', f'lora_{end}', name)}[{number}]", entry.mT
+                continue
             if dialect == "fused":
                 yield f"{name}[{number}]", entry
                 continue
@@ -61,21 +86,20 @@ def expected(hf, targets, dialect):
         r=RANK,
         lora_alpha=ALPHA,
         target_modules=[target for target in targets if target not in EXPERTS],
-        target_parameters=[f"mlp.{target}" for target in targets if target in EXPERTS] or None,
+        target_parameters=[target for target in targets if target in EXPERTS] or None,
     )
     if dialect == "fused":
         model.config.model_type = ""  # in models that it knows, peft takes a shared gate_proj for that of all experts
     model = peft.get_peft_model(model, config).eval()
-    count = getattr(hf, "num_experts", None) or getattr(hf, "n_routed_experts", 0)
     generator, parameters = torch.Generator().manual_seed(5), {n: p.detach() for n, p in model.named_parameters()}
-    values = dict(named(parameters, count, dialect))
+    values = dict(named(parameters, hf, dialect))
     for name, parameter in parameters.items():
         if ".lora_" in name:
             parameter.zero_()
     for value in values.values():
         value.copy_(torch.randn(value.shape, generator=generator) * 0.1)
     _, loss, grads = tiny.reference(model, batch())
-    return values, loss, dict(named(grads, count, dialect))
+    return values, loss, dict(named(grads, hf, dialect))
 
 
 @torch.no_grad()

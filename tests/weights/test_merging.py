@@ -29,10 +29,12 @@ SP = {"tp": 2, "sp": True}
 CASES = {
     "llama": (lambda: tiny.config("llama"), ("q_proj", *DENSE[2:]), ({"tp": 2}, SP, {"pp": 2}, {})),
     "qwen3_moe": (lambda: experts.HF, (*DENSE[:4], *EXPERTS), ({"ep": 2}, {**SP, "etp": 2}, {"pp": 2})),
+    "gpt_oss": (lambda: zoo.cases()["gpt_oss"].hf, EXPERTS, ({"ep": 2},)),
+    "llama4": (lambda: zoo.cases()["llama4"].hf, EXPERTS, ({**SP, "etp": 2},)),
 }
 
-FACTORS = {"llama": FP32, "qwen3_moe": None}
-"""The dtype of adapters; None is that of the weights."""
+FACTORS = {"llama": FP32}
+"""The dtype of adapters, if it is not that of the weights."""
 
 
 def digests(pairs):
@@ -48,7 +50,7 @@ def exports(folder, case, factors, dtype):
             chunks = mb.build_model(folder, dims=dims, dtype=dtype, device="cpu")
             plain = mb.manifest(chunks, digests=True)
             assert [mb.manifest(chunks, digests=True, merged=merged) for merged in (True, False)] == [plain, plain]
-            options = {"targets": targets, "dialect": "fused", "dtype": FACTORS[case]}
+            options = {"targets": targets, "dialect": "fused", "dtype": FACTORS.get(case)}
             fill(chunks, add_adapters(chunks, rank=RANK, alpha=ALPHA, **options), factors)
             before = {name: tensor.clone() for name, tensor in held_tensors(chunks).items()}
             kinds = {}
@@ -80,14 +82,16 @@ def exports(folder, case, factors, dtype):
     return found
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("case", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [("llama", BF16), ("llama", FP32), ("qwen3_moe", BF16), ("qwen3_moe", FP32), ("gpt_oss", BF16), ("llama4", BF16)],
+)
 def test_the_bits_are_those_of_peft_in_fp64_on_each_mesh(case, dtype, tmp_path):
-    if case == "qwen3_moe" and not zoo.NEWEST:
+    if case != "llama" and not zoo.NEWEST:
         pytest.skip("transformers 4 has a module for each expert, to which peft gives other names")
     make, targets, _ = CASES[case]
     tiny.random_checkpoint(make(), tmp_path, dtype=dtype)
-    factors, base, merged = merged_by_peft(make(), targets, dtype, factors=FACTORS[case])
+    factors, base, merged = merged_by_peft(make(), targets, dtype, factors=FACTORS.get(case))
     ranks = pool.run(2, exports, str(tmp_path), case, factors, dtype)
     changed = {name for name, tensor in merged.items() if not torch.equal(tensor, base[name])}
     assert all(any(target in name for name in changed) for target in targets)

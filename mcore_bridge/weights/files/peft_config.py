@@ -20,12 +20,15 @@ from mcore_bridge.rules.mapping import Prefixes, respelled_name
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """What all names of tensors in a PEFT folder begin with."""
-STACKS = ("gate_up_proj", "down_proj")
+STACKS = ("gate_up_proj", "up_proj", "down_proj")
 """The parameters of a module that has all experts of a layer, in its order. ``peft`` wraps the first one first."""
 # fmt: off
 STACKED = {"lora_A": Rearrange("(experts r) i", "experts r i"),  # from PEFT's tensor to one that stacks experts
            "lora_B": Rearrange("o (r experts)", "experts o r")}
+SWAPPED = {"lora_A": Rearrange("i (r experts)", "experts r i"),  # where PEFT's A has the outputs, and its B the inputs
+           "lora_B": Rearrange("(experts r) o", "experts o r")}
 # fmt: on
+_OTHER = {"lora_A": "lora_B", "lora_B": "lora_A"}
 _WRAPPED = re.compile(r"(?P<module>.*\.experts)(?P<depth>(?:\.base_layer)*)\.(?P<factor>lora_[AB])\.weight")
 
 
@@ -36,10 +39,14 @@ class PeftNames:
     Args:
         stacks: those of ``STACKS`` that have adapters.
         memory: prefixes of HF names, each with what transformers has in its place in memory, where ``peft`` looks.
+        renamed: parts of HF names, each with what transformers has in its place: ``Architecture.renamed_in_memory``.
+        swapped: of ``stacks``, whether PEFT's A has the outputs and its B the inputs: ``Architecture.swapped_in_peft``.
     """
 
     stacks: tuple[str, ...] = ()
     memory: Prefixes = ()
+    renamed: Prefixes = ()
+    swapped: bool = False
 
     def to_peft(self, name: str) -> str:
         """The name in a PEFT folder.
@@ -48,42 +55,52 @@ class PeftNames:
         'base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight'
         """
         base, factor = _split(name)
-        if self.is_stack(base):
+        base, is_stack = self.in_memory(base), self.is_stack(base)
+        if is_stack:
             module, _, last = base.rpartition(".")
             base = module + ".base_layer" * (len(self.stacks) - 1 - self.stacks.index(last))
-        return f"{PREFIX}{respelled_name(base, self.memory)}.{factor}.weight"
+            factor = _OTHER[factor] if self.swapped else factor
+        return f"{PREFIX}{base}.{factor}.weight"
 
     def to_hf(self, name: str) -> str:
-        """The inverse of ``to_peft`` but for ``memory``; of a name of another kind, what is left without ``PREFIX``."""
+        """The inverse of ``to_peft``, with names as in memory. Of a name of another kind, what follows ``PREFIX``."""
         plain = name.removeprefix(PREFIX)
         match = _WRAPPED.fullmatch(plain)
         number = len(self.stacks) - 1 - match["depth"].count(".") if match else -1
         if match is None or number < 0:
             return plain
-        return f"{match['module']}.{self.stacks[number]}.{match['factor']}.weight"
+        factor = _OTHER[match["factor"]] if self.swapped else match["factor"]
+        return f"{match['module']}.{self.stacks[number]}.{factor}.weight"
 
     def is_stack(self, module: str) -> bool:
         """Whether an HF name is that of a parameter with all experts of a layer."""
-        inside, _, last = module.rpartition(".")
+        inside, _, last = self.in_memory(module).rpartition(".")
         return inside.endswith(".experts") and last in self.stacks
 
+    def in_memory(self, module: str) -> str:
+        """The name of a module, or of a parameter that stacks experts, in transformers' memory."""
+        for old, new in self.renamed:
+            module = module.replace(old, new)
+        return respelled_name(module, self.memory)
 
-def unstacked_experts(name: str, tensor: Tensor) -> Tensor:
-    """A tensor of an adapter as it is in a PEFT folder: of ``[experts, rank, in]`` a view ``[experts * rank, in]``."""
-    if tensor.dim() != 3:
-        return tensor
-    (flat,) = (~STACKED[_split(name)[1]])((tensor,), {"experts": len(tensor)})
-    return flat
+    def unstacked(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor of an adapter, by its HF name, as it is in a PEFT folder: ``[experts, rank, in]`` becomes flat."""
+        if tensor.dim() != 3:
+            return tensor
+        (flat,) = (~self._layout(name))((tensor,), {"experts": len(tensor)})
+        return flat
 
+    def stacked(self, name: str, tensor: Tensor, num_experts: int) -> Tensor:
+        """The inverse of ``unstacked``, of a factor of experts in one tensor.
 
-def stacked_experts(name: str, tensor: Tensor, num_experts: int) -> Tensor:
-    """The inverse of ``unstacked_experts``.
+        Raises:
+            ValueError: the tensor cannot have so many experts.
+        """
+        (stack,) = self._layout(name)((tensor,), {"experts": num_experts})
+        return stack
 
-    Raises:
-        ValueError: the tensor cannot have so many experts.
-    """
-    (stack,) = STACKED[_split(name)[1]]((tensor,), {"experts": num_experts})
-    return stack
+    def _layout(self, name: str) -> Rearrange:
+        return (SWAPPED if self.swapped else STACKED)[_split(name)[1]]
 
 
 def _split(name: str) -> tuple[str, str]:
