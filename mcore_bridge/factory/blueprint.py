@@ -22,6 +22,7 @@ from mcore_bridge.config.mesh.pipeline import Stage
 from mcore_bridge.config.unread import require_no_unread, unread_fields, without_unread
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory import layer_specs
+from mcore_bridge.factory.hybrid import check_model, require_hybrid
 from mcore_bridge.factory.modules.backend import Backend, choose_backend, kernels_of
 from mcore_bridge.factory.modules.heads import check_head
 from mcore_bridge.factory.mtp import mtp_block_spec
@@ -44,6 +45,7 @@ class Blueprint:
     ``unread`` are fields of the HF config that change nothing (``config.unread``).
     ``origin`` is a copy of the caller's HF config, without overrides. ``overrides`` are those of the caller.
     ``initial`` are the values of ``config`` when it was made, by which later changes are detected.
+    ``model`` is "gpt" or "hybrid", for the two model classes of megatron-core.
     """
 
     origin: PretrainedConfig
@@ -58,6 +60,7 @@ class Blueprint:
     overrides: Overrides
     initial: Mapping[str, object]
     unread: tuple[str, ...]
+    model: str = "gpt"
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -83,10 +86,10 @@ class Blueprint:
         """The virtual stage as mcore wants it: None if each rank has only one."""
         return stage.vp_stage if self.dims.vp > 1 else None
 
-    def block_spec(self, stage: Stage) -> TransformerBlockSubmodules:
-        """The layer specs of a stage, and its final norm."""
+    def block_spec(self, layers: range) -> TransformerBlockSubmodules:
+        """The specs of some layers, numbered (from 0) in the whole model, and the final norm."""
         layer_spec = self.architecture.layer_spec or layer_specs.block_spec
-        spec: TransformerBlockSubmodules = layer_spec(self.config, stage.layers, backend=self.backend)
+        spec: TransformerBlockSubmodules = layer_spec(self.config, layers, backend=self.backend)
         return spec
 
     def mtp_block_spec(self, stage: Stage) -> Any:
@@ -95,9 +98,7 @@ class Blueprint:
         wanted = stage.num_mtp_layers if explicit else (self.config.mtp_num_layers or 0) * stage.loss
         if wanted == 0:
             return None
-        layer_spec = self.architecture.layer_spec or layer_specs.block_spec
-        last = range(self.config.num_layers - 1, self.config.num_layers)
-        inner = layer_spec(self.config, last, backend=self.backend).layer_specs[0]
+        inner = self.block_spec(range(self.config.num_layers - 1, self.config.num_layers)).layer_specs[0]
         return mtp_block_spec(inner, wanted, backend=self.backend)
 
     def __str__(self) -> str:
@@ -117,6 +118,7 @@ def make_blueprint(
     overrides: Overrides | None = None,
     strict_config: bool = False,
     vision: str = "carried",
+    model: str = "gpt",
 ) -> Blueprint:
     """Decides and checks everything about a model. Arguments and errors: see ``build_model``.
 
@@ -124,6 +126,7 @@ def make_blueprint(
     it has a tower, that is the one of this ``vision`` and ``dtype``, and none is built to learn its tensors.
     """
     check_head(head)
+    check_model(model)
     _require_types(dims, overrides)
     provenance = hf if isinstance(hf, Provenance) else provenance_of(hf, head=head)
     origin = provenance.hf
@@ -156,6 +159,9 @@ def make_blueprint(
     gpt_arguments = transformer.to_gpt_arguments(hf, table, dims=dims, overrides=chosen_fields)
     if head != "lm":
         gpt_arguments["share_embeddings_and_output_weights"] = False
+    if model == "hybrid":
+        positions = gpt_arguments["position_embedding_type"]
+        require_hybrid(architecture, config, positions=positions, vision=vision)
     return Blueprint(
         origin=origin,
         provenance=provenance,
@@ -169,6 +175,7 @@ def make_blueprint(
         overrides=dict(overrides or {}),
         initial=dict(vars(config)),
         unread=tuple(name for own, table in read_by for name in unread_fields(own, table)),
+        model=model,
     )
 
 
@@ -314,7 +321,7 @@ def to_layer_spec(
     blueprint = make_blueprint(hf, dims=dims or ParallelDims(), dtype=dtype, backend=backend, overrides=overrides)
     for stage in blueprint.stages:
         if (stage.pp_rank, stage.vp_stage) == (pp_rank, vp_stage or 0):
-            return blueprint.block_spec(stage)
+            return blueprint.block_spec(stage.layers)
     raise MeshError(
         f"pp_rank and vp_stage must name one of the {len(blueprint.stages)} stages of {dims}, found pp_rank={pp_rank}, "
         f"vp_stage={vp_stage}"

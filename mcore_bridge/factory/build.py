@@ -55,6 +55,7 @@ def build_model(
     seed: int = 0,
     strict_config: bool = False,
     vision: str = "carried",
+    model: str = "gpt",
 ) -> list[GPTModel]:
     """Build this rank's part of an HF model: bare ``GPTModel``s of megatron-core, one per virtual pipeline stage.
 
@@ -82,6 +83,8 @@ def build_model(
             saves and checkpoints have its tensors. "frozen": the same, with ``requires_grad=False``; to train one
             part of it, such as its connection to the text, add ``freeze=["!vision.visual.merger.*"]``. "train" and
             "frozen" need transformers 5.17. Sound is always carried.
+        model: the class of the chunks. "gpt": megatron-core's ``GPTModel``. "hybrid": its ``HybridModel``, whose layers
+            are halves of ours (megatron-core 0.19, and families whose layers of one kind are alike).
 
     Returns:
         The chunks by virtual stage. ``chunk.bridge`` holds the provenance: HF config, folder and head.
@@ -106,6 +109,7 @@ def build_model(
         overrides=overrides,
         strict_config=strict_config,
         vision=vision,
+        model=model,
     )
     chunks = build(blueprint, _source(hf, load_weights, blueprint.device), freeze=freeze, seed=seed)
     for index, chunk in enumerate(chunks):

@@ -12,6 +12,7 @@ from torch import nn
 
 from mcore_bridge.batches.padded_rows import take_padded_rows
 from mcore_bridge.errors import MeshError
+from mcore_bridge.factory.hybrid_chunk import build_hybrid
 from mcore_bridge.factory.modules.heads import bias_output_layer, hide_padding, initialise_head, replace_output_layer
 from mcore_bridge.factory.mtp import initialise_mtp
 from mcore_bridge.factory.tower import build_tower
@@ -19,6 +20,7 @@ from mcore_bridge.weights.transfer.copier import compiling
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
     from mcore_bridge.config.mesh.pipeline import Stage
     from mcore_bridge.factory.blueprint import Blueprint
@@ -50,32 +52,22 @@ def building(blueprint: Blueprint, *, seed: int, initialise: bool) -> Iterator[N
 
 
 def build_chunk(blueprint: Blueprint, stage: Stage, *, seed: int) -> GPTModel:
-    """Builds the chunk of a stage; call it inside ``building``. Only this function constructs a ``GPTModel``.
+    """Builds the chunk of a stage; call it inside ``building``. Nothing else constructs a ``GPTModel``.
 
     For tied embeddings, the constructor of mcore runs a collective between the first and the last stage. It is needed
     only for random initial values, and impossible without storage, so otherwise the group is hidden from it.
     """
-    from megatron.core.models.gpt import GPTModel
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     groups = ProcessGroupCollection.use_mpu_process_groups()
     without_tie = copy.copy(groups)
     without_tie.embd = None
-    model_class: Any = blueprint.architecture.model or GPTModel
-    model = model_class(
-        config=blueprint.config,
-        transformer_layer_spec=blueprint.block_spec(stage),
-        mtp_block_spec=blueprint.mtp_block_spec(stage),
-        pre_process=stage.embedding,
-        post_process=stage.loss,
-        vp_stage=blueprint.vp_stage(stage),
-        pg_collection=groups if blueprint.config.perform_initialization else without_tie,
-        **blueprint.gpt_arguments,
-    )
+    construct = build_hybrid if blueprint.model == "hybrid" else _build_gpt
+    model = construct(blueprint, stage, groups if blueprint.config.perform_initialization else without_tie)
     if blueprint.device.type == "cuda":  # mcore makes routers and their biases on CPU
         model.to(blueprint.device)
     model.pg_collection.embd = model.embd_group = groups.embd
-    built = [layer.layer_number - 1 for layer in model.decoder.layers]
+    built = [*dict.fromkeys(layer.layer_number - 1 for layer in model.decoder.layers)]  # once for both of its halves
     if built != list(stage.layers):
         raise MeshError(
             f"megatron-core must build the layers {list(stage.layers)} for {stage}, found {built}: please report this "
@@ -83,6 +75,22 @@ def build_chunk(blueprint: Blueprint, stage: Stage, *, seed: int) -> GPTModel:
         )
     _finish(model, blueprint, seed=seed)
     return model
+
+
+def _build_gpt(blueprint: Blueprint, stage: Stage, groups: ProcessGroupCollection) -> Any:
+    from megatron.core.models.gpt import GPTModel
+
+    model_class: Any = blueprint.architecture.model or GPTModel
+    return model_class(
+        config=blueprint.config,
+        transformer_layer_spec=blueprint.block_spec(stage.layers),
+        mtp_block_spec=blueprint.mtp_block_spec(stage),
+        pre_process=stage.embedding,
+        post_process=stage.loss,
+        vp_stage=blueprint.vp_stage(stage),
+        pg_collection=groups,
+        **blueprint.gpt_arguments,
+    )
 
 
 def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:

@@ -54,6 +54,7 @@ def reconcile(
         head=head,
         overrides={**blueprint.overrides, **changes},
         vision=vision,
+        model=blueprint.model,
     )
     held = vars(blueprint.config)
     held.update(vars(settled.config))

@@ -180,7 +180,7 @@ class _Layers:
         return Chunk(tuple(held), stage)
 
     def _kinds(self, stage: Stage) -> list[object]:
-        specs = self._blueprint.block_spec(stage).layer_specs
+        specs = self._blueprint.block_spec(stage.layers).layer_specs
         return [(repr(spec), self._sizes[layer]) for spec, layer in zip(specs, stage.layers, strict=True)]
 
 

@@ -31,6 +31,16 @@ def adapt_halves(layer: Any, config: TransformerConfig, number: int, backend: Ba
 
         layer.self_attention = mamba_spec(backend)
     if FIRST.isdisjoint(kinds[number]):
-        layer.self_attention, layer.self_attn_bda, layer.input_layernorm = IdentityOp, IdentityFuncOp, IdentityOp
+        remove_first(layer)
     if SECOND.isdisjoint(kinds[number]):
-        layer.mlp, layer.mlp_bda, layer.pre_mlp_layernorm = IdentityOp, IdentityFuncOp, IdentityOp
+        remove_second(layer)
+
+
+def remove_first(layer: Any) -> None:
+    """Removes attention, or what stands in its place, from the submodules of a layer, with its norm."""
+    layer.self_attention, layer.self_attn_bda, layer.input_layernorm = IdentityOp, IdentityFuncOp, IdentityOp
+
+
+def remove_second(layer: Any) -> None:
+    """Removes the MLP, or the experts, from the submodules of a layer, with its norm."""
+    layer.mlp, layer.mlp_bda, layer.pre_mlp_layernorm = IdentityOp, IdentityFuncOp, IdentityOp

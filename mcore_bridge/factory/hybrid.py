@@ -1,0 +1,113 @@
+"""Which models can be a ``HybridModel`` of megatron-core in place of a ``GPTModel``, and of which layers.
+
+In a ``HybridModel`` each half of a layer is a layer of its own: attention or a mixer, or an MLP or experts. Each has a
+letter, and all layers of a letter are built from one spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mcore_bridge.config.megatron_release import Release
+from mcore_bridge.config.tables.derived_hybrid import FIRST, SECOND
+from mcore_bridge.config.tables.derived_sparse import shares_selection
+from mcore_bridge.config.tables.moe import layers_of
+from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.modules.backend import is_unrotated
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+    from mcore_bridge.architecture import Architecture
+
+MODELS = ("gpt", "hybrid")
+RELEASE = Release("0.19", "earlier releases have no HybridModel")
+
+
+def check_model(model: str) -> None:
+    """Raises ``ConfigError`` unless ``model`` is a known one, and the installed megatron-core has it."""
+    if model not in MODELS:
+        raise ConfigError(f"model must be one of {', '.join(MODELS)}, found {model!r}: pass one of them")
+    if model == "hybrid":
+        RELEASE.require('model="hybrid"')
+
+
+def require_hybrid(architecture: Architecture, config: TransformerConfig, *, positions: object, vision: str) -> None:
+    """Raises ``ConfigError`` with all the reasons for which a model cannot be a ``HybridModel``.
+
+    Args:
+        architecture: that of the model.
+        config: its config.
+        positions: the ``position_embedding_type`` of a ``GPTModel``.
+        vision: as for ``build_model``.
+    """
+    if reasons := list(_obstacles(architecture, config, positions, vision)):
+        raise ConfigError(
+            f'{architecture.model_type} cannot be built with model="hybrid": {"; ".join(reasons)}. Use model="gpt", '
+            "which builds it."
+        )
+
+
+def _obstacles(architecture: Architecture, config: TransformerConfig, positions: object, vision: str) -> Iterator[str]:
+    if architecture.model or architecture.layer_spec:
+        yield "its architecture has a model or a layer spec of its own, which is made for GPTModel"
+    if getattr(config, "parallel_norms", None):
+        yield "its MLP reads what its attention reads, and halves of a layer read each other's sum"
+    if positions not in ("rope", "none"):
+        yield f"HybridModel has no positions of the type {positions!r}"
+    if vision != "carried":
+        yield "its models of images need the forward of GPTModel; vision='carried' needs none"
+    if config.mtp_num_layers:
+        yield "MTP layers of HybridModel have other names, which are not written; build without mtp_num_layers"
+    if getattr(config, "mla_down_proj_fusion", False):
+        yield "HybridModel exchanges modules for mla_down_proj_fusion; leave it out"
+    kinds = [kinds_of(config, number) for number in range(config.num_layers)]
+    if any(len(set(kind) - SECOND) > 1 for kind in kinds):
+        yield "its layers have a mixer beside their attention, and halves of a layer read each other's sum"
+    yield from _differences(config, kinds)
+
+
+def _differences(config: TransformerConfig, kinds: list[str]) -> Iterator[str]:
+    """Says in what the attention layers of one kind differ. All else is equal in every layer that has it."""
+    first: dict[str, dict[str, object]] = {}
+    differing = set()
+    for number, kind in enumerate(kinds):
+        for letter in set(kind) - SECOND:
+            own = _own_of_layer(config, number) if letter in "*+D" else {}
+            known = first.setdefault(letter, own)
+            differing |= {name for name, value in own.items() if value != known[name]}
+    if differing:
+        yield f"its attention layers differ in {', '.join(sorted(differing))}, and HybridModel builds them alike"
+
+
+def _own_of_layer(config: TransformerConfig, number: int) -> dict[str, object]:
+    """All that a config can say of the attention of layer ``number`` (from 0) alone, by what it is."""
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    chunks = getattr(config, "attention_chunks", None)
+    freq = getattr(config, "dsa_indexer_topk_freq", None)
+    return {
+        "windows": is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number + 1),
+        "ropes": is_unrotated(config, number),
+        "chunks": chunks[number] if chunks else 0,
+        "indexers": freq is not None
+        and shares_selection(number, freq=freq, offset=config.dsa_indexer_skip_topk_offset),
+    }
+
+
+def kinds_of(config: TransformerConfig, number: int) -> str:
+    """The letters of megatron-core for layer ``number`` (from 0), in the order of its halves."""
+    own = getattr(config, "layer_kinds", None)
+    if own is not None:
+        return "".join(sorted(own[number], key=lambda kind: kind not in FIRST))
+    from mcore_bridge.factory.modules.delta import is_linear
+
+    if is_linear(config, number):
+        first = "G"
+    elif config.multi_latent_attention:
+        first = "D" if config.experimental_attention_variant == "dsa" else "+"
+    else:
+        first = "*"
+    sparse = config.num_moe_experts and layers_of(vars(config))[number]
+    return first + ("E" if sparse else "-")

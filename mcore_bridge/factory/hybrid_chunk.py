@@ -1,0 +1,89 @@
+"""Builds a chunk that is a ``HybridModel`` of megatron-core: its layers are halves of ours, given as a string."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from mcore_bridge.config.tables.derived_hybrid import SECOND
+from mcore_bridge.factory.hybrid import kinds_of
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
+
+    from mcore_bridge.config.mesh.pipeline import Stage
+    from mcore_bridge.factory.blueprint import Blueprint
+
+_SLOTS = {
+    "M": "mamba_layer",
+    "G": "gdn_layer",
+    "*": "attention_layer",
+    "D": "dsa_layer",
+    "+": "mla_layer",
+    "-": "mlp_layer",
+    "E": "moe_layer",
+}
+"""megatron-core's letters of layers, each with the field of its spec."""
+_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+
+
+def pattern_of(blueprint: Blueprint) -> str:
+    """The string that says which layers a ``HybridModel`` has, such as ``"*-*-|*E*E"`` for two stages."""
+    kinds = ("".join(kinds_of(blueprint.config, number) for number in stage.layers) for stage in blueprint.stages)
+    return "|".join(kinds)
+
+
+def build_hybrid(blueprint: Blueprint, stage: Stage, groups: ProcessGroupCollection) -> Any:
+    """The ``HybridModel`` of a stage."""
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    known = inspect.signature(HybridModel.__init__).parameters  # it has no scaling of the rope, which we replace
+    with _cut_by_pattern(blueprint.config):
+        return HybridModel(
+            config=blueprint.config,
+            hybrid_stack_spec=_stack_spec(blueprint, stage),
+            hybrid_layer_pattern=pattern_of(blueprint),
+            pre_process=stage.embedding,
+            post_process=stage.loss,
+            vp_stage=blueprint.vp_stage(stage),
+            pg_collection=groups,
+            **{name: value for name, value in blueprint.gpt_arguments.items() if name in known},
+        )
+
+
+def _stack_spec(blueprint: Blueprint, stage: Stage) -> Any:
+    """The spec of a stack, with one spec for each kind of its layers: that of the first such layer of the stage."""
+    from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from mcore_bridge.factory.modules.halves import remove_first, remove_second
+    from mcore_bridge.factory.modules.hybrid_stack import HalvesStack, half_of
+
+    config = blueprint.config
+    numbers = tuple(number for number in range(config.num_layers) for _ in kinds_of(config, number))
+    own: dict[str, Any] = {}
+    for layer in stage.layers:
+        for kind in kinds_of(config, layer):
+            if _SLOTS[kind] in own:
+                continue
+            (spec,) = blueprint.block_spec(range(layer, layer + 1)).layer_specs
+            (remove_first if kind in SECOND else remove_second)(spec.submodules)
+            own[_SLOTS[kind]] = ModuleSpec(
+                half_of(spec.module), params={**spec.params, "numbers": numbers}, submodules=spec.submodules
+            )
+    norm = blueprint.block_spec(range(0)).layer_norm
+    return ModuleSpec(HalvesStack, params={"norm": norm}, submodules=HybridStackSubmodules(**own))
+
+
+@contextmanager
+def _cut_by_pattern(config: TransformerConfig) -> Iterator[None]:
+    """Hides the sizes of the first and the last stage, which ``HybridModel`` refuses beside ``|``."""
+    kept = {name: getattr(config, name) for name in _STAGES}
+    vars(config).update(dict.fromkeys(_STAGES))
+    try:
+        yield
+    finally:
+        vars(config).update(kept)

@@ -1,0 +1,84 @@
+"""The layers of megatron-core's ``HybridModel``, each one half of a layer of ours, with the numbers of the latter.
+
+megatron-core counts halves, and GPTModel, HF and our rules count layers. ``layer_number`` is that of a layer here. So
+both halves of a layer have its canonical names, and modules that differ between layers read their own number from the
+config. In checkpoints, keys have megatron-core's numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.models.hybrid.hybrid_block import HybridStack
+from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+from torch import Tensor, nn
+
+
+class HalvesStack(HybridStack):
+    """megatron-core's stack with the final norm of a backend, where its own is always TransformerEngine's.
+
+    Args:
+        places, arguments: those of megatron-core's stack.
+        pp_layer_offset: the number of layers of megatron-core before this stage.
+        norm: the class of the final norm.
+    """
+
+    def __init__(self, *places: Any, pp_layer_offset: int = 0, norm: type, **arguments: Any) -> None:
+        super().__init__(*places, pp_layer_offset=pp_layer_offset, post_layer_norm=False, **arguments)
+        self.offset, self.post_layer_norm = pp_layer_offset, True
+        if self.post_process:
+            sizes = {"hidden_size": self.config.hidden_size, "eps": self.config.layernorm_epsilon}
+            self.final_norm = norm(config=self.config, **sizes)
+
+    @property
+    def final_layernorm(self) -> nn.Module | None:
+        """The final norm under the name that it has in a ``GPTModel``; None where it is in another stage."""
+        return getattr(self, "final_norm", None)
+
+    def forward(self, hidden_states: Any, *places: Any, padding_mask: Tensor | None = None, **arguments: Any) -> Any:
+        """megatron-core's, which leaves the mask of padding whole where ``GPTModel`` cuts it as hidden states."""
+        if padding_mask is not None and self.pre_process and self.config.sequence_parallel:
+            own = scatter_to_sequence_parallel_region(padding_mask.mT.contiguous(), group=self.tp_group)
+            padding_mask = own.mT.contiguous()
+        return super().forward(hidden_states, *places, padding_mask=padding_mask, **arguments)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The shards of all parameters, under the keys that megatron-core's own ``HybridModel`` gives them."""
+        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        for index, layer in enumerate(self.layers):
+            here = f"{prefix}layers.{index}."
+            own = {name: value for name, value in state.items() if name.startswith(here)}
+            places = (f"{prefix}layers.{number}." for number in (layer.layer_number - 1, self.offset + index))
+            replace_prefix_for_sharding(own, *places)
+        return state
+
+
+@functools.cache
+def half_of(layer: type) -> type:
+    """A subclass of ``layer`` that translates the number that megatron-core gives it.
+
+    Its argument ``numbers`` has for each layer of megatron-core the number of its layer in the whole model, from 0.
+    """
+
+    class HalfLayer(layer):
+        def __init__(
+            self,
+            config: Any,
+            submodules: Any,
+            layer_number: int,
+            *,
+            numbers: Sequence[int],
+            add_layer_offset: bool = False,
+            pp_layer_offset: int = 0,  # counts halves, and inference subtracts it from the number of a layer
+            **arguments: Any,
+        ) -> None:
+            own = numbers[layer_number - 1] + 1
+            super().__init__(config, submodules, own, add_layer_offset=add_layer_offset, **arguments)
+
+    HalfLayer.__name__ = HalfLayer.__qualname__ = f"Half{layer.__name__}"
+    return HalfLayer

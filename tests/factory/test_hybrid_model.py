@@ -1,0 +1,168 @@
+"""``model="hybrid"`` has the bits of ``model="gpt"``: losses, gradients, steps, exports and initial values."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_bridge import ParallelDims, build_model, forward, load_hf_weights, manifest, save_hf_checkpoint
+from mcore_bridge.errors import ConfigError, MappingError
+from mcore_bridge.factory.blueprint import make_blueprint
+from mcore_bridge.factory.hybrid import RELEASE, require_hybrid
+from mcore_bridge.factory.hybrid_chunk import pattern_of
+from mcore_bridge.rules.names import Numbering, canonical
+from mcore_bridge.weights.model_tensors import held_tensors
+from tests import zoo
+from tests.support import pool, stepping, tiny
+
+CASES = {
+    name: zoo.cases()[name].hf
+    for name in ("qwen3_moe", "qwen3", "nemotron_h", "deepseek_v3", "qwen3_next-dense", "granite", "gemma")
+    if name in zoo.cases()
+}
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "hybrid_model.md"
+needs_it = pytest.mark.skipif(not RELEASE.is_installed, reason="the installed megatron-core has no HybridModel")
+MESHES = {
+    1: [{}],
+    2: [
+        {"tp": 2, "sp": True},
+        {"pp": 2, "num_layers_in_first_pipeline_stage": 1},
+        {"ep": 2},
+        {"cp": 2},
+    ],
+    4: [
+        {"tp": 2, "sp": True, "pp": 2, "vp": 2},
+        {"tp": 2, "etp": 1, "ep": 2, "sp": True, "pp": 2, "layout": "Et|tttL"},
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {name: str(tiny.random_checkpoint(hf, tmp_path_factory.mktemp("hybrid"))) for name, hf in CASES.items()}
+
+
+def steps(folders, meshes):
+    """Runs in each worker: what differs between a step of the one class and of the other, by mesh and case."""
+    differing = []
+    for sizes in meshes:
+        dims = ParallelDims(**sizes)
+        dense = () if dims.ep == 1 else ("qwen3",)
+        names = [name for name in folders if name in ("qwen3_moe", "qwen3", "nemotron_h") and name not in dense]
+        for name in folders if sizes == {} else names:
+            with stepping.mesh(dims):
+                batch = tiny.tokens(4, vocab_size=64)
+                one, other = (
+                    stepping.train(folders[name], dims, batch, lr=0.5, model=model) for model in ("gpt", "hybrid")
+                )
+            label = f"{name} on {sizes}"
+            assert (one["loss"] is None) == (other["loss"] is None)
+            if one["loss"] is not None and not torch.equal(one["loss"], other["loss"]):
+                differing.append(f"{label}: loss")
+            for part in ("grads", "weights"):
+                assert [*one[part]] == [*other[part]], label
+                wrong = (each for each in one[part] if not torch.equal(one[part][each], other[part][each]))
+                differing += [f"{label}: {part} of {each}" for each in wrong]
+    return differing
+
+
+@needs_it
+@pytest.mark.parametrize("world_size", MESHES)
+def test_every_mesh_trains_bit_for_bit_as_the_other_class_does(folders, world_size):
+    assert pool.run(world_size, steps, folders, MESHES[world_size]) == [[]] * world_size
+
+
+def surfaces(folder, target):
+    """Runs in each worker: loads, saves, freezes and computes; and what that gives, for each class."""
+    dims, found = ParallelDims(tp=2, sp=True, pp=1), []
+    with stepping.mesh(dims):
+        for model in ("gpt", "hybrid"):
+            build = {"dims": dims, "dtype": torch.float32, "device": "cpu", "model": model}
+            drawn = build_model(folder, **build, load_weights=False, seed=3, freeze=["*.1.mlp.*"])
+            values = {name: tensor.clone() for name, tensor in held_tensors(drawn).items()}
+            frozen = {name for name, held in held_tensors(drawn).items() if not held.requires_grad}
+            load_hf_weights(drawn, folder)
+            save_hf_checkpoint(drawn, f"{target}/{model}")
+            losing = {"moe_aux_loss_coeff": 0.5, "moe_router_load_balancing_type": "aux_loss"}
+            models = build_model(f"{target}/{model}", **build, overrides=losing)
+            mask = torch.tensor([[1] * 7 + [0] * 9, [1] * 16])
+            ids = tiny.tokens(2)[:, :16]
+            out = forward(models, ids, mask, loss=lambda outputs, rows: outputs.log_probs.mean(), packed=False)
+            grads = {name: p.grad for name, p in held_tensors(models).items() if p.grad is not None}
+            digests = manifest(models, digests=True)
+            found.append((type(models[0]).__name__, values, frozen, out.log_probs, grads, digests))
+    return found
+
+
+@needs_it
+def test_both_classes_have_one_surface(folders, tmp_path):
+    """Initial values of one seed, frozen names, saved folders, log-probs and router losses beside padding."""
+    for one, other in pool.run(2, surfaces, folders["qwen3_moe"], str(tmp_path)):
+        assert (one[0], other[0]) == ("GPTModel", "HybridModel")
+        assert other[2] == one[2] != set()
+        assert torch.equal(one[3], other[3])
+        assert one[5] == other[5]
+        for mine, theirs in ((one[1], other[1]), (one[4], other[4])):
+            assert [*mine] == [*theirs]
+            assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def layers_of(hf):
+    """Runs in a worker: the numbers of a model's layers, as they are built."""
+    dims = ParallelDims()
+    with stepping.mesh(dims):
+        build = {"dims": dims, "device": "meta", "load_weights": False}
+        (chunk,) = build_model(hf, **build, model="hybrid")
+        with pytest.raises(MappingError, match="in two of the 2 chunks"):
+            held_tensors([chunk, *build_model(hf, **build, model="hybrid")])
+        return [layer.layer_number for layer in chunk.decoder.layers], chunk.decoder.final_layernorm is not None
+
+
+@needs_it
+def test_each_half_of_a_layer_has_the_number_of_the_layer():
+    assert pool.run(1, layers_of, CASES["qwen3"]) == [([1, 1, 2, 2, 3, 3, 4, 4], True)]
+    dims = ParallelDims(pp=2, vp=2)
+    hf = zoo.cases()["deepseek_v3"].hf
+    pattern = pattern_of(make_blueprint(hf, dims=dims, dtype=torch.bfloat16, model="hybrid"))
+    assert pattern == "+-|+E|+E|+E"
+    assert canonical("decoder.final_norm.weight", Numbering(())) == "decoder.final_layernorm.weight"
+
+
+REASONS = {
+    "qwen3-bias-window": ({}, r"differ in windows"),
+    "smollm3": ({}, "differ in ropes"),
+    "cohere2": ({}, r"MLP reads what .*; its attention layers differ in ropes, windows, .* Use model=\"gpt\""),
+    "deepseek_v3": ({"overrides": {"mla_down_proj_fusion": True}}, "mla_down_proj_fusion"),
+}
+
+
+@needs_it
+@pytest.mark.parametrize("name", REASONS)
+def test_refused(name):
+    options, reason = REASONS[name]
+    with pytest.raises(ConfigError, match=reason):
+        make_blueprint(zoo.cases()[name].hf, dims=ParallelDims(), dtype=torch.float32, model="hybrid", **options)
+
+
+@needs_it
+def test_the_page_says_which_families_are_refused():
+    refused, known = set(), set()
+    for each in zoo.cases().values():
+        gpt = make_blueprint(each.hf, dims=ParallelDims(), dtype=torch.float32)
+        known.add(family := gpt.architecture.model_type)
+        try:
+            require_hybrid(gpt.architecture, gpt.config, positions="rope", vision="carried")
+        except ConfigError:
+            refused.add(family)
+    named = set(re.findall("`([a-z0-9_]+)`", PAGE.read_text().split("## Families")[1]))
+    assert refused == named & known != set()
+
+
+def test_only_known_classes_of_a_release_that_has_them():
+    build = {"dims": ParallelDims(), "dtype": torch.float32}
+    with pytest.raises(ConfigError, match="model must be one of gpt, hybrid, found 'mamba'"):
+        make_blueprint(CASES["qwen3"], **build, model="mamba")
+    if not RELEASE.is_installed:
+        with pytest.raises(ConfigError, match=r"model=\"hybrid\" needs megatron-core 0\.19 or later, found 0\.16"):
+            make_blueprint(CASES["qwen3"], **build, model="hybrid")
