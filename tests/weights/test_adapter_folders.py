@@ -265,7 +265,7 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path):
     attempt(tmp_path, tensors, "r cannot be 0; rank_pattern cannot be", r=0, rank_pattern={"(": 1})
     for wrong in (float("inf"), float("nan"), 10**400):
         attempt(tmp_path, tensors, "lora_alpha cannot be", lora_alpha=wrong)
-    twice = {**tensors, name.removeprefix("base_model.model."): tensors[name]}
+    twice = {**tensors, name.removeprefix("base_model.model."): tensors[name].clone()}
     attempt(tmp_path, twice, "layers.1.self_attn.q_proj.lora_A.weight is there under another name too")
     attempt(tmp_path, {}, "has no adapter")
     attempt(tmp_path / "more", tensors, "has rank 2, the config says 3", r=3)
