@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from mcore_bridge.config.tables.derived_hybrid import has_half
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.weights.model_tensors import held_tensors
 from mcore_bridge.weights.provenance import TOWER
@@ -59,6 +60,7 @@ def _elsewhere(chunk: GPTModel) -> Iterator[str]:
     yield from (f"{TOWER}{spec.name}" for spec in chunk.bridge.tower)
     for rule in chunk.bridge.mapping(tied=chunk.share_embeddings_and_output_weights).rules:
         if rule.mcore.startswith("decoder.layers.*"):
-            yield from (rule.mcore.replace("*", str(layer), 1) for layer in range(config.num_layers))
+            layers = (layer for layer in range(config.num_layers) if has_half(config, layer, rule.mcore))
+            yield from (rule.mcore.replace("*", str(layer), 1) for layer in layers)
         else:
             yield rule.mcore

@@ -11,7 +11,7 @@ from mcore_bridge.factory.modules.mamba_scan import CHUNK, scan
 from mcore_bridge.rules.names import Numbering, canonical
 from tests import zoo
 from tests.support import pool, stepping, tiny
-from tests.support.strategies import on_disk
+from tests.support.strategies import on_disk, save
 
 CASES = {name: case.hf for name, case in zoo.cases().items() if case.model_type == "nemotron_h"}
 HF = CASES.get("nemotron_h-narrow-experts")
@@ -101,6 +101,40 @@ def test_every_mesh_trains_as_transformers_does(checkpoints, world_size):
             biases = {n for n in step["grads"] if n.endswith("e_score_correction_bias")}  # buffers, without gradients
             assert step["grads"].keys() - biases == grads.keys(), label
             tiny.assert_near(step["grads"], grads, label)
+
+
+FROZEN = ["embedding.*", "decoder.layers.*.self_attention.in_proj.*", "decoder.layers.1.mlp.*", "!*.linear_fc1.*"]
+HELD = (".embeddings.", ".0.mixer.in_proj.", ".3.mixer.in_proj.", ".1.mixer.down_proj.")
+
+
+def critic_step(folder):
+    """Runs in each worker: a step of a critic, of which some is frozen."""
+    dims = ParallelDims(tp=2, sp=True, pp=2)
+    with stepping.mesh(dims):
+        with pytest.raises(ConfigError, match=r"decoder\.layers\.3\.mlp"):  # on no stage: layer 3 is a mixer alone
+            build_model(folder, dims=dims, device="meta", load_weights=False, freeze=["decoder.layers.3.mlp.*"])
+        return stepping.train(folder, dims, tiny.tokens(4), lr=0.1, head="value", freeze=FROZEN)
+
+
+def test_a_critic_trains_and_what_is_frozen_stays(tmp_path):
+    """transformers has no such head in this family: its decoder and a linear layer on it are the reference."""
+    hf = CASES["nemotron_h-no-experts"]
+    model, score = tiny.random_model(hf), torch.nn.Linear(hf.hidden_size, 1, bias=False)
+    own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = {**on_disk(model, own), "score.weight": score.weight.detach().clone()}
+    del before["lm_head.weight"]
+    save(before, hf, tmp_path)
+    loss = score(model.base_model(tiny.tokens(4)[:, :-1]).last_hidden_state).square().mean()
+    loss.backward()
+    grads = {n: parameter.grad for n, parameter in model.named_parameters() if parameter.grad is not None}
+    grads = {**on_disk(model, grads), "score.weight": score.weight.grad}
+    held = {name for name in grads if any(part in name for part in HELD)}
+    for step in pool.run(4, critic_step, str(tmp_path)):
+        assert step["loss"] is None or tiny.relative_error(step["loss"], loss.detach()) < 1e-5
+        tiny.assert_near(step["grads"], {name: grads[name] for name in grads.keys() - held}, "gradients")
+        tiny.assert_near(step["weights"], {name: before[name] - 0.1 * grads[name] for name in grads.keys() - held}, "")
+        assert all(torch.equal(step["weights"][name], before[name]) for name in held)
+        assert len(held) == 4
 
 
 def recomputed(folder, options):

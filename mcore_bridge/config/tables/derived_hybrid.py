@@ -11,6 +11,13 @@ FIRST, SECOND = frozenset("M*"), frozenset("-E")
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
+def has_half(config: object, layer: int, name: str) -> bool:
+    """Whether ``layer`` (from 0) has the half to which a parameter belongs by its canonical ``name``."""
+    kinds = getattr(config, "layer_kinds", None)
+    half = next((half for part, half in ((".self_attention.", FIRST), (".mlp.", SECOND)) if part in name), None)
+    return kinds is None or half is None or not half.isdisjoint(kinds[layer])
+
+
 def _layers(hf: Hf) -> dict[str, object]:
     names = hf.get("layers_block_type")
     if not isinstance(names, list | tuple) or not names or set(names) - _KINDS.keys():
