@@ -1,10 +1,13 @@
 """Adapters of layers as TransformerEngine has them, fed with what its layers get and return; they do not run here."""
 
+from unittest import mock
+
 import pytest
 import torch
 
 from mcore_bridge import ParallelDims, build_model
 from mcore_bridge.factory.adapters import add_adapters
+from mcore_bridge.factory.modules import adapter
 from mcore_bridge.factory.modules.adapter import GroupedAdapter
 from mcore_bridge.factory.reference import without_adapters
 from mcore_bridge.rules.names import canonical
@@ -18,7 +21,7 @@ def chunk():
     """A model with adapters, none of which is zero; the second layer has experts."""
     with rank_of(ParallelDims(), 0, 1):
         (chunk,) = build_model(experts.HF, load_weights=False, dtype=torch.float32)
-        add_adapters(chunk, rank=2, alpha=3, targets=["linear_qkv", "linear_fc1"])
+        add_adapters(chunk, rank=4, alpha=3, targets=["linear_qkv", "linear_fc1"])
         for name, parameter in chunk.named_parameters():
             if ".adapter." in name:
                 torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(len(name)))
@@ -62,3 +65,22 @@ def test_experts_in_one_layer_have_an_adapter_each(chunk):
     numbering = numbering_of(chunk)
     assert {canonical(name, numbering) for name in names} == {canonical(name, numbering) for name in own}
     assert [grouped.by_weight[f"weight{number}"] for number in range(8)] == [layer.adapter for layer in layers]
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="the installed torch has no grouped product")
+def test_one_product_for_all_experts_gives_the_bits_of_one_for_each(chunk):
+    layers = [expert.linear_fc1 for expert in chunk.decoder.layers[1].mlp.experts.local_experts]
+    grouped, counts, found = GroupedAdapter(layer.adapter for layer in layers), [3, 0, 1, 2, 0, 0, 4, 1], []
+    hidden = random(sum(counts), 48).requires_grad_()
+    for has_kernel in (False, True):
+        with (
+            mock.patch.object(adapter, "has_grouped_kernel", lambda hidden, has_kernel=has_kernel: has_kernel),
+            mock.patch.object(torch.nn.functional, "grouped_mm", wraps=torch.nn.functional.grouped_mm) as products,
+        ):
+            product, _ = grouped(None, (hidden, counts), (random(sum(counts), 32), None))
+            found.append((product, *torch.autograd.grad(product.square().sum(), [hidden, *grouped.parameters()])))
+            assert products.call_count == 2 * has_kernel
+            nothing, _ = grouped(None, (hidden[:0], [0] * 8), (product[:0], None))
+            assert nothing.shape == (0, 32)
+    assert all(map(torch.equal, *found))
+    assert all(tensor.any() for tensor in found[0][:3])

@@ -7,6 +7,7 @@ nothing after the layer knows of it. The layer keeps its class, its weight and i
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,9 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor, nn
 
+Product = Callable[[Tensor, Tensor], Tensor]
+_ALIGNED = 8
+"""Of which all sizes in a grouped product of bf16 are multiples."""
 Kind = Literal["cut", "summed", "whole"]
 """What a layer does to its output.
 
@@ -130,11 +134,15 @@ class Adapter(nn.Module):
 
     def beside(self, hidden: Tensor) -> Tensor:
         """What is added, in the parallel state of the layer's output, from the layer's own input ``[..., in]``."""
-        first, second = self._factor(self.linear_in(), 0), self._factor(self.linear_out(), 1)
-        inner = nn.functional.linear(hidden.to(first.dtype), first)
+        return self.with_factors(hidden, self.linear_in(), self.linear_out(), nn.functional.linear)
+
+    def with_factors(self, hidden: Tensor, first: Tensor, second: Tensor, product: Product) -> Tensor:
+        """``beside`` with these factors: those of this adapter, or those of all experts of the layer, stacked."""
+        first, second = self._factor(first, 0), self._factor(second, 1)
+        inner = product(hidden.to(first.dtype), first)
         if not self.expert:
             inner = {"cut": self._gathered, "summed": self._reduced, "whole": lambda same: same}[self.kind](inner)
-        return nn.functional.linear(inner, self._rows(second)) * self.scale
+        return product(inner, self._rows(second)) * self.scale
 
     def added_to(self, weight: Tensor) -> Tensor:
         """The layer's weight with the product of the factors, for attention that does not run the layer.
@@ -148,7 +156,7 @@ class Adapter(nn.Module):
 
     def _rows(self, second: Tensor) -> Tensor:
         """B with a column for each row of A, in which each row reads those of its part."""
-        return (self.chosen * second[:, None, :]).flatten(1) if self.masked else second
+        return (self.chosen * second[..., None, :]).flatten(-2) if self.masked else second
 
     def _factor(self, weight: Tensor, number: int) -> Tensor:
         """The whole factor of a cut expert gets a partial gradient on each rank, which nobody else sums."""
@@ -173,7 +181,10 @@ class Adapter(nn.Module):
 
 
 class GroupedAdapter(nn.ModuleList):
-    """The adapters of the experts whose weights TransformerEngine holds in one layer, as a forward hook of it."""
+    """The adapters of the experts whose weights TransformerEngine holds in one layer, as a forward hook of it.
+
+    One grouped product computes each factor of all experts, where torch has a kernel for it.
+    """
 
     @property
     def by_weight(self) -> dict[str, Any]:
@@ -183,9 +194,25 @@ class GroupedAdapter(nn.ModuleList):
     def forward(self, layer: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> Any:
         """The outputs of ``layer`` with the adapters' added. Its inputs: all tokens, and how many each expert has."""
         product, bias = outputs
-        adapters = list(self.by_weight.values())
+        adapters: list[Any] = list(self)
         if adapters[0].is_off():
             return outputs
-        tokens = inputs[0].split([int(count) for count in inputs[1]])
-        added = [adapter.beside(own) for adapter, own in zip(adapters, tokens, strict=True)]
-        return product + torch.cat(added).to(product.dtype), bias
+        first = torch.stack([adapter.linear_in() for adapter in adapters])
+        second = torch.stack([adapter.linear_out() for adapter in adapters])
+        by_expert = partial(_by_expert, counts=[int(count) for count in inputs[1]])
+        return product + adapters[0].with_factors(inputs[0], first, second, by_expert).to(product.dtype), bias
+
+
+def _by_expert(hidden: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
+    """``[tokens, in]`` times the weight ``[experts, out, in]`` of each token's expert, which has so many of them."""
+    if has_grouped_kernel(hidden) and len(hidden) and all(size % _ALIGNED == 0 for size in weights.shape[1:]):
+        ends = torch.tensor(counts, device=hidden.device).cumsum(0, dtype=torch.int32)
+        return nn.functional.grouped_mm(hidden, weights.mT, offs=ends)
+    pairs = zip(hidden.split(counts), weights, strict=True)
+    return torch.cat([nn.functional.linear(own, weight) for own, weight in pairs])
+
+
+def has_grouped_kernel(hidden: Tensor) -> bool:
+    """Whether torch has one kernel for all experts. Without, ``grouped_mm`` is a loop that waits for the GPU first."""
+    is_there = hasattr(nn.functional, "grouped_mm") and hidden.is_cuda and hidden.dtype == torch.bfloat16
+    return is_there and torch.cuda.get_device_capability(hidden.device)[0] in (9, 10)
