@@ -1,9 +1,7 @@
 """Images: transformers' log-probs and gradients of the tower, on every mesh, in rows and packed."""
 
 import inspect
-from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -15,10 +13,10 @@ from mcore_bridge.errors import BatchError, ConfigError, MeshError
 from mcore_bridge.launch.fake_rank import rank_of
 from tests.support import composites, pool, seeing
 from tests.support.bounds import ONE
+from tests.support.seeing import BOUND, case
 from tests.support.written_weights import read
 
 pytestmark = pytest.mark.skipif("qwen3_5" not in composites.NAMES, reason="the installed transformers lacks it")
-BOUND = 3e-5
 SP, TP, CP, DP, EP, PP = {"tp": 2, "sp": True}, {"tp": 2}, {"cp": 2}, {}, {"ep": 2}, {"pp": 2}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 ROWS: dict[str, Any] = {"packed": False}
@@ -48,23 +46,6 @@ CASES: dict[str, list[Any]] = {
     "internvl critic": [({**PP, "vp": 2}, {"head": "value"})],
 }
 """Of each family, meshes of two ranks, with options of a step. Behind a name is a rope of the text, or a critic."""
-DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
-WITHOUT_PADDING: Any = [[amount, *row[1:]] for amount, row in zip((6, 16, 3, 2), seeing.ROWS, strict=True)]
-"""Rows of a multiple of four tokens. Context parallelism pads others, and a dynamic rope counts the padding."""
-
-
-@cache
-def case(name: str) -> Any:
-    model_type, _, kind = name.partition(" ")
-    text: dict[str, Any] = {}
-    if kind == "dynamic":
-        rope = composites.config(model_type).text_config.rope_parameters
-        text = {"rope_parameters": {**rope, **DYNAMIC}, "max_position_embeddings": 8}
-    folder = seeing.written(model_type, Path(mkdtemp()), **text)
-    model = seeing.reference(folder)
-    batch = seeing.batch_of(model, WITHOUT_PADDING if kind == "dynamic" else None)
-    wanted = seeing.expected(model, *batch, values=kind == "critic")
-    return folder, (*batch, wanted[0]), wanted
 
 
 def test_replicas_gather_parameters_of_a_tower_in_one_order() -> None:
@@ -158,7 +139,7 @@ def test_a_tower_may_have_another_dtype_than_the_text_and_recompute_its_layers(t
         models[0].vision.visual.blocks[0].mlp.register_forward_pre_hook(lambda *_: runs.append(torch.is_grad_enabled()))
         learn = {"loss": lambda out, rows: seeing.loss(out.log_probs * shown[rows], range(4)[rows])}
         outputs = mb.forward(models, ids, mask, images=images, **learn)
-        assert float(((outputs.log_probs - wanted) * shown).abs().max() / wanted.std()) < 0.01
+        assert float(((outputs.log_probs - wanted) * shown).abs().max() / wanted.std()) < 0.02
         for name, parameter in models[0].vision.named_parameters():
             assert parameter.grad.dtype == torch.float32
             assert float((parameter.grad - gradients[name]).norm() / gradients[name].norm()) < 0.05, name

@@ -1,8 +1,11 @@
 """Batches with images for small composites, what transformers makes of them, and steps of training on a mesh."""
 
 import inspect
+import re
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -15,6 +18,8 @@ from mcore_bridge.errors import BatchError
 from tests.support import composites as tiny
 from tests.support import stepping
 
+BOUND = 3e-5
+"""Of differences to transformers in log-probs and in gradients of towers, relative."""
 SPECIAL = {
     "image_token_id": 5,
     "image_token_index": 5,
@@ -28,6 +33,8 @@ SPECIAL = {
 """Ids inside the vocabulary of the zoo's texts, in the place of published ones."""
 FIRST, LAST = 10, 60
 """Ids of text."""
+_NORMS = {r"language_model\..*[qk]_norm\.weight$": 0.7, r"language_model\..*norm\d?\.weight$": 0.5}
+"""Means of weights of norms. Near zero, attention would be even, and positions would hardly matter."""
 _BY_PINPOINTS = ("llava_next", "llava_next_video", "llava_onevision")
 """They cut an image into tiles of one size, by the nearest of some shapes."""
 
@@ -65,8 +72,9 @@ def written(model_type: str, folder: Path, **text: Any) -> Path:
     torch.manual_seed(0)
     model = tiny.model_class(model_type)(config(model_type, **text)).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.2)
+        for name, parameter in model.named_parameters():
+            mean = next((mean for norm, mean in _NORMS.items() if re.search(norm, name)), 0.0)
+            parameter.normal_(mean=mean, std=0.2)
     model.save_pretrained(folder)
     return folder
 
@@ -210,6 +218,26 @@ def _inputs(model: Any, ids: Tensor, images: Any) -> dict[str, Any]:
     known = inspect.signature(model.forward).parameters
     named = {name: types for name in ("mm_token_type_ids", "token_type_ids") if name in known}
     return {"input_ids": ids, **named, **(images or {})}
+
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
+WITHOUT_PADDING: Any = [[amount, *row[1:]] for amount, row in zip((6, 16, 3, 2), ROWS, strict=True)]
+"""Rows of a multiple of four tokens. Context parallelism pads others, and a dynamic rope counts the padding."""
+
+
+@cache
+def case(name: str) -> Any:
+    """A folder, a batch with transformers' log-probs, and ``expected``. A name may end in " dynamic" or " critic"."""
+    model_type, _, kind = name.partition(" ")
+    text: dict[str, Any] = {}
+    if kind == "dynamic":
+        rope = tiny.config(model_type).text_config.rope_parameters
+        text = {"rope_parameters": {**rope, **DYNAMIC}, "max_position_embeddings": 8}
+    folder = written(model_type, Path(mkdtemp()), **text)
+    model = reference(folder)
+    batch = batch_of(model, WITHOUT_PADDING if kind == "dynamic" else None)
+    wanted = expected(model, *batch, values=kind == "critic")
+    return folder, (*batch, wanted[0]), wanted
 
 
 def loss(log_probs: Tensor, rows: Any) -> Tensor:
