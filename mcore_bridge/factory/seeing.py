@@ -91,7 +91,7 @@ def _see(
     except Exception as error:  # any of transformers: the other ranks of a pipeline may wait
         problem = misfit(error, None if misfits is None else misfits.rows)
         if misfits is None:
-            raise problem from error
+            raise problem from problem.__cause__
         misfits.errors.append(problem)  # the other ranks of its pipeline wait for this one
         inputs["input_ids"] = torch.zeros_like(inputs["input_ids"])
         return (), _without_features(chunk, as_own_tokens(chunk, inputs), turn)

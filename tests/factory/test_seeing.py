@@ -72,7 +72,8 @@ def test_a_row_that_is_cut_inside_an_image_is_named_on_a_pipeline(name: str) -> 
     folder, batch, _ = case(name)
     errors = pool.run(2, seeing.misfitting, folder, PP, batch)
     assert "found in row 2" in errors[0], errors
-    assert "transformers must take the inputs of images" in errors[1] or "on another rank" in errors[1]
+    assert "shape mismatch" in errors[1] or "on another rank" in errors[1]
+    assert ("Do not cut rows inside an image" in errors[1]) == ("shape mismatch" in errors[1])
 
 
 def test_what_no_model_could_see_is_refused_by_name() -> None:
@@ -94,6 +95,8 @@ def test_what_no_model_could_see_is_refused_by_name() -> None:
             mb.forward(models, ids, mask, images=told)
         with pytest.raises(BatchError, match="one token for each feature of its images, found in row 0"):
             models[0](ids[:2], None, mask[:2], **images[2])
+        with pytest.raises(BatchError, match=r"found in a row: StopIteration.*Do not cut rows inside an image"):
+            models[0](ids[:1], None, mask[:1], image_grid_thw=images[0]["image_grid_thw"][:1])
         models = seeing.built(hf, ONE, load_weights=False, overrides={"num_layers": 2})
         models[0].config.mtp_num_layers = 1
         with pytest.raises(BatchError, match="mtp_num_layers must be 0 or None for images"):
@@ -101,8 +104,12 @@ def test_what_no_model_could_see_is_refused_by_name() -> None:
         with pytest.raises(MeshError, match="at least 2 layers"):
             seeing.built(hf, ONE, load_weights=False, overrides={"num_layers": 1})
         folder, (ids, mask, images, _), _ = case("mistral3")
-        with pytest.raises(BatchError, match=r"transformers must take .* found in a row: TypeError"):
+        with pytest.raises(BatchError, match=r"found in a row: TypeError.* Pass all that the processor .* returns$"):
             seeing.built(folder, ONE)[0](ids[:1], None, mask[:1], pixel_values=images[0]["pixel_values"])
+        models = seeing.built(folder, ONE)
+        models[0].vision.multi_modal_projector.linear_1.weight.data = ids.float()
+        with pytest.raises(BatchError, match=r"found in one of the rows \[0, 1, 2, 3\]: RuntimeError: .* shapes .*\)$"):
+            mb.forward(models, ids, mask, images=images)
 
 
 def test_a_sampled_token_with_the_id_of_an_image_is_text_if_the_row_says_so() -> None:

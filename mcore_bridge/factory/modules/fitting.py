@@ -7,6 +7,7 @@ many, each feature of the rows between them would be at a wrong place.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,12 @@ from mcore_bridge.errors import BatchError
 
 _FEATURES = ("get_image_features", "get_video_features")
 _KINDS = ("images", "videos")
+_ADVICE = (
+    "Do not cut rows inside an image, and give each row its own images. If the model has sampled a token with the id "
+    "of an image, pass mm_token_type_ids, which has 0 there"
+)
+_OF_TRANSFORMERS = re.compile(r"features.*tokens.*do not match|shape mismatch: value tensor", re.DOTALL)
+"""How transformers says that it has too few tokens for features, and torch that a row has too few for its positions."""
 
 
 class MisfitError(Exception):
@@ -74,24 +81,27 @@ def _require_fit(features: Any, tokens: Sequence[int], counts: Sequence[int] | N
 
 
 def misfit(error: Exception, rows: Sequence[int] | None) -> BatchError:
-    """The error for a caller.
+    """The error for a caller, which names the row. It gives advice only if the inputs of images are to blame.
 
     Args:
         error: what was raised.
         rows: the numbers that the rows have for the caller. None: they are counted from 0.
     """
-    advice = (
-        "Do not cut rows inside an image, and give each row its own images. If the model has sampled a token with the "
-        "id of an image, pass mm_token_type_ids, which has 0 there"
-    )
     if isinstance(error, MisfitError):
         number, reason = error.args
         row = number if rows is None else rows[min(number, len(rows) - 1)]
         return BatchError(
-            f"each row must have one token for each feature of its images, found in row {row}: {reason}. {advice}"
+            f"each row must have one token for each feature of its images, found in row {row}: {reason}. {_ADVICE}"
         )
     where = "a row" if rows is None else f"one of the rows {[*rows]}"
-    return BatchError(
-        f"transformers must take the inputs of images, found in {where}: {type(error).__name__}: {error}. Pass all "
-        f"that the processor of this model returns. {advice}"
-    )
+    reason = f"{type(error).__name__}: {error}"
+    problem = BatchError(f"transformers must take the inputs of images, found in {where}: {reason}{_advice(error)}")
+    problem.__cause__ = error
+    return problem
+
+
+def _advice(error: Exception) -> str:
+    # transformers' positions of a row end early if it has more images than grids
+    if isinstance(error, StopIteration) or _OF_TRANSFORMERS.search(str(error)):
+        return f". {_ADVICE}"
+    return ". Pass all that the processor of this model returns" if "NoneType" in str(error) else ""
