@@ -21,6 +21,7 @@ from mcore_bridge.weights.dist_checkpoint.compare import sharded_states
 from mcore_bridge.weights.dist_checkpoint.extra_state import with_extra_states
 from mcore_bridge.weights.dist_checkpoint.files import ChunkLocation, LocatedParam
 from mcore_bridge.weights.dist_checkpoint.folder import CONTENT
+from mcore_bridge.weights.dist_checkpoint.model_class import respell
 from mcore_bridge.weights.plan.inventory import ParamEntry, merge_inventories
 from mcore_bridge.weights.provenance import Provenance, dialect_of
 
@@ -48,6 +49,7 @@ def whole_model(
     metadata: Mapping[str, Any] = CONTENT,
     names: Iterable[str] = (),
     vision: str = "carried",
+    hybrid: bool = False,
 ) -> WholeModel:
     """Build a model without storage, and read its parameters and their locations from it.
 
@@ -58,6 +60,7 @@ def whole_model(
         metadata: the spelling of keys, as megatron-core's ``sharded_state_dict`` takes it.
         names: names of HF tensors, which decide their dialect; without names, ``hf`` decides.
         vision: as for ``build_model``.
+        hybrid: whether the checkpoint is one of a ``HybridModel``.
     """
     from megatron.core import parallel_state
 
@@ -71,7 +74,9 @@ def whole_model(
         bound = bind(chunk, dialect=dialect_of(names, chunk.bridge.rules))
         entries = merge_inventories(bound.mapping, bound.axes, chunk.config.num_layers, [bound.inventory()])
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        state = with_extra_states(sharded_states([chunk], {**metadata, "dp_cp_group": group})["model"])
+        states = sharded_states([chunk], {**metadata, "dp_cp_group": group})
+        respell(states, chunk, hybrid=hybrid)
+        state = with_extra_states(states["model"])
     objects = tuple(value.unique_key for value in state.values() if hasattr(value, "unique_key"))
     sharded = {id(value.data): value for value in state.values() if not hasattr(value, "unique_key")}
     placed = tuple(_placed(number, entry, bound.tensors, sharded) for number, entry in enumerate(entries))

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from mcore_bridge.config.hybrid_layers import letters_of
 from mcore_bridge.config.megatron_release import Release
-from mcore_bridge.config.tables.derived_hybrid import FIRST, SECOND
+from mcore_bridge.config.tables.derived_hybrid import SECOND
 from mcore_bridge.config.tables.derived_sparse import shares_selection
-from mcore_bridge.config.tables.moe import layers_of
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.backend import is_unrotated
 
@@ -62,17 +62,17 @@ def _obstacles(architecture: Architecture, config: TransformerConfig, positions:
         yield "MTP layers of HybridModel have other names, which are not written; build without mtp_num_layers"
     if getattr(config, "mla_down_proj_fusion", False):
         yield "HybridModel exchanges modules for mla_down_proj_fusion; leave it out"
-    kinds = [kinds_of(config, number) for number in range(config.num_layers)]
-    if any(len(set(kind) - SECOND) > 1 for kind in kinds):
+    letters = letters_of(config)
+    if any(len(set(kind) - SECOND) > 1 for kind in letters):
         yield "its layers have a mixer beside their attention, and halves of a layer read each other's sum"
-    yield from _differences(config, kinds)
+    yield from _differences(config, letters)
 
 
-def _differences(config: TransformerConfig, kinds: list[str]) -> Iterator[str]:
+def _differences(config: TransformerConfig, letters: tuple[str, ...]) -> Iterator[str]:
     """Says in what the attention layers of one kind differ. All else is equal in every layer that has it."""
     first: dict[str, dict[str, object]] = {}
     differing = set()
-    for number, kind in enumerate(kinds):
+    for number, kind in enumerate(letters):
         for letter in set(kind) - SECOND:
             own = _own_of_layer(config, number) if letter in "*+D" else {}
             known = first.setdefault(letter, own)
@@ -94,20 +94,3 @@ def _own_of_layer(config: TransformerConfig, number: int) -> dict[str, object]:
         "indexers": freq is not None
         and shares_selection(number, freq=freq, offset=config.dsa_indexer_skip_topk_offset),
     }
-
-
-def kinds_of(config: TransformerConfig, number: int) -> str:
-    """The letters of megatron-core for layer ``number`` (from 0), in the order of its halves."""
-    own = getattr(config, "layer_kinds", None)
-    if own is not None:
-        return "".join(sorted(own[number], key=lambda kind: kind not in FIRST))
-    from mcore_bridge.factory.modules.delta import is_linear
-
-    if is_linear(config, number):
-        first = "G"
-    elif config.multi_latent_attention:
-        first = "D" if config.experimental_attention_variant == "dsa" else "+"
-    else:
-        first = "*"
-    sparse = config.num_moe_experts and layers_of(vars(config))[number]
-    return first + ("E" if sparse else "-")

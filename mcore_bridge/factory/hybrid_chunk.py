@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from mcore_bridge.config.hybrid_layers import letters_of
 from mcore_bridge.config.tables.derived_hybrid import SECOND
-from mcore_bridge.factory.hybrid import kinds_of
+from mcore_bridge.rules.half_keys import HalfKeys
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -32,8 +33,8 @@ _STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_st
 
 def pattern_of(blueprint: Blueprint) -> str:
     """The string that says which layers a ``HybridModel`` has, such as ``"*-*-|*E*E"`` for two stages."""
-    kinds = ("".join(kinds_of(blueprint.config, number) for number in stage.layers) for stage in blueprint.stages)
-    return "|".join(kinds)
+    letters = letters_of(blueprint.config)
+    return "|".join("".join(letters[layer] for layer in stage.layers) for stage in blueprint.stages)
 
 
 def build_hybrid(blueprint: Blueprint, stage: Stage, groups: ProcessGroupCollection) -> Any:
@@ -44,7 +45,7 @@ def build_hybrid(blueprint: Blueprint, stage: Stage, groups: ProcessGroupCollect
     with _cut_by_pattern(blueprint.config):
         return HybridModel(
             config=blueprint.config,
-            hybrid_stack_spec=_stack_spec(blueprint, stage),
+            hybrid_stack_spec=stack_spec(blueprint, stage),
             hybrid_layer_pattern=pattern_of(blueprint),
             pre_process=stage.embedding,
             post_process=stage.loss,
@@ -54,7 +55,7 @@ def build_hybrid(blueprint: Blueprint, stage: Stage, groups: ProcessGroupCollect
         )
 
 
-def _stack_spec(blueprint: Blueprint, stage: Stage) -> Any:
+def stack_spec(blueprint: Blueprint, stage: Stage) -> Any:
     """The spec of a stack, with one spec for each kind of its layers: that of the first such layer of the stage."""
     from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -62,20 +63,20 @@ def _stack_spec(blueprint: Blueprint, stage: Stage) -> Any:
     from mcore_bridge.factory.modules.halves import remove_first, remove_second
     from mcore_bridge.factory.modules.hybrid_stack import HalvesStack, half_of
 
-    config = blueprint.config
-    numbers = tuple(number for number in range(config.num_layers) for _ in kinds_of(config, number))
+    letters = letters_of(blueprint.config)
+    keys = HalfKeys(letters)
     own: dict[str, Any] = {}
     for layer in stage.layers:
-        for kind in kinds_of(config, layer):
+        for kind in letters[layer]:
             if _SLOTS[kind] in own:
                 continue
             (spec,) = blueprint.block_spec(range(layer, layer + 1)).layer_specs
             (remove_first if kind in SECOND else remove_second)(spec.submodules)
             own[_SLOTS[kind]] = ModuleSpec(
-                half_of(spec.module), params={**spec.params, "numbers": numbers}, submodules=spec.submodules
+                half_of(spec.module), params={**spec.params, "numbers": keys.layers}, submodules=spec.submodules
             )
     norm = blueprint.block_spec(range(0)).layer_norm
-    return ModuleSpec(HalvesStack, params={"norm": norm}, submodules=HybridStackSubmodules(**own))
+    return ModuleSpec(HalvesStack, params={"norm": norm, "keys": keys}, submodules=HybridStackSubmodules(**own))
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 _FUSED_NORMS = (
     ("input_layernorm",             "self_attention.linear_qkv"),
     ("input_layernorm",             "self_attention.in_proj"),
+    ("norm",                        "mixer.in_proj"),  # of a HybridModel
     ("self_attention.q_layernorm",  "self_attention.linear_q_up_proj"),
     ("self_attention.kv_layernorm", "self_attention.linear_kv_up_proj"),
     ("pre_mlp_layernorm",           "mlp.linear_fc1"),

@@ -11,6 +11,8 @@ from mcore_bridge.errors import ConfigError, MappingError
 from mcore_bridge.factory.blueprint import make_blueprint
 from mcore_bridge.factory.hybrid import RELEASE, require_hybrid
 from mcore_bridge.factory.hybrid_chunk import pattern_of
+from mcore_bridge.factory.reconcile import reconcile
+from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.rules.names import Numbering, canonical
 from mcore_bridge.weights.model_tensors import held_tensors
 from tests import zoo
@@ -108,24 +110,24 @@ def test_both_classes_have_one_surface(folders, tmp_path):
             assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def layers_of(hf):
-    """Runs in a worker: the numbers of a model's layers, as they are built."""
-    dims = ParallelDims()
-    with stepping.mesh(dims):
-        build = {"dims": dims, "device": "meta", "load_weights": False}
-        (chunk,) = build_model(hf, **build, model="hybrid")
-        with pytest.raises(MappingError, match="in two of the 2 chunks"):
-            held_tensors([chunk, *build_model(hf, **build, model="hybrid")])
-        return [layer.layer_number for layer in chunk.decoder.layers], chunk.decoder.final_layernorm is not None
-
-
 @needs_it
 def test_each_half_of_a_layer_has_the_number_of_the_layer():
-    assert pool.run(1, layers_of, CASES["qwen3"]) == [([1, 1, 2, 2, 3, 3, 4, 4], True)]
+    dims = ParallelDims(pp=2, num_layers_in_first_pipeline_stage=1)
+    build = {"dims": dims, "device": "meta", "load_weights": False, "model": "hybrid"}
+    with rank_of(dims, 1, 2):
+        (chunk,), other = (build_model(CASES["qwen3"], **build) for _ in range(2))
+    assert [layer.layer_number for layer in chunk.decoder.layers] == [2, 2, 3, 3, 4, 4]
+    assert chunk.config.num_layers_in_first_pipeline_stage == 1
+    assert chunk.decoder.final_layernorm is chunk.decoder.final_norm
+    with pytest.raises(MappingError, match="in two of the 2 chunks"):
+        held_tensors([chunk, *other])
     dims = ParallelDims(pp=2, vp=2)
     hf = zoo.cases()["deepseek_v3"].hf
     pattern = pattern_of(make_blueprint(hf, dims=dims, dtype=torch.bfloat16, model="hybrid"))
     assert pattern == "+-|+E|+E|+E"
+    changed = make_blueprint(CASES["qwen3"], dims=ParallelDims(), dtype=torch.float32, model="hybrid")
+    changed.config.attention_dropout = 0.25
+    assert reconcile(changed).model == "hybrid"
     assert canonical("decoder.final_norm.weight", Numbering(())) == "decoder.final_layernorm.weight"
 
 

@@ -37,13 +37,13 @@ CHUNK = 64
 
 def adapt_attention(layer: Any, config: TransformerConfig, number: int, backend: str) -> None:
     """Puts linear attention or an output gate into layer ``number`` (from 0), if the config has them."""
-    if is_linear(config, number):
+    if _is_linear(config, number):
         layer.self_attention = _delta_spec(config, backend)
     elif config.attention_output_gate:
         layer.self_attention.module = GatedSelfAttention
 
 
-def is_linear(config: TransformerConfig, number: int) -> bool:
+def _is_linear(config: TransformerConfig, number: int) -> bool:
     if config.experimental_attention_variant != "gated_delta_net":
         return False
     freq = config.linear_attention_freq

@@ -11,10 +11,11 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from torch import Tensor, nn
+
+from mcore_bridge.rules.half_keys import HalfKeys
 
 
 class HalvesStack(HybridStack):
@@ -22,13 +23,13 @@ class HalvesStack(HybridStack):
 
     Args:
         places, arguments: those of megatron-core's stack.
-        pp_layer_offset: the number of layers of megatron-core before this stage.
         norm: the class of the final norm.
+        keys: the names of its layers in checkpoints.
     """
 
-    def __init__(self, *places: Any, pp_layer_offset: int = 0, norm: type, **arguments: Any) -> None:
-        super().__init__(*places, pp_layer_offset=pp_layer_offset, post_layer_norm=False, **arguments)
-        self.offset, self.post_layer_norm = pp_layer_offset, True
+    def __init__(self, *places: Any, norm: type, keys: HalfKeys, **arguments: Any) -> None:
+        super().__init__(*places, post_layer_norm=False, **arguments)
+        self.keys, self.post_layer_norm = keys, True
         if self.post_process:
             sizes = {"hidden_size": self.config.hidden_size, "eps": self.config.layernorm_epsilon}
             self.final_norm = norm(config=self.config, **sizes)
@@ -50,11 +51,8 @@ class HalvesStack(HybridStack):
     ) -> dict[str, Any]:
         """The shards of all parameters, under the keys that megatron-core's own ``HybridModel`` gives them."""
         state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        for index, layer in enumerate(self.layers):
-            here = f"{prefix}layers.{index}."
-            own = {name: value for name, value in state.items() if name.startswith(here)}
-            places = (f"{prefix}layers.{number}." for number in (layer.layer_number - 1, self.offset + index))
-            replace_prefix_for_sharding(own, *places)
+        for sharded in state.values():
+            sharded.key = prefix + self.keys.to_hybrid(sharded.key.removeprefix(prefix))
         return state
 
 

@@ -107,10 +107,12 @@ def _placed(key: str, factor: Tensor, base: Any, dim: int, rank: int) -> Any:
     if isinstance(base, ShardedTensor):
         return _like(base, key, factor, dim, base.replica_id)
 
+    ends = [leaf.key.removeprefix(base.key) for leaf in leaves]  # now, as keys may get another spelling
+
     @torch.no_grad()
     def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: slice | None) -> list[Any]:
         parts = tensor.split([leaf.local_shape[dim] for leaf in leaves], dim)
-        keys = (key + leaf.key.removeprefix(base.key) for leaf in leaves)
+        keys = (key + end for end in ends)
         return [_like(*own, dim, replica_id) for own in zip(leaves, keys, parts, strict=True)]
 
     def merge(parts: list[Tensor]) -> Tensor:

@@ -30,6 +30,7 @@ from mcore_bridge.weights.dist_checkpoint.compare import Check, chunk_names, sha
 from mcore_bridge.weights.dist_checkpoint.extra_state import with_extra_states
 from mcore_bridge.weights.dist_checkpoint.folder import CONTENT, HEADS, VERSION, TorchDistFolder, dist_files, track
 from mcore_bridge.weights.dist_checkpoint.layer_stack import stack_layers
+from mcore_bridge.weights.dist_checkpoint.model_class import respell
 from mcore_bridge.weights.dist_checkpoint.optimizer_chain import fit_chain
 from mcore_bridge.weights.files.atomic_folder import commit, require_files, target_of, updating_by_all
 from mcore_bridge.weights.files.sidecars import copy_companions
@@ -123,6 +124,8 @@ def save_checkpoint(
         with together():  # in a block of its own, because what follows communicates by itself
             metadata = {**CONTENT, "dp_cp_group": chunks[0].pg_collection.dp_cp}
             state = sharded_states(chunks, metadata, part)
+            if part == "adapters":
+                respell(state, chunks[0], hybrid=False)
             content: dict[str, Any] = {name: with_extra_states(of_chunk) for name, of_chunk in state.items()}
             if optimizer is not None:
                 content["optimizer"] = optimizer.sharded_state_dict(_parts(state), metadata=metadata)
@@ -158,7 +161,8 @@ def load_checkpoint(
 ) -> CheckpointReport:
     """Read a checkpoint of megatron-core (``torch_dist``) that was written at any mesh, by us or by other trainers.
 
-    All ranks of the job call it together. It ignores what else a training checkpoint holds.
+    All ranks of the job call it together. It ignores what else a training checkpoint holds. A ``GPTModel`` reads what a
+    ``HybridModel`` has written, and the other way round.
 
     Args:
         models: this rank's chunks, wrapped or not.
@@ -194,6 +198,7 @@ def load_checkpoint(
         numbered = {"non_homogeneous_layers": True, "dp_cp_group": chunks[0].pg_collection.dp_cp}
         metadata = {**checkpoint.spelling, **(written or {}), **numbered}
         state = sharded_states(chunks, metadata, part)
+        respell(state, chunks[0], hybrid=checkpoint.is_hybrid)
         if part != "base" and hasattr(chunks[0], "bridge_adapters"):
             common = dist_checkpointing.load_common_state_dict(str(checkpoint.path))
             require_same(common.get(ADAPTERS), chunks[0].bridge_adapters)

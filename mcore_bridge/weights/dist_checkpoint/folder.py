@@ -91,6 +91,11 @@ class TorchDistFolder:
         return not all(map(str.isdigit, layers))
 
     @property
+    def is_hybrid(self) -> bool:
+        """Whether a ``HybridModel`` has written it. A folder of adapters alone has the keys of ``GPTModel``."""
+        return any(key.startswith("decoder.final_norm.") for key in self.tensors)
+
+    @property
     def spelling(self) -> Mapping[str, Any]:
         """The settings with which the folder was written, as far as its keys show them."""
         return {**CONTENT, "singleton_local_shards": any(map(_SINGLE_EXPERT.search, self.tensors))}

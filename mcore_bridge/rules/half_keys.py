@@ -1,0 +1,67 @@
+"""Keys of megatron-core's two model classes in its checkpoints: ``GPTModel`` counts layers, ``HybridModel`` halves.
+
+* Layer k becomes one layer for each of its halves. ``input_layernorm`` and ``self_attention`` are in the first of them,
+  ``pre_mlp_layernorm`` and ``mlp`` in the second.
+* In a layer of Mamba-2, ``self_attention`` is ``mixer``, and its norm is ``norm``.
+* ``final_layernorm`` is ``final_norm``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+_LAYER = re.compile(r"layers\.(\d+)\.(.*)", re.DOTALL)
+_FINAL = ("final_layernorm.", "final_norm.")
+_SECOND = ("pre_mlp_layernorm.", "mlp.")
+_MIXER = (("self_attention.", "mixer."), ("input_layernorm.", "norm."))
+"""Names of a Mamba-2 layer in both classes."""
+
+
+@dataclass(frozen=True)
+class HalfKeys:
+    """Translates keys, which are relative to the decoder, such as ``layers.3.mlp.linear_fc1.weight``.
+
+    Args:
+        letters: those of each layer, from ``config.hybrid_layers.letters_of``.
+    """
+
+    letters: tuple[str, ...]
+
+    @cached_property
+    def _halves(self) -> tuple[tuple[int, str], ...]:
+        """For each layer of a ``HybridModel`` the number of its whole layer, and its letter."""
+        return tuple((layer, letter) for layer, letters in enumerate(self.letters) for letter in letters)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """For each layer of a ``HybridModel`` the number of its whole layer."""
+        return tuple(layer for layer, _ in self._halves)
+
+    def to_hybrid(self, key: str) -> str:
+        """The key in a ``HybridModel`` of one in a ``GPTModel``."""
+        if (match := _LAYER.match(key)) is None:
+            return _renamed(key, *_FINAL)
+        layer, name = int(match[1]), match[2]
+        letters = self.letters[layer]
+        half = len(letters) - 1 if name.startswith(_SECOND) else 0
+        if letters[half] == "M":
+            for own, other in _MIXER:
+                name = _renamed(name, own, other)
+        return f"layers.{sum(map(len, self.letters[:layer])) + half}.{name}"
+
+    def to_gpt(self, key: str) -> str:
+        """The key in a ``GPTModel`` of one in a ``HybridModel``."""
+        if (match := _LAYER.match(key)) is None:
+            return _renamed(key, *reversed(_FINAL))
+        layer, letter = self._halves[int(match[1])]
+        name = match[2]
+        if letter == "M":
+            for own, other in _MIXER:
+                name = _renamed(name, other, own)
+        return f"layers.{layer}.{name}"
+
+
+def _renamed(name: str, old: str, new: str) -> str:
+    return new + name.removeprefix(old) if name.startswith(old) else name

@@ -1,0 +1,43 @@
+"""Which of megatron-core's model classes has written a checkpoint, and its keys for a model of the other class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from mcore_bridge.config.hybrid_layers import letters_of
+from mcore_bridge.rules.half_keys import HalfKeys
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import TransformerConfig
+
+_DECODER = "decoder."
+
+
+def is_hybrid(chunk: GPTModel) -> bool:
+    """Whether a chunk is a ``HybridModel``."""
+    return hasattr(chunk, "hybrid_layer_pattern")
+
+
+def translation(config: TransformerConfig, *, own: bool, other: bool) -> Callable[[str], str]:
+    """What gives a key of one class its spelling in another; ``own`` and ``other`` say which are ``HybridModel``."""
+    if own == other:
+        return lambda key: key
+    keys = HalfKeys(letters_of(config))
+    change = keys.to_hybrid if other else keys.to_gpt
+    return lambda key: _DECODER + change(key.removeprefix(_DECODER)) if key.startswith(_DECODER) else key
+
+
+def respell(state: Mapping[str, Mapping[str, Any]], chunk: GPTModel, *, hybrid: bool) -> None:
+    """Give the entries of sharded state dicts the keys of ``HybridModel``, or those of ``GPTModel``, in place.
+
+    Args:
+        state: of all chunks, from ``compare.sharded_states``.
+        chunk: one of them.
+        hybrid: whether the keys are to be those of ``HybridModel``.
+    """
+    spelled = translation(chunk.config, own=is_hybrid(chunk), other=hybrid)
+    for entries in state.values():
+        for sharded in entries.values():
+            sharded.key = spelled(sharded.key)

@@ -1,0 +1,184 @@
+"""Checkpoints of a ``HybridModel`` and of a ``GPTModel``: each reads the other's, with the state of the optimizer."""
+
+import copy
+
+import pytest
+import torch
+
+import mcore_bridge as mb
+from mcore_bridge import ParallelDims
+from mcore_bridge.convert.api import convert
+from mcore_bridge.factory.adapters import add_adapters
+from mcore_bridge.factory.blueprint import make_blueprint
+from mcore_bridge.factory.build import own_stages
+from mcore_bridge.factory.chunk import building
+from mcore_bridge.factory.hybrid import RELEASE
+from mcore_bridge.factory.hybrid_chunk import pattern_of, stack_spec
+from mcore_bridge.factory.modules.mamba import mamba_spec
+from mcore_bridge.factory.modules.torch_modules import Norm
+from mcore_bridge.launch.fake_rank import rank_of
+from mcore_bridge.rules.half_keys import HalfKeys
+from mcore_bridge.rules.names import plain_key
+from mcore_bridge.weights.adapters import iter_hf_adapters
+from mcore_bridge.weights.dist_checkpoint.compare import leaves_of
+from mcore_bridge.weights.dist_checkpoint.folder import CONTENT, TorchDistFolder
+from mcore_bridge.weights.files.hf_folder import Checkpoint
+from tests import zoo
+from tests.support import pool, stepping, tiny
+
+needs_it = pytest.mark.skipif(not RELEASE.is_installed, reason="the installed megatron-core has no HybridModel")
+NAMES = [name for name in ("qwen3_moe", "nemotron_h") if name in zoo.cases()]
+KEYS = [
+    ("layers.0.input_layernorm.weight", "layers.0.input_layernorm.weight"),
+    ("layers.0.mlp.linear_fc1.layer_norm_weight", "layers.1.mlp.linear_fc1.layer_norm_weight"),
+    ("layers.1.self_attention.in_proj.layer_norm_weight", "layers.2.mixer.in_proj.layer_norm_weight"),
+    ("layers.1.input_layernorm.weight", "layers.2.norm.weight"),
+    ("layers.2.pre_mlp_layernorm.weight", "layers.3.pre_mlp_layernorm.weight"),
+    ("layers.3.self_attention.in_proj.weight", "layers.4.self_attention.in_proj.weight"),
+    ("layers.3.mlp.router.weight", "layers.5.mlp.router.weight"),
+    ("final_layernorm.weight", "final_norm.weight"),
+]
+
+
+@pytest.mark.parametrize(("gpt", "hybrid"), KEYS)
+def test_keys_of_halves(gpt, hybrid):
+    keys = HalfKeys(("*-", "M", "E", "GE"))
+    assert keys.to_hybrid(gpt) == hybrid
+    assert keys.to_gpt(hybrid) == gpt
+
+
+def trained(folder, dims, model):
+    """Chunks with megatron-core's distributed optimizer, and what takes a step and gives its loss."""
+    chunks = mb.build_model(folder, dims=dims, dtype=torch.float32, device="cpu", model=model)
+    wrapped = stepping.wrap(chunks, use_distributed_optimizer=True)
+    optimizer = stepping.distributed_optimizer(wrapped, lr=1e-2)
+
+    def step():
+        for ddp in wrapped:
+            ddp.zero_grad_buffer()
+        optimizer.zero_grad()
+        loss = stepping.forward_backward(wrapped, dims, tiny.tokens(4))
+        assert not optimizer.prepare_grads()
+        assert optimizer.step_with_ready_grads()
+        return None if loss is None else loss.item()
+
+    return wrapped, optimizer, step
+
+
+def go_on(folder, saved, here, there):
+    """Runs in each worker: each class trains and saves, and both go on from that at another mesh."""
+    found = {}
+    for writer in ("gpt", "hybrid"):
+        with stepping.mesh(ParallelDims(**here)):
+            models, optimizer, step = trained(folder, ParallelDims(**here), writer)
+            step()
+            mb.save_checkpoint(models, saved / writer, optimizer=optimizer)
+            exported = {name: tensor.clone() for name, tensor in mb.to_hf_state_dict(models).items()}
+        for reader in ("gpt", "hybrid"):
+            with stepping.mesh(ParallelDims(**there)):
+                models, optimizer, step = trained(folder, ParallelDims(**there), reader)
+                mb.load_checkpoint(models, saved / writer, optimizer=optimizer)
+                loaded = mb.to_hf_state_dict(models)
+                assert all(torch.equal(tensor, exported[name]) for name, tensor in loaded.items())
+                losses = [step() for _ in range(2)]
+                after = {name: tensor.clone() for name, tensor in mb.to_hf_state_dict(models).items()}
+                found[writer, reader] = losses, after
+    return found
+
+
+@needs_it
+@pytest.mark.parametrize("name", NAMES)
+def test_training_goes_on_in_the_other_class(name, tmp_path):
+    folder = tiny.random_checkpoint(zoo.cases()[name].hf, tmp_path / "hf")
+    here, there = {"tp": 2, "sp": True, "etp": 1, "ep": 2}, {"pp": 2}
+    for found in pool.run(2, go_on, folder, tmp_path, here, there):
+        losses, weights = found["gpt", "gpt"]
+        for other in found.values():
+            assert other[0] == losses
+            assert other[1].keys() == weights.keys()
+            assert all(torch.equal(other[1][each], weights[each]) for each in weights)
+    for each, norm in (("gpt", "final_layernorm"), ("hybrid", "final_norm")):
+        keys = TorchDistFolder.open(tmp_path / each).metadata.state_dict_metadata.keys()
+        assert {f"decoder.{norm}.weight", f"optimizer.state.exp_avg.decoder.{norm}.weight"} <= keys
+    convert(tmp_path / "hybrid", tmp_path / "back", on_event=lambda *event: None)
+    convert(tmp_path / "gpt", tmp_path / "plain", on_event=lambda *event: None)
+    back, plain = Checkpoint(tmp_path / "back"), Checkpoint(tmp_path / "plain")
+    assert set(back) == set(plain)
+    assert all(torch.equal(back[each], plain[each]) for each in back)
+
+
+def read_parts(folder, saved):
+    """Runs in a worker: adapters alone and with all else, and layers in one tensor, read by the other class."""
+    from megatron.core import dist_checkpointing
+
+    dims, all_adapters = ParallelDims(), []
+    build = {"dims": dims, "dtype": torch.float32, "device": "cpu"}
+    stepping.let_megatron_save()
+    with stepping.mesh(dims):
+        (gpt,) = mb.build_model(folder, **build)
+        saved.mkdir()
+        dist_checkpointing.save({"model": gpt.sharded_state_dict()}, str(saved))
+        assert TorchDistFolder.open(saved).is_stacked
+        expected = {name: tensor.clone() for name, tensor in mb.to_hf_state_dict([gpt]).items()}
+        hybrid = mb.build_model(folder, **build, load_weights=False, model="hybrid")
+        mb.load_checkpoint(hybrid, saved)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in mb.to_hf_state_dict(hybrid).items())
+        for seed, model in enumerate(("hybrid", "gpt")):
+            models = mb.build_model(folder, **build, model=model)
+            add_adapters(models, rank=2, alpha=3, targets=["q_proj", "linear_fc1", "down_proj"], seed=seed)
+            for part in ("everything", "adapters"):
+                if seed:
+                    mb.load_checkpoint(models, f"{saved}.{part}", part=part)
+                else:
+                    mb.save_checkpoint(models, f"{saved}.{part}", part=part)
+                all_adapters.append({name: tensor.clone() for name, tensor in iter_hf_adapters(models)})
+    return all_adapters
+
+
+@needs_it
+def test_each_class_reads_adapters_and_layers_in_one_tensor(tmp_path):
+    folder = tiny.random_checkpoint(zoo.cases()["qwen3"].hf, tmp_path / "hf")
+    (found,) = pool.run(1, read_parts, folder, tmp_path / "saved")
+    assert len(found[0]) == 4 * 2 * 4
+    for other in found[1:]:
+        assert all(torch.equal(tensor, found[0][name]) for name, tensor in other.items())
+
+
+@needs_it
+@pytest.mark.parametrize("name", NAMES)
+def test_keys_are_those_of_megatron_cores_own_layers(name, monkeypatch):
+    """Its stack counts the layers, and its layer of Mamba names its parts. Its final norm needs TransformerEngine."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.transformer import ModuleSpec
+
+    monkeypatch.setattr(hybrid_block, "TENorm", Norm)
+    dims = ParallelDims(pp=2, layout="Et|tttL")
+    options = {"dims": dims, "dtype": torch.float32, "device": "meta", "backend": "torch"}
+    with rank_of(dims, 1, 2):
+        blueprint = make_blueprint(zoo.cases()[name].hf, **options, model="hybrid")
+        ours = mb.build_model(zoo.cases()[name].hf, **options, load_weights=False, model="hybrid")
+        with building(blueprint, seed=0, initialise=False):
+            (stage,) = own_stages(blueprint)
+            submodules = copy.copy(stack_spec(blueprint, stage).submodules)
+            for own in vars(submodules).values():
+                if isinstance(own, ModuleSpec):
+                    own.module, own.params = own.module.__mro__[1], {}
+            mixer = MambaLayerSubmodules(norm=Norm, mixer=mamba_spec("torch"), mamba_bda=get_bias_dropout_add)
+            submodules.mamba_layer = ModuleSpec(MambaLayer, submodules=mixer)
+            theirs = HybridModel(
+                blueprint.config,
+                ModuleSpec(hybrid_block.HybridStack, submodules=submodules),
+                hybrid_layer_pattern=pattern_of(blueprint),
+                pre_process=False,
+                vocab_size=blueprint.gpt_arguments["vocab_size"],
+                max_sequence_length=64,
+            )
+        states = [model.sharded_state_dict(metadata=dict(CONTENT)) for model in (*ours, theirs)]
+        found = []
+        for state in states:
+            entries = [each for each in state.values() if not hasattr(each, "unique_key")]  # not the extra states
+            found.append({plain_key(leaf.key): leaf.global_shape for each in entries for leaf in leaves_of(each)})
+    assert found[0] == found[1]
