@@ -152,9 +152,11 @@ class Bridge:
         is_first = chunks_of(models)[0].bridge.folder is None
         load_folder(models, weights_path, dtype=self.dtype, may_draw_head=is_first)
 
-    def export_weights(self, models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    def export_weights(
+        self, models: Sequence[nn.Module], *, merged: bool | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield every HF tensor, whole, on every rank, as ``iter_hf_weights``. Nothing happens before the first one."""
-        return iter_hf_weights(models)
+        return iter_hf_weights(models, merged=merged)
 
     def save_weights(
         self,
@@ -163,6 +165,8 @@ class Bridge:
         memory_efficient: bool = False,
         distributed_filesystem: bool = False,
         strict: bool = True,
+        *,
+        merged: bool | None = None,
     ) -> None:
         """Write an HF checkpoint, as ``save_hf_checkpoint``. All ranks call it, with a folder that they share.
 
@@ -171,8 +175,9 @@ class Bridge:
             weights_path: the folder. Other files in it stay, and so do its config and its tokenizer.
             memory_efficient, distributed_filesystem, strict: without effect. All ranks write at the same time, no file
                 is kept in memory, and all tensors are written.
+            merged: of models with adapters, as for ``save_hf_checkpoint``.
         """
-        save_hf_checkpoint(models, weights_path, keep=True)
+        save_hf_checkpoint(models, weights_path, keep=True, merged=merged)
 
     def _draw(self) -> Blueprint:
         mesh = ParallelDims.from_mcore()

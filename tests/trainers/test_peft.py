@@ -5,13 +5,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mcore_bridge import ParallelDims, build_model
-from mcore_bridge.errors import ConfigError
+from mcore_bridge import ParallelDims, build_model, iter_hf_weights
+from mcore_bridge.errors import BridgeError, ConfigError
+from mcore_bridge.trainers import mbridge
 from mcore_bridge.trainers.adapters import apply_peft_adapter_filter_to_state_dict, create_peft
+from mcore_bridge.trainers.rlinf import MegatronCoreWeightReshard
+from mcore_bridge.trainers.rlinf.functions import ReshardFunctions
 from mcore_bridge.trainers.verl_peft import get_peft_cls
 from tests import zoo
 from tests.support import tiny
 from tests.support.fake_mesh import rank_of
+from tests.support.rlinf_models import config_a
 
 REFUSED = {
     "type": "dora",
@@ -66,3 +70,42 @@ def test_a_checkpoint_of_adapters_alone_has_what_is_trained():
     found = apply_peft_adapter_filter_to_state_dict({"model": state, "rng_state": 1}, peft)
     assert found["model"].keys() == {name for name, parameter in state.items() if parameter.requires_grad}
     assert found["rng_state"] == 1
+
+
+def resharded(models, merged=None):
+    """What RLinf's resharder hands on, gathered in each of its ways."""
+    reshard = MegatronCoreWeightReshard(config_a(), merged=merged)
+    for bucket in reshard.divide_model_to_bucket(models):
+        yield from reshard.gather_and_reshard_model(bucket, 0).items()
+
+
+def resharded_whole(models, merged=None):
+    reshard = MegatronCoreWeightReshard(config_a(), merged=merged)
+    for bucket in reshard.divide_model_to_bucket(models):
+        yield from reshard.narrow_to_target(reshard.gather_full_model(bucket), 0).items()
+
+
+def exported(models, merged=None):
+    return mbridge.AutoBridge.from_config(tiny.config("qwen3")).export_weights(models, merged=merged)
+
+
+@pytest.mark.parametrize("export", [exported, resharded, resharded_whole])
+def test_a_trainer_says_whether_it_wants_merged_weights(export, tmp_path):
+    with rank_of(ParallelDims(), 0, 1):
+        (chunk,) = build_model(tiny.config("qwen3"), load_weights=False, dtype=torch.float32)
+        create_peft({"rank": 2, "target_modules": ["linear_proj"]}, torch.float32)([chunk])
+        torch.nn.init.ones_(chunk.decoder.layers[0].self_attention.linear_proj.adapter.linear_out.weight)
+        with pytest.raises(BridgeError, match=r"expected merged=True .* found merged=None"):
+            list(export([chunk]))
+        for merged in (True, False):
+            wanted = dict(iter_hf_weights([chunk], merged=merged))
+            found = dict(export([chunk], merged))
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+            mbridge.AutoBridge.from_config(tiny.config("qwen3")).save_weights([chunk], tmp_path / "out", merged=merged)
+        with pytest.raises(BridgeError, match="found merged=None"):
+            mbridge.AutoBridge.from_config(tiny.config("qwen3")).save_weights([chunk], tmp_path / "other")
+        functions = ReshardFunctions(chunk.config, hf=tiny.config("qwen3"))
+        factors = {name: tensor for name, tensor in chunk.state_dict().items() if "adapter" in name}
+        with pytest.raises(ConfigError, match="belongs to an adapter"):
+            functions.convert_fn(factors)

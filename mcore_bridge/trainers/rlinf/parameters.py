@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_bridge.errors import ConfigError
+from mcore_bridge.rules.adapters import is_adapter
 from mcore_bridge.rules.layout import COLUMN, GATED_UP, QKV, REPLICATED, ROW, VOCAB, Axes, Layout
 from mcore_bridge.rules.mapping import Binding
 from mcore_bridge.rules.names import Numbering, canonical, expert_of, layer_of
@@ -121,5 +123,10 @@ class Parameters:
         for number, half in enumerate(_PARTS):
             if f".{half}." in name:
                 whole, part = name.replace(half, "linear_fc1"), number
+        if is_adapter(name):
+            raise ConfigError(
+                f"{name} belongs to an adapter, which these functions do not merge: expected a model without adapters. "
+                "MegatronCoreWeightReshard has merged=True"
+            )
         binding = self._mapping.bind(canonical(whole, self._numbering))
         return Parameter(name, binding, part, self._axes, self._joined)

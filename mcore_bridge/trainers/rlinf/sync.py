@@ -29,6 +29,7 @@ class Sync:
     bucket_bytes: int
     hf: HF | None
     head: str
+    merged: bool | None
     num_done: int = 0
     destination: Destination | None = None
     export: Export | None = None
@@ -84,6 +85,7 @@ class Sync:
             bucket_bytes=MESSAGES_IN_FLIGHT * self.bucket_bytes,
             target=target,
             problem=problem,
+            merged=self.merged,
         )
         return run_rounds(self.export, self.num_buckets)
 

@@ -34,15 +34,16 @@ class MegatronCoreWeightReshard:
     Args:
         config: RLinf's ``ReshardConfig`` of any generation. Only its fields for the engine are read.
         hf, head: for models that ``build_model`` did not make: their HF config or folder, and their head.
+        merged: of models with adapters, as for ``iter_hf_weights``.
 
     Raises:
         ConfigError: ``config`` describes no rollout engine.
     """
 
-    def __init__(self, config: Any, *, hf: HF | None = None, head: str = "lm") -> None:
+    def __init__(self, config: Any, *, hf: HF | None = None, head: str = "lm", merged: bool | None = None) -> None:
         self.config = config
         self._engine = Engine.of(config)
-        self._hf, self._head = hf, head
+        self._hf, self._head, self._merged = hf, head, merged
         self._sync: Sync | None = None
         self._known: tuple[ExportPlan, dict[EngineRank, Mapping[str, TensorSlice]]] | None = None
 
@@ -145,7 +146,7 @@ class MegatronCoreWeightReshard:
 
     def _begin(self, models: Models, num_buckets: int) -> list[Bucket]:
         self._end()
-        self._sync = Sync(models, num_buckets, self._engine.bucket_bytes, self._hf, self._head)
+        self._sync = Sync(models, num_buckets, self._engine.bucket_bytes, self._hf, self._head, self._merged)
         return [Bucket(self._sync, number) for number in range(num_buckets)]
 
     def _end(self) -> None:
