@@ -63,6 +63,9 @@ def verify_command(
     mtp: Mtp = 0,
     device: Annotated[str, typer.Option(help='"cpu" (gloo), or "cuda" (nccl, one GPU for each rank).')] = "cpu",
     backend: Annotated[str, typer.Option(help='"te", "torch", or "auto": te where it is installed, on cuda.')] = "auto",
+    model: Annotated[
+        str, typer.Option(help='The class of megatron-core to build: "gpt", or "hybrid" (HybridModel, since 0.19).')
+    ] = "gpt",
     dtype: Annotated[
         str | None, typer.Option(help="Build and export in float32, bfloat16 or float16; by default as in the files.")
     ] = None,
@@ -100,6 +103,7 @@ def verify_command(
                 dims,
                 device=_one_of("device", device, ("cpu", "cuda")),
                 backend=backend,
+                model=model,
                 dtype=_dtype(dtype),
                 against=against,
                 num_tokens=0 if no_logits else tokens,

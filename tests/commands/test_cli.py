@@ -25,6 +25,7 @@ from mcore_bridge.commands.plan.tables import plan
 from mcore_bridge.commands.verify.logits import Comparison
 from mcore_bridge.commands.verify.rank import Finding
 from mcore_bridge.commands.verify.verify import TOLERANCE, Verdict, _crossing, differences, widest
+from mcore_bridge.factory.hybrid import RELEASE
 from mcore_bridge.launch.processes import RankError, run_ranks
 from mcore_bridge.weights.dtypes import wanted_dtype
 from tests.support import seeing, tiny, towers
@@ -93,7 +94,8 @@ def test_verify_shows_an_image_to_both_sides(tmp_path: Path) -> None:
 
 
 def test_verify_of_a_context_parallel_mesh_in_another_dtype(checkpoint: Path) -> None:
-    result = run("verify", checkpoint, "--cp", 2, "--dtype", "float32", "--tokens", 9)
+    model = ["--model", "hybrid"] if RELEASE.is_installed else []
+    result = run("verify", checkpoint, "--cp", 2, "--dtype", "float32", "--tokens", 9, *model)
     assert result.exit_code == 0, result.output
     assert "of float32 in 47 tensors" in result.output
 
@@ -189,6 +191,7 @@ def test_verify_refuses_a_broken_checkpoint(copied: Path, damage: Callable[[Path
         (["--ep", 2], "use --ep 1"),
         (["--backend", "mlx"], '--backend must be "auto"'),
         (["--mtp", 1], "Change --mtp, or"),
+        (["--model", "mamba"], "model must be one of gpt, hybrid"),
         (["--dtype", "float8"], "--dtype must be one of"),
         (["--device", "tpu"], "--device must be one of"),
         (["--device", "cuda", "--tp", 8, "--pp", 4, "--cp", 8], "needs a GPU for each of the 256 ranks"),

@@ -77,7 +77,7 @@ def test_every_mesh_trains_bit_for_bit_as_the_other_class_does(folders, world_si
 
 def surfaces(folder, target):
     """Runs in each worker: loads, saves, freezes and computes; and what that gives, for each class."""
-    dims, found = ParallelDims(tp=2, sp=True, pp=1), []
+    dims, found = ParallelDims(tp=2, sp=True), []
     with stepping.mesh(dims):
         for model in ("gpt", "hybrid"):
             build = {"dims": dims, "dtype": torch.float32, "device": "cpu", "model": model}
@@ -87,7 +87,8 @@ def surfaces(folder, target):
             load_hf_weights(drawn, folder)
             save_hf_checkpoint(drawn, f"{target}/{model}")
             losing = {"moe_aux_loss_coeff": 0.5, "moe_router_load_balancing_type": "aux_loss"}
-            models = build_model(f"{target}/{model}", **build, overrides=losing)
+            again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+            models = build_model(f"{target}/{model}", **build, overrides=losing | again)
             mask = torch.tensor([[1] * 7 + [0] * 9, [1] * 16])
             ids = tiny.tokens(2)[:, :16]
             out = forward(models, ids, mask, loss=lambda outputs, rows: outputs.log_probs.mean(), packed=False)

@@ -61,6 +61,7 @@ def compare_logits(
     num_parameters: int,
     vision: str = "carried",
     adapter: Path | None = None,
+    model: str = "gpt",
     report: Report,
 ) -> tuple[Comparison | None, str]:
     """Compares the logits of the mesh with those of transformers. All ranks call it together.
@@ -72,6 +73,7 @@ def compare_logits(
         num_parameters: those of the whole model, to check whether it fits into memory.
         vision: as for ``build_model``. With a tower, the first sequence has an image.
         adapter: a PEFT folder, whose adapters the chunks have, or get here. The reference is then that of ``peft``.
+        model: as for ``build_model``.
 
     Returns:
         The comparison on rank 0 (None on others). If memory is short, or there is no reference, None and why.
@@ -89,7 +91,8 @@ def compare_logits(
         from mcore_bridge.factory.adapters import add_adapters
         from mcore_bridge.factory.build import build_model
 
-        chunks = build_model(folder, dims=dims, dtype=torch.float32, device=device, backend=backend, vision=vision)
+        kind: dict[str, Any] = {"device": device, "backend": backend, "vision": vision, "model": model}
+        chunks = build_model(folder, dims=dims, dtype=torch.float32, **kind)
         if adapter is not None:
             add_adapters(chunks, adapter, dtype=torch.float32)
     vocab_size = chunks[0].bridge.hf.vocab_size

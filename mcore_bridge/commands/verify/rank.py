@@ -47,6 +47,7 @@ class Task:
         num_mtp_layers: the number of MTP layers to build, load and export. Logits are computed without them.
         vision: whether a composite's tower is built, as for ``build_model``.
         adapter: a PEFT folder, whose adapters are added in fp32.
+        model: the class of megatron-core, as for ``build_model``.
     """
 
     folder: Path
@@ -62,6 +63,7 @@ class Task:
     num_mtp_layers: int = 0
     vision: str = "carried"
     adapter: Path | None = None
+    model: str = "gpt"
 
 
 @dataclass(slots=True)
@@ -145,6 +147,7 @@ def check_rank(task: Task, report: Report) -> Finding:
             num_parameters=sum(spec.numel for spec in finding.exported),
             vision=task.vision,
             adapter=task.adapter,
+            model=task.model,
             report=report,
         )
     return finding
@@ -166,6 +169,7 @@ def _build(task: Task, finding: Finding, report: Report) -> list[GPTModel]:
         overrides={"mtp_num_layers": task.num_mtp_layers or None},
         load_weights=source,
         vision=task.vision,
+        model=task.model,
     )
     if task.adapter is not None:
         add_adapters(chunks, task.adapter, dtype=torch.float32)

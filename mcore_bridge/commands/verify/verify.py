@@ -115,6 +115,7 @@ def verify(
     num_mtp_layers: int = 0,
     strict_config: bool = False,
     adapter: Path | None = None,
+    model: str = "gpt",
     on_event: OnEvent,
 ) -> Verdict:
     """Check everything that needs no processes, then start the ranks and collect their results.
@@ -133,6 +134,7 @@ def verify(
         strict_config: as for ``build_model``.
         adapter: a PEFT folder. Its adapters are added to the model and exported again, logits are compared with those
             of ``peft``, and a composite has no tower.
+        model: as for ``build_model``. With "hybrid", a composite has no tower.
         on_event: called with the reports of ranks.
 
     Raises:
@@ -144,7 +146,7 @@ def verify(
     dtypes = {tensor.dtype for tensor in checkpoint.values() if tensor.is_floating_point()}
     built_in = dtype or widest(dtypes)
     overrides = {"mtp_num_layers": num_mtp_layers or None}
-    vision = "carried" if adapter is not None else _vision(folder)
+    vision = "carried" if adapter is not None or model == "hybrid" else _vision(folder)
     blueprint = make_blueprint(
         folder,
         dims=dims,
@@ -154,6 +156,7 @@ def verify(
         overrides=overrides,
         strict_config=strict_config,
         vision=vision,
+        model=model,
     )
     tied = bool(blueprint.gpt_arguments["share_embeddings_and_output_weights"])
     mapping = blueprint.provenance.mapping(tied=tied, mtp=bool(num_mtp_layers))
@@ -173,6 +176,7 @@ def verify(
         num_mtp_layers=num_mtp_layers,
         vision=vision,
         adapter=adapter,
+        model=model,
     )
     findings = run_ranks(check_rank, task, world_size=dims.smallest_world, device=device, on_event=on_event)
     kept = set(names)
