@@ -93,14 +93,15 @@ class MegatronBridge:
         self._tasks: Any = None
 
     def exports(self) -> dict[str, Callable[[], Pairs]]:
-        return {"default": self._export, "tasks kept": self._export_with_tasks}
+        return {"default": self.export, "tasks kept": self._export_with_tasks}
 
-    def _export(self, **options: Any) -> Pairs:
+    def export(self, **options: Any) -> Pairs:
+        """Every HF tensor, with further arguments of its own."""
         return iter(self._bridge.export_hf_weights(self.models, show_progress=False, **options))
 
     def _export_with_tasks(self) -> Pairs:
         self._tasks = self._tasks or self._bridge.get_conversion_tasks(self.models)
-        return self._export(conversion_tasks=self._tasks)
+        return self.export(conversion_tasks=self._tasks)
 
     def load(self) -> None:
         self._bridge.load_hf_weights(self.models)

@@ -11,9 +11,7 @@ SITE is as for ``peers.py``. Further arguments `--ours name=value` override fiel
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
-import statistics
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
@@ -22,12 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from common import MemoryPeak, config_of, parsed, report, timed
+from common import config_of, parsed, report
 from libraries import MegatronBridge
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from peer import join
+from steps import fill, free, text, timed_steps
 
 import mcore_bridge as mb
 
@@ -67,10 +64,11 @@ def measure(case: str, arguments: Namespace) -> None:
                 model = build()
                 configs[library] = _plain(model.config)
                 differing = _differing(configs) if turn == 0 and len(configs) == 2 else None
-                _measure(model, arguments, case=case, library=library, turn=turn, differing=differing)
+                fill(model)
+                steps = timed_steps(model, text(arguments.tokens, "cuda"), arguments.tokens, arguments.repeats)
+                report(case=case, library=library, turn=turn, differing=differing, **steps)
                 del model
-                gc.collect()
-                torch.cuda.empty_cache()
+                free()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
@@ -79,38 +77,6 @@ def _ours(folder: str, sizes: dict[str, int], overrides: dict[str, Any]) -> Any:
     dims = mb.ParallelDims(**sizes)
     (model,) = mb.build_model(folder, dims=dims, device="cuda", load_weights=False, overrides=overrides)
     return model
-
-
-def _measure(model: Any, arguments: Namespace, **fields: Any) -> None:
-    generator = torch.Generator("cuda").manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.02, generator=generator)
-    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    wrapped = DistributedDataParallel(model.config, config, model)
-    ids = torch.randint(0, 1000, (1, arguments.tokens), generator=generator, device="cuda")
-    places = torch.arange(arguments.tokens, device="cuda")[None]
-    losses = []
-
-    def step() -> None:
-        wrapped.zero_grad_buffer()
-        loss = wrapped(ids, places, None, labels=ids).float().mean()
-        loss.backward()
-        losses.append(loss.detach())
-
-    timed(step, 3)
-    memory = MemoryPeak()
-    seconds = timed(step, arguments.repeats)
-    median = statistics.median(seconds)
-    report(
-        **fields,
-        loss=round(float(losses[-1]), 4),
-        min_s=round(min(seconds), 5),
-        median_s=round(median, 5),
-        tokens_s=round(arguments.tokens / median),
-        activations_gb=round(memory.peak() / 1e9, 3),
-    )
-    wrapped.__dict__.clear()  # hooks of autograd hold it, in a cycle that no collector sees, and it holds the buffers
 
 
 def _plain(config: Any) -> dict[str, Any]:

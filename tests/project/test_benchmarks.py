@@ -51,6 +51,17 @@ def test_a_benchmark_runs_and_prints_a_ratio(script, arguments, seconds, tmp_pat
     assert not second
 
 
+def test_steps_and_exports_with_adapters_are_timed():
+    asked = ["--only", "ours", "--turns", "1", "--repeats", "1", "--tokens", "16"]
+    said, _ = pool.run(2, printed, "adapters.py", ["tiny-moe layers=1 tp=2 sp=1 ep=2", *asked])
+    lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    assert [(line["measure"], line.get("merged")) for line in lines] == [
+        *(("export", False), ("export", True), ("step", None)),
+    ]
+    assert all(line["median_s"] > 0 for line in lines)
+    assert lines[2]["tokens_s"] > 0
+
+
 def test_quantized_folders_are_loaded_beside_bf16(tmp_path):
     only = ["--only", "qwen3-30b-a3b bf16", "gpt-oss-20b mxfp4"]
     arguments = ["--size", "tiny", "--repeats", "1", "--folder", str(tmp_path), *only]
