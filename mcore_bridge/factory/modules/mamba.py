@@ -1,4 +1,4 @@
-"""A Mamba-2 mixer in plain torch, in the place of attention. It runs on any device.
+"""A Mamba-2 mixer in the place of attention. It runs on any device, in torch or by kernels (``mamba_kernels.py``).
 
 It has the parameters of megatron-core's ``MambaMixer``, cut and saved in the same way, and computes in the order of
 transformers. As megatron-core's kernel and as engines do, it does not clamp time steps.
@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (the usual name)
 
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.modules.mamba_kernels import Operations, operations_for
 from mcore_bridge.factory.modules.mamba_keys import sharded_mixer
-from mcore_bridge.factory.modules.mamba_scan import scan
 from mcore_bridge.factory.modules.torch_modules import gather_text, own_text, packed_lengths, placement
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
 
@@ -154,25 +156,34 @@ class TorchMamba(MegatronModule):
             )
         mixed, _ = self.in_proj(hidden_states)
         parts = mixed.split(packed_lengths(packed_seq_params, self.cp_group.size())) if packed_seq_params else [mixed]
-        out: tuple[Tensor, Tensor | None] = self.out_proj(torch.cat([self._sequence(part) for part in parts]))
+        out: tuple[Tensor, Tensor | None] = self.out_proj(torch.cat(self._sequences(parts)))
         return out
 
-    def _sequence(self, mixed: Tensor) -> Tensor:
-        """Everything between ``in_proj`` and ``out_proj`` for one sequence, from ``[s, b, n]`` to ``[s, b, n]``."""
-        mixed = rearrange(gather_text(mixed, self.cp_group), "s b n -> b s n")
+    def _sequences(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Everything between ``in_proj`` and ``out_proj``: for each sequence from ``[s, b, n]`` to ``[s, b, n]``."""
+        texts = [rearrange(gather_text(part, self.cp_group), "s b n -> b s n") for part in parts]
+        operations = operations_for(texts[0], self.conv1d)
+        if len(texts) > 1 and operations.packs:  # one row
+            lengths = [text.size(1) for text in texts]
+            counts = torch.tensor(lengths, device=texts[0].device)
+            numbers = torch.arange(len(texts), device=counts.device, dtype=torch.int32).repeat_interleave(counts)
+            mixed = self._mixed(torch.cat(texts, dim=1), operations, numbers[None]).split(lengths, dim=1)
+        else:
+            mixed = tuple(self._mixed(text, operations, None) for text in texts)
+        return [own_text(rearrange(text, "b s n -> s b n"), self.cp_group) for text in mixed]
+
+    def _mixed(self, mixed: Tensor, operations: Operations, numbers: Tensor | None) -> Tensor:
+        """The gated and normed output of the recurrence, from ``[b, s, n]`` to ``[b, s, n]``."""
         gate, *xbc, steps = mixed.split(tuple(self.sections.values()), dim=-1)
-        x, into, out_of = self._convolved(torch.cat(xbc, dim=-1))
+        convolved = operations.convolve(torch.cat(xbc, dim=-1), self.conv1d, numbers)
+        x, into, out_of = convolved.split([self.sections[name] for name in "xBC"], dim=-1)
         x = x.unflatten(-1, (self.heads, -1))
         into, out_of = (part.unflatten(-1, (self.groups, -1)) for part in (into, out_of))
         steps = F.softplus(steps.float() + self.dt_bias.float())
-        context = scan(x, steps, -self.A_log.float().exp(), into, out_of, self.D)
-        return own_text(rearrange(self.norm(context.flatten(-2), gate), "b s n -> s b n"), self.cp_group)
-
-    def _convolved(self, xbc: Tensor) -> tuple[Tensor, ...]:
-        """The causal convolution of each channel of ``[b, s, n]``, cut into x, B and C."""
-        past = F.pad(rearrange(xbc, "b s n -> b n s"), (self.conv1d.kernel_size[0] - 1, 0))
-        mixed = rearrange(F.silu(self.conv1d(past)), "b n s -> b s n")
-        return mixed.split([self.sections[name] for name in "xBC"], dim=-1)
+        decay = -self.A_log.float().exp()
+        context = operations.scan(x, steps, decay, into, out_of, self.D, numbers=numbers)
+        normed: Tensor = self.norm(context.flatten(-2), gate)
+        return normed
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None

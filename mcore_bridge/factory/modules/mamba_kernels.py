@@ -1,0 +1,119 @@
+"""How a Mamba-2 mixer computes: in torch on any device, or by mamba-ssm's and causal-conv1d's kernels on a GPU.
+
+The kernels take packed sequences in one call. They are used if both packages are installed and the numbers are halves:
+in fp32 Triton's products are TF32, which torch's are not. Nobody has run them with this library yet.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  (the usual name)
+
+from mcore_bridge.factory.modules.fallback import say
+from mcore_bridge.factory.modules.mamba_scan import scan
+
+_CHUNK = 128
+"""Tokens that the kernel computes together, as in megatron-core's mixer; the result does not depend on it."""
+_MULTIPLE = 8
+"""The kernel of the convolution reads so many channels at once where sequences are packed."""
+_WIDTHS = (2, 3, 4)
+"""The widths of convolutions that have a kernel."""
+
+
+class Operations(NamedTuple):
+    """The two operations of a mixer that see other tokens.
+
+    ``convolve`` takes ``xbc [b, s, n]``, the convolution and ``numbers``, and gives ``silu`` of its causal convolution.
+    ``scan`` takes what ``mamba_scan.scan`` takes, and ``numbers``. These are None, or int32 ``[b, s]``: the number of
+    each token's sequence, from 0. ``packs`` says whether they may be given.
+    """
+
+    convolve: Callable[[Tensor, nn.Conv1d, Tensor | None], Tensor]
+    scan: Callable[..., Tensor]
+    packs: bool
+
+
+def operations_for(hidden: Tensor, convolution: nn.Conv1d) -> Operations:
+    """The fastest operations for hidden states like these. Logs once why a GPU computes in torch.
+
+    Args:
+        hidden: of the mixer, on its device and in its dtype.
+        convolution: of the mixer, with the channels of this rank.
+    """
+    if hidden.device.type != "cuda":
+        return TORCH
+    if lacking := _unfit(hidden.dtype, convolution) or _not_installed():
+        say(f"{lacking}: Mamba-2 mixers compute in torch, which is slower")
+        return TORCH
+    return KERNELS
+
+
+def _unfit(dtype: torch.dtype, convolution: nn.Conv1d) -> str:
+    """Why the kernels do not fit a mixer; "" if they do."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"mamba-ssm's kernels are used for bf16 and fp16 only, found {dtype}"
+    if convolution.in_channels % _MULTIPLE or convolution.kernel_size[0] not in _WIDTHS:
+        return (
+            f"causal-conv1d needs a multiple of {_MULTIPLE} channels and a width of {_WIDTHS}, found "
+            f"{convolution.in_channels} and {convolution.kernel_size[0]}"
+        )
+    return ""
+
+
+@functools.cache
+def _not_installed() -> str:
+    """Why the kernels cannot be imported; "" if they can. They are compiled for one release of torch and of CUDA."""
+    try:
+        from causal_conv1d import causal_conv1d_fn  # noqa: F401
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined  # noqa: F401
+    except ImportError as error:
+        return f"causal-conv1d and mamba-ssm cannot be imported ({error})"
+    return ""
+
+
+def _convolve_in_torch(xbc: Tensor, convolution: nn.Conv1d, numbers: Tensor | None) -> Tensor:
+    assert numbers is None
+    past = F.pad(rearrange(xbc, "b s n -> b n s"), (convolution.kernel_size[0] - 1, 0))
+    return rearrange(F.silu(convolution(past)), "b n s -> b s n")
+
+
+def _scan_in_torch(*arguments: Tensor, numbers: Tensor | None) -> Tensor:
+    assert numbers is None
+    return scan(*arguments)
+
+
+def _convolve_by_kernel(xbc: Tensor, convolution: nn.Conv1d, numbers: Tensor | None) -> Tensor:
+    from causal_conv1d import causal_conv1d_fn
+
+    weight = rearrange(convolution.weight, "n 1 width -> n width")
+    last = xbc.contiguous().transpose(1, 2)  # the kernel takes numbers only with channels that lie side by side
+    mixed: Tensor = causal_conv1d_fn(last, weight, convolution.bias, seq_idx=numbers, activation="silu")
+    return mixed.transpose(1, 2)
+
+
+def _scan_by_kernel(
+    x: Tensor,
+    steps: Tensor,
+    decay: Tensor,
+    into: Tensor,
+    out_of: Tensor,
+    skip: Tensor,
+    *,
+    numbers: Tensor | None,
+) -> Tensor:
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+    scanned: Tensor = mamba_chunk_scan_combined(
+        x, steps, decay, into, out_of, _CHUNK, D=skip.float(), seq_idx=numbers
+    )  # neither dt_bias nor dt_limit: steps are positive already, and are not clamped
+    return scanned
+
+
+TORCH = Operations(_convolve_in_torch, _scan_in_torch, packs=False)
+KERNELS = Operations(_convolve_by_kernel, _scan_by_kernel, packs=True)
