@@ -26,7 +26,7 @@ def unwrap(model: nn.Module) -> GPTModel:
         inner = getattr(bare, "module", None)
         if not isinstance(inner, nn.Module):
             raise MappingError(
-                f"expected a megatron-core GPTModel or a wrapper with one at .module, found {type(model).__name__} "
+                f"expected a GPTModel or HybridModel, or a wrapper with one at .module, found {type(model).__name__} "
                 f"that ends at {type(bare).__name__}"
             )
         bare = inner

@@ -136,16 +136,22 @@ REASONS = {
     "qwen3-bias-window": ({}, r"differ in windows"),
     "smollm3": ({}, "differ in ropes"),
     "cohere2": ({}, r"MLP reads what .*; its attention layers differ in ropes, windows, .* Use model=\"gpt\""),
-    "deepseek_v3": ({"overrides": {"mla_down_proj_fusion": True}}, "mla_down_proj_fusion"),
+    "deepseek_v3": (
+        {"mla_down_proj_fusion": True, "mtp_num_layers": 1},
+        "MTP layers .*; HybridModel exchanges modules for mla_down_proj_fusion",
+    ),
 }
 
 
 @needs_it
 @pytest.mark.parametrize("name", REASONS)
 def test_refused(name):
-    options, reason = REASONS[name]
+    overrides, reason = REASONS[name]
+    hf = zoo.cases()[name].hf
+    if "mtp_num_layers" in overrides:
+        hf.num_nextn_predict_layers = 1
     with pytest.raises(ConfigError, match=reason):
-        make_blueprint(zoo.cases()[name].hf, dims=ParallelDims(), dtype=torch.float32, model="hybrid", **options)
+        make_blueprint(hf, dims=ParallelDims(), dtype=torch.float32, model="hybrid", overrides=overrides)
 
 
 @needs_it
