@@ -12,19 +12,15 @@ measurement, for a file in ``results``: a step (``tokens_s``), or an export that
 
 from __future__ import annotations
 
-import sys
-import tempfile
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from common import case_arguments, config_of, from_the_first, parsed, report, set_up, summary
-from export import leave_mesh
+from common import config_of, from_the_first, report, summary
 from libraries import MegatronBridge, Pairs
-from steps import fill, free, text, timed_steps
+from steps import Build, fill, in_turns, step_arguments, text, timed_steps
 
 import mcore_bridge as mb
 
@@ -40,30 +36,11 @@ class Adapted(NamedTuple):
 
 def main() -> None:
     """Each case by each library, in turns."""
-    parser = case_arguments(__doc__, "a model and its mesh, of one pipeline stage: 'qwen3-8b tp=2 sp=1'")
-    parser.add_argument("--site", type=Path)
-    parser.add_argument("--only", default=",".join(BUILDS), help="names of libraries")
-    parser.add_argument("--tokens", type=int, default=4096, help="in a sequence")
-    parser.add_argument("--turns", type=int, default=2)
+    parser = step_arguments(__doc__, BUILDS)
     parser.add_argument("--rank", type=int, default=16)
     arguments = parser.parse_args()
-    if "megatron_bridge" in arguments.only:
-        if arguments.site is None:
-            parser.error("megatron_bridge needs --site; --only ours goes without")
-        sys.path.append(str(arguments.site / "megatron_bridge"))
-    for case in arguments.cases:
-        name, layers, sizes = parsed(case)
-        set_up(Namespace(**sizes, device=arguments.device))
-        with tempfile.TemporaryDirectory() as folder:
-            config_of(name, layers).save_pretrained(folder)
-            for turn in range(arguments.turns):
-                for library in arguments.only.split(","):
-                    adapted = BUILDS[library](Path(folder), sizes, arguments)
-                    measure(adapted, arguments, case=case, library=library, turn=turn, rank=arguments.rank)
-                    del adapted
-                    free()
-        leave_mesh()
-    dist.destroy_process_group()
+    for fields, build in in_turns(arguments, BUILDS, config_of):
+        measure(build(), arguments, **fields, rank=arguments.rank)
 
 
 def measure(adapted: Adapted, arguments: Namespace, **fields: Any) -> None:
@@ -111,7 +88,7 @@ def theirs(folder: Path, sizes: dict[str, int], arguments: Namespace) -> Adapted
     return Adapted(library.models[0], lambda merged: library.export(merge_adapter_weights=merged))
 
 
-BUILDS: dict[str, Callable[[Path, dict[str, int], Namespace], Adapted]] = {"ours": ours, "megatron_bridge": theirs}
+BUILDS: dict[str, Build[Adapted]] = {"ours": ours, "megatron_bridge": theirs}
 
 
 if __name__ == "__main__":

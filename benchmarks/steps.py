@@ -1,20 +1,66 @@
-"""Forward and backward passes of one model after the other, as the benchmarks of training measure them."""
+"""What the benchmarks of steps share: libraries in turns, and forward and backward passes of what they build."""
 
 from __future__ import annotations
 
 import gc
 import statistics
+import sys
+import tempfile
 import zlib
-from collections.abc import Mapping
-from typing import Any
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
-from common import MemoryPeak, timed
+import torch.distributed as dist
+from common import MemoryPeak, case_arguments, parsed, set_up, timed
+from export import leave_mesh
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from transformers import PretrainedConfig
 
 WARM_UP = 3
-_WRAPPERS = ("module.", "to_wrap.")
+_WRAPPERS = ("module.", "to_wrap.", "language_model.", "vision.")
 """What the libraries put into names of parameters."""
+Built = TypeVar("Built")
+Build = Callable[[Path, dict[str, int], Namespace], Built]
+"""How a library builds its model for a folder with a config, on the mesh of these sizes."""
+
+
+def step_arguments(description: str | None, builds: Mapping[str, Build[Any]]) -> ArgumentParser:
+    """The arguments of a benchmark in which libraries take turns."""
+    parser = case_arguments(description, "a model and its mesh, of one pipeline stage: 'qwen3-8b tp=2 sp=1'")
+    parser.add_argument("--site", type=Path)
+    parser.add_argument("--only", default=",".join(builds), help="names of libraries")
+    parser.add_argument("--tokens", type=int, default=4096, help="in a sequence")
+    parser.add_argument("--turns", type=int, default=2)
+    return parser
+
+
+def in_turns(
+    arguments: Namespace, builds: Mapping[str, Build[Built]], config_of: Callable[[str, int | None], PretrainedConfig]
+) -> Iterator[tuple[dict[str, Any], Callable[[], Built]]]:
+    """Yield fields of a report and a function that builds, for each case, turn and library.
+
+    What was built must be let go of before the next one.
+    """
+    if "megatron_bridge" in arguments.only:
+        if arguments.site is None:
+            sys.exit("megatron_bridge needs --site; --only ours goes without")
+        sys.path.append(str(arguments.site / "megatron_bridge"))
+    for case in arguments.cases:
+        name, layers, sizes = parsed(case)
+        set_up(Namespace(**sizes, device=arguments.device))
+        with tempfile.TemporaryDirectory() as folder:
+            config_of(name, layers).save_pretrained(folder)
+            for turn in range(arguments.turns):
+                for library in arguments.only.split(","):
+                    fields = {"case": case, "library": library, "turn": turn}
+                    yield fields, partial(builds[library], Path(folder), sizes, arguments)
+                    free()
+        leave_mesh()
+    dist.destroy_process_group()
 
 
 @torch.no_grad()

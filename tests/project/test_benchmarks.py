@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from tests.support import pool
+from tests.support import pool, towers
 
 FOLDER = Path(__file__).parent.parent.parent / "benchmarks"
 
@@ -51,8 +51,19 @@ def test_a_benchmark_runs_and_prints_a_ratio(script, arguments, seconds, tmp_pat
     assert not second
 
 
+OURS = ["--only", "ours", "--turns", "1", "--repeats", "1"]
+
+
+@pytest.mark.skipif("qwen3_vl" not in towers.NAMES, reason="the installed transformers is too old")
+def test_a_step_with_images_is_timed():
+    said, _ = pool.run(2, printed, "vision.py", ["tiny-vl layers=1 tp=2 sp=1", *OURS, "--tokens", "32", "--grid", "4"])
+    (line,) = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    assert line["image_tokens"] == 3 * 2 * 2
+    assert line["tokens_s"] > 0
+
+
 def test_steps_and_exports_with_adapters_are_timed():
-    asked = ["--only", "ours", "--turns", "1", "--repeats", "1", "--tokens", "16"]
+    asked = [*OURS, "--tokens", "16"]
     said, _ = pool.run(2, printed, "adapters.py", ["tiny-moe layers=1 tp=2 sp=1 ep=2", *asked])
     lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     assert [(line["measure"], line.get("merged")) for line in lines] == [
