@@ -9,9 +9,9 @@ from mcore_bridge.rules.layout import FUSED_GATED_UP, ROW
 from mcore_bridge.rules.mapping import table, under
 
 # fmt: off
-SHARED = under("mlp.shared_experts", "shared_mlp", table(
-               ("linear_fc1.weight", "input_linear.weight",  FUSED_GATED_UP),
-               ("linear_fc2.weight", "output_linear.weight", ROW)))
+MLP    = table(("linear_fc1.weight", "input_linear.weight",  FUSED_GATED_UP),
+               ("linear_fc2.weight", "output_linear.weight", ROW))
+SHARED = under("mlp.shared_experts", "shared_mlp", MLP)
 # fmt: on
 OWN = (
     Map("shared_intermediate_size", "moe_shared_expert_intermediate_size"),

@@ -70,7 +70,6 @@ REFUSALS = (
         "some or all layers are Mamba-2 mixers, as in nemotron_h; nobody has written rules and a table for this family",
         SSM, PARTS,
         bamba="modeling_bamba.BambaMixer", mamba2="modeling_mamba2.Mamba2Mixer",
-        granitemoehybrid="modeling_granitemoehybrid.GraniteMoeHybridMambaLayer",
     ),
     *_because(
         "each layer has a Mamba-2 mixer and an attention side by side; nobody has written a slot for two", SSM, PARTS,

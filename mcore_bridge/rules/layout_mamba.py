@@ -1,6 +1,7 @@
 """The layouts of a Mamba-2 mixer, whose heads share B and C in groups.
 
-The rows of its projections are dealt out equally to its groups. An axis says how many rows belong to one group:
+The rows of its projections are dealt out equally to its groups, and with more ranks than groups to the ranks of each.
+An axis says how many rows belong to an equal part of a group:
 
 * ``mamba_inner``: of the gate z, or of the input x;
 * ``mamba_state``: of B, or of C;

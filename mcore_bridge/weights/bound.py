@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import gcd
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -221,9 +222,10 @@ def _linear_axes(config: TransformerConfig) -> dict[str, int]:
 
 
 def _mamba_axes(config: TransformerConfig) -> dict[str, int]:
-    """The sizes of a Mamba-2 mixer, for each of its groups; empty if a model has none."""
+    """The sizes of a Mamba-2 mixer, in the smallest whole numbers of this ratio; empty if a model has none."""
     if not any("M" in kind for kind in getattr(config, "layer_kinds", ())):
         return {}
     heads = config.mamba_num_heads // config.mamba_num_groups
-    inner = heads * config.mamba_head_dim
-    return {"mamba_inner": inner, "mamba_state": config.mamba_state_dim, "mamba_heads": heads}
+    sizes = {"mamba_inner": heads * config.mamba_head_dim, "mamba_state": config.mamba_state_dim, "mamba_heads": heads}
+    unit = gcd(*sizes.values())  # several ranks may share a group
+    return {name: size // unit for name, size in sizes.items()}

@@ -20,7 +20,16 @@ from tests.support import pool, stepping, tiny
 
 CASES = {
     name: zoo.cases()[name].hf
-    for name in ("qwen3_moe", "qwen3", "nemotron_h", "deepseek_v3", "qwen3_next-dense", "granite", "gemma")
+    for name in (
+        "qwen3_moe",
+        "qwen3",
+        "nemotron_h",
+        "granitemoehybrid",
+        "deepseek_v3",
+        "qwen3_next-dense",
+        "granite",
+        "gemma",
+    )
     if name in zoo.cases()
 }
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "hybrid_model.md"

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from mcore_bridge.factory.modules import mamba, mamba_scan
+from mcore_bridge.factory.modules import mamba, mamba_kernels, mamba_scan
 from mcore_bridge.rules.layout import COLUMN, REPLICATED, Concat, Layout, Split
 from tests import zoo
 from tests.support import mutants, pool
@@ -86,11 +86,11 @@ def test_the_true_rules_survive(found):
     assert {at["none"] for at in found.values()} == {"survives"}
 
 
-_norm, _ahead, _scan = mamba.GroupNorm.forward, mamba_scan._ahead, mamba.scan
+_norm, _ahead, _scan = mamba.GroupNorm.forward, mamba_scan._ahead, mamba_kernels.scan
 
 
 def ungrouped(self, hidden, gate):
-    with mock.patch.object(self, "groups", 1):
+    with mock.patch.object(self.groups, "count", 1):
         return _norm(self, hidden, gate)
 
 
@@ -101,22 +101,43 @@ MISTAKES = {
     ),
     "a token sees the next": lambda: mock.patch.object(mamba_scan, "_ahead", lambda since: _ahead(since).triu(2)),
     "B for C": lambda: mock.patch.object(
-        mamba, "scan", lambda x, steps, decay, into, out_of, skip: _scan(x, steps, decay, out_of, into, skip)
+        mamba_kernels, "scan", lambda x, steps, decay, into, out_of, skip: _scan(x, steps, decay, out_of, into, skip)
     ),
-    "no skip": lambda: mock.patch.object(mamba, "scan", lambda *parts: _scan(*parts[:5], torch.zeros_like(parts[5]))),
+    "no skip": lambda: mock.patch.object(
+        mamba_kernels, "scan", lambda *parts: _scan(*parts[:5], torch.zeros_like(parts[5]))
+    ),
     "none": contextlib.nullcontext,
 }
 
 
-def mistaken(names, reference, dims):
+_whole = mamba.Groups.whole
+
+
+def alone(norm):
+    """Ranks of one group that do not tell each other their mean squares, or else their rows of B and C."""
+
+    def whole(self, part):
+        is_norm = part.size(-1) == self.count
+        return part.unsqueeze(-2).repeat_interleave(self.sharers, -2) if is_norm == norm else _whole(self, part)
+
+    return lambda: mock.patch.object(mamba.Groups, "whole", whole)
+
+
+SHARED = {"norms of a part": alone(norm=True), "B and C of a part": alone(norm=False)}
+"""Mistakes of ranks that share a group."""
+
+
+def mistaken(hf, names, reference, dims):
     differences = {}
     for name in names:
-        with MISTAKES[name]():
-            (differences[name],) = worst_differences([(HF, dims, reference)])
+        with {**MISTAKES, **SHARED}[name]():
+            (differences[name],) = worst_differences([(hf, dims, reference)])
     return differences
 
 
-def test_killed_modules():
-    differences = pool.run(2, mistaken, list(MISTAKES), reference_logits(HF), TWO)[0]
+@pytest.mark.parametrize(("case", "names"), [("nemotron_h", MISTAKES), ("granitemoehybrid", [*SHARED, "none"])])
+def test_killed_modules(case, names):
+    hf = zoo.cases()[case].hf
+    differences = pool.run(2, mistaken, hf, list(names), reference_logits(hf), TWO)[0]
     assert differences.pop("none") < BOUND
     assert all(difference > 50 * BOUND for difference in differences.values()), differences

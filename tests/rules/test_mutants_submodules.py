@@ -74,6 +74,7 @@ def unnormed(self: Any, *inputs: Any, **options: Any) -> Any:
 MUTANTS: dict[str, tuple[str, Any, str, Any]] = {
     # mistake: the case that shows it, and what is put in place of which attribute
     "residuals without their multiplier": ("granite", residuals, "multiplied", plain),
+    "mixers without the multiplier": ("granitemoehybrid-no-experts", residuals, "multiplied", plain),
     "bias without the multiplier": ("granite", residuals, "multiplied", bias_behind),
     "logits not divided": ("granite", scales, "scale_logits", nothing),
     "experts summed, not averaged": ("cohere2_moe", residuals, "multiplied", plain),

@@ -128,6 +128,7 @@ AFTER = (
         "gpt_neox",
         "granite",
         "granitemoe",
+        "granitemoehybrid",
         "granitemoeshared",
     ),
     *(

@@ -1,6 +1,8 @@
-"""Layers of one half each, in all of its kinds: Mamba-2 mixers, attention without rope, MLPs and routed experts."""
+"""Layers with Mamba-2 mixers: of one half each (a mixer, attention without rope, an MLP or experts), and whole ones."""
 
-from tests.zoo import case
+from tests.zoo import case, rope
+from tests.zoo.submodules import EXPERTS as OF_GRANITE
+from tests.zoo.submodules import MULTIPLIERS
 
 MIXER = {"mamba_num_heads": 8, "mamba_head_dim": 10, "n_groups": 4, "ssm_state_size": 6, "conv_kernel": 3}
 EXPERTS = {
@@ -19,8 +21,33 @@ NEMOTRON_H = {
     "time_step_min": 1e-30,  # transformers alone raises smaller time steps to it, and cannot begin with 0
     "routed_scaling_factor": 2.5,
 }
+GRANITE = {
+    **MULTIPLIERS,
+    **OF_GRANITE,
+    "attention_multiplier": 0.05,  # sharper scores would make rounding errors of transformers' gradients large
+    "shared_intermediate_size": 56,
+    "layer_types": ["mamba", "attention", "mamba", "mamba"],
+    "mamba_n_heads": 8,
+    "mamba_expand": 1,
+    "mamba_d_head": 24,
+    "mamba_d_state": 12,
+    "mamba_d_conv": 3,
+}
 CASES = {
     "nemotron_h": case("nemotron_h", **NEMOTRON_H, vocab_size=97),
     "nemotron_h-narrow-experts": case("nemotron_h", **NEMOTRON_H, moe_latent_size=20),
-    "nemotron_h-no-experts": case("nemotron_h", **{**NEMOTRON_H, "layers_block_type": NO_EXPERTS}),
+    "granitemoehybrid": case(
+        "granitemoehybrid",
+        **{**GRANITE, **rope("default", 20000.0)},
+        position_embedding_type="rope",
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "granitemoehybrid-no-experts": case(
+        "granitemoehybrid",
+        **{**GRANITE, "num_local_experts": 0},
+        position_embedding_type="nope",  # the bias of keys would have no gradient
+        vocab_size=97,
+    ),
+    "nemotron_h-no-experts": case("nemotron_h", **{**NEMOTRON_H, "layers_block_type": NO_EXPERTS, "n_groups": 2}),
 }

@@ -28,8 +28,8 @@ def kept_by_layers(config: Any) -> list[int]:
     attentions = [_linear_attention(config) if is_linear else _attention(config) for is_linear in linear]
     mlps = [_experts(config) if is_sparse else _mlp(config) for is_sparse in sparse]
     kinds = getattr(config, "layer_kinds", None)
-    if kinds is not None:  # layers of one half
-        attentions = [_mamba(config) if "M" in kind else _attention(config) * ("*" in kind) for kind in kinds]
+    if kinds is not None:  # mixers, and layers of one half
+        attentions = [_mamba(config) * ("M" in kind) + _attention(config) * ("*" in kind) for kind in kinds]
         mlps = [0 if SECOND.isdisjoint(kind) else mlp for kind, mlp in zip(kinds, mlps, strict=True)]
     return [attention + mlp for attention, mlp in zip(attentions, mlps, strict=True)]
 

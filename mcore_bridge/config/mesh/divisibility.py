@@ -16,7 +16,9 @@ _HF_NAMES = {
     "num_query_groups": "num_key_value_heads",
     "ffn_hidden_size": "intermediate_size",
     "kv_channels": "head_dim",
-    "mamba_num_groups": "n_groups",
+    "mamba_num_groups": "n_groups or mamba_n_groups",
+    "mamba_num_heads": "mamba_num_heads or mamba_n_heads",
+    "mamba_state_dim": "ssm_state_size or mamba_d_state",
     "moe_ffn_hidden_size": "moe_intermediate_size",
     "num_moe_experts": "the number of routed experts",
     "moe_shared_expert_intermediate_size": "the size of the shared experts",
@@ -57,7 +59,7 @@ def check_model(dims: ParallelDims, settings: Mapping[str, object]) -> None:
         _check_linear_heads(dims, settings)
     kinds = settings.get("layer_kinds")
     if isinstance(kinds, tuple) and any("M" in kind for kind in kinds):
-        _require_divided(dims, settings, "mamba_num_groups", "tp")  # the number of heads is a multiple of it
+        _check_mamba(dims, settings)
     if settings.get("experimental_attention_variant") == "dsa" and dims.tp > 1 and not dims.sp:
         raise MeshError(f"tp={dims.tp} needs sp=True: megatron-core's sparse attention works only with it; set sp=True")
     _check_split(dims, settings)
@@ -102,6 +104,25 @@ def _check_linear_heads(dims: ParallelDims, settings: Mapping[str, object]) -> N
         raise MeshError(
             f"tp={dims.tp} times cp={dims.cp} must divide linear_num_key_heads={heads}: megatron-core deals out whole "
             "heads of linear attention over both; choose a smaller tp or cp"
+        )
+
+
+def _check_mamba(dims: ParallelDims, settings: Mapping[str, object]) -> None:
+    """A rank has groups of heads, or a part of one: some of its heads, and an equal part of its rows of B and C."""
+    groups = settings.get("mamba_num_groups")
+    if not isinstance(groups, int) or groups % dims.tp == 0:  # the number of heads is a multiple of it
+        return
+    if dims.tp % groups:
+        raise MeshError(
+            f"tp={dims.tp} must divide {_say('mamba_num_groups', groups)} or be a multiple of it: a rank has heads of "
+            "several groups otherwise; choose such a tp"
+        )
+    _require_divided(dims, settings, "mamba_num_heads", "tp")
+    state = settings.get("mamba_state_dim")
+    if isinstance(state, int) and groups * state % dims.tp:
+        raise MeshError(
+            f"tp={dims.tp} must divide {groups} times {_say('mamba_state_dim', state)}: ranks of one group share its "
+            "state; choose another tp"
         )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from einops import rearrange
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region, get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
@@ -53,18 +53,41 @@ def mamba_spec(backend: str) -> ModuleSpec:
     return ModuleSpec(TorchMamba, submodules=MambaSubmodules(ColumnParallelLinear, RowParallelLinear))
 
 
-class GroupNorm(nn.Module):
-    """RMSNorm of each group of channels of this rank, after a gate; each channel has a weight."""
+class Groups:
+    """The groups of a mixer that this TP rank has, or the one that it shares with ranks beside it.
 
-    def __init__(self, config: TransformerConfig, channels: int, groups: int) -> None:
+    With more ranks than groups, each rank of a group has some of its heads, and an equal part of its rows of B and C.
+    """
+
+    def __init__(self, config: TransformerConfig, tp_group: Any) -> None:
+        self.tp_group, ranks = tp_group, tp_group.size()
+        self.count, self.sharers = max(config.mamba_num_groups // ranks, 1), max(ranks // config.mamba_num_groups, 1)
+
+    def whole(self, part: Tensor) -> Tensor:
+        """The parts of all ranks that share the group of this one, ``[..., n]``, as ``[..., sharers, n]``.
+
+        The backward sums what these ranks have computed from it.
+        """
+        if self.sharers == 1:
+            return part.unsqueeze(-2)
+        parts = all_gather_last_dim_from_tensor_parallel_region(part, group=self.tp_group)
+        parts = parts.unflatten(-1, (self.tp_group.size(), -1))
+        return parts.narrow(-2, self.tp_group.rank() // self.sharers * self.sharers, self.sharers)
+
+
+class GroupNorm(nn.Module):
+    """RMSNorm of each group of channels, after a gate; each channel has a weight."""
+
+    def __init__(self, config: TransformerConfig, channels: int, groups: Groups) -> None:
         super().__init__()
         self.eps, self.groups = config.layernorm_epsilon, groups
         self.weight = nn.Parameter(torch.ones(channels, **placement(config)))
 
     def forward(self, hidden: Tensor, gate: Tensor) -> Tensor:
         """Norms ``hidden * silu(gate)``, each ``[..., channels]``, in fp32, and casts it to the dtype of the gate."""
-        gated = (hidden.float() * F.silu(gate.float())).unflatten(-1, (self.groups, -1))
-        normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + self.eps)
+        gated = (hidden.float() * F.silu(gate.float())).unflatten(-1, (self.groups.count, -1))
+        mean_squares = self.groups.whole(gated.square().mean(-1)).mean(-2)
+        normed = gated * torch.rsqrt(mean_squares + self.eps).unsqueeze(-1)
         return self.weight * normed.flatten(-2).to(gate.dtype)
 
 
@@ -86,8 +109,8 @@ class TorchMamba(MegatronModule):
         assert pg_collection is not None
         self.layer_number, self.tp_group, self.cp_group = layer_number, pg_collection.tp, pg_collection.cp
         ranks = self.tp_group.size()
-        self.heads, self.groups = config.mamba_num_heads // ranks, config.mamba_num_groups // ranks
-        inner, state = self.heads * config.mamba_head_dim, self.groups * config.mamba_state_dim
+        self.heads, self.groups = config.mamba_num_heads // ranks, Groups(config, self.tp_group)
+        inner, state = self.heads * config.mamba_head_dim, config.mamba_num_groups * config.mamba_state_dim // ranks
         self.sections = {"z": inner, "x": inner, "B": state, "C": state, "dt": self.heads}
         shared = {"config": config, "is_expert": False, "bias": False, "tp_group": self.tp_group}
         self.in_proj = build_module(
@@ -178,12 +201,17 @@ class TorchMamba(MegatronModule):
         convolved = operations.convolve(torch.cat(xbc, dim=-1), self.conv1d, numbers)
         x, into, out_of = convolved.split([self.sections[name] for name in "xBC"], dim=-1)
         x = x.unflatten(-1, (self.heads, -1))
-        into, out_of = (part.unflatten(-1, (self.groups, -1)) for part in (into, out_of))
+        into, out_of = self._of_groups(torch.stack((into, out_of), dim=-2))
         steps = F.softplus(steps.float() + self.dt_bias.float())
         decay = -self.A_log.float().exp()
         context = operations.scan(x, steps, decay, into, out_of, self.D, numbers=numbers)
         normed: Tensor = self.norm(context.flatten(-2), gate)
         return normed
+
+    def _of_groups(self, both: Tensor) -> tuple[Tensor, ...]:
+        """B and C of the groups of this rank, ``[b, s, groups, state]`` each, from ``[b, s, 2, n]`` of this rank."""
+        parts = self.groups.whole(both.flatten(-2)).unflatten(-1, (2, self.groups.count, -1))
+        return rearrange(parts, "b s sharers two groups n -> two b s groups (sharers n)").unbind()
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
