@@ -4,7 +4,7 @@ import peft
 import torch
 
 from tests.support import tiny
-from tests.support.peft_models import ALPHA, EXPERTS, RANK, named
+from tests.support.peft_models import ALPHA, RANK, named, of_peft
 
 
 def merged(hf, targets, dtype, folder=None, *, factors=None):
@@ -13,12 +13,7 @@ def merged(hf, targets, dtype, folder=None, *, factors=None):
     ``peft`` also saves the adapter to ``folder``. Its dtype is ``factors``, or that of the base.
     """
     base = tiny.random_model(hf).to(dtype).state_dict()
-    config = peft.LoraConfig(
-        r=RANK,
-        lora_alpha=ALPHA,
-        target_modules=[target for target in targets if target not in EXPERTS],
-        target_parameters=[target for target in targets if target in EXPERTS] or None,
-    )
+    config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, **of_peft(targets))
     model = peft.get_peft_model(tiny.random_model(hf), config)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():

@@ -16,6 +16,17 @@ from tests.support import tiny
 
 RANK, ALPHA = 3, 5
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+NARROW = ("experts.up_proj", "experts.down_proj")
+"""The experts of a family without gates."""
+
+
+def of_peft(targets):
+    """Targets as ``peft`` wants them: modules, and parameters that stack experts."""
+    stacks = [target for target in targets if target in EXPERTS + NARROW]
+    return {
+        "target_modules": [target for target in targets if target not in stacks],
+        "target_parameters": stacks or None,
+    }
 
 
 def batch():
@@ -29,6 +40,7 @@ SWAPPED = ("llama4_text",)
 IN_FILES = {
     "granitemoe": (("experts.gate_up_proj", "input_linear"), ("experts.down_proj", "output_linear")),
     "mixtral": (("mlp.experts", "block_sparse_moe.experts"),),
+    "nemotron_h": (("model.", "backbone."),),
 }
 """Parts of the names in transformers' memory, with what files have in their place."""
 
@@ -44,7 +56,14 @@ def named(parameters, hf, dialect):
 
     ``peft`` holds gate and up of "split" as one with twice the rank, where only two blocks of B are not zero.
     """
-    num_experts = count_of(hf)
+    for name, tensor in _named(parameters, hf, dialect):
+        for old, new in IN_FILES.get(hf.model_type, ()):
+            name = name.replace(old, new)
+        yield name, tensor
+
+
+def _named(parameters, hf, dialect):
+    num_experts, first = count_of(hf), "up_proj" if hf.model_type == "nemotron_h" else "gate_up_proj"
     for name, tensor in parameters.items():
         if ".lora_" not in name:
             continue
@@ -52,11 +71,9 @@ def named(parameters, hf, dialect):
         if not name.partition(".experts.")[2].startswith(("base_layer.lora_", "lora_")):
             yield name, tensor
             continue
-        kind = "gate_up_proj" if ".base_layer." in name else "down_proj"
+        kind = first if ".base_layer." in name else "down_proj"
         name = name.replace(".experts.base_layer.", ".experts.").replace(".experts.", f".experts.{kind}.")
         for number, entry in enumerate(_of_experts(name, tensor, num_experts)):
-            for old, new in IN_FILES.get(hf.model_type, ()):
-                name = name.replace(old, new)
             if hf.model_type in SWAPPED:
                 end = "B" if "lora_A" in name else "A"
                 yield f"{re.sub('lora_.', f'lora_{end}', name)}[{number}]", entry.mT
@@ -82,12 +99,7 @@ def _of_experts(name, tensor, num_experts):
 def expected(hf, targets, dialect):
     """By ``peft``: the factors of an adapter, its loss and its gradients, in our names."""
     model = tiny.random_model(copy.deepcopy(hf))
-    config = peft.LoraConfig(
-        r=RANK,
-        lora_alpha=ALPHA,
-        target_modules=[target for target in targets if target not in EXPERTS],
-        target_parameters=[target for target in targets if target in EXPERTS] or None,
-    )
+    config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, **of_peft(targets))
     if dialect == "fused":
         model.config.model_type = ""  # in models that it knows, peft takes a shared gate_proj for that of all experts
     model = peft.get_peft_model(model, config).eval()

@@ -24,7 +24,7 @@ from mcore_bridge.weights.plan.target import EngineRank
 from mcore_bridge.weights.provenance import provenance_of
 from tests import zoo
 from tests.support import experts, fake_mesh, pool, seeing, stepping, tiny, towers
-from tests.support.peft_models import ALPHA, EXPERTS, RANK, batch, entries, named
+from tests.support.peft_models import ALPHA, EXPERTS, NARROW, RANK, batch, entries, named, of_peft
 from tests.support.strategies import problems, random_state, sparse_problems
 
 DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -35,6 +35,7 @@ CASES = {
     "gpt_oss": (lambda: zoo.cases()["gpt_oss"].hf, EXPERTS, ({"ep": 2},)),
     "granitemoe": (lambda: zoo.cases()["granitemoe"].hf, EXPERTS, ({"ep": 2},)),
     "mixtral": (lambda: zoo.cases()["mixtral"].hf, EXPERTS, ({"ep": 2},)),
+    "nemotron_h": (lambda: zoo.cases()["nemotron_h"].hf, ("q_proj", *NARROW), ({"ep": 2},)),
     "llama4": (lambda: zoo.cases()["llama4"].hf, EXPERTS, ({"ep": 2},)),
 }
 
@@ -46,11 +47,7 @@ IN_FILES = {"granitemoe": ("input_linear", "output_linear")}
 
 def adapted(hf, targets, **options):
     """A model with an adapter of random values, by ``peft``."""
-    names = {
-        "target_modules": [target for target in targets if target not in EXPERTS],
-        "target_parameters": [target for target in targets if target in EXPERTS] or None,
-    }
-    config = peft.LoraConfig(**{"r": RANK, "lora_alpha": ALPHA, **names, **options})
+    config = peft.LoraConfig(**{"r": RANK, "lora_alpha": ALPHA, **of_peft(targets), **options})
     model = peft.get_peft_model(tiny.random_model(hf), config).eval()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -81,7 +78,7 @@ def saved(folder, meshes, targets, values):
 @pytest.mark.parametrize("case", CASES)
 def test_a_folder_is_that_of_peft(case, tmp_path):
     make, targets, meshes = CASES[case]
-    if targets[-1] in EXPERTS and not zoo.NEWEST:
+    if targets[-1] in EXPERTS + NARROW and not zoo.NEWEST:
         pytest.skip("transformers 4 has a module for each expert")
     tiny.random_checkpoint(make(), tmp_path)
     model = adapted(make(), targets)
