@@ -34,7 +34,6 @@ TEXT = Ignore(
 FIELDS = (*BASE, OTHER_PARTS, TOKENS_OF_IMAGES, TEXT)
 SOUND = "models of sound are not built"
 OTHER_NAMES = "its published tensors of images have other names than in transformers, which nobody has written here"
-UNTRIED = "nobody has built its models of images here"
 KIMI = (
     ("vision_tower.layers.*.norm1.", "vision_tower.encoder.blocks.*.norm0."),
     ("vision_tower.layers.*.norm2.", "vision_tower.encoder.blocks.*.norm1."),
@@ -63,7 +62,7 @@ COMPOSITES = (
     Composite(model_type="internvl",         spelling=INSIDE,   fields=FIELDS),
     Composite(model_type="mistral3",         spelling=INSIDE,   fields=FIELDS),
     Composite(model_type="gemma3",           spelling=INSIDE,   fields=FIELDS),
-    Composite(model_type="llama4",           spelling=INSIDE,   fields=FIELDS, without_tower=UNTRIED),
+    Composite(model_type="llama4",           spelling=INSIDE,   fields=FIELDS),
     Composite(model_type="kimi_k25",         spelling=INSIDE,   fields=FIELDS, tower=KIMI, joined_qkv="wqkv"),
     Composite(model_type="exaone4_5",        spelling=IN_MODEL, fields=FIELDS),
     Composite(model_type="llava",            spelling=INSIDE,   fields=FIELDS),

@@ -17,7 +17,7 @@ BOTH_WAYS = {**PLAIN, "attention_mask": dict.fromkeys(("full_attention", "slidin
 EXPECTED: dict[str, Any] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "glm4v", "glm46v", "glm4v_moe"), THREE),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), DEEP),
-    **dict.fromkeys(("internvl", "mistral3", "got_ocr2", "lighton_ocr"), PLAIN),
+    **dict.fromkeys(("internvl", "mistral3", "got_ocr2", "lighton_ocr", "llama4"), PLAIN),
     **dict.fromkeys(("llava", "llava_next", "llava_next_video", "llava_onevision", "vipllava"), PLAIN),
     "gemma3": BOTH_WAYS,
     "exaone4_5": {**PLAIN, "position_ids": (1, "s")},
@@ -31,7 +31,7 @@ def called_with(model_type: str, folder: Path) -> dict[str, Any]:
     ids, mask, images = seeing.batch_of(model)
     row = ids[:1, mask[0].bool()]
     inputs = seeing._inputs(model, row, images[0])
-    base, size = model.model, model.config.text_config.hidden_size
+    base, size = seeing.base_of(model), model.config.text_config.hidden_size
     base.language_model = Caught(base.language_model)
     known = {name: value for name, value in inputs.items() if name != "input_ids"}
     with torch.no_grad():

@@ -33,6 +33,7 @@ CASES: dict[str, list[Any]] = {
     "internvl": [(CP, {})],
     "mistral3": [(SP, {})],
     "gemma3": [(CP, {}), (SP, {**ROWS, "overrides": RECOMPUTED})],
+    "llama4": [(EP, {}), ({**SP, "etp": 2}, ROWS)],
     "llava": [(PP, {})],
     "llava_onevision": [(DP, {"overlap": True, "recompute": True})],
     "llava_next": [(CP, {})],

@@ -60,6 +60,8 @@ def config(model_type: str, **text: Any) -> Any:
             kind.update(rope_type="linear", factor=2.0)
     if model_type in _BY_PINPOINTS:
         hf.image_grid_pinpoints = [[28, 56], [56, 28]]
+    if model_type == "llama4":  # four tokens, each of four patches
+        vision.image_size, vision.intermediate_size = 56, 4 * vision.hidden_size
     if model_type == "vipllava":
         hf.vision_feature_layers = [-1, -2]
     if model_type == "kimi_k25":
@@ -77,6 +79,11 @@ def written(model_type: str, folder: Path, **text: Any) -> Path:
             parameter.normal_(mean=mean, std=0.2)
     model.save_pretrained(folder)
     return folder
+
+
+def base_of(model: Any) -> Any:
+    """The composite inside of a model with a head. Llama 4 has no other one."""
+    return getattr(model, "model", model)
 
 
 def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -136,7 +143,7 @@ def _image(model: Any, grid: Grid, generator: torch.Generator, *, is_video: bool
     vision, model_type = model.config.vision_config, model.config.model_type
     patch = vision.patch_size[0] if isinstance(vision.patch_size, list | tuple) else vision.patch_size
     pixels, grids, _ = _NAMES[is_video]
-    if grids in inspect.signature(model.model.forward).parameters:
+    if grids in inspect.signature(base_of(model).forward).parameters:
         size = (3, patch, patch) if "kimi" in model_type else (3 * vision.temporal_patch_size * patch**2,)
         values = torch.randn(grid[0] * grid[1] * grid[2], *size, generator=generator)
         return {pixels: values, grids: torch.tensor([grid])}
@@ -155,11 +162,11 @@ def _image(model: Any, grid: Grid, generator: torch.Generator, *, is_video: bool
 def _tokens(model: Any, inputs: dict[str, Tensor], part: Any, *, is_video: bool) -> list[int]:
     """The tokens that stand for an image or a video: one for each feature. Some families put text between frames."""
     model_type = model.config.model_type
-    base = model.model
+    base = base_of(model)
     features = (base.get_video_features if is_video else base.get_image_features)(
         *inputs.values(), **_selected(model.config)
     )
-    output = features.pooler_output
+    output = features.last_hidden_state if features.pooler_output is None else features.pooler_output
     count = sum(len(each) for each in output) if not isinstance(output, Tensor) else output.shape[:-1].numel()
     video_has_own = is_video and not model_type.startswith("glm")
     token = placeholders(model.config)[1 if video_has_own else 0]
@@ -206,7 +213,7 @@ def expected(
     loss(found * of_text, range(len(ids))).backward()
     tower = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-        for name, parameter in model.model.named_parameters()
+        for name, parameter in base_of(model).named_parameters()
         if not name.startswith("language_model.")
     }
     return (found * of_text).detach(), tower

@@ -67,5 +67,6 @@ def tower_of(models: list[Any]) -> dict[str, Tensor]:
 
 def in_transformers(name: str, folder: Path) -> dict[str, Tensor]:
     """The tensors of the tower that transformers has read from a folder."""
-    whole = tiny.model_class(name).from_pretrained(folder).model.state_dict()
+    model = tiny.model_class(name).from_pretrained(folder)
+    whole = getattr(model, "model", model).state_dict()
     return {key: tensor for key, tensor in whole.items() if not key.startswith("language_model.")}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.batches.images import no_placeholder, placeholders
+from mcore_bridge.factory.modules.fitting import features_in
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -105,5 +106,5 @@ def _count(tower: nn.Module, inputs: dict[str, Tensor]) -> int:
     names = ("vision_feature_layer", "vision_feature_select_strategy")
     config: Any = tower.config
     selected = {name: getattr(config, name) for name in names if hasattr(config, name)}
-    features = tower.get_image_features(**moved, **selected).pooler_output  # type: ignore[operator]
+    features = features_in(tower.get_image_features(**moved, **selected))  # type: ignore[operator]
     return sum(feature.shape[:-1].numel() for feature in features)

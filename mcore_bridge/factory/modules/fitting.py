@@ -50,7 +50,7 @@ def fitting(composite: nn.Module, types: Tensor, counts: Sequence[tuple[int, int
             if not running:  # videos may be computed as images are
                 kind = _FEATURES.index(name)
                 own = None if counts is None else [of_row[kind] for of_row in counts]
-                _require_fit(output.pooler_output, (types == kind + 1).sum(1).tolist(), own, _KINDS[kind])
+                _require_fit(features_in(output), (types == kind + 1).sum(1).tolist(), own, _KINDS[kind])
             return output
 
         return features
@@ -63,6 +63,14 @@ def fitting(composite: nn.Module, types: Tensor, counts: Sequence[tuple[int, int
     finally:
         for name in names:
             del vars(composite)[name]
+
+
+def features_in(output: Any) -> Any:
+    """The features of images, or of videos, in what ``get_image_features`` returns.
+
+    Llama 4 returns what its tower does, before the layer that connects it to the text.
+    """
+    return output.last_hidden_state if output.pooler_output is None else output.pooler_output
 
 
 def _require_fit(features: Any, tokens: Sequence[int], counts: Sequence[int] | None, kind: str) -> None:
