@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from mcore_bridge import ParallelDims, build_model, forward, load_hf_weights, manifest, save_hf_checkpoint
 from mcore_bridge.errors import ConfigError, MappingError
@@ -25,6 +26,7 @@ CASES = {
         "qwen3",
         "nemotron_h",
         "granitemoehybrid",
+        "seed_oss",
         "deepseek_v3",
         "qwen3_next-dense",
         "granite",
@@ -54,18 +56,25 @@ def folders(tmp_path_factory):
     return {name: str(tiny.random_checkpoint(hf, tmp_path_factory.mktemp("hybrid"))) for name, hf in CASES.items()}
 
 
+def seed(chunk, index):
+    """For what is dropped, in either class."""
+    torch.manual_seed(5)
+    model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+
+
 def steps(folders, meshes):
     """Runs in each worker: what differs between a step of the one class and of the other, by mesh and case."""
     differing = []
-    for sizes in meshes:
+    for number, sizes in enumerate(meshes):
         dims = ParallelDims(**sizes)
-        dense = () if dims.ep == 1 else ("qwen3",)
-        names = [name for name in folders if name in ("qwen3_moe", "qwen3", "nemotron_h") and name not in dense]
-        for name in folders if sizes == {} else names:
+        some = [name for name in ("qwen3_moe", "nemotron_h", "seed_oss", "qwen3") if name in folders]  # one has dropout
+        some = [name for name in some if dims.ep == 1 or name in ("qwen3_moe", "nemotron_h")]
+        for name in folders if sizes == {} else some[: 2 if number else 4]:
             with stepping.mesh(dims):
                 batch = tiny.tokens(4, vocab_size=64)
+                build = {"lr": 0.5, "on_chunk": seed}
                 one, other = (
-                    stepping.train(folders[name], dims, batch, lr=0.5, model=model) for model in ("gpt", "hybrid")
+                    stepping.train(folders[name], dims, batch, model=model, **build) for model in ("gpt", "hybrid")
                 )
             label = f"{name} on {sizes}"
             assert (one["loss"] is None) == (other["loss"] is None)

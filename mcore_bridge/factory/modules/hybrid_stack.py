@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.models.hybrid.hybrid_block import HybridStack
-from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, scatter_to_sequence_parallel_region
 from torch import Tensor, nn
 
 from mcore_bridge.rules.half_keys import HalfKeys
@@ -40,11 +40,17 @@ class HalvesStack(HybridStack):
         return getattr(self, "final_norm", None)
 
     def forward(self, hidden_states: Any, *places: Any, padding_mask: Tensor | None = None, **arguments: Any) -> Any:
-        """megatron-core's, which leaves the mask of padding whole where ``GPTModel`` cuts it as hidden states."""
-        if padding_mask is not None and self.pre_process and self.config.sequence_parallel:
+        """megatron-core's, with what ``GPTModel`` does for sequence parallelism and this class leaves out.
+
+        Each rank has tokens of its own. So it has its own part of the mask of padding, and its own dropout.
+        """
+        if not self.config.sequence_parallel:
+            return super().forward(hidden_states, *places, padding_mask=padding_mask, **arguments)
+        if padding_mask is not None and self.pre_process:
             own = scatter_to_sequence_parallel_region(padding_mask.mT.contiguous(), group=self.tp_group)
             padding_mask = own.mT.contiguous()
-        return super().forward(hidden_states, *places, padding_mask=padding_mask, **arguments)
+        with get_cuda_rng_tracker().fork():
+            return super().forward(hidden_states, *places, padding_mask=padding_mask, **arguments)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
