@@ -158,6 +158,11 @@ def architecture_of(hf: "PretrainedConfig | str") -> Architecture:
         _load_theirs()
     if model_type not in _REGISTRY and model_type in _REFUSED:
         raise ConfigError(f"{_refused(model_type)}{_text_inside(hf)}")
+    if model_type in _COMPOSITES:
+        raise ConfigError(
+            f"The model_type must be that of a text here, found {model_type!r}, which joins a text to models of images "
+            "or sound. Pass its whole config, whose text_config has another model_type."
+        )
     if model_type not in _REGISTRY:
         raise ConfigError(
             f"The model_type must be a registered architecture, found {model_type!r}."

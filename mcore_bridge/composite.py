@@ -23,9 +23,13 @@ if TYPE_CHECKING:
 IN_MODEL = (("model.", "model.language_model."),)
 INSIDE   = (("model.", "language_model.model."), ("lm_head.", "language_model.lm_head."))
 BESIDE   = (("model.", "model."),)
+TWICE    = (("model.", "language_model.model.model."), ("lm_head.", "language_model.lm_head."))
 # fmt: on
-"""Prefixes of the text model's names: within ``model``, as a whole model inside, or the same as without a composite."""
-SPELLINGS: tuple[Prefixes, ...] = (IN_MODEL, INSIDE, BESIDE)
+"""Prefixes of the text model's names: within ``model``, as a whole model inside, or the same as without a composite.
+
+The last is what transformers 5.17 writes of models of sound; later ones write ``INSIDE``.
+"""
+SPELLINGS: tuple[Prefixes, ...] = (IN_MODEL, INSIDE, BESIDE, TWICE)
 _TOWERS = ("vision_tower.", "image_tower.", "video_tower.")
 _INNER = tuple((name, f"{name}vision_model.") for name in _TOWERS)
 """Prefixes of a CLIP or SigLIP in files; transformers 5.8 and later have no ``vision_model`` in them."""

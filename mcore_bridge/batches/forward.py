@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.batches.collectives import broadcast_from_last, gather, reduce_max
-from mcore_bridge.batches.images import Images, SeenImages, placeholders, require_images
+from mcore_bridge.batches.images import Images, SeenImages, num_positions, placeholders, require_images
 from mcore_bridge.batches.logprobs import log_probs, require_temperature
 from mcore_bridge.batches.microbatches import agreed_micro_batches, balances_experts, micro_batches
 from mcore_bridge.batches.packing import PackedSequences, unpack_sequences
@@ -82,7 +82,7 @@ def forward(
         images: for each row the inputs of its images and videos, as the processor of the model makes them for this row
             (``pixel_values``, ``image_grid_thw``, ...); None for a row of text. Their tokens are those with the id of
             an image or a video, whose log-probabilities mean nothing. If the model may have sampled such an id, a row
-            says with ``mm_token_type_ids`` which tokens are text (0). ``position_ids`` ``[3, seq]`` are used as they
+            says with ``mm_token_type_ids`` which tokens are text (0). ``position_ids`` ``[n, seq]`` are used as they
             are. None: the batch is of text. Images need a model that was built with ``vision="train"`` or ``"frozen"``.
         loss: called with each microbatch on the ranks of the last pipeline stage. If it raises, the error is raised
             after all microbatches are done; the caller must then zero the gradients. None: no backward follows.
@@ -123,7 +123,9 @@ def forward(
     batches = agreed_micro_batches(chunk, checked, input_ids.device, learns=loss is not None)
     size = batches[0].shape[0]
     rows = [slice(start, min(start + size, len(input_ids))) for start in range(0, len(input_ids), size)]
-    seen = None if images is None or not any(images) else SeenImages(images, input_ids, attention_mask, rows)
+    seen = None
+    if images is not None and any(images):
+        seen = SeenImages(images, input_ids, attention_mask, rows, num_positions(chunk))
     return _Run(chunk, provenance, batches, rows, temperature, loss, seen)(chunks)
 
 

@@ -21,7 +21,7 @@ TYPES = "mm_token_type_ids"
 BLOCKS = "token_type_ids"
 """The same, as composites that see both ways within an image call it."""
 POSITIONS = "position_ids"
-"""The three positions of each token of a row, ``[3, seq]``, where a caller decides them."""
+"""The positions of each token of a row, ``[3, seq]``, or ``[4, seq]`` of HunYuan, where a caller decides them."""
 _BY_TOKEN = (TYPES, POSITIONS)
 _PLACEHOLDERS = (("image_token_id", "image_token_index"), ("video_token_id", "video_token_index"))
 """Config fields of the ids that stand for features of images, and of videos."""
@@ -131,14 +131,20 @@ def token_types_of(images: Images, shape: tuple[int, int], device: torch.device)
     return whole
 
 
-def positions_of(images: Images, shown: Tensor) -> Tensor | None:
-    """The positions of all tokens of a batch, int64 ``[batch, seq, 3]``, if rows with images have them; else None.
+def num_positions(chunk: Any) -> int:
+    """How many positions a token of this model has, once it takes images. Trainers may give those of a text before."""
+    return getattr(getattr(chunk, "rotary_pos_emb", None), "num_positions", 3)
+
+
+def positions_of(images: Images, shown: Tensor, count: int) -> Tensor | None:
+    """The positions of all tokens of a batch, int64 ``[batch, seq, n]``, if rows with images have them; else None.
 
     Those of a row of text are counted.
 
     Args:
         images: those of a batch.
         shown: int64 ``[batch, seq]``: 1 for tokens and 0 for padding.
+        count: how many positions a token has, n.
 
     Raises:
         BatchError: only some of the rows with images have positions, or positions of another shape.
@@ -146,26 +152,28 @@ def positions_of(images: Images, shown: Tensor) -> Tensor | None:
     given = {row: inputs.get(POSITIONS) for row, inputs in enumerate(images) if inputs}
     if all(positions is None for positions in given.values()):
         return None
-    whole, seq = (shown.cumsum(1) - 1).clamp(min=0)[..., None].repeat(1, 1, 3), shown.size(1)
+    whole, seq = (shown.cumsum(1) - 1).clamp(min=0)[..., None].repeat(1, 1, count), shown.size(1)
     for row, positions in given.items():
-        if not isinstance(positions, Tensor) or positions.shape not in ((3, seq), (3, 1, seq)):
+        if not isinstance(positions, Tensor) or positions.shape not in ((count, seq), (count, 1, seq)):
             given_here = tuple(positions.shape) if isinstance(positions, Tensor) else positions
             raise BatchError(
-                f"{POSITIONS} must be [3, {seq}] in each row with images, found {given_here} in row {row}: "
-                "pass three positions for each token, or leave them out of all rows"
+                f"{POSITIONS} must be [{count}, {seq}] in each row with images, found {given_here} in row {row}: "
+                f"pass {count} positions for each token, or leave them out of all rows"
             )
-        whole[row] = positions.reshape(3, seq).T.to(whole)
+        whole[row] = positions.reshape(count, seq).T.to(whole)
     return whole
 
 
 class SeenImages:
     """The images of a batch by microbatch, and what is wrong with them."""
 
-    def __init__(self, images: Images, input_ids: Tensor, mask: Tensor | None, rows: Sequence[slice]) -> None:
+    def __init__(
+        self, images: Images, input_ids: Tensor, mask: Tensor | None, rows: Sequence[slice], num_positions: int
+    ) -> None:
         self._images, self._rows = images, rows
         shown = torch.ones_like(input_ids) if mask is None else (mask != 0).long()
         self._types = token_types_of(images, (input_ids.size(0), input_ids.size(1)), input_ids.device)
-        self._positions = positions_of(images, shown)
+        self._positions = positions_of(images, shown, num_positions)
         self._has_tokens = shown.any(1).tolist()
         self.misfits: list[BatchError] = []
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mcore_bridge.batches.images import BLOCKS, POSITIONS, TYPES, no_placeholder, token_types
+from mcore_bridge.batches.images import BLOCKS, POSITIONS, TYPES, no_placeholder, num_positions, token_types
 from mcore_bridge.batches.padded_rows import OF_OTHER_PARTS, as_own_tokens, inputs_by_name, without_images
 from mcore_bridge.batches.whole_rows import WholeRows, whole_rows
 from mcore_bridge.errors import BatchError
@@ -26,6 +26,7 @@ from mcore_bridge.factory.modules.fitting import fitting, misfit
 from mcore_bridge.factory.modules.in_turn import InTurn, gather_parameters, in_turn
 from mcore_bridge.factory.modules.masks import masks_of, take_masks
 from mcore_bridge.factory.modules.mrope import MultimodalRotary, take_positions, text_positions
+from mcore_bridge.factory.modules.rows_apart import WITH_NUMBER, take_rows_apart
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -52,8 +53,10 @@ def see(chunk: GPTModel, composite: nn.Module, *, num_layers: int) -> None:
     assert isinstance(caught, Caught)
     readable = {name for name in _arguments(composite) if name.startswith(OF_OTHER_PARTS)}
     if caught.recompose is not None:
-        take_positions(chunk, caught.recompose)
+        take_positions(chunk, caught.num_positions, caught.recompose)
         readable.add(POSITIONS)
+    if caught.num_positions == WITH_NUMBER:
+        take_rows_apart(composite)
     if depths := getattr(composite.config.vision_config, "deepstack_visual_indexes", ()):  # type: ignore[union-attr]
         take_features(chunk, len(depths), num_layers)
     if BLOCKS in _arguments(composite):
@@ -81,7 +84,7 @@ def _see(
     group = getattr(inputs.get("packed_seq_params"), "cp_group", None) or chunk.pg_collection.cp
     rows = whole_rows(inputs, group)
     if explicit is not None:
-        images["position_ids"] = rows.whole(explicit[-3:].permute(1, 2, 0)).permute(2, 0, 1)
+        images["position_ids"] = rows.whole(explicit[-num_positions(chunk) :].permute(1, 2, 0)).permute(2, 0, 1)
     given = rows.whole(types[0]) if types else None
     try:
         counts = None if misfits is None else misfits.counts
@@ -216,7 +219,7 @@ def _at(features: Tensor, where: Tensor, hidden: Tensor) -> Tensor:
 
 
 def _positions(rows: WholeRows, positions: Tensor | None) -> Tensor:
-    """Positions ``[3, b, s]`` of whole rows as ``MultimodalRotary`` wants them."""
+    """Positions ``[n, b, s]`` of whole rows as ``MultimodalRotary`` wants them."""
     if positions is None:
         raise BatchError("positions of images must follow from their sizes, found none: pass image_grid_thw")
     return rows.ordered(positions.permute(1, 2, 0)).permute(2, 0, 1)

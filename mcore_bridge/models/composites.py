@@ -33,7 +33,6 @@ TEXT = Ignore(
 )
 FIELDS = (*BASE, OTHER_PARTS, TOKENS_OF_IMAGES, TEXT)
 SOUND = "models of sound are not built"
-OTHER_NAMES = "its published tensors of images have other names than in transformers, which nobody has written here"
 KIMI = (
     ("vision_tower.layers.*.norm1.", "vision_tower.encoder.blocks.*.norm0."),
     ("vision_tower.layers.*.norm2.", "vision_tower.encoder.blocks.*.norm1."),
@@ -45,6 +44,16 @@ KIMI = (
     ("vision_tower.patch_embed.pos_emb.position_embeddings", "vision_tower.patch_embed.pos_emb.weight"),
     ("mm_projector.in_proj.", "mm_projector.proj.0."),
     ("mm_projector.out_proj.", "mm_projector.proj.2."),
+)
+HUNYUAN = (
+    ("vision_tower.layers.*.layer_norm1.", "vit.layers.*.input_layernorm."),
+    ("vision_tower.layers.*.layer_norm2.", "vit.layers.*.post_attention_layernorm."),
+    ("vision_tower.layers.*.mlp.fc1.", "vit.layers.*.mlp.dense_h_to_4h."),
+    ("vision_tower.layers.*.mlp.fc2.", "vit.layers.*.mlp.dense_4h_to_h."),
+    ("vision_tower.patch_merger.proj_conv.", "vit.perceive.proj.0."),
+    ("vision_tower.patch_merger.proj_out.", "vit.perceive.proj.2."),
+    ("vision_tower.patch_merger.", "vit.perceive."),
+    ("vision_tower.", "vit."),
 )
 
 # fmt: off
@@ -58,7 +67,7 @@ COMPOSITES = (
     Composite(model_type="glm4v",            spelling=IN_MODEL, fields=FIELDS),
     Composite(model_type="glm46v",           spelling=IN_MODEL, fields=FIELDS),
     Composite(model_type="glm4v_moe",        spelling=IN_MODEL, fields=FIELDS),
-    Composite(model_type="hunyuan_vl",       spelling=BESIDE,   fields=FIELDS, without_tower=OTHER_NAMES),
+    Composite(model_type="hunyuan_vl",       spelling=BESIDE,   fields=FIELDS, text="hunyuan_vl_text", tower=HUNYUAN),
     Composite(model_type="internvl",         spelling=INSIDE,   fields=FIELDS),
     Composite(model_type="mistral3",         spelling=INSIDE,   fields=FIELDS),
     Composite(model_type="gemma3",           spelling=INSIDE,   fields=FIELDS),

@@ -20,6 +20,7 @@ EXPECTED: dict[str, Any] = {
     **dict.fromkeys(("internvl", "mistral3", "got_ocr2", "lighton_ocr", "llama4"), PLAIN),
     **dict.fromkeys(("llava", "llava_next", "llava_next_video", "llava_onevision", "vipllava"), PLAIN),
     "gemma3": BOTH_WAYS,
+    "hunyuan_vl": {**PLAIN, "position_ids": (4, 1, "s")},
     "exaone4_5": {**PLAIN, "position_ids": (1, "s")},
 }
 """s tokens, n of them for images, h numbers each. Masks of rows without padding are not passed."""

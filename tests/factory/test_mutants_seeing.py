@@ -35,7 +35,7 @@ def sections_of(model_type: str, chunk: Any) -> None:
 
 
 def axes(order: Sequence[int], chunk: Any) -> None:
-    """Time, height and width exchanged; or one of them in the place of all, as in a text."""
+    """Time, height and width exchanged; or time in the place of all, as in a text."""
     rope, right = chunk.rotary_pos_emb, chunk.rotary_pos_emb.recompose
     rope.recompose = lambda angles: right(angles[[*order]])
 
@@ -74,6 +74,7 @@ LOG_PROBS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "interleaved sections": ("qwen2_5_vl", partial(sections_of, "qwen3_vl")),
     "height for width, interleaved": ("qwen3_vl", partial(axes, (0, 2, 1))),
     "height for width, contiguous": ("qwen2_5_vl", partial(axes, (0, 2, 1))),
+    "position for width, of four": ("hunyuan_vl", partial(axes, (1, 0, 2, 3))),
     "rope of a text": ("qwen3_5", partial(axes, (0, 0, 0))),
     "positions over the pack": ("qwen3_vl dynamic", positions_of_one_sequence),
     "deepstack a layer late": ("qwen3_vl", features_a_layer_late),

@@ -27,6 +27,7 @@ CASES: dict[str, list[Any]] = {
     "qwen3_vl_moe": [({**EP, "cp": 2}, ROWS)],
     "qwen2_5_vl": [(CP, {}), (CP, ROWS)],
     "qwen2_vl": [(SP, ROWS)],
+    "hunyuan_vl": [(CP, {}), (SP, ROWS)],
     "glm4v": [(CP, {})],
     "glm46v": [(PP, {})],
     "glm4v_moe": [(EP, {})],
@@ -56,9 +57,10 @@ def test_replicas_gather_parameters_of_a_tower_in_one_order() -> None:
         assert torch.equal(at_once, late)
 
 
-def test_trainers_call_with_whole_rows_or_their_own_tokens() -> None:
-    """Of both context-parallel ranks. Positions that the caller gives are used."""
-    folder, batch, (wanted, _) = case("qwen3_vl")
+@pytest.mark.parametrize("name", ["qwen3_vl", "hunyuan_vl"])
+def test_trainers_call_with_whole_rows_or_their_own_tokens(name: str) -> None:
+    """Of both context-parallel ranks. Positions that the caller gives are used, three for a token, or four."""
+    folder, batch, (wanted, _) = case(name)
     for found in pool.run(2, seeing.calls, folder, CP, batch):
         errors = {name: float(((each - wanted) * (wanted != 0)).abs().max()) for name, each in found.items()}
         assert errors.pop("swapped") > 10 * BOUND

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import mcore_bridge as mb
+from mcore_bridge.architecture import architecture_of
 from mcore_bridge.config.hf import read_config
 from mcore_bridge.convert.api import convert
 from mcore_bridge.errors import CheckpointError, ConfigError
@@ -104,12 +105,15 @@ def test_a_text_that_keeps_the_names_of_its_composite_loads_and_is_saved_so(name
     }
 
 
-def respelled_folder(source: Path, folder: Path) -> Path:
-    """The same composite with the names of its text in ``model``, as transformers has them in memory."""
+IN_MEMORY = (("language_model.model.", "model.language_model."), ("language_model.lm_head.", "lm_head."))
+TWICE = (("language_model.model.", "language_model.model.model."),)
+
+
+def respelled_folder(source: Path, folder: Path, spelling: Any) -> Path:
+    """The same composite with other names of its text."""
     shutil.copytree(source, folder)
     file = folder / "model.safetensors"
-    inside = (("language_model.model.", "model.language_model."), ("language_model.lm_head.", "lm_head."))
-    state = {respelled_name(name, inside): tensor for name, tensor in load_file(file).items()}
+    state = {respelled_name(name, spelling): tensor for name, tensor in load_file(file).items()}
     save_file(state, file, metadata={"format": "pt"})
     return folder
 
@@ -120,9 +124,13 @@ def built(hf: Any, folder: Path) -> Any:
 
 
 def test_a_composite_keeps_its_spelling_its_ties_and_what_overrides_say(tmp_path: Path) -> None:
-    """From a config alone, from a folder in another spelling, and through a checkpoint of megatron-core."""
+    """From a config alone, from a folder in other spellings, and through a checkpoint of megatron-core.
+
+    transformers 5.17 has the names in ``model`` in memory, and writes ``model`` twice for composites of sound.
+    """
     tiny.written("mistral3", tmp_path / "source")
-    other = respelled_folder(tmp_path / "source", tmp_path / "other")
+    other = respelled_folder(tmp_path / "source", tmp_path / "other", IN_MEMORY)
+    twice = respelled_folder(tmp_path / "source", tmp_path / "twice", TWICE)
     hf = read_config(tmp_path / "source")
     assert not hf.tie_word_embeddings
     with rank_of(ONE, 0, 1):
@@ -131,6 +139,8 @@ def test_a_composite_keeps_its_spelling_its_ties_and_what_overrides_say(tmp_path
         assert "model.language_model.embed_tokens.weight" in names
         mb.save_hf_checkpoint(models, tmp_path / "saved")
         assert_same(tmp_path / "saved", other)
+        mb.save_hf_checkpoint(built(hf, twice), tmp_path / "saved twice")
+        assert_same(tmp_path / "saved twice", twice)
         assert models[0].bridge.config.model_type == "mistral3"
         assert_dialect_noted(tmp_path / "experts")
         larger = mb.build_model(hf, dims=ONE, device="cpu", overrides={"rotary_base": 5e5}, load_weights=False)
@@ -174,6 +184,8 @@ def test_what_is_not_accounted_for_is_refused(tmp_path: Path, caplog: pytest.Log
     with pytest.raises(ConfigError, match="'llava' does not know init_std=3"):
         mb.to_transformer_config(tmp_path / "source")
     (tmp_path / "source" / "config.json").write_text(json.dumps({**fields, "an_extra": 1}))
+    with pytest.raises(ConfigError, match="found 'llava', which joins a text to models of images or sound"):
+        architecture_of("llava")
     with pytest.raises(ConfigError, match="found an_extra=1"):
         mb.to_transformer_config(tmp_path / "source", strict_config=True)
     with rank_of(ONE, 0, 1):

@@ -197,7 +197,6 @@ def test_queries_keys_and_values_that_files_join_learn_as_in_transformers(tmp_pa
     [
         ("qwen3_vl", "yes", "5.17.0", "vision must be 'train', 'frozen' or 'carried', found 'yes'"),
         ("qwen3_vl", "train", "5.16.2", "qwen3_vl needs transformers 5.17 or later with vision='train', found 5.16.2"),
-        ("hunyuan_vl", "frozen", "5.17.0", "for hunyuan_vl, found 'frozen': its published tensors"),
         ("voxtral", "train", "5.17.0", "for voxtral, found 'train': models of sound are not built"),
         ("qwen3", "train", "5.17.0", "for a model of text, found 'train'"),
     ],

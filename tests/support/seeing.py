@@ -51,6 +51,8 @@ def config(model_type: str, **text: Any) -> Any:
         vision.depth, vision.deepstack_visual_indexes = 3, [1, 2]
     if "num_hidden_layers" in fields and model_type != "kimi_k25":
         vision.num_hidden_layers = 3  # since features may come from the last but one
+    if model_type == "hunyuan_vl":
+        vision.max_image_size = 56
     if model_type == "qwen2_vl":
         vision.hidden_size = hf.text_config.hidden_size
     if model_type == "gemma3":
@@ -200,7 +202,7 @@ def expected(
     ropes: list[Any] = [module for module in model.modules() if hasattr(module, "max_seq_len_cached")]
     for row, shown in enumerate(mask.bool()):
         for rope in ropes:  # a dynamic one would remember earlier rows
-            rope.max_seq_len_cached = 0
+            rope.max_seq_len_cached = rope.original_max_seq_len
         inputs = _inputs(model, ids[row : row + 1, shown], images[row])
         if values:
             own = model.model(**inputs).last_hidden_state.float()[0] @ head[0].to(ids.device)
@@ -372,6 +374,7 @@ def calls(folder: Path, sizes: dict[str, Any], batch: Any) -> dict[str, Tensor]:
         params = {"packed_seq_params": packed.packed_seq_params}
         seen = joined(images)
         places = _positions(model, ids, mask, seen)
+        swapped = places[[1, 0, *range(2, len(places))]]
         forms = {
             "verl, packed": (packed, {"input_ids": ids, "attention_mask": mask.bool(), **params}),
             "verl, rows": (rows, {"input_ids": wide, "attention_mask": shown}),
@@ -379,7 +382,7 @@ def calls(folder: Path, sizes: dict[str, Any], batch: Any) -> dict[str, Tensor]:
             "3D": (packed, {"input_ids": ids, "attention_mask": mask.bool(), "position_ids": places, **params}),
             "swapped": (
                 packed,
-                {"input_ids": ids, "attention_mask": mask.bool(), "position_ids": places[[1, 0, 2]], **params},
+                {"input_ids": ids, "attention_mask": mask.bool(), "position_ids": swapped, **params},
             ),
         }
         found = {}
@@ -388,15 +391,15 @@ def calls(folder: Path, sizes: dict[str, Any], batch: Any) -> dict[str, Tensor]:
             vocab = {"vocab_size": model.bridge.hf.vocab_size, "group": groups.tp}
             values, _ = mb.log_probs(logits, layout.labels, **vocab)
             found[name] = mb.unpack_sequences(layout, gather(values, groups.cp), following=True)[:, : ids.size(1)]
-        for name, given in (("forward, 3D", places), ("forward, swapped", places[[1, 0, 2]])):
+        for name, given in (("forward, 3D", places), ("forward, swapped", swapped)):
             told = [each and {**each, "position_ids": given[:, row]} for row, each in enumerate(images)]
             found[name] = mb.forward([model], ids, mask, images=told, packed=name.endswith("3D")).log_probs
         return found
 
 
 def _positions(model: Any, ids: Tensor, mask: Tensor, inputs: dict[str, Any]) -> Tensor:
-    """transformers' positions of a batch, ``[3, batch, seq]``."""
-    grids = {name: inputs[name] for name in ("image_grid_thw", "video_grid_thw")}
+    """transformers' positions of a batch, ``[3, batch, seq]``, or of four for each token."""
+    grids = {name: inputs[name] for name in ("image_grid_thw", "video_grid_thw") if name in inputs}
     types = token_types(model.bridge.config, ids)
     positions: Tensor = model.vision.get_rope_index(ids, types, **grids, attention_mask=mask)[0]
     return positions

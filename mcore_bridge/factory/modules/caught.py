@@ -32,11 +32,16 @@ class Caught(nn.Module):
 
     @property
     def recompose(self) -> Callable[[Tensor], Tensor] | None:
-        """How the rope takes each angle from one of three positions: ``[3, b, s, dims / 2]`` to ``[b, s, dims]``.
+        """How the rope takes each angle from one of n positions: ``[n, b, s, dims / 2]`` to ``[b, s, dims]``.
 
         None: the rope has one position for each token.
         """
-        return getattr(self._rope[0], "recomposition_frequencies", None)
+        return getattr(self._rope[0], "recomposition_frequencies", None) if self.num_positions else None
+
+    @property
+    def num_positions(self) -> int:
+        """How many positions a token has for a rope with sections: three, or four in HunYuan. Without sections, 0."""
+        return len(getattr(self._rope[0], "mrope_section", None) or ())
 
     def get_input_embeddings(self) -> Embed | None:
         """What embeds the tokens of the call in progress."""

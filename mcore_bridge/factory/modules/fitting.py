@@ -21,7 +21,9 @@ _ADVICE = (
     "Do not cut rows inside an image, and give each row its own images. If the model has sampled a token with the id "
     "of an image, pass mm_token_type_ids, which has 0 there"
 )
-_OF_TRANSFORMERS = re.compile(r"features.*tokens.*do not match|shape mismatch: value tensor", re.DOTALL)
+_OF_TRANSFORMERS = re.compile(
+    r"features.*tokens.*do not match|placeholder span|shape mismatch: value tensor", re.DOTALL
+)
 """How transformers says that it has too few tokens for features, and torch that a row has too few for its positions."""
 
 

@@ -1,4 +1,4 @@
-"""The rope of a text with images: each token has three positions, and each angle comes from one of them."""
+"""The rope of a text with images: each token has three or four positions, and each angle comes from one of them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,22 @@ class MultimodalRotary(HFRotaryEmbedding):
 
     Args:
         rope: parameters and frequencies.
-        recompose: transformers' own function that takes each angle from one of the three positions. It says how
-            sections lie, and whether the dims of a pair are neighbours.
+        num_positions: how many a token has, n.
+        recompose: transformers' own function that takes each angle from one of these positions. It says how sections
+            lie, and whether the dims of a pair are neighbours.
         cp_group: the context-parallel group.
     """
 
-    def __init__(self, rope: Rope, *, recompose: Callable[[Tensor], Tensor], cp_group: ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        rope: Rope,
+        *,
+        num_positions: int,
+        recompose: Callable[[Tensor], Tensor],
+        cp_group: ProcessGroup | None,
+    ) -> None:
         super().__init__(rope, rotary_interleaved=False, cp_group=cp_group)
-        self.recompose = recompose
+        self.num_positions, self.recompose = num_positions, recompose
 
     def forward(  # type: ignore[override]
         self, position_ids: Tensor, mrope_section: Any = None, cp_group: ProcessGroup | None = None
@@ -39,7 +47,7 @@ class MultimodalRotary(HFRotaryEmbedding):
         """The angles of exactly these positions, for mcore's ``apply_rotary_pos_emb``: fp32 ``[s, b, 1, dims]``.
 
         Args:
-            position_ids: int64 ``[3, b, s]``. Of packed sequences, those of all context-parallel ranks, ``[3, 1, s]``;
+            position_ids: int64 ``[n, b, s]``. Of packed sequences, those of all context-parallel ranks, ``[n, 1, s]``;
                 mcore then takes each rank's own. Otherwise those of this rank.
             mrope_section: as mcore passes it; not needed.
             cp_group: a context-parallel group to use instead of the constructor's.
@@ -56,8 +64,8 @@ class MultimodalRotary(HFRotaryEmbedding):
         return self.rope.frequencies(int(longest if cp_group is None else reduce_max(longest, cp_group)))
 
 
-def take_positions(chunk: GPTModel, recompose: Callable[[Tensor], Tensor]) -> None:
-    """Make a chunk compute its rope from the positions that it is given, three for each token.
+def take_positions(chunk: GPTModel, num_positions: int, recompose: Callable[[Tensor], Tensor]) -> None:
+    """Make a chunk compute its rope from the positions that it is given, ``num_positions`` for each token.
 
     Raises:
         ConfigError: a fused kernel would count positions by itself.
@@ -67,13 +75,14 @@ def take_positions(chunk: GPTModel, recompose: Callable[[Tensor], Tensor]) -> No
             "apply_rope_fusion must be False for a model of images, found True: the kernel counts positions by itself. "
             "Remove the override"
         )
-    rope = MultimodalRotary(chunk.config.hf_rope, recompose=recompose, cp_group=chunk.pg_collection.cp)
-    chunk.rotary_pos_emb = rope
+    chunk.rotary_pos_emb = MultimodalRotary(
+        chunk.config.hf_rope, num_positions=num_positions, recompose=recompose, cp_group=chunk.pg_collection.cp
+    )
     chunk.position_embedding_type, chunk.mrope_section = "mrope", None
 
 
 def text_positions(chunk: GPTModel, input_ids: Tensor, packed: Any) -> Tensor:
-    """The positions of a text without images, as ``MultimodalRotary`` wants them: ``[3, b, s]`` or ``[3, 1, s]``.
+    """The positions of a text without images, as ``MultimodalRotary`` wants them: ``[n, b, s]`` or ``[n, 1, s]``.
 
     Args:
         input_ids: the tokens of this context-parallel rank.
@@ -81,12 +90,12 @@ def text_positions(chunk: GPTModel, input_ids: Tensor, packed: Any) -> Tensor:
     """
     from mcore_bridge.factory.modules.torch_modules import own_text
 
-    device = input_ids.device
+    device, num_positions = input_ids.device, chunk.rotary_pos_emb.num_positions
     if packed is None:
         group = chunk.pg_collection.cp
         own = own_text(torch.arange(input_ids.size(1) * group.size(), device=device), group)
-        return own.expand(3, input_ids.size(0), -1)
+        return own.expand(num_positions, input_ids.size(0), -1)
     padded = packed.cu_seqlens_q_padded
     starts = (packed.cu_seqlens_q if padded is None else padded).to(device)
     counted = torch.arange(int(starts[-1]), device=device)
-    return (counted - starts[:-1].long().repeat_interleave(starts.diff())).expand(3, 1, -1)
+    return (counted - starts[:-1].long().repeat_interleave(starts.diff())).expand(num_positions, 1, -1)
