@@ -46,7 +46,7 @@ def config(model_type: str, **text: Any) -> Any:
         setattr(hf, name, SPECIAL[name])
     vision, fields = hf.vision_config, hf.vision_config.to_dict()
     if "window_size" in fields:
-        vision.window_size = 56  # two by two features
+        vision.window_size = 2 if model_type == "got_ocr2" else 56  # in patches; in pixels, two by two features
     if "deepstack_visual_indexes" in fields:
         vision.depth, vision.deepstack_visual_indexes = 3, [1, 2]
     if "num_hidden_layers" in fields and model_type != "kimi_k25":
