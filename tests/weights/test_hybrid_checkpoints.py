@@ -27,6 +27,8 @@ from tests import zoo
 from tests.support import pool, stepping, tiny
 
 needs_it = pytest.mark.skipif(not RELEASE.is_installed, reason="the installed megatron-core has no HybridModel")
+KEYED = ("qwen3_moe", "nemotron_h-no-experts", "granitemoehybrid")
+SAME = ("vocab_size", "max_sequence_length", "share_embeddings_and_output_weights")
 NAMES = [name for name in ("qwen3_moe", "nemotron_h") if name in zoo.cases()]
 KEYS = [
     ("layers.0.input_layernorm.weight", "layers.0.input_layernorm.weight"),
@@ -145,7 +147,7 @@ def test_each_class_reads_adapters_and_layers_in_one_tensor(tmp_path):
 
 
 @needs_it
-@pytest.mark.parametrize("name", [name for name in ("qwen3_moe", "nemotron_h-no-experts") if name in zoo.cases()])
+@pytest.mark.parametrize("name", [name for name in KEYED if name in zoo.cases()])
 def test_keys_are_those_of_megatron_cores_own_layers(name, monkeypatch):
     """Its stack counts the layers, and its layer of Mamba names its parts. Its final norm needs TransformerEngine."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -173,8 +175,7 @@ def test_keys_are_those_of_megatron_cores_own_layers(name, monkeypatch):
                 ModuleSpec(hybrid_block.HybridStack, submodules=submodules),
                 hybrid_layer_pattern=pattern_of(blueprint),
                 pre_process=False,
-                vocab_size=blueprint.gpt_arguments["vocab_size"],
-                max_sequence_length=64,
+                **{each: blueprint.gpt_arguments[each] for each in SAME},
             )
         states = [model.sharded_state_dict(metadata=dict(CONTENT)) for model in (*ours, theirs)]
         found = []
