@@ -8,8 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import mcore_bridge as mb
 from mcore_bridge.architecture import architectures
-from mcore_bridge.weights.plan.alignment import aligned
 from tests import zoo
 from tests.support import pool
-from tests.support.fusions import smallest_buckets
 from tests.support.mapped import LOOKED_AT, Mapped, differences, fed_by_map, forget
 from tests.support.strategies import random_state, save
 from tests.zoo.latent import YARN
@@ -121,40 +118,6 @@ FED = {
 }
 
 
-def at_once(updater: Any, models: Any) -> None:
-    """All tensors in one call."""
-    updater.update_weights_from_tensor(list(mb.iter_hf_weights(models)))
-
-
-def in_buckets(updater: Any, models: Any) -> None:
-    """A call for each bucket, of slots as small as the model allows."""
-    for pairs, _, _ in received(smallest_buckets(mb.manifest(models)), models):
-        updater.update_weights_from_tensor(pairs)
-
-
-def flattened(updater: Any, models: Any) -> None:
-    """A call for each slot as it lies there, in SGLang's own format of buckets."""
-    from tests.workers.sglang_engine import bucket_of
-
-    manifest = mb.manifest(models)
-    smallest = smallest_buckets(manifest).slot_bytes
-    plan = mb.plan_buckets(manifest, slot_bytes=max(aligned(manifest.num_bytes) // 2, smallest))
-    for _, slot, columns in received(plan, models):
-        updater.update_weights_from_tensor(bucket_of(slot, columns), "flattened_bucket")
-
-
-WAYS: Sequence[Callable[[Any, Any], None]] = (at_once, in_buckets, flattened)
-
-
-def received(plan: Any, models: Any) -> Iterator[tuple[list[tuple[str, Tensor]], Tensor, dict[str, Any]]]:
-    """What comes through the slots of a ring: for each bucket its tensors, its slot, and the index of that."""
-    with closing(mb.BufferRing(plan, "cpu")) as ring, closing(mb.Receiver(plan, ring.handles())) as receiver:
-        for bucket in ring.fill(mb.iter_hf_weights(models), acknowledged=lambda: None, in_flight=1):
-            with receiver.open(bucket.number) as pairs:
-                yield pairs, ring.slot(bucket), bucket.columns()
-        receiver.finish()
-
-
 def trained(fed: Fed) -> Any:
     """Our model of this rank: the mesh is as wide as the engine."""
     dims = mb.ParallelDims(tp=dist.get_world_size(), sp=dist.get_world_size() > 1)
@@ -178,31 +141,16 @@ def write(fed: Fed, state: dict[str, Tensor], folder: Path) -> None:
 
 def feed(name: str, out: str) -> tuple[list[str], set[str]]:
     """Runs in a worker, which trains and serves: what is not as it should be after each round, and names left out."""
-    from tests.workers import sglang_engine
+    from tests.workers import sglang_updates
 
-    fed, folders = FED[name], [Path(out, way.__name__) for way in WAYS]
-    states = [random_state(fed.hf, dtype=torch.bfloat16, seed=seed) for seed in range(len(WAYS))]
+    fed = FED[name]
+    folders = [Path(out, str(seed)) for seed in range(len(sglang_updates.WAYS))]
     models = trained(fed)
     if dist.get_rank() == 0:
-        for state, folder in zip(states, folders, strict=True):
-            write(fed, state, folder)
+        for seed, folder in enumerate(folders):
+            write(fed, random_state(fed.hf, dtype=torch.bfloat16, seed=seed), folder)
     dist.barrier()
-    found = []
-    with sglang_engine.server(str(folders[0])) as server:
-        served = server.read(str(folders[0]))
-        updater = server.updater(served)
-        forget(served)
-        for state, folder, way in zip(states, folders, WAYS, strict=True):
-            mb.load_hf_weights(models, state)
-            with sglang_engine.warned() as warnings:
-                updater.begin_weight_update()
-                way(updater, models)
-                updater.end_weight_update(run_post_load=False)
-            off = differences(served, server.read(str(folder)))
-            found += [f"{way.__name__}: {each}" for each in (*warnings, *off)]
-        exported = mb.to_hf_state_dict(models)
-        groups = [[piece.name for piece in bucket.pieces] for bucket in smallest_buckets(mb.manifest(models)).buckets]
-        return found, sglang_engine.unused(updater, served, [[(n, exported[n]) for n in group] for group in groups])
+    return sglang_updates.in_rounds(models, folders)
 
 
 def mapped(name: str, out: str, ep: bool) -> Mapped:

@@ -1,0 +1,160 @@
+"""SGLang takes models with their towers: it holds then, bit for bit, what it reads from files of transformers.
+
+Runs where SGLang and torchvision are installed: docs/trainers/sglang.md says how.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+import mcore_bridge as mb
+from tests import zoo
+from tests.support import composites, pool, seeing, towers
+from tests.zoo.latent import YARN
+
+pytestmark = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("sglang", "torchvision"))), reason="SGLang or torchvision is not installed"
+)
+
+Fields = Mapping[str, Any]
+SPARSE = {"moe_intermediate_size": 64}
+"""Of an expert's rows, a rank on CPU takes no fewer than 32."""
+ROPE = zoo.rope("yarn", **YARN, mscale=1.3, mscale_all_dim=0.7)
+"""Latent attention has no other on SGLang's CPUs."""
+TEXT: Mapping[str, Fields] = {
+    "gemma3": {"tie_word_embeddings": True},
+    "glm4v_moe": SPARSE,
+    "kimi_k25": {**SPARSE, **ROPE},
+    "qwen3_5_moe": SPARSE,
+    "qwen3_vl_moe": {**SPARSE, "mlp_only_layers": [], "decoder_sparse_step": 1},
+}
+"""What SGLang needs of a text: it leaves out untied heads of Gemma, and dense layers between sparse ones."""
+VISION: Mapping[str, Fields] = {"gemma3": {"vision_use_head": False}, "llava_onevision": {"intermediate_size": 64}}
+"""And of a tower: in Gemma's no head pools features, as published, and on CPU transformers' own backend pads widths."""
+KIMI = {"architectures": ["DeepseekV3ForCausalLM"], "moe_layer_freq": 1, "scoring_func": "sigmoid"}
+OF_KIMI = {"vt_hidden_size": 32, "vt_intermediate_size": 48, "vt_num_attention_heads": 2, "vt_num_hidden_layers": 1}
+QWEN3_5 = {"text_config": {"full_attention_interval": 2}, "vision_config": {"deepstack_visual_indexes": []}}
+PUBLISHED: Mapping[str, Mapping[str, Fields]] = {
+    "kimi_k25": {
+        "": {"architectures": ["KimiK25ForConditionalGeneration"]},
+        "text_config": {**KIMI, "topk_method": "noaux_tc"},
+        "vision_config": {**OF_KIMI, "text_hidden_size": 48},
+    },
+    "lighton_ocr": {"": {"architectures": ["LightOnOCRForConditionalGeneration"], "multimodal_projector_bias": False}},
+    "qwen2_vl": {"vision_config": {"in_chans": 3}},
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_moe": QWEN3_5,
+}
+"""What SGLang reads in configs as they are published, by part; transformers does not write it."""
+BY_TRANSFORMERS = (
+    *("exaone4_5", "got_ocr2", "internvl", "llava_next", "llava_next_video", "llava_onevision", "video_llava"),
+    "vipllava",
+)
+"""Families without a class in SGLang, which then wraps that of transformers."""
+NOT_BUILT = {
+    "glm46v": "Unsupported TP style 'colwise_gather_output' for Transformers backend",
+    "llava": "'Conv2d' object has no attribute 'num_embeddings'",
+}
+"""Families whose models SGLang cannot build, with its error: it wraps a CLIP as if that were a language model."""
+AS_PUBLISHED = {
+    "gemma3": "vision_tower.embeddings.patch_embedding.weight",
+    "kimi_k25": "blocks",
+    "qwen3_vl_moe": "must match the size",
+}
+"""Families of which it reads published names and shapes alone, with its error for those that transformers 5 writes."""
+
+
+def write(family: str, folder: Path, seed: int = 0, *, published: bool) -> Path:
+    """Other weights for each seed, as transformers writes them or as they are published."""
+    hf = seeing.config(family, **TEXT.get(family, {}))
+    hf.vision_config.update(VISION.get(family, {}))
+    model = composites.model_class(family)(hf).bfloat16()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    model.save_pretrained(folder)
+    if published:
+        file = folder / "model.safetensors"
+        save_file(dict(composites.as_published(family, load_file(file))), file, metadata={"format": "pt"})
+    fields = json.loads((folder / "config.json").read_text())
+    for part, values in PUBLISHED.get(family, {}).items():
+        (fields[part] if part else fields).update(values)
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def feed(family: str, out: str) -> tuple[list[str], set[str], set[str]]:
+    """Runs in a worker, which trains and serves: what is not as it should be after each round, names that the engine
+    leaves out, and the names of the tower."""
+    from tests.workers import sglang_updates
+
+    folders = [Path(out, str(seed)) for seed in range(len(sglang_updates.WAYS))]
+    if dist.get_rank() == 0:
+        for seed, folder in enumerate(folders):
+            write(family, folder, seed, published=family in AS_PUBLISHED)
+    dist.barrier()
+    dims = mb.ParallelDims(tp=dist.get_world_size(), sp=dist.get_world_size() > 1)
+    dims.initialize(device="cpu")
+    models = mb.build_model(folders[0], dims=dims, dtype=torch.bfloat16, device="cpu", vision="train")
+    return *sglang_updates.in_rounds(models, folders), set(composites.parts_of(folders[0])[1])
+
+
+def read(family: str, out: str) -> None:
+    """Runs in a worker, without a model of ours: SGLang reads what transformers wrote."""
+    from tests.workers import sglang_engine
+
+    folder = str(write(family, Path(out), published=False))
+    with sglang_engine.server(folder) as server:
+        server.read(folder)
+
+
+def classes() -> set[str]:
+    """Runs in a worker."""
+    from tests.workers import sglang_engine
+
+    return sglang_engine.architectures()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _workers() -> Iterator[None]:
+    """What SGLang changes in a process lasts as long as that."""
+    yield
+    pool._stop(dump=False)
+
+
+FED = [family for family in towers.NAMES if family not in NOT_BUILT]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("family", FED)
+def test_the_engine_holds_what_it_reads_from_files(family: str, tp: int, tmp_path: Path) -> None:
+    """In three rounds of three states, each in another way; no name is warned of, and none left out by all ranks."""
+    found, unused, of_tower = zip(*pool.run(tp, feed, family, str(tmp_path)), strict=True)
+    assert found == ([],) * tp
+    assert set.intersection(*unused) == set()
+    assert all(len(names) > 10 for names in of_tower)
+
+
+@pytest.mark.parametrize("family", [*NOT_BUILT, *AS_PUBLISHED])
+def test_what_is_left_out_fails_without_us(family: str, tmp_path: Path) -> None:
+    """SGLang's own reading of a folder that transformers wrote."""
+    with pytest.raises(Exception, match=re.escape({**NOT_BUILT, **AS_PUBLISHED}[family])):
+        pool.run(1, read, family, str(tmp_path))
+
+
+def test_its_own_classes_are_used_where_it_has_some() -> None:
+    (theirs,) = pool.run(1, classes)
+    aliases = {family: fields[""]["architectures"] for family, fields in PUBLISHED.items() if "" in fields}
+    names = {family: aliases.get(family, [composites.model_class(family).__name__])[0] for family in towers.NAMES}
+    assert {family for family, name in names.items() if name not in theirs} == {*BY_TRANSFORMERS, "glm46v"}
