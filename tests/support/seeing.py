@@ -180,7 +180,8 @@ def _tokens(model: Any, inputs: dict[str, Tensor], part: Any, *, is_video: bool)
 
 def _selected(hf: Any) -> dict[str, Any]:
     names = ("vision_feature_layer", "vision_feature_layers", "vision_feature_select_strategy", "vision_aspect_ratio")
-    return {name: getattr(hf, name) for name in names if hasattr(hf, name)}
+    owner = hf.vision_config if hf.model_type == "llama4" else hf
+    return {name: getattr(owner, name) for name in names if hasattr(owner, name)}
 
 
 _NAMES = {
