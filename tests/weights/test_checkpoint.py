@@ -73,7 +73,8 @@ def whole(hf: Any, dims: ParallelDims, state: dict[str, torch.Tensor], **metadat
 def adapt(chunks: list[Any]) -> None:
     """Add adapters to all linear layers, with values that follow from the HF names of their tensors."""
     modules = {path.rpartition(".")[2] for chunk in chunks for path, _ in chunk.named_modules()}
-    made = add_adapters(chunks, rank=2, alpha=1, targets=sorted(modules & LINEAR))
+    refused = {"out_proj"} if hasattr(chunks[0].config, "layer_kinds") else set()  # of Mamba-2, as by peft
+    made = add_adapters(chunks, rank=2, alpha=1, targets=sorted((modules & LINEAR) - refused))
     bound = bind(chunks, adapters=made)
     for name, parameter in bound.tensors.items():
         binding = made.mapping.bind(name)
