@@ -21,7 +21,7 @@ ATTRIBUTES = frozenset(
         *("norm_placement", "qk_norm_kind", "attention_softcap", "logit_softcap", "embedding_scale"),
         *("embedding_dropout", "router_norm_min", "residual_multiplier", "logit_scale", "logit_divisor"),
         *("parallel_norms", "norm_bias", "output_layer_bias", "expert_norm", "expert_multiplier"),
-        *("layer_kinds", "mamba_conv_kernel", "expert_latent_size"),
+        *("layer_kinds", "mamba_conv_kernel", "mamba_norm", "side_multipliers", "expert_latent_size"),
         *("attention_chunks", "nope_temperature"),
         *ATTENTION_FACTOR,
     )
@@ -53,9 +53,11 @@ For ``build_model``:
 * ``norm_bias``: whether a LayerNorm has a bias (mcore's always has one);
 * ``output_layer_bias``: whether the LM head has a bias (mcore's never has one);
 * ``expert_norm``: whether a norm follows the summed output of a layer's experts;
-* ``layer_kinds``: the halves of each layer, if some layers have one: "M" (Mamba-2), "*" (attention), "-" (MLP), "E"
-  (experts);
+* ``layer_kinds``: the parts of each layer, if some layers have one half or a mixer: "M" (Mamba-2), "*" (attention),
+  "-" (MLP), "E" (experts); "M*-" is a mixer beside attention, and an MLP;
 * ``mamba_conv_kernel``: the number of tokens that the convolution of a Mamba-2 mixer sees;
+* ``mamba_norm``: whether the gated output of a mixer is normed, as it is without this attribute;
+* ``side_multipliers``: what the parts of a layer with a mixer beside its attention are multiplied by;
 * ``expert_latent_size``: the width of routed experts, if it is not that of the model.
 
 For mcore's attention: the attention factor of the rope (``yarn_...``)."""

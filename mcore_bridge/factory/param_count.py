@@ -162,8 +162,8 @@ def _mamba(config: Any) -> int:
     """The parameters of a Mamba-2 mixer: projections, convolution, gated norm, and three numbers for each head."""
     inner, heads = config.mamba_num_heads * config.mamba_head_dim, config.mamba_num_heads
     convolved = inner + 2 * config.mamba_num_groups * config.mamba_state_dim
-    count = config.hidden_size * (2 * inner + convolved + heads) + (config.mamba_conv_kernel + 1) * convolved + inner
-    return int(count + 3 * heads)
+    count = config.hidden_size * (2 * inner + convolved + heads) + (config.mamba_conv_kernel + 1) * convolved
+    return int(count + 3 * heads + inner * getattr(config, "mamba_norm", True))
 
 
 def resolve_layout(

@@ -72,10 +72,6 @@ REFUSALS = (
         bamba="modeling_bamba.BambaMixer", mamba2="modeling_mamba2.Mamba2Mixer",
     ),
     *_because(
-        "each layer has a Mamba-2 mixer and an attention side by side; nobody has written a slot for two", SSM, PARTS,
-        falcon_h1="modeling_falcon_h1.FalconH1Mixer",
-    ),
-    *_because(
         "some layers share one attention, which reads the embeddings as well; each layer of megatron-core has its own",
         SSM, PARTS,
         zamba="modeling_zamba.ZambaMambaMixer", zamba2="modeling_zamba2.Zamba2MambaMixer",

@@ -134,6 +134,10 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     "`mlp_hidden_act`, any but": ({"mlp_hidden_act": "quick_gelu"}, "mlp_hidden_act must be one of"),
     "`layers_block_type` but": ({"layers_block_type": ["mamba2"]}, "layers_block_type must name"),
     "`time_step_limit` but": ({"time_step_limit": [0.001, float("inf")]}, "time_step_limit must be"),
+    "`mamba_norm_before_gate` with": (
+        {"mamba_rms_norm": True, "mamba_norm_before_gate": True},
+        "mamba_norm_before_gate must be False",
+    ),
     "`attention_head_dim` but": ({"attention_head_dim": 7}, "attention_head_dim must be head_dim"),
     "`mlp_bias` without": ({"mlp_bias": True, "attention_bias": False}, "mlp_bias=True must come with"),
     "rope types but": ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}, "rope type must be"),

@@ -123,6 +123,7 @@ AFTER = (
         "cohere2",
         "cohere2_moe",
         "cwm",
+        "falcon_h1",
         "flex_olmo",
         "glm",
         "gpt_neox",

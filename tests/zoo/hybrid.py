@@ -33,6 +33,24 @@ GRANITE = {
     "mamba_d_state": 12,
     "mamba_d_conv": 3,
 }
+FALCON = {
+    "hidden_size": 192,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 12,
+    "mamba_d_ssm": 96,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 3,
+    "embedding_multiplier": 5.0,
+    "lm_head_multiplier": 0.3,
+    "mlp_multipliers": [0.8, 0.6],
+    "key_multiplier": 0.4,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.7,
+    "ssm_multipliers": [0.35, 0.25, 0.4, 0.5, 0.9],
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.24,
+    "pad_token_id": None,  # transformers gives the row of a padding token no gradient
+}
 CASES = {
     "nemotron_h": case("nemotron_h", **NEMOTRON_H, vocab_size=97),
     "nemotron_h-narrow-experts": case("nemotron_h", **NEMOTRON_H, moe_latent_size=20),
@@ -48,6 +66,16 @@ CASES = {
         **{**GRANITE, "num_local_experts": 0},
         position_embedding_type="nope",  # the bias of keys would have no gradient
         vocab_size=97,
+    ),
+    "falcon_h1": case("falcon_h1", **FALCON, mamba_norm_before_gate=False, vocab_size=97),
+    "falcon_h1-normed": case(
+        "falcon_h1",
+        **FALCON,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+        mamba_n_groups=2,
+        attention_bias=True,
+        tie_word_embeddings=True,
     ),
     "nemotron_h-no-experts": case("nemotron_h", **{**NEMOTRON_H, "layers_block_type": NO_EXPERTS, "n_groups": 2}),
 }

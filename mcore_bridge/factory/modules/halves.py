@@ -26,7 +26,11 @@ def adapt_halves(layer: Any, config: TransformerConfig, number: int, backend: Ba
     kinds = getattr(config, "layer_kinds", None)
     if kinds is None:
         return
-    if "M" in kinds[number]:
+    if {"M", "*"} <= set(kinds[number]):
+        from mcore_bridge.factory.modules.beside import adapt_beside
+
+        adapt_beside(layer, config, backend)
+    elif "M" in kinds[number]:
         from mcore_bridge.factory.modules.mamba import mamba_spec
 
         layer.self_attention = mamba_spec(backend)

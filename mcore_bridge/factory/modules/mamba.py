@@ -42,12 +42,13 @@ class MambaSubmodules:
     out_proj: Any
 
 
-def mamba_spec(backend: str) -> ModuleSpec:
-    """The spec of a mixer. With backend te, the norm before it is in ``in_proj``."""
+def mamba_spec(backend: str, *, normed: bool = True) -> ModuleSpec:
+    """The spec of a mixer. With backend te, the norm before it is in ``in_proj``, unless ``normed`` is False."""
     if backend == "te":
-        from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
+        from megatron.core.extensions import transformer_engine as te
 
-        return ModuleSpec(TorchMamba, submodules=MambaSubmodules(TELayerNormColumnParallelLinear, TERowParallelLinear))
+        column = te.TELayerNormColumnParallelLinear if normed else te.TEColumnParallelLinear
+        return ModuleSpec(TorchMamba, submodules=MambaSubmodules(column, te.TERowParallelLinear))
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     return ModuleSpec(TorchMamba, submodules=MambaSubmodules(ColumnParallelLinear, RowParallelLinear))
@@ -91,6 +92,14 @@ class GroupNorm(nn.Module):
         return self.weight * normed.flatten(-2).to(gate.dtype)
 
 
+class Gate(nn.Module):
+    """The gate alone, for mixers without a norm."""
+
+    def forward(self, hidden: Tensor, gate: Tensor) -> Tensor:
+        """``hidden * silu(gate)``, each ``[..., channels]``, in fp32, and cast to the dtype of the gate."""
+        return (hidden.float() * F.silu(gate.float())).to(gate.dtype)
+
+
 class TorchMamba(MegatronModule):
     """A Mamba-2 mixer with sequence and context parallelism, for packed sequences and for rows.
 
@@ -112,6 +121,8 @@ class TorchMamba(MegatronModule):
         self.heads, self.groups = config.mamba_num_heads // ranks, Groups(config, self.tp_group)
         inner, state = self.heads * config.mamba_head_dim, config.mamba_num_groups * config.mamba_state_dim // ranks
         self.sections = {"z": inner, "x": inner, "B": state, "C": state, "dt": self.heads}
+        by = getattr(config, "side_multipliers", None)
+        self.multipliers = by and tuple(by.mixer_in * of_part for of_part in by.mixer_parts)
         shared = {"config": config, "is_expert": False, "bias": False, "tp_group": self.tp_group}
         self.in_proj = build_module(
             submodules.in_proj,
@@ -124,7 +135,7 @@ class TorchMamba(MegatronModule):
             **shared,
         )
         self._make_own_parameters(config)
-        self.norm = GroupNorm(config, inner, self.groups)
+        self.norm = GroupNorm(config, inner, self.groups) if getattr(config, "mamba_norm", True) else Gate()
         self.out_proj = build_module(
             submodules.out_proj,
             inner * ranks,
@@ -135,7 +146,7 @@ class TorchMamba(MegatronModule):
             tp_comm_buffer_name="fc2",
             **shared,
         )
-        for parameter in (self.A_log, self.D, self.dt_bias, *self.conv1d.parameters(), self.norm.weight):
+        for parameter in (self.A_log, self.D, self.dt_bias, *self.conv1d.parameters(), *self.norm.parameters()):
             parameter.tensor_model_parallel, parameter.partition_dim = True, 0  # type: ignore[attr-defined]
 
     def _make_own_parameters(self, config: Any) -> None:
@@ -197,7 +208,10 @@ class TorchMamba(MegatronModule):
 
     def _mixed(self, mixed: Tensor, operations: Operations, numbers: Tensor | None) -> Tensor:
         """The gated and normed output of the recurrence, from ``[b, s, n]`` to ``[b, s, n]``."""
-        gate, *xbc, steps = mixed.split(tuple(self.sections.values()), dim=-1)
+        parts = mixed.split(tuple(self.sections.values()), dim=-1)
+        if self.multipliers is not None:
+            parts = tuple(part * multiplier for part, multiplier in zip(parts, self.multipliers, strict=True))
+        gate, *xbc, steps = parts
         convolved = operations.convolve(torch.cat(xbc, dim=-1), self.conv1d, numbers)
         x, into, out_of = convolved.split([self.sections[name] for name in "xBC"], dim=-1)
         x = x.unflatten(-1, (self.heads, -1))

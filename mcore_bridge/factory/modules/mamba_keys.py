@@ -32,7 +32,7 @@ def sharded_mixer(
         metadata: as megatron-core passes them.
     """
     parameters = dict(mixer.named_parameters())
-    own = {name: parameters[name] for name in _OWN}
+    own = {name: parameters[name] for name in _OWN if name in parameters}
     tensors: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets)
     for name in ("in_proj", "out_proj"):
         linear = getattr(mixer, name)

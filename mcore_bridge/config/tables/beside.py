@@ -1,0 +1,124 @@
+"""The config table of Falcon-H1: a Mamba-2 mixer beside the attention of each layer, and multipliers everywhere."""
+
+from dataclasses import dataclass
+from math import nextafter
+
+from mcore_bridge.config.fields import Derive, Field, Hf, Ignore, Map, Mcore, Require, count, is_number
+from mcore_bridge.config.rope import head_dim
+from mcore_bridge.config.tables.mixers import MIXER
+from mcore_bridge.errors import ConfigError
+
+_KIND = "M*-"
+
+
+@dataclass(frozen=True)
+class SideMultipliers:
+    """What the inputs and outputs of the parts of a layer are multiplied by.
+
+    Args:
+        attention_in, attention_out: input and output of attention.
+        mixer_in, mixer_out: input and output of the mixer.
+        mixer_parts: z, x, B, C and the time steps, before the convolution.
+        gate, mlp_out: the gate of the MLP before its activation, and the output of the MLP.
+    """
+
+    attention_in: float
+    attention_out: float
+    mixer_in: float
+    mixer_out: float
+    mixer_parts: tuple[float, ...]
+    gate: float
+    mlp_out: float
+
+
+_ONE = {
+    "attention_in": "attention_in_multiplier",
+    "attention_out": "attention_out_multiplier",
+    "mixer_in": "ssm_in_multiplier",
+    "mixer_out": "ssm_out_multiplier",
+}
+
+
+def _number(hf: Hf, name: str) -> float:
+    value = hf.get(name)
+    if not isinstance(value, int | float) or not is_number(value) or not value:
+        raise ConfigError(f"{name} must be a number other than 0, found {value!r}.")
+    return value
+
+
+def _numbers(hf: Hf, name: str, size: int) -> tuple[float, ...]:
+    values = hf.get(name)
+    if not isinstance(values, list | tuple) or len(values) != size or not all(map(is_number, values)):
+        raise ConfigError(f"{name} must be a list of {size} numbers, found {values!r}.")
+    return tuple(values)
+
+
+def _multipliers(hf: Hf) -> dict[str, object]:
+    gate, mlp_out = _numbers(hf, "mlp_multipliers", 2)
+    parts = _numbers(hf, "ssm_multipliers", 5)
+    single = {name: _number(hf, hf_name) for name, hf_name in _ONE.items()}
+    return {"side_multipliers": SideMultipliers(mixer_parts=parts, gate=gate, mlp_out=mlp_out, **single)}
+
+
+def _multipliers_back(mcore: Mcore) -> dict[str, object]:
+    own = mcore["side_multipliers"]
+    assert isinstance(own, SideMultipliers)
+    single = {hf_name: getattr(own, name) for name, hf_name in _ONE.items()}
+    return {**single, "mlp_multipliers": [own.gate, own.mlp_out], "ssm_multipliers": list(own.mixer_parts)}
+
+
+def _keys(hf: Hf) -> dict[str, object]:
+    """Scores are multiplied once: rope is linear in the keys."""
+    return {"softmax_scale": _number(hf, "key_multiplier") * head_dim(hf) ** -0.5}
+
+
+def _keys_back(mcore: Mcore) -> dict[str, object]:
+    scale, dim = mcore["softmax_scale"], count(mcore, "kv_channels")
+    if not isinstance(scale, int | float):
+        raise ConfigError(f"softmax_scale must be a number, found {scale!r}. Remove the override.")
+    near = scale * dim**0.5
+    candidates = (near, nextafter(near, 0.0), nextafter(near, 2 * near))
+    return {"key_multiplier": next((key for key in candidates if key * dim**-0.5 == scale), near)}
+
+
+def _layers(hf: Hf) -> dict[str, object]:
+    num_layers = count(hf, "num_hidden_layers")
+    return {"num_layers": num_layers, "layer_kinds": (_KIND,) * num_layers}
+
+
+def _layers_back(mcore: Mcore) -> dict[str, object]:
+    return {"num_hidden_layers": mcore["num_layers"]}
+
+
+def _norm(hf: Hf) -> dict[str, object]:
+    normed = bool(hf.get("mamba_rms_norm"))
+    if normed and hf.get("mamba_norm_before_gate"):
+        raise ConfigError(
+            "mamba_norm_before_gate must be False with mamba_rms_norm=True, found True: kernels of transformers apply "
+            "the gate first whatever this says, and its torch code last. Set it to False if the model was trained so."
+        )
+    return {"mamba_norm": normed}
+
+
+def _norm_back(mcore: Mcore) -> dict[str, object]:
+    return {"mamba_rms_norm": mcore["mamba_norm"], **({"mamba_norm_before_gate": False} if mcore["mamba_norm"] else {})}
+
+
+BESIDE: tuple[Field, ...] = (
+    *MIXER,
+    *(Map("mamba_n_groups", "mamba_num_groups"), Map("embedding_multiplier", "embedding_scale")),
+    Map("lm_head_multiplier", "logit_scale"),
+    Derive((*_ONE.values(), "mlp_multipliers", "ssm_multipliers"), _multipliers, _multipliers_back),
+    Derive(("key_multiplier",), _keys, _keys_back),
+    Derive(
+        ("mamba_rms_norm", "mamba_norm_before_gate"),
+        _norm,
+        _norm_back,
+        ("`mamba_norm_before_gate` with `mamba_rms_norm`: kernels and torch code of transformers differ there",),
+    ),
+    Require("projectors_bias", (False,), "megatron-core's mixer has no bias in its projections"),
+    Require("mlp_bias", (False,), "a multiplier of the gate is behind the projection, which would add its bias later"),
+    Ignore("transformers requires what the number of heads and their size say", ("mamba_d_ssm",)),
+    Ignore("it chooses how transformers runs the model", ("num_logits_to_keep",)),
+)
+LAYERS = Derive(("num_hidden_layers",), _layers, _layers_back)
