@@ -5,6 +5,8 @@ Published files have those fields; transformers drops them, or moves them elsewh
 
 from typing import Any
 
+from transformers import CONFIG_MAPPING
+
 from tests import zoo
 from tests.support import twins
 from tests.support.gpu_models import DENSE, EXPERTS, LATENT, LINEAR, SIZES, SPARSE
@@ -40,6 +42,35 @@ YARN = {
 }
 LATENT_YARN = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}
 """Of the keys of latent attention without YaRN, vLLM's kernel on CPU turns what it should not."""
+MIXERS = {"mamba_num_heads": 8, "mamba_head_dim": 64, "n_groups": 2, "ssm_state_size": 128, "conv_kernel": 4}
+NEWER: dict[str, dict[str, Any]] = {
+    "nemotron_h": {
+        **SIZES,
+        **EXPERTS,
+        **MIXERS,
+        "n_routed_experts": 8,
+        "moe_shared_expert_intermediate_size": 256,
+        "routed_scaling_factor": 2.5,
+        "layers_block_type": ["linear_attention", "full_attention", "moe"] * 2,
+    },
+    "nemotron_h-dense": {
+        **SIZES,
+        **MIXERS,
+        "layers_block_type": ["linear_attention", "full_attention", "mlp"] * 2,
+    },
+    "llama4_text": {
+        **SIZES,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 512,
+        "intermediate_size": 128,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 128,
+        "layer_types": ["chunked_attention", "chunked_attention", "chunked_attention", "full_attention"],
+    },
+}
+"""Families of which transformers 4.57 lacks one. Both stages of vLLM's pipelines must have layers of all kinds, and its
+kernels take chunks of 128 tokens."""
 MINISTRAL_ROPE = {**YARN, "llama_4_scaling_beta": 0.4, "max_position_embeddings": 128}
 
 
@@ -100,6 +131,11 @@ def configs() -> dict[str, Any]:
             rope_parameters=LATENT_YARN,
         ),
         "glm4_moe_lite": tiny("glm4_moe_lite", **ABSORBED, rope_parameters=LATENT_YARN),
+        **{
+            name: tiny(kind, **fields)
+            for name, fields in NEWER.items()
+            if (kind := name.removesuffix("-dense")) in CONFIG_MAPPING
+        },
         "kimi_k2": twins.read("kimi_k2", tiny("deepseek_v3", **ABSORBED, rope_parameters=LATENT_YARN).to_dict()),
     }
 
@@ -107,6 +143,7 @@ def configs() -> dict[str, Any]:
 UNLOADABLE = ("gpt_oss", "olmo3")
 """vLLM 0.24 raises KeyError 'layers.0.mlp.experts.w13_weight' of weights in bf16, 'rope_theta' since transformers 5."""
 NOT_ON_CPU = {
+    "nemotron_h": "vLLM's CPUs have no experts without a gate",
     "gpt_oss": "vLLM 0.24 does not load it unquantized, and 0.32 no second time",
     "minimax_m2": "vLLM's CPUs select experts by softmax, or in groups",
     "olmo3": "vLLM 0.24 looks for rope_theta where transformers 5 has none, and 0.32 for do_not_compile",
@@ -136,11 +173,9 @@ AFTER = (
         "internlm3",
         "iquestcoder",
         "jais2",
-        "llama4_text",
         "mellum",
         "ministral",
         "mistral4",
-        "nemotron_h",
         "phi",
         "solar_open",
         "youtu",

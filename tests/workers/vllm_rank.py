@@ -61,6 +61,7 @@ def rank(family: str, hf: Any, folder: Path, dtype: torch.dtype, mesh: Mapping[s
     """One rank in the worker's process group, and nothing of it afterwards."""
     sys.path[:0] = [EXAMPLES] if EXAMPLES not in sys.path else []
     os.environ.update(VLLM_ALLOW_LONG_MAX_MODEL_LEN="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_MLA_DISABLE="1")
+    os.environ["VLLM_DIST_IDENT"] = str(os.getppid())  # which the ranks of an engine share
     from vllm import _custom_ops
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -69,6 +70,7 @@ def rank(family: str, hf: Any, folder: Path, dtype: torch.dtype, mesh: Mapping[s
     from tests.workers.rollout_worker import register_configs
 
     _custom_ops._supports_onednn = False  # whose kernels have weights in a form of their own, out of reach
+    vars(_custom_ops).pop("causal_conv1d_weight_pack", None)  # and so have those of convolutions in bf16
     register_configs()
     fields = {**hf.to_dict(), "architectures": [CLASSES.get(hf.model_type)], **ENGINE_FIELDS.get(family, {})}
     folder.mkdir(exist_ok=True)
