@@ -45,9 +45,9 @@ def exchanged(one: str, other: str) -> Callable[[], AbstractContextManager[Any]]
     return plant
 
 
-def norm_before_bias(self: Any, *inputs: Any, **options: Any) -> Any:
-    output, bias = super(norms.PostNorm, self).forward(*inputs, **options)
-    return self.post_layernorm(output), bias
+def norm_before_bias(module: Any, inputs: object, outputs: tuple[Any, Any]) -> Any:
+    output, bias = outputs
+    return module.post_layernorm(output), bias
 
 
 def heads_of_the_first_rank(self: Any, hidden: torch.Tensor, mean_square: torch.Tensor, weight: torch.Tensor) -> Any:
@@ -114,7 +114,7 @@ LOGITS = {
     "shared key heads counted again": Mutant(
         "olmo2", FOUR, instead(norms.KeyNorm, "scaled", shared_heads_counted_again)
     ),
-    "norm before the bias": Mutant("olmo2-bias-tied", ONE, instead(norms.PostNorm, "forward", norm_before_bias)),
+    "norm before the bias": Mutant("olmo2-bias-tied", ONE, instead(norms, "_norm_output", norm_before_bias)),
     "post norms exchanged": Mutant("olmo2", ONE, exchanged(PROJ, FC2)),
     "pre norm for post norm": Mutant("gemma2", ONE, exchanged(".input_layernorm.weight", PROJ)),
     "scores not capped": Mutant(

@@ -67,8 +67,8 @@ def around_nothing(self: Any, hidden: Any) -> Any:
     return torch_modules.Norm.scaled(self, hidden, hidden.float().square().mean(-1, keepdim=True), self.weight)
 
 
-def unnormed(self: Any, *inputs: Any, **options: Any) -> Any:
-    return super(norms.PostNorm, self).forward(*inputs, **options)
+def unnormed(module: Any, inputs: object, outputs: Any) -> Any:
+    return outputs
 
 
 MUTANTS: dict[str, tuple[str, Any, str, Any]] = {
@@ -81,7 +81,7 @@ MUTANTS: dict[str, tuple[str, Any, str, Any]] = {
     "second norm forgotten": ("cohere2", parallel.Memory, "recalled", given_on),
     "second norm of the sum": ("gpt_neox", parallel.Memory, "recalling", of_what_it_is_given),
     "mean not subtracted": ("cohere", torch_modules.Norm, "forward", around_nothing),
-    "no norm behind the experts": ("axk1", norms.PostNorm, "forward", unnormed),
+    "no norm behind the experts": ("axk1", norms, "_norm_output", unnormed),
     "bias of the head not added": ("phi", chunk, "hide_padding", without_bias),
 }
 

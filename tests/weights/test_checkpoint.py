@@ -27,11 +27,8 @@ from tests.support import pool, stepping
 from tests.support.strategies import problems, random_state, save, tiny
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "num_key_value_heads": 2}
-WITHOUT_ADAPTERS = {
-    *("exaone4", "flex_olmo", "gemma2", "gemma3_text", "glm4", "glm4v_text", "olmo2", "olmo3"),
-    *("falcon_h1", "gpt_oss", "llama4_text", "qwen3_vl_moe_text"),
-}
-"""Linear layers hold the norm behind them, or a multiplier, or experts are ``[in, out]``."""
+WITHOUT_ADAPTERS = {"falcon_h1"}
+"""A multiplier is behind a projection of its MLP."""
 METADATA = {"non_homogeneous_layers": True, "singleton_local_shards": False}
 
 
