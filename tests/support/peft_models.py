@@ -98,9 +98,9 @@ def _of_experts(name, tensor, num_experts):
 
 def expected(hf, targets, dialect):
     """By ``peft``: the factors of an adapter, its loss and its gradients, in our names."""
-    hf = copy.deepcopy(hf)
-    hf._attn_implementation = "eager"  # that of transformers 4 leaves out the cap of scores
-    model = tiny.random_model(hf)
+    own = copy.deepcopy(hf)
+    own._attn_implementation = "eager"  # that of transformers 4 leaves out the cap of scores
+    model = tiny.random_model(own)
     config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, **of_peft(targets))
     if dialect == "fused":
         model.config.model_type = ""  # in models that it knows, peft takes a shared gate_proj for that of all experts
