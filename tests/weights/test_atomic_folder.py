@@ -259,7 +259,7 @@ def test_stress_of_savers_that_are_killed(tmp_path, models, digests, convertible
         before = whose(target, digests)
         children = [forked(act) for act in draw.sample(acts, len(acts))]
         if number % 4:
-            time.sleep(draw.uniform(0, 0.15))
+            time.sleep(draw.uniform(0, 0.15) if number % 4 > 1 else 0)  # a fast one is killed as well
             os.kill(draw.choice(children)[0], signal.SIGKILL)
         outcomes = [outcome(*child) for child in children]
         after = whose(target, digests)
