@@ -131,6 +131,7 @@ FED = {
 
 UNREAD = {
     "cohere2_moe": "SGLang puts a config of its own in the place of transformers', and ours is built beside it",
+    "falcon_h1": "it has norms of queries and keys that no file fills, and at TP2 it is as the next one",
     "granitemoehybrid": "at TP2 it refuses the projections of a Mamba with one group in these sizes",
     "llama4_text": "it leaves out experts, with a warning",
     "phi": "it asks for partial_rotary_factor, which transformers 5 has elsewhere",

@@ -121,11 +121,12 @@ def _unused(*args: object, **kwargs: object) -> NoReturn:
 
 
 @contextlib.contextmanager
-def server(folder: str, *, ep: bool = False) -> Iterator[Server]:
+def server(folder: str, *, ep: bool = False, multimodal: bool | None = None) -> Iterator[Server]:
     """One rank of SGLang in the worker's process group, set up as a scheduler is, and nothing of it afterwards.
 
     Args:
         ep: whether the ranks have whole experts, and not slices of all.
+        multimodal: whether towers are built; by default SGLang decides by the family.
     """
     prepare()
     from sglang.srt.configs.load_config import LoadConfig
@@ -145,6 +146,7 @@ def server(folder: str, *, ep: bool = False) -> Iterator[Server]:
         dtype="bfloat16",
         tp_size=size,
         ep_size=size if ep else 1,
+        enable_multimodal=multimodal,
         skip_tokenizer_init=True,
         attention_backend="triton",
         mamba_radix_cache_strategy="no_buffer",

@@ -46,7 +46,7 @@ def received(plan: Any, models: Any) -> Iterator[tuple[list[tuple[str, Tensor]],
         receiver.finish()
 
 
-def in_rounds(models: Any, folders: Sequence[Path]) -> tuple[list[str], set[str]]:
+def in_rounds(models: Any, folders: Sequence[Path], *, multimodal: bool | None = None) -> tuple[list[str], set[str]]:
     """Feed an engine of NaN the weights of each folder in turn, in each of ``WAYS``, from models of the same mesh.
 
     Returns:
@@ -54,7 +54,7 @@ def in_rounds(models: Any, folders: Sequence[Path]) -> tuple[list[str], set[str]
         names that the engine takes and leaves out.
     """
     found = []
-    with sglang_engine.server(str(folders[0])) as server:
+    with sglang_engine.server(str(folders[0]), multimodal=multimodal) as server:
         served = server.read(str(folders[0]))
         updater = server.updater(served)
         forget(served)
