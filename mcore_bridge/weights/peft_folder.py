@@ -95,8 +95,9 @@ def open_peft(
     naming = PeftNames(config.stacks, swapped=provenance.swapped_in_peft)
     own_names = {naming.to_hf(name): name for name in file.entries}
     modules = dict.fromkeys(base_name(name) for name in own_names if name.endswith(_FACTORS))
+    named = set(own_names.values())
     problems = [*refused_in(fields)]
-    problems += [f"{own} is there under another name too" for own in file.entries if own not in own_names.values()]
+    problems += [f"{own} is there under another name too" for own in file.entries if own not in named]
     problems += [f"{name} is no factor of a linear layer" for name in own_names if not name.endswith(_FACTORS)]
     problems += [f"the config has no target for {module}" for module in modules if not config.has(module)]
     problems += [] if modules else [f"{file.path.name} has no adapter"]
