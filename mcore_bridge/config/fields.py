@@ -8,11 +8,11 @@ arguments and our own attributes form one flat mapping, so an entry need not say
 import dataclasses
 import functools
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from math import isfinite
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 from mcore_bridge.errors import ConfigError, shown
 
@@ -158,9 +158,9 @@ class Derive:
         return self.backward(mcore)
 
 
-def is_number(value: object) -> bool:
-    """Whether ``value`` is a finite ``int`` or ``float``. A ``bool`` is not a number here."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether ``value`` is an ``int`` or ``float`` that a finite ``float`` can be. A ``bool`` is not a number here."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 _KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {

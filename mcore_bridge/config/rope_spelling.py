@@ -8,7 +8,7 @@ import functools
 from collections.abc import Mapping
 
 from mcore_bridge.config.fields import Hf, is_number
-from mcore_bridge.errors import ConfigError
+from mcore_bridge.errors import ConfigError, shown
 
 DEFAULT_THETA = 10000.0
 ORIGINAL_LENGTH = "original_max_position_embeddings"
@@ -120,11 +120,15 @@ def checked(parameters: Mapping[str, object]) -> dict[str, object]:
     for name in required:
         if not _is_valid(name, value := parameters.get(name)):
             what = "numbers" if name in _PER_DIM else "a number"
-            raise ConfigError(f"A rope of type {rope_type!r} must have {what} as {name!r}, found {value!r}. Set it.")
+            raise ConfigError(
+                f"A rope of type {rope_type!r} must have {what} as {name!r}, found {shown(value)}. Set it."
+            )
     known = {"rope_type", "partial_rotary_factor", *required, *_OPTIONAL.get(str(rope_type), ()), *MULTIMODAL}
     partial = parameters.get("partial_rotary_factor")
     if partial is not None and not is_number(partial):
-        raise ConfigError(f"partial_rotary_factor must be a finite number, found {partial!r}. Correct the HF config.")
+        raise ConfigError(
+            f"partial_rotary_factor must be a finite number, found {shown(partial)}. Correct the HF config."
+        )
     if unknown := {name: parameters[name] for name in sorted(parameters) if name not in known}:
         raise ConfigError(
             f"A rope of type {rope_type!r} may have the keys {sorted(known)}, found also {unknown}. transformers "

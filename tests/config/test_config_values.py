@@ -42,6 +42,7 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
         ({"vocab_size": -3}, "vocab_size must be a positive whole number"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number, .*layernorm_epsilon is, found nan"),
         ({"rope_theta": float("inf")}, "must have a number as 'rope_theta', found inf"),
+        ({"rope_theta": 10**400}, "must have a number as 'rope_theta', found 1000"),
     ],
 )
 def test_what_mcore_cannot_express_is_refused_with_the_reason(change: Json, message: str, tmp_path: Path) -> None:

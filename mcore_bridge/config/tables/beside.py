@@ -6,7 +6,7 @@ from math import nextafter
 from mcore_bridge.config.fields import Derive, Field, Hf, Ignore, Map, Mcore, Require, count, is_number
 from mcore_bridge.config.rope import head_dim
 from mcore_bridge.config.tables.mixers import MIXER
-from mcore_bridge.errors import ConfigError
+from mcore_bridge.errors import ConfigError, shown
 
 _KIND = "M*-"
 
@@ -41,15 +41,15 @@ _ONE = {
 
 def _number(hf: Hf, name: str) -> float:
     value = hf.get(name)
-    if not isinstance(value, int | float) or not is_number(value) or not value:
-        raise ConfigError(f"{name} must be a number other than 0, found {value!r}.")
+    if not is_number(value) or not value:
+        raise ConfigError(f"{name} must be a number other than 0, found {shown(value)}.")
     return value
 
 
 def _numbers(hf: Hf, name: str, size: int) -> tuple[float, ...]:
     values = hf.get(name)
     if not isinstance(values, list | tuple) or len(values) != size or not all(map(is_number, values)):
-        raise ConfigError(f"{name} must be a list of {size} numbers, found {values!r}.")
+        raise ConfigError(f"{name} must be a list of {size} numbers, found {shown(values)}.")
     return tuple(values)
 
 

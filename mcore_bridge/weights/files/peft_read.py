@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mcore_bridge.config.fields import is_number
 from mcore_bridge.errors import shown
 from mcore_bridge.weights.files.peft_config import STACKS
 
@@ -125,11 +125,6 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _is_number(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and abs(value) <= sys.float_info.max  # neither infinite, nor NaN, nor too large an integer
-
-
 def _is_list(value: Any) -> bool:
     return value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value))
 
@@ -155,9 +150,9 @@ def _are_stacks(value: Any) -> bool:
 
 _CHECKS = {
     "r": _is_count,
-    "lora_alpha": _is_number,
+    "lora_alpha": is_number,
     "rank_pattern": lambda value: not value or (isinstance(value, dict) and _all(value, _is_count)),
-    "alpha_pattern": lambda value: not value or (isinstance(value, dict) and _all(value, _is_number)),
+    "alpha_pattern": lambda value: not value or (isinstance(value, dict) and _all(value, is_number)),
     "target_modules": _is_pattern,
     "exclude_modules": _is_pattern,
     "target_parameters": _are_stacks,
