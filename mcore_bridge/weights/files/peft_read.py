@@ -113,12 +113,15 @@ def refused_in(fields: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(init, str) and init.lower().startswith(_CHANGES_BASE):
         yield f"init_lora_weights={init!r} has changed the base: convert the adapter as peft's documentation says"
     for name, value in fields.items():
-        is_layer = name == "layers_to_transform" and value == 0 and value is not False
-        if name in _READ | _WITHOUT_EFFECT | {"peft_type", "init_lora_weights"}:
-            continue
-        if not is_layer and (not value or value == "none"):
+        if name in _READ | _WITHOUT_EFFECT | {"peft_type", "init_lora_weights"} or _is_unset(name, value):
             continue
         yield f"{name}={shown(value)}: {_REFUSED.get(name, 'this field is not known here')}"
+
+
+def _is_unset(name: str, value: Any) -> bool:
+    """Whether a field says what ``peft`` does without it. In ``layers_to_transform`` 0 is a layer."""
+    is_layer = name == "layers_to_transform" and is_number(value)
+    return not is_layer and (not value or value == "none")
 
 
 def _is_count(value: Any) -> bool:
