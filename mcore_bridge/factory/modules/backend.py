@@ -69,6 +69,12 @@ def with_module(spec: Any, change: Callable[[type], type]) -> Any:
     return spec
 
 
+@functools.cache
+def mixed(mixin: type, module: type) -> type:
+    """The class of a module with a mixin before it, which is the same class whenever it is asked for."""
+    return type(f"{mixin.__name__}Of{module.__name__}", (mixin, module), {"__doc__": mixin.__doc__})
+
+
 def is_unrotated(config: Any, number: int) -> bool:
     """Whether layer ``number`` (from 0) has no rope."""
     return bool(config.no_rope_freq and config.no_rope_freq[number])

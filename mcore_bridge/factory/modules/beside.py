@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, cat, nn
 
-from mcore_bridge.factory.modules.backend import Backend, norm_of, submodules_of
+from mcore_bridge.factory.modules.backend import Backend, mixed, norm_of, submodules_of
 from mcore_bridge.factory.modules.mamba import mamba_spec
 from mcore_bridge.factory.modules.residuals import multiplied
 
@@ -31,10 +30,10 @@ def adapt_beside(layer: Any, config: TransformerConfig, backend: Backend) -> Non
 
         layer.self_attention.submodules.linear_qkv = TEColumnParallelLinear
         layer.input_layernorm = norm_of(backend, config)
-    layer.self_attention.module = _mixed(WithMixer, layer.self_attention.module)
+    layer.self_attention.module = mixed(WithMixer, layer.self_attention.module)
     layer.self_attention.params = {**(layer.self_attention.params or {}), "mixer": mamba_spec(backend, normed=False)}
     submodules = submodules_of(layer.mlp)
-    submodules.linear_fc1 = _mixed(ScaledGate, submodules.linear_fc1)
+    submodules.linear_fc1 = mixed(ScaledGate, submodules.linear_fc1)
     layer.mlp_bda = multiplied(multipliers_of(config).mlp_out)
 
 
@@ -42,11 +41,6 @@ def multipliers_of(config: Any) -> SideMultipliers:
     """Those of a model that has mixers beside its attention."""
     multipliers: SideMultipliers = config.side_multipliers
     return multipliers
-
-
-@functools.cache
-def _mixed(mixin: type, module: type) -> type:
-    return type(f"{mixin.__name__}Of{module.__name__}", (mixin, module), {"__doc__": mixin.__doc__})
 
 
 class WithMixer(nn.Module):
@@ -63,9 +57,9 @@ class WithMixer(nn.Module):
         """The sum of both outputs, ``[s, b, h]``, and the bias of attention, from ``[s, b, h]``."""
         by = multipliers_of(self.config)
         own = {name: named.get(name) for name in ("inference_context", "inference_params", "packed_seq_params")}
-        mixed, _ = self.mixer(hidden_states, **own)
+        by_mixer, _ = self.mixer(hidden_states, **own)
         output, bias = super().forward(hidden_states * by.attention_in, *arguments, **named)
-        summed = output * by.attention_out + mixed * by.mixer_out
+        summed = output * by.attention_out + by_mixer * by.mixer_out
         return summed, None if bias is None else bias * by.attention_out
 
 

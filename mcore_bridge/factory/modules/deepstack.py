@@ -6,7 +6,6 @@ recomputes one. An object of its own for each microbatch keeps microbatches apar
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.errors import MeshError
+from mcore_bridge.factory.modules.backend import mixed
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -48,13 +48,7 @@ def take_features(chunk: GPTModel, count: int, num_layers: int) -> None:
             f"to the text, found {num_layers}: use fewer stages, or a layout"
         )
     for layer in chunk.decoder.layers:
-        layer.__class__ = deepstacked(layer.__class__)
-
-
-@functools.cache
-def deepstacked(layer: type) -> type:
-    """A subclass of ``layer`` that adds its feature, if a microbatch carries one."""
-    return type(f"{layer.__name__}OfDeepstack", (Deepstacked, layer), {"__doc__": Deepstacked.__doc__})
+        layer.__class__ = mixed(Deepstacked, layer.__class__)
 
 
 class Deepstacked(nn.Module):

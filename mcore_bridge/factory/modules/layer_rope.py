@@ -7,7 +7,6 @@ own.
 from __future__ import annotations
 
 import copy
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +14,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from mcore_bridge.config.rope import ATTENTION_FACTOR, Rope
+from mcore_bridge.factory.modules.backend import mixed
 from mcore_bridge.factory.modules.rotary import HFRotaryEmbedding
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _FULL, _SLIDING = 0, 1
 def adapt_layer_rope(layer: Any, config: TransformerConfig, backend: str) -> None:
     """Makes a layer's attention take the angles of its own rope, if ``config.hf_sliding_rope`` is set."""
     if getattr(config, "hf_sliding_rope", None) is not None:
-        layer.self_attention.module = of_own_rope(layer.self_attention.module)
+        layer.self_attention.module = mixed(OwnRope, layer.self_attention.module)
 
 
 def both_ropes(chunk: GPTModel) -> None:
@@ -53,12 +53,6 @@ class BothRotaryEmbeddings(nn.Module):
     def forward(self, *arguments: Any, **options: Any) -> Tensor:
         """The angles of both ropes, ``[2, s, 1, 1, rotated dims]``."""
         return torch.stack((self.full(*arguments, **options), self.sliding(*arguments, **options)))
-
-
-@functools.cache
-def of_own_rope(attention: type) -> type:
-    """A subclass of ``attention`` that gets the angles of two ropes and takes its own."""
-    return type(f"{attention.__name__}OfOwnRope", (OwnRope, attention), {"__doc__": OwnRope.__doc__})
 
 
 class OwnRope(nn.Module):

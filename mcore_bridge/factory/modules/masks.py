@@ -6,7 +6,6 @@ TransformerEngine has no kernel for them, so torch's attention takes the microba
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from mcore_bridge.factory.modules.backend import mixed
 from mcore_bridge.factory.modules.torch_modules import CoreAttention
 
 if TYPE_CHECKING:
@@ -45,13 +45,7 @@ def take_masks(chunk: GPTModel) -> None:
             scale = {"softmax_scale": attention.config.softmax_scale, "pg_collection": attention.pg_collection}
             torchs = CoreAttention(attention.config, attention.layer_number, attention.attn_mask_type, "self", **scale)
             vars(core)["torchs"] = torchs  # it has no parameters, and is no submodule
-        core.__class__ = sighted(core.__class__)
-
-
-@functools.cache
-def sighted(core: type) -> type:
-    """A subclass of a core attention that takes ``Masks``."""
-    return type(f"{core.__name__}OfImages", (Sighted, core), {"__doc__": Sighted.__doc__})
+        core.__class__ = mixed(Sighted, core.__class__)
 
 
 class Sighted(nn.Module):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.modules.backend import submodules_of, with_module
+from mcore_bridge.factory.modules.backend import mixed, submodules_of, with_module
 from mcore_bridge.factory.modules.torch_modules import placement
 
 if TYPE_CHECKING:
@@ -35,13 +35,8 @@ def adapt_narrow_experts(layer: Any, config: TransformerConfig) -> None:
             "routed ones. Remove the override."
         )
     submodules = submodules_of(layer.mlp)
-    submodules.experts = with_module(submodules.experts, functools.partial(_mixed, NarrowExperts))
-    layer.mlp = with_module(layer.mlp, functools.partial(_mixed, NarrowLayer))
-
-
-@functools.cache
-def _mixed(mixin: type, module: type) -> type:
-    return type(f"{mixin.__name__}Of{module.__name__}", (mixin, module), {"__doc__": mixin.__doc__})
+    submodules.experts = with_module(submodules.experts, functools.partial(mixed, NarrowExperts))
+    layer.mlp = with_module(layer.mlp, functools.partial(mixed, NarrowLayer))
 
 
 class NarrowExperts(nn.Module):
