@@ -16,10 +16,9 @@ from mcore_bridge.convert.parameters import HFSlice, disassemble
 from mcore_bridge.convert.reference_model import whole_model
 from mcore_bridge.convert.to_hf import ToHF, stored_as
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.rules.names import count_mtp_layers, layer_of, plain_key
+from mcore_bridge.rules.names import TOWER, count_mtp_layers, layer_of, plain_key
 from mcore_bridge.weights.dist_checkpoint.files import ChunkLocation, LocatedParam, TorchDistReader
 from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder, in_layer_stack
-from mcore_bridge.weights.provenance import TOWER
 
 
 @dataclass(frozen=True, kw_only=True)

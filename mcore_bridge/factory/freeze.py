@@ -11,8 +11,8 @@ from torch import nn
 
 from mcore_bridge.config.tables.derived_hybrid import has_half
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.rules.names import TOWER
 from mcore_bridge.weights.model_tensors import held_tensors
-from mcore_bridge.weights.provenance import TOWER
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

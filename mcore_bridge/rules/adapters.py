@@ -29,6 +29,7 @@ from torch import Tensor
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.rules.layout import REPLICATED, TRANSPOSED, Chain, Concat, Fill, Layout, Leading
 from mcore_bridge.rules.mapping import Rule, Rules, WeightMapping
+from mcore_bridge.rules.names import TOWER
 from mcore_bridge.rules.trace import Trace, moved_dim
 
 LINEAR = frozenset(
@@ -38,7 +39,7 @@ LINEAR = frozenset(
     }
 )
 """The modules of megatron-core whose weight is ``[out, in]`` and multiplies the hidden state of a decoder layer."""
-_OTHERS = ("mtp.", "vision.")
+_OTHERS = ("mtp.", TOWER)
 """How the names of weights begin that are outside the decoder: those of MTP layers and of a tower."""
 _OF_KERNELS = (".mixer.out_proj.weight", ".mamba.out_proj.weight")
 FACTORS = {"linear_in": "lora_A", "linear_out": "lora_B"}

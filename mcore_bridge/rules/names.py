@@ -29,6 +29,8 @@ _FUSED_NORMS = (
 Their tensors are then ``layer_norm_weight`` and ``layer_norm_bias`` of the linear layer (megatron-core 0.16.1 and
 0.19.2: gpt_layer_specs.py, experimental_attention_variant_module_specs.py)."""
 EMBEDDING = "embedding.word_embeddings.weight"
+TOWER = "vision."
+"""What the names of a tower's tensors begin with; their names in transformers' model follow."""
 INDEXER = "self_attention.core_attention.indexer"
 """The indexer reads the output of the query norm, so sparse attention keeps the norms of latents separate."""
 _UNFUSED = [

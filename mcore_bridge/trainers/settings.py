@@ -14,7 +14,8 @@ from mcore_bridge.config.tables.moe import MTP_ON_REQUEST, layers_of
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import Blueprint, make_blueprint
 from mcore_bridge.factory.reconcile import changes_of, reconcile
-from mcore_bridge.weights.provenance import HF, TOWER
+from mcore_bridge.rules.names import TOWER
+from mcore_bridge.weights.provenance import HF
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -21,9 +21,9 @@ from mcore_bridge.factory.tower import tower_specs
 from mcore_bridge.rules.adapters import is_adapter
 from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import WeightMapping
-from mcore_bridge.rules.names import Numbering, canonical
+from mcore_bridge.rules.names import TOWER, Numbering, canonical
 from mcore_bridge.weights.bound import axes_of_config
-from mcore_bridge.weights.provenance import TOWER, provenance_of
+from mcore_bridge.weights.provenance import provenance_of
 
 Named = tuple[str, Tensor]
 

@@ -14,13 +14,13 @@ from mcore_bridge.errors import ConfigError, MappingError
 from mcore_bridge.rules.adapters import Adapters, is_adapter
 from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import Binding, Dialect, WeightMapping, axes_of
-from mcore_bridge.rules.names import expert_of, kind_of, layer_of, mtp_layer_of
+from mcore_bridge.rules.names import TOWER, expert_of, kind_of, layer_of, mtp_layer_of
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.trace import Trace, trace
 from mcore_bridge.weights.merging import merges_of
 from mcore_bridge.weights.model_tensors import held_tensors, numbering_of, unwrap
 from mcore_bridge.weights.plan.inventory import Inventory
-from mcore_bridge.weights.provenance import HF, TOWER, Provenance, provenance_of
+from mcore_bridge.weights.provenance import HF, Provenance, provenance_of
 from mcore_bridge.weights.transfer.endpoints import Merge
 
 if TYPE_CHECKING:

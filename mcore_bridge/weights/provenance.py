@@ -27,7 +27,7 @@ from mcore_bridge.rules.mapping import (
     table,
     top_names,
 )
-from mcore_bridge.rules.names import EMBEDDING
+from mcore_bridge.rules.names import EMBEDDING, TOWER
 from mcore_bridge.rules.scheme import plain_names
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.dtypes import dtype_name
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 
 HF = Union[str, "os.PathLike[str]", "PretrainedConfig"]
 """A folder, a hub name in the local cache, or a config."""
-
-TOWER = "vision."
-"""What the canonical names of a tower's tensors begin with; their names in transformers' model follow."""
 _PLACES = "embeddings.position_embedding.weight"
 # fmt: off
 LM_HEAD    = table(("output_layer.weight", HEAD,             VOCAB))

@@ -19,13 +19,12 @@ from mcore_bridge.config.mesh.pipeline import Stage
 from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import WeightMapping
-from mcore_bridge.rules.names import count_mtp_layers, expert_of, layer_of, mtp_layer_of, renumber_layer
+from mcore_bridge.rules.names import TOWER, count_mtp_layers, expert_of, layer_of, mtp_layer_of, renumber_layer
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.bound import BoundModel, bind
 from mcore_bridge.weights.plan.export_plan import ExportPlan
 from mcore_bridge.weights.plan.gather import plan_export
 from mcore_bridge.weights.plan.inventory import Inventory
-from mcore_bridge.weights.provenance import TOWER
 
 if TYPE_CHECKING:
     from mcore_bridge.factory.blueprint import Blueprint

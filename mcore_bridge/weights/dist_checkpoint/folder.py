@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.rules.names import plain_key
-from mcore_bridge.weights.provenance import TOWER
+from mcore_bridge.rules.names import TOWER, plain_key
 
 if TYPE_CHECKING:
     import os
