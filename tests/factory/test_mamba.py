@@ -209,6 +209,9 @@ def test_refused():
     for tp, said in {3: "divide mamba_num_groups=4", 16: "divide mamba_num_heads=8", 8: "4 times mamba"}.items():
         with pytest.raises(MeshError, match=said):
             check_model(ParallelDims(tp=tp, sp=True), {"num_layers": 1, "layer_kinds": ("M",), **sizes})
+    for name, field in {"nemotron_h": "layers_block_type", "granitemoehybrid": "layer_types"}.items():
+        with pytest.raises(ConfigError, match=f"at most 4, the number of kinds .* Change {field}"):
+            to_transformer_config(CASES[name], overrides={"num_layers": 5})
     with pytest.raises(ConfigError, match="moe_shared_expert_overlap must be False"):
         to_layer_spec(HF, backend="torch", overrides={"moe_shared_expert_overlap": True})
     with pytest.raises(ConfigError, match="mtp_num_layers"):

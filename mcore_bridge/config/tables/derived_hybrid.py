@@ -18,6 +18,18 @@ def has_half(config: object, layer: int, name: str) -> bool:
     return kinds is None or half is None or not half.isdisjoint(kinds[layer])
 
 
+def kept_kinds(mcore: Mcore, name: str) -> tuple[str, ...]:
+    """The kinds of the first ``num_layers`` layers, of those that the HF field ``name`` has. It must have as many."""
+    num_layers, kinds = count(mcore, "num_layers"), mcore["layer_kinds"]
+    assert isinstance(kinds, tuple)
+    if num_layers > len(kinds):
+        raise ConfigError(
+            f"num_layers must be at most {len(kinds)}, the number of kinds of layers in the HF config, found "
+            f"{num_layers}. Change {name} of the HF config instead."
+        )
+    return kinds[:num_layers]
+
+
 def _layers(hf: Hf) -> dict[str, object]:
     names = hf.get("layers_block_type")
     if not isinstance(names, list | tuple) or not names or set(names) - _KINDS.keys():
@@ -34,14 +46,7 @@ def _layers(hf: Hf) -> dict[str, object]:
 
 
 def _layers_back(mcore: Mcore) -> dict[str, object]:
-    num_layers, kinds, experts = count(mcore, "num_layers"), mcore["layer_kinds"], mcore["num_moe_experts"]
-    assert isinstance(kinds, tuple)
-    if num_layers > len(kinds):
-        raise ConfigError(
-            f"num_layers must be at most {len(kinds)}, the number of kinds of layers in the HF config, found "
-            f"{num_layers}. Change layers_block_type of the HF config instead."
-        )
-    kinds = kinds[:num_layers]
+    kinds, experts = kept_kinds(mcore, "layers_block_type"), mcore["num_moe_experts"]
     sparse = [int(kind == "E") for kind in kinds]
     if experts is not None and layers_of(mcore) != sparse:
         raise ConfigError(f"moe_layer_freq must be {sparse}, as layers_block_type says. Remove the override.")

@@ -2,7 +2,7 @@
 
 from mcore_bridge.config.fields import Derive, Field, Hf, Ignore, Map, Mcore, Require, count
 from mcore_bridge.config.rope_spelling import speaks_rope_parameters
-from mcore_bridge.config.tables.derived_hybrid import TIME_STEPS
+from mcore_bridge.config.tables.derived_hybrid import TIME_STEPS, kept_kinds
 from mcore_bridge.config.tables.derived_rope import ROPE
 from mcore_bridge.errors import ConfigError
 
@@ -34,16 +34,10 @@ def _layers(hf: Hf) -> dict[str, object]:
 
 
 def _layers_back(mcore: Mcore) -> dict[str, object]:
-    num_layers, kinds = count(mcore, "num_layers"), mcore["layer_kinds"]
-    assert isinstance(kinds, tuple)
-    if num_layers > len(kinds):
-        raise ConfigError(
-            f"num_layers must be at most {len(kinds)}, the number of kinds of layers in the HF config, found "
-            f"{num_layers}. Change layer_types of the HF config instead."
-        )
+    kinds = kept_kinds(mcore, "layer_types")
     mixer, attention = ("linear_attention", "full_attention") if speaks_rope_parameters() else ("mamba", "attention")
-    names = [mixer if "M" in kind else attention for kind in kinds[:num_layers]]
-    return {"layer_types": names, "num_hidden_layers": num_layers}
+    names = [mixer if "M" in kind else attention for kind in kinds]
+    return {"layer_types": names, "num_hidden_layers": len(names)}
 
 
 def _sizes(hf: Hf) -> dict[str, object]:
