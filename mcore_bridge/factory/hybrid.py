@@ -73,8 +73,8 @@ def _differences(config: TransformerConfig, letters: tuple[str, ...]) -> Iterato
     first: dict[str, dict[str, object]] = {}
     differing = set()
     for number, kind in enumerate(letters):
-        for letter in set(kind) - SECOND:
-            own = _own_of_layer(config, number) if letter in "*+D" else {}
+        for letter in set(kind) & set("*+D"):
+            own = _own_of_layer(config, number)
             known = first.setdefault(letter, own)
             differing |= {name for name, value in own.items() if value != known[name]}
     if differing:
