@@ -33,8 +33,9 @@ class FromDist(ToHF):
         mtp = count_mtp_layers(folder.tensors)
         vision = "train" if any(key.startswith(TOWER) for key in folder.tensors) else "carried"
         own = dtype or widespread(sizes)
-        kind: dict[str, Any] = {"vision": vision, "hybrid": folder.is_hybrid}
-        model = whole_model(hf, dtype=own, num_mtp_layers=mtp, metadata=folder.spelling, **kind)
+        model = whole_model(
+            hf, dtype=own, num_mtp_layers=mtp, metadata=folder.spelling, vision=vision, hybrid=folder.is_hybrid
+        )
         placed = _located_in(folder, model.placed)
         entries = tuple(
             stored_as(entry, folder.tensors[param.chunks[0].key].properties.dtype, dtype)

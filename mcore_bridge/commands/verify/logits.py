@@ -91,8 +91,9 @@ def compare_logits(
         from mcore_bridge.factory.adapters import add_adapters
         from mcore_bridge.factory.build import build_model
 
-        kind: dict[str, Any] = {"device": device, "backend": backend, "vision": vision, "model": model}
-        chunks = build_model(folder, dims=dims, dtype=torch.float32, **kind)
+        chunks = build_model(
+            folder, dims=dims, dtype=torch.float32, device=device, backend=backend, vision=vision, model=model
+        )
         if adapter is not None:
             add_adapters(chunks, adapter, dtype=torch.float32)
     vocab_size = chunks[0].bridge.hf.vocab_size
