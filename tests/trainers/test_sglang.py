@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,13 @@ from tests import zoo
 from tests.support import pool
 from tests.support.mapped import LOOKED_AT, Mapped, differences, fed_by_map, forget
 from tests.support.strategies import random_state, save
+from tests.workers import sglang_engine, sglang_updates
 from tests.zoo.latent import YARN
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed"),
+    pytest.mark.usefixtures("own_workers"),
+]
 
 ALIASES = {"Ernie4_5ForCausalLM": "Ernie4_5_ForCausalLM"}
 """Classes that SGLang has under another name than transformers writes."""
@@ -162,8 +166,6 @@ def write(fed: Fed, state: dict[str, Tensor], folder: Path) -> None:
 
 def feed(name: str, out: str) -> tuple[list[str], set[str]]:
     """Runs in a worker, which trains and serves: what is not as it should be after each round, and names left out."""
-    from tests.workers import sglang_updates
-
     fed = FED[name]
     folders = [Path(out, str(seed)) for seed in range(len(sglang_updates.WAYS))]
     models = trained(fed)
@@ -176,8 +178,6 @@ def feed(name: str, out: str) -> tuple[list[str], set[str]]:
 
 def mapped(name: str, out: str, ep: bool) -> Mapped:
     """Runs in a worker, which trains and serves: one model of SGLang, fed by a map of its loader."""
-    from tests.workers import sglang_engine
-
     fed = FED[name]
     states = [random_state(fed.hf, dtype=torch.bfloat16, seed=seed) for seed in range(5)]
     models = trained(fed)
@@ -209,8 +209,6 @@ CHANGED = ("gemma", "gpt_oss", "gpt_oss-uneven", "nemotron_h")
 def slices(name: str, out: str) -> tuple[int, int, int]:
     """Runs in a worker, which trains a stage and serves a rank: how many rows of its slices and of the engine's
     parameters are alike, and how many each has alone."""
-    from tests.workers import sglang_engine
-
     fed, folder, rank, size = FED[name], Path(out), dist.get_rank(), dist.get_world_size()
     fed = replace(fed, changes={**fed.changes, "intermediate_size": 128})  # on CPU alone, others are padded first
     if "shared_expert_intermediate_size" in fed.hf.to_dict():
@@ -245,8 +243,6 @@ def rows_of(tensors: Iterable[Tensor]) -> Counter[bytes]:
 
 def in_halves(name: str, out: str) -> list[str]:
     """Runs in a worker: what differs when each tensor comes in a call of its own."""
-    from tests.workers import sglang_engine
-
     fed, folder = FED[name], Path(out)
     state = random_state(fed.hf, dtype=torch.bfloat16)
     models = trained(fed)
@@ -260,20 +256,6 @@ def in_halves(name: str, out: str) -> list[str]:
             for pair in mb.iter_hf_weights(models):
                 updater.update_weights_from_tensor([pair])
         return warnings + differences(served, server.read(out))
-
-
-def classes() -> set[str]:
-    """Runs in a worker."""
-    from tests.workers import sglang_engine
-
-    return sglang_engine.architectures()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _workers() -> Iterator[None]:
-    """What SGLang changes in a process lasts as long as that."""
-    yield
-    pool._stop(dump=False)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -313,6 +295,6 @@ def test_latents_are_lost_without_a_word_when_they_come_apart(name, tmp_path):
 
 def test_every_family_that_both_have_is_fed():
     """Of those whose config transformers has as well, and that SGLang can read beside it."""
-    (theirs,) = pool.run(1, classes)
+    (theirs,) = pool.run(1, sglang_engine.architectures)
     both = {each for each in architectures() if ALIASES.get(CLASSES.get(each), CLASSES.get(each)) in theirs}
     assert {zoo.described()[fed.case].model_type for fed in FED.values()} == both - UNREAD.keys()

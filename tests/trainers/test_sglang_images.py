@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,16 @@ from safetensors.torch import load_file, save_file
 import mcore_bridge as mb
 from tests import zoo
 from tests.support import composites, pool, seeing, towers
+from tests.workers import sglang_engine, sglang_updates
 from tests.zoo.latent import YARN
 
-pytestmark = pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, ("sglang", "torchvision"))), reason="SGLang or torchvision is not installed"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not all(map(importlib.util.find_spec, ("sglang", "torchvision"))),
+        reason="SGLang or torchvision is not installed",
+    ),
+    pytest.mark.usefixtures("own_workers"),
+]
 
 Fields = Mapping[str, Any]
 SPARSE = {"moe_intermediate_size": 64}
@@ -109,8 +114,6 @@ def write(family: str, folder: Path, seed: int = 0, *, published: bool) -> Path:
 def feed(family: str, out: str) -> tuple[list[str], set[str], set[str]]:
     """Runs in a worker, which trains and serves: what is not as it should be after each round, names that the engine
     leaves out, and the names of the tower."""
-    from tests.workers import sglang_updates
-
     folders = [Path(out, str(seed)) for seed in range(len(sglang_updates.WAYS))]
     if dist.get_rank() == 0:
         for seed, folder in enumerate(folders):
@@ -127,25 +130,9 @@ def feed(family: str, out: str) -> tuple[list[str], set[str], set[str]]:
 
 def read(family: str, out: str) -> None:
     """Runs in a worker, without a model of ours: SGLang reads what transformers wrote."""
-    from tests.workers import sglang_engine
-
     folder = str(write(family, Path(out), published=False))
     with sglang_engine.server(folder) as server:
         server.read(folder)
-
-
-def classes() -> set[str]:
-    """Runs in a worker."""
-    from tests.workers import sglang_engine
-
-    return sglang_engine.architectures()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _workers() -> Iterator[None]:
-    """What SGLang changes in a process lasts as long as that."""
-    yield
-    pool._stop(dump=False)
 
 
 FED = [family for family in towers.NAMES if family not in NOT_READ]
@@ -169,7 +156,7 @@ def test_what_is_left_out_fails_without_us(family: str, tmp_path: Path) -> None:
 
 
 def test_its_own_classes_are_used_where_it_has_some() -> None:
-    (theirs,) = pool.run(1, classes)
+    (theirs,) = pool.run(1, sglang_engine.architectures)
     aliases = {family: fields[""]["architectures"] for family, fields in PUBLISHED.items() if "" in fields}
     names = {family: aliases.get(family, [composites.model_class(family).__name__])[0] for family in towers.NAMES}
     assert {family for family, name in names.items() if name not in theirs} == {

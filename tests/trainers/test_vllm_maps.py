@@ -19,6 +19,7 @@ from tests.workers.rollout_families import configs
 
 if importlib.util.find_spec("vllm") is None or torch.cuda.is_available():
     pytest.skip("needs vLLM, built for CPUs", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("own_workers")
 
 MESHES = {
     "TP1": (1, {}),
@@ -46,13 +47,6 @@ def mapped(family, mesh, folder):
         model = rank.loaded(states[-1].items())
         read = lambda number: rank.loaded(states[number - 1].items())  # noqa: E731
         return fed_by_map(model, rank.reloader(model), models, states, read)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _workers():
-    """What vLLM changes in a process lasts as long as that."""
-    yield
-    pool._stop(dump=False)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
