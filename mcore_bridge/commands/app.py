@@ -11,7 +11,23 @@ from rich.console import Console
 
 from mcore_bridge import __version__
 from mcore_bridge.commands import as_json
-from mcore_bridge.commands.options import Cp, Debug, Ep, Etp, Folder, Json, Layout, Mtp, Pp, Sp, Strict, Tp, Vision, Vp
+from mcore_bridge.commands.options import (
+    Cp,
+    Debug,
+    Ep,
+    Etp,
+    Folder,
+    Json,
+    Layout,
+    Model,
+    Mtp,
+    Pp,
+    Sp,
+    Strict,
+    Tp,
+    Vision,
+    Vp,
+)
 from mcore_bridge.commands.plan.asked import BANDWIDTH, Batch
 from mcore_bridge.commands.running import Answer, in_options, options_of, running, uncompiled
 from mcore_bridge.errors import ConfigError
@@ -63,9 +79,7 @@ def verify_command(
     mtp: Mtp = 0,
     device: Annotated[str, typer.Option(help='"cpu" (gloo), or "cuda" (nccl, one GPU for each rank).')] = "cpu",
     backend: Annotated[str, typer.Option(help='"te", "torch", or "auto": te where it is installed, on cuda.')] = "auto",
-    model: Annotated[
-        str, typer.Option(help='The class of megatron-core to build: "gpt", or "hybrid" (HybridModel, since 0.19).')
-    ] = "gpt",
+    model: Model = "gpt",
     dtype: Annotated[
         str | None, typer.Option(help="Build and export in float32, bfloat16 or float16; by default as in the files.")
     ] = None,
@@ -144,6 +158,7 @@ def plan_command(
     layout: Layout = None,
     mtp: Mtp = 0,
     vision: Vision = "carried",
+    model: Model = "gpt",
     world: Annotated[
         int | None, typer.Option(min=1, help="Ranks of the whole job; by default those of one replica.")
     ] = None,
@@ -181,7 +196,7 @@ def plan_command(
 ) -> None:
     """Show what every rank of a mesh would hold, and the traffic of an export, without starting a process.
 
-    The numbers are those of the GPTModel that megatron-core builds for each kind of layer, on the meta device.
+    The numbers are those of the model that megatron-core builds for each kind of layer, on the meta device.
     With --gpus the command suggests meshes: those that fit into memory in training, best first.
     """
     with running(context) as answer, uncollected(), uncompiled():
@@ -194,7 +209,8 @@ def plan_command(
         from mcore_bridge.weights.plan.target import engine_ranks
 
         dims = ParallelDims(tp=tp, pp=pp, vp=vp, cp=cp, ep=ep, etp=etp, sp=sp, layout=layout)
-        also: dict[str, Any] = {"num_mtp_layers": mtp, "vision": vision, "strict_config": strict_config}
+        kind: dict[str, Any] = {"vision": vision, "model": model}
+        also: dict[str, Any] = {"num_mtp_layers": mtp, "strict_config": strict_config, **kind}
         mesh_plan = plan(folder, dims, dtype=_dtype(dtype), world_size=world, **also)
         sizes = engine_tp or 1, engine_pp or 1, engine_ep or 1
         asked = engine_tp or engine_pp or engine_ep
@@ -231,6 +247,7 @@ def _suggest(
             bandwidth=options["bandwidth"],
             strict_config=options["strict_config"],
             vision=options["vision"],
+            model=options["model"],
             on_plan=lambda number, dims: status.update(f"planning suggestion {number + 1}: {dims}"),
         )
     reasons = {in_options(reason, options_of(context)): meshes for reason, meshes in search.refused.items()}

@@ -28,12 +28,13 @@ def reconcile(
     head: str | None = None,
     overrides: Overrides | None = None,
     vision: str | None = None,
+    model: str | None = None,
 ) -> Blueprint:
     """The blueprint for the changed config. It keeps the same config object.
 
     Args:
         blueprint: from ``make_blueprint``, or from here.
-        dims, dtype, head, vision: new ones. None: those of the blueprint.
+        dims, dtype, head, vision, model: new ones. None: those of the blueprint.
         overrides: the changes of the config. None: all that ``changes_of`` finds.
 
     Raises:
@@ -42,8 +43,9 @@ def reconcile(
     known = blueprint.provenance
     changes = changes_of(blueprint) if overrides is None else overrides
     dims, dtype, head = dims or blueprint.dims, dtype or blueprint.dtype, head or known.head
-    vision = vision or known.vision
-    if not changes and (dims, dtype, head, vision) == (blueprint.dims, blueprint.dtype, known.head, known.vision):
+    vision, model = vision or known.vision, model or blueprint.model
+    before = (blueprint.dims, blueprint.dtype, known.head, known.vision, blueprint.model)
+    if not changes and (dims, dtype, head, vision, model) == before:
         return blueprint
     settled = make_blueprint(
         blueprint.source,
@@ -54,7 +56,7 @@ def reconcile(
         head=head,
         overrides={**blueprint.overrides, **changes},
         vision=vision,
-        model=blueprint.model,
+        model=model,
     )
     held = vars(blueprint.config)
     held.update(vars(settled.config))

@@ -37,7 +37,8 @@ _UNFUSED = [
     (re.compile(rf"{re.escape(linear)}\.layer_norm_(weight|bias)$"), rf"{norm}.\1") for norm, linear in _FUSED_NORMS
 ]
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_FINAL_NORM = re.compile(r"^decoder\.final_norm\.")  # of a HybridModel
+FINAL_NORM = re.compile(r"^decoder\.final_norm\.")
+"""The final norm of a ``HybridModel``."""
 _EXPERTS = (  # megatron-core's SequentialMLP, and TEGroupedMLP, which numbers the tensors of one module; its adapters
     re.compile(
         r"\.experts\.local_experts\.(?P<number>\d+)\.(?P<tensor>linear_fc[12]\.(?:adapter\.linear_\w+\.)?(?:weight|bias))$"
@@ -61,7 +62,7 @@ class Numbering:
 def canonical(name: str, numbering: Numbering) -> str:
     """The canonical name of a chunk's parameter."""
     name = _LAYER.sub(lambda match: f"decoder.layers.{numbering.layers[int(match[1])]}.", name)
-    name = _FINAL_NORM.sub("decoder.final_layernorm.", name)
+    name = FINAL_NORM.sub("decoder.final_layernorm.", name)
     name = _MTP.sub(lambda match: _mtp_prefix(match, numbering), name)
     for pattern in _EXPERTS:
         name = pattern.sub(lambda match: _expert_tensor(match, numbering), name)

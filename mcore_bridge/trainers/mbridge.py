@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +89,7 @@ class Bridge:
         """Override fields of ``TransformerConfig``, and make a new ``config``.
 
         With ``mtp_loss_scaling_factor`` and without ``mtp_num_layers``, the HF config decides the number of MTP layers.
-        ``vision`` is that of ``build_model``: "carried" by default, "train" or "frozen".
+        ``vision`` and ``model`` are those of ``build_model``: "carried" and "gpt" by default.
         ``enable_routing_replay`` is set on ``config`` unchanged, if routers are verl's own, which read it.
 
         Raises:
@@ -185,10 +185,10 @@ class Bridge:
         schedule = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall", "batch_p2p_comm": False}
         settings = with_mtp_layers(self.extra_args, text_config(self.hf_config))
         for_routers = {_REPLAY: settings.pop(_REPLAY)} if _REPLAY in settings and _routers_read_replay() else {}
-        vision = str(settings.pop("vision", "carried"))
+        kind: dict[str, Any] = {"vision": settings.pop("vision", "carried"), "model": settings.pop("model", "gpt")}
         dims, overrides = split({**schedule, "overlap_p2p_comm": mesh.vp > 1, **settings}, mesh)
         overrides = require_same_model(self.hf_config, overrides, dtype=self.dtype)
-        blueprint = make_blueprint(self.hf_config, dims=dims, dtype=self.dtype, overrides=overrides, vision=vision)
+        blueprint = make_blueprint(self.hf_config, dims=dims, dtype=self.dtype, overrides=overrides, **kind)
         vars(blueprint.config).update(for_routers)
         return blueprint
 

@@ -44,13 +44,14 @@ class Provider(TransformerConfig):
     """The config of a model that is not built yet, with the arguments of ``GPTModel`` as further attributes.
 
     Attributes:
-        vision: as for ``build_model``.
+        vision, model: as for ``build_model``.
         freeze_language_model: whether all but a tower is frozen.
         freeze_vision_model: whether a tower is frozen, but for its connection to the text.
         freeze_vision_projection: whether this connection is frozen.
     """
 
     vision: str = "carried"
+    model: str = "gpt"
     freeze_language_model: bool = False
     freeze_vision_model: bool = False
     freeze_vision_projection: bool = False
@@ -111,7 +112,7 @@ class Provider(TransformerConfig):
         dtype = overrides.pop("params_dtype", None)
         assert dtype is None or isinstance(dtype, torch.dtype)
         head = "value" if any(isinstance(hook, ValueHead) for hook in self._hooks) else None
-        changed = {"dtype": dtype, "head": head, "vision": self.vision}
+        changed = {"dtype": dtype, "head": head, "vision": self.vision, "model": self.model}
         self._blueprint = settle_same(self._blueprint, dims=dims, overrides=overrides, **changed)
 
     def provide_distributed_model(

@@ -22,6 +22,7 @@ from mcore_bridge.rules.adapters import is_adapter
 from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.rules.names import TOWER, Numbering, canonical
+from mcore_bridge.trainers.whole_layers import require_whole_layers
 from mcore_bridge.weights.bound import axes_of_config
 from mcore_bridge.weights.provenance import provenance_of
 
@@ -60,7 +61,7 @@ def convert_to_hf(
 
     Raises:
         ConfigError: tensors must be quantized, the family has one tensor for all experts of a layer, or the parameter
-            is one of an adapter.
+            is one of an adapter, or of a ``HybridModel``.
         ExportError: a latent came again before the other one of its layer. All latents that were kept for this folder
             are dropped, so that the next pass starts anew.
         MappingError: no rule has this name, or the shape does not fit.
@@ -77,6 +78,7 @@ def convert_to_hf(
             f"{name} belongs to an adapter, which slime cannot hand over with its weight: expected a model without "
             "adapters. iter_hf_weights(models, merged=True) has the merged weights"
         )
+    require_whole_layers(name, len(model.numbering.layers), "iter_hf_weights")
     binding = model.mapping.bind(canonical(name, model.numbering))
     if not binding.exported:
         return []

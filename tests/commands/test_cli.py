@@ -25,7 +25,9 @@ from mcore_bridge.commands.plan.tables import plan
 from mcore_bridge.commands.verify.logits import Comparison
 from mcore_bridge.commands.verify.rank import Finding
 from mcore_bridge.commands.verify.verify import TOLERANCE, Verdict, _crossing, differences, widest
+from mcore_bridge.factory import chunk
 from mcore_bridge.factory.hybrid import RELEASE
+from mcore_bridge.factory.hybrid_chunk import build_hybrid
 from mcore_bridge.launch.processes import RankError, run_ranks
 from mcore_bridge.weights.dtypes import wanted_dtype
 from tests.support import seeing, tiny, towers
@@ -347,6 +349,19 @@ def test_plan_of_a_folder_with_only_a_config(llama_70b: Path, tmp_path: Path) ->
     cells = [title.text or "" for title in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}title")]
     assert len(cells) == 80 + 2
     assert sum(cell.startswith("layer ") for cell in cells) == 80
+
+
+@pytest.mark.parametrize("also", [["--tp", 2, "--pp", 2], ["--gpus", 2]])
+def test_plan_of_the_other_model_class_is_the_same(also: list[Any], tmp_path: Path, monkeypatch: Any) -> None:
+    tiny.config("qwen3").save_pretrained(tmp_path)
+    if not RELEASE.is_installed:
+        assert "needs megatron-core 0.19" in refused(run("plan", tmp_path, "--model", "hybrid"))
+        return
+    built = []
+    monkeypatch.setattr(chunk, "build_hybrid", lambda *given: built.append(given) or build_hybrid(*given))
+    said = [run("plan", tmp_path, *also, "--json", "--model", model).output for model in ("gpt", "hybrid")]
+    assert said[0] == said[1]
+    assert built
 
 
 def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:

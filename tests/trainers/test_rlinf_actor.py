@@ -9,6 +9,7 @@ import torch
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
+from mcore_bridge.factory.hybrid import RELEASE
 from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.trainers.rlinf import model_keys
 from mcore_bridge.trainers.rlinf.actor import BACKENDS, read_actor
@@ -191,6 +192,11 @@ def test_the_provider_builds_and_loads_each_chunk_alone():
             found = held_tensors(found)
             assert found.keys() == held_tensors(wanted).keys()
             assert all(torch.equal(found[name], tensor) for name, tensor in held_tensors(wanted).items())
+            if RELEASE.is_installed:
+                hybrid = model_provider(actor, hf=hf, load_weights=state, device="cpu", model="hybrid")
+                found = held_tensors([hybrid(c.pre_process, c.post_process, vp_stage=i) for i, c in enumerate(wanted)])
+                assert all(torch.equal(found.pop(name), tensor) for name, tensor in held_tensors(wanted).items())
+                assert not found
             with pytest.raises(MeshError, match="split the pipeline alike"):
                 provider(rank > 1, rank < 2, vp_stage=0)
             with pytest.raises(MeshError, match="expected vp_stage below 2, found 2"):
@@ -242,6 +248,9 @@ def test_what_megatron_would_not_load_raises(tmp_path):
         provider = model_provider(actor, device="cpu")
         with pytest.raises(CheckpointError, match=r"input_layernorm\.weight: expected \(\d+,\), found None"):
             provider(True, True)
+        if RELEASE.is_installed:
+            with pytest.raises(CheckpointError, match="with the names of a GPTModel"):
+                model_provider(actor, device="cpu", model="hybrid")(True, True)
         (tmp_path / "mg" / "release" / "mp_rank_00").rename(tmp_path / "mg" / "release" / "mp_rank_07")
         with pytest.raises(CheckpointError, match=r"expected .*mp_rank_00.* for this rank"):
             provider(True, True)

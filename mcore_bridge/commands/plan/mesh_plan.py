@@ -1,4 +1,4 @@
-"""What each rank of a mesh would hold, from the ``GPTModel`` that megatron-core builds for it.
+"""What each rank of a mesh would hold, from the model that megatron-core builds for it.
 
 The model is on the meta device, and the process group is torch's `fake` backend: no process is started, and no storage
 is allocated. Ranks of one pipeline stage hold equal shapes, so only the first rank of each stage is built.
@@ -212,6 +212,7 @@ def _build(blueprint: Blueprint) -> list[BoundModel]:
         overrides={"mtp_num_layers": blueprint.config.mtp_num_layers},
         load_weights=False,
         vision=blueprint.provenance.vision,
+        model=blueprint.model,
     )
     return list(map(bind, models))
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -102,6 +102,7 @@ def suggest(
     dtype: torch.dtype | None = None,
     strict_config: bool = False,
     vision: str = "carried",
+    model: str = "gpt",
     count: int = 5,
     bandwidth: float = BANDWIDTH,
     on_plan: Callable[[int, ParallelDims], object] = lambda number, dims: None,
@@ -118,7 +119,7 @@ def suggest(
         given: sizes that are not searched, by axis.
         batch: what one step computes at a time.
         dtype: of the parameters. None: that of the config, or bfloat16.
-        strict_config, vision: as for ``build_model``.
+        strict_config, vision, model: as for ``build_model``.
         count: the number of suggestions at most.
         bandwidth: GB/s that a rank receives in an export.
         on_plan: called before a mesh is planned in full, with the number of suggestions so far.
@@ -131,7 +132,8 @@ def suggest(
     provenance = provenance_of(folder)
 
     def made(dims: ParallelDims) -> Blueprint:
-        return blueprint_of(provenance, dims, dtype=dtype, strict_config=strict_config, vision=vision)
+        asked: dict[str, Any] = {"strict_config": strict_config, "vision": vision, "model": model}
+        return blueprint_of(provenance, dims, dtype=dtype, **asked)
 
     single = made(ParallelDims())
     provenance = provenance.seeing(vision, single.provenance.tower)  # which is the same on all meshes

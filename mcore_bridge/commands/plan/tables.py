@@ -35,6 +35,7 @@ def plan(
     num_mtp_layers: int = 0,
     strict_config: bool = False,
     vision: str = "carried",
+    model: str = "gpt",
 ) -> MeshPlan:
     """Plans a mesh for a model, from its config alone.
 
@@ -44,13 +45,13 @@ def plan(
         dtype: of the parameters. None: that of the config, or bfloat16.
         world_size: of the job. None: the smallest world of the mesh.
         num_mtp_layers: the number of MTP layers.
-        strict_config, vision: as for ``build_model``.
+        strict_config, vision, model: as for ``build_model``.
 
     Raises:
         BridgeError: the config, the mesh or the world size do not fit each other.
     """
     asked: dict[str, Any] = {"num_mtp_layers": num_mtp_layers, "strict_config": strict_config, "vision": vision}
-    blueprint = blueprint_of(provenance_of(folder), dims, dtype=dtype, **asked)
+    blueprint = blueprint_of(provenance_of(folder), dims, dtype=dtype, model=model, **asked)
     return plan_mesh(blueprint, world_size=world_size or dims.smallest_world)
 
 
@@ -62,6 +63,7 @@ def blueprint_of(
     num_mtp_layers: int = 0,
     strict_config: bool = False,
     vision: str = "carried",
+    model: str = "gpt",
 ) -> Blueprint:
     """The blueprint of a model on the meta device. Other arguments and errors: see ``plan``.
 
@@ -72,7 +74,7 @@ def blueprint_of(
 
     published = getattr(provenance.config, "dtype", None)
     dtype = dtype or (published if isinstance(published, torch.dtype) else torch.bfloat16)
-    asked: dict[str, Any] = {"strict_config": strict_config, "vision": vision}
+    asked: dict[str, Any] = {"strict_config": strict_config, "vision": vision, "model": model}
     overrides = {"mtp_num_layers": num_mtp_layers or None}
     return make_blueprint(provenance, dims=dims, dtype=dtype, device="meta", overrides=overrides, **asked)
 

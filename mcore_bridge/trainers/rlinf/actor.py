@@ -41,7 +41,7 @@ class Actor:
     backend: str = "auto"
     overrides: Mapping[str, object] = field(default_factory=dict)
 
-    def blueprint(self, *, head: str = "lm", device: torch.device | str | None = None) -> Blueprint:
+    def blueprint(self, *, head: str = "lm", device: torch.device | str | None = None, model: str = "gpt") -> Blueprint:
         """Make the blueprint of the model."""
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         backend = choose_backend(self.backend, device=device)
@@ -53,6 +53,7 @@ class Actor:
             device=device,
             backend=backend,
             head=head,
+            model=model,
             overrides={name: value for name, value in self.overrides.items() if name not in kernels},
         )
 

@@ -17,6 +17,7 @@ from mcore_bridge.convert.rank_files.layout import chunk_of, folder_of
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.dist_checkpoint.extra_state import SUFFIX
 from mcore_bridge.weights.dist_checkpoint.folder import TRACKER, latest_in
+from mcore_bridge.weights.dist_checkpoint.model_class import is_hybrid
 from mcore_bridge.weights.files.sidecars import config_folders, first_with_config
 
 if TYPE_CHECKING:
@@ -79,6 +80,11 @@ def require_loads(chunk: GPTModel, folder: str, dims: ParallelDims, vp_stage: in
     files = find_rank_files(Path(folder))
     if files is None:
         return
+    if is_hybrid(chunk):
+        raise CheckpointError(
+            f"{folder} has a file for each rank, with the names of a GPTModel, which Megatron cannot load into this "
+            'HybridModel: pass load_weights=True and have megatron.load None, or use model="gpt"'
+        )
     path = files / _folder_of_this_rank(dims) / NAME
     if not path.is_file():
         raise CheckpointError(f"expected {path} for this rank of {dims}, found none: convert it for this mesh")

@@ -15,6 +15,7 @@ from mcore_bridge.rules.layout import COLUMN, GATED_UP, QKV, REPLICATED, ROW, VO
 from mcore_bridge.rules.mapping import Binding
 from mcore_bridge.rules.names import Numbering, canonical, expert_of, layer_of
 from mcore_bridge.trainers.rlinf.rules import convertor_rules
+from mcore_bridge.trainers.whole_layers import require_whole_layers
 from mcore_bridge.weights.provenance import HF, provenance_of
 
 _PARTS = ("gate_proj", "up_proj")
@@ -128,5 +129,6 @@ class Parameters:
                 f"{name} belongs to an adapter, which these functions do not merge: expected a model without adapters. "
                 "MegatronCoreWeightReshard has merged=True"
             )
+        require_whole_layers(name, len(self._numbering.layers), "MegatronCoreWeightReshard")
         binding = self._mapping.bind(canonical(whole, self._numbering))
         return Parameter(name, binding, part, self._axes, self._joined)

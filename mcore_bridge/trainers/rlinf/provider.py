@@ -28,6 +28,7 @@ def model_provider(
     load_weights: bool | Source | None = None,
     device: Any = None,
     seed: int = 0,
+    model: str = "gpt",
 ) -> Callable[..., GPTModel]:
     """Make the function that builds the chunks of one model, from an ``actor`` block or that of a ``critic``.
 
@@ -36,7 +37,7 @@ def model_provider(
         load_weights: True loads the HF folder, a source loads that, and False keeps random values. With None the block
             decides. With ``megatron_checkpoint`` or ``use_hf_ckpt``, Megatron loads a checkpoint after the model is
             built, and we check that it will load all of it. Otherwise the HF folder is loaded.
-        device, seed: as for ``build_model``.
+        device, seed, model: as for ``build_model``.
 
     Returns:
         ``model_provider_func(pre_process, post_process, config=None, vp_stage=None, pg_collection=None, **_)``. It
@@ -58,7 +59,7 @@ def model_provider(
         source = read.hf if load_weights is None or load_weights is True else load_weights
         _require_last(actor)
 
-    make_once = cache(partial(read.blueprint, head=head, device=device))
+    make_once = cache(partial(read.blueprint, head=head, device=device, model=model))
 
     def model_provider_func(
         pre_process: bool = True,
