@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,10 +15,10 @@ import torch
 from mcore_bridge.convert.parameters import check_source, parts_of
 from mcore_bridge.convert.reference_model import WholeModel, whole_model
 from mcore_bridge.weights.files.decoded import opened_folder
-from mcore_bridge.weights.files.file_shards import runs_within
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.sidecars import copy_companions
 from mcore_bridge.weights.plan.inventory import ParamEntry
+from mcore_bridge.weights.plan.runs import runs_within
 from mcore_bridge.weights.provenance import config_in
 from mcore_bridge.weights.ties import renamed
 
@@ -154,21 +155,10 @@ def widespread(sizes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
 
 def units_of(entries: Sequence[ParamEntry], file_bytes: int) -> Iterator[Unit]:
     """Yield runs of parameters of at most ``file_bytes``, one for each file. Those of one HF tensor stay together."""
-    groups = list(_groups(entries))
-    sizes = [sum(entries[number].held.num_bytes for number in group) for group in groups]
-    for run in runs_within(sizes, file_bytes):
-        yield tuple(number for position in run for number in groups[position])
 
+    def size(numbers: Sequence[int]) -> int:
+        return sum(entries[number].held.num_bytes for number in numbers)
 
-def _groups(entries: Sequence[ParamEntry]) -> Iterator[list[int]]:
-    group: list[int] = []
-    last = ""
-    for number, entry in enumerate(entries):
-        name = parts_of(entry)[0].name
-        if group and name != last:
-            yield group
-            group = []
-        group.append(number)
-        last = name
-    if group:
-        yield group
+    alike = groupby(range(len(entries)), lambda number: parts_of(entries[number])[0].name)
+    for run in runs_within((tuple(numbers) for _, numbers in alike), size, file_bytes):
+        yield tuple(chain.from_iterable(run))

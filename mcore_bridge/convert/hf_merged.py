@@ -27,12 +27,12 @@ from mcore_bridge.rules.trace import trace
 from mcore_bridge.weights.base_names import base_names
 from mcore_bridge.weights.bound import axes_of_config
 from mcore_bridge.weights.files.decoded import Folder, opened_folder
-from mcore_bridge.weights.files.file_shards import runs_within
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.merging import with_product
 from mcore_bridge.weights.orientation import out_major
 from mcore_bridge.weights.peft_folder import PeftFolder, open_peft
 from mcore_bridge.weights.plan.inventory import ParamEntry
+from mcore_bridge.weights.plan.runs import runs_within
 from mcore_bridge.weights.provenance import Provenance
 
 Matrix = tuple[str, int | None]
@@ -78,7 +78,7 @@ class ToMerged(ToPlain):
         made = cls(
             source=source,
             staging=staging,
-            units=tuple(map(tuple, runs_within([spec.num_bytes for spec in specs], file_bytes))),
+            units=tuple(map(tuple, runs_within(range(len(specs)), lambda number: specs[number].num_bytes, file_bytes))),
             specs=specs,
             dtype=None,
             adapter=adapter,

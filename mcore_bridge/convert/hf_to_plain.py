@@ -19,11 +19,12 @@ from mcore_bridge.rules.encoded import Encoded
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.dtypes import dtype_name, wanted_dtype
 from mcore_bridge.weights.files.decoded import DecodedCheckpoint, Folder, opened_folder, unused_in
-from mcore_bridge.weights.files.file_shards import runs_within, shard_names_of
+from mcore_bridge.weights.files.file_shards import shard_names_of
 from mcore_bridge.weights.files.hf_folder import HEADS, Checkpoint, weight_files, write_index
 from mcore_bridge.weights.files.positional_io import array_of
 from mcore_bridge.weights.files.safetensors import SafetensorsWriter
 from mcore_bridge.weights.files.sidecars import copy_companions, forget_quantization
+from mcore_bridge.weights.plan.runs import runs_within
 
 _CONFIG = "config.json"
 _OTHERS = ("*.json", "LICENSE*", "*.md")
@@ -54,7 +55,7 @@ class ToPlain(Conversion):
             TensorSpec(name, tuple(t.shape), decoded if isinstance(t, Encoded) else wanted_dtype(name, t.dtype, dtype))
             for name, t in checkpoint.items()
         )
-        units = tuple(map(tuple, runs_within([spec.num_bytes for spec in specs], file_bytes)))
+        units = tuple(map(tuple, runs_within(range(len(specs)), lambda number: specs[number].num_bytes, file_bytes)))
         unused = tuple(unused_in(checkpoint))
         return cls(source=source, staging=staging, units=units, ignored=unused, specs=specs, dtype=dtype)
 

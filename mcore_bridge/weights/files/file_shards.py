@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.plan.runs import runs_within
 
 MAX_SHARD_BYTES = 5 << 30
 MIN_SHARD_BYTES = 256 << 20
@@ -65,22 +66,6 @@ def shard_names_of(count: int) -> tuple[str, ...]:
     return tuple(f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1))
 
 
-def runs_within(sizes: Sequence[int], limit: int) -> Iterator[range]:
-    """The positions of neighbours that together have at most ``limit``, unless one alone has more.
-
-    >>> list(runs_within([3, 2, 4, 9], 5))
-    [range(0, 2), range(2, 3), range(3, 4)]
-    """
-    start = filled = 0
-    for position, size in enumerate(sizes):
-        if position > start and filled + size > limit:
-            yield range(start, position)
-            start, filled = position, 0
-        filled += size
-    if start < len(sizes):
-        yield range(start, len(sizes))
-
-
 def _shares(specs: Iterable[TensorSpec], num_writers: int) -> list[set[str]]:
     """The names for each writer: from the largest tensor on, each goes to the writer with fewest bytes."""
     shares: list[set[str]] = [set() for _ in range(num_writers)]
@@ -94,6 +79,6 @@ def _shares(specs: Iterable[TensorSpec], num_writers: int) -> list[set[str]]:
 
 def _cut(specs: list[TensorSpec], max_bytes: int) -> Iterator[tuple[TensorSpec, ...]]:
     """Cut tensors into runs of equal size, as few as ``max_bytes`` allows."""
-    sizes = [spec.num_bytes for spec in specs]
-    limit = -(-sum(sizes) // max(1, -(-sum(sizes) // max_bytes)))
-    return (tuple(specs[position] for position in run) for run in runs_within(sizes, limit))
+    total = sum(spec.num_bytes for spec in specs)
+    limit = -(-total // max(1, -(-total // max_bytes)))
+    return map(tuple, runs_within(specs, lambda spec: spec.num_bytes, limit))

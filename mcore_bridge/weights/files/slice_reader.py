@@ -18,6 +18,7 @@ from mcore_bridge.weights.files.encoded_copy import EncodedCopy, submit
 from mcore_bridge.weights.files.positional_io import Array, array_of
 from mcore_bridge.weights.files.safetensors import SafetensorsFile
 from mcore_bridge.weights.files.staging import Slot, Staging
+from mcore_bridge.weights.plan.runs import runs_within
 
 _COMPARED = 4 << 20
 """Bytes that ``SliceCopy.is_in_place`` compares at once."""
@@ -108,21 +109,8 @@ def _batches(slices: Iterable[tuple[AnyCopy, SafetensorsFile]], num_bytes: int) 
     """Join small pieces into batches: handing one to a thread costs more than reading it."""
     pieces = ((file, piece) for slice_copy, file in slices for piece in slice_copy.pieces(num_bytes))
     for (file, *_), alike in groupby(pieces, lambda pair: (pair[0], *pair[1].kind)):
-        for batch in _packed((piece for _, piece in alike), num_bytes):
+        for batch in runs_within((piece for _, piece in alike), lambda piece: piece.num_bytes, num_bytes):
             yield file, batch
-
-
-def _packed(pieces: Iterable[AnyCopy], num_bytes: int) -> Iterator[list[AnyCopy]]:
-    batch: list[AnyCopy] = []
-    filled = 0
-    for piece in pieces:
-        size = piece.num_bytes
-        if batch and filled + size > num_bytes:
-            yield batch
-            batch, filled = [], 0
-        batch.append(piece)
-        filled += size
-    yield batch
 
 
 def _fill(file: SafetensorsFile, sources: Sequence[Tensor], targets: Sequence[Array]) -> None:

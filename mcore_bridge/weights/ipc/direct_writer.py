@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from mcore_bridge.errors import TransferError
 from mcore_bridge.weights.ipc.engine_copies import EngineCopies
 from mcore_bridge.weights.ipc.shared_memory import Handle, open_shared
 from mcore_bridge.weights.plan.engine_map import EngineMap
+from mcore_bridge.weights.plan.runs import runs_within
 from mcore_bridge.weights.transfer.copier import Buffers
 
 Pair = tuple[str, Tensor]
@@ -51,7 +52,8 @@ class DirectWriter:
                 old and half new.
         """
         expected = {spec.name: (tuple(spec.shape), spec.dtype) for spec in self.map.sources}
-        for number, group in enumerate(self._grouped(pairs)):
+        contiguous = ((name, tensor.contiguous()) for name, tensor in pairs)
+        for number, group in enumerate(runs_within(contiguous, lambda pair: pair[1].nbytes, self._group_bytes)):
             for name, tensor in group:
                 if expected.pop(name, None) != (tuple(tensor.shape), tensor.dtype):
                     raise TransferError(
@@ -73,18 +75,6 @@ class DirectWriter:
         """Let go of the engine's memory."""
         self.memory, self._mark, self.program = Buffers([]), torch.zeros(8, dtype=torch.uint8), None
         self._groups.clear()
-
-    def _grouped(self, pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
-        group: list[Pair] = []
-        num_bytes = 0
-        for name, tensor in pairs:
-            group.append((name, tensor.contiguous()))
-            num_bytes += tensor.nbytes
-            if num_bytes >= self._group_bytes:
-                yield group
-                group, num_bytes = [], 0
-        if group:
-            yield group
 
     def _copy(self, number: int, group: Sequence[Pair]) -> None:
         names = tuple(name for name, _ in group)

@@ -12,7 +12,7 @@ of a finite float.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import accumulate
 from random import Random
@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.plan.runs import runs_within
 
 _PATTERNS = {
     torch.bfloat16: (0x81FF, 0x3E00),
@@ -60,23 +61,11 @@ def drawn_values(specs: Sequence[TensorSpec], seed: int, device: torch.device) -
     Words of 8 bytes are drawn once. Each stretch of a tensor is these words, from another one on and with other bits
     flipped, because that takes no longer than a copy.
     """
-    for together in _groups(specs):
+    for together in runs_within(specs, lambda spec: spec.num_bytes, _TOGETHER):
         with torch._C.DisableTorchFunction(), _disable_current_modes():  # a loader's own, and that of a recorder
             drawn = deque((spec.name, _drawn(spec, seed, device)) for spec in together)
         while drawn:
             yield drawn.popleft()
-
-
-def _groups(specs: Iterable[TensorSpec]) -> Iterator[list[TensorSpec]]:
-    group: list[TensorSpec] = []
-    num_bytes = 0
-    for spec in specs:
-        if group and num_bytes + spec.num_bytes > _TOGETHER:
-            yield group
-            group, num_bytes = [], 0
-        group.append(spec)
-        num_bytes += spec.num_bytes
-    yield group
 
 
 def _drawn(spec: TensorSpec, seed: int, device: torch.device) -> Tensor:
