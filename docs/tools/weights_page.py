@@ -153,6 +153,7 @@ def _table(rules: Rules) -> Iterator[str]:
 def _cells(rule: Rule) -> str:
     notes = (
         *(("over etp",) if rule.axis == "etp" else ()),
+        *((f"layer n is HF's {rule.stride}n{f' + {rule.offset}' * (rule.offset > 0)}",) if rule.stride > 1 else ()),
         *(("a further name, written, and compared when read",) if rule.copy else ()),
     )
     return f"`{rule.mcore}` | {_quoted(rule.hf)} | {', '.join((name_of(rule.layout), *notes))}"

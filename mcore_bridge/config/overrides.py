@@ -22,7 +22,7 @@ ATTRIBUTES = frozenset(
         *("embedding_dropout", "router_norm_min", "residual_multiplier", "logit_scale", "logit_divisor"),
         *("parallel_norms", "norm_bias", "output_layer_bias", "expert_norm", "expert_multiplier"),
         *("layer_kinds", "mamba_conv_kernel", "mamba_norm", "side_multipliers", "expert_latent_size"),
-        *("attention_chunks", "nope_temperature"),
+        *("mtp_kinds", "attention_chunks", "nope_temperature"),
         *ATTENTION_FACTOR,
     )
 )
@@ -55,6 +55,7 @@ For ``build_model``:
 * ``expert_norm``: whether a norm follows the summed output of a layer's experts;
 * ``layer_kinds``: the parts of each layer, if some layers have one half or a mixer: "M" (Mamba-2), "*" (attention),
   "-" (MLP), "E" (experts); "M*-" is a mixer beside attention, and an MLP;
+* ``mtp_kinds``: the parts of the layer within an MTP layer, as in ``layer_kinds``, if it is not like the last layer;
 * ``mamba_conv_kernel``: the number of tokens that the convolution of a Mamba-2 mixer sees;
 * ``mamba_norm``: whether the gated output of a mixer is normed, as it is without this attribute;
 * ``side_multipliers``: what the parts of a layer with a mixer beside its attention are multiplied by;

@@ -19,13 +19,14 @@ from mcore_bridge.config.effective import effective
 from mcore_bridge.config.fields import to_mcore
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.mesh.pipeline import Stage
+from mcore_bridge.config.mtp import held_mtp_layers
 from mcore_bridge.config.unread import require_no_unread, unread_fields, without_unread
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory import layer_specs
 from mcore_bridge.factory.hybrid import check_model, require_hybrid
 from mcore_bridge.factory.modules.backend import Backend, choose_backend, kernels_of
 from mcore_bridge.factory.modules.heads import check_head
-from mcore_bridge.factory.mtp import mtp_block_spec
+from mcore_bridge.factory.mtp import count_mtp, inner_spec, mtp_block_spec, require_mtp
 from mcore_bridge.factory.param_count import ParamCounts, count_params, resolve_layout
 from mcore_bridge.factory.tower import require_tower, tower_specs
 from mcore_bridge.weights.provenance import Provenance, provenance_of
@@ -93,13 +94,13 @@ class Blueprint:
         return spec
 
     def mtp_block_spec(self, stage: Stage) -> Any:
-        """The spec of a stage's MTP layers, which are built like the last decoder layer; None if it has none."""
+        """The spec of a stage's MTP layers; None if it has none. They are in one stage."""
         explicit = self.dims.layout is not None
-        wanted = stage.num_mtp_layers if explicit else (self.config.mtp_num_layers or 0) * stage.loss
-        if wanted == 0:
+        if not (stage.num_mtp_layers if explicit else stage.loss):
             return None
-        inner = self.block_spec(range(self.config.num_layers - 1, self.config.num_layers)).layer_specs[0]
-        return mtp_block_spec(inner, wanted, backend=self.backend)
+        layer_spec = self.architecture.layer_spec or layer_specs.block_spec
+        inner = inner_spec(self.config, layer_spec, backend=self.backend)
+        return mtp_block_spec(inner, held_mtp_layers(vars(self.config)), backend=self.backend)
 
     def __str__(self) -> str:
         """A description for the log, without the mesh."""
@@ -140,22 +141,17 @@ def make_blueprint(
         require_no_unread(read_by)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = choose_backend(backend, device=device)
-    num_mtp_layers = _num_mtp_layers(overrides or {})
+    mtp = count_mtp(overrides or {}, head=head)
     changed = effective(origin, architecture.fields, tp=dims.tp, overrides=overrides or {})
     provenance = provenance.with_overridden(changed.fields)
     hf = provenance.hf
     if whole is not None and vision != "carried" and not provenance.tower:
         provenance = provenance.seeing(vision, tower_specs(whole, dtype))
-    if num_mtp_layers and head != "lm":
-        raise ConfigError(
-            f"mtp_num_layers must be 0 or None with head={head!r}, found {num_mtp_layers}: MTP layers predict tokens, "
-            "which needs an LM head. Remove the override"
-        )
-    _check_mtp(provenance, num_mtp_layers)
-    dims = resolve_layout(dims, hf, dtype=dtype, head=head, num_mtp_layers=num_mtp_layers, tower=provenance.tower)
+    dims = resolve_layout(dims, hf, dtype=dtype, head=head, mtp=mtp, tower=provenance.tower)
     chosen_fields = {**kernels_of(chosen), **_interleaved(dims, changed.free)}
     table = architecture.fields
     config = transformer.to_transformer_config(hf, table, dims=dims, dtype=dtype, overrides=chosen_fields)
+    require_mtp(provenance, config)
     gpt_arguments = transformer.to_gpt_arguments(hf, table, dims=dims, overrides=chosen_fields)
     if head != "lm":
         gpt_arguments["share_embeddings_and_output_weights"] = False
@@ -200,26 +196,6 @@ def _require_release(architecture: Architecture, hf: PretrainedConfig) -> None:
     except ConfigError as error:
         release.require(architecture.model_type, f"\n{error}")
     release.require(architecture.model_type)
-
-
-def _num_mtp_layers(overrides: Overrides) -> int:
-    wanted = overrides.get("mtp_num_layers")
-    if wanted is not None and (type(wanted) is not int or wanted < 0):
-        raise ConfigError(
-            f"mtp_num_layers must be a whole number of at least 0, or None, found {wanted!r}: change the override"
-        )
-    return wanted or 0
-
-
-def _check_mtp(provenance: Provenance, wanted: int) -> None:
-    """Raises ``ConfigError`` if the model would have MTP layers that HF has no names for."""
-    counts = {rule.count for rule in provenance.rules if rule.mcore.startswith("mtp.layers.*")}
-    known = min((count for count in counts if count is not None), default=wanted if counts else 0)
-    if wanted > known:
-        raise ConfigError(
-            f"mtp_num_layers must be at most {known}, found {wanted}: with this HF config, {provenance.hf.model_type} "
-            "has names for no more MTP layers. Change the override, or set their number in the HF config"
-        )
 
 
 def _interleaved(dims: ParallelDims, overrides: Overrides | None) -> Overrides:

@@ -4,15 +4,75 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mcore_bridge.config.megatron_release import Release
+from mcore_bridge.config.mtp import KINDS, held_mtp_layers, inner_config
+from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.backend import Backend, norm_of
 from mcore_bridge.weights.model_tensors import held_tensors
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import TransformerConfig
+
+    from mcore_bridge.weights.provenance import Provenance
+
+REPEATED = Release("0.19", "earlier releases have a layer of its own for each prediction")
+
+
+def count_mtp(overrides: Mapping[str, object], *, head: str) -> tuple[int, int]:
+    """How many tokens MTP layers predict, and by how many layers.
+
+    Raises:
+        ConfigError: the number is none, or the head predicts no tokens, or the release is too old.
+    """
+    wanted = overrides.get("mtp_num_layers")
+    if wanted is not None and (type(wanted) is not int or wanted < 0):
+        raise ConfigError(
+            f"mtp_num_layers must be a whole number of at least 0, or None, found {wanted!r}: change the override"
+        )
+    if overrides.get("mtp_use_repeated_layer"):
+        REPEATED.require("mtp_use_repeated_layer")
+    if wanted and head != "lm":
+        raise ConfigError(
+            f"mtp_num_layers must be 0 or None with head={head!r}, found {wanted}: MTP layers predict tokens, "
+            "which needs an LM head. Remove the override"
+        )
+    return wanted or 0, held_mtp_layers(overrides)
+
+
+def require_mtp(provenance: Provenance, config: TransformerConfig) -> None:
+    """Raises ``ConfigError`` if the model would have MTP layers that nobody knows how to build, or to name."""
+    wanted, kinds = held_mtp_layers(vars(config)), getattr(config, "mtp_kinds", None)
+    if wanted and kinds not in (None, *KINDS):
+        raise ConfigError(
+            f"mtp_layers_block_type must be one of {', '.join(map(repr, KINDS))}, found {kinds!r}, where * is "
+            "attention, - an MLP, E experts and M a Mamba-2 mixer. No published model has others, and vLLM and SGLang "
+            "read no others: remove mtp_num_layers"
+        )
+    if wanted and kinds is not None and "E" in kinds and config.num_moe_experts is None:
+        raise ConfigError(
+            f"mtp_num_layers must be 0 or None, found {wanted}: mtp_layers_block_type has experts, and no layer of the "
+            "decoder has any. No published model is so: remove the override"
+        )
+    counts = {rule.count for rule in provenance.rules if rule.mcore.startswith("mtp.layers.*")}
+    known = min((count for count in counts if count is not None), default=wanted if counts else 0)
+    if wanted > known:
+        repeated = ", or repeat one layer by mtp_use_repeated_layer" if known and REPEATED.is_installed else ""
+        raise ConfigError(
+            f"mtp_num_layers must be at most {known}, found {wanted}: with this HF config, {provenance.hf.model_type} "
+            f"has names for no more MTP layers. Change the override, or set their number in the HF config{repeated}"
+        )
+
+
+def inner_spec(config: TransformerConfig, layer_spec: Callable[..., Any], *, backend: Backend) -> Any:
+    """The spec of the layer within an MTP layer, from a function that makes those of decoder layers."""
+    own = inner_config(config)
+    return layer_spec(own, range(own.num_layers - 1, own.num_layers), backend=backend).layer_specs[0]
 
 
 def mtp_block_spec(layer_spec: Any, num_layers: int, *, backend: Backend) -> Any:

@@ -11,6 +11,7 @@ import torch
 from mcore_bridge.architecture import architecture_of
 from mcore_bridge.config.mesh.balance import balanced
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.config.mtp import inner_config
 from mcore_bridge.config.tables.derived import layers_but_full
 from mcore_bridge.config.tables.derived_hybrid import SECOND
 from mcore_bridge.config.tables.derived_sparse import shares_selection
@@ -54,6 +55,22 @@ def count_params(hf: PretrainedConfig, *, tower: Iterable[TensorSpec] = ()) -> P
         ConfigError: megatron-core cannot express this config.
     """
     config: Any = to_transformer_config(hf, architecture_of(hf).fields)
+    layers, experts = _layers(config)
+    vocabulary = config.hf_vocab_size * config.hidden_size
+    lm_head = 0 if hf.tie_word_embeddings else vocabulary
+    lm_head += config.hf_vocab_size * getattr(config, "output_layer_bias", False)
+    numel = sum(spec.numel for spec in tower)
+    return ParamCounts(layers, experts, vocabulary, lm_head, _norm(config, config.hidden_size), numel)
+
+
+def count_inner(hf: PretrainedConfig) -> tuple[int, int]:
+    """The parameters of the layer within an MTP layer, and those of its routed experts."""
+    layers, experts = _layers(inner_config(to_transformer_config(hf, architecture_of(hf).fields)))
+    return layers[-1], experts[-1]
+
+
+def _layers(config: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The parameters of each layer, and those of its routed experts."""
     sparse = layers_of(vars(config)) if config.num_moe_experts else [0] * config.num_layers
     routed = config.num_moe_experts * _expert(config) if any(sparse) else 0
     experts = [is_sparse * routed for is_sparse in sparse]
@@ -64,15 +81,11 @@ def count_params(hf: PretrainedConfig, *, tower: Iterable[TensorSpec] = ()) -> P
     ]
     halves = zip(attentions, mlps, strict=True)
     kinds = getattr(config, "layer_kinds", None)
-    layers = tuple(
+    layers = (
         _norms(config) + attention + mlp if kinds is None else _halves(config, kinds[layer], attention, mlp)
         for layer, (attention, mlp) in enumerate(halves)
     )
-    vocabulary = config.hf_vocab_size * config.hidden_size
-    lm_head = 0 if hf.tie_word_embeddings else vocabulary
-    lm_head += config.hf_vocab_size * getattr(config, "output_layer_bias", False)
-    numel = sum(spec.numel for spec in tower)
-    return ParamCounts(layers, tuple(experts), vocabulary, lm_head, _norm(config, config.hidden_size), numel)
+    return tuple(layers), tuple(experts)
 
 
 def _linear(inputs: int, outputs: int, *, bias: bool) -> int:
@@ -172,7 +185,7 @@ def resolve_layout(
     *,
     dtype: torch.dtype,
     head: str = "lm",
-    num_mtp_layers: int = 0,
+    mtp: tuple[int, int] = (0, 0),
     tower: Iterable[TensorSpec] = (),
 ) -> ParallelDims:
     """``dims`` with ``layout="balanced"`` replaced by the explicit layout that balances the bytes of the ranks.
@@ -184,7 +197,8 @@ def resolve_layout(
         hf: the HF config.
         dtype: of the parameters.
         head: with "lm", the last stage also holds the output matrix, or a copy of the embedding if tied.
-        num_mtp_layers: MTP layers, which go to the last stage, with a copy of the embedding.
+        mtp: how many tokens MTP layers predict, and by how many layers. They go to the last stage, with a copy of the
+            embedding.
         tower: the tensors of the tower, which is on the first stage.
     """
     if dims.layout != "balanced":
@@ -192,15 +206,17 @@ def resolve_layout(
     counted = count_params(hf, tower=tower)
     dense = dims.ep * dims.etp * dtype.itemsize  # bytes per parameter on a rank, in units of 1 / (tp * ep * etp)
     routed = dims.tp * dtype.itemsize
-    layers = [
-        (layer - experts) * dense + experts * routed
-        for layer, experts in zip(counted.layers, counted.experts, strict=True)
-    ]
+
+    def size(layer: int, experts: int) -> int:
+        return (layer - experts) * dense + experts * routed
+
+    layers = [size(*counts) for counts in zip(counted.layers, counted.experts, strict=True)]
     loss = (counted.rest + (counted.embedding if head == "lm" else 0)) * dense
-    if num_mtp_layers:
-        loss += num_mtp_layers * (layers[-1] + 2 * hf.hidden_size**2 * dense) + counted.embedding * dense
+    predictions, held = mtp
+    if predictions:
+        loss += held * (size(*count_inner(hf)) + 2 * hf.hidden_size**2 * dense) + counted.embedding * dense
     first = (counted.embedding + counted.tower * dims.tp) * dense
     result = balanced(dims, layer_bytes=layers, embedding_bytes=first, loss_bytes=loss)
     if result.layout is None:  # one pipeline rank holds all
         return result
-    return replace(result, layout=f"{result.layout.removesuffix('L')}{'m' * num_mtp_layers}L")
+    return replace(result, layout=f"{result.layout.removesuffix('L')}{'m' * predictions}L")

@@ -6,7 +6,7 @@ from mcore_bridge.architecture import Architecture
 from mcore_bridge.config.tables.hybrid import FIELDS
 from mcore_bridge.models.blocks_mamba import MAMBA
 from mcore_bridge.rules.layout import COLUMN, QKV, REPLICATED, ROW, VOCAB
-from mcore_bridge.rules.mapping import Rules, experts, table, under
+from mcore_bridge.rules.mapping import Rules, experts, numbered, table, under
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -23,8 +23,18 @@ EXPERTS   = (*table(("router.weight",                  "gate.weight",           
                     ("fc1_latent_proj.weight",         "fc1_latent_proj.weight",       REPLICATED),
                     ("fc2_latent_proj.weight",         "fc2_latent_proj.weight",       REPLICATED)),
              *under("shared_experts", "shared_experts", MLP), *experts("experts.*", "experts.*", MLP))
+MTP_FIRST = table(("enorm.weight",                     "enorm.weight",                REPLICATED),
+                  ("hnorm.weight",                     "hnorm.weight",                REPLICATED),
+                  ("eh_proj.weight",                   "eh_proj.weight",              COLUMN))
+MTP_LAST  = table(("final_layernorm.weight",           "final_layernorm.weight",      REPLICATED))
 # fmt: on
 MIXERS = (*under("self_attention", "mixer", MAMBA, ATTENTION), *under("mlp", "mixer", MLP, EXPERTS))
+
+_SLOTS = (
+    ("input_layernorm.weight", under("self_attention", "mixer", ATTENTION)),
+    ("pre_mlp_layernorm.weight", under("mlp", "mixer", MLP, EXPERTS)),
+)
+"""The halves of the layer within an MTP layer: the norm of each, and its rules."""
 
 
 def norms(hf: "PretrainedConfig") -> Rules:
@@ -35,11 +45,25 @@ def norms(hf: "PretrainedConfig") -> Rules:
     return under("decoder.layers", "backbone.layers", table(*rows))
 
 
+def mtp(hf: "PretrainedConfig") -> Rules:
+    """MTP layers, whose halves HF numbers through: those of layer 1, of two halves, are ``mtp.layers.2`` and ``3``."""
+    halves, count = len(hf.mtp_layers_block_type or ()), hf.num_nextn_predict_layers or 0
+    rules: list[Rules] = []
+    for half in range(halves if halves <= len(_SLOTS) else 0):  # others are refused, if they are asked for
+        norm, mixer = _SLOTS[half]
+        inner = (*table((norm, "norm.weight", REPLICATED)), *mixer)
+        own = under("mtp.layers.*.transformer_layer", "mtp.layers.*", inner)
+        around = (*(MTP_FIRST if half == 0 else ()), *(MTP_LAST if half == halves - 1 else ()))
+        own += under("mtp.layers.*", "mtp.layers.*", around)
+        rules.append(numbered(own, offset=half, stride=halves, count=count))
+    return tuple(rule for group in rules for rule in group)
+
+
 ARCHITECTURE = Architecture(
     model_type="nemotron_h",
     fields=FIELDS,
-    rules=lambda hf: (*AROUND, *norms(hf), *under("decoder.layers.*", "backbone.layers.*", MIXERS)),
-    # Layers for multi-token prediction, which NemotronHPreTrainedModel of transformers does not build either.
+    rules=lambda hf: (*AROUND, *norms(hf), *under("decoder.layers.*", "backbone.layers.*", MIXERS), *mtp(hf)),
+    # Layers for multi-token prediction that the config does not count, or of other kinds than we build.
     ignored=("*.rotary_emb.inv_freq", "mtp.*"),
     renamed_in_memory=(("backbone.", "model."),),
 )

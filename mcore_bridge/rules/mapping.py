@@ -34,6 +34,8 @@ class Rule:
         layout: from the HF tensors to the shards.
         offset: added to the first number of the mcore name to get that of the HF names. HF numbers MTP layers after
             those of the decoder.
+        stride: by which the first number of the mcore name is multiplied before that. HF numbers the halves of MTP
+            layers through, so two halves of layer 1 have the numbers 2 and 3.
         exported: False where another parameter already yields the HF tensor, as with a tied output layer.
         axis: the mesh axis that the layout calls ``tp``; ``etp`` for routed experts.
         copy: the HF names are second names of a tensor that another rule has. A source must hold the same values under
@@ -47,6 +49,7 @@ class Rule:
     hf: tuple[str, ...]
     layout: Layout
     offset: int = 0
+    stride: int = 1
     exported: bool = True
     axis: str = "tp"
     copy: bool = False
@@ -110,9 +113,9 @@ def respelled_name(name: str, spelling: Prefixes) -> str:
     return name
 
 
-def numbered(rules: Rules, *, offset: int = 0, count: int | None = None) -> Rules:
-    """The rules for ``count`` modules, whose first number in HF names begins at ``offset``."""
-    return tuple(replace(rule, offset=offset, count=count) for rule in rules)
+def numbered(rules: Rules, *, offset: int = 0, stride: int = 1, count: int | None = None) -> Rules:
+    """The rules for ``count`` modules, whose first number in HF names begins at ``offset`` and grows by ``stride``."""
+    return tuple(replace(rule, offset=offset, stride=stride, count=count) for rule in rules)
 
 
 def experts(mcore: str, hf: str, *rules: Rules, turned: bool = False) -> Rules:
@@ -220,7 +223,9 @@ class WeightMapping:
         """
         rule = self.rule_of(mcore)
         numbers = _NUMBER.findall(mcore) if "*" in rule.mcore else []
-        names = tuple(_fill(name, numbers, rule.offset) for name in rule.hf)
+        if numbers:
+            numbers[0] = str(int(numbers[0]) * rule.stride + rule.offset)
+        names = tuple(_fill(name, numbers) for name in rule.hf)
         return Binding(mcore, names, rule.layout, rule.exported, rule.axis, self._copies.get(mcore, ()))
 
     def rule_of(self, mcore: str) -> Rule:
@@ -246,7 +251,7 @@ class WeightMapping:
         """
         numbers = _NUMBER.findall(hf)
         return tuple(
-            _fill(rule.mcore, [*numbers, "0"][: rule.mcore.count("*")], -rule.offset)
+            _fill(rule.mcore, [*_own_numbers(rule, numbers), "0"][: rule.mcore.count("*")])
             for rule in self._by_hf.get(pattern_of(hf), ()) or self._by_hf.get(hf, ())
             if _has_number(rule, numbers)
         )
@@ -287,11 +292,15 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 def _has_number(rule: Rule, numbers: list[str]) -> bool:
     """Whether the first of ``numbers``, as HF counts, is one that ``rule`` is for."""
-    number = int(numbers[0]) - rule.offset if numbers else 0
-    return number >= 0 and (rule.count is None or number < rule.count)
+    number, rest = divmod(int(numbers[0]) - rule.offset if numbers else 0, rule.stride)
+    return number >= 0 and rest == 0 and (rule.count is None or number < rule.count)
 
 
-def _fill(pattern: str, numbers: list[str], offset: int) -> str:
-    values = [str(int(numbers[0]) + offset), *numbers[1:]] if numbers else []
+def _own_numbers(rule: Rule, numbers: list[str]) -> list[str]:
+    """The numbers of an HF name as the mcore name has them."""
+    return [str((int(numbers[0]) - rule.offset) // rule.stride), *numbers[1:]] if numbers else []
+
+
+def _fill(pattern: str, numbers: list[str]) -> str:
     head, *tails = pattern.split("*")
-    return head + "".join(value + tail for value, tail in zip(values, tails, strict=True))
+    return head + "".join(number + tail for number, tail in zip(numbers, tails, strict=True))

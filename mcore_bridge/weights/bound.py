@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from mcore_bridge.config.mtp import held_mtp_layers
 from mcore_bridge.errors import ConfigError, MappingError
 from mcore_bridge.rules.adapters import Adapters, is_adapter
 from mcore_bridge.rules.layout import Axes
@@ -204,7 +205,7 @@ def axes_of_config(config: TransformerConfig, *, vocab: int, padded_vocab: int) 
         "padded_vocab": padded_vocab,
         "experts": config.num_moe_experts or 0,
         "gate_up": 2,
-        "mtp": config.mtp_num_layers or 0,
+        "mtp": held_mtp_layers(vars(config)),
         **_linear_axes(config),
         **_mamba_axes(config),
     }

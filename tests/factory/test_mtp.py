@@ -7,6 +7,7 @@ import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
 from mcore_bridge.factory.blueprint import make_blueprint
+from mcore_bridge.factory.mtp import REPEATED
 from mcore_bridge.weights.load import load_hf_weights
 from tests import zoo
 from tests.support import fake_mesh, mtp_checkpoints, pool, stepping
@@ -26,7 +27,10 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "num_mtp_layers"), [("glm4_moe", 1), ("glm4_moe", 2), ("qwen3_next", 1)])
+NUMBERS = [("glm4_moe", 1), ("glm4_moe", 2), ("qwen3_next", 1), ("nemotron_h-narrow-experts", 2)]
+
+
+@pytest.mark.parametrize(("name", "num_mtp_layers"), [each for each in NUMBERS if each[0] in mtp_checkpoints.CASES])
 @pytest.mark.parametrize("dims", MESHES, ids=str)
 def test_they_go_round(dims, name, num_mtp_layers):
     goes_round(*published(num_mtp_layers, name), dims, num_mtp_layers)
@@ -111,6 +115,49 @@ def test_like_a_layer_that_attends_linearly_they_are_refused():
     hf.layer_types = ["full_attention", *["linear_attention"] * 3]
     with pytest.raises(MeshError, match="has linear attention"):
         make_blueprint(hf, dims=ParallelDims(), dtype=torch.float32, overrides={"mtp_num_layers": 1})
+
+
+FLAT = mtp_checkpoints.HALVES[0]
+with_halves = pytest.mark.skipif(FLAT not in mtp_checkpoints.CASES, reason="the installed transformers lacks it")
+KINDS = {
+    "found 'ME'": {"mtp_layers_block_type": ["linear_attention", "moe"]},
+    r"found '\*E\*E'": {"mtp_layers_block_type": ["full_attention", "moe"] * 2},
+    "no layer of the decoder has any": {"layers_block_type": ["full_attention", "mlp"]},
+}
+
+
+@with_halves
+@pytest.mark.parametrize("reason", KINDS)
+def test_of_kinds_that_nobody_has_they_are_refused(reason):
+    hf = mtp_checkpoints.config(FLAT)
+    for name, kinds in KINDS[reason].items():
+        setattr(hf, name, kinds)
+    asked = {"dims": ParallelDims(), "dtype": torch.float32}
+    make_blueprint(hf, **asked)
+    with pytest.raises(ConfigError, match=reason):
+        make_blueprint(hf, **asked, overrides={"mtp_num_layers": 1})
+
+
+@with_halves
+def test_halves_are_numbered_through():
+    names = mb.mapping(mtp_checkpoints.config(FLAT, 2))
+    assert names.consumers("mtp.layers.3.mixer.gate.weight") == ("mtp.layers.1.transformer_layer.mlp.router.weight",)
+    assert names.consumers("mtp.layers.2.norm.weight") == ("mtp.layers.1.transformer_layer.input_layernorm.weight",)
+    assert names.bind("mtp.layers.1.final_layernorm.weight").hf == ("mtp.layers.3.final_layernorm.weight",)
+    assert names.consumers("mtp.layers.4.norm.weight") == ()
+
+
+def test_one_layer_is_repeated_if_the_release_can():
+    asked = {"dims": ParallelDims(), "dtype": torch.float32}
+    overrides = {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
+    if not REPEATED.is_installed:
+        with pytest.raises(ConfigError, match=r"mtp_use_repeated_layer needs megatron-core 0\.19 or later"):
+            make_blueprint(mtp_checkpoints.config("glm4_moe"), **asked, overrides=overrides)
+        return
+    held = make_blueprint(mtp_checkpoints.config("glm4_moe"), **asked, overrides=overrides)
+    assert len(held.mtp_block_spec(held.stages[-1]).layer_specs) == 1
+    with pytest.raises(ConfigError, match="or repeat one layer by mtp_use_repeated_layer"):
+        make_blueprint(mtp_checkpoints.config("glm4_moe"), **asked, overrides={"mtp_num_layers": 2})
 
 
 def trained(folder, meshes):

@@ -5,8 +5,9 @@ import re
 import pytest
 from transformers import PretrainedConfig
 
-from mcore_bridge.factory.param_count import ParamCounts, count_params
+from mcore_bridge.factory.param_count import ParamCounts, count_inner, count_params
 from tests import zoo
+from tests.support import mtp_checkpoints
 from tests.support.strategies import random_state
 
 LAYER = re.compile(r"^(?:model|gpt_neox|backbone)\.layers\.(\d+)\.")
@@ -26,6 +27,13 @@ def counted(hf: PretrainedConfig) -> ParamCounts:
     embedding, lm_head = (sum(sizes.get(name, 0) for name in names) for names in (EMBEDDING, HEAD))
     rest = sum(sizes.values()) - sum(layers) - embedding - lm_head
     return ParamCounts(tuple(layers), tuple(experts), embedding, lm_head, rest)
+
+
+@pytest.mark.parametrize("name", mtp_checkpoints.CASES)
+def test_mtp_layers_count_what_their_publisher_holds(name: str) -> None:
+    hf = mtp_checkpoints.config(name)
+    held = counted(mtp_checkpoints.one_layer(hf))
+    assert count_inner(hf) == (sum(held.layers), sum(held.experts))
 
 
 @pytest.mark.parametrize("name", zoo.cases())

@@ -1,12 +1,19 @@
 """What an MTP layer predicts is what transformers' own modules compute from the tensors of its publisher."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import mcore_bridge as mb
-from tests.support import mtp_checkpoints, pool, stepping
+from mcore_bridge.factory.mtp import REPEATED
+from tests.support import mtp_checkpoints, pool, stepping, tiny
 from tests.support.bounds import BOUND
+from tests.support.mtp_steps import reference_step
+from tests.support.strategies import save
+
+needs_repeated = pytest.mark.skipif(not REPEATED.is_installed, reason="the installed megatron-core repeats no layer")
 
 
 def worst_of(names, dims, references, mistake=lambda state: state):
@@ -52,7 +59,59 @@ def halves_exchanged(state):
     return {**state, "mtp.fc.weight": state["mtp.fc.weight"].roll(state["mtp.fc.weight"].shape[0], 1)}
 
 
-@pytest.mark.parametrize("mistake", [norms_exchanged, halves_exchanged])
-def test_parity_can_fail(references, mistake):
-    (worst,) = pool.run(1, worst_of, ["qwen3_next"], mb.ParallelDims(), references, mistake)
-    assert worst["qwen3_next"] > 50 * BOUND
+PAIRS = (
+    ("mtp.layers.0.norm.weight", "mtp.layers.1.norm.weight"),
+    ("mtp.layers.0.enorm.weight", "mtp.layers.0.hnorm.weight"),
+    ("mtp.layers.1.norm.weight", "mtp.layers.1.final_layernorm.weight"),
+)
+
+
+def exchanged(state, one, other):
+    return {**state, one: state[other], other: state[one]}
+
+
+MISTAKES = [("qwen3_next", norms_exchanged), ("qwen3_next", halves_exchanged)]
+MISTAKES += [
+    ("nemotron_h", functools.partial(exchanged, one=one, other=other))
+    for one, other in PAIRS
+    if "nemotron_h" in mtp_checkpoints.CASES
+]
+
+
+@pytest.mark.parametrize(("name", "mistake"), MISTAKES)
+def test_parity_can_fail(references, name, mistake):
+    (worst,) = pool.run(1, worst_of, [name], mb.ParallelDims(), references, mistake)
+    assert worst[name] > 50 * BOUND
+
+
+STEPS = {1: [{}], 2: [{"tp": 2, "sp": True}, {"pp": 2}, {"ep": 2}, {"pp": 2, "layout": "Etttt|mmL"}]}
+HALVES = mtp_checkpoints.HALVES[1]
+SCALE = 0.3
+
+
+def steps(folder, meshes, overrides):
+    """Runs in each worker: a step on each mesh."""
+    found = []
+    for sizes in meshes:
+        dims = mb.ParallelDims(**sizes)
+        with stepping.mesh(dims):
+            found.append((str(sizes), "", stepping.train(folder, dims, tiny.tokens(4), overrides=overrides)))
+    return found
+
+
+@pytest.mark.skipif(HALVES not in mtp_checkpoints.CASES, reason="the installed transformers lacks it")
+@pytest.mark.parametrize("repeated", [False, pytest.param(True, marks=needs_repeated)])
+def test_a_step_has_the_loss_of_two_tokens_ahead(tmp_path, repeated):
+    held = 1 if repeated else 2
+    hf = mtp_checkpoints.config(HALVES, held)
+    loss, grads = reference_step(hf, tiny.tokens(4), depths=2, repeated=repeated, scale=SCALE)
+    save(mtp_checkpoints.published(hf, held), hf, tmp_path)
+    overrides = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": SCALE}
+    overrides |= {"mtp_use_repeated_layer": True} if repeated else {}
+    for world_size, meshes in STEPS.items():
+        for results in zip(*pool.run(world_size, steps, str(tmp_path), meshes, overrides), strict=True):
+            tiny.assert_losses(results, loss)
+            for label, _, step in results:
+                biases = {name for name in step["grads"] if name.endswith("e_score_correction_bias")}
+                assert step["grads"].keys() - biases == grads.keys(), label
+                tiny.assert_near(step["grads"], grads, label)

@@ -15,7 +15,9 @@ from tests.support.strategies import random_state
 
 AROUND = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 BESIDE = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-NAMES = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "qwen3.5", "qwen3.5-moe")
+FLAT = ("enorm", "hnorm", "eh_proj", "final_layernorm")
+HALVES = ("nemotron_h", "nemotron_h-narrow-experts")
+NAMES = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "qwen3.5", "qwen3.5-moe", *HALVES)
 _KINDS = {"layer_types": "full_attention", "mlp_layer_types": "sparse", "indexer_types": "full"}
 CASES = [name for name in NAMES if name in zoo.cases()]
 
@@ -34,17 +36,17 @@ def published(hf: Any, num_mtp_layers: int = 1) -> dict[str, Tensor]:
     """The tensors of a checkpoint with MTP layers: behind the decoder's with copies, or one beside the decoder."""
     state = random_state(hf)
     for number in range(num_mtp_layers):
-        prefix, around = _names(hf, number)
+        prefixes, around = names_of(hf, number)
         drawn = random_state(one_layer(hf), seed=1 + number)
-        norm, width = drawn["model.norm.weight"], hf.hidden_size
-        for name, tensor in drawn.items():
-            if name.startswith("model.layers.0."):
-                state[name.replace("model.layers.0.", prefix)] = tensor
+        norm, width = drawn[_norm(hf)], hf.hidden_size
+        for own, prefix in prefixes.items():
+            inner = {name: tensor for name, tensor in drawn.items() if name.startswith(own)}
+            state |= {name.replace(own, prefix): tensor for name, tensor in inner.items()}
         generator = torch.Generator().manual_seed(number)
         state[around["eh_proj"]] = torch.randn(width, 2 * width, generator=generator) * (2 * width) ** -0.5
         for shift, name in enumerate(("enorm", "hnorm", "shared_head.norm")):
             state[around[name]] = norm.roll(shift).contiguous()
-        if not _are_beside(hf):
+        if not _are_beside(hf) and not _are_flat(hf):
             state[f"{prefix}embed_tokens.weight"] = state["model.embed_tokens.weight"].clone()
             state[f"{prefix}shared_head.head.weight"] = state["lm_head.weight"].clone()
     return state
@@ -56,7 +58,9 @@ def is_mtp(hf: Any, name: str) -> bool:
 
 
 def one_layer(hf: Any) -> Any:
-    """``hf`` with one layer, of the kind that MTP layers are."""
+    """``hf`` with one layer, of the kind that MTP layers are, or with its two halves."""
+    if _are_flat(hf):
+        return type(hf).from_dict({**hf.to_dict(), "layers_block_type": hf.mtp_layers_block_type})
     fields = {**hf.to_dict(), "num_hidden_layers": 1, "first_k_dense_replace": 0, "mlp_only_layers": []}
     for name, value in _KINDS.items():
         if fields.get(name):
@@ -71,23 +75,33 @@ def reference_logits(hf: Any) -> Tensor:
     of one layer, whose norm and head are those of the MTP layer.
     """
     state = published(hf)
-    prefix, around = _names(hf, 0)
-    inner = {name.replace(prefix, "model.layers.0."): state[name] for name in state if name.startswith(prefix)}
-    inner = {name: tensor for name, tensor in inner.items() if name.replace("model.layers.0.", "") not in _extra()}
-    inner |= {name: state[name] for name in ("model.embed_tokens.weight", "lm_head.weight") if name in state}
-    inner["model.norm.weight"] = state[around["shared_head.norm"]]
+    around = names_of(hf, 0)[1]
+    inner = without_ends(hf, state, 0)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:
         model, last = reference_model(hf, folder), reference_model(one_layer(hf), other, inner)
     ids = tokens(hf)
     following = torch.cat([ids[:, 1:], torch.zeros(BATCH, 1, dtype=ids.dtype)], 1)
-    norm = model.model.norm
+    norm = model.model.norm_f if _are_flat(hf) else model.model.norm
     with torch.no_grad():
         hidden = model.model(ids).last_hidden_state
         norm.weight.copy_(state[around["enorm"]])
-        embedded = norm(model.model.embed_tokens(following))
+        embedded = norm(model.get_input_embeddings()(following))
         norm.weight.copy_(state[around["hnorm"]])
         joined = torch.cat([embedded, norm(hidden)], -1)
         return last(inputs_embeds=joined @ state[around["eh_proj"]].T, use_cache=False).logits
+
+
+def without_ends(hf: Any, state: dict[str, Tensor], number: int) -> dict[str, Tensor]:
+    """The tensors of ``one_layer`` within an MTP layer, whose norm is its own, with embedding and head of the model."""
+    prefixes, around = names_of(hf, number)
+    inner = {}
+    for own, prefix in prefixes.items():
+        of_layer = [name for name in state if name.startswith(prefix) and name.replace(prefix, "") not in _extra()]
+        inner |= {name.replace(prefix, own): state[name] for name in of_layer}
+    ends = ("model.embed_tokens.weight", "backbone.embeddings.weight", "lm_head.weight")
+    inner |= {name: state[name] for name in ends if name in state}
+    inner[_norm(hf)] = state[around["shared_head.norm"]]
+    return inner
 
 
 def predicted(model: Any, hf: Any) -> Tensor:
@@ -107,13 +121,30 @@ def _are_beside(hf: Any) -> bool:
     return hf.model_type.startswith("qwen")
 
 
-def _names(hf: Any, number: int) -> tuple[str, dict[str, str]]:
-    """What stands before the names of the inner layer, and the names of what is around it."""
+def _are_flat(hf: Any) -> bool:
+    return bool(hf.model_type == "nemotron_h")
+
+
+def _norm(hf: Any) -> str:
+    return "backbone.norm_f.weight" if _are_flat(hf) else "model.norm.weight"
+
+
+def names_of(hf: Any, number: int) -> tuple[dict[str, str], dict[str, str]]:
+    """What stands before the names of the inner layer, by what a model of it has there; and what is around it."""
+    if _are_flat(hf):  # HF numbers halves through
+        halves = len(hf.mtp_layers_block_type)
+        places = [f"mtp.layers.{halves * number + half}." for half in range(halves)]
+        around = {
+            name: f"{places[-1 * (name == AROUND[-1])]}{own}.weight" for name, own in zip(AROUND, FLAT, strict=True)
+        }
+        return {f"backbone.layers.{half}.": place for half, place in enumerate(places)}, around
     if _are_beside(hf):
-        return "mtp.layers.0.", {name: f"mtp.{own}.weight" for name, own in zip(AROUND, BESIDE, strict=True)}
+        return {"model.layers.0.": "mtp.layers.0."}, {
+            name: f"mtp.{own}.weight" for name, own in zip(AROUND, BESIDE, strict=True)
+        }
     prefix = f"model.layers.{hf.num_hidden_layers + number}."
-    return prefix, {name: f"{prefix}{name}.weight" for name in AROUND}
+    return {"model.layers.0.": prefix}, {name: f"{prefix}{name}.weight" for name in AROUND}
 
 
 def _extra() -> set[str]:
-    return {f"{name}.weight" for name in (*AROUND, "embed_tokens", "shared_head.head")}
+    return {f"{name}.weight" for name in (*AROUND, *FLAT, "embed_tokens", "shared_head.head")}

@@ -82,6 +82,12 @@ def _narrow(hf: Hf) -> dict[str, object]:
     return {"expert_latent_size": count(hf, "moe_latent_size") if narrow else None}
 
 
+def _mtp_layers(hf: Hf) -> dict[str, object]:
+    names = hf.get("mtp_layers_block_type")
+    known = names if isinstance(names, list | tuple) else ()
+    return {"mtp_kinds": "".join(_KINDS.get(name, "?") for name in known)}
+
+
 LAYERS = Derive(
     ("layers_block_type", "n_routed_experts", "moe_intermediate_size", "num_hidden_layers"),
     _layers,
@@ -97,4 +103,5 @@ TIME_STEPS = Derive(
 HEAD_DIM = Derive(
     ("attention_head_dim",), _head_dim, lambda mcore: {}, ("`attention_head_dim` but `head_dim`: only that is read",)
 )
+MTP_LAYERS = Derive(("mtp_layers_block_type",), _mtp_layers, lambda mcore: {})
 NARROW = Derive(("moe_latent_size",), _narrow, lambda mcore: {"moe_latent_size": mcore["expert_latent_size"]})

@@ -2,8 +2,8 @@
 
 from mcore_bridge.config.fields import Const, Field, Ignore, Map, Require
 from mcore_bridge.config.tables import BIAS_NONE, DECODER, PLAIN_MLP, QK_PLAIN, WINDOW_NONE, but, derived, unread
-from mcore_bridge.config.tables.derived_hybrid import HEAD_DIM, LAYERS, NARROW, TIME_STEPS
-from mcore_bridge.config.tables.moe import MTP_NEVER, ROUTED, SCALED
+from mcore_bridge.config.tables.derived_hybrid import HEAD_DIM, LAYERS, MTP_LAYERS, NARROW, TIME_STEPS
+from mcore_bridge.config.tables.moe import MTP_ON_REQUEST, ROUTED, SCALED
 from mcore_bridge.config.tables.moe_counted import SIGMOID_GROUPED
 
 MAMBA: tuple[Field, ...] = (
@@ -28,8 +28,7 @@ EXPERTS: tuple[Field, ...] = (
     Const("moe_shared_expert_gate", False),
     Require("n_shared_experts", (1,), "transformers builds one of the whole size, and vLLM as many as this says"),
     Ignore("it chooses how programs of training overlap work", ("moe_shared_expert_overlap",)),
-    MTP_NEVER,
-    Ignore("MTP layers are not built", ("mtp_layers_block_type", "mtp_hybrid_override_pattern")),
+    *(MTP_ON_REQUEST, MTP_LAYERS),
 )
 NO_ROPE: tuple[Field, ...] = (
     Const("position_embedding_type", "none"),
@@ -49,6 +48,6 @@ FIELDS: tuple[Field, ...] = (
     Require("mlp_bias", (False,), "megatron-core's add_bias_linear would give attention a bias too"),
     Require("residual_in_fp32", (False,), "transformers keeps residuals in the dtype of the model, whatever it says"),
     Ignore("they choose how transformers runs the model", ("num_logits_to_keep", "use_mamba_kernels")),
-    Ignore("transformers has made layers_block_type of it", ("hybrid_override_pattern",)),
+    Ignore("transformers has made lists of kinds of it", ("hybrid_override_pattern", "mtp_hybrid_override_pattern")),
     unread("hidden_dropout", "norm_eps", "rms_norm_eps"),
 )

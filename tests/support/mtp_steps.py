@@ -1,0 +1,86 @@
+"""A step whose loss has that of MTP layers in it, computed by transformers' own modules and autograd.
+
+The formula is that of DeepSeek-V3's report, as vLLM, SGLang and megatron-core compute it. At depth k, the hidden states
+of depth k - 1 and the embeddings of the tokens k places further on go through a norm each, together through a
+projection, and through the inner layer and a norm. The head of the model then predicts the token after those.
+"""
+
+import tempfile
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, embedding, rms_norm
+
+from tests.support.mtp_checkpoints import names_of, one_layer, published, without_ends
+from tests.support.parity import reference_model
+from tests.support.strategies import on_disk
+
+AROUND = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+
+
+def reference_step(
+    hf: Any, batch: Tensor, *, depths: int, repeated: bool = False, scale: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss without that of MTP layers, and the gradients of the sum of both, by name, for ``published(hf)``.
+
+    Args:
+        hf: a config of Nemotron-H.
+        batch: int64 ``[sequences, length + 1]``, of which inputs and labels are one apart.
+        depths: how many tokens are predicted.
+        repeated: whether one MTP layer predicts all.
+        scale: what the mean loss of all depths is multiplied by.
+    """
+    held = 1 if repeated else depths
+    state = published(hf, held)
+    decoder = {name: tensor for name, tensor in state.items() if not name.startswith("mtp.")}
+    model = _model(hf, decoder)
+    layers = [_Layer(hf, state, number) for number in range(held)]
+    ids, labels = batch[:, :-1], batch[:, 1:]
+    hidden = model.model(ids).last_hidden_state
+    loss = cross_entropy(model.lm_head(hidden).flatten(0, 1), labels.flatten())
+    losses = []
+    for depth in range(1, depths + 1):
+        layer = layers[0 if repeated else depth - 1]
+        following = torch.cat([ids[:, depth:], ids.new_zeros(len(ids), depth)], 1)
+        hidden = layer(hidden, embedding(following, model.get_input_embeddings().weight))
+        logits = model.lm_head(hidden)[:, :-depth]
+        losses.append(cross_entropy(logits.flatten(0, 1), labels[:, depth:].flatten()))
+    (loss + scale * torch.stack(losses).mean()).backward()
+    grads = on_disk(model, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    for layer in layers:
+        grads |= layer.grads()
+    return loss.detach(), grads
+
+
+def _model(hf: Any, state: dict[str, Tensor]) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        return reference_model(hf, folder, state)
+
+
+class _Layer:
+    """An MTP layer: transformers' model of the inner layer, without embedding and head, and what is around it."""
+
+    def __init__(self, hf: Any, state: dict[str, Tensor], number: int) -> None:
+        self.places, self.names = names_of(hf, number)
+        self.around = {name: state[self.names[name]].clone().requires_grad_() for name in AROUND[:3]}
+        self.inner = _model(one_layer(hf), without_ends(hf, state, number))
+        self.eps = hf.layer_norm_epsilon
+
+    def __call__(self, hidden: Tensor, following: Tensor) -> Tensor:
+        size = hidden.shape[-1:]
+        joined = [
+            rms_norm(tensor, size, self.around[name], self.eps)
+            for name, tensor in (("enorm", following), ("hnorm", hidden))
+        ]
+        projected = torch.cat(joined, -1) @ self.around["eh_proj"].T
+        states: Tensor = self.inner.model(inputs_embeds=projected, use_cache=False).last_hidden_state
+        return states
+
+    def grads(self) -> dict[str, Tensor]:
+        found = {self.names[name]: tensor.grad for name, tensor in self.around.items()}
+        own = on_disk(self.inner, {name: p.grad for name, p in self.inner.named_parameters() if p.grad is not None})
+        for name, grad in own.items():
+            place = next((place for place in self.places if name.startswith(place)), None)
+            found[self.names["shared_head.norm"] if place is None else name.replace(place, self.places[place])] = grad
+        return {name: grad for name, grad in found.items() if grad is not None}
