@@ -190,11 +190,11 @@ def _refused(model_type: str) -> str:
 
 def _text_inside(hf: "PretrainedConfig | str") -> str:
     """A hint for a model of images and text: train its text model alone, since we could not export the images' part."""
-    text = getattr(hf, "text_config", None)
-    if text is None or text.model_type not in _REGISTRY:
+    text = getattr(getattr(hf, "text_config", None), "model_type", None)  # a dict, if the family keeps it elsewhere
+    if text not in _REGISTRY:
         return ""
     return (
-        f" To train its text model ({text.model_type!r}) alone, pass its text_config as the HF config. Pass its "
+        f" To train its text model ({text!r}) alone, pass its text_config as the HF config. Pass its "
         "tensors as load_weights: pairs of name and tensor, with the names of a checkpoint of the text model alone."
     )
 

@@ -14,7 +14,8 @@ OTHER_PARTS = Ignore(
         *("vision_feature_select_strategy", "vision_use_cls_token", "image_grid_pinpoints", "image_seq_length"),
         *("projector_hidden_act", "projector_bias", "projector_layernorm_eps", "projector_pooling_ratio"),
         *("multimodal_projector_bias", "projection_hidden_size", "projection_layer_norm_eps", "projection_dim"),
-        *("spatial_merge_size", "spatial_pool_mode", "spatial_pool_stride", "downsample_ratio", "downsample_factor"),
+        *("spatial_merge_size", "spatial_pool_mode", "spatial_pool_stride", "spatial_pool_out_channels"),
+        *("downsample_ratio", "downsample_factor"),
         *("mm_tokens_per_image", "alignment_intermediate_size", "adapter_layer_norm_eps", "token_classification_bias"),
     ),
 )

@@ -27,6 +27,7 @@ OBSTACLES = {
     r"quantization_config: ([\w ]+?)(?: of [\w-]+)? must be": "quantized",
     r"does not know (.*?)\. If": "fields",
     r"(\w+) must be [^.]*, found": "value",
+    r"(\w+)=\S+ must be": "value",
 }
 """What the errors of the library say, as patterns, with the words for it in the files of outcomes.
 
