@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -25,16 +24,12 @@ from mcore_bridge.commands.options import (
     Sp,
     Strict,
     Tp,
-    Vision,
     Vp,
+    dtype_of,
+    one_of,
 )
-from mcore_bridge.commands.plan.asked import BANDWIDTH, Batch
-from mcore_bridge.commands.running import Answer, in_options, options_of, running, uncompiled
-from mcore_bridge.errors import ConfigError
-from mcore_bridge.weights.gc_paused import uncollected
-
-if TYPE_CHECKING:
-    import torch
+from mcore_bridge.commands.plan_command import plan_command
+from mcore_bridge.commands.running import running, uncompiled
 
 app = typer.Typer(
     name="mcore-bridge",
@@ -43,10 +38,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_DTYPES = ("float32", "bfloat16", "float16")
 _BACKENDS = ("te", "torch")
 _CONVERTED = ("torch_dist", "torch", "hf")
-_OF_ONE_MESH = {"vp", "layout", "sp", "mtp", "world", "engine_tp", "engine_pp", "engine_ep"}
 
 
 def _version(wanted: bool) -> None:
@@ -115,10 +108,10 @@ def verify_command(
             verdict = verify(
                 folder,
                 dims,
-                device=_one_of("device", device, ("cpu", "cuda")),
+                device=one_of("device", device, ("cpu", "cuda")),
                 backend=backend,
                 model=model,
-                dtype=_dtype(dtype),
+                dtype=dtype_of(dtype),
                 against=against,
                 num_tokens=0 if no_logits else tokens,
                 num_mtp_layers=mtp,
@@ -132,134 +125,7 @@ def verify_command(
             raise typer.Exit(1)
 
 
-def _one_of(option: str, value: str, choices: tuple[str, ...]) -> str:
-    if value not in choices:
-        raise ConfigError(f"--{option} must be one of {', '.join(choices)}, found {value!r}")
-    return value
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    import torch
-
-    return None if name is None else getattr(torch, _one_of("dtype", name, _DTYPES))
-
-
-@app.command("plan")
-def plan_command(
-    context: typer.Context,
-    folder: Annotated[Path, typer.Argument(help="Folder with a config.json; weights are not read.")],
-    tp: Tp = 1,
-    pp: Pp = 1,
-    vp: Vp = 1,
-    cp: Cp = 1,
-    ep: Ep = 1,
-    etp: Etp = 1,
-    sp: Sp = False,
-    layout: Layout = None,
-    mtp: Mtp = 0,
-    vision: Vision = "carried",
-    model: Model = "gpt",
-    world: Annotated[
-        int | None, typer.Option(min=1, help="Ranks of the whole job; by default those of one replica.")
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of the parameters; by default that of the config.")] = None,
-    bandwidth: Annotated[
-        float,
-        typer.Option(
-            min=1e-3,
-            help="GB/s that each rank receives from others, to predict the time. The default was measured within one "
-            "node: exports of 16 and 61 GB among 4 H200s by NVLink.",
-        ),
-    ] = BANDWIDTH,
-    engine_tp: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tensor parallel size of rollout engines; also show the cost of feeding them."),
-    ] = None,
-    engine_pp: Annotated[int | None, typer.Option(min=1, help="Pipeline parallel size of such engines.")] = None,
-    engine_ep: Annotated[
-        int | None, typer.Option(min=1, help="Expert parallel size of such engines, a divisor of --engine-tp.")
-    ] = None,
-    gpus: Annotated[
-        int | None,
-        typer.Option(min=1, help="Suggest meshes for so many GPUs instead. Sizes that are given are not searched."),
-    ] = None,
-    gpu_memory: Annotated[float, typer.Option(min=1, help="With --gpus: GB that a rank may need.")] = 72.0,
-    sequence: Annotated[int, typer.Option(min=1, help="With --gpus: tokens of a sequence in training.")] = 4096,
-    micro_batch: Annotated[int, typer.Option(min=1, help="With --gpus: sequences of a microbatch.")] = 1,
-    recompute: Annotated[
-        bool, typer.Option("--recompute", help="With --gpus: keep only the inputs of layers for the backward pass.")
-    ] = False,
-    picture: Annotated[Path | None, typer.Option(help="Also draw the plan to this file, as SVG.")] = None,
-    strict_config: Strict = False,
-    json: Json = False,
-    debug: Debug = False,
-) -> None:
-    """Show what every rank of a mesh would hold, and the traffic of an export, without starting a process.
-
-    The numbers are those of the model that megatron-core builds for each kind of layer, on the meta device.
-    With --gpus the command suggests meshes: those that fit into memory in training, best first.
-    """
-    with running(context) as answer, uncollected(), uncompiled():
-        if gpus is not None:
-            _suggest(context, answer, folder, gpus, Batch(sequence, micro_batch, recompute), picture)
-            return
-        from mcore_bridge.commands.plan.picture import write_svg
-        from mcore_bridge.commands.plan.tables import plan, render
-        from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-        from mcore_bridge.weights.plan.target import engine_ranks
-
-        dims = ParallelDims(tp=tp, pp=pp, vp=vp, cp=cp, ep=ep, etp=etp, sp=sp, layout=layout)
-        kind: dict[str, Any] = {"vision": vision, "model": model}
-        also: dict[str, Any] = {"num_mtp_layers": mtp, "strict_config": strict_config, **kind}
-        mesh_plan = plan(folder, dims, dtype=_dtype(dtype), world_size=world, **also)
-        sizes = engine_tp or 1, engine_pp or 1, engine_ep or 1
-        asked = engine_tp or engine_pp or engine_ep
-        engine = engine_ranks(tp=sizes[0], pp=sizes[1], ep=sizes[2]) if asked else ()
-        answer(
-            lambda: render(mesh_plan, engine, bandwidth=bandwidth),
-            lambda: as_json.of_plan(mesh_plan, engine, bandwidth=bandwidth),
-        )
-        if picture is not None:
-            write_svg(mesh_plan, picture)
-
-
-def _suggest(
-    context: typer.Context, answer: Answer, folder: Path, gpus: int, batch: Batch, picture: Path | None
-) -> None:
-    from mcore_bridge.commands.plan import suggest_report
-    from mcore_bridge.commands.plan.suggest import AXES, suggest
-
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
-    if others := sorted(given & _OF_ONE_MESH):
-        named = ", ".join(f"--{name.replace('_', '-')}" for name in others)
-        raise ConfigError(f"--gpus searches meshes, so it cannot be used with {named}: leave one of them out")
-    options: dict[str, Any] = context.params
-    gpu_bytes = options["gpu_memory"] * 1e9
-    with Console(stderr=True, highlight=False).status("checking meshes") as status:
-        search = suggest(
-            folder,
-            gpus,
-            gpu_bytes=gpu_bytes,
-            given={axis: options[axis] for axis in AXES if axis in given},
-            batch=batch,
-            dtype=_dtype(options["dtype"]),
-            bandwidth=options["bandwidth"],
-            strict_config=options["strict_config"],
-            vision=options["vision"],
-            model=options["model"],
-            on_plan=lambda number, dims: status.update(f"planning suggestion {number + 1}: {dims}"),
-        )
-    reasons = {in_options(reason, options_of(context)): meshes for reason, meshes in search.refused.items()}
-    search = replace(search, refused=reasons)
-    answer(
-        lambda: suggest_report.render(search, num_gpus=gpus, gpu_bytes=gpu_bytes, batch=batch),
-        lambda: as_json.of_search(search, num_gpus=gpus, gpu_bytes=gpu_bytes, batch=batch),
-    )
-    if picture is not None:
-        suggest_report.draw(search, picture, num_gpus=gpus, gpu_bytes=gpu_bytes)
-    if not search.suggestions:
-        raise typer.Exit(1)
+app.command("plan")(plan_command)
 
 
 @app.command("convert")
@@ -315,13 +181,13 @@ def convert_command(
         from mcore_bridge.convert.hf_to_torch import rank_files
 
         dims = ParallelDims(tp=tp, pp=pp, vp=vp, ep=ep, etp=etp, layout=layout)
-        wanted = rank_files(_one_of("to", to, _CONVERTED), dims, _one_of("backend", backend, _BACKENDS))
+        wanted = rank_files(one_of("to", to, _CONVERTED), dims, one_of("backend", backend, _BACKENDS))
         with progress(Console(stderr=True), gpus or processes) as on_event:
             converted = convert(
                 source,
                 target,
                 hf=hf,
-                dtype=_dtype(dtype),
+                dtype=dtype_of(dtype),
                 num_mtp_layers=mtp,
                 vision=vision,
                 rank_files=wanted,

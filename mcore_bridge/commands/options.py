@@ -1,11 +1,18 @@
-"""Options that several commands share."""
+"""Options that several commands share, and what their values mean."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from mcore_bridge.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+_DTYPES = ("float32", "bfloat16", "float16")
 
 # fmt: off
 Folder = Annotated[Path, typer.Argument(help="Folder of the HF checkpoint, with its config.json.", show_default=False)]
@@ -27,3 +34,17 @@ Strict = Annotated[bool, typer.Option("--strict-config", help="Also refuse unkno
 Json   = Annotated[bool, typer.Option("--json", help="Print one JSON object, also of an error, and nothing else.")]
 Debug  = Annotated[bool, typer.Option("--debug", help="Show tracebacks and the output of the ranks.")]
 # fmt: on
+
+
+def one_of(option: str, value: str, choices: tuple[str, ...]) -> str:
+    """The value of an option that has only these choices; any other raises ``ConfigError``."""
+    if value not in choices:
+        raise ConfigError(f"--{option} must be one of {', '.join(choices)}, found {value!r}")
+    return value
+
+
+def dtype_of(name: str | None) -> torch.dtype | None:
+    """The dtype that the option ``--dtype`` names, if it is given."""
+    import torch
+
+    return None if name is None else getattr(torch, one_of("dtype", name, _DTYPES))
