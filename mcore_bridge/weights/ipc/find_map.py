@@ -20,9 +20,10 @@ from mcore_bridge.weights.ipc.engine_memory import EngineMemory
 from mcore_bridge.weights.ipc.engine_proof import differing
 from mcore_bridge.weights.ipc.engine_tensors import Source, all_tensors, described, hosts, tensors_named
 from mcore_bridge.weights.ipc.fed_loader import Loader
+from mcore_bridge.weights.ipc.pieces import Piece
 from mcore_bridge.weights.ipc.probe import Numbering, drawn_values
 from mcore_bridge.weights.ipc.read_off import Numbers, read_off
-from mcore_bridge.weights.ipc.recorder import Piece, Recorder
+from mcore_bridge.weights.ipc.recorder import Recorder
 from mcore_bridge.weights.plan.boxes import are_apart
 from mcore_bridge.weights.plan.engine_map import EngineMap, EngineTensor, SliceCopy, SliceFill, Uncovered
 from mcore_bridge.weights.transfer.copier import WORDS

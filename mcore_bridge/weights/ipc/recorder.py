@@ -10,60 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mcore_bridge.weights.ipc.pieces import Memory, Piece, Write, pieces_of
 from mcore_bridge.weights.plan.boxes import BoxCopy
 from mcore_bridge.weights.transfer.copier import WORDS
 
 _ATEN = torch.ops.aten
-
-
-class Piece(NamedTuple):
-    """Part of what is in a memory: copied from an HF tensor, a constant, or computed from some."""
-
-    box: BoxCopy
-    hf: str | None = None
-    bits: int | None = None
-    casts: bool = False
-    names: frozenset[str] = frozenset()
-    """The HF tensors that went into it."""
-
-    @property
-    def is_computed(self) -> bool:
-        """Whether it is neither a copy nor a constant."""
-        return self.hf is None and self.bits is None
-
-
-@dataclass
-class _Memory:
-    """One storage: the HF tensor that it is, or what was written into it, in order."""
-
-    hf: str | None = None
-    writes: list[_Write] = field(default_factory=list)
-    names: frozenset[str] = frozenset()
-
-
-class _Write(NamedTuple):
-    """A write into a memory, in elements of ``item`` bytes.
-
-    It copies ``origin`` as it was after its first ``num_writes`` writes, or it writes ``bits``, or it is computed.
-    """
-
-    box: BoxCopy
-    item: int
-    origin: _Memory | None = None
-    num_writes: int = 0
-    origin_item: int = 0
-    bits: int | None = None
-    casts: bool = False
-    names: frozenset[str] = frozenset()
 
 
 class Recorder(TorchDispatchMode):
@@ -77,7 +36,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._memories: dict[tuple[int, int], _Memory] = {}
+        self._memories: dict[tuple[int, int], Memory] = {}
         self._is_paused = False
 
     @classmethod
@@ -91,7 +50,7 @@ class Recorder(TorchDispatchMode):
                 name, tensor = next(pairs, (None, None))
             if name is None or tensor is None:
                 return
-            self._memories[_address(tensor)] = _Memory(hf=name, names=frozenset((name,)))
+            self._memories[_address(tensor)] = Memory(hf=name, names=frozenset((name,)))
             yield name, tensor
 
     def names_in(self, tensor: Tensor) -> frozenset[str]:
@@ -110,7 +69,7 @@ class Recorder(TorchDispatchMode):
         memory = self._memories.get(_address(tensor))
         start, item = int(tensor.storage_offset()), tensor.element_size()
         end = BoxCopy.of(0, tensor.shape, (0,) * tensor.dim(), start, tensor.stride()).target_end
-        pieces = _pieces(memory, len(memory.writes), item) if memory and tensor.numel() else ()
+        pieces = pieces_of(memory, len(memory.writes), item) if memory and tensor.numel() else ()
         return [
             piece._replace(box=BoxCopy(piece.box.source, piece.box.target - start, piece.box.dims))
             for piece in pieces
@@ -161,17 +120,17 @@ class Recorder(TorchDispatchMode):
             if argument.name in kwargs and argument.alias_info is not None and argument.alias_info.is_write:
                 self._write(kwargs[argument.name], names=names)
 
-    def _memory(self, tensor: Tensor) -> _Memory:
+    def _memory(self, tensor: Tensor) -> Memory:
         address = _address(tensor)
-        return _Memory() if address == _NOWHERE else self._memories.setdefault(address, _Memory())
+        return Memory() if address == _NOWHERE else self._memories.setdefault(address, Memory())
 
-    def _written(self, tensor: Tensor) -> _Memory:
+    def _written(self, tensor: Tensor) -> Memory:
         """The memory that is about to be written; an HF tensor then becomes memory that holds it."""
         memory = self._memory(tensor)
         if memory.hf is not None:
             item = tensor.element_size()
             whole = BoxCopy.of(0, (tensor.untyped_storage().nbytes() // item,), (1,), 0, (1,))
-            changed = _Memory(writes=[_Write(whole, item, memory, 0, item)], names=memory.names)
+            changed = Memory(writes=[Write(whole, item, memory, 0, item)], names=memory.names)
             memory = self._memories[_address(tensor)] = changed
         return memory
 
@@ -179,7 +138,7 @@ class Recorder(TorchDispatchMode):
         memory = self._written(target)
         zeros = (0,) * target.dim()
         box = BoxCopy.of(0, target.shape, zeros, int(target.storage_offset()), target.stride())
-        memory.writes.append(_Write(box, target.element_size(), bits=bits, names=names))
+        memory.writes.append(Write(box, target.element_size(), bits=bits, names=names))
         memory.names |= names
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
@@ -196,7 +155,7 @@ class Recorder(TorchDispatchMode):
         )
         casts = source.dtype != target.dtype
         memory.writes.append(
-            _Write(box, target.element_size(), origin, len(origin.writes), source.element_size(), None, casts)
+            Write(box, target.element_size(), origin, len(origin.writes), source.element_size(), None, casts)
         )
         memory.names |= origin.names
 
@@ -221,42 +180,6 @@ def _bits_of(tensor: Tensor) -> int:
     size = tensor.element_size()
     first = tensor.as_strided((1,), (1,), tensor.storage_offset()).view(WORDS[size])
     return int(first.item()) % (1 << 8 * size)
-
-
-def _pieces(memory: _Memory, num_writes: int, item: int) -> Iterator[Piece]:
-    """The pieces of ``memory`` after its first ``num_writes`` writes, in elements of ``item`` bytes."""
-    for write in memory.writes[:num_writes]:
-        if write.item != item:
-            yield Piece(_everywhere(write.box, write.item, item), names=memory.names)
-        elif write.origin is None:
-            yield Piece(write.box, bits=write.bits, names=write.names)
-        elif write.origin.hf is not None:
-            yield Piece(write.box, write.origin.hf, casts=write.casts, names=write.origin.names)
-        else:
-            yield Piece(write.box, names=write.origin.names)  # elements of the origin without a write count as computed
-            yield from _through(write, write.origin)
-
-
-def _through(write: _Write, origin: _Memory) -> Iterator[Piece]:
-    """The pieces that ``origin`` had when ``write`` read it."""
-    end = write.box.source_end
-    for piece in _pieces(origin, write.num_writes, write.origin_item):
-        if piece.box.target >= end or piece.box.target_end <= write.box.source:
-            continue  # a storage may have several of the engine's tensors
-        try:
-            box = write.box.after(piece.box)
-        except ValueError:
-            yield Piece(write.box, names=piece.names)
-            continue
-        if box is not None:
-            bits = None if write.casts else piece.bits
-            yield piece._replace(box=box, casts=piece.casts or write.casts, bits=bits)
-
-
-def _everywhere(box: BoxCopy, item: int, other: int) -> BoxCopy:
-    """All elements of ``other`` bytes that a box of ``item`` bytes may touch."""
-    start, end = box.target * item // other, -(-box.target_end * item // other)
-    return BoxCopy.of(0, (end - start,), (0,), start, (1,))
 
 
 # operations that have a function of their own -------------------------------------------------------------------------

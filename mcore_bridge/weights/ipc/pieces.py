@@ -1,0 +1,86 @@
+"""Which pieces of HF tensors are in a memory, from what was written into it: copies of copies are composed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mcore_bridge.weights.plan.boxes import BoxCopy
+
+
+class Piece(NamedTuple):
+    """Part of what is in a memory: copied from an HF tensor, a constant, or computed from some."""
+
+    box: BoxCopy
+    hf: str | None = None
+    bits: int | None = None
+    casts: bool = False
+    names: frozenset[str] = frozenset()
+    """The HF tensors that went into it."""
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether it is neither a copy nor a constant."""
+        return self.hf is None and self.bits is None
+
+
+@dataclass
+class Memory:
+    """One storage: the HF tensor that it is, or what was written into it, in order."""
+
+    hf: str | None = None
+    writes: list[Write] = field(default_factory=list)
+    names: frozenset[str] = frozenset()
+
+
+class Write(NamedTuple):
+    """A write into a memory, in elements of ``item`` bytes.
+
+    It copies ``origin`` as it was after its first ``num_writes`` writes, or it writes ``bits``, or it is computed.
+    """
+
+    box: BoxCopy
+    item: int
+    origin: Memory | None = None
+    num_writes: int = 0
+    origin_item: int = 0
+    bits: int | None = None
+    casts: bool = False
+    names: frozenset[str] = frozenset()
+
+
+def pieces_of(memory: Memory, num_writes: int, item: int) -> Iterator[Piece]:
+    """The pieces of ``memory`` after its first ``num_writes`` writes, in elements of ``item`` bytes."""
+    for write in memory.writes[:num_writes]:
+        if write.item != item:
+            yield Piece(_everywhere(write.box, write.item, item), names=memory.names)
+        elif write.origin is None:
+            yield Piece(write.box, bits=write.bits, names=write.names)
+        elif write.origin.hf is not None:
+            yield Piece(write.box, write.origin.hf, casts=write.casts, names=write.origin.names)
+        else:
+            yield Piece(write.box, names=write.origin.names)  # elements of the origin without a write count as computed
+            yield from _through(write, write.origin)
+
+
+def _through(write: Write, origin: Memory) -> Iterator[Piece]:
+    """The pieces that ``origin`` had when ``write`` read it."""
+    end = write.box.source_end
+    for piece in pieces_of(origin, write.num_writes, write.origin_item):
+        if piece.box.target >= end or piece.box.target_end <= write.box.source:
+            continue  # a storage may have several of the engine's tensors
+        try:
+            box = write.box.after(piece.box)
+        except ValueError:
+            yield Piece(write.box, names=piece.names)
+            continue
+        if box is not None:
+            bits = None if write.casts else piece.bits
+            yield piece._replace(box=box, casts=piece.casts or write.casts, bits=bits)
+
+
+def _everywhere(box: BoxCopy, item: int, other: int) -> BoxCopy:
+    """All elements of ``other`` bytes that a box of ``item`` bytes may touch."""
+    start, end = box.target * item // other, -(-box.target_end * item // other)
+    return BoxCopy.of(0, (end - start,), (0,), start, (1,))
