@@ -39,6 +39,12 @@ _UNFUSED = [
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 FINAL_NORM = re.compile(r"^decoder\.final_norm\.")
 """The final norm of a ``HybridModel``."""
+_MAMBA = (
+    (re.compile(r"^(decoder\.layers\.\d+)\.norm\."), r"\1.input_layernorm."),
+    (re.compile(r"^(decoder\.layers\.\d+)\.mixer\."), r"\1.self_attention."),
+    (re.compile(r"(\.self_attention\.conv1d)_(weight|bias)$"), r"\1.\2"),
+)
+"""Names in megatron-core's own Mamba-2 layer, with ours; the last ones are those of 0.19."""
 _EXPERTS = (  # megatron-core's SequentialMLP, and TEGroupedMLP, which numbers the tensors of one module; its adapters
     re.compile(
         r"\.experts\.local_experts\.(?P<number>\d+)\.(?P<tensor>linear_fc[12]\.(?:adapter\.linear_\w+\.)?(?:weight|bias))$"
@@ -66,7 +72,10 @@ def canonical(name: str, numbering: Numbering) -> str:
     name = _MTP.sub(lambda match: _mtp_prefix(match, numbering), name)
     for pattern in _EXPERTS:
         name = pattern.sub(lambda match: _expert_tensor(match, numbering), name)
-    return plain_key(name)
+    name = plain_key(name)
+    for pattern, plain in _MAMBA:
+        name = pattern.sub(plain, name)
+    return name
 
 
 def _expert_tensor(match: re.Match[str], numbering: Numbering) -> str:

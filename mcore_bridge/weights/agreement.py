@@ -17,6 +17,7 @@ from mcore_bridge.rules.adapters import Adapters
 from mcore_bridge.rules.mapping import Dialect, Rules
 from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, provenance_on
 from mcore_bridge.weights.gc_paused import uncollected
+from mcore_bridge.weights.halves import whole_config
 from mcore_bridge.weights.param_sync import gather_pending, heard_by_replicas, require_gatherable
 from mcore_bridge.weights.plan.all_to_all import plan_targets
 from mcore_bridge.weights.plan.export_plan import ExportPlan
@@ -179,7 +180,7 @@ def _planned(bound: BoundModel | None, chunk: GPTModel, answers: Sequence[_Answe
     inventories = [answer.inventory for answer in answers if answer.inventory]
     if not any(inventory.held for inventory in inventories):
         raise ExportError("no rank of the group holds a tensor to export: give targets of adapters that the model has")
-    arguments = bound.mapping, bound.axes, chunk.config.num_layers, inventories
+    arguments = bound.mapping, bound.axes, whole_config(chunk).num_layers, inventories
     if set(targets) == {"everything"}:
         return [plan_export(*arguments, bucket_bytes=sizes[0])]
     return plan_targets(*arguments, targets, bucket_bytes=sizes[0]).plans_of(rank)

@@ -18,6 +18,7 @@ from mcore_bridge.rules.mapping import Binding, Dialect, WeightMapping, axes_of
 from mcore_bridge.rules.names import TOWER, expert_of, kind_of, layer_of, mtp_layer_of
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.trace import Trace, trace
+from mcore_bridge.weights.halves import is_hybrid, learn_layers, whole_config, whole_layers
 from mcore_bridge.weights.merging import merges_of
 from mcore_bridge.weights.model_tensors import held_tensors, numbering_of, unwrap
 from mcore_bridge.weights.plan.inventory import Inventory
@@ -94,16 +95,16 @@ class BoundModel:
         if mtp_layer is not None:
             return mtp_layer < self.axes["mtp"]
         if layer is not None:
-            return layer < self.chunks[0].config.num_layers
+            return layer < whole_config(self.chunks[0]).num_layers
         if mcore.startswith(("embedding.", TOWER)):
             return not any(chunk.pre_process for chunk in self.chunks)
         if mcore.startswith("decoder."):  # the final norm, which gives MTP layers of a later stage their input
-            return all(chunk.decoder.final_layernorm is None for chunk in self.chunks)
+            return not any(map(_has_final_norm, self.chunks))
         return not any(chunk.post_process for chunk in self.chunks)
 
     @cached_property
     def _layers(self) -> frozenset[int]:
-        return frozenset(layer for chunk in self.chunks for layer in numbering_of(chunk).layers)
+        return whole_layers(self.chunks)
 
     @cached_property
     def _mtp_layers(self) -> frozenset[int]:
@@ -112,6 +113,11 @@ class BoundModel:
     @cached_property
     def _kinds(self) -> frozenset[str]:
         return frozenset(map(kind_of, self.tensors))
+
+
+def _has_final_norm(chunk: GPTModel) -> bool:
+    decoder = chunk.decoder  # that of a HybridModel has its norm under a name of its own, or none
+    return getattr(decoder, "final_norm" if is_hybrid(chunk) else "final_layernorm", None) is not None
 
 
 def chunks_of(models: Models) -> tuple[GPTModel, ...]:
@@ -129,14 +135,17 @@ def chunks_of(models: Models) -> tuple[GPTModel, ...]:
 def provenance_on(models: Models, hf: HF | None = None, head: str = "lm") -> Provenance:
     """The provenance of models: from ``hf`` and ``head``, or as ``build_model`` has left it on them.
 
-    Overrides of ``build_model`` count in both cases.
+    Overrides of ``build_model`` count in both cases. A ``HybridModel`` that another trainer has built learns here which
+    of its layers are halves of one layer.
 
     Raises:
-        MappingError: when there is neither.
+        MappingError: when there is neither; or such a ``HybridModel`` has other layers.
     """
-    kept: Provenance | None = getattr(chunks_of(models)[0], "bridge", None)
+    chunks = chunks_of(models)
+    kept: Provenance | None = getattr(chunks[0], "bridge", None)
     if hf is not None:
         given = provenance_of(hf, head=head)
+        learn_layers(chunks, given)
         return given if kept is None else given.with_overridden(kept.overridden).seeing(kept.vision, kept.tower)
     if kept is None:
         raise MappingError("these models were not made by build_model: pass hf= with their HF config or folder")
@@ -171,7 +180,7 @@ def bind(
     mtp = bool(first.config.mtp_num_layers)
     mapping = provenance.mapping(tied=first.share_embeddings_and_output_weights, mtp=mtp, dialect=dialect)
     ranks = {"pp": groups.pp.rank(), "tp": groups.tp.rank(), "etp": groups.expt_tp.rank()}
-    axes = axes_of_config(first.config, vocab=provenance.hf.vocab_size, padded_vocab=first.vocab_size)
+    axes = axes_of_config(whole_config(first), vocab=provenance.hf.vocab_size, padded_vocab=first.vocab_size)
     tensors = held_tensors(chunks)
     if not hasattr(first, "bridge_adapters"):
         return BoundModel(chunks, tensors, mapping, axes, ranks)

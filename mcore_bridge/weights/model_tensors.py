@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mcore_bridge.errors import MappingError
 from mcore_bridge.rules.names import Numbering, canonical
+from mcore_bridge.weights.halves import layers_of_chunk
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -115,10 +116,10 @@ class _Roll:
 
 def numbering_of(chunk: GPTModel) -> Numbering:
     """The global numbers of a chunk's layers and experts, read from its modules."""
-    layers = tuple(layer.layer_number - 1 for layer in chunk.decoder.layers)
     indices = (getattr(module, "local_expert_indices", None) for module in chunk.modules())
     experts = next((tuple(numbers) for numbers in indices if numbers is not None), ())
     mtp = getattr(chunk, "mtp", None)
+    layers = layers_of_chunk(chunk)
     return Numbering(layers, experts, tuple(layer.layer_number - 1 for layer in mtp.layers) if mtp is not None else ())
 
 

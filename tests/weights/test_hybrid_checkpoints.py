@@ -1,34 +1,31 @@
 """Checkpoints of a ``HybridModel`` and of a ``GPTModel``: each reads the other's, with the state of the optimizer."""
 
-import copy
-
 import pytest
 import torch
 
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
+from mcore_bridge.architecture import read_hf
 from mcore_bridge.convert.api import convert
+from mcore_bridge.errors import MappingError
 from mcore_bridge.factory.adapters import add_adapters
-from mcore_bridge.factory.blueprint import make_blueprint
-from mcore_bridge.factory.build import own_stages
-from mcore_bridge.factory.chunk import building
 from mcore_bridge.factory.hybrid import RELEASE
-from mcore_bridge.factory.hybrid_chunk import pattern_of, stack_spec
-from mcore_bridge.factory.modules.mamba import mamba_spec
-from mcore_bridge.factory.modules.torch_modules import Norm
 from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.rules.half_keys import HalfKeys
-from mcore_bridge.rules.names import plain_key
+from mcore_bridge.rules.names import Numbering, canonical, plain_key
 from mcore_bridge.weights.adapters import iter_hf_adapters
+from mcore_bridge.weights.bound import bind, provenance_on
 from mcore_bridge.weights.dist_checkpoint.compare import leaves_of
 from mcore_bridge.weights.dist_checkpoint.folder import CONTENT, TorchDistFolder
 from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.model_tensors import held_tensors
 from tests import zoo
 from tests.support import pool, stepping, tiny
+from tests.support.hybrid_models import built_elsewhere
+from tests.support.written_weights import read
 
 needs_it = pytest.mark.skipif(not RELEASE.is_installed, reason="the installed megatron-core has no HybridModel")
 KEYED = ("qwen3_moe", "nemotron_h-no-experts", "granitemoehybrid")
-SAME = ("vocab_size", "max_sequence_length", "share_embeddings_and_output_weights")
 NAMES = [name for name in ("qwen3_moe", "nemotron_h") if name in zoo.cases()]
 KEYS = [
     ("layers.0.input_layernorm.weight", "layers.0.input_layernorm.weight"),
@@ -148,38 +145,87 @@ def test_each_class_reads_adapters_and_layers_in_one_tensor(tmp_path):
 
 @needs_it
 @pytest.mark.parametrize("name", [name for name in KEYED if name in zoo.cases()])
-def test_keys_are_those_of_megatron_cores_own_layers(name, monkeypatch):
-    """Its stack counts the layers, and its layer of Mamba names its parts. Its final norm needs TransformerEngine."""
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.models.hybrid import hybrid_block
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
-    from megatron.core.transformer import ModuleSpec
-
-    monkeypatch.setattr(hybrid_block, "TENorm", Norm)
-    dims = ParallelDims(pp=2, layout="Et|tttL")
-    options = {"dims": dims, "dtype": torch.float32, "device": "meta", "backend": "torch"}
+def test_keys_are_those_of_megatron_cores_own_layers(name):
+    """Its stack counts the layers, and its layer of Mamba names its parts."""
+    dims, hf = ParallelDims(pp=2, layout="Et|tttL"), zoo.cases()[name].hf
+    build = {"dtype": torch.float32, "backend": "torch", "load_weights": False, "model": "hybrid"}
     with rank_of(dims, 1, 2):
-        blueprint = make_blueprint(zoo.cases()[name].hf, **options, model="hybrid")
-        ours = mb.build_model(zoo.cases()[name].hf, **options, load_weights=False, model="hybrid")
-        with building(blueprint, seed=0, initialise=False):
-            (stage,) = own_stages(blueprint)
-            submodules = copy.copy(stack_spec(blueprint, stage).submodules)
-            for own in vars(submodules).values():
-                if isinstance(own, ModuleSpec):
-                    own.module, own.params = own.module.__mro__[1], {}
-            mixer = MambaLayerSubmodules(norm=Norm, mixer=mamba_spec("torch"), mamba_bda=get_bias_dropout_add)
-            submodules.mamba_layer = ModuleSpec(MambaLayer, submodules=mixer)
-            theirs = HybridModel(
-                blueprint.config,
-                ModuleSpec(hybrid_block.HybridStack, submodules=submodules),
-                hybrid_layer_pattern=pattern_of(blueprint),
-                pre_process=False,
-                **{each: blueprint.gpt_arguments[each] for each in SAME},
-            )
-        states = [model.sharded_state_dict(metadata=dict(CONTENT)) for model in (*ours, theirs)]
+        (ours,) = mb.build_model(hf, dims=dims, device="meta", **build)
+        theirs = built_elsewhere(hf, dims, device="meta")
         found = []
-        for state in states:
+        for state in (model.sharded_state_dict(metadata=dict(CONTENT)) for model in (ours, theirs)):
             entries = [each for each in state.values() if not hasattr(each, "unique_key")]  # not the extra states
             found.append({plain_key(leaf.key): leaf.global_shape for each in entries for leaf in leaves_of(each)})
     assert found[0] == found[1]
+
+
+ELSEWHERE = {
+    "qwen3": ({"pp": 2}, "*-*|-*-*-"),  # the second layer is cut
+    "granitemoehybrid": ({"tp": 2, "sp": True}, None),
+    "qwen3_moe": ({"ep": 2}, None),
+    "qwen3_next-dense": ({"tp": 2, "sp": True}, None),
+}
+
+
+def go_elsewhere(folders, out):
+    """Runs in each worker: what differs between a folder and what a trainer's own model makes of it."""
+    wrong = []
+    for name, (sizes, pattern) in ELSEWHERE.items():
+        dims, folder = ParallelDims(**sizes), folders[name]
+        with stepping.mesh(dims):
+            model = built_elsewhere(read_hf(folder), dims, pattern=pattern)
+            report = mb.load_hf_weights([model], folder, hf=folder)
+            assert (report.missing, report.unexpected) == ((), ())
+            exported = mb.to_hf_state_dict(model, hf=folder)
+            mb.save_hf_checkpoint(model, f"{out}/{name}", hf=folder)
+            mb.save_checkpoint(model, f"{out}/{name}-dist", hf=folder)
+            ours = mb.build_model(folder, dims=dims, dtype=torch.float32, device="cpu", load_weights=False)
+            mb.load_checkpoint(ours, f"{out}/{name}-dist")
+            loaded = mb.to_hf_state_dict(ours)
+            mb.save_checkpoint(ours, f"{out}/{name}-gpt")
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            mb.load_checkpoint(model, f"{out}/{name}-gpt", hf=folder)
+            back = mb.to_hf_state_dict(model, hf=folder)
+        expected = read(folder)
+        for way, found in {"export": exported, "save": read(f"{out}/{name}"), "dist": loaded, "gpt": back}.items():
+            assert found.keys() == expected.keys(), (name, way)
+            wrong += [f"{name}: {way} of {each}" for each in found if not torch.equal(found[each], expected[each])]
+    return wrong
+
+
+@needs_it
+def test_a_model_that_another_trainer_built(tmp_path):
+    """Its halves are those of HF's layers, wherever its pipeline is cut, and it reads what a GPTModel has written."""
+    folders = {name: str(tiny.random_checkpoint(zoo.cases()[name].hf, tmp_path / f"{name}-hf")) for name in ELSEWHERE}
+    assert pool.run(2, go_elsewhere, folders, str(tmp_path)) == [[], []]
+
+
+@needs_it
+def test_layers_of_another_model_are_refused():
+    hf = zoo.cases()["qwen3"].hf
+    with rank_of(ParallelDims(), 0, 1):
+        model = built_elsewhere(hf, ParallelDims(), device="meta")
+        for ask in (held_tensors, bind):
+            with pytest.raises(MappingError, match=r"not made by build_model.*pass hf="):
+                ask([model])
+        with pytest.raises(MappingError, match=r"must have the layers '\*E\*-\*E\*E', as the HF config says, found"):
+            bind(model, provenance_on(model, zoo.cases()["qwen3_moe"].hf))
+        model.hybrid_layer_pattern += "/*-"
+        with pytest.raises(MappingError, match=r"has MTP layers, '\*-', .*model=\"gpt\""):
+            provenance_on(model, hf)
+
+
+def test_names_of_megatron_cores_own_mixer():
+    numbering = Numbering((0, 1))
+    names = {
+        "layers.0.mixer.in_proj.layer_norm_weight": "layers.0.input_layernorm.weight",
+        "layers.1.norm.weight": "layers.1.input_layernorm.weight",
+        "layers.1.mixer.norm.weight": "layers.1.self_attention.norm.weight",
+        "layers.1.mixer.conv1d_weight": "layers.1.self_attention.conv1d.weight",
+        "layers.1.mixer.A_log": "layers.1.self_attention.A_log",
+    }
+    assert {name: canonical(f"decoder.{name}", numbering) for name in names} == {
+        name: f"decoder.{own}" for name, own in names.items()
+    }

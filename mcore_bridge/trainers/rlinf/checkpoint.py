@@ -17,8 +17,8 @@ from mcore_bridge.convert.rank_files.layout import chunk_of, folder_of
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.dist_checkpoint.extra_state import SUFFIX
 from mcore_bridge.weights.dist_checkpoint.folder import TRACKER, latest_in
-from mcore_bridge.weights.dist_checkpoint.model_class import is_hybrid
 from mcore_bridge.weights.files.sidecars import config_folders, first_with_config
+from mcore_bridge.weights.halves import is_hybrid
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

@@ -12,7 +12,8 @@ from mcore_bridge.trainers.rlinf.engine import Destination, Engine
 from mcore_bridge.trainers.rlinf.shares import TensorSlice, slices_of
 from mcore_bridge.trainers.rlinf.sync import Bucket, FullBucket, Sync
 from mcore_bridge.weights.agreement import Export
-from mcore_bridge.weights.bound import Models, chunks_of
+from mcore_bridge.weights.bound import Models, chunks_of, provenance_on
+from mcore_bridge.weights.halves import whole_config
 from mcore_bridge.weights.model_tensors import held_tensors
 from mcore_bridge.weights.plan.export_plan import ExportPlan
 from mcore_bridge.weights.plan.target import EngineRank, Target
@@ -59,6 +60,7 @@ class MegatronCoreWeightReshard:
         """
         self._end()  # this communicates, too
         chunks = chunks_of(model)
+        provenance_on(model, self._hf, self._head)  # names the tensors of a HybridModel of others
         held = sum(tensor.nbytes for tensor in held_tensors(chunks).values())
         most = Group.of_replica(chunks[0].pg_collection).max(held)
         return self._begin(model, max(-(-most // self._engine.bucket_bytes), 1))
@@ -140,7 +142,7 @@ class MegatronCoreWeightReshard:
             self._known = plan, {}
         known = self._known[1]
         if target not in known:
-            num_layers = bound.chunks[0].config.num_layers
+            num_layers = whole_config(bound.chunks[0]).num_layers
             known[target] = slices_of(target, bound.mapping, bound.axes, num_layers, plan.payload.entries)
         return known[target]
 

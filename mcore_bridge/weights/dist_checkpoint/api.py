@@ -34,6 +34,7 @@ from mcore_bridge.weights.dist_checkpoint.model_class import respell
 from mcore_bridge.weights.dist_checkpoint.optimizer_chain import fit_chain
 from mcore_bridge.weights.files.atomic_folder import commit, require_files, target_of, updating_by_all
 from mcore_bridge.weights.files.sidecars import copy_companions
+from mcore_bridge.weights.halves import whole_config
 from mcore_bridge.weights.model_tensors import held_tensors
 from mcore_bridge.weights.param_sync import gather_pending, require_gatherable
 from mcore_bridge.weights.provenance import HF, config_in
@@ -188,7 +189,7 @@ def load_checkpoint(
 
     world = Group(None)
     with raise_on_all(world, f"{folder} was not read, and the models are as they were"):
-        chunks = chunks_of(models)
+        chunks, provenance = chunks_of(models), provenance_on(models, hf, head)
         require_part(part, chunks[0])
         check_storage({name: held for name, held in held_tensors(chunks).items() if is_in(part, name)})
         if optimizer is not None:
@@ -204,8 +205,8 @@ def load_checkpoint(
             require_same(common.get(ADAPTERS), chunks[0].bridge_adapters)
         if checkpoint.is_stacked:
             for of_chunk in state.values():
-                stack_layers(of_chunk, chunks[0].config.num_layers)
-        check = Check(checkpoint, provenance_on(models, hf, head).hf.vocab_size, dtype, part)
+                stack_layers(of_chunk, whole_config(chunks[0]).num_layers)
+        check = Check(checkpoint, provenance.hf.vocab_size, dtype, part)
         check.compare(state)
     _require_one(world.all_gather_object(os.path.relpath(checkpoint.path, folder)), folder)
     with raise_on_all(world, f"{checkpoint.path} was not read, and the models are as they were"):

@@ -7,17 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_bridge.config.hybrid_layers import letters_of
 from mcore_bridge.rules.half_keys import HalfKeys
+from mcore_bridge.weights.halves import is_hybrid, whole_config
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer import TransformerConfig
 
 _DECODER = "decoder."
-
-
-def is_hybrid(chunk: GPTModel) -> bool:
-    """Whether a chunk is a ``HybridModel``."""
-    return hasattr(chunk, "hybrid_layer_pattern")
 
 
 def translation(config: TransformerConfig, *, own: bool, other: bool) -> Callable[[str], str]:
@@ -37,7 +33,7 @@ def respell(state: Mapping[str, Mapping[str, Any]], chunk: GPTModel, *, hybrid: 
         chunk: one of them.
         hybrid: whether the keys are to be those of ``HybridModel``.
     """
-    spelled = translation(chunk.config, own=is_hybrid(chunk), other=hybrid)
+    spelled = translation(whole_config(chunk), own=is_hybrid(chunk), other=hybrid)
     for entries in state.values():
         for sharded in entries.values():
             sharded.key = spelled(sharded.key)
