@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from mcore_bridge.cpu import enable_cpu as enable_cpu
     from mcore_bridge.errors import BridgeError as BridgeError
     from mcore_bridge.factory.adapters import add_adapters as add_adapters
-    from mcore_bridge.factory.blueprint import to_gpt_arguments as to_gpt_arguments
-    from mcore_bridge.factory.blueprint import to_layer_spec as to_layer_spec
-    from mcore_bridge.factory.blueprint import to_transformer_config as to_transformer_config
     from mcore_bridge.factory.build import build_model as build_model
+    from mcore_bridge.factory.gpt_inputs import to_gpt_arguments as to_gpt_arguments
+    from mcore_bridge.factory.gpt_inputs import to_layer_spec as to_layer_spec
+    from mcore_bridge.factory.gpt_inputs import to_transformer_config as to_transformer_config
     from mcore_bridge.factory.reference import without_adapters as without_adapters
     from mcore_bridge.rules.adapters import Adapters as Adapters
     from mcore_bridge.weights.adapters import iter_hf_adapters as iter_hf_adapters
@@ -81,9 +81,9 @@ _HOMES = {
     "pack_sequences": "batches.packing",
     "unpack_sequences": "batches.packing",
     "PackedSequences": "batches.packing",
-    "to_transformer_config": "factory.blueprint",
-    "to_gpt_arguments": "factory.blueprint",
-    "to_layer_spec": "factory.blueprint",
+    "to_transformer_config": "factory.gpt_inputs",
+    "to_gpt_arguments": "factory.gpt_inputs",
+    "to_layer_spec": "factory.gpt_inputs",
     "mapping": "weights.provenance",
     "add_adapters": "factory.adapters",
     "Adapters": "rules.adapters",

@@ -18,7 +18,7 @@ from mcore_bridge.convert.conversion import widespread
 from mcore_bridge.convert.hf_to_plain import PIECE_ELEMENTS, ToPlain
 from mcore_bridge.convert.reference_model import WholeModel, whole_model
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.factory.blueprint import to_transformer_config
+from mcore_bridge.factory.gpt_inputs import to_transformer_config
 from mcore_bridge.rules.adapters import FACTORS, adapter_rules, factor_name, rows_of_parts
 from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import Binding, WeightMapping, axes_of, pattern_of, unstacked

@@ -18,14 +18,7 @@ from mcore_bridge.config.mesh.pipeline import Stage
 from mcore_bridge.config.mesh.process_groups import differing
 from mcore_bridge.config.unread import notes_on
 from mcore_bridge.errors import ConfigError, MeshError
-from mcore_bridge.factory.blueprint import (
-    Blueprint,
-    Overrides,
-    make_blueprint,
-    to_gpt_arguments,
-    to_layer_spec,
-    to_transformer_config,
-)
+from mcore_bridge.factory.blueprint import Blueprint, Overrides, make_blueprint
 from mcore_bridge.factory.chunk import build_chunk, building
 from mcore_bridge.factory.freeze import freeze_parameters, require_patterns
 from mcore_bridge.factory.reconcile import reconcile
@@ -34,8 +27,6 @@ from mcore_bridge.weights.load import Source, load_hf_weights
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
     from transformers import PretrainedConfig
-
-__all__ = ["build_model", "to_gpt_arguments", "to_layer_spec", "to_transformer_config"]
 
 logger = logging.getLogger("mcore_bridge")
 

@@ -16,7 +16,7 @@ from mcore_bridge.convert.rank_files.file import NAME, read_rank_file
 from mcore_bridge.convert.rank_files.infer_mesh import Named, files_of, named
 from mcore_bridge.convert.rank_files.layout import RankFile
 from mcore_bridge.errors import CheckpointError, MappingError, MeshError
-from mcore_bridge.factory.blueprint import to_transformer_config
+from mcore_bridge.factory.gpt_inputs import to_transformer_config
 from mcore_bridge.rules.names import EMBEDDING, count_mtp_layers
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.bound import axes_of_config

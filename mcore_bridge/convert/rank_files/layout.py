@@ -18,7 +18,7 @@ from mcore_bridge.config.mesh.pipeline import Stage
 from mcore_bridge.convert.parameters import Source, assemble_shard
 from mcore_bridge.convert.rank_files.local_names import fused_norm, local_expert
 from mcore_bridge.errors import CheckpointError, MeshError
-from mcore_bridge.factory.blueprint import to_gpt_arguments, to_transformer_config
+from mcore_bridge.factory.gpt_inputs import to_gpt_arguments, to_transformer_config
 from mcore_bridge.rules.layout import Axes, Layout
 from mcore_bridge.rules.mapping import Binding, WeightMapping, axes_of, unstacked
 from mcore_bridge.rules.names import INDEXER, expert_of, fused_norms, layer_of, shift_expert
