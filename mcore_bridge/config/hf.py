@@ -216,7 +216,7 @@ def _borrowed(model_type: str, owner: str) -> "type[PretrainedConfig]":
 
 
 def _spell(fields: dict[str, object]) -> dict[str, object]:
-    """The ``fields`` of a config.json, with the names that the installed transformers has for rope and dtype."""
+    """The ``fields`` of a config.json, as the installed transformers spells those of rope, of dtype and of a flag."""
     fields = {
         name: _spell(value) if name == TEXT and isinstance(value, dict) else value for name, value in fields.items()
     }
@@ -227,6 +227,8 @@ def _spell(fields: dict[str, object]) -> dict[str, object]:
         fields["dtype"] = old if fields.get("dtype") is None else fields["dtype"]
     if isinstance(rope := fields.get("rope_scaling"), dict) and rope.get("type") == "su":  # Phi-3 at first
         fields["rope_scaling"] = {**rope, "type": "longrope"}
+    if isinstance(tuned := fields.get("attn_temperature_tuning"), int):  # 4 in Llama 4 of transformers 4.51
+        fields["attn_temperature_tuning"] = bool(tuned)
     both = any(fields.get(name) is not None for name in ("rope_scaling", "rope_theta"))
     if not fields.get("rope_parameters") or (speaks_rope_parameters() and not both):
         return fields

@@ -104,6 +104,8 @@ def test_values_of_no_sense_are_refused_by_name(case: str, change: Json, message
     [
         ("phi3", long_rope("su"), long_rope("longrope")),
         ("nemotron", {"hidden_dropout": 0.0}, {}),
+        ("llama4", {"attn_temperature_tuning": 4}, {}),  # transformers 4.51
+        ("llama4-other-layers", {"attn_temperature_tuning": 0}, {}),
     ],
 )
 def test_what_older_files_say_is_read(case: str, old: Json, new: Json, tmp_path: Path) -> None:

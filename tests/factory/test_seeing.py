@@ -34,7 +34,7 @@ CASES: dict[str, list[Any]] = {
     "internvl": [(CP, {})],
     "mistral3": [(SP, {})],
     "gemma3": [(CP, {}), (SP, {**ROWS, "overrides": RECOMPUTED})],
-    "llama4": [(EP, {}), ({**SP, "etp": 2}, ROWS)],
+    "llama4": [(EP, {}), ({**SP, "etp": 2}, ROWS), ({**CP, **EP}, {}), (CP, ROWS), (PP, {}), ({**PP, "vp": 2}, ROWS)],
     "llava": [(PP, {})],
     "llava_onevision": [(DP, {"overlap": True, "recompute": True})],
     "llava_next": [(CP, {})],
@@ -48,6 +48,9 @@ CASES: dict[str, list[Any]] = {
     "internvl critic": [({**PP, "vp": 2}, {"head": "value"})],
 }
 """Of each family, meshes of two ranks, with options of a step. Behind a name is a rope of the text, or a critic."""
+ON_FOUR: dict[str, list[Any]] = {
+    "llama4": [({**CP, **SP}, {"overrides": RECOMPUTED, "recompute": True}), ({**CP, **PP, "vp": 2}, ROWS)],
+}
 
 
 def test_replicas_gather_parameters_of_a_tower_in_one_order() -> None:
@@ -69,7 +72,7 @@ def test_trainers_call_with_whole_rows_or_their_own_tokens(name: str) -> None:
         assert all(error < BOUND for error in errors.values()), errors
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "internvl"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "internvl", "llama4"])
 def test_a_row_that_is_cut_inside_an_image_is_named_on_a_pipeline(name: str) -> None:
     """Even if the sums over rows fit. Positions of InternVL do not tell its second stage, which raises all the same."""
     folder, batch, _ = case(name)
@@ -165,7 +168,17 @@ def test_the_tower_learns_as_in_transformers_on_two_ranks(name: str) -> None:
     model_type = name.partition(" ")[0]
     if "pixel_values" not in inspect.signature(composites.model_class(model_type).forward).parameters:
         pytest.skip("5.17 has another name for the pixels of video_llava")
+    require_parity(name, 2, CASES[name])
+
+
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_the_tower_learns_as_in_transformers_on_four_ranks(name: str) -> None:
+    """Two axes at once, each of which moves tokens of an image to other ranks, or leaves them without a tower."""
+    require_parity(name, 4, ON_FOUR[name])
+
+
+def require_parity(name: str, world_size: int, cases: list[Any]) -> None:
     folder, batch, wanted = case(name)
-    found = pool.run(2, seeing.steps, folder, CASES[name], batch)
-    for (sizes, options), ranks in zip(CASES[name], zip(*found, strict=True), strict=True):
+    found = pool.run(world_size, seeing.steps, folder, cases, batch)
+    for (sizes, options), ranks in zip(cases, zip(*found, strict=True), strict=True):
         assert seeing.problems(list(ranks), wanted, BOUND) == [], (sizes, options)

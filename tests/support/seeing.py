@@ -64,6 +64,8 @@ def config(model_type: str, **text: Any) -> Any:
         hf.image_grid_pinpoints = [[28, 56], [56, 28]]
     if model_type == "llama4":  # four tokens, each of four patches
         vision.image_size, vision.intermediate_size = 56, 4 * vision.hidden_size
+        hf.text_config.attn_temperature_tuning = True  # of queries in layers without a rope
+        hf.text_config.floor_scale, hf.text_config.attn_scale = 4, 0.5
     if model_type == "vipllava":
         hf.vision_feature_layers = [-1, -2]
     if model_type == "kimi_k25":
