@@ -65,26 +65,26 @@ def seed(chunk, index):
 def steps(folders, meshes):
     """Runs in each worker: what differs between a step of the one class and of the other, by mesh and case."""
     differing = []
+    batch, build = tiny.tokens(2, vocab_size=64), {"lr": 0.5, "on_chunk": seed}
     for number, sizes in enumerate(meshes):
         dims = ParallelDims(**sizes)
         some = [name for name in ("qwen3_moe", "nemotron_h", "seed_oss", "qwen3") if name in folders]  # one has dropout
         some = [name for name in some if dims.ep == 1 or name in ("qwen3_moe", "nemotron_h")]
-        for name in folders if sizes == {} else some[: 2 if number else 4]:
-            with stepping.mesh(dims):
-                batch = tiny.tokens(4, vocab_size=64)
-                build = {"lr": 0.5, "on_chunk": seed}
-                one, other = (
-                    stepping.train(folders[name], dims, batch, model=model, **build) for model in ("gpt", "hybrid")
-                )
-            label = f"{name} on {sizes}"
-            assert (one["loss"] is None) == (other["loss"] is None)
-            if one["loss"] is not None and not torch.equal(one["loss"], other["loss"]):
-                differing.append(f"{label}: loss")
-            for part in ("grads", "weights"):
-                assert [*one[part]] == [*other[part]], label
-                wrong = (each for each in one[part] if not torch.equal(one[part][each], other[part][each]))
-                differing += [f"{label}: {part} of {each}" for each in wrong]
+        with stepping.mesh(dims):
+            for name in folders if sizes == {} else some[: 2 if number else 4]:
+                both = (stepping.train(folders[name], dims, batch, model=each, **build) for each in ("gpt", "hybrid"))
+                differing += [f"{name} on {sizes}: {part}" for part in unequal(*both)]
     return differing
+
+
+def unequal(one, other):
+    """What differs between two steps."""
+    assert (one["loss"] is None) == (other["loss"] is None)
+    if one["loss"] is not None and not torch.equal(one["loss"], other["loss"]):
+        yield "loss"
+    for part in ("grads", "weights"):
+        assert [*one[part]] == [*other[part]]
+        yield from (f"{part} of {each}" for each in one[part] if not torch.equal(one[part][each], other[part][each]))
 
 
 @needs_it

@@ -30,20 +30,20 @@ def lives(folders: dict[str, str], out: str) -> list[str]:
     differing = []
     for face, name, sizes in CASES:
         dims, is_critic, found = ParallelDims(**sizes), face == "megatron_bridge", []
-        for model in ("gpt", "hybrid"):
-            with attention_switches(), stepping.mesh(dims):
-                role = build_role(face, folders[name], dims, dtype=torch.float32, model=model, value=is_critic)
+        with attention_switches(), stepping.mesh(dims):
+            for model in ("gpt", "hybrid"):
+                build: dict[str, Any] = {"dtype": torch.float32, "model": model, "value": is_critic}
+                saved = f"{out}/{face}-{model}"
+                role = build_role(face, folders[name], dims, **build)
                 role.load(folders[name])
                 stepping.forward_backward(role.models, dims, tiny.tokens(2), head=is_critic)
                 with torch.no_grad():
                     for parameter in stepping.trained(role.models):
                         parameter -= parameter.main_grad
                 weights = {each: tensor.clone() for each, tensor in role.export()}
-                role.save(f"{out}/{face}-{model}")
-                again = build_role(
-                    face, f"{out}/{face}-{model}", dims, dtype=torch.float32, model=model, value=is_critic
-                )
-                again.load(f"{out}/{face}-{model}", resume=True)
+                role.save(saved)
+                again = build_role(face, saved, dims, **build)
+                again.load(saved, resume=True)
                 same = all(torch.equal(tensor, weights[each]) for each, tensor in again.export())
                 found.append((type(unwrapped(role.models[0])).__name__, same, weights))
         one, other = found
