@@ -15,7 +15,11 @@ from mcore_bridge.factory.hybrid_chunk import pattern_of, stack_spec
 from mcore_bridge.factory.modules.mamba import mamba_spec
 from mcore_bridge.factory.modules.torch_modules import Norm
 
-SAME = ("vocab_size", "max_sequence_length", "share_embeddings_and_output_weights")
+SAME = (
+    *("vocab_size", "max_sequence_length", "share_embeddings_and_output_weights"),
+    *("position_embedding_type", "rotary_base", "rotary_percent"),
+)
+"""The arguments that it has as our model does."""
 
 
 def built_elsewhere(
