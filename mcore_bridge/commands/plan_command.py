@@ -99,9 +99,16 @@ def plan_command(
         from mcore_bridge.weights.plan.target import engine_ranks
 
         dims = ParallelDims(tp=tp, pp=pp, vp=vp, cp=cp, ep=ep, etp=etp, sp=sp, layout=layout)
-        kind: dict[str, Any] = {"vision": vision, "model": model}
-        also: dict[str, Any] = {"num_mtp_layers": mtp, "strict_config": strict_config, **kind}
-        mesh_plan = plan(folder, dims, dtype=dtype_of(dtype), world_size=world, **also)
+        mesh_plan = plan(
+            folder,
+            dims,
+            dtype=dtype_of(dtype),
+            world_size=world,
+            num_mtp_layers=mtp,
+            strict_config=strict_config,
+            vision=vision,
+            model=model,
+        )
         sizes = engine_tp or 1, engine_pp or 1, engine_ep or 1
         asked = engine_tp or engine_pp or engine_ep
         engine = engine_ranks(tp=sizes[0], pp=sizes[1], ep=sizes[2]) if asked else ()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -132,8 +132,7 @@ def suggest(
     provenance = provenance_of(folder)
 
     def made(dims: ParallelDims) -> Blueprint:
-        asked: dict[str, Any] = {"strict_config": strict_config, "vision": vision, "model": model}
-        return blueprint_of(provenance, dims, dtype=dtype, **asked)
+        return blueprint_of(provenance, dims, dtype=dtype, strict_config=strict_config, vision=vision, model=model)
 
     single = made(ParallelDims())
     provenance = provenance.seeing(vision, single.provenance.tower)  # which is the same on all meshes

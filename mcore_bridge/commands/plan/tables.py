@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Group
@@ -50,8 +50,15 @@ def plan(
     Raises:
         BridgeError: the config, the mesh or the world size do not fit each other.
     """
-    asked: dict[str, Any] = {"num_mtp_layers": num_mtp_layers, "strict_config": strict_config, "vision": vision}
-    blueprint = blueprint_of(provenance_of(folder), dims, dtype=dtype, model=model, **asked)
+    blueprint = blueprint_of(
+        provenance_of(folder),
+        dims,
+        dtype=dtype,
+        num_mtp_layers=num_mtp_layers,
+        strict_config=strict_config,
+        vision=vision,
+        model=model,
+    )
     return plan_mesh(blueprint, world_size=world_size or dims.smallest_world)
 
 
@@ -74,9 +81,16 @@ def blueprint_of(
 
     published = getattr(provenance.config, "dtype", None)
     dtype = dtype or (published if isinstance(published, torch.dtype) else torch.bfloat16)
-    asked: dict[str, Any] = {"strict_config": strict_config, "vision": vision, "model": model}
-    overrides = {"mtp_num_layers": num_mtp_layers or None}
-    return make_blueprint(provenance, dims=dims, dtype=dtype, device="meta", overrides=overrides, **asked)
+    return make_blueprint(
+        provenance,
+        dims=dims,
+        dtype=dtype,
+        device="meta",
+        overrides={"mtp_num_layers": num_mtp_layers or None},
+        strict_config=strict_config,
+        vision=vision,
+        model=model,
+    )
 
 
 def render(mesh_plan: MeshPlan, engine: Sequence[EngineRank] = (), *, bandwidth: float = BANDWIDTH) -> Group:
