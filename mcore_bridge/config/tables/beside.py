@@ -74,8 +74,8 @@ def _keys(hf: Hf) -> dict[str, object]:
 
 def _keys_back(mcore: Mcore) -> dict[str, object]:
     scale, dim = mcore["softmax_scale"], count(mcore, "kv_channels")
-    if not isinstance(scale, int | float):
-        raise ConfigError(f"softmax_scale must be a number, found {scale!r}. Remove the override.")
+    if not is_number(scale):
+        raise ConfigError(f"softmax_scale must be a number, found {shown(scale)}. Remove the override.")
     near = scale * dim**0.5
     candidates = (near, nextafter(near, 0.0), nextafter(near, 2 * near))
     return {"key_multiplier": next((key for key in candidates if key * dim**-0.5 == scale), near)}
