@@ -79,11 +79,12 @@ def forward(
         models: this rank's chunks, wrapped or not.
         input_ids: int64 ``[batch, seq]`` on the device of the models.
         attention_mask: ``[batch, seq]``, 1 or True for tokens and 0 for padding. None: there is no padding.
-        images: for each row the inputs of its images and videos, as the processor of the model makes them for this row
-            (``pixel_values``, ``image_grid_thw``, ...); None for a row of text. Their tokens are those with the id of
-            an image or a video, whose log-probabilities mean nothing. If the model may have sampled such an id, a row
-            says with ``mm_token_type_ids`` which tokens are text (0). ``position_ids`` ``[n, seq]`` are used as they
-            are. None: the batch is of text. Images need a model that was built with ``vision="train"`` or ``"frozen"``.
+        images: for each row the inputs of its images and videos, or None for a row of text. They are what the
+            processor of the model makes of this row (``pixel_values``, ``image_grid_thw``, ...). Their tokens are those
+            with the id of an image or a video, whose log-probabilities mean nothing. If the model may have sampled such
+            an id, a row says with ``mm_token_type_ids`` which tokens are text (0). ``position_ids`` ``[n, seq]`` are
+            used as they are. None: the batch is of text. Images need a model that was built with ``vision="train"`` or
+            ``"frozen"``.
         loss: called with each microbatch on the ranks of the last pipeline stage. If it raises, the error is raised
             after all microbatches are done; the caller must then zero the gradients. None: no backward follows.
         hf, head: only for models that ``build_model`` did not make: their HF config or folder, and their head.

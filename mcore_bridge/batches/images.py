@@ -157,8 +157,8 @@ def positions_of(images: Images, shown: Tensor, count: int) -> Tensor | None:
         if not isinstance(positions, Tensor) or positions.shape not in ((count, seq), (count, 1, seq)):
             given_here = tuple(positions.shape) if isinstance(positions, Tensor) else positions
             raise BatchError(
-                f"{POSITIONS} must be [{count}, {seq}] in each row with images, found {given_here} in row {row}: "
-                f"pass {count} positions for each token, or leave them out of all rows"
+                f"{POSITIONS} must be [{count}, {seq}] in each row with images, found {given_here} in row {row}. "
+                f"Pass {count} positions for each token, or leave them out of all rows"
             )
         whole[row] = positions.reshape(count, seq).T.to(whole)
     return whole

@@ -53,8 +53,8 @@ For ``build_model``:
 * ``norm_bias``: whether a LayerNorm has a bias (mcore's always has one);
 * ``output_layer_bias``: whether the LM head has a bias (mcore's never has one);
 * ``expert_norm``: whether a norm follows the summed output of a layer's experts;
-* ``layer_kinds``: the parts of each layer, if some layers have one half or a mixer: "M" (Mamba-2), "*" (attention),
-  "-" (MLP), "E" (experts); "M*-" is a mixer beside attention, and an MLP;
+* ``layer_kinds``: the parts of each layer, if some layers have one half or a mixer. "M" is Mamba-2, "*" attention, "-"
+  an MLP and "E" experts. "M*-" is a mixer beside attention, and an MLP;
 * ``mtp_kinds``: the parts of the layer within an MTP layer, as in ``layer_kinds``, if it is not like the last layer;
 * ``mamba_conv_kernel``: the number of tokens that the convolution of a Mamba-2 mixer sees;
 * ``mamba_norm``: whether the gated output of a mixer is normed, as it is without this attribute;

@@ -3,8 +3,8 @@
 A layout moves whole slices along one dim of ``[out, in]``. So it commutes with the product ``B A``: what moves rows
 moves those of B alone, and what moves columns moves those of A. Factors of a weight that HF holds as ``[in, out]`` are
 those of its transpose. A rule of a linear layer thus gives two more, in the names of ``peft``: each HF projection has
-its own ``lora_A`` and ``lora_B``. A projection may have none although a layer of mcore joins it with others that do;
-its rows of B are then zero and stay so. If a layer of mcore *shares* one A among its projections, ``peft`` has that A
+its own ``lora_A`` and ``lora_B``. A projection may have none although a layer of mcore joins it with others that do.
+Its rows of B are then zero and stay so. If a layer of mcore *shares* one A among its projections, ``peft`` has that A
 under the name of each.
 
 >>> from mcore_bridge.rules.layout import GATED_UP

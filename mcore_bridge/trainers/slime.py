@@ -60,8 +60,8 @@ def convert_to_hf(
         ends without the second, the first is missing, and the next pass raises.
 
     Raises:
-        ConfigError: tensors must be quantized, the family has one tensor for all experts of a layer, or the parameter
-            is one of an adapter, or of a ``HybridModel``.
+        ConfigError: tensors must be quantized, or the family has one tensor for all experts of a layer. Or the
+            parameter is one of an adapter or of a ``HybridModel``.
         ExportError: a latent came again before the other one of its layer. All latents that were kept for this folder
             are dropped, so that the next pass starts anew.
         MappingError: no rule has this name, or the shape does not fit.

@@ -108,7 +108,7 @@ def _check_linear_heads(dims: ParallelDims, settings: Mapping[str, object]) -> N
 
 
 def _check_mamba(dims: ParallelDims, settings: Mapping[str, object]) -> None:
-    """A rank has groups of heads, or a part of one: some of its heads, and an equal part of its rows of B and C."""
+    """A rank has groups of heads, or a part of one: some heads, and an equal part of the rows of B and C."""
     groups = settings.get("mamba_num_groups")
     if not isinstance(groups, int) or groups % dims.tp == 0:  # the number of heads is a multiple of it
         return

@@ -57,7 +57,7 @@ def mamba_spec(backend: str, *, normed: bool = True) -> ModuleSpec:
 class Groups:
     """The groups of a mixer that this TP rank has, or the one that it shares with ranks beside it.
 
-    With more ranks than groups, each rank of a group has some of its heads, and an equal part of its rows of B and C.
+    With more ranks than groups, each has some heads of one group, and an equal part of its rows of B and C.
     """
 
     def __init__(self, config: TransformerConfig, tp_group: Any) -> None:

@@ -82,7 +82,7 @@ def require_loads(chunk: GPTModel, folder: str, dims: ParallelDims, vp_stage: in
         return
     if is_hybrid(chunk):
         raise CheckpointError(
-            f"{folder} has a file for each rank, with the names of a GPTModel, which Megatron cannot load into this "
+            f"{folder} has a file for each rank, with the names of a GPTModel. Megatron cannot load it into this "
             'HybridModel: pass load_weights=True and have megatron.load None, or use model="gpt"'
         )
     path = files / _folder_of_this_rank(dims) / NAME
