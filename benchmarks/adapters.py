@@ -12,15 +12,17 @@ measurement, for a file in ``results``: a step (``tokens_s``), or an export that
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import config_of, from_the_first, report, summary
+from common import config_of, from_the_first, report, shapes_of, summary
 from libraries import MegatronBridge, Pairs
 from steps import Build, fill, in_turns, step_arguments, text, timed_steps
+from transformers import AutoConfig
 
 import mcore_bridge as mb
 
@@ -44,17 +46,17 @@ def main() -> None:
 
 
 def measure(adapted: Adapted, arguments: Namespace, **fields: Any) -> None:
-    """A report of each export, and of a step."""
+    """A report of a step, and of each export."""
     fill(adapted.model)
     trained = sum(parameter.numel() for parameter in adapted.model.parameters() if parameter.requires_grad)
     fields["trained_m"] = round(trained / 1e6, 3)
+    steps = timed_steps(adapted.model, text(arguments.tokens, arguments.device), arguments.tokens, arguments.repeats)
+    report(**fields, measure="step", **steps)
     for merged in (False, True):
         first, seconds, peak = from_the_first(lambda merged=merged: drain(adapted.export(merged)), arguments.repeats)
         num_bytes = sum(tensor.nbytes for _, tensor in adapted.export(merged))
         extra = {"first_s": round(first, 4), "extra_gb": round(peak / 1e9, 3)}
         report(**fields, measure="export", merged=merged, **summary(seconds, num_bytes), **extra)
-    steps = timed_steps(adapted.model, text(arguments.tokens, arguments.device), arguments.tokens, arguments.repeats)
-    report(**fields, measure="step", **steps)
 
 
 def drain(pairs: Pairs) -> None:
@@ -79,9 +81,11 @@ def ours(folder: Path, sizes: dict[str, int], arguments: Namespace) -> Adapted:
 
 
 def theirs(folder: Path, sizes: dict[str, int], arguments: Namespace) -> Adapted:
-    """By Megatron-Bridge."""
+    """By Megatron-Bridge, which looks the names of what it exports up in an index."""
     from megatron.bridge.peft.lora import LoRA
 
+    names = dict.fromkeys((name for name, _ in shapes_of(AutoConfig.from_pretrained(folder))), "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
     library, rank = MegatronBridge(folder, sizes, arguments.device), arguments.rank
     adapters = LoRA(target_modules=[*TARGETS], dim=rank, alpha=2 * rank, share_expert_adapters=False)
     library.models = adapters(library.models)

@@ -67,6 +67,17 @@ def _latent(*sizes: int, n_routed_experts: int, moe_intermediate_size: int) -> d
     return {**COMMON, **dict(zip(SIZES, sizes, strict=True)), **own, **heads, **routing, **experts}
 
 
+def _mamba(*sizes: int, pattern: str, inner: int, state: int, mamba_num_heads: int, **more: Any) -> dict[str, Any]:
+    """Nemotron 3: each layer is a Mamba-2 mixer (M), experts (E) or attention (*)."""
+    own = {"model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "head_dim": 128}
+    mixers = {"mamba_num_heads": mamba_num_heads, "mamba_head_dim": 64, "ssm_state_size": state, "n_groups": 8}
+    mixers |= {"hybrid_override_pattern": pattern, "time_step_min": 0.0}
+    experts = {"moe_intermediate_size": inner, "moe_shared_expert_intermediate_size": 2 * inner, "n_shared_experts": 1}
+    routing = {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
+    fields = {**COMMON, **dict(zip(SIZES, sizes, strict=True)), **own, **mixers, **experts, **routing, **more}
+    return {name: value for name, value in fields.items() if name not in ("rope_theta", "rms_norm_eps")}
+
+
 MODELS: dict[str, dict[str, Any]] = {
     "tiny": _dense(512, 1536, 8, 8, 4, head_dim=64, vocab_size=32_000),
     "tiny-moe": _sparse(512, 1536, 4, 8, 4, num_experts=32, moe_intermediate_size=384, vocab_size=32_000),
@@ -76,6 +87,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "tiny-next": _hybrid(512, 1536, 4, 8, 2, num_experts=16, linear_num_key_heads=4, inner=384, vocab_size=32_000),
     "qwen3-next": _hybrid(2048, 5120, 48, 16, 2, num_experts=512, linear_num_key_heads=16, inner=512, head_dim=256),
     "moonlight": _latent(2048, 11264, 27, 16, 16, n_routed_experts=64, moe_intermediate_size=1408),
+    "nemotron-3-nano": _mamba(
+        *(2688, 1856, 52, 32, 2),
+        pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        inner=1856,
+        state=128,
+        mamba_num_heads=64,
+        n_routed_experts=128,
+        num_experts_per_tok=6,
+        vocab_size=131_072,
+    ),
 }
 MESH = ("tp", "pp", "vp", "cp", "ep", "etp", "sp")
 SHARD_BYTES = 1 << 30
@@ -86,6 +107,8 @@ def config_of(name: str, layers: int | None = None) -> PretrainedConfig:
     """The HF config of a known model, with as many ``layers`` as given instead of its own."""
     fields = dict(MODELS[name])
     fields["num_hidden_layers"] = layers or fields["num_hidden_layers"]
+    if "hybrid_override_pattern" in fields:
+        fields["hybrid_override_pattern"] = fields["hybrid_override_pattern"][: fields["num_hidden_layers"]]
     return AutoConfig.for_model(**fields)
 
 

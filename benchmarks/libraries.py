@@ -82,10 +82,12 @@ class MegatronBridge:
 
     def __init__(self, folder: Path, sizes: dict[str, int], device: str) -> None:
         from megatron.bridge import AutoBridge
+        from megatron.core.transformer.enums import AttnBackend
 
         self._bridge = AutoBridge.from_hf_pretrained(str(folder))
         provider = self._bridge.to_megatron_provider(load_weights=False)
-        fields = {**_config_fields(sizes), "gradient_accumulation_fusion": False}  # which asks for Apex
+        fields = {**_config_fields(sizes), "attention_backend": AttnBackend.auto}  # its hybrids ask for flash-attn
+        fields["gradient_accumulation_fusion"] = False  # which asks for Apex
         for name, value in fields.items():
             setattr(provider, name, value)
         provider.finalize()

@@ -1,7 +1,4 @@
-"""Adapters of TransformerEngine's layers on GPUs: gradients in bf16 are off as those of torch's modules are.
-
-Nobody has run it yet.
-"""
+"""Adapters of TransformerEngine's layers on GPUs: gradients in bf16 are off as those of torch's modules are."""
 
 import copy
 

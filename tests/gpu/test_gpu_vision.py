@@ -90,8 +90,9 @@ def problems(key, ranks, exact, rounded):
     """What is wrong, in words."""
     name, _, backend, dtype, _ = key
     if texts := [each for each in ranks if isinstance(each, str)]:
-        may_refuse = name == "gemma3" and backend == "te"  # masks that see both ways within an image
-        return [] if may_refuse and all(text.startswith("refused") for text in texts) else texts
+        words = ["refused"] if name == "gemma3" and backend == "te" else []  # masks that see both ways within an image
+        words += ["context parallel"] if name.startswith("qwen3_5") else []  # of gated delta nets
+        return [text for text in texts if not (text.startswith("refused") and any(word in text for word in words))]
     if dtype is torch.float32:
         return seeing.problems(ranks, exact, BOUND)
     own = rounded[0] - exact[0]

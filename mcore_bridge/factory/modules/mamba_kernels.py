@@ -1,7 +1,7 @@
 """How a Mamba-2 mixer computes: in torch on any device, or by mamba-ssm's and causal-conv1d's kernels on a GPU.
 
 The kernels take packed sequences in one call. They are used if both packages are installed and the numbers are halves:
-in fp32 Triton's products are TF32, which torch's are not. Nobody has run them with this library yet.
+in fp32 Triton's products are TF32, which torch's are not.
 """
 
 from __future__ import annotations
