@@ -12,7 +12,8 @@ from mcore_bridge.architecture import architecture_of, composite_of, read_hf
 from mcore_bridge.composite import IN_MODEL, Whole, spelling_in, text_of
 from mcore_bridge.config.hf import find_folder, with_fields
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.rules.layout import REPLICATED, VOCAB
+from mcore_bridge.rules.heads import HEAD, LM_HEAD, SCORE_HEAD, lm_head_of, redundant_head, tied_lm_head
+from mcore_bridge.rules.layout import REPLICATED
 from mcore_bridge.rules.mapping import (
     Dialect,
     Prefixes,
@@ -24,7 +25,6 @@ from mcore_bridge.rules.mapping import (
     pattern_of,
     respelled,
     respelled_name,
-    table,
     top_names,
 )
 from mcore_bridge.rules.names import EMBEDDING, TOWER
@@ -32,7 +32,7 @@ from mcore_bridge.rules.scheme import plain_names
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.dtypes import dtype_name
 from mcore_bridge.weights.files.hf_folder import names_in
-from mcore_bridge.weights.ties import HEAD, is_tied, ties_any_head
+from mcore_bridge.weights.ties import is_tied, ties_any_head
 
 if TYPE_CHECKING:
     import torch
@@ -41,11 +41,6 @@ if TYPE_CHECKING:
 HF = Union[str, "os.PathLike[str]", "PretrainedConfig"]
 """A folder, a hub name in the local cache, or a config."""
 _PLACES = "embeddings.position_embedding.weight"
-# fmt: off
-LM_HEAD    = table(("output_layer.weight", HEAD,             VOCAB))
-SCORE_HEAD = table(("output_layer.weight", "score.weight",   REPLICATED),
-                   ("output_layer.bias",   "score.bias",     REPLICATED))
-# fmt: on
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,22 +196,6 @@ class Provenance:
         names = top_names((*architecture_of(self.hf).rules(self.hf), *LM_HEAD, *SCORE_HEAD))
         text = tuple(respelled_name(name, self.spelling) for name in names)
         return {"text": text, "carried": self.whole.composite.carried}
-
-
-def lm_head_of(rules: Rules, spelling: Prefixes = ()) -> Rules:
-    """The rules of an output layer that is no embedding: those among ``rules``, else ``LM_HEAD`` in this spelling."""
-    own = tuple(rule for rule in rules if rule.mcore.startswith("output_layer.") and not rule.copy)
-    return own or respelled(LM_HEAD, spelling)
-
-
-def tied_lm_head(rules: Rules) -> Rules:
-    """Rules for an output layer that is the word embedding."""
-    return tuple(replace(rule, mcore="output_layer.weight", exported=False) for rule in embedding_rules(rules))
-
-
-def redundant_head(rules: Rules, lm_head: str = HEAD) -> Rules:
-    """Rules for an embedding under the name of a head: some files have it so, beside or instead of its own name."""
-    return tuple(replace(rule, hf=(lm_head,), exported=False, copy=True) for rule in embedding_rules(rules))
 
 
 def provenance_of(hf: HF, *, head: str = "lm") -> Provenance:

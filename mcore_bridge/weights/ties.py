@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.encoded import Encoded
+from mcore_bridge.rules.heads import HEAD
 from mcore_bridge.weights.base_names import base_names
 from mcore_bridge.weights.files.decoded import Decoded, DecodedCheckpoint, Folder, Stored, opened_folder
 from mcore_bridge.weights.files.hf_folder import Checkpoint
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
-HEAD = "lm_head.weight"
 _PIECE_BYTES = 4 << 20
 _known: dict[tuple[object, ...], bool] = {}
 """Results of comparisons of tensors in files, in this process, by both names and the state of the files."""

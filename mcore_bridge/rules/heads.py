@@ -1,0 +1,31 @@
+"""Rules of output layers: heads of their own, heads that are the embedding, and those that give scores."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mcore_bridge.rules.layout import REPLICATED, VOCAB
+from mcore_bridge.rules.mapping import Prefixes, Rules, embedding_rules, respelled, table
+
+HEAD = "lm_head.weight"
+# fmt: off
+LM_HEAD    = table(("output_layer.weight", HEAD,             VOCAB))
+SCORE_HEAD = table(("output_layer.weight", "score.weight",   REPLICATED),
+                   ("output_layer.bias",   "score.bias",     REPLICATED))
+# fmt: on
+
+
+def lm_head_of(rules: Rules, spelling: Prefixes = ()) -> Rules:
+    """The rules of an output layer that is no embedding: those among ``rules``, else ``LM_HEAD`` in this spelling."""
+    own = tuple(rule for rule in rules if rule.mcore.startswith("output_layer.") and not rule.copy)
+    return own or respelled(LM_HEAD, spelling)
+
+
+def tied_lm_head(rules: Rules) -> Rules:
+    """Rules for an output layer that is the word embedding."""
+    return tuple(replace(rule, mcore="output_layer.weight", exported=False) for rule in embedding_rules(rules))
+
+
+def redundant_head(rules: Rules, lm_head: str = HEAD) -> Rules:
+    """Rules for an embedding under the name of a head: some files have it so, beside or instead of its own name."""
+    return tuple(replace(rule, hf=(lm_head,), exported=False, copy=True) for rule in embedding_rules(rules))
