@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.rules.layout import REPLICATED, TRANSPOSED, Chain, Concat, Fill, Layout, Leading
+from mcore_bridge.rules.layout import REPLICATED, Chain, Concat, Fill, Leading, upright
 from mcore_bridge.rules.mapping import Rule, Rules, WeightMapping
 from mcore_bridge.rules.names import TOWER
 from mcore_bridge.rules.trace import Trace, moved_dim
@@ -150,7 +150,7 @@ def rows_of_parts(traced: Trace, shard: int) -> Tensor:
 def _adapted(rule: Rule, named: tuple[int, ...], kind: Sharing) -> Iterator[Rule]:
     """The rules of A and B for the parts of ``rule`` that are named."""
     having_own = named[:1] if kind == "shared" else named
-    layout = _upright(rule.layout)
+    layout = upright(rule.layout)
     first, second = Concat(0, (1,) * len(having_own)) >> REPLICATED, layout
     if moved_dim(layout) == 1:
         first, second = layout, REPLICATED
@@ -159,13 +159,6 @@ def _adapted(rule: Rule, named: tuple[int, ...], kind: Sharing) -> Iterator[Rule
     for (end, hf), moves, parts in zip(FACTORS.items(), (first, second), (having_own, named), strict=True):
         names = tuple(_adapter_name(rule.hf[part], hf) for part in parts)
         yield replace(rule, mcore=factor_name(_module(rule.mcore), end), hf=names, layout=moves)
-
-
-def _upright(layout: Layout) -> Layout:
-    """A layout of ``[out, in]``: that of a weight which HF holds as ``[in, out]`` turns it first."""
-    if isinstance(layout, Chain) and layout.steps[0] == TRANSPOSED:
-        return Chain(layout.steps[1:])
-    return layout
 
 
 def _ratio(rule: Rule) -> tuple[tuple[int | str, ...], ...]:

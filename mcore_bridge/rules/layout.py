@@ -225,3 +225,10 @@ FUSED_QKV      = Split(0, ratio=("heads_per_group", 1, 1)) >> QKV      # from on
 ONE_ROW        = Rearrange("1 n", "n") >> REPLICATED                   # from a matrix of one row
 INTERLEAVED    = Rearrange("(tp n gate_up) ...", "tp (gate_up n) ...")  # rows of gate and up alternate in one HF tensor
 # fmt: on
+
+
+def upright(layout: Layout) -> Layout:
+    """A layout of ``[out, in]``: that of a weight which HF holds as ``[in, out]`` turns it first."""
+    if isinstance(layout, Chain) and layout.steps[0] == TRANSPOSED:
+        return Chain(layout.steps[1:])
+    return layout

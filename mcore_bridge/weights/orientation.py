@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
-from mcore_bridge.rules.layout import TRANSPOSED, Chain
+from mcore_bridge.rules.layout import upright
 from mcore_bridge.rules.mapping import pattern_of
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _stacks(mapping: WeightMapping) -> dict[str, bool]:
     return {
         rule.hf[0].removesuffix("[*]"): rule.mcore.endswith("linear_fc1.weight")
         for rule in mapping.rules
-        if rule.axis == "etp" and isinstance(rule.layout, Chain) and rule.layout.steps[0] == TRANSPOSED
+        if rule.axis == "etp" and upright(rule.layout) != rule.layout
     }
 
 
