@@ -34,7 +34,7 @@ refused:
 - linear attention if the number of its key heads is not a multiple of `tp` times `cp`.
 
 MTP layers are refused with `ConfigError` if HF has no names for so many. Those of Nemotron-H must be an attention,
-alone or before an MLP or experts: no published model has others, and vLLM and SGLang read no others.
+alone or before an MLP or experts: no published model has others.
 """
 
 

@@ -6,6 +6,8 @@ import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from mcore_bridge.config.hybrid_layers import letters_of
+
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
@@ -31,3 +33,8 @@ def inner_config(config: TransformerConfig) -> TransformerConfig:
     own: Any = copy.copy(config)
     own.num_layers, own.layer_kinds, own.moe_layer_freq = 1, (kinds,), [int("E" in kinds)]
     return own
+
+
+def inner_letters(config: TransformerConfig) -> str:
+    """The letters of the layer within an MTP layer."""
+    return letters_of(inner_config(config))[-1]

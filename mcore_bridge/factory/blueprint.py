@@ -93,14 +93,19 @@ class Blueprint:
         spec: TransformerBlockSubmodules = layer_spec(self.config, layers, backend=self.backend)
         return spec
 
+    def mtp_layers(self, stage: Stage) -> int:
+        """How many MTP layers a stage holds: all, or none."""
+        held_here = stage.loss if self.dims.layout is None else stage.num_mtp_layers > 0
+        return held_mtp_layers(vars(self.config)) * held_here
+
+    def inner_spec(self) -> Any:
+        """A new spec of the layer within an MTP layer."""
+        return inner_spec(self.config, self.architecture.layer_spec or layer_specs.block_spec, backend=self.backend)
+
     def mtp_block_spec(self, stage: Stage) -> Any:
-        """The spec of a stage's MTP layers; None if it has none. They are in one stage."""
-        explicit = self.dims.layout is not None
-        if not (stage.num_mtp_layers if explicit else stage.loss):
-            return None
-        layer_spec = self.architecture.layer_spec or layer_specs.block_spec
-        inner = inner_spec(self.config, layer_spec, backend=self.backend)
-        return mtp_block_spec(inner, held_mtp_layers(vars(self.config)), backend=self.backend)
+        """The spec of a stage's MTP layers; None if it has none."""
+        held = self.mtp_layers(stage)
+        return mtp_block_spec(self.inner_spec(), held, backend=self.backend) if held else None
 
     def __str__(self) -> str:
         """A description for the log, without the mesh."""

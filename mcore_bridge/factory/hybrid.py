@@ -18,6 +18,7 @@ from mcore_bridge.factory.modules.backend import is_unrotated
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
     from mcore_bridge.architecture import Architecture
 
@@ -58,14 +59,23 @@ def _obstacles(architecture: Architecture, config: TransformerConfig, positions:
         yield f"HybridModel has no positions of the type {positions!r}"
     if vision != "carried":
         yield "its models of images need the forward of GPTModel; vision='carried' needs none"
-    if config.mtp_num_layers:
-        yield "MTP layers of HybridModel have other names, which are not written; build without mtp_num_layers"
+    layout = config.pipeline_model_parallel_layout
+    if config.mtp_num_layers and layout is not None and not _with_loss(layout):
+        yield "HybridModel computes MTP layers in the stage of the loss alone, and the layout puts them elsewhere"
     if getattr(config, "mla_down_proj_fusion", False):
         yield "HybridModel exchanges modules for mla_down_proj_fusion; leave it out"
     letters = letters_of(config)
     if any(len(set(kind) - SECOND) > 1 for kind in letters):
         yield "its layers have a mixer beside their attention, and halves of a layer read each other's sum"
     yield from _differences(config, letters)
+
+
+def _with_loss(layout: PipelineParallelLayerLayout) -> bool:
+    """Whether a layout puts all MTP layers into the stage of the loss."""
+    from megatron.core.transformer.enums import LayerType
+
+    stages = [stage for rank in layout.layout for stage in rank]
+    return all(LayerType.loss in stage for stage in stages if LayerType.mtp in stage)
 
 
 def _differences(config: TransformerConfig, letters: tuple[str, ...]) -> Iterator[str]:

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mcore_bridge.config.hybrid_layers import letters_of
+from mcore_bridge.config.mtp import inner_letters
 from mcore_bridge.config.tables.derived_hybrid import SECOND
+from mcore_bridge.factory.mtp import mtp_block_spec
 from mcore_bridge.rules.half_keys import HalfKeys
 
 if TYPE_CHECKING:
@@ -32,9 +34,14 @@ _STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_st
 
 
 def pattern_of(blueprint: Blueprint) -> str:
-    """The string that says which layers a ``HybridModel`` has, such as ``"*-*-|*E*E"`` for two stages."""
-    letters = letters_of(blueprint.config)
-    return "|".join("".join(letters[layer] for layer in stage.layers) for stage in blueprint.stages)
+    """The string that says which layers a ``HybridModel`` has, such as ``"*-*-|*E*E"`` for two stages.
+
+    Each token that MTP layers predict adds the layers within one, such as ``"/*E"``.
+    """
+    config = blueprint.config
+    letters = letters_of(config)
+    decoder = "|".join("".join(letters[layer] for layer in stage.layers) for stage in blueprint.stages)
+    return "/".join([decoder, *[inner_letters(config)] * (config.mtp_num_layers or 0)])
 
 
 def build_hybrid(blueprint: Blueprint, stage: Stage, groups: ProcessGroupCollection) -> Any:
@@ -60,23 +67,42 @@ def stack_spec(blueprint: Blueprint, stage: Stage) -> Any:
     from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from mcore_bridge.factory.modules.halves import remove_first, remove_second
-    from mcore_bridge.factory.modules.hybrid_stack import HalvesStack, half_of
+    from mcore_bridge.factory.modules.hybrid_stack import HalvesStack
 
     letters = letters_of(blueprint.config)
     keys = HalfKeys(letters)
     own: dict[str, Any] = {}
     for layer in stage.layers:
         for kind in letters[layer]:
-            if _SLOTS[kind] in own:
-                continue
-            (spec,) = blueprint.block_spec(range(layer, layer + 1)).layer_specs
-            (remove_first if kind in SECOND else remove_second)(spec.submodules)
-            own[_SLOTS[kind]] = ModuleSpec(
-                half_of(spec.module), params={**spec.params, "numbers": keys.layers}, submodules=spec.submodules
-            )
+            if _SLOTS[kind] not in own:
+                (spec,) = blueprint.block_spec(range(layer, layer + 1)).layer_specs
+                own[_SLOTS[kind]] = _half_spec(spec, kind, numbers=keys.layers)
+    if held := blueprint.mtp_layers(stage):
+        own["mtp_block_spec"] = _mtp_spec(blueprint, held)
     norm = blueprint.block_spec(range(0)).layer_norm
     return ModuleSpec(HalvesStack, params={"norm": norm, "keys": keys}, submodules=HybridStackSubmodules(**own))
+
+
+def _half_spec(spec: Any, kind: str, **params: Any) -> Any:
+    """The spec of one half of a layer, from that of the layer, which it changes."""
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from mcore_bridge.factory.modules.halves import remove_first, remove_second
+    from mcore_bridge.factory.modules.hybrid_stack import half_of
+
+    (remove_first if kind in SECOND else remove_second)(spec.submodules)
+    return ModuleSpec(half_of(spec.module), {**spec.params, **params}, spec.submodules)
+
+
+def _mtp_spec(blueprint: Blueprint, held: int) -> Any:
+    """The spec of MTP layers, with those of the halves of the layer within. MLPs are told so here."""
+    from mcore_bridge.factory.modules.hybrid_mtp import HalvesMtpLayer
+
+    letters = inner_letters(blueprint.config)
+    params = {kind: {"is_mtp_layer": True} if kind in SECOND else {} for kind in letters}
+    halves = {_SLOTS[kind]: _half_spec(blueprint.inner_spec(), kind, **params[kind]) for kind in letters}
+    keys = HalfKeys((letters,))
+    return mtp_block_spec(None, held, backend=blueprint.backend, layer=HalvesMtpLayer, halves=halves, keys=keys)
 
 
 @contextmanager

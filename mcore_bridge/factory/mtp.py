@@ -51,8 +51,7 @@ def require_mtp(provenance: Provenance, config: TransformerConfig) -> None:
     if wanted and kinds not in (None, *KINDS):
         raise ConfigError(
             f"mtp_layers_block_type must be one of {', '.join(map(repr, KINDS))}, found {kinds!r}, where * is "
-            "attention, - an MLP, E experts and M a Mamba-2 mixer. No published model has others, and vLLM and SGLang "
-            "read no others: remove mtp_num_layers"
+            "attention, - an MLP, E experts and M a Mamba-2 mixer. No published model has others: remove mtp_num_layers"
         )
     if wanted and kinds is not None and "E" in kinds and config.num_moe_experts is None:
         raise ConfigError(
@@ -75,8 +74,13 @@ def inner_spec(config: TransformerConfig, layer_spec: Callable[..., Any], *, bac
     return layer_spec(own, range(own.num_layers - 1, own.num_layers), backend=backend).layer_specs[0]
 
 
-def mtp_block_spec(layer_spec: Any, num_layers: int, *, backend: Backend) -> Any:
-    """megatron-core's spec of ``num_layers`` MTP layers, each around ``layer_spec``; None for no layers."""
+def mtp_block_spec(
+    layer_spec: Any, num_layers: int, *, backend: Backend, layer: type | None = None, **params: Any
+) -> Any:
+    """megatron-core's spec of ``num_layers`` MTP layers, each around ``layer_spec``; None for no layers.
+
+    ``layer`` is a class in place of megatron-core's, with ``params`` as further arguments.
+    """
     if num_layers == 0:
         return None
     from megatron.core.transformer import ModuleSpec
@@ -92,7 +96,7 @@ def mtp_block_spec(layer_spec: Any, num_layers: int, *, backend: Backend) -> Any
     others: dict[str, Any] = {"enorm": norm, "hnorm": norm, "layer_norm": norm, "eh_proj": _linear(backend)}
     submodules = MultiTokenPredictionLayerSubmodules(**{inner: layer_spec}, **others)
     return MultiTokenPredictionBlockSubmodules(
-        layer_specs=[ModuleSpec(module=MultiTokenPredictionLayer, submodules=submodules)] * num_layers
+        layer_specs=[ModuleSpec(layer or MultiTokenPredictionLayer, params, submodules)] * num_layers
     )
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.*)", re.DOTALL)
+_MTP = re.compile(r"(mtp\.layers\.\d+\.)transformer_layer\.(.*)", re.DOTALL)
+_MTP_HALVES = re.compile(r"(mtp\.layers\.\d+\.)mtp_model_layer\.(layers\..*)", re.DOTALL)
 _FINAL = ("final_layernorm.", "final_norm.")
 _SECOND = ("pre_mlp_layernorm.", "mlp.")
 _MIXER = (("self_attention.", "mixer."), ("input_layernorm.", "norm."))
@@ -50,6 +52,18 @@ class HalfKeys:
             for own, other in _MIXER:
                 name = _renamed(name, own, other)
         return f"layers.{sum(map(len, self.letters[:layer])) + half}.{name}"
+
+    def mtp_to_hybrid(self, key: str) -> str:
+        """As ``to_hybrid``, for a key of MTP layers: the letters are those of the layer within."""
+        if (match := _MTP.match(key)) is None:
+            return key
+        return f"{match[1]}mtp_model_layer.{self.to_hybrid(f'layers.0.{match[2]}')}"
+
+    def mtp_to_gpt(self, key: str) -> str:
+        """The inverse of ``mtp_to_hybrid``."""
+        if (match := _MTP_HALVES.match(key)) is None:
+            return key
+        return f"{match[1]}transformer_layer.{self.to_gpt(match[2]).removeprefix('layers.0.')}"
 
     def to_gpt(self, key: str) -> str:
         """The key in a ``GPTModel`` of one in a ``HybridModel``."""

@@ -34,8 +34,7 @@ class Rule:
         layout: from the HF tensors to the shards.
         offset: added to the first number of the mcore name to get that of the HF names. HF numbers MTP layers after
             those of the decoder.
-        stride: by which the first number of the mcore name is multiplied before that. HF numbers the halves of MTP
-            layers through, so two halves of layer 1 have the numbers 2 and 3.
+        stride: by which that number is multiplied first, where HF numbers the halves of MTP layers through.
         exported: False where another parameter already yields the HF tensor, as with a tied output layer.
         axis: the mesh axis that the layout calls ``tp``; ``etp`` for routed experts.
         copy: the HF names are second names of a tensor that another rule has. A source must hold the same values under
@@ -250,8 +249,9 @@ class WeightMapping:
         For a tensor that holds all experts, it is the name of the first expert.
         """
         numbers = _NUMBER.findall(hf)
+        first = int(numbers[0]) if numbers else 0
         return tuple(
-            _fill(rule.mcore, [*_own_numbers(rule, numbers), "0"][: rule.mcore.count("*")])
+            _fill(rule.mcore, [str((first - rule.offset) // rule.stride), *numbers[1:], "0"][: rule.mcore.count("*")])
             for rule in self._by_hf.get(pattern_of(hf), ()) or self._by_hf.get(hf, ())
             if _has_number(rule, numbers)
         )
@@ -294,11 +294,6 @@ def _has_number(rule: Rule, numbers: list[str]) -> bool:
     """Whether the first of ``numbers``, as HF counts, is one that ``rule`` is for."""
     number, rest = divmod(int(numbers[0]) - rule.offset if numbers else 0, rule.stride)
     return number >= 0 and rest == 0 and (rule.count is None or number < rule.count)
-
-
-def _own_numbers(rule: Rule, numbers: list[str]) -> list[str]:
-    """The numbers of an HF name as the mcore name has them."""
-    return [str((int(numbers[0]) - rule.offset) // rule.stride), *numbers[1:]] if numbers else []
 
 
 def _fill(pattern: str, numbers: list[str]) -> str:

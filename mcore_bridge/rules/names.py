@@ -52,7 +52,7 @@ _EXPERTS = (  # megatron-core's SequentialMLP, and TEGroupedMLP, which numbers t
     re.compile(r"\.experts\.(?P<tensor>linear_fc[12]\.(?:weight|bias))(?P<number>\d+)$"),
     re.compile(r"\.experts\.(?P<layer>linear_fc[12]\.adapter\.)(?P<number>\d+)\.(?P<tensor>linear_\w+\.weight)$"),
 )
-_MTP = re.compile(r"^mtp\.layers\.(\d+)\.(?:mtp_model_layer(?=\.))?")
+_MTP = re.compile(r"^mtp\.layers\.(\d+)\.(?:mtp_model_layer(?:\.layers\.\d+)?(?=\.))?")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
@@ -109,8 +109,11 @@ def fused_norms(modules: Collection[str]) -> dict[str, str]:
 
 
 def _mtp_prefix(match: re.Match[str], numbering: Numbering) -> str:
-    """The inner layer is ``mtp_model_layer`` in megatron-core 0.19, and ``transformer_layer`` in earlier releases."""
-    inner = "transformer_layer" if match[0].endswith("mtp_model_layer") else ""
+    """The inner layer is ``mtp_model_layer`` in megatron-core 0.19, and ``transformer_layer`` in earlier releases.
+
+    In a ``HybridModel`` it is a stack of its halves, whose modules have different names.
+    """
+    inner = "transformer_layer" if "mtp_model_layer" in match[0] else ""
     return f"mtp.layers.{numbering.mtp[int(match[1])]}.{inner}"
 
 

@@ -17,7 +17,8 @@ from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.rules.names import Numbering, canonical
 from mcore_bridge.weights.model_tensors import held_tensors
 from tests import zoo
-from tests.support import pool, stepping, tiny
+from tests.support import mtp_checkpoints, pool, stepping, tiny
+from tests.support.strategies import save
 
 CASES = {
     name: zoo.cases()[name].hf
@@ -156,7 +157,7 @@ REASONS = {
     "cohere2": ({}, r"MLP reads what .*; its attention layers differ in ropes, windows, .* Use model=\"gpt\""),
     "deepseek_v3": (
         {"mla_down_proj_fusion": True, "mtp_num_layers": 1},
-        "MTP layers .*; HybridModel exchanges modules for mla_down_proj_fusion",
+        "MTP layers in the stage of the loss alone.*; HybridModel exchanges modules for mla_down_proj_fusion",
     ),
 }
 
@@ -165,11 +166,11 @@ REASONS = {
 @pytest.mark.parametrize("name", REASONS)
 def test_refused(name):
     overrides, reason = REASONS[name]
-    hf = zoo.cases()[name].hf
+    hf, dims = zoo.cases()[name].hf, ParallelDims()
     if "mtp_num_layers" in overrides:
-        hf.num_nextn_predict_layers = 1
+        hf.num_nextn_predict_layers, dims = 1, ParallelDims(pp=3, layout="Ettt|tm|L")
     with pytest.raises(ConfigError, match=reason):
-        make_blueprint(hf, dims=ParallelDims(), dtype=torch.float32, model="hybrid", overrides=overrides)
+        make_blueprint(hf, dims=dims, dtype=torch.float32, model="hybrid", overrides=overrides)
 
 
 @needs_it
@@ -193,3 +194,40 @@ def test_only_known_classes_of_a_release_that_has_them():
     if not RELEASE.is_installed:
         with pytest.raises(ConfigError, match=r"model=\"hybrid\" needs megatron-core 0\.19 or later, found 0\.16"):
             make_blueprint(CASES["qwen3"], **build, model="hybrid")
+
+
+MTP = {"nemotron_h-narrow-experts": 2, "deepseek_v3": 1, "qwen3_next": 1}
+"""Cases, each with the number of MTP layers that predict two tokens. One that predicts both is repeated."""
+MTP_MESHES = [{"tp": 2, "sp": True, "ep": 2, "etp": 1}, {"pp": 2, "layout": "Etttt|mmL"}]
+
+
+def mtp_steps(folders, meshes):
+    """Runs in each worker: what differs between both classes in a step with MTP layers."""
+    differing = []
+    for sizes in meshes:
+        for name, held in folders:
+            overrides = {"mtp_num_layers": 2, "mtp_use_repeated_layer": held == 1}
+            dims, batch = ParallelDims(**sizes), tiny.tokens(4, vocab_size=64)
+            with stepping.mesh(dims):
+                build = {"lr": 0.5, "on_chunk": seed, "overrides": overrides}
+                one, other = (
+                    stepping.train(folders[name, held], dims, batch, model=model, **build)
+                    for model in ("gpt", "hybrid")
+                )
+            assert one["grads"].keys() == other["grads"].keys()  # another stage has the final norm on the second mesh
+            wrong = (each for each in one["grads"] if not torch.equal(one["grads"][each], other["grads"][each]))
+            differing += [f"{name} on {sizes}: {each}" for each in wrong]
+            if one["loss"] is not None and not torch.equal(one["loss"], other["loss"]):
+                differing.append(f"{name} on {sizes}: loss")
+    return differing
+
+
+@needs_it
+def test_mtp_layers_train_bit_for_bit_as_in_the_other_class(tmp_path):
+    folders = {}
+    for name, held in ((name, held) for name, held in MTP.items() if name in mtp_checkpoints.CASES):
+        hf = mtp_checkpoints.config(name, held)
+        folders[name, held] = str(tmp_path / name)
+        (tmp_path / name).mkdir()
+        save(mtp_checkpoints.published(hf, held), hf, folders[name, held])
+    assert pool.run(2, mtp_steps, folders, MTP_MESHES) == [[], []]

@@ -84,7 +84,8 @@ def test_parity_can_fail(references, name, mistake):
     assert worst[name] > 50 * BOUND
 
 
-STEPS = {1: [{}], 2: [{"tp": 2, "sp": True}, {"pp": 2}, {"ep": 2}, {"pp": 2, "layout": "Etttt|mmL"}]}
+STEPS = {1: [{}], 2: [{"tp": 2, "sp": True}, {"pp": 2}, {"ep": 2}, {"pp": 2, "layout": "Etttt|mmL"}, {"cp": 2}]}
+RANKS = {"{'cp': 2}": [[*range(4), *range(12, 16)], [*range(4, 12)]]}
 HALVES = mtp_checkpoints.HALVES[1]
 SCALE = 0.3
 
@@ -104,12 +105,16 @@ def steps(folder, meshes, overrides):
 def test_a_step_has_the_loss_of_two_tokens_ahead(tmp_path, repeated):
     held = 1 if repeated else 2
     hf = mtp_checkpoints.config(HALVES, held)
-    loss, grads = reference_step(hf, tiny.tokens(4), depths=2, repeated=repeated, scale=SCALE)
+    asked = {"depths": 2, "repeated": repeated, "scale": SCALE}
+    references = {
+        label: reference_step(hf, tiny.tokens(4), **asked, ranks=RANKS.get(label, ())) for label in ("", *RANKS)
+    }
     save(mtp_checkpoints.published(hf, held), hf, tmp_path)
     overrides = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": SCALE}
     overrides |= {"mtp_use_repeated_layer": True} if repeated else {}
     for world_size, meshes in STEPS.items():
         for results in zip(*pool.run(world_size, steps, str(tmp_path), meshes, overrides), strict=True):
+            loss, grads = references[results[0][0] if results[0][0] in RANKS else ""]
             tiny.assert_losses(results, loss)
             for label, _, step in results:
                 biases = {name for name in step["grads"] if name.endswith("e_score_correction_bias")}

@@ -23,12 +23,18 @@ SAME = (
 
 
 def built_elsewhere(
-    hf: PretrainedConfig, dims: ParallelDims, *, pattern: str | None = None, device: str = "cpu"
+    hf: PretrainedConfig,
+    dims: ParallelDims,
+    *,
+    pattern: str | None = None,
+    device: str = "cpu",
+    overrides: dict[str, Any] | None = None,
 ) -> Any:
     """This rank's only chunk, with random values. Its final norm, which needs TransformerEngine, is ours.
 
     Args:
         pattern: its layers, which ``|`` cuts into stages. None: those of our model, cut between whole layers.
+        overrides: as for ``build_model``.
     """
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.hybrid import hybrid_block
@@ -36,18 +42,22 @@ def built_elsewhere(
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
     from megatron.core.transformer import ModuleSpec
 
-    blueprint = make_blueprint(hf, dims=dims, dtype=torch.float32, device=device, backend="torch", model="hybrid")
+    asked: dict[str, Any] = {"dims": dims, "dtype": torch.float32, "device": device, "backend": "torch"}
+    blueprint = make_blueprint(hf, **asked, model="hybrid", overrides=overrides)
     pattern = pattern or pattern_of(blueprint)
     (stage,) = own_stages(blueprint)
     every = ParallelDims().stages(blueprint.config.num_layers)[0]
     submodules = copy.copy(stack_spec(blueprint, every).submodules)
+    if (mtp := blueprint.mtp_block_spec(stage)) is not None:
+        mtp.layer_specs[0].submodules.mtp_model_layer = None  # its layers are those of the decoder
+        submodules.mtp_block_spec = mtp
     for own in vars(submodules).values():
         if isinstance(own, ModuleSpec):
             own.module, own.params = own.module.__mro__[1], {}
     mixer = MambaLayerSubmodules(norm=Norm, mixer=mamba_spec("torch"), mamba_bda=get_bias_dropout_add)
     submodules.mamba_layer = ModuleSpec(MambaLayer, submodules=mixer)
     config = blueprint.config
-    config.num_layers = len(pattern.replace("|", ""))  # as Megatron sets it
+    config.num_layers = len(pattern.partition("/")[0].replace("|", ""))  # as Megatron sets it
     vars(config).pop("layer_kinds", None)
     with building(blueprint, seed=1, initialise=device != "meta"), mock.patch.object(hybrid_block, "TENorm", Norm):
         return HybridModel(

@@ -6,6 +6,7 @@ projection, and through the inner layer and a norm. The head of the model then p
 """
 
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ AROUND = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 
 
 def reference_step(
-    hf: Any, batch: Tensor, *, depths: int, repeated: bool = False, scale: float
+    hf: Any, batch: Tensor, *, depths: int, repeated: bool = False, scale: float, ranks: Sequence[Sequence[int]] = ()
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss without that of MTP layers, and the gradients of the sum of both, by name, for ``published(hf)``.
 
@@ -30,6 +31,7 @@ def reference_step(
         depths: how many tokens are predicted.
         repeated: whether one MTP layer predicts all.
         scale: what the mean loss of all depths is multiplied by.
+        ranks: the places of each context-parallel rank, whose means megatron-core takes alike. None: there is one rank.
     """
     held = 1 if repeated else depths
     state = published(hf, held)
@@ -45,7 +47,10 @@ def reference_step(
         following = torch.cat([ids[:, depth:], ids.new_zeros(len(ids), depth)], 1)
         hidden = layer(hidden, embedding(following, model.get_input_embeddings().weight))
         logits = model.lm_head(hidden)[:, :-depth]
-        losses.append(cross_entropy(logits.flatten(0, 1), labels[:, depth:].flatten()))
+        each = cross_entropy(logits.transpose(1, 2), labels[:, depth:], reduction="none")
+        places = ranks or [range(ids.size(1))]
+        means = [each[:, [place for place in own if place < each.size(1)]].mean() for own in places]
+        losses.append(torch.stack(means).mean())
     (loss + scale * torch.stack(losses).mean()).backward()
     grads = on_disk(model, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     for layer in layers:

@@ -20,8 +20,9 @@ from mcore_bridge.weights.dist_checkpoint.folder import CONTENT, TorchDistFolder
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.model_tensors import held_tensors
 from tests import zoo
-from tests.support import pool, stepping, tiny
+from tests.support import mtp_checkpoints, pool, stepping, tiny
 from tests.support.hybrid_models import built_elsewhere
+from tests.support.strategies import save
 from tests.support.written_weights import read
 
 needs_it = pytest.mark.skipif(not RELEASE.is_installed, reason="the installed megatron-core has no HybridModel")
@@ -46,9 +47,28 @@ def test_keys_of_halves(gpt, hybrid):
     assert keys.to_gpt(hybrid) == gpt
 
 
+MTP_KEYS = [
+    (
+        "mtp.layers.1.transformer_layer.input_layernorm.weight",
+        "mtp.layers.1.mtp_model_layer.layers.0.input_layernorm.weight",
+    ),
+    ("mtp.layers.1.transformer_layer.mlp.router.weight", "mtp.layers.1.mtp_model_layer.layers.1.mlp.router.weight"),
+    ("mtp.layers.1.eh_proj.weight", "mtp.layers.1.eh_proj.weight"),
+]
+
+
+@pytest.mark.parametrize(("gpt", "hybrid"), MTP_KEYS)
+def test_keys_of_halves_within_mtp_layers(gpt, hybrid):
+    keys = HalfKeys(("*E",))
+    assert keys.mtp_to_hybrid(gpt) == hybrid
+    assert keys.mtp_to_gpt(hybrid) == gpt
+    assert canonical(hybrid, Numbering((), (), (0, 1))) == gpt
+
+
 def trained(folder, dims, model):
     """Chunks with megatron-core's distributed optimizer, and what takes a step and gives its loss."""
-    chunks = mb.build_model(folder, dims=dims, dtype=torch.float32, device="cpu", model=model)
+    overrides = {"mtp_num_layers": getattr(read_hf(folder), "num_nextn_predict_layers", None)}
+    chunks = mb.build_model(folder, dims=dims, dtype=torch.float32, device="cpu", model=model, overrides=overrides)
     wrapped = stepping.wrap(chunks, use_distributed_optimizer=True)
     optimizer = stepping.distributed_optimizer(wrapped, lr=1e-2)
 
@@ -88,7 +108,12 @@ def go_on(folder, saved, here, there):
 @needs_it
 @pytest.mark.parametrize("name", NAMES)
 def test_training_goes_on_in_the_other_class(name, tmp_path):
-    folder = tiny.random_checkpoint(zoo.cases()[name].hf, tmp_path / "hf")
+    folder = tmp_path / "hf"
+    if name in mtp_checkpoints.CASES:
+        folder.mkdir()
+        save(mtp_checkpoints.published(hf := mtp_checkpoints.config(name)), hf, folder)
+    else:
+        tiny.random_checkpoint(zoo.cases()[name].hf, folder)
     here, there = {"tp": 2, "sp": True, "etp": 1, "ep": 2}, {"pp": 2}
     for found in pool.run(2, go_on, folder, tmp_path, here, there):
         losses, weights = found["gpt", "gpt"]
@@ -147,11 +172,15 @@ def test_each_class_reads_adapters_and_layers_in_one_tensor(tmp_path):
 @pytest.mark.parametrize("name", [name for name in KEYED if name in zoo.cases()])
 def test_keys_are_those_of_megatron_cores_own_layers(name):
     """Its stack counts the layers, and its layer of Mamba names its parts."""
-    dims, hf = ParallelDims(pp=2, layout="Et|tttL"), zoo.cases()[name].hf
+    hf, predicted = zoo.cases()[name].hf, int(name.startswith("nemotron_h"))
+    if predicted:
+        hf.num_nextn_predict_layers, hf.mtp_layers_block_type = 1, ["full_attention", "mlp"]
+    dims = ParallelDims(pp=2, layout=f"Et|ttt{'m' * predicted}L")
     build = {"dtype": torch.float32, "backend": "torch", "load_weights": False, "model": "hybrid"}
+    overrides = {"mtp_num_layers": predicted or None}
     with rank_of(dims, 1, 2):
-        (ours,) = mb.build_model(hf, dims=dims, device="meta", **build)
-        theirs = built_elsewhere(hf, dims, device="meta")
+        (ours,) = mb.build_model(hf, dims=dims, device="meta", **build, overrides=overrides)
+        theirs = built_elsewhere(hf, dims, device="meta", overrides=overrides)
         found = []
         for state in (model.sharded_state_dict(metadata=dict(CONTENT)) for model in (ours, theirs)):
             entries = [each for each in state.values() if not hasattr(each, "unique_key")]  # not the extra states

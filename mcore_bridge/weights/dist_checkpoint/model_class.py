@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mcore_bridge.config.hybrid_layers import letters_of
+from mcore_bridge.config.mtp import inner_letters
 from mcore_bridge.rules.half_keys import HalfKeys
 from mcore_bridge.weights.halves import is_hybrid, whole_config
 
@@ -20,9 +21,9 @@ def translation(config: TransformerConfig, *, own: bool, other: bool) -> Callabl
     """What gives a key of one class its spelling in another; ``own`` and ``other`` say which are ``HybridModel``."""
     if own == other:
         return lambda key: key
-    keys = HalfKeys(letters_of(config))
-    change = keys.to_hybrid if other else keys.to_gpt
-    return lambda key: _DECODER + change(key.removeprefix(_DECODER)) if key.startswith(_DECODER) else key
+    keys, mtp = HalfKeys(letters_of(config)), HalfKeys((inner_letters(config),))
+    change, of_mtp = (keys.to_hybrid, mtp.mtp_to_hybrid) if other else (keys.to_gpt, mtp.mtp_to_gpt)
+    return lambda key: _DECODER + change(key.removeprefix(_DECODER)) if key.startswith(_DECODER) else of_mtp(key)
 
 
 def respell(state: Mapping[str, Mapping[str, Any]], chunk: GPTModel, *, hybrid: bool) -> None:
