@@ -15,6 +15,7 @@ import torch
 from mcore_bridge.architecture import architecture_of
 from mcore_bridge.config.hybrid_layers import letters_of
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.config.mtp import inner_letters
 from mcore_bridge.config.transformer import to_transformer_config
 from mcore_bridge.errors import MappingError
 from mcore_bridge.rules.half_keys import HalfKeys
@@ -35,7 +36,7 @@ def learn_layers(chunks: Iterable[GPTModel], provenance: Provenance) -> None:
     """Have each ``HybridModel`` that another trainer built know the config of its whole layers.
 
     Raises:
-        MappingError: it has other layers than the HF config says, or MTP layers.
+        MappingError: it has other layers than the HF config says.
     """
     for chunk in filter(_counts_halves, chunks):
         own = chunk.config
@@ -51,10 +52,11 @@ def learn_layers(chunks: Iterable[GPTModel], provenance: Provenance) -> None:
                 f"the HybridModel must have the layers {expected!r}, as the HF config says, found {built!r}: pass the "
                 "hf= that it was built for"
             )
-        if mtp:
+        within = inner_letters(chunk.bridge_whole)
+        if {*mtp} - {within}:
             raise MappingError(
-                f"the HybridModel has MTP layers, {'/'.join(mtp)!r}, whose names are not known here: build it without "
-                'them, or use build_model(model="gpt")'
+                f"the HybridModel must have MTP layers of {within!r}, as the HF config says, found {'/'.join(mtp)!r}: "
+                "pass the hf= that it was built for"
             )
 
 

@@ -66,5 +66,5 @@ def built_elsewhere(
             hybrid_layer_pattern=pattern,
             pre_process=stage.embedding,
             post_process=stage.loss,
-            **{each: blueprint.gpt_arguments[each] for each in SAME},
+            **{each: blueprint.gpt_arguments[each] for each in SAME if each in blueprint.gpt_arguments},
         )
