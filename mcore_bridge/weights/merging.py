@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _BLOCK = 1 << 22
 """Numbers in fp64 that a merge holds at once, some 32 MB a tensor."""
+_LOW = (1 << 29) - 1
+"""The bits of a fraction in fp64 that one in fp32 has not."""
 
 
 class Adapter(Protocol):
@@ -70,12 +72,11 @@ def with_product(weight: Tensor, left: Tensor, right: Tensor, scale: float) -> T
 def _rounded(sums: Tensor, dtype: torch.dtype) -> Tensor:
     """fp64 in ``dtype``, rounded once. torch casts to 16 bits by way of fp32, and would round a second time there.
 
-    So the fp32 number is rounded to odd: an inexact one is never a middle between two numbers of 16 bits.
+    So the fp32 number is rounded to odd: an inexact one is never a middle between two numbers of 16 bits. What fp32 has
+    no room for becomes the last bit that it has room for. (Below 2^-126 fp32 has less room, and may round again.)
     """
     if dtype.itemsize >= torch.float32.itemsize:
         return sums.to(dtype)
-    near = sums.float()
-    error = sums - near
-    is_even = near.view(torch.int32) % 2 == 0
-    other = near.nextafter(error.sign().float() * torch.inf)  # the sign of nothing gives nan, which is not chosen
-    return torch.where((error != 0) & is_even, other, near).to(dtype)
+    bits = sums.view(torch.int64)
+    odd = (bits & _LOW).add_(_LOW).bitwise_or_(bits).bitwise_and_(~_LOW)
+    return odd.view(torch.float64).float().to(dtype)

@@ -141,7 +141,7 @@ def test_sums_are_rounded_once(dtype):
     middle, little = 1 + step / 2, 2**-30
     for start, rounded in (
         (middle, 1), (middle + little, 1 + step), (middle - little, 1),
-        (middle + step, 1 + 2 * step), (middle + step - little, 1 + step), (1, 1), (0, 0),
+        (middle + step, 1 + 2 * step), (middle + step - little, 1 + step), (1, 1), (0, 0), (torch.inf, torch.inf),
     ):  # fmt: skip
         for sign in (1, -1):
             assert merging._rounded(one * sign * start, dtype).double() == sign * rounded, (dtype, start)
