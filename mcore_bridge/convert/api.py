@@ -8,9 +8,6 @@ the target in one step.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,9 +15,7 @@ from typing import Any
 
 import torch
 
-from mcore_bridge import __version__
 from mcore_bridge.architecture import architecture_of
-from mcore_bridge.config.megatron_release import installed
 from mcore_bridge.config.unread import require_no_unread
 from mcore_bridge.convert.conversion import Conversion, ModelConversion
 from mcore_bridge.convert.dist_to_hf import FromDist
@@ -28,8 +23,8 @@ from mcore_bridge.convert.hf_merged import ToMerged
 from mcore_bridge.convert.hf_to_dist import ToDist
 from mcore_bridge.convert.hf_to_plain import ToPlain
 from mcore_bridge.convert.hf_to_torch import RankFiles, ToTorch
-from mcore_bridge.convert.rank_files.file import NAME
 from mcore_bridge.convert.rank_files.folder import find_rank_files
+from mcore_bridge.convert.resume import resume
 from mcore_bridge.convert.torch_to_hf import FromTorch
 from mcore_bridge.errors import CheckpointError, MeshError
 from mcore_bridge.launch.processes import OnEvent, run_ranks
@@ -43,7 +38,6 @@ from mcore_bridge.weights.files.sidecars import config_folders, first_with_confi
 
 DIST_FILE_BYTES = 512 << 20
 """Size limit of a file of ``torch_dist``: torch keeps all that it writes to a file in memory until the end."""
-_PLAN = "plan.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +180,7 @@ def _run(conversion: Conversion, target: Path, num_processes: int, num_gpus: int
     conversion = dataclasses.replace(conversion, device=device)
     with updating(target, CONVERSION) as update:
         _require_no_other_kind(target, conversion.kind)
-        kept = _resume(conversion)
+        kept = resume(conversion)
         work = _Work(conversion, tuple(number for number in range(len(conversion.names)) if number not in kept))
         if max(num_processes, num_gpus) == 1 and device == "cpu":
             work.do(0, 1, partial(on_event, 0))
@@ -266,39 +260,3 @@ def _config_beside(source: Path, checkpoint: Path) -> Path:
         tried = ", ".join(map(str, folders))
         raise CheckpointError(f"no config.json in any of {tried}: pass the folder of the HF config with --hf")
     return folder
-
-
-def _resume(conversion: Conversion) -> frozenset[int]:
-    """The files that an earlier run of the same conversion wrote, by number. Files of other conversions are removed."""
-    plan = conversion.staging.with_name(_PLAN)
-    own = json.dumps(_identity(conversion))
-    if not plan.is_file() or plan.read_text() != own:
-        for path in conversion.staging.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        plan.write_text(own)
-    there = {str(path.relative_to(conversion.staging)) for path in conversion.staging.rglob("*")}
-    return frozenset(number for number, name in enumerate(conversion.names) if name in there)
-
-
-def _identity(conversion: Conversion) -> object:
-    """A value that is equal for conversions that write the same files.
-
-    It is made of the source as it is now, the plan, the config, and releases.
-    """
-    paths = (*conversion.source.iterdir(), *conversion.source.glob(f"mp_rank_*/{NAME}"))
-    files = sorted(path for path in paths if path.is_file())
-    plan = hashlib.sha256()
-    for part in conversion.contents:
-        plan.update(repr(part).encode())
-    sources = [
-        [str(path.relative_to(conversion.source)), path.stat().st_size, path.stat().st_mtime_ns] for path in files
-    ]
-    return [
-        conversion.kind,
-        str(conversion.source.absolute()),
-        sources,
-        list(map(list, conversion.units)),
-        plan.hexdigest(),
-        conversion.options,
-        [__version__, installed()],
-    ]

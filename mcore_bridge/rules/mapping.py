@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Literal
 
 from mcore_bridge.errors import MappingError
-from mcore_bridge.rules.layout import TRANSPOSED, Axes, Layout, Split
+from mcore_bridge.rules.layout import Axes, Layout
 from mcore_bridge.rules.names import EMBEDDING, mtp_layer_of
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -120,24 +120,6 @@ def numbered(rules: Rules, *, offset: int = 0, stride: int = 1, count: int | Non
 def experts(mcore: str, hf: str, *rules: Rules, turned: bool = False) -> Rules:
     """Like ``under``, for the rules of a routed expert: expert tensor parallelism (``etp``) cuts it."""
     return tuple(replace(rule, axis="etp", turned=turned) for rule in under(mcore, hf, *rules))
-
-
-def fused(rules: Rules) -> Rules:
-    """The same rules with the routed experts of a layer in one tensor: ``gate_up_proj`` and ``down_proj``.
-
-    Their shape is [experts, out, in], as in transformers 5 and some published checkpoints, or [experts, in, out] if the
-    rules are ``turned``. Rules that are fused already stay as they are.
-    """
-    return tuple(_fuse(rule) if rule.axis == "etp" and ".experts.*." in rule.hf[0] else rule for rule in rules)
-
-
-def _fuse(rule: Rule) -> Rule:
-    before = rule.hf[0].partition(".experts.*.")[0]
-    name, _, kind = rule.mcore.removeprefix(f"{rule.mcore.partition('.experts.')[0]}.experts.*.").rpartition(".")
-    first = "up_proj" if rule.hf[0].endswith(".up_proj.weight") else "gate_up_proj"  # with a gate, that comes first
-    whole = {"linear_fc1": first, "linear_fc2": "down_proj"}[name] + ("_bias" if kind == "bias" else "")
-    layout = rule.layout if len(rule.hf) == 1 else Split(0, (1,) * len(rule.hf)) >> rule.layout
-    return replace(rule, hf=(f"{before}.experts.{whole}[*]",), layout=TRANSPOSED >> layout if rule.turned else layout)
 
 
 @lru_cache(maxsize=1 << 16)

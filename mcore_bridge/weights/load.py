@@ -17,6 +17,7 @@ from torch import Tensor
 from mcore_bridge.config.hf import find_folder
 from mcore_bridge.config.quantization import read_quantization
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.rules.dialects import dialect_of
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.weights.base_names import with_prefix
 from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, provenance_on
@@ -36,7 +37,7 @@ from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.gc_paused import uncollected
 from mcore_bridge.weights.load_state import Load, LoadReport
 from mcore_bridge.weights.orientation import turned
-from mcore_bridge.weights.provenance import HF, Provenance, dialect_of
+from mcore_bridge.weights.provenance import HF, Provenance
 from mcore_bridge.weights.ties import renamed, require_equal
 from mcore_bridge.weights.transfer.copier import compiling
 

@@ -12,6 +12,7 @@ from mcore_bridge.architecture import architecture_of, composite_of, read_hf
 from mcore_bridge.composite import IN_MODEL, Whole, spelling_in, text_of
 from mcore_bridge.config.hf import find_folder, with_fields
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.rules.dialects import dialect_of, fused
 from mcore_bridge.rules.heads import HEAD, LM_HEAD, SCORE_HEAD, lm_head_of, redundant_head, tied_lm_head
 from mcore_bridge.rules.layout import REPLICATED
 from mcore_bridge.rules.mapping import (
@@ -21,7 +22,6 @@ from mcore_bridge.rules.mapping import (
     Rules,
     WeightMapping,
     embedding_rules,
-    fused,
     pattern_of,
     respelled,
     respelled_name,
@@ -233,18 +233,6 @@ def provenance_of(hf: HF, *, head: str = "lm") -> Provenance:
         embeddings = [rule.hf[0] for rule in embedding_rules(provenance.rules)]
         config.tie_word_embeddings = all(is_tied(folder, names, name, provenance.lm_head) for name in embeddings)
     return replace(provenance, dialect=dialect_of(names, provenance.rules) or architecture.dialect)
-
-
-def dialect_of(names: Iterable[str], rules: Rules) -> Dialect | None:
-    """The dialect of ``names``; None if they have no routed experts, or if both dialects name them alike."""
-    split, whole = (
-        {name for rule in dialect if rule.axis == "etp" for name in rule.hf} for dialect in (rules, fused(rules))
-    )
-    if split == whole:
-        return None
-    stacks = {name.removesuffix("[*]") for name in whole}
-    patterns = set(map(pattern_of, names))
-    return "fused" if patterns & stacks else "split" if patterns & split else None
 
 
 def mapping(hf: HF, *, head: str = "lm", dialect: Dialect | None = None) -> WeightMapping:

@@ -1,0 +1,50 @@
+"""What an interrupted conversion has left: its files are kept if it would write the same ones again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+
+from mcore_bridge import __version__
+from mcore_bridge.config.megatron_release import installed
+from mcore_bridge.convert.conversion import Conversion
+from mcore_bridge.convert.rank_files.file import NAME
+
+_PLAN = "plan.json"
+
+
+def resume(conversion: Conversion) -> frozenset[int]:
+    """The files that an earlier run of the same conversion wrote, by number. Files of other conversions are removed."""
+    plan = conversion.staging.with_name(_PLAN)
+    own = json.dumps(_identity(conversion))
+    if not plan.is_file() or plan.read_text() != own:
+        for path in conversion.staging.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        plan.write_text(own)
+    there = {str(path.relative_to(conversion.staging)) for path in conversion.staging.rglob("*")}
+    return frozenset(number for number, name in enumerate(conversion.names) if name in there)
+
+
+def _identity(conversion: Conversion) -> object:
+    """A value that is equal for conversions that write the same files.
+
+    It is made of the source as it is now, the plan, the config, and releases.
+    """
+    paths = (*conversion.source.iterdir(), *conversion.source.glob(f"mp_rank_*/{NAME}"))
+    files = sorted(path for path in paths if path.is_file())
+    plan = hashlib.sha256()
+    for part in conversion.contents:
+        plan.update(repr(part).encode())
+    sources = [
+        [str(path.relative_to(conversion.source)), path.stat().st_size, path.stat().st_mtime_ns] for path in files
+    ]
+    return [
+        conversion.kind,
+        str(conversion.source.absolute()),
+        sources,
+        list(map(list, conversion.units)),
+        plan.hexdigest(),
+        conversion.options,
+        [__version__, installed()],
+    ]
