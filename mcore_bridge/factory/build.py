@@ -63,7 +63,8 @@ def build_model(
         load_weights: True: from the folder ``hf``. A folder, mapping or iterable of pairs: from there. False: none;
             parameters have megatron-core's initial values, drawn from ``seed``.
         freeze: ``fnmatch`` patterns of canonical parameter names, such as "embedding.*". A pattern behind "!" has
-            parameters trained again; the last one that matches decides.
+            parameters trained again; the last one that matches decides. All ranks must give the same ones: together
+            they find out whether each matches a parameter on some stage.
         on_chunk: called at the end with each chunk and its virtual stage: loaded, frozen and not yet wrapped.
         seed: for all random values: the initial values, or those of a head that the source lacks.
         strict_config: True: refuse fields of the HF config that the architecture does not know. False: accept and log
@@ -123,9 +124,9 @@ def build(blueprint: Blueprint, source: Source | None, *, freeze: Sequence[str] 
     stages = own_stages(blueprint)
     with building(blueprint, seed=seed, initialise=source is None):
         chunks = [build_chunk(blueprint, stage, seed=seed) for stage in stages]
+    freeze_parameters(chunks, freeze)
     if source is not None:
         load_hf_weights(chunks, source, dtype=blueprint.dtype)
-    freeze_parameters(chunks, freeze)
     _log(blueprint, chunks)
     return chunks
 

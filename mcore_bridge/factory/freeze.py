@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from torch import nn
 
-from mcore_bridge.config.tables.derived_hybrid import has_half
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.rules.names import TOWER
 from mcore_bridge.weights.model_tensors import held_tensors
+from mcore_bridge.weights.transfer.collectives import Group
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -29,38 +28,36 @@ def require_patterns(patterns: object) -> None:
 def freeze_parameters(chunks: Sequence[GPTModel], patterns: Sequence[str]) -> None:
     """Freeze the parameters whose canonical name matches one of the ``fnmatch`` patterns.
 
+    If there are patterns, all ranks must call it together: which names exist elsewhere, other ranks know.
+
     Args:
         chunks: the bare chunks of this rank, from ``build_model``.
-        patterns: such as "embedding.*" or "decoder.layers.0.*". Layer numbers are those of the whole model. A pattern
-            behind "!" has parameters trained again. The last pattern that matches a parameter decides.
+        patterns: such as "embedding.*" or "decoder.layers.0.*". Numbers of layers and experts are those of the whole
+            model. A pattern behind "!" has parameters trained again. The last pattern that matches a parameter decides.
 
     Raises:
-        ConfigError: a pattern matches no parameter, neither on this pipeline stage nor on another.
+        ConfigError: on every rank, when patterns match no parameter of any rank.
     """
-    here = {name: tensor for name, tensor in held_tensors(chunks).items() if isinstance(tensor, nn.Parameter)}
-    everywhere = [*here, *_elsewhere(chunks[0])] if patterns else []
-    for written in patterns:
-        pattern = written.removeprefix("!")
-        if not any(fnmatchcase(name, pattern) for name in everywhere):
-            near = get_close_matches(pattern, everywhere, n=3, cutoff=0.3)
-            raise ConfigError(
-                f"each pattern of freeze must match a parameter, found {written!r}, which matches none; nearest names: "
-                f"{near}"
-            )
-        for name, parameter in here.items():
-            if fnmatchcase(name, pattern):
-                parameter.requires_grad_(pattern != written)
-
-
-def _elsewhere(chunk: GPTModel) -> Iterator[str]:
-    """The names that other pipeline stages may hold. They follow from the rules, without communication."""
-    config = chunk.config
-    if config.pipeline_model_parallel_size == 1:
+    if not patterns:
         return
-    yield from (f"{TOWER}{spec.name}" for spec in chunk.bridge.tower)
-    for rule in chunk.bridge.mapping(tied=chunk.share_embeddings_and_output_weights).rules:
-        if rule.mcore.startswith("decoder.layers.*"):
-            layers = (layer for layer in range(config.num_layers) if has_half(config, layer, rule.mcore))
-            yield from (rule.mcore.replace("*", str(layer), 1) for layer in layers)
-        else:
-            yield rule.mcore
+    here = {name: tensor for name, tensor in held_tensors(chunks).items() if isinstance(tensor, nn.Parameter)}
+    matches = {written: [name for name in here if fnmatchcase(name, written.removeprefix("!"))] for written in patterns}
+    _require_matches(matches, [*here], Group.of_replica(chunks[0].pg_collection))
+    for written in patterns:
+        for name in matches[written]:
+            here[name].requires_grad_(written.startswith("!"))
+
+
+def _require_matches(matches: dict[str, list[str]], here: list[str], group: Group) -> None:
+    """Raise ``ConfigError`` on all ranks of ``group`` unless each pattern matches a name on one of them."""
+    if group.size > 1 and group.is_fake:
+        return  # no rank answers
+    answers = group.all_gather_object([(written, bool(names)) for written, names in matches.items()])
+    matching = dict(sorted(pair for answer in answers for pair in answer))  # True is behind False, and stays
+    if missing := [written for written, matches_some in matching.items() if not matches_some]:
+        names = sorted({name for own in group.all_gather_object(here) for name in own})
+        near = {written: get_close_matches(written.removeprefix("!"), names, n=3, cutoff=0.3) for written in missing}
+        raise ConfigError(
+            f"each pattern of freeze must match a parameter, found some that match none; correct them, each with its "
+            f"nearest names: {near}"
+        )

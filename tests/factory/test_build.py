@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory.modules.torch_modules import AlwaysBiased, CoreAttention, Norm
 from mcore_bridge.factory.param_count import count_params, resolve_layout
 from mcore_bridge.weights.model_tensors import held_tensors
+from tests import zoo
 from tests.support import pool, stepping, tiny
 
 
@@ -164,27 +166,54 @@ def frozen(folder: str, patterns: list[str]) -> set[str]:
     return {name for name, tensor in held_tensors(chunks).items() if not tensor.requires_grad}
 
 
+FROZEN = {
+    "llama4": {"pp": 2, "ep": 2},
+    "nemotron_h": {"pp": 2, "ep": 2},
+    "granitemoehybrid": {"pp": 2, "ep": 2},
+    "falcon_h1": {"pp": 2, "vp": 2},
+    "qwen3_next": {"pp": 4},
+}
+
+
 def test_freeze_takes_canonical_names_and_refuses_what_matches_nothing(folder):
     patterns = ["embedding.*", "decoder.layers.2.*layernorm*"]
     layer = "decoder.layers.2."
     norms = {"input_layernorm", "pre_mlp_layernorm", "self_attention.q_layernorm", "self_attention.k_layernorm"}
     expected = {"embedding.word_embeddings.weight", *(f"{layer}{norm}.weight" for norm in norms)}
     assert on_one_rank(frozen, str(folder), patterns) == expected
-    with pytest.raises(ConfigError, match=r"decoder\.layers\.9.*nearest names"):
+    with pytest.raises(ConfigError, match=r"nearest names: .*decoder\.layers\.9"):
         on_one_rank(frozen, str(folder), ["decoder.layers.9.*"])
 
 
-def frozen_stage(folder: str, patterns: list[str]) -> set[str]:
-    dims = ParallelDims(pp=2)
+def freezing(hf: Any, sizes: dict[str, int]) -> tuple[int, set[str], set[str], str]:
+    """Runs in each worker: how many parameters it has, and what it froze of all names; names of none, and the error."""
+    dims = ParallelDims(**sizes)
     with stepping.mesh(dims):
-        chunks = build_model(folder, dims=dims, device="cpu", freeze=patterns)
-        return {name for name, tensor in held_tensors(chunks).items() if not tensor.requires_grad}
+
+        def held(**options: Any) -> dict[str, torch.Tensor]:
+            chunks = build_model(hf, dims=dims, device="meta", load_weights=False, **options)
+            return {name: each for name, each in held_tensors(chunks).items() if isinstance(each, torch.nn.Parameter)}
+
+        of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(of_ranks, [*held()])
+        names = {name for own in of_ranks for name in own}
+        layers = range(hf.num_hidden_layers)
+        moved = {re.sub(r"layers\.\d+", f"layers.{layer}", name) for layer in layers for name in names} - names
+        moved.add("decoder.layers.99.*")
+        mine = held(freeze=sorted(names))
+        with pytest.raises(ConfigError, match="each pattern of freeze must match a parameter") as error:
+            held(freeze=[*names, *moved])
+        return len(mine), {name for name, each in mine.items() if not each.requires_grad}, moved, str(error.value)
 
 
-def test_freeze_may_name_what_another_stage_holds(folder):
-    first, last = pool.run(2, frozen_stage, str(folder), ["embedding.*", "decoder.layers.3.mlp.*"])
-    assert first == {"embedding.word_embeddings.weight"}
-    assert last == {f"decoder.layers.3.mlp.linear_fc{i}.weight" for i in (1, 2)}
+@pytest.mark.parametrize("name", [name for name in FROZEN if name in zoo.cases()])
+def test_freeze_takes_the_names_of_all_stages_and_experts_and_no_other(name):
+    """Names of no rank are those of a layer in another one: of a mixer where that has attention, of experts, ..."""
+    hf = zoo.cases()[name].hf
+    for size, frozen, moved, error in pool.run(4, freezing, hf, FROZEN[name]):
+        assert len(frozen) == size
+        assert all(repr(each) in error for each in moved)
+        assert len(moved) > 1 or name == "falcon_h1"  # whose layers are alike
 
 
 # -- heads -------------------------------------------------------------------------------------------------------------

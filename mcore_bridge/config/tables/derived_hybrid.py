@@ -11,13 +11,6 @@ FIRST, SECOND = frozenset("M*"), frozenset("-E")
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
-def has_half(config: object, layer: int, name: str) -> bool:
-    """Whether ``layer`` (from 0) has the half to which a parameter belongs by its canonical ``name``."""
-    kinds = getattr(config, "layer_kinds", None)
-    half = next((half for part, half in ((".self_attention.", FIRST), (".mlp.", SECOND)) if part in name), None)
-    return kinds is None or half is None or not half.isdisjoint(kinds[layer])
-
-
 def kept_kinds(mcore: Mcore, name: str) -> tuple[str, ...]:
     """The kinds of the first ``num_layers`` layers, of those that the HF field ``name`` has. It must have as many."""
     num_layers, kinds = count(mcore, "num_layers"), mcore["layer_kinds"]

@@ -176,6 +176,11 @@ class Group:
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
+    @property
+    def is_fake(self) -> bool:
+        """Whether the other ranks are none but torch's ``fake`` backend, so that nothing comes from them."""
+        return dist.get_backend(self.group) == "fake"
+
     @classmethod
     def of_replica(cls, groups: ProcessGroupCollection) -> Group:
         """The smallest group with a whole model: dense parameters lie within ``mp``, experts within ``tp_ep_pp``.
