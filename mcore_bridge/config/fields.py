@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeGuard
 
+from mcore_bridge.config.sizes import size_problems
 from mcore_bridge.errors import ConfigError, shown
 
 Hf = Mapping[str, object]
@@ -193,6 +194,7 @@ def to_mcore(table: tuple[Field, ...], hf: Hf) -> dict[str, object]:
     for entry in table:
         try:
             values.append(entry.to_mcore(hf))
+            problems.extend(size_problems(hf, entry.names, values[-1]))
         except ConfigError as error:
             problems.append(str(error))
         except Exception as error:  # what an entry does not expect is a value of another kind

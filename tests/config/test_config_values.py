@@ -88,7 +88,10 @@ def test_a_value_of_another_type_is_refused(name: str, value: object, expected: 
             "must be able to compute the frequencies",
         ),
         ("olmo3", {"rope_scaling": {**YARN, "attention_factor": ""}}, "attention_factor"),
-        ("qwen3_next", {"linear_num_key_heads": 0}, "linear_num_key_heads must be|megatron-core refuses"),
+        ("qwen3_next", {"linear_num_key_heads": 0}, "linear_num_key_heads=0.* must give .*, found 0 as"),
+        ("falcon_h1", {"hidden_size": -1}, "hidden_size=-1 must give a whole number from 1 to 2147483647, found -1"),
+        ("granitemoehybrid", {"mamba_d_conv": 0}, "mamba_d_conv=0 must give .*, found 0 as .*mamba_conv_kernel"),
+        ("granitemoehybrid", {"mamba_d_state": 2**31}, "mamba_d_state=2147483648 must give a whole number"),
     ],
 )
 def test_values_of_no_sense_are_refused_by_name(case: str, change: Json, message: str, tmp_path: Path) -> None:
