@@ -168,12 +168,12 @@ class SeenImages:
     """The images of a batch by microbatch, and what is wrong with them."""
 
     def __init__(
-        self, images: Images, input_ids: Tensor, mask: Tensor | None, rows: Sequence[slice], num_positions: int
+        self, images: Images, input_ids: Tensor, mask: Tensor | None, rows: Sequence[slice], count: int
     ) -> None:
         self._images, self._rows = images, rows
         shown = torch.ones_like(input_ids) if mask is None else (mask != 0).long()
         self._types = token_types_of(images, (input_ids.size(0), input_ids.size(1)), input_ids.device)
-        self._positions = positions_of(images, shown, num_positions)
+        self._positions = positions_of(images, shown, count)
         self._has_tokens = shown.any(1).tolist()
         self.misfits: list[BatchError] = []
 
