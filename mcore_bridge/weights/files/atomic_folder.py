@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.files.folder_lock import PREFIX, Writer, locked, require_held
+from mcore_bridge.weights.files.replaceable import require_replaceable
 from mcore_bridge.weights.transfer.failures import raise_on_all
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def commit(update: Update, replaced: Iterable[str] = (), first: Iterable[str] = 
     """
     new = sorted(_files_in(update.new))
     names = sorted({*new, *(name for name in replaced if _is_there(update.target / name))})
-    _require_replaceable(update.target, names)
+    require_replaceable(update.target, names)
     if any(_is_there(update.target / name) for name in names):
         _flush(update.new)
     require_held(update.target, update.writer)
@@ -247,34 +247,6 @@ def _recover(target: Path) -> None:
             shutil.rmtree(home, ignore_errors=True)
         elif home.name != f"{PREFIX}{CONVERSION}":
             shutil.rmtree(home, ignore_errors=True)
-
-
-def _require_replaceable(target: Path, names: Iterable[str]) -> None:
-    """Raise if a file of the target cannot be replaced by a rename, before any file is."""
-    mounts, device = _mount_points(), target.stat().st_dev
-    problems = []
-    for name in names:
-        path = target / name
-        above = [folder for folder in path.parents if folder != target and target in folder.parents]
-        if path.is_dir() and not path.is_symlink():
-            problems.append(f"{path} is a folder, expected a file")
-        elif str(path) in mounts:
-            problems.append(f"{path} is a mount point")
-        problems += (
-            f"{folder} is a link or another file system"
-            for folder in above
-            if folder.is_symlink() or (folder.exists() and (folder.stat().st_dev != device or str(folder) in mounts))
-        )
-    if problems:
-        raise CheckpointError(f"{'; '.join(dict.fromkeys(problems))}: move it away, or name another folder")
-
-
-def _mount_points() -> frozenset[str]:
-    """The paths at which file systems are mounted, as far as the system lists them."""
-    with suppress(OSError):
-        paths = (line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines())
-        return frozenset(re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), path) for path in paths)
-    return frozenset()
 
 
 def _files_in(folder: Path) -> Iterator[str]:
