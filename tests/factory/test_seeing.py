@@ -60,15 +60,19 @@ def test_replicas_gather_parameters_of_a_tower_in_one_order() -> None:
         assert torch.equal(at_once, late)
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "hunyuan_vl"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "hunyuan_vl", "llama4"])
 def test_trainers_call_with_whole_rows_or_their_own_tokens(name: str) -> None:
-    """Of both context-parallel ranks. Positions that the caller gives are used, three for a token, or four."""
+    """Of both context-parallel ranks. Positions that the caller gives are used, three for a token, or four.
+
+    Llama 4 has one, and counts places within chunks.
+    """
     folder, batch, (wanted, _) = case(name)
     for found in pool.run(2, seeing.calls, folder, CP, batch):
         errors = {name: float(((each - wanted) * (wanted != 0)).abs().max()) for name, each in found.items()}
-        assert errors.pop("swapped") > 10 * BOUND
-        assert float(((found["swapped"] - found["forward, swapped"]) * (wanted != 0)).abs().max()) < BOUND
-        assert errors.pop("forward, swapped") > 10 * BOUND
+        if name != "llama4":
+            assert errors.pop("swapped") > 10 * BOUND
+            assert float(((found["swapped"] - found["forward, swapped"]) * (wanted != 0)).abs().max()) < BOUND
+            assert errors.pop("forward, swapped") > 10 * BOUND
         assert all(error < BOUND for error in errors.values()), errors
 
 

@@ -361,7 +361,10 @@ def misfitting(folder: Path, sizes: dict[str, Any], batch: Any) -> str:
 
 
 def calls(folder: Path, sizes: dict[str, Any], batch: Any) -> dict[str, Tensor]:
-    """Runs in each worker: log-probs of ``batch`` by each form of a trainer's call, on a mesh without a pipeline."""
+    """Runs in each worker: log-probs of ``batch`` by each form of a trainer's call, on a mesh without a pipeline.
+
+    Of families that number tokens of images otherwise than text, with positions of the caller too, right and "swapped".
+    """
     from mcore_bridge.batches.collectives import gather
     from mcore_bridge.batches.padded_rows import lay_out_rows
 
@@ -376,27 +379,26 @@ def calls(folder: Path, sizes: dict[str, Any], batch: Any) -> dict[str, Tensor]:
         rows = lay_out_rows(wide, dims.cp, groups.cp.rank())
         params = {"packed_seq_params": packed.packed_seq_params}
         seen = joined(images)
-        places = _positions(model, ids, mask, seen)
-        swapped = places[[1, 0, *range(2, len(places))]]
+        whole = {"input_ids": ids, "attention_mask": mask.bool(), **params}
         forms = {
-            "verl, packed": (packed, {"input_ids": ids, "attention_mask": mask.bool(), **params}),
+            "verl, packed": (packed, whole),
             "verl, rows": (rows, {"input_ids": wide, "attention_mask": shown}),
             "slime": (packed, {"input_ids": packed.input_ids, "attention_mask": None, **params}),
-            "3D": (packed, {"input_ids": ids, "attention_mask": mask.bool(), "position_ids": places, **params}),
-            "swapped": (
-                packed,
-                {"input_ids": ids, "attention_mask": mask.bool(), "position_ids": swapped, **params},
-            ),
         }
+        given = {}
+        if hasattr(model.vision, "get_rope_index"):
+            places = _positions(model, ids, mask, seen)
+            given = {"3D": places, "swapped": places[[1, 0, *range(2, len(places))]]}
+        forms |= {name: (packed, {**whole, "position_ids": each}) for name, each in given.items()}
         found = {}
         for name, (layout, inputs) in forms.items():
             logits = model(**{"position_ids": None, **inputs}, **seen)
             vocab = {"vocab_size": model.bridge.hf.vocab_size, "group": groups.tp}
             values, _ = mb.log_probs(logits, layout.labels, **vocab)
             found[name] = mb.unpack_sequences(layout, gather(values, groups.cp), following=True)[:, : ids.size(1)]
-        for name, given in (("forward, 3D", places), ("forward, swapped", swapped)):
-            told = [each and {**each, "position_ids": given[:, row]} for row, each in enumerate(images)]
-            found[name] = mb.forward([model], ids, mask, images=told, packed=name.endswith("3D")).log_probs
+        for name, places in given.items():
+            told = [each and {**each, "position_ids": places[:, row]} for row, each in enumerate(images)]
+            found[f"forward, {name}"] = mb.forward([model], ids, mask, images=told, packed=name == "3D").log_probs
         return found
 
 
