@@ -13,6 +13,7 @@ from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.rules.mapping import unstacked
 from mcore_bridge.weights.bound import bind, provenance_on
 from tests.support.published import FOLDER, expand
+from tests.support.published import records as configs
 
 RECORDS: list[dict[str, Any]] = [expand(record) for record in json.loads((FOLDER / "names.json").read_text())]
 LEFT_OUT = {"mimo": ("model.mtp_layers.",), "qwen2_vl": ("visual.",), "qwen3_vl": ("model.visual.",)} | {
@@ -39,3 +40,24 @@ def test_published_names_are_those_of_the_model(record: dict[str, Any], tmp_path
     mapping = bound.mapping
     assert [each for each in rest if not (mapping.is_carried(each) or mapping.is_unused(each, num_mtp_layers=0))] == []
     assert [each for each in rest if not each.startswith(LEFT_OUT.get(model_type, ()))] == []
+
+
+def test_a_published_file_of_mtp_layers_has_as_many_names_and_bytes(tmp_path: Path) -> None:
+    """The last file of Nemotron 3.5 Lightning in bf16 has its MTP layer alone, and others have pinned its size.
+
+    github pierre427/mlx2@dc9240c41d40, src/mlx2/adapters/nemotron35_lightning.py
+    """
+    num_names, num_bytes = 270, 2_670_685_240
+    (record,) = (each for each in configs() if "Nemotron-3.5-Lightning" in each.name)
+    if record.config["model_type"] not in CONFIG_MAPPING:
+        pytest.skip("the installed transformers lacks it")
+    (tmp_path / "config.json").write_text(json.dumps(record.config))
+    asked: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta", "load_weights": False}
+    with rank_of(dims := mb.ParallelDims(), 0, 1):
+        models = mb.build_model(tmp_path, dims=dims, **asked, overrides={"num_layers": 2, "mtp_num_layers": 1})
+        bound = bind(models)
+    held = {name: tensor for name, tensor in bound.tensors.items() if name.startswith("mtp.")}
+    names = [name for mcore in held for name in bound.mapping.bind(mcore).hf]
+    header = num_bytes - sum(2 * tensor.numel() for tensor in held.values())
+    assert len(set(names)) == num_names
+    assert 100 * num_names < header < 140 * num_names  # a name, a dtype, a shape and two offsets
