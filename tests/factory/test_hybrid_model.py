@@ -196,17 +196,18 @@ def test_only_known_classes_of_a_release_that_has_them():
             make_blueprint(CASES["qwen3"], **build, model="hybrid")
 
 
-MTP = {"nemotron_h-narrow-experts": 2, "deepseek_v3": 1, "qwen3_next": 1}
+MTP = {"qwen3_next": 1, "deepseek_v3": 1, "nemotron_h-narrow-experts": 2}
 """Cases, each with the number of MTP layers that predict two tokens. One that predicts both is repeated."""
 MTP_MESHES = [{"tp": 2, "sp": True, "ep": 2, "etp": 1}, {"pp": 2, "layout": "Etttt|mmL"}]
 
 
 def mtp_steps(folders, meshes):
-    """Runs in each worker: what differs between both classes in a step with MTP layers."""
+    """Runs in each worker: what differs between both classes in a step with MTP layers, of all cases on one mesh."""
     differing = []
-    for sizes in meshes:
-        for name, held in folders:
-            overrides = {"mtp_num_layers": 2, "mtp_use_repeated_layer": held == 1}
+    for number, sizes in enumerate(meshes):
+        for name, held in [*folders][number:]:
+            losing = {"moe_aux_loss_coeff": 0.5, "moe_router_load_balancing_type": "aux_loss"}
+            overrides = {"mtp_num_layers": 2, "mtp_use_repeated_layer": held == 1, **losing}
             dims, batch = ParallelDims(**sizes), tiny.tokens(4, vocab_size=64)
             with stepping.mesh(dims):
                 build = {"lr": 0.5, "on_chunk": seed, "overrides": overrides}
