@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from mcore_bridge.config.fields import is_number
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.adapters import Init, add_adapters
 from mcore_bridge.factory.reference import without_adapters
@@ -48,13 +49,14 @@ MUST_BE: dict[str, tuple[object, ...]] = {
     "lora_A_init_method": ("xavier", "normal", "kaiming"),
     "lora_B_init_method": ("zero",),
     "a2a_experimental": (False,),
+    "dropout_position": ("pre", "post"),
+    **dict.fromkeys(("freeze_vision_model", "freeze_vision_projection", "freeze_language_model"), (True,)),
 }
 """The values that are honoured, of keys that have others."""
 KEYS = {
     *(*MUST_BE, "rank", "alpha", "target_modules", "dtype", "adapter_path", "merge", "fully_sharded_loras"),
-    *("dropout_position", "freeze_vision_model", "freeze_vision_projection", "freeze_language_model"),
 }
-"""All keys. The last ones are read by the trainer itself, or mean nothing without dropout and without a tower."""
+"""All keys. The trainer itself reads the last three."""
 DEFAULTS = {"type": "lora", "alpha": 32, "lora_A_init_method": "xavier"}
 DEFAULT_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
@@ -116,6 +118,10 @@ def create_peft(lora: Mapping[str, Any], dtype: torch.dtype | None = None) -> Pe
         for name, value in given.items()
         if name in MUST_BE and not any(_is_same(value, allowed) for allowed in MUST_BE[name])
     ]
+    if not isinstance(rank := given.get("rank", 0), int) or rank < 1:
+        problems.append(f"rank must be an integer of at least 1, found {rank!r}")
+    if not is_number(alpha := given["alpha"]):
+        problems.append(f"alpha must be a number, found {alpha!r}")
     if unknown := sorted(given.keys() - KEYS):
         problems.append(f"there are no keys {unknown}")
     if (asked := given.get("dtype")) not in (None, dtype, *_spellings(dtype)):
@@ -127,7 +133,7 @@ def create_peft(lora: Mapping[str, Any], dtype: torch.dtype | None = None) -> Pe
             f"lora asks for what adapters here are not: {'; '.join(problems)}. Change these keys, or use "
             "Megatron-Bridge itself"
         )
-    return Peft(int(given["rank"]), given["alpha"], KINDS[given["type"]], targets, given["lora_A_init_method"])
+    return Peft(rank, alpha, KINDS[given["type"]], targets, given["lora_A_init_method"])
 
 
 def create_peft_hook(peft: Peft, training: bool = True) -> Hook:

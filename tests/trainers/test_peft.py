@@ -27,6 +27,12 @@ REFUSED = {
     "dtype": "fp32",
     "target_modules": ["*.layers.0.*.linear_qkv"],
     "use_rslora": True,
+    "rank": 2.5,
+    "alpha": "32",
+    "dropout_position": "middle",
+    "freeze_vision_model": False,
+    "freeze_vision_projection": False,
+    "freeze_language_model": False,
 }
 
 

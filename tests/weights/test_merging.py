@@ -17,8 +17,9 @@ from mcore_bridge.weights.manifest import digest
 from mcore_bridge.weights.model_tensors import held_tensors
 from tests import zoo
 from tests.support import experts, pool, stepping, tiny
+from tests.support.fake_mesh import rank_of
 from tests.support.peft_merges import merged as merged_by_peft
-from tests.support.peft_models import ALPHA, EXPERTS, RANK, fill
+from tests.support.peft_models import ALPHA, EXPERTS, RANK, fill, held
 from tests.support.pieces import merged as joined
 
 SMALL = 1 << 14  # a handful of parameters: exports take many messages
@@ -101,6 +102,24 @@ def test_the_bits_are_those_of_peft_in_fp64_on_each_mesh(case, dtype, tmp_path):
                 assert found == digests((merged if kind.startswith("True") else base).items()), (sizes, kind)
         whole = joined([piece for _, _, pieces in results for piece in pieces])
         assert all(torch.equal(whole[name], tensor.float()) for name, tensor in merged.items()), results[0][0]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_a_base_is_as_it_was_after_a_hundred_syncs(dtype):
+    """Adapters change in between, as by steps. They come back in the end, and so do the merged weights."""
+    with rank_of(mb.ParallelDims(), 0, 1):
+        chunks = mb.build_model(tiny.config("llama"), load_weights=False, device="cpu", dtype=dtype)
+        plain = digests(mb.iter_hf_weights(chunks))
+        fill(chunks, add_adapters(chunks, rank=RANK, alpha=ALPHA, targets=DENSE))
+        first = digests(mb.iter_hf_weights(chunks, merged=True))
+        assert sum(first[name] != plain[name] for name in plain) == len(DENSE) * chunks[0].config.num_layers
+        for _ in range(100):
+            with torch.no_grad():
+                for name, parameter in held(chunks).items():
+                    parameter.mul_(-1 if "linear_in" in name else 1)
+            last = dict(mb.iter_hf_weights(chunks, merged=True))
+        assert digests(last.items()) == first
+        assert digests(mb.iter_hf_weights(chunks, merged=False)) == plain
 
 
 def count(folder):
