@@ -1,7 +1,7 @@
 """Write a small checkpoint with transformers: every value random, none zero.
 
 python examples/make_checkpoint.py FOLDER            # Qwen3, some 100 MB in several shards
-python examples/make_checkpoint.py FOLDER --images   # Qwen3-VL, 2 MB, for grpo.py --images; needs transformers 4.57
+python examples/make_checkpoint.py FOLDER --images   # Qwen3-VL, 2 MB, for grpo.py --images; needs transformers 5.17
 """
 
 import sys

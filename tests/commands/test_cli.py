@@ -30,7 +30,7 @@ from mcore_bridge.factory.hybrid import RELEASE
 from mcore_bridge.factory.hybrid_chunk import build_hybrid
 from mcore_bridge.launch.processes import RankError, run_ranks
 from mcore_bridge.weights.dtypes import wanted_dtype
-from tests.support import seeing, tiny, towers
+from tests.support import composites, seeing, tiny, towers
 from tests.support.command import refused, run
 
 INDEX = "model.safetensors.index.json"
@@ -85,8 +85,13 @@ def test_verify_says_that_all_is_well(checkpoint: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif("qwen3_vl" not in towers.NAMES, reason="the installed transformers builds no towers")
-def test_verify_shows_an_image_to_both_sides(tmp_path: Path) -> None:
-    folder = seeing.written("qwen3_vl", tmp_path)
+@pytest.mark.parametrize("name", ["qwen3_vl", "lighton_ocr", "llava", "kimi_k25"])
+def test_verify_shows_an_image_to_both_sides(name: str, tmp_path: Path) -> None:
+    """One with a grid, of any size, of the size of its tower, and in patches."""
+    folder = seeing.written(name, tmp_path)
+    if name == "kimi_k25":  # transformers writes names that nobody else reads
+        file = folder / "model.safetensors"
+        save_file(dict(composites.as_published(name, load_file(file))), file, metadata={"format": "pt"})
     count = len(load_file(folder / "model.safetensors"))
     result = run("verify", folder, "--pp", 2)
     assert result.exit_code == 0, result.output

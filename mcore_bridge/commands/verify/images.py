@@ -73,7 +73,7 @@ def _image(config: Any) -> dict[str, Tensor]:
     """The inputs of one image; empty if the family needs something else."""
     vision, generator = config.vision_config, torch.Generator().manual_seed(1)
     patch, size = (_first(getattr(vision, name, None)) for name in ("patch_size", "image_size"))
-    if config.model_type == "mistral3":
+    if vision.model_type == "pixtral":  # of Mistral 3, LightOnOCR and some llava
         height, width = _PATCHES[1] * patch, _PATCHES[2] * patch
         pixels = torch.randn(1, 3, height, width, generator=generator)
         return {"pixel_values": pixels, "image_sizes": torch.tensor([[height, width]])}
