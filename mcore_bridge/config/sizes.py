@@ -20,11 +20,15 @@ SIZES = frozenset(
 """The mcore names that are sizes or counts of something that a model with the name has."""
 
 
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST
+
+
 def size_problems(hf: Mapping[str, object], names: tuple[str, ...], mcore: Mapping[str, object]) -> Iterator[str]:
     """What is wrong with the sizes that one entry of a table has made of the HF fields ``names``."""
     for name in sorted(SIZES & mcore.keys()):
         value = mcore[name]
-        if isinstance(value, int) and not 1 <= value <= LARGEST:
+        if value is not None and not _is_size(value):
             fields = ", ".join(f"{field}={shown(hf[field])}" for field in names if field in hf)
             yield (
                 f"{fields or name} must give a whole number from 1 to {LARGEST}, found {shown(value)} as "

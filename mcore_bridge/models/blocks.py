@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from mcore_bridge.config import fields
 from mcore_bridge.rules.layout import COLUMN, FUSED_GATED_UP, FUSED_QKV, GATED_UP, QKV, REPLICATED, ROW, VOCAB
 from mcore_bridge.rules.mapping import Rule, Rules, experts, numbered, table, under
 
@@ -99,7 +100,7 @@ MTP_BESIDE = around_mtp("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "no
 
 def mtp_behind(hf: "PretrainedConfig", *layer: Rules) -> Rules:
     """MTP layers that HF numbers after those of the decoder: ``layer``, norms, projection, and two copied tensors."""
-    first = hf.num_hidden_layers
+    first = fields.count({"num_hidden_layers": hf.num_hidden_layers}, "num_hidden_layers")
     count = getattr(hf, "num_nextn_predict_layers", None) or getattr(hf, "num_mtp_layers", None) or 0
     rules = (
         *under("mtp.layers.*", "model.layers.*", MTP_BEHIND),

@@ -71,6 +71,7 @@ def test_a_value_of_another_type_is_refused(name: str, value: object, expected: 
     ("case", "change", "message"),
     [
         ("deepseek_v3", {"num_hidden_layers": 10**30}, "num_hidden_layers must be .* at most 10000, found 1000"),
+        ("deepseek_v3", {"num_hidden_layers": None}, "num_hidden_layers"),
         ("deepseek_v3", {"moe_layer_freq": {"a": 1}}, "moe_layer_freq={'a': 1} must be of the kinds"),
         (
             "deepseek_v3",
@@ -88,10 +89,16 @@ def test_a_value_of_another_type_is_refused(name: str, value: object, expected: 
             "must be able to compute the frequencies",
         ),
         ("olmo3", {"rope_scaling": {**YARN, "attention_factor": ""}}, "attention_factor"),
+        (
+            "hunyuan",
+            {"rope_scaling": {"type": "dynamic", "alpha": 2.0, "factor": 1.0}, "rope_theta": 10**400},
+            "must have finite numbers, found .*rope_theta.*1000",
+        ),
         ("qwen3_next", {"linear_num_key_heads": 0}, "linear_num_key_heads=0.* must give .*, found 0 as"),
         ("falcon_h1", {"hidden_size": -1}, "hidden_size=-1 must give a whole number from 1 to 2147483647, found -1"),
         ("granitemoehybrid", {"mamba_d_conv": 0}, "mamba_d_conv=0 must give .*, found 0 as .*mamba_conv_kernel"),
         ("granitemoehybrid", {"mamba_d_state": 2**31}, "mamba_d_state=2147483648 must give a whole number"),
+        ("falcon_h1", {"mamba_d_conv": "4"}, "mamba_d_conv='4' must give a whole number|mamba_d_conv.*expected int"),
     ],
 )
 def test_values_of_no_sense_are_refused_by_name(case: str, change: Json, message: str, tmp_path: Path) -> None:

@@ -9,14 +9,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mcore_bridge.config.fields import Derive, Hf, count
+from mcore_bridge.config.fields import Derive, Hf, count, is_number
 from mcore_bridge.config.rope import Rope, head_dim
 from mcore_bridge.config.rope_spelling import merged
 from mcore_bridge.config.tables.derived_rope import rope
-from mcore_bridge.errors import ConfigError
+from mcore_bridge.errors import ConfigError, shown
 
 _KEYS = ("rope_type", "rope_theta", "alpha")
 _UNREAD = ("beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim")
+_NUMBERS = ("rope_theta", "alpha")
 _SCALING = ("seq_len_interpolation_factor", "rope_scaling", "rope_scaling_factor")
 
 
@@ -56,6 +57,8 @@ def alpha_rope(own: tuple[str, ...] = ()) -> Derive:
             return plain.forward(hf)
         if wrong := {name: value for name, value in parameters.items() if name not in known or isinstance(value, bool)}:
             raise ConfigError(f"A rope with alpha may have the keys {sorted(known)}, found {wrong}. Delete these.")
+        if wrong := {name: shown(parameters.get(name)) for name in _NUMBERS if not is_number(parameters.get(name))}:
+            raise ConfigError(f"A rope with alpha must have finite numbers, found {wrong}. Correct the HF config.")
         length = count(hf, "max_position_embeddings")
         hf_rope = AlphaRope(parameters=parameters, head_dim=head_dim(hf), max_position_embeddings=length)
         return {"hf_rope": hf_rope, "rotary_base": hf_rope.theta, "rotary_percent": 1.0}
