@@ -250,8 +250,8 @@ class WeightMapping:
         """Whether no parameter of a model uses this HF tensor: it is ignored, or its MTP layer is not built."""
         if not any(rule.mcore.startswith("mtp.") for rule in self._by_hf.get(pattern_of(hf), ())):
             return self.is_ignored(hf)  # the usual case; this runs for every name of a checkpoint
-        layers = map(mtp_layer_of, self.consumers(hf))
-        return self.is_ignored(hf) or any(layer is not None and layer >= num_mtp_layers for layer in layers)
+        layers = [layer for layer in map(mtp_layer_of, self.consumers(hf)) if layer is not None]
+        return any(layer >= num_mtp_layers for layer in layers) if layers else self.is_ignored(hf)
 
     def is_copy(self, hf: str) -> bool:
         """Whether an HF name is a second name of a tensor, under which a save writes it again."""

@@ -13,6 +13,7 @@ from mcore_bridge.commands.verify.verify import _is_exported, _is_of_mtp
 from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.weights.provenance import mapping, provenance_of
 from tests import zoo
+from tests.support import mtp_checkpoints
 from tests.support.command import refused, run
 from tests.support.experts import HF
 from tests.support.mtp import published
@@ -93,8 +94,12 @@ def test_plan_and_verify_refuse_meshes_that_do_not_fit(tmp_path: Path, options: 
         assert message in refused(run("verify", folder, *options))
 
 
-def test_verify_with_mtp_layers_that_the_files_have(tmp_path: Path) -> None:
-    hf, state = published(1)
+WITH_MTP = [name for name in ("glm4_moe", "nemotron_h") if name in mtp_checkpoints.CASES]
+
+
+@pytest.mark.parametrize("name", WITH_MTP)
+def test_verify_with_mtp_layers_that_the_files_have(tmp_path: Path, name: str) -> None:
+    hf, state = published(1, name)
     save({name: tensor.clone() for name, tensor in state.items()}, hf, tmp_path)
     result = run("verify", tmp_path, "--pp", 2, "--layout", "balanced", "--mtp", 1)
     assert result.exit_code == 0, result.output
@@ -102,9 +107,10 @@ def test_verify_with_mtp_layers_that_the_files_have(tmp_path: Path) -> None:
     assert "not used" not in result.output
 
 
-def test_names_of_mtp_layers_are_ignored_drawn_or_compared() -> None:
-    hf, state = published(1)
-    own = {name for name in state if name.startswith("model.layers.4.")}
+@pytest.mark.parametrize("name", WITH_MTP)
+def test_names_of_mtp_layers_are_ignored_drawn_or_compared(name: str) -> None:
+    hf, state = published(1, name)
+    own = {name for name in state if mtp_checkpoints.is_mtp(hf, name)}
     for built in (0, 1):
         rules = mapping(hf) if not built else _with_mtp(hf)
         assert {name for name in state if not _is_exported(rules, name, built)} == (set() if built else own)
