@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mcore_bridge import plugins
-from mcore_bridge.composite import Composite, text_of
+from mcore_bridge.composite import TRANSFORMERS, Composite, text_of
 from mcore_bridge.config.fields import Field
 from mcore_bridge.config.hf import nearest, read_config
 from mcore_bridge.config.megatron_release import Release
@@ -177,7 +177,8 @@ def read_hf(source: "str | os.PathLike[str] | PretrainedConfig") -> "PretrainedC
     known = architectures()
     reads_as = {name: architecture.reads_as for name, architecture in known.items() if architecture.reads_as}
     refused = {name: _refused(name) for name in _REFUSED if name not in known}
-    return read_config(source, reads_as=reads_as, refused=refused, known={*known, *_COMPOSITES})
+    releases = dict.fromkeys(known, "") | dict.fromkeys(_COMPOSITES, TRANSFORMERS)
+    return read_config(source, reads_as=reads_as, refused=refused, known=releases)
 
 
 def _refused(model_type: str) -> str:

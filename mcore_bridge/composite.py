@@ -30,6 +30,9 @@ TWICE    = (("model.", "language_model.model.model."), ("lm_head.", "language_mo
 The last is what transformers 5.17 writes of models of sound; later ones write ``INSIDE``.
 """
 SPELLINGS: tuple[Prefixes, ...] = (IN_MODEL, INSIDE, BESIDE, TWICE)
+TRANSFORMERS = "5.17"
+"""The first release that has all composites, and whose composites compute positions and masks before they call their
+language model."""
 _TOWERS = ("vision_tower.", "image_tower.", "video_tower.")
 _INNER = tuple((name, f"{name}vision_model.") for name in _TOWERS)
 """Prefixes of a CLIP or SigLIP in files; transformers 5.8 and later have no ``vision_model`` in them."""

@@ -42,7 +42,7 @@ def read_config(
     *,
     reads_as: Mapping[str, str] | None = None,
     refused: Mapping[str, str] | None = None,
-    known: Iterable[str] = (),
+    known: Mapping[str, str] | None = None,
 ) -> "PretrainedConfig":
     """The HF config of ``source``, in the spelling of the installed transformers.
 
@@ -51,7 +51,8 @@ def read_config(
             copied.
         reads_as: for a ``model_type`` that transformers may lack, another one whose config class reads it.
         refused: for a ``model_type`` that transformers may lack and we refuse, the text of the error.
-        known: every ``model_type`` that can be built, of which an error names the nearest.
+        known: every ``model_type`` that can be built, of which an error names the nearest. Each has a release of
+            transformers that knows it, or "" where none is written down.
 
     Raises:
         ConfigError: there is no config, it is not valid JSON, or transformers does not know its model_type.
@@ -63,7 +64,7 @@ def read_config(
     folder = find_folder(source)
     fields = read_json(folder / _CONFIG, special_float)
     _require_few_layers(fields)
-    hf = _config_class(fields, folder, reads_as or {}, refused or {}, known)
+    hf = _config_class(fields, folder, reads_as or {}, refused or {}, known or {})
     try:
         config = hf.from_dict(_spell(fields))
     except ConfigError:
@@ -167,7 +168,7 @@ def _config_class(
     folder: Path,
     reads_as: Mapping[str, str],
     refused: Mapping[str, str],
-    known: Iterable[str],
+    known: Mapping[str, str],
 ) -> "type[PretrainedConfig]":
     from transformers import CONFIG_MAPPING
 
@@ -180,10 +181,12 @@ def _config_class(
         return _borrowed(model_type, reads_as[model_type])
     if model_type not in CONFIG_MAPPING and model_type in refused:
         raise ConfigError(refused[model_type])
-    if model_type not in CONFIG_MAPPING and model_type in (known := frozenset(known)):
+    if model_type not in CONFIG_MAPPING and model_type in known:
+        release = known[model_type]
         raise ConfigError(
             f"The model_type of {folder / _CONFIG} must be one that the installed transformers knows, found "
-            f"{model_type!r}, which is in later releases. Update transformers."
+            f"{model_type!r}, which is in later releases. "
+            + (f"Install transformers>={release}." if release else "Update transformers.")
         )
     if model_type not in CONFIG_MAPPING:
         raise ConfigError(

@@ -14,15 +14,13 @@ import torch
 from packaging.version import Version
 from torch import Tensor, nn
 
+from mcore_bridge.composite import TRANSFORMERS
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.joined import join_qkv
 from mcore_bridge.rules.spec import TensorSpec
 
 if TYPE_CHECKING:
     from mcore_bridge.composite import Whole
-
-TRANSFORMERS = "5.17"
-"""The first release whose composites compute positions and masks before they call their language model."""
 
 
 def require_tower(whole: Whole | None, vision: str) -> None:

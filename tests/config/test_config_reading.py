@@ -148,9 +148,11 @@ def test_a_bad_folder_is_one_clear_error(text: str | None, message: str, tmp_pat
 def test_a_family_of_a_later_transformers_is_told_from_an_unknown_one(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen33"}')
     with pytest.raises(ConfigError, match=r"found 'qwen33', which is in later releases\. Update transformers"):
-        read_config(tmp_path, known=["qwen33"])
+        read_config(tmp_path, known={"qwen33": ""})
+    with pytest.raises(ConfigError, match=r"is in later releases\. Install transformers>=5\.17\.$"):
+        read_config(tmp_path, known={"qwen33": "5.17"})
     with pytest.raises(ConfigError, match=r"found 'qwen33'\. Nearest names: qwen3\. Code inside"):
-        read_config(tmp_path, known=["qwen3"])
+        read_config(tmp_path, known={"qwen3": ""})
 
 
 def test_a_config_that_is_no_file_is_refused(tmp_path: Path) -> None:
