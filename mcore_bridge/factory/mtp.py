@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mcore_bridge.config.megatron_release import Release
-from mcore_bridge.config.mtp import KINDS, held_mtp_layers, inner_config
+from mcore_bridge.config.mtp import KINDS, held_mtp_layers, inner_config, inner_letters
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.backend import Backend, norm_of
 from mcore_bridge.weights.model_tensors import held_tensors
@@ -57,6 +57,12 @@ def require_mtp(provenance: Provenance, config: TransformerConfig) -> None:
         raise ConfigError(
             f"mtp_num_layers must be 0 or None, found {wanted}: mtp_layers_block_type has experts, and no layer of the "
             "decoder has any. No published model is so: remove the override"
+        )
+    pattern = getattr(config, "mtp_hybrid_override_pattern", None)
+    if pattern not in (None, inner_letters(config)):
+        raise ConfigError(
+            f"mtp_hybrid_override_pattern must be {inner_letters(config)!r}, as the HF config says, found {pattern!r}: "
+            "megatron-core reads it for old checkpoints alone. Remove the override"
         )
     counts = {rule.count for rule in provenance.rules if rule.mcore.startswith("mtp.layers.*")}
     known = min((count for count in counts if count is not None), default=wanted if counts else 0)

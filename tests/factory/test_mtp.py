@@ -156,6 +156,10 @@ def test_one_layer_is_repeated_if_the_release_can():
         return
     held = make_blueprint(mtp_checkpoints.config("glm4_moe"), **asked, overrides=overrides)
     assert len(held.mtp_block_spec(held.stages[-1]).layer_specs) == 1
+    with pytest.raises(
+        ConfigError, match=r"mtp_hybrid_override_pattern must be '\*E', as the HF config says, found 'M'"
+    ):
+        make_blueprint(mtp_checkpoints.config("glm4_moe"), **asked, overrides={"mtp_hybrid_override_pattern": "M"})
     with pytest.raises(ConfigError, match="or repeat one layer by mtp_use_repeated_layer"):
         make_blueprint(mtp_checkpoints.config("glm4_moe"), **asked, overrides={"mtp_num_layers": 2})
 
