@@ -2,20 +2,29 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from torch.nn.init import zeros_
 
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.factory.adapters import add_adapters
+from mcore_bridge.trainers.adapters import create_peft, load_peft_adapter_checkpoint
 from mcore_bridge.weights.adapters import iter_hf_adapters
 from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder
+from mcore_bridge.weights.dist_checkpoint.writer import InThisProcess
 from tests.support import pool, stepping
+from tests.support.peft_models import held
 from tests.support.strategies import random_state, save, tiny
 
 MOE = {"num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 HF = tiny("qwen3_moe", vocab_size=97, mlp_only_layers=[0], **MOE)
 TARGETS = ("q_proj", "v_proj", "linear_proj", "linear_fc1", "linear_fc2")
 HERE = {"tp": 2, "sp": True, "etp": 2}
+RANK = 4
 THERE = ({"pp": 2}, {"ep": 2}, {"tp": 2, "sp": True, "etp": 1, "ep": 2}, {})
 
 
@@ -143,3 +152,78 @@ def refusals(folder, target):
 
 def test_what_does_not_fit_is_named_or_left_out_on_request(folder, tmp_path):
     pool.run(2, refusals, folder, tmp_path)
+
+
+def theirs(chunk, wholes, *, stacked):
+    """The entries of Megatron-Bridge's adapters of type lora, by megatron-core's layers, in which A is cut by its rank.
+
+    Args:
+        wholes: gets each tensor without parallelism, by the name of this model.
+        stacked: whether the layers are one tensor, as megatron-core has them by default.
+    """
+    config, tp, state = chunk.config, chunk.pg_collection.tp, {}
+    options = {"config": config, "tp_group": tp, "bias": False, "skip_bias_add": True, "init_method": zeros_}
+    for number, layer in enumerate(chunk.decoder.layers):
+        offsets = ((0, number, config.num_layers),) if stacked else ()
+        for path in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"):
+            (out, width), is_row = layer.get_submodule(path).weight.shape, path.endswith(("proj", "fc2"))
+            out, width = (out, 2 * width) if is_row else (2 * out, width)
+            for end, rows, columns in (("linear_in", RANK, width), ("linear_out", out, RANK)):
+                name = f"{path}.adapter.{end}.weight"
+                whole = torch.randn(rows, columns, generator=torch.Generator().manual_seed(len(wholes)))
+                wholes[f"decoder.layers.{number}.{name}"] = whole
+                by_columns, is_gated = (
+                    is_row and end == "linear_in",
+                    name.startswith("mlp.linear_fc1.adapter.linear_out"),
+                )
+                kind, more = ColumnParallelLinear, {}
+                if by_columns:
+                    kind, more = RowParallelLinear, {"input_is_parallel": True}
+                linear = kind(columns, rows, **options, **more)
+                linear.weight.data.copy_(part_of(whole, tp.rank(), dim=1 if by_columns else 0, is_gated=is_gated))
+                key = f"decoder.layers.{'' if stacked else f'{number}.'}{name}"
+                metadata = {"dp_cp_group": chunk.pg_collection.dp_cp}
+                entry = linear.sharded_state_dict(key.removesuffix("weight"), offsets, metadata)[key]
+                state[f"{number} {key}"] = apply_swiglu_sharded_factory(entry, offsets) if is_gated else entry
+    return state
+
+
+def part_of(whole, rank, *, dim, is_gated):
+    """What one of two ranks has, of each half if these are gate and up."""
+    halves = whole.chunk(2, dim) if is_gated else (whole,)
+    return torch.cat([half.chunk(2, dim)[rank] for half in halves], dim)
+
+
+def from_megatron_bridge(folder, target):
+    """Runs in each worker: reads folders with Megatron-Bridge's keys, and refuses them where keys do not fit."""
+    dims, lora, rank = ParallelDims(tp=2), {"rank": RANK, "alpha": 3}, dist.get_rank()
+    with stepping.mesh(dims):
+        (chunk,) = mb.build_model(folder, dims=dims, device="cpu", dtype=torch.float32)
+        create_peft(lora)([chunk])
+        (other,) = mb.build_model(folder, dims=dims, device="cpu", dtype=torch.float32, load_weights=False)
+        create_peft({**lora, "type": "canonical_lora"})([other])
+        for stacked in (True, False):
+            wholes, path = {}, target / f"stacked {stacked}"
+            state = theirs(chunk, wholes, stacked=stacked)
+            path.mkdir(exist_ok=True)
+            dist.barrier()
+            dist_checkpointing.save({"model": state, "checkpoint_version": 3.0}, str(path), InThisProcess())
+            found = held([chunk])
+            with torch.no_grad():
+                for parameter in found.values():
+                    parameter.zero_()
+            load_peft_adapter_checkpoint([chunk], str(path))
+            assert found.keys() == wholes.keys()
+            for name, whole in wholes.items():
+                dim = found[name].partition_dim
+                wanted = part_of(whole, rank, dim=dim, is_gated="fc1" in name) if dim >= 0 else whole
+                assert torch.equal(found[name], wanted), (stacked, name)
+            with pytest.raises(CheckpointError, match=r"linear_qkv.adapter.linear_in.weight"):
+                load_peft_adapter_checkpoint([other], str(path))
+
+
+def test_a_folder_of_megatron_bridge_is_read_where_its_keys_fit(tmp_path):
+    hf = tiny("qwen3", vocab_size=97)
+    (tmp_path / "hf").mkdir()
+    save(random_state(hf), hf, tmp_path / "hf")
+    pool.run(2, from_megatron_bridge, tmp_path / "hf", tmp_path)
