@@ -59,7 +59,7 @@ def require_mtp(provenance: Provenance, config: TransformerConfig) -> None:
             "decoder has any. No published model is so: remove the override"
         )
     pattern = getattr(config, "mtp_hybrid_override_pattern", None)
-    if pattern not in (None, inner_letters(config)):
+    if pattern is not None and pattern != inner_letters(config):
         raise ConfigError(
             f"mtp_hybrid_override_pattern must be {inner_letters(config)!r}, as the HF config says, found {pattern!r}: "
             "megatron-core reads it for old checkpoints alone. Remove the override"
