@@ -47,8 +47,11 @@ CASES: dict[str, list[Any]] = {
     "exaone4_5": [(CP, {})],
     "qwen3_vl dynamic": [(CP, {}), (CP, ROWS)],
     "internvl critic": [({**PP, "vp": 2}, {"head": "value"})],
+    "internvl gpt_oss": [(EP, {})],
+    "mistral3 ministral3": [(SP, {})],
+    "glm46v glm4v_moe_text": [(EP, {})],
 }
-"""Of each family, meshes of two ranks, with options of a step. Behind a name is a rope of the text, or a critic."""
+"""Of each family, meshes of two ranks, with options of a step. Behind a name is another text, a rope, or a critic."""
 if not megatron.core.__version__.startswith("0.16"):  # which has no context parallelism for gated delta nets
     CASES["qwen3_5"] += [(CP, {}), (CP, ROWS)]
 ON_FOUR: dict[str, list[Any]] = {

@@ -62,10 +62,10 @@ _WITH_INNER = re.compile("gemma3|llava")
 _AUTO = ("MULTIMODAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM")
 
 
-def config(model_type: str, **text: Any) -> Any:
-    """A small config of a composite."""
+def config(model_type: str, /, **text: Any) -> Any:
+    """A small config of a composite. A ``model_type`` of its text gives it another one."""
     default = CONFIG_MAPPING[model_type]()
-    inner = {**TEXTS[default.text_config.model_type].to_dict(), **text}
+    inner = {**TEXTS[text.get("model_type", default.text_config.model_type)].to_dict(), **text}
     parts = {
         name: _small(getattr(default, name), inner["hidden_size"])
         for name in ("vision_config", "audio_config")

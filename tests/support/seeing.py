@@ -39,7 +39,7 @@ _BY_PINPOINTS = ("llava_next", "llava_next_video", "llava_onevision")
 """They cut an image into tiles of one size, by the nearest of some shapes."""
 
 
-def config(model_type: str, **text: Any) -> Any:
+def config(model_type: str, /, **text: Any) -> Any:
     """A small config of a composite with ``SPECIAL`` tokens."""
     hf = tiny.config(model_type, **text)
     for name in SPECIAL.keys() & hf.to_dict().keys():
@@ -73,7 +73,7 @@ def config(model_type: str, **text: Any) -> Any:
     return hf
 
 
-def written(model_type: str, folder: Path, **text: Any) -> Path:
+def written(model_type: str, folder: Path, /, **text: Any) -> Path:
     """Write a random composite as transformers writes it."""
     torch.manual_seed(0)
     model = tiny.model_class(model_type)(config(model_type, **text)).eval()
@@ -239,9 +239,12 @@ WITHOUT_PADDING: Any = [[amount, *row[1:]] for amount, row in zip((6, 16, 3, 2),
 
 @cache
 def case(name: str) -> Any:
-    """A folder, a batch with transformers' log-probs, and ``expected``. A name may end in " dynamic" or " critic"."""
+    """A folder, a batch with transformers' log-probs, and ``expected``.
+
+    A name may end in " dynamic", " critic", or the ``model_type`` of another text.
+    """
     model_type, _, kind = name.partition(" ")
-    text: dict[str, Any] = {}
+    text: dict[str, Any] = {"model_type": kind} if kind in tiny.TEXTS else {}
     if kind == "dynamic":
         rope = tiny.config(model_type).text_config.rope_parameters
         text = {"rope_parameters": {**rope, **DYNAMIC}, "max_position_embeddings": 8}
