@@ -123,6 +123,12 @@ def checked(parameters: Mapping[str, object]) -> dict[str, object]:
             raise ConfigError(
                 f"A rope of type {rope_type!r} must have {what} as {name!r}, found {shown(value)}. Set it."
             )
+    theta, least = parameters["rope_theta"], int(rope_type == "yarn")  # whose correction divides by its logarithm
+    if not is_number(theta) or theta <= least:
+        raise ConfigError(
+            f"rope_theta of a rope of type {rope_type!r} must be above {least}, found {shown(theta)}. Correct the HF "
+            "config."
+        )
     known = {"rope_type", "partial_rotary_factor", *required, *_OPTIONAL.get(str(rope_type), ()), *MULTIMODAL}
     partial = parameters.get("partial_rotary_factor")
     if partial is not None and not is_number(partial):

@@ -72,6 +72,8 @@ def test_a_value_of_another_type_is_refused(name: str, value: object, expected: 
     [
         ("deepseek_v3", {"num_hidden_layers": 10**30}, "num_hidden_layers must be .* at most 10000, found 1000"),
         ("deepseek_v3", {"num_hidden_layers": None}, "num_hidden_layers"),
+        ("deepseek_v3", {"rope_theta": 1.0, "rope_scaling": YARN}, "rope_theta of .*'yarn' must be above 1, found 1.0"),
+        ("llama", {"rope_theta": -1}, "rope_theta of a rope of type 'default' must be above 0, found -1"),
         ("deepseek_v3", {"moe_layer_freq": {"a": 1}}, "moe_layer_freq={'a': 1} must be of the kinds"),
         (
             "deepseek_v3",
