@@ -47,7 +47,7 @@ CASES: dict[str, list[Any]] = {
     "exaone4_5": [(CP, {})],
     "qwen3_vl dynamic": [(CP, {}), (CP, ROWS)],
     "internvl critic": [({**PP, "vp": 2}, {"head": "value"})],
-    "internvl gpt_oss": [(EP, {})],
+    "internvl qwen3_moe": [(EP, {})],
     "mistral3 ministral3": [(SP, {})],
     "glm46v glm4v_moe_text": [(EP, {})],
 }
