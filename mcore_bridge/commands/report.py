@@ -136,8 +136,9 @@ def _logits(verdict: Verdict) -> str:
     comparison = verdict.findings[0].logits
     if comparison is None:
         return (verdict.findings[0].skipped and f"left out: {verdict.findings[0].skipped}") or "left out, as asked"
+    reference = "peft" if verdict.task.adapter else "transformers"
     said = (
-        f"largest difference to transformers in fp32 {comparison.difference:.1e}, relative {comparison.relative:.1e} "
+        f"largest difference to {reference} in fp32 {comparison.difference:.1e}, relative {comparison.relative:.1e} "
         f"(at most {TOLERANCE:.0e}) over {comparison.num_logits:,} logits up to {comparison.scale:.3g}"
     )
     if comparison.num_images:

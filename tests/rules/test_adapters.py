@@ -36,6 +36,9 @@ def adaptable(rules):
         with pytest.raises(ConfigError, match="peft refuses it"):
             adapter_rules(rules, ["out_proj"])
         present -= {"out_proj"}
+    for module in sorted(present - LINEAR - {"out_proj"}):
+        with pytest.raises(ConfigError, match=f"cannot have an adapter: .*{module}|{module}' is a layer of MTP"):
+            adapter_rules(rules, [module])
     made = adapter_rules(rules, sorted(present & LINEAR))
     of = {rule.mcore: rule for rule in rules if not rule.copy}
     for first, second in zip(made[::2], made[1::2], strict=True):

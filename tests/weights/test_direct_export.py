@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import mcore_bridge as mb
 from mcore_bridge import ParallelDims
-from mcore_bridge.errors import LostRankError, TransferError
+from mcore_bridge.errors import BridgeError, LostRankError, TransferError
 from mcore_bridge.factory.adapters import add_adapters
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights import direct_export
@@ -116,6 +116,8 @@ def feed(addresses, dims):
         for name in add_adapters(models, rank=2, alpha=8, targets=["q_proj", "v_proj", "down_proj"]).names:
             torch.nn.init.constant_(held_tensors(models)[name], 0.5)
         merged = {name: tensor.clone() for name, tensor in mb.iter_hf_weights(models, merged=True)}
+        with pytest.raises(BridgeError, match="found merged=None"):
+            export_into(models, writer)
         engine("share")
         export_into(models, writer, merged=True)
         engine("complete")

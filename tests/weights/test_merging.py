@@ -27,10 +27,14 @@ FEW = {"copy": False, "bucket_bytes": SMALL}
 BF16, FP32 = torch.bfloat16, torch.float32
 DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SP = {"tp": 2, "sp": True}
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "out_proj", "q_proj", "v_proj")
 CASES = {
     "llama": (lambda: tiny.config("llama"), ("q_proj", *DENSE[2:]), ({"tp": 2}, SP, {"pp": 2}, {})),
     "qwen3_moe": (lambda: experts.HF, (*DENSE[:4], *EXPERTS), ({"ep": 2}, {**SP, "etp": 2}, {"pp": 2})),
     "gpt_oss": (lambda: zoo.cases()["gpt_oss"].hf, EXPERTS, ({"ep": 2},)),
+    "deepseek_v3-dense": (lambda: zoo.cases()["deepseek_v3-dense"].hf, LATENT, (SP, {"pp": 2})),
+    "qwen3.5": (lambda: zoo.cases()["qwen3.5"].hf, DELTA, ({"tp": 2},)),
     "llama4": (lambda: zoo.cases()["llama4"].hf, EXPERTS, ({**SP, "etp": 2},)),
 }
 
@@ -44,7 +48,7 @@ def digests(pairs):
 
 def exports(folder, case, factors, dtype):
     """Runs in each worker: for each mesh the digests of each kind of export, and all pieces."""
-    found, (_, targets, meshes) = [], CASES[case]
+    found, (_, targets, meshes), out = [], CASES[case], Path(folder) / "never"
     for number, sizes in enumerate(meshes):
         dims = mb.ParallelDims(**sizes)
         with stepping.mesh(dims):
@@ -70,8 +74,16 @@ def exports(folder, case, factors, dtype):
                     assert not manifest.differences(saved), sizes
                 theirs = AutoBridge(folder).export_hf_weights(chunks, merge_adapter_weights=merged)
                 assert digests(theirs) == digests(mb.iter_hf_weights(chunks, merged=merged))
-            with pytest.raises(BridgeError, match=r"expected merged=True .* found merged=None"):
-                list(mb.iter_hf_pieces(chunks))
+            unsaid = (
+                mb.iter_hf_weights,
+                mb.iter_hf_pieces,
+                mb.manifest,
+                lambda models: mb.save_hf_checkpoint(models, out),
+            )
+            for export in unsaid:
+                with pytest.raises(BridgeError, match=r"expected merged=True .* found merged=None"):
+                    list(export(chunks))
+            assert not list(out.glob("*.safetensors"))
             with pytest.raises(ExportError, match=r"expected merged=True .* found merged=1"):
                 mb.to_hf_state_dict(chunks, merged=1)
             if sizes:  # otherwise each rank is a replica
@@ -85,7 +97,16 @@ def exports(folder, case, factors, dtype):
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [("llama", BF16), ("llama", FP32), ("qwen3_moe", BF16), ("qwen3_moe", FP32), ("gpt_oss", BF16), ("llama4", BF16)],
+    [
+        ("llama", BF16),
+        ("llama", FP32),
+        ("qwen3_moe", BF16),
+        ("qwen3_moe", FP32),
+        ("gpt_oss", BF16),
+        ("llama4", BF16),
+        ("deepseek_v3-dense", BF16),
+        ("qwen3.5", BF16),
+    ],
 )
 def test_the_bits_are_those_of_peft_in_fp64_on_each_mesh(case, dtype, tmp_path):
     if case != "llama" and not zoo.NEWEST:
