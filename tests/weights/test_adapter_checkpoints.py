@@ -12,12 +12,13 @@ import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.factory.adapters import add_adapters
+from mcore_bridge.rules.adapters import is_adapter
 from mcore_bridge.trainers.adapters import create_peft, load_peft_adapter_checkpoint
 from mcore_bridge.weights.adapters import iter_hf_adapters
 from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder
 from mcore_bridge.weights.dist_checkpoint.writer import InThisProcess
+from mcore_bridge.weights.model_tensors import held_tensors
 from tests.support import pool, stepping
-from tests.support.peft_models import held
 from tests.support.strategies import random_state, save, tiny
 
 MOE = {"num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
@@ -208,7 +209,7 @@ def from_megatron_bridge(folder, target):
             path.mkdir(exist_ok=True)
             dist.barrier()
             dist_checkpointing.save({"model": state, "checkpoint_version": 3.0}, str(path), InThisProcess())
-            found = held([chunk])
+            found = {name: held for name, held in held_tensors([chunk]).items() if is_adapter(name)}
             with torch.no_grad():
                 for parameter in found.values():
                     parameter.zero_()
