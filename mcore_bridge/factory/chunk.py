@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mcore_bridge.batches.padded_rows import take_padded_rows
-from mcore_bridge.errors import MeshError
+from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory.hybrid_chunk import build_hybrid
 from mcore_bridge.factory.modules.heads import bias_output_layer, hide_padding, initialise_head, replace_output_layer
 from mcore_bridge.factory.mtp import initialise_mtp
@@ -63,7 +63,13 @@ def build_chunk(blueprint: Blueprint, stage: Stage, *, seed: int) -> GPTModel:
     without_tie = copy.copy(groups)
     without_tie.embd = None
     construct = build_hybrid if blueprint.model == "hybrid" else _build_gpt
-    model = construct(blueprint, stage, groups if blueprint.config.perform_initialization else without_tie)
+    try:
+        model = construct(blueprint, stage, groups if blueprint.config.perform_initialization else without_tie)
+    except (ArithmeticError, AssertionError) as error:
+        raise ConfigError(
+            f"megatron-core must be able to build the layers of {stage}, found: {error}; choose other sizes or a "
+            "smaller tp="
+        ) from error
     if blueprint.device.type == "cuda":  # mcore makes routers and their biases on CPU
         model.to(blueprint.device)
     model.pg_collection.embd = model.embd_group = groups.embd

@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from mcore_bridge import ParallelDims, build_model, to_gpt_arguments, to_layer_spec, to_transformer_config
 from mcore_bridge.errors import ConfigError, MeshError
@@ -19,6 +19,7 @@ from mcore_bridge.factory.param_count import count_params, resolve_layout
 from mcore_bridge.weights.model_tensors import held_tensors
 from tests import zoo
 from tests.support import pool, stepping, tiny
+from tests.support.fake_mesh import rank_of
 
 
 @pytest.fixture(scope="module")
@@ -400,3 +401,12 @@ def mesh_of_parallel_state(folder: str) -> int:
 
 def test_without_dims_the_mesh_is_the_trainers(folder):
     assert pool.run(2, mesh_of_parallel_state, str(folder)) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"), [({"q_lora_rank": 33}, "33 is not divisible by 2"), ({"hidden_size": 2}, "division")]
+)
+def test_what_megatron_core_cannot_build_is_an_error_of_ours(changed, said):
+    dims, hf = ParallelDims(tp=2, sp=True), zoo.cases()["deepseek_v3"].hf.to_dict()
+    with rank_of(dims, 0, 2), pytest.raises(ConfigError, match=f"megatron-core must be able to build .*{said}"):
+        build_model(AutoConfig.for_model(**{**hf, **changed}), dims=dims, load_weights=False, device="meta")
