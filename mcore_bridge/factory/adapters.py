@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from mcore_bridge.config.fields import is_number
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.factory.modules.backend import has_transformer_engine
 from mcore_bridge.rules.adapters import FACTORS, Adapters, Sharing, adapter_rules, factor_name, rows_of_parts
@@ -220,7 +221,7 @@ def _requiring(module: nn.Module, inputs: object, output: Tensor) -> None:
 def _require_fitting(
     chunks: Sequence[GPTModel], models: Models, folder: object, kind: object, init: object, **asked: Any
 ) -> None:
-    config, rank = chunks[0].config, asked["rank"]
+    config, rank, alpha = chunks[0].config, asked["rank"], asked["alpha"]
     given = [models] if isinstance(models, nn.Module) else list(models)
     absent = [name for name in ("rank", "alpha", "targets") if asked[name] is None]
     twice = [name for name, value in asked.items() if folder is not None and value is not None]
@@ -229,7 +230,8 @@ def _require_fitting(
         (kind not in get_args(Sharing), f"kind must be one of {get_args(Sharing)}, found {kind!r}"),
         (init not in get_args(Init), f"init must be one of {get_args(Init)}, found {init!r}"),
         (twice, f"a folder decides on {twice}: leave them out"),
-        (rank is not None and rank < 1, f"rank must be at least 1, found {rank}"),
+        (rank is not None and not (isinstance(rank, int) and rank > 0), f"rank must be at least 1, found {rank}"),
+        (alpha is not None and not is_number(alpha), f"alpha must be a finite number, found {alpha}"),
         (any(a is not b for a, b in zip(chunks, given, strict=True)), "models must not be wrapped yet: add first"),
         (any(hasattr(chunk, "bridge_adapters") for chunk in chunks), "models have adapters: one set is supported"),
         (config.mtp_num_layers, "models must have no MTP layers, whose adapters no engine reads: build without them"),
