@@ -15,7 +15,7 @@ import torch
 from mcore_bridge import ParallelDims
 from mcore_bridge.convert.api import convert
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.trainers.adapters import KEYS
+from mcore_bridge.trainers.adapters import KEYS, create_peft
 from tests import zoo
 from tests.support import composites, pool, seeing, stepping, tiny, towers
 from tests.support.conversions import quiet
@@ -125,6 +125,7 @@ def test_the_page_has_every_key_of_lora():
     rows = re.findall(r"^\| (`.+?) \| ", PAGE.partition("## LoRA")[2].partition("\n## ")[0], re.MULTILINE)
     keys = {key for cell in rows for key in re.findall(r"`(\w+)`", cell)}
     assert keys == KEYS == theirs.keys() | {"fully_sharded_loras"}
+    assert create_peft({**theirs, "rank": 8}).dim == 8, "verl's own values are honoured"
 
 
 def patched(file: str, number: int) -> dict[str, Any]:
