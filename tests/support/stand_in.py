@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Listener
 
@@ -261,10 +262,11 @@ def serve_all(addresses, engines):
 
 
 def connected(address):
-    """The pipe to an engine, which may not have begun yet."""
-    while not os.path.exists(address):
+    """The pipe to an engine, which may not have begun yet, or has a name and does not listen yet."""
+    while True:
+        with suppress(FileNotFoundError, ConnectionRefusedError):
+            return Client(address)
         time.sleep(0.01)
-    return Client(address)
 
 
 def serve(listener, *arguments):

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from mcore_bridge import ParallelDims
+from mcore_bridge import ParallelDims, to_transformer_config
 from mcore_bridge.errors import ConfigError
-from mcore_bridge.factory.blueprint import to_transformer_config
 from mcore_bridge.factory.hybrid import RELEASE
 from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.trainers import mbridge, megatron_bridge
