@@ -1,16 +1,18 @@
-"""vLLM serves adapters of ours in turn, from folders, and says what peft and the trainer's model say.
+"""vLLM serves adapters of ours in turn, and says what peft and the trainer's model say.
 
-Its base never changes: one adapter replaces another in place, as after a step. Runs where a vLLM is installed that was
-built for CPUs: docs/trainers/vllm.md.
+Its base never changes: one adapter replaces another, as after a step. They come from folders, or from memory by verl's
+sender and worker. Runs where a vLLM is installed that was built for CPUs: docs/trainers/vllm.md.
 """
 
 import importlib.util
+import os
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import mcore_bridge as mb
+from mcore_bridge.trainers.megatron_bridge import AutoBridge
 from tests.support import tiny
 from tests.support.stepping import leave_mesh
 from tests.workers.rollout_families import configs
@@ -20,7 +22,7 @@ peft = pytest.importorskip("peft")
 if importlib.util.find_spec("vllm") is None or torch.cuda.is_available():
     pytest.skip("needs vLLM, built for CPUs", allow_module_level=True)
 
-RANK = 8
+RANK, ALPHA = 8, 12
 CASES = {
     "all linear layers": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "q and v": ["q_proj", "v_proj"],
@@ -37,22 +39,55 @@ def alone():
     leave_mesh()
 
 
+class FromFolders:
+    """vLLM's own way."""
+
+    environment, options = {}, {}
+
+    def put(self, engine, models, folder):
+        return {"lora_name": "trained", "lora_int_id": 1, "lora_path": folder, "load_inplace": True}
+
+
+class ByVerl:
+    """What verl's engine calls an export by, its sender, and a ``TensorLoRARequest`` in vLLM's worker."""
+
+    def __init__(self, base):
+        pytest.importorskip("verl")
+        from vllm.model_executor.models.utils import WeightsMapper
+
+        if not hasattr(WeightsMapper, "get_unstacked_mapper"):
+            pytest.skip("verl 0.9.1 asks for get_unstacked_mapper, which vLLM 0.29 and later lack")
+        from tests.workers import verl_adapters
+
+        self.verl, self.bridge = verl_adapters, AutoBridge.from_hf_pretrained(base)
+        self.environment = {"VERL_RAY_JOB_ID": f"test-{os.getpid()}"}
+        self.options = {"worker_extension_cls": verl_adapters.EXTENSION}
+
+    def put(self, engine, models, folder):
+        pairs = self.bridge.export_adapter_weights(models)
+        print(self.verl.send(engine, pairs, RANK, ALPHA, self.environment["VERL_RAY_JOB_ID"]), "bytes", end=" ")
+        return self.verl.REQUEST
+
+
+@pytest.mark.parametrize("way", ["from folders", "by verl"])
 @pytest.mark.parametrize("case", CASES)
-def test_says_with_each_adapter_what_peft_says(case, tmp_path):
+def test_says_with_each_adapter_what_peft_says(case, way, tmp_path):
     folder = tmp_path / "base"
     tiny.random_checkpoint(configs()["qwen3"], folder)
     models = mb.build_model(folder, dims=mb.ParallelDims(), device="cpu", dtype=torch.float32)
-    mb.add_adapters(models, rank=RANK, alpha=12, targets=CASES[case], dialect="fused")
+    mb.add_adapters(models, rank=RANK, alpha=ALPHA, targets=CASES[case], dialect="fused")
     prompts = tiny.tokens(3, vocab_size=64)
-    engine = engine_of(folder, RANK)
+    serving = ByVerl(folder) if way == "by verl" else FromFolders()
+    engine = engine_of(folder, RANK, serving.environment, **serving.options)
     try:
-        tokens, logs = engine("generate", prompts.tolist(), NUM_TOKENS, "")
+        tokens, logs = engine("generate", prompts.tolist(), NUM_TOKENS, None)
         compare(logs, log_probs(reference(folder), prompts, tokens))
         for number in range(2):
             scatter(models, number)
             adapter = str(tmp_path / f"adapter{number}")
             mb.save_hf_adapters(models, adapter)
-            tokens, logs = engine("generate", prompts.tolist(), NUM_TOKENS, adapter)
+            request = serving.put(engine, models, adapter)
+            tokens, logs = engine("generate", prompts.tolist(), NUM_TOKENS, request)
             adapted = peft.PeftModel.from_pretrained(reference(folder), adapter)
             compare(logs, log_probs(adapted, prompts, tokens))
             rows = torch.cat((prompts, tokens), 1)

@@ -1,4 +1,4 @@
-"""vLLM in a process of its own, which serves adapters from folders."""
+"""vLLM in a process of its own, which serves adapters from folders, and from memory where verl's class is in it."""
 
 import os
 import sys
@@ -9,23 +9,23 @@ import torch
 from tests.workers.vllm_rollout import EXAMPLES, Absent
 
 
-def engine_of(folder, rank):
+def engine_of(folder, rank, environment, **options):
     """A process with vLLM for the checkpoint in ``folder``, in fp32 on CPU, and for one adapter of this rank."""
     sys.path[:0] = [EXAMPLES] if EXAMPLES not in sys.path else []
     from rollout_engine import RemoteEngine
 
-    return RemoteEngine(make_engine, str(folder), rank)
+    return RemoteEngine(make_engine, str(folder), rank, environment, options)
 
 
-def make_engine(folder, rank):
+def make_engine(folder, rank, environment, options):
     """In the engine's process."""
-    os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+    os.environ.update(environment, VLLM_ALLOW_LONG_MAX_MODEL_LEN="1")
     import vllm_engine
     from vllm import LLM
 
     vllm_engine._prepare_environment("cpu")
     try:
-        options = {"max_model_len": 64, "kv_cache_memory_bytes": 1 << 28, "enforce_eager": True}
+        options |= {"max_model_len": 64, "kv_cache_memory_bytes": 1 << 28, "enforce_eager": True}
         adapters = {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
         return Serving(LLM(model=folder, dtype=torch.float32, skip_tokenizer_init=True, **options, **adapters))
     except Exception:
@@ -38,15 +38,20 @@ class Serving:
     def __init__(self, llm):
         self._llm = llm
 
+    def receive(self, config):
+        """Take an adapter that verl's sender sends, as its server has each worker do after a step."""
+        options = {"peft_config": config, "base_sync_done": True, "use_shm": True}
+        self._llm.collective_rpc("update_weights_from_ipc", kwargs=options)
+
     def generate(self, rows, num_tokens, adapter):
-        """The likeliest tokens after each row, and their fp32 log-probs, with the adapter in a folder or without one.
+        """The likeliest tokens after each row, and their fp32 log-probs, with the adapter of this request, or without.
 
         Of prompts vLLM 0.32 gives no log-probs where it serves adapters: its kernels for CPUs raise.
         """
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
-        request = LoRARequest("trained", 1, adapter, load_inplace=True) if adapter else None
+        request = LoRARequest(**adapter) if adapter else None
         asked = SamplingParams(max_tokens=num_tokens, temperature=0, logprobs=0, ignore_eos=True, detokenize=False)
         self._llm.reset_prefix_cache()  # keys and values of the adapter before
         inputs = [{"prompt_token_ids": row} for row in rows]
