@@ -14,6 +14,7 @@ import torch
 
 from mcore_bridge.convert.parameters import check_source, parts_of
 from mcore_bridge.convert.reference_model import WholeModel, whole_model
+from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files.decoded import opened_folder
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.sidecars import copy_companions
@@ -151,6 +152,11 @@ def widespread(sizes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
         if dtype.is_floating_point:
             totals[dtype] = totals.get(dtype, 0) + size
     return max(totals, key=totals.__getitem__, default=torch.bfloat16)
+
+
+def units_of_tensors(specs: Sequence[TensorSpec], file_bytes: int) -> tuple[Unit, ...]:
+    """Runs of HF tensors of at most ``file_bytes``, one for each file."""
+    return tuple(map(tuple, runs_within(range(len(specs)), lambda number: specs[number].num_bytes, file_bytes)))
 
 
 def units_of(entries: Sequence[ParamEntry], file_bytes: int) -> Iterator[Unit]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mcore_bridge.convert.conversion import widespread
+from mcore_bridge.convert.conversion import units_of_tensors, widespread
 from mcore_bridge.convert.hf_to_plain import PIECE_ELEMENTS, ToPlain
 from mcore_bridge.convert.reference_model import WholeModel, whole_model
 from mcore_bridge.errors import CheckpointError
@@ -32,7 +32,6 @@ from mcore_bridge.weights.merging import with_product
 from mcore_bridge.weights.orientation import out_major
 from mcore_bridge.weights.peft_folder import PeftFolder, open_peft
 from mcore_bridge.weights.plan.inventory import ParamEntry
-from mcore_bridge.weights.plan.runs import runs_within
 from mcore_bridge.weights.provenance import Provenance
 
 Matrix = tuple[str, int | None]
@@ -78,7 +77,7 @@ class ToMerged(ToPlain):
         made = cls(
             source=source,
             staging=staging,
-            units=tuple(map(tuple, runs_within(range(len(specs)), lambda number: specs[number].num_bytes, file_bytes))),
+            units=units_of_tensors(specs, file_bytes),
             specs=specs,
             dtype=None,
             adapter=adapter,

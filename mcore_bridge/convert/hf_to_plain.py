@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.config.hf import read_json
-from mcore_bridge.convert.conversion import Conversion, Progress
+from mcore_bridge.convert.conversion import Conversion, Progress, units_of_tensors
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.encoded import Encoded
 from mcore_bridge.rules.spec import TensorSpec
@@ -24,7 +24,6 @@ from mcore_bridge.weights.files.hf_folder import HEADS, Checkpoint, weight_files
 from mcore_bridge.weights.files.positional_io import array_of
 from mcore_bridge.weights.files.safetensors import SafetensorsWriter
 from mcore_bridge.weights.files.sidecars import copy_companions, forget_quantization
-from mcore_bridge.weights.plan.runs import runs_within
 
 _CONFIG = "config.json"
 _OTHERS = ("*.json", "LICENSE*", "*.md")
@@ -55,7 +54,7 @@ class ToPlain(Conversion):
             TensorSpec(name, tuple(t.shape), decoded if isinstance(t, Encoded) else wanted_dtype(name, t.dtype, dtype))
             for name, t in checkpoint.items()
         )
-        units = tuple(map(tuple, runs_within(range(len(specs)), lambda number: specs[number].num_bytes, file_bytes)))
+        units = units_of_tensors(specs, file_bytes)
         unused = tuple(unused_in(checkpoint))
         return cls(source=source, staging=staging, units=units, ignored=unused, specs=specs, dtype=dtype)
 
