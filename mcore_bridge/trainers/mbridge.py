@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -185,10 +185,12 @@ class Bridge:
         schedule = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall", "batch_p2p_comm": False}
         settings = with_mtp_layers(self.extra_args, text_config(self.hf_config))
         for_routers = {_REPLAY: settings.pop(_REPLAY)} if _REPLAY in settings and _routers_read_replay() else {}
-        kind: dict[str, Any] = {"vision": settings.pop("vision", "carried"), "model": settings.pop("model", "gpt")}
+        vision, model = str(settings.pop("vision", "carried")), str(settings.pop("model", "gpt"))
         dims, overrides = split({**schedule, "overlap_p2p_comm": mesh.vp > 1, **settings}, mesh)
         overrides = require_same_model(self.hf_config, overrides, dtype=self.dtype)
-        blueprint = make_blueprint(self.hf_config, dims=dims, dtype=self.dtype, overrides=overrides, **kind)
+        blueprint = make_blueprint(
+            self.hf_config, dims=dims, dtype=self.dtype, overrides=overrides, vision=vision, model=model
+        )
         vars(blueprint.config).update(for_routers)
         return blueprint
 
