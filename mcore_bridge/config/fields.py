@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeGuard
 
-from mcore_bridge.config.sizes import size_problems
+from mcore_bridge.config.sizes import is_count, size_problems
 from mcore_bridge.errors import ConfigError, shown
 
 Hf = Mapping[str, object]
@@ -226,7 +226,7 @@ def to_hf(table: tuple[Field, ...], mcore: Mcore) -> dict[str, object]:
 def count(hf: Hf, name: str) -> int:
     """The value of field ``name``, which must be a positive whole number: a size or a count."""
     value = hf.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_count(value):
         raise ConfigError(f"{name} must be a positive whole number, found {shown(value)}.")
     return value
 

@@ -1,6 +1,7 @@
 """Sizes of a model, which are checked where a config is read: torch's own errors about them name no field."""
 
 from collections.abc import Iterator, Mapping
+from typing import TypeGuard
 
 from mcore_bridge.errors import shown
 
@@ -20,15 +21,16 @@ SIZES = frozenset(
 """The mcore names that are sizes or counts of something that a model with the name has."""
 
 
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether ``value`` is a whole number of at least 1. A ``bool`` is not a number here."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def size_problems(hf: Mapping[str, object], names: tuple[str, ...], mcore: Mapping[str, object]) -> Iterator[str]:
     """What is wrong with the sizes that one entry of a table has made of the HF fields ``names``."""
     for name in sorted(SIZES & mcore.keys()):
         value = mcore[name]
-        if value is not None and not _is_size(value):
+        if value is not None and not (is_count(value) and value <= LARGEST):
             fields = ", ".join(f"{field}={shown(hf[field])}" for field in names if field in hf)
             yield (
                 f"{fields or name} must give a whole number from 1 to {LARGEST}, found {shown(value)} as "

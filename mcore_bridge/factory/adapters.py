@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.config.fields import is_number
+from mcore_bridge.config.sizes import is_count
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.factory.modules.backend import has_transformer_engine
 from mcore_bridge.rules.adapters import FACTORS, Adapters, Sharing, adapter_rules, factor_name, rows_of_parts
@@ -230,7 +231,7 @@ def _require_fitting(
         (kind not in get_args(Sharing), f"kind must be one of {get_args(Sharing)}, found {kind!r}"),
         (init not in get_args(Init), f"init must be one of {get_args(Init)}, found {init!r}"),
         (twice, f"a folder decides on {twice}: leave them out"),
-        (rank is not None and not (isinstance(rank, int) and rank > 0), f"rank must be at least 1, found {rank}"),
+        (rank is not None and not is_count(rank), f"rank must be at least 1, found {rank}"),
         (alpha is not None and not is_number(alpha), f"alpha must be a finite number, found {alpha}"),
         (any(a is not b for a, b in zip(chunks, given, strict=True)), "models must not be wrapped yet: add first"),
         (any(hasattr(chunk, "bridge_adapters") for chunk in chunks), "models have adapters: one set is supported"),

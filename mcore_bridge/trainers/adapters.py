@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from mcore_bridge.config.fields import is_number
+from mcore_bridge.config.sizes import is_count
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.adapters import Init, add_adapters
 from mcore_bridge.factory.reference import without_adapters
@@ -118,7 +119,7 @@ def create_peft(lora: Mapping[str, Any], dtype: torch.dtype | None = None) -> Pe
         for name, value in given.items()
         if name in MUST_BE and not any(_is_same(value, allowed) for allowed in MUST_BE[name])
     ]
-    if not isinstance(rank := given.get("rank", 0), int) or rank < 1:
+    if not is_count(rank := given.get("rank", 0)):
         problems.append(f"rank must be an integer of at least 1, found {rank!r}")
     if not is_number(alpha := given["alpha"]):
         problems.append(f"alpha must be a number, found {alpha!r}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_bridge.config.fields import is_number
+from mcore_bridge.config.sizes import is_count
 from mcore_bridge.errors import shown
 from mcore_bridge.weights.files.peft_config import STACKS
 
@@ -124,10 +125,6 @@ def _is_unset(name: str, value: Any) -> bool:
     return not is_layer and (not value or value == "none")
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
 def _is_list(value: Any) -> bool:
     return value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value))
 
@@ -152,9 +149,9 @@ def _are_stacks(value: Any) -> bool:
 
 
 _CHECKS = {
-    "r": _is_count,
+    "r": is_count,
     "lora_alpha": is_number,
-    "rank_pattern": lambda value: not value or (isinstance(value, dict) and _all(value, _is_count)),
+    "rank_pattern": lambda value: not value or (isinstance(value, dict) and _all(value, is_count)),
     "alpha_pattern": lambda value: not value or (isinstance(value, dict) and _all(value, is_number)),
     "target_modules": _is_pattern,
     "exclude_modules": _is_pattern,
