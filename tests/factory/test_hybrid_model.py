@@ -203,8 +203,6 @@ MTP_MESHES = [{"tp": 2, "sp": True, "ep": 2, "etp": 1}, {"pp": 2, "layout": "Ett
 
 def mtp_steps(folders, meshes):
     """Runs in each worker: what differs between both classes in a step with MTP layers, of all cases on one mesh."""
-    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-
     differing = []
     for number, sizes in enumerate(meshes):
         for name, held in [*folders][number:]:
@@ -213,7 +211,6 @@ def mtp_steps(folders, meshes):
             dims, batch = ParallelDims(**sizes), tiny.tokens(4, vocab_size=64)
             with stepping.mesh(dims):
                 build = {"lr": 0.5, "on_chunk": seed, "overrides": overrides}
-                destroy_moe_metrics_tracker()  # it has a place for each layer of the first model with router losses
                 one, other = (
                     stepping.train(folders[name, held], dims, batch, model=model, **build)
                     for model in ("gpt", "hybrid")

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import multiprocessing
 import queue
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -55,7 +56,28 @@ def leave_mesh() -> None:
         ddp.__dict__.clear()  # hooks of autograd hold it, in a cycle that no collector sees, and it held the model
     for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
+    forget_metrics()
     gc.collect()  # chunks hold groups, and themselves by cycles
+
+
+LOSS_HELPERS = {
+    "megatron.core.transformer.multi_token_prediction": "MTPLossLoggingHelper",
+    "megatron.core.transformer.experimental_attention_variant.dsa": "DSAIndexerLossLoggingHelper",
+}
+
+
+def forget_metrics() -> None:
+    """Empty megatron-core's trackers of losses: each has as many places as the first model of the process had layers.
+
+    They hold groups too. A module that nobody has imported has no tracker yet.
+    """
+    for module, helper in LOSS_HELPERS.items():
+        if module in sys.modules:
+            getattr(sys.modules[module], helper).tracker.clear()
+    if logging := sys.modules.get("megatron.core.transformer.moe.moe_logging"):
+        logging.destroy_moe_metrics_tracker()
+    elif moe := sys.modules.get("megatron.core.transformer.moe.moe_utils"):
+        moe.get_moe_layer_wise_logging_tracker().clear()  # megatron-core before 0.19
 
 
 def train_cases(
