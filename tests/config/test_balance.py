@@ -80,9 +80,9 @@ def test_the_descent_is_within_one_layer_of_the_best_in_general(
 def test_balanced_is_fast_and_near_the_mean_for_the_largest_models(pp: int, vp: int, num_layers: int) -> None:
     layers = [150, 150, 150, *[1_000 + i % 3 for i in range(num_layers - 3)]]
     dims = ParallelDims(pp=pp, vp=vp, layout="balanced")
-    start = time.perf_counter()
+    start = time.process_time()
     found = balanced(dims, layer_bytes=layers, embedding_bytes=160, loss_bytes=160)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
     held = _rank_bytes(found, layers, 160, 160)
     assert max(held) <= sum(held) / pp + 1_002
     assert found.stages(num_layers)[0].embedding

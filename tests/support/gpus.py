@@ -1,6 +1,8 @@
 """One process for each rank that a test wants, on GPUs of their own or shared, and what such tests share otherwise."""
 
+import contextlib
 import os
+import secrets
 import socket
 
 import pytest
@@ -48,10 +50,12 @@ def _rank(rank, world_size, port, folder, function, *arguments):
 
 
 def free_port():
-    """One that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+    """One that nobody listens on. It is below those that Linux deals out, of which gloo takes some at any time."""
+    while True:
+        port = 10_000 + secrets.randbelow(20_000)  # hypothesis seeds ``random`` alike in each process
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return str(port)
 
 
 def chosen(config, names, option="--families"):

@@ -296,7 +296,7 @@ def test_another_writer_is_judged_by_its_process_or_by_its_last_sign_of_life(tmp
     here = {"machine": Writer().machine, "host": "here"}
     alive = {**here, "pid": os.getppid(), "started": start_time(os.getppid())}
     refused(lock_of(tmp_path, **alive), f"process {os.getppid()} on here .since yesterday. writes to .*remove .*{LOCK}")
-    refused(lock_of(tmp_path), "process 77 on far .*renewed its lock [01] s ago.*remove .*try again when")
+    refused(lock_of(tmp_path), r"process 77 on far .*renewed its lock \d+ s ago.*remove .*try again when")
     (tmp_path / LOCK).write_text("{")
     refused(tmp_path / LOCK, f"{LOCK} does not name the writer of .*: remove it if no process writes there")
     assert whose(tmp_path, digests) == "a"
@@ -311,19 +311,19 @@ def test_a_writer_renews_its_lock_and_commits_nothing_without_it(tmp_path, model
     """As one that was suspended until another machine took it for dead."""
     save(models["a"], tmp_path)
     monkeypatch.setattr(folder_lock, "BEAT", 0.01)
-    ages = []
 
     def taken(shards, specs, provenance, staging, kept):
         os.utime(tmp_path / LOCK, (1, 1))
-        time.sleep(0.2)
-        ages.append(time.time() - (tmp_path / LOCK).stat().st_mtime)
+        end = time.monotonic() + 60
+        while (tmp_path / LOCK).stat().st_mtime == 1:
+            assert time.monotonic() < end, "it was not renewed"
+            time.sleep(0.01)
         lock_of(tmp_path)
 
     with monkeypatch.context() as patched:
         patched.setattr("mcore_bridge.weights.save._write_rest", taken)
         with pytest.raises(CheckpointError, match=r"lock .* was lost while process .*: process 77 on far .*save again"):
             save(models["b"], tmp_path)
-    assert ages[0] < 5
     assert (tmp_path / LOCK).exists(), "it is the other's"
     assert whose(tmp_path, digests) == "a"
 

@@ -1,6 +1,7 @@
 """Messages of two sizes: large ones, but small ones beside a tensor that takes most of the memory."""
 
 import contextlib
+import math
 import time
 import weakref
 from unittest import mock
@@ -55,10 +56,13 @@ class Counted(collectives.Memory):
     """Memory for messages, and the most that there was at once: as long as any view of it is there."""
 
     now = most = 0
+    limit = math.inf
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        time.sleep(0.05)  # threads of gloo hold what has arrived a little longer
+        end = time.monotonic() + 10
+        while self.now + self.all.numel() > self.limit and time.monotonic() < end:
+            time.sleep(0.001)  # threads of gloo hold what has arrived a little longer
         array = np.empty(self.all.numel(), np.uint8)
         weakref.finalize(array, self.count, -array.nbytes)
         self.count(array.nbytes)
@@ -83,8 +87,10 @@ def export_in_two_sizes(model, dims):
     Counted.now = Counted.most = 0
     with scaled_down():
         plan = agree_on_plan(models, None, "lm").program.plan
+        rooms = [message.room for message in plan.messages]
+        expected = Counted.limit = max(footprint._message_bytes(rooms, number) for number in range(len(rooms)))
         assert_exact(mb.to_hf_state_dict(models), state)
-        most = Counted.most
+        most, Counted.limit = Counted.most, math.inf
         assert_exact({name: tensor.clone() for name, tensor in mb.iter_hf_weights(models, copy=False)}, state)
         with contextlib.closing(mb.iter_hf_weights(models)) as pairs:
             for number, _ in enumerate(pairs):
@@ -92,9 +98,8 @@ def export_in_two_sizes(model, dims):
                     break
         assert_exact(mb.to_hf_state_dict(models), state)
         counted = footprint.peak_bytes(plan)
-    rooms = [message.room for message in plan.messages]
     largest = max(output.num_bytes for output in plan.payload.outputs)
-    return rooms, counted, largest, most, max(footprint._message_bytes(rooms, number) for number in range(len(rooms)))
+    return rooms, counted, largest, most, expected
 
 
 @pytest.mark.parametrize(("model", "dims"), CASES, ids=str)
