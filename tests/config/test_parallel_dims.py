@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from mcore_bridge.config.mesh.divisibility import check_model
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
@@ -43,6 +45,23 @@ def test_levels_of_context_parallelism_come_as_a_trainer_has_them() -> None:
     assert ParallelDims().to_group_sizes()[LEVELS] is None
 
 
+def test_a_layout_may_be_what_megatron_core_takes_or_makes_of_it() -> None:
+    """Its string, the kinds of layers of each stage, and the object in its config, which has either."""
+    names = [["Embedding", LayerType.decoder], [], ("decoder", "mtp "), ["loss"]]
+    text = ParallelDims(pp=2, vp=2, layout="Et||tm|L")
+    lists: list[Any] = [[*stage] for stage in names]
+    layouts: list[Any] = [names, PipelineParallelLayerLayout(lists, 2), PipelineParallelLayerLayout("Et||tm|L", 2)]
+    for layout in layouts:
+        assert ParallelDims(pp=2, vp=2, layout=layout) == text
+        assert ParallelDims(pp=2, vp=2).with_config_fields({"pipeline_model_parallel_layout": layout}) == text
+
+
+def test_settings_of_none_mean_what_megatron_core_means_by_them() -> None:
+    settings = dict.fromkeys(ParallelDims().to_config_fields())
+    dims = ParallelDims(tp=2, sp=True, cp=4, hierarchical_context_parallel_sizes=(2, 2), etp=2, ep=2)
+    assert dims.with_config_fields(settings) == ParallelDims()
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -50,6 +69,11 @@ def test_levels_of_context_parallelism_come_as_a_trainer_has_them() -> None:
         ({"pp": 1.0}, r"pp must be an integer of at least 1, found 1.0"),
         ({"cp": True}, r"cp must be an integer of at least 1, found True"),
         ({"sp": True}, r"sp=True needs tp > 1.*found tp=1"),
+        ({"tp": 2, "sp": 1}, r"sp must be True or False, found 1"),
+        ({"pp": 2, EMBEDDING: "no"}, rf"{EMBEDDING} must be True or False, found 'no'"),
+        ({"cp": 4, LEVELS: 4}, r"two sizes whose product is cp=4, found 4"),
+        ({"pp": 2, "layout": b"Et|tL"}, r"layout must be text such as 'Ett\|ttL', or a list.*found b'Et\|tL'"),
+        ({"pp": 2, "layout": [["embedding"], ["decoder", "head"]]}, r"layers of each stage \(embedding.*found \[\["),
         ({LEVELS: (2, 2)}, rf"{LEVELS} must be two sizes whose product is cp=1, found \(2, 2\)"),
         ({"cp": 8, LEVELS: (2, 2, 2)}, r"two sizes whose product is cp=8"),
         ({"cp": 4, LEVELS: [2.0, 2]}, r"two sizes whose product is cp=4"),
@@ -64,7 +88,7 @@ def test_levels_of_context_parallelism_come_as_a_trainer_has_them() -> None:
         ({"pp": 2, "layout": "Ex|tL"}, r"not one that megatron-core reads: Invalid layer character: x"),
         (
             {"pp": 2, "layout": "Et*9999999999|L"},
-            r"at most 100000 layers and stages, found 10000000002: correct a number",
+            r"^layout .* at most 100000 layers and stages, found 10000000002: correct a number",
         ),
         ({"pp": 2, "layout": "E(t*9999|)*9999L"}, r"at most 100000 layers and stages, found 99990002"),
         ({"pp": 2, "layout": f"Et*{'9' * 9999}|L"}, r"not one that megatron-core reads: Exceeds the limit"),

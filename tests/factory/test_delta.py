@@ -11,6 +11,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from mcore_bridge import ParallelDims, build_model, to_layer_spec, to_transformer_config
+from mcore_bridge.config.mesh.divisibility import DELTA_CONTEXT
 from mcore_bridge.config.tables.derived_delta import LINEAR_LAYERS
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory.modules.delta import (
@@ -186,6 +187,12 @@ def test_only_the_layers_that_the_config_names_are_linear():
 def test_heads_that_the_mesh_does_not_divide_are_refused(sizes):
     with pytest.raises(MeshError, match="linear_num_key_heads=4"):
         to_transformer_config(HF, dims=ParallelDims(**sizes))
+
+
+@pytest.mark.skipif(DELTA_CONTEXT.is_installed, reason="this megatron-core has it")
+def test_context_parallelism_is_refused_where_megatron_core_has_none():
+    with pytest.raises(MeshError, match=r"cp=2 with linear attention needs megatron-core 0\.19.*Use cp=1, or install"):
+        to_transformer_config(HF, dims=ParallelDims(cp=2))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.names import Numbering, canonical
 from tests import zoo
 from tests.support import pool
+from tests.support.bounds import BOUND
+from tests.support.parity import reference_logits, worst_differences
 from tests.support.strategies import random_state
 from tests.zoo.latent import DENSE, latent
 
@@ -101,6 +103,17 @@ def loads_with_another_layer(hf, number):
     state = {**random_state(hf), f"model.layers.{number}.eh_proj.weight": torch.ones(2, 2)}
     mb.ParallelDims().initialize(device="cpu")
     mb.build_model(hf, dims=mb.ParallelDims(), device="cpu", dtype=torch.float32, load_weights=state)
+
+
+@pytest.mark.parametrize("name", sorted(zoo.cases().keys() & {"deepseek_v3", "glm_moe_dsa"}))
+def test_latents_that_tp_does_not_divide_are_whole_on_every_rank(name):
+    """mcore's own layers would cut 28 and 20 + 8 rows."""
+    hf = zoo.cases()[name].hf
+    hf.num_attention_heads = hf.num_key_value_heads = 9
+    hf.n_shared_experts, hf.intermediate_size = 3, 72
+    dims = mb.ParallelDims(tp=3, sp=True)
+    ((worst,), *_) = pool.run(3, worst_differences, [(hf, dims, reference_logits(hf))])
+    assert worst < BOUND
 
 
 def test_the_layer_after_the_last_is_left_in_the_file_and_no_other():

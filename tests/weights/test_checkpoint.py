@@ -109,7 +109,7 @@ def test_any_model_says_the_same_of_itself_on_any_mesh(problem):
 
 # real processes -------------------------------------------------------------------------------------------------------
 
-MESHES = [{"tp": 2, "sp": True, "etp": 1, "ep": 2}, {"pp": 2, "vp": 2}]
+MESHES = [{"tp": 2, "sp": True, "etp": 1, "ep": 2}, {"pp": 2, "vp": 2, "layout": "Ett||tt|L"}]
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from mcore_bridge.config.megatron_release import Release, installed
 from mcore_bridge.config.tables.derived_sparse import shares_selection
 from mcore_bridge.errors import MeshError
 
 if TYPE_CHECKING:
     from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 
+DELTA_CONTEXT = Release("0.19", "earlier releases have no context parallelism of gated delta nets")
 _HF_NAMES = {
     "num_layers": "num_hidden_layers",
     "num_query_groups": "num_key_value_heads",
@@ -104,6 +106,11 @@ def _check_linear_heads(dims: ParallelDims, settings: Mapping[str, object]) -> N
         raise MeshError(
             f"tp={dims.tp} times cp={dims.cp} must divide linear_num_key_heads={heads}: megatron-core deals out whole "
             "heads of linear attention over both; choose a smaller tp or cp"
+        )
+    if dims.cp > 1 and not DELTA_CONTEXT.is_installed:
+        raise MeshError(
+            f"cp={dims.cp} with linear attention needs megatron-core {DELTA_CONTEXT.version} or later, found "
+            f"{installed()}: {DELTA_CONTEXT.reason}. Use cp=1, or install it"
         )
 
 

@@ -6,17 +6,26 @@ Every valid ``ParallelDims`` is one that megatron-core can build for some model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from math import lcm, prod
 
 from mcore_bridge.config.mesh import process_groups
-from mcore_bridge.config.mesh.pipeline import BALANCED, PipelineSplit, Stage, describe_stages, parse_layout, stages_of
+from mcore_bridge.config.mesh.pipeline import (
+    BALANCED,
+    PipelineSplit,
+    Stage,
+    describe_stages,
+    layout_text,
+    parse_layout,
+    stages_of,
+)
 from mcore_bridge.config.overrides import DIM_OF
 from mcore_bridge.errors import MeshError
 
 _SIZES = ("tp", "pp", "vp", "cp", "ep", "etp")
+_FLAGS = ("sp", "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 _SPLIT = tuple(field.name for field in fields(PipelineSplit))
 
 
@@ -36,7 +45,8 @@ class ParallelDims:
             the ranks of a node, share out the heads; the second size is the number of such groups, which form a ring.
             Their product is ``cp``.
         layout: megatron-core's explicit pipeline layout, such as ``"Ett|t*3|(t|)*2L"``; or ``"balanced"``, for the one
-            that ``balanced()`` (and ``build_model``) chooses by bytes.
+            that ``balanced()`` (and ``build_model``) chooses by bytes. megatron-core's other spellings become text:
+            ``[["embedding", "decoder"], ["decoder", "loss"]]``, and the object in its config.
         num_layers_in_first_pipeline_stage: layers of pipeline rank 0, over all its chunks; the others share the rest.
         num_layers_in_last_pipeline_stage: the same for the last pipeline rank.
         account_for_embedding_in_pipeline_split: the embedding counts as one layer of the first stage.
@@ -70,6 +80,10 @@ class ParallelDims:
             size = getattr(self, name)
             if type(size) is not int or size < 1:
                 raise MeshError(f"{name} must be an integer of at least 1, found {size!r}")
+        for name in _FLAGS:
+            if type(flag := getattr(self, name)) is not bool:
+                raise MeshError(f"{name} must be True or False, found {flag!r}")
+        object.__setattr__(self, "layout", layout_text(self.layout))
         if self.sp and self.tp == 1:
             raise MeshError("sp=True needs tp > 1: sequence parallelism cuts activations over the tp axis, found tp=1")
         if self.vp > 1 and self.pp == 1:
@@ -78,12 +92,13 @@ class ParallelDims:
         self._split()
 
     def _check_hierarchy(self) -> None:
-        if self.hierarchical_context_parallel_sizes is None:
+        given: object = self.hierarchical_context_parallel_sizes
+        if given is None:
             return
-        sizes = tuple(self.hierarchical_context_parallel_sizes)  # a trainer's settings may have a list
+        sizes = tuple(given) if isinstance(given, Sequence) else ()  # a trainer's settings may have a list
         if len(sizes) != 2 or any(type(size) is not int or size < 1 for size in sizes) or prod(sizes) != self.cp:
             raise MeshError(
-                f"hierarchical_context_parallel_sizes must be two sizes whose product is cp={self.cp}, found {sizes}"
+                f"hierarchical_context_parallel_sizes must be two sizes whose product is cp={self.cp}, found {given}"
             )
         object.__setattr__(self, "hierarchical_context_parallel_sizes", sizes)
 
@@ -181,6 +196,7 @@ class ParallelDims:
         for name in _SIZES:
             if name in changes and changes[name] is None:
                 changes[name] = changes.get("tp", self.tp) if name == "etp" else 1
+        changes |= {name: False for name in _FLAGS if changes.get(name, False) is None}
         return replace(self, **changes)  # type: ignore[arg-type]  # __post_init__ checks them
 
     @classmethod

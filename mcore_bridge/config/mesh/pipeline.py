@@ -11,12 +11,14 @@ import re
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
-from mcore_bridge.errors import MeshError
+from mcore_bridge.errors import MeshError, shown
 
 BALANCED = "balanced"
 """A layout that ``balanced()`` replaces by an explicit one, once the bytes of the layers are known."""
 _LONGEST = 100_000
 """The largest number of layers and stages in a layout; far more than any model has."""
+_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+"""megatron-core's letters of layers in a layout, by the names of their kinds."""
 _GROUP = re.compile(r"\(([^)]+)\)\*(\d+)")
 
 
@@ -135,25 +137,49 @@ def check_layout(layout: str, *, pp: int, vp: int) -> None:
         )
 
 
+def layout_text(layout: object) -> str | None:
+    """A layout as text, of each kind that megatron-core takes: text, the layers of each stage, or its own object.
+
+    ``[["embedding", "decoder"], ["decoder", "loss"]]`` --> ``"Et|tL"``.
+
+    Raises:
+        MeshError: it is none of them.
+    """
+    layout = getattr(layout, "input_data", layout)  # what megatron-core's object was made from
+    if layout is None or isinstance(layout, str):
+        return layout
+    try:
+        return "|".join("".join(_LETTERS[_name(layer)] for layer in stage) for stage in layout)  # type: ignore[attr-defined]
+    except (KeyError, TypeError) as error:
+        raise MeshError(
+            f"layout must be text such as 'Ett|ttL', or a list of the layers of each stage ({', '.join(_LETTERS)}), "
+            f"found {shown(layout)}: write it so, or leave it out"
+        ) from error
+
+
+def _name(layer: object) -> str:
+    """The name of a kind of layer, as megatron-core reads it: from text in any case, or from a ``LayerType``."""
+    return str(getattr(layer, "name", layer)).strip().lower()
+
+
 def parse_layout(layout: str) -> list[str]:
     """The stages of a layout, by megatron-core's own parser: ``"Et*2|(t|)*2L"`` --> ``["Ett", "t", "t", "L"]``."""
-    from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-    letters = {LayerType.embedding: "E", LayerType.decoder: "t", LayerType.mtp: "m", LayerType.loss: "L"}
     try:
-        if (length := _unrolled_length(layout)) > _LONGEST:
-            raise MeshError(
-                f"layout {layout!r} must have at most {_LONGEST} layers and stages, found {length}: correct a number "
-                "after '*'"
-            )
-        rows = PipelineParallelLayerLayout.parse_str_to_list(layout)
+        length = _unrolled_length(layout)
+        rows = PipelineParallelLayerLayout.parse_str_to_list(layout) if length <= _LONGEST else []
     except (AssertionError, KeyError, ValueError) as error:
         raise MeshError(
             f"layout {layout!r} is not one that megatron-core reads: {error}. Expected stages of E, t, m, L with '|' "
             "between them, where '(..)*n' and 'x*n' repeat and commas are ignored; or 'balanced'"
         ) from error
-    return ["".join(letters[kind] for kind in row) for row in rows]
+    if length > _LONGEST:
+        raise MeshError(
+            f"layout {layout!r} must have at most {_LONGEST} layers and stages, found {length}: correct a number after "
+            "'*'"
+        )
+    return ["".join(_LETTERS[kind.name] for kind in row) for row in rows]
 
 
 def _unrolled_length(layout: str) -> int:

@@ -27,11 +27,13 @@ def adapt_latent(layer: Any, config: Any, backend: Backend) -> None:
         )
     from megatron.core.transformer.identity_op import IdentityOp
 
-    from mcore_bridge.factory.modules.latent_modules import LatentAttention
+    from mcore_bridge.factory.modules.latent_modules import LatentAttention, ReplicatedLinear
 
     norm = latent_norm(backend)
     layer.self_attention.module = LatentAttention
     attention = layer.self_attention.submodules
+    if backend == "torch":  # TransformerEngine's spec has such layers
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear
     attention.linear_q_up_proj = attention.linear_kv_up_proj = attention.linear_q_proj
     attention.q_layernorm = IdentityOp if config.q_lora_rank is None else norm
     attention.kv_layernorm = norm

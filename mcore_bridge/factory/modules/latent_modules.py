@@ -22,10 +22,25 @@ class LatentNorm(Norm):
         super().__init__(config, hidden_size, config.latent_norm_epsilon, **arguments)
 
 
-class ReplicatedLinear(nn.Module):
-    """A linear layer that every TP rank holds whole. With SP, each rank applies it to its own tokens."""
+class _LikeColumns(type):
+    """The class of a class that is equal to ``ColumnParallelLinear``.
 
-    # mcore passes further arguments to the linear layers of an indexer, which ask for what this one is.
+    mcore's latent attention looks up the class of a down projection in a list of its own, and builds what it finds.
+    """
+
+    def __eq__(cls, other: object) -> bool:
+        return other is ColumnParallelLinear or super().__eq__(other)
+
+    __hash__ = type.__hash__
+
+
+class ReplicatedLinear(nn.Module, metaclass=_LikeColumns):
+    """A linear layer that every TP rank holds whole. With SP, each rank applies it to its own tokens.
+
+    mcore's own spec in torch cuts down projections, which needs a ``tp`` that divides the sizes of latents.
+    """
+
+    # mcore passes further arguments, which ask for what this one is.
     def __init__(self, input_size: int, output_size: int, config: MLATransformerConfig, **arguments: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(output_size, input_size, **placement(config)))
@@ -39,15 +54,8 @@ class ReplicatedLinear(nn.Module):
         return nn.functional.linear(hidden, self.weight), None
 
 
-def hold_whole(attention: nn.Module, config: MLATransformerConfig) -> None:
-    """Replaces down projections that mcore has cut by whole ones. It cuts them in torch, not in TransformerEngine."""
-    for name in ("linear_q_down_proj", "linear_kv_down_proj"):
-        if isinstance(cut := getattr(attention, name, None), ColumnParallelLinear):
-            setattr(attention, name, ReplicatedLinear(cut.input_size, cut.output_size, config))
-
-
 class LatentAttention(multi_latent_attention.MLASelfAttention):
-    """mcore's latent attention with whole down projections, and always with the norms of its spec."""
+    """mcore's latent attention, always with the norms of its spec."""
 
     def __init__(self, config: MLATransformerConfig, submodules: Any, *arguments: Any, **keywords: Any) -> None:
         if not isinstance(
@@ -55,7 +63,6 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
         ):  # without TE, mcore 0.16 takes a stand-in for the class
             multi_latent_attention.HAVE_TE = False
         super().__init__(config, submodules, *arguments, **keywords)
-        hold_whole(self, config)
         if self.tp_group.size() > 1 and not config.sequence_parallel:  # with SP, mcore's gather sums them
             self.linear_kv_down_proj.register_forward_hook(self._sum_gradient_of_rotated)
 

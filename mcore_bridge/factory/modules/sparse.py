@@ -51,9 +51,8 @@ def _core(latent: Any, backend: Backend) -> Any:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from mcore_bridge.factory.modules.backend import norm_of
-    from mcore_bridge.factory.modules.latent_modules import ReplicatedLinear
 
-    whole = ReplicatedLinear if backend == "torch" else latent.linear_kv_down_proj
+    whole = latent.linear_kv_down_proj
     indexer = DSAIndexerSubmodules(
         linear_wq_b=whole, linear_wk=whole, k_norm=norm_of(backend), linear_weights_proj=whole
     )

@@ -216,7 +216,7 @@ def load_checkpoint(
     with raise_on_all(world, f"{checkpoint.path} was not read, or in part"):
         loaded = dist_checkpointing.load(state, str(checkpoint.path))
     for name, chunk in zip(chunk_names(chunks), chunks, strict=True):
-        chunk.load_state_dict(loaded.pop(name), strict=False)
+        chunk.load_state_dict(loaded.pop(name, {}), strict=False)  # megatron-core drops the name of an empty stage
     if optimizer is not None:
         length = len(getattr(optimizer, "chained_optimizers", [optimizer]))
         optimizer.load_state_dict(fit_chain(loaded.pop("optimizer"), length))
