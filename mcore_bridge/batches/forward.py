@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mcore_bridge.batches.collectives import broadcast_from_last, gather, reduce_max
 from mcore_bridge.batches.images import Images, SeenImages, num_positions, placeholders, require_images
 from mcore_bridge.batches.logprobs import log_probs, require_temperature
-from mcore_bridge.batches.microbatches import agreed_micro_batches, balances_experts, micro_batches
+from mcore_bridge.batches.microbatches import agreed_micro_batches, balances_experts, digest, micro_batches
 from mcore_bridge.batches.packing import PackedSequences, unpack_sequences
 from mcore_bridge.batches.refusals import require_batch, require_runnable, require_scalar
 from mcore_bridge.config.mesh.lost_ranks import naming_lost_ranks
@@ -95,10 +95,11 @@ def forward(
         multiple_of: the tokens of a rank are padded to a multiple of it. None: what the FP8 recipe of the model needs.
 
     Raises:
-        BatchError: shapes do not fit, the batch is empty, or a token is not in the vocabulary. Replicas that share
-            experts have batches for which one would wait for the other. The loss is not a scalar with a gradient, or
-            raised on another rank. Images do not fit the tokens of their row, which the message names, or the model has
-            no tower. Every rank that would wait for the failed one raises too.
+        BatchError: shapes do not fit, the batch is empty, or a token is not in the vocabulary. Ranks of a replica have
+            different batches. Replicas that share experts have batches for which one would wait for the other. The
+            loss is not a scalar with a gradient, or raised on another rank. Images do not fit the tokens of their row,
+            which the message names, or the model has no tower. Every rank that would wait for the failed one raises
+            too.
         LostRankError: another rank has ended.
 
     Example:
@@ -110,7 +111,12 @@ def forward(
     require_runnable(chunk, packed=packed, learns=loss is not None)
     provenance = provenance_on(models, hf, head)
 
-    def checked() -> Callable[..., list[PackedSequences]]:
+    if not isinstance(input_ids, Tensor):
+        raise BatchError(f"input_ids must be an int64 tensor [batch, seq], found {type(input_ids).__name__}")
+    if loss is not None and not callable(loss):
+        raise BatchError(f"loss must be a function of outputs and rows, found {type(loss).__name__}")
+
+    def checked() -> tuple[Callable[..., list[PackedSequences]], dict[str, int]]:
         mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask
         stand_ins = placeholders(provenance.whole.config) if images is not None and provenance.whole else ()
         require_batch(input_ids, mask, micro_batch_size, provenance.hf.vocab_size, stand_ins)
@@ -119,7 +125,9 @@ def forward(
             require_images(images, len(input_ids), getattr(chunk, "image_inputs", None))
         size = micro_batch_size or (1 if chunk.pg_collection.pp.size() > 1 else len(input_ids))
         batch = chunk, input_ids, mask != 0, size, len(chunks)
-        return partial(micro_batches, *batch, packed=packed, multiple_of=multiple_of)
+        same = {"rows": len(input_ids), "their length": input_ids.size(1), "tokens": digest(input_ids, mask != 0)}
+        same |= {"micro_batch_size": size, "packed": packed, "multiple_of": multiple_of or 0, "loss": loss is not None}
+        return partial(micro_batches, *batch, packed=packed, multiple_of=multiple_of), same
 
     batches = agreed_micro_batches(chunk, checked, input_ids.device, learns=loss is not None)
     size = batches[0].shape[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +16,10 @@ from mcore_bridge.errors import BatchError
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer import TransformerConfig
+
+_NUMBERS = 7
+"""How many numbers of a batch its ranks compare."""
+_MIXING, _POSITIVE = 0x9E3779B97F4A7C1, 2**62 - 1
 
 
 def micro_batches(
@@ -43,37 +47,73 @@ def micro_batches(
     return [pack_sequences(ids, mask, dims=dims, **options) for ids, mask in rows]
 
 
+Checked = Callable[[], tuple[Callable[..., list[PackedSequences]], Mapping[str, int]]]
+"""Checks a batch. Returns a function that makes microbatches with at least ``min_tokens`` in a row, and numbers that
+must be equal on all ranks of a replica."""
+
+
 def agreed_micro_batches(
-    chunk: GPTModel, checked: Callable[[], Callable[..., list[PackedSequences]]], device: torch.device, *, learns: bool
+    chunk: GPTModel, checked: Checked, device: torch.device, *, learns: bool
 ) -> list[PackedSequences]:
-    """The microbatches of a batch, in sizes that the ranks agree on.
+    """The microbatches of a batch, which all ranks of a replica have, in sizes that the ranks agree on.
 
     With pipeline stages, all microbatches get the same length. So do those of all ranks that share experts, if their
     token dispatcher takes equal lengths for granted.
 
     Args:
-        checked: checks the batch. Returns a function that makes microbatches with at least ``min_tokens`` in a row.
+        checked: checks the batch.
         device: where the batch is.
         learns: whether a backward follows.
 
     Raises:
-        BatchError: a batch cannot be used. With experts, all ranks that share them raise, since they would wait for
-            each other. The rank whose ``checked`` raised raises that error.
+        BatchError: a batch cannot be used, or ranks of a replica have different ones. All ranks of the replica raise,
+            and with experts all that share them, since they would wait for each other. The rank whose ``checked``
+            raised raises that error.
     """
     batches: list[PackedSequences] = []
-    problem = None
+    problem: Exception | None = None
+    same: Mapping[str, int] = {}
     try:
-        pack = checked()
+        pack, same = checked()
         batches = pack(min_tokens=0)
         if learns:
             _require_tokens(chunk, batches)
     except Exception as error:  # any, even out of memory: other ranks may wait for this rank's experts
         problem = error
+    problem = _problem_of_replica(chunk, problem, same, device)
     longest = _longest(chunk, batches, problem, device)
     may_differ = chunk.pg_collection.pp.size() == 1 and not _assumes_equal_lengths(chunk)
     if may_differ or all(batch.num_tokens == longest for batch in batches):
         return batches
     return pack(min_tokens=longest)
+
+
+def digest(input_ids: Tensor, mask: Tensor) -> int:
+    """A number that tells batches apart by their tokens and where these are, whatever stands in the padding."""
+    tokens = (input_ids + 1).where(mask, 0).flatten()
+    odd = 2 * torch.arange(tokens.numel(), device=tokens.device) + 1
+    return int((tokens * (odd * _MIXING)).sum()) & _POSITIVE
+
+
+def _problem_of_replica(
+    chunk: GPTModel, problem: Exception | None, same: Mapping[str, int], device: torch.device
+) -> Exception | None:
+    """The error to raise if a rank of this replica refuses its batch, or has another one than this rank."""
+    groups = chunk.pg_collection
+    numbers = [*same.values()] or [0] * _NUMBERS
+    sizes = torch.tensor([problem is not None, *numbers, *(-number for number in numbers)], device=device)
+    for group in (groups.tp, groups.cp, groups.pp):
+        reduce_max(sizes, group)
+    is_bad, *both = sizes.tolist()
+    if problem is not None or is_bad:
+        return problem or BatchError("another rank of this replica refuses its batch: see the error there")
+    differ = [name for name, most, least in zip(same, both[:_NUMBERS], both[_NUMBERS:], strict=True) if most != -least]
+    if not differ:
+        return None
+    return BatchError(
+        f"expected the same batch on all ranks of a model replica, found others in {', '.join(differ)}: deal batches "
+        "out by parallel_state.get_data_parallel_rank(), not by the rank in the job"
+    )
 
 
 def _longest(

@@ -61,6 +61,11 @@ def read_config(
 
     if isinstance(source, PretrainedConfig):
         return _completed(_translated(copy.deepcopy(source)))
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(
+            f"A model must be given as its HF folder or as a config of transformers, found an object of type "
+            f"{type(source).__name__}. Pass the path of the folder."
+        )
     folder = find_folder(source)
     fields = read_json(folder / _CONFIG, special_float)
     _require_few_layers(fields)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mcore_bridge.config.fields import is_number
 from mcore_bridge.config.sizes import is_count
-from mcore_bridge.errors import CheckpointError, ConfigError
+from mcore_bridge.errors import CheckpointError, ConfigError, shown
 from mcore_bridge.factory.modules.backend import has_transformer_engine
 from mcore_bridge.rules.adapters import FACTORS, Adapters, Sharing, adapter_rules, factor_name, rows_of_parts
 from mcore_bridge.rules.layout import REPLICATED
@@ -232,6 +232,14 @@ def _require_fitting(
         (init not in get_args(Init), f"init must be one of {get_args(Init)}, found {init!r}"),
         (isinstance(asked["targets"], str), f"targets must be a list of names, found the text {asked['targets']!r}"),
         (twice, f"a folder decides on {twice}: leave them out"),
+        (
+            folder is not None and not isinstance(folder, str | os.PathLike),
+            f"folder must be the path of an adapter, found {shown(folder)}; new ones need rank=, alpha=, targets=",
+        ),
+        (
+            isinstance(asked["targets"], str),
+            f"targets must be a list of module names, such as ['q_proj', 'v_proj'], found {asked['targets']!r}",
+        ),
         (rank is not None and not is_count(rank), f"rank must be at least 1, found {rank}"),
         (alpha is not None and not is_number(alpha), f"alpha must be a finite number, found {alpha}"),
         (any(a is not b for a, b in zip(chunks, given, strict=True)), "models must not be wrapped yet: add first"),

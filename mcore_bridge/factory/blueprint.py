@@ -145,6 +145,8 @@ def make_blueprint(
     if strict_config:
         require_no_unread(read_by)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {str(device)!r} needs a GPU, and torch.cuda.is_available() is False: use 'cpu'")
     chosen = choose_backend(backend, device=device)
     mtp = count_mtp(overrides or {}, head=head)
     changed = effective(origin, architecture.fields, tp=dims.tp, overrides=overrides or {})

@@ -192,13 +192,16 @@ def _obstacle(rule: Rule) -> str:
 def _unmatched(weights: Collection[Rule], rules: Rules, targets: Sequence[str]) -> Iterator[str]:
     names = [name for rule in weights for name in (rule.mcore, *rule.hf)]
     modules = sorted({word for name in names if (word := _module(name).rpartition(".")[2])})
+    linear = [rule for rule in weights if _module(rule.mcore) and not _obstacle(rule)]
+    able = sorted({_module(name).rpartition(".")[2] for rule in linear for name in (rule.mcore, *rule.hf)})
     for target in targets:
         if any(_is_named(name, [target]) for name in names):
             continue
         if any(_is_named(name, [target]) for rule in rules for name in (rule.mcore, *rule.hf)):
             yield f"{target!r} is a layer of MTP or of a model of images, which get no adapters"
         else:
-            yield f"{target!r} matches no module, the nearest are {get_close_matches(target, modules, n=3)}"
+            near = get_close_matches(target, modules, n=3)
+            yield f"{target!r} matches no module, " + (f"the nearest are {near}" if near else f"there are {able}")
 
 
 def _module(name: str) -> str:

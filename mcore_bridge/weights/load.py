@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mcore_bridge.config.hf import find_folder
 from mcore_bridge.config.quantization import read_quantization
-from mcore_bridge.errors import CheckpointError
+from mcore_bridge.errors import CheckpointError, shown
 from mcore_bridge.rules.dialects import dialect_of
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.weights.base_names import with_prefix
@@ -142,7 +142,7 @@ def _stored(source: Source, provenance: Provenance) -> Mapping[str, Stored] | It
         return decoded_mapping(source, quantization)
     if not isinstance(source, Iterable):
         raise CheckpointError(
-            f"expected a folder, a mapping of HF names to tensors, or an iterable of such pairs, found {source!r}"
+            f"expected a folder, a mapping of HF names to tensors, or an iterable of such pairs, found {shown(source)}"
         )
     return DecodedPairs(source, quantization)
 

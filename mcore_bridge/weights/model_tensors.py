@@ -26,9 +26,10 @@ def unwrap(model: nn.Module) -> GPTModel:
     while not hasattr(bare, "decoder"):
         inner = getattr(bare, "module", None)
         if not isinstance(inner, nn.Module):
+            inside = "" if bare is model else f" around {type(bare).__name__}"
             raise MappingError(
-                f"expected a GPTModel or HybridModel, or a wrapper with one at .module, found {type(model).__name__} "
-                f"that ends at {type(bare).__name__}"
+                "expected a GPTModel or HybridModel, or a wrapper with one at .module, found "
+                f"{type(model).__name__}{inside}: pass what build_model has returned"
             )
         bare = inner
     return bare

@@ -28,6 +28,8 @@ from mcore_bridge.weights.provenance import Provenance
 
 _TEXT = "model."
 _FACTORS = (".lora_A.weight", ".lora_B.weight")
+_MANY = 12
+"""That many reasons are named in an error. Adapters of another base have a reason for each module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,9 @@ def _weights_in(folder: Path) -> SafetensorsFile:
 
 
 def _refused(folder: Path, problems: Sequence[str]) -> CheckpointError:
-    return CheckpointError(f"the adapter in {folder} cannot be used: {'; '.join(dict.fromkeys(problems))}")
+    different = [*dict.fromkeys(problems)]
+    more = f"; and {len(different) - _MANY} more" if len(different) > _MANY else ""
+    return CheckpointError(f"the adapter in {folder} cannot be used: {'; '.join(different[:_MANY])}{more}")
 
 
 def _dialect(modules: Iterable[str], naming: PeftNames) -> Dialect | None:

@@ -452,6 +452,31 @@ def test_a_loss_that_is_none_raises_on_all_ranks(dims):
             assert re.search(words if knows else other, message), message
 
 
+def other_batches(dims):
+    """How the ranks of a replica raise of which the last one has another batch than the rest."""
+    with stepping.mesh(dims):
+        chunks = mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
+        ids, mask = batch_of(HF)
+        is_last, said = dist.get_rank() == dist.get_world_size() - 1, []
+        turned, late, beyond = ids.roll(1, 0), (ids[:, 1:], mask[:, 1:]), (ids + 999, mask)
+        for batch, size in (((turned, mask), 1), (late, 1), ((ids, mask), 2), (beyond, 1)):
+            with pytest.raises(BatchError) as caught:
+                mb.forward(chunks, *(batch if is_last else (ids, mask)), micro_batch_size=size if is_last else 1)
+            said.append(str(caught.value))
+        mb.forward(chunks, ids.where(mask != 0, 999 if is_last else 0), mask, micro_batch_size=1)
+        return said
+
+
+@pytest.mark.parametrize("dims", [mb.ParallelDims(tp=2, pp=2), mb.ParallelDims(cp=2)], ids=str)
+def test_ranks_of_a_replica_that_have_other_batches_all_raise(dims):
+    found = pool.run(dims.smallest_world, other_batches, dims, timeout=60)
+    wrong = ["in tokens: deal", "in their length, tokens: deal", "in micro_batch_size: deal"]
+    for said in found:
+        assert all(words in message for words, message in zip(wrong, said[:3], strict=True)), said
+    assert ["input_ids must be 0 to" in said[3] for said in found] == [*[False] * (len(found) - 1), True]
+    assert ["another rank of this replica refuses" in said[3] for said in found] == [*[True] * (len(found) - 1), False]
+
+
 def test_what_does_not_fit_is_refused():
     with pytest.raises(BatchError, match="at least one token, found"):
         pool.run(1, refused)
@@ -469,6 +494,10 @@ def refused():
             BatchError, match=r"input_ids must be int64, found torch\.float32: pass input_ids\.long\(\)"
         ):
             mb.forward(models, ids.float())
+        with pytest.raises(BatchError, match=r"input_ids must be an int64 tensor .* found list"):
+            mb.forward(models, ids.tolist())
+        with pytest.raises(BatchError, match="loss must be a function of outputs and rows, found float"):
+            mb.forward(models, ids, loss=1.0)
         with pytest.raises(BatchError, match="micro_batch_size must be at least 1, found -1"):
             mb.forward(models, ids, micro_batch_size=-1)
         for temperature in (0, -1.0, float("nan"), float("inf"), torch.ones(2)):

@@ -74,6 +74,29 @@ CALLS = {
         r"1 unexpected \['model\.layers\.0\.mlp\.experts\.4\.",
     ),
     "no slots": (lambda models, folder: mb.plan_buckets(mb.manifest(models), num_slots=0), "expected one slot or more"),
+    "no model": (lambda models, folder: mb.build_model(None), "HF folder or as a config of transformers, found .*None"),
+    "no GPU": (lambda models, folder: mb.build_model(HF, device="cuda:9"), r"device 'cuda:9' needs a GPU"),
+    "others": (lambda models, folder: mb.manifest(torch.nn.Linear(1, 1)), "found Linear: pass what build_model"),
+    "no plan": (lambda models, folder: mb.BufferRing(mb.manifest(models)), r"found a Manifest: pass plan_buckets\("),
+    "no manifest": (lambda models, folder: mb.plan_buckets(models), "found a GPTModel in it: pass manifest"),
+    "torch's optimizer": (
+        lambda models, folder: mb.save_checkpoint(
+            models, folder, optimizer=torch.optim.Adam(mb.to_hf_state_dict(models).values())
+        ),
+        "optimizer must be megatron-core's, .* found Adam: leave it out",
+    ),
+    "one target": (
+        lambda models, folder: mb.add_adapters(models, rank=1, alpha=1, targets="q_proj"),
+        r"targets must be a list of module names, .* found 'q_proj'",
+    ),
+    "unknown target": (
+        lambda models, folder: mb.add_adapters(models, rank=1, alpha=1, targets=["xyz"]),
+        r"'xyz' matches no module, there are \['down_proj', .* 'o_proj', 'q_proj', ",
+    ),
+    "no path of adapters": (
+        lambda models, folder: mb.add_adapters(models, {"r": 8}),
+        r"folder must be the path of an adapter, found \{'r': 8\}",
+    ),
     "order": (fill, "make the plan from the manifest of these tensors"),
 }
 
@@ -84,6 +107,22 @@ def test_a_wrong_call_is_told_what_was_expected(tmp_path, models, what):
     with pytest.raises(BridgeError, match=message):
         call(models, tmp_path / "out")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("names", "advice"),
+    [
+        (["metadata.json"], "it is a checkpoint of megatron-core: use load_checkpoint"),
+        (["pytorch_model.bin"], "such as pytorch_model.bin: save the model again with save_pretrained"),
+        ([], "download them too, or build the model without them by load_weights=False"),
+    ],
+)
+def test_a_folder_without_weights_says_what_to_do(tmp_path, models, names, advice):
+    HF.save_pretrained(tmp_path)
+    for name in names:
+        (tmp_path / name).touch()
+    with pytest.raises(BridgeError, match=rf"expected \*.safetensors files in .*, found none: .*{advice}"):
+        mb.build_model(tmp_path, device="cpu")
 
 
 def quiet(*event):

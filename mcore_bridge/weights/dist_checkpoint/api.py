@@ -115,7 +115,7 @@ def save_checkpoint(
         check_storage({name: held for name, held in held_tensors(chunks).items() if is_in(part, name)})
         pickle.dumps(common)  # only one rank would fail to write it
         if optimizer is not None:
-            _require_whole(chunks, part)
+            _require_optimizer(optimizer, chunks, part)
     require_alike(world, {"head": head, "part": part, "optimizer": type(optimizer), "common": sorted(common or ())})
     together = partial(raise_on_all, world, f"{target} was not written, and is as it was")
     with updating_by_all(world, target) as update:
@@ -193,7 +193,7 @@ def load_checkpoint(
         require_part(part, chunks[0])
         check_storage({name: held for name, held in held_tensors(chunks).items() if is_in(part, name)})
         if optimizer is not None:
-            _require_whole(chunks, part)
+            _require_optimizer(optimizer, chunks, part)
         checkpoint = TorchDistFolder.open(folder)
         written = dist_checkpointing.load_content_metadata(str(checkpoint.path))
         numbered = {"non_homogeneous_layers": True, "dp_cp_group": chunks[0].pg_collection.dp_cp}
@@ -223,8 +223,13 @@ def load_checkpoint(
     return CheckpointReport(checkpoint.path, loaded.get(_OURS, loaded), check.cast, missing, unexpected)
 
 
-def _require_whole(chunks: Sequence[GPTModel], part: Part) -> None:
-    """Raise if an optimizer may have the state of parameters that are not in ``part``."""
+def _require_optimizer(optimizer: object, chunks: Sequence[GPTModel], part: Part) -> None:
+    """Raise for an optimizer of torch, and for one that may have the state of parameters that are not in ``part``."""
+    if not hasattr(optimizer, "sharded_state_dict"):
+        raise CheckpointError(
+            f"optimizer must be megatron-core's, of get_megatron_optimizer, found {type(optimizer).__name__}: leave it "
+            "out, and have each rank save its state_dict()"
+        )
     names = (name for name, held in held_tensors(chunks).items() if held.requires_grad and not is_in(part, name))
     if name := next(names, None):
         raise CheckpointError(

@@ -28,6 +28,8 @@ HEADS = ("config.json", INDEX, SINGLE)
 _ATTEMPTS = 5
 _SHARDS = "model-[0-9]*-of-[0-9]*.safetensors"
 _SUFFIX = ".safetensors"
+_OF_MEGATRON = ("metadata.json", ".metadata", "latest_checkpointed_iteration.txt", "dist_ckpt", "model_optim_rng.pt")
+_OTHERS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5", ".npz")
 _INDEX_BYTES = 100_000_000
 """Limit on the size of an index, the same as the format's limit on headers: both list tensors."""
 
@@ -46,7 +48,9 @@ class Checkpoint(Mapping[str, Tensor]):
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         if not os.path.isdir(self.folder):  # Path.is_dir raises if a folder above may not be entered
-            raise CheckpointError(f"no folder {self.folder}: expected one with *.safetensors files")
+            raise CheckpointError(
+                f"no folder {self.folder}: expected one with *.safetensors files, as `hf download NAME` prints it"
+            )
         failed = None
         for _ in range(_ATTEMPTS):
             before = _identity(self.folder)
@@ -82,7 +86,7 @@ class Checkpoint(Mapping[str, Tensor]):
             return [SINGLE]
         names = [name for name in shard_names(self.folder) if not _leads_nowhere(self.folder / name)]
         if not names:
-            raise CheckpointError(f"no *.safetensors in {self.folder}; other formats are not read: convert it first")
+            raise CheckpointError(f"expected *.safetensors files in {self.folder}, found none: {_advice(self.folder)}")
         return names
 
     def _locate(self) -> dict[str, SafetensorsFile]:
@@ -189,6 +193,16 @@ def shard_names(folder: Path) -> list[str]:
         return []
     except OSError as error:
         raise CheckpointError(f"cannot list {folder}: {error.strerror}; make it a folder that you may read") from None
+
+
+def _advice(folder: Path) -> str:
+    """What to do with a folder without weights of HF: what else is in it says what somebody took it for."""
+    names = sorted(os.listdir(folder))
+    if any(name in _OF_MEGATRON for name in names):
+        return "it is a checkpoint of megatron-core: use load_checkpoint, or make an HF folder by mcore-bridge convert"
+    if others := [name for name in names if name.endswith(_OTHERS)]:
+        return f"other formats are not read, such as {others[0]}: save the model again with save_pretrained"
+    return "download them too, or build the model without them by load_weights=False"
 
 
 def write_index(folder: Path, files: Mapping[str, Iterable[TensorSpec]]) -> None:

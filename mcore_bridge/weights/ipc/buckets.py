@@ -95,6 +95,8 @@ def plan_buckets(
     if num_slots < 1:
         raise TransferError(f"expected one slot or more, found num_slots={num_slots}")
     specs = tuple(manifest)
+    if other := next((entry for entry in specs if not isinstance(entry, TensorSpec)), None):
+        raise TransferError(f"expected a manifest, found a {type(other).__name__} in it: pass manifest(models)")
     runs = list(_runs(specs, (*_fused(specs), *together)))
     largest = max(runs, key=_size, default=())
     if slot_bytes is None:

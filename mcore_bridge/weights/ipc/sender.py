@@ -40,6 +40,8 @@ class BufferRing:
     """
 
     def __init__(self, plan: BucketPlan, device: torch.device | str | None = None) -> None:
+        if not isinstance(plan, BucketPlan):
+            raise TransferError(f"expected a plan, found a {type(plan).__name__}: pass plan_buckets(manifest(models))")
         self.plan = plan
         self.device = _indexed(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
         self._slots = [allocate(plan.slot_bytes, self.device) for _ in range(plan.num_slots)]
