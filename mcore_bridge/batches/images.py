@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mcore_bridge.batches.packing import PackedSequences
+from mcore_bridge.batches.padded_rows import is_empty
 from mcore_bridge.batches.whole_rows import placed
 from mcore_bridge.errors import BatchError
 
@@ -85,11 +87,53 @@ def require_images(images: Images, num_rows: int, readable: frozenset[str] | Non
             "without a tower (vision='carried'): leave them out, or build it so"
         )
     for row, inputs in enumerate(images):
-        if unknown := sorted(inputs.keys() - {TYPES, *(readable or ())}) if inputs else []:
+        if unknown := sorted(inputs.keys() - {TYPES, BLOCKS, *(readable or ())}) if inputs else []:
             raise BatchError(
                 f"images must have inputs that the model reads, found {unknown} in row {row}: use its own processor, "
                 f"and of what it returns only {sorted(readable or ())} and {TYPES}"
             )
+
+
+def tensors_of(inputs: Mapping[str, Any], row: int) -> dict[str, Any]:
+    """The inputs of a row, where arrays and lists of numbers have become tensors. Those of no image are left out.
+
+    Types of tokens get one name.
+
+    Raises:
+        BatchError: an input is no array, such as a list of images of unequal sizes.
+    """
+    given = {TYPES if name == BLOCKS else name: value for name, value in inputs.items() if value is not None}
+    tensors = {name: _tensor(value, name, row) for name, value in given.items()}
+    return {name: value for name, value in tensors.items() if name in _BY_TOKEN or not is_empty(value)}
+
+
+def _tensor(value: Any, name: str, row: int) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    try:
+        return torch.from_numpy(np.asarray(value))
+    except (TypeError, ValueError) as error:
+        raise BatchError(
+            f"{name} must be a tensor, found a {type(value).__name__} in row {row} that is no array: {error}. Call the "
+            "processor with return_tensors='pt'"
+        ) from error
+
+
+def _require_joinable(images: Images, rows: Iterable[int]) -> None:
+    """Raise ``BatchError`` unless the inputs of the rows of a microbatch can be joined.
+
+    transformers cuts off what is added to an image, by its ``image_sizes``. Nothing tells it the frames of a video.
+    """
+    first: dict[str, tuple[int, Tensor]] = {}
+    for row in rows:
+        for name, value in (images[row] or {}).items():
+            known, one = first.setdefault(name, (row, value))
+            grows = name == "pixel_values" and "image_sizes" in images[row] and one.dim() == value.dim()  # type: ignore[operator]
+            if name not in _BY_TOKEN and one.shape[1:] != value.shape[1:] and not grows:
+                raise BatchError(
+                    f"{name} must have one shape behind its first dim in all rows of a microbatch, found "
+                    f"{tuple(one.shape)} in row {known} and {tuple(value.shape)} in row {row}: pass micro_batch_size=1"
+                )
 
 
 def joined(images: Images) -> dict[str, Any]:
@@ -98,9 +142,7 @@ def joined(images: Images) -> dict[str, Any]:
     return {name: _joined([row[name] for row in images if row and row.get(name) is not None]) for name in names}
 
 
-def _joined(values: Sequence[Any]) -> Any:
-    if not all(isinstance(value, Tensor) for value in values):
-        return [entry for value in values for entry in value]
+def _joined(values: Sequence[Tensor]) -> Tensor | None:
     sizes = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
     return torch.cat([_padded(value, sizes) for value in values]) if values else None
 
@@ -170,6 +212,9 @@ class SeenImages:
     def __init__(
         self, images: Images, input_ids: Tensor, mask: Tensor | None, rows: Sequence[slice], count: int
     ) -> None:
+        images = [tensors_of(inputs or {}, row) for row, inputs in enumerate(images)]
+        for of_batch in rows:
+            _require_joinable(images, range(len(images))[of_batch])
         self._images, self._rows = images, rows
         shown = torch.ones_like(input_ids) if mask is None else (mask != 0).long()
         self._types = token_types_of(images, (input_ids.size(0), input_ids.size(1)), input_ids.device)

@@ -77,10 +77,15 @@ def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def without_images(inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The inputs that are not of images, video or sound; and those that are, unless they are None."""
+    """The inputs that are not of images, video or sound; and those that are, unless they are None or of no image."""
     others = {name: value for name, value in inputs.items() if name.startswith(OF_OTHER_PARTS)}
     text = {name: value for name, value in inputs.items() if name not in others}
-    return text, {name: value for name, value in others.items() if value is not None}
+    return text, {name: value for name, value in others.items() if value is not None and not is_empty(value)}
+
+
+def is_empty(value: Any) -> bool:
+    """Whether an input is of no image at all, as a processor makes it of an empty list."""
+    return isinstance(value, Tensor | list | tuple) and len(value) == 0
 
 
 def lay_out_packed(ids: Tensor, mask: Tensor, params: Any, cp: int, rank: int) -> PackedSequences:

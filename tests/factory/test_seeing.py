@@ -7,6 +7,7 @@ from typing import Any
 import megatron.core
 import pytest
 import torch
+from torch import Tensor
 
 import mcore_bridge as mb
 from mcore_bridge.config.hf import read_config
@@ -127,6 +128,27 @@ def test_what_no_model_could_see_is_refused_by_name() -> None:
         models[0].vision.multi_modal_projector.linear_1.weight.data = ids.float()
         with pytest.raises(BatchError, match=r"found in one of the rows \[0, 1, 2, 3\]: RuntimeError: .* shapes .*\)$"):
             mb.forward(models, ids, mask, images=images)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "llava_onevision"])
+def test_arrays_lists_and_inputs_of_no_image_are_taken_as_processors_make_them(name: str) -> None:
+    folder, (ids, mask, images, _), _ = case(name)
+    changes: list[Any] = [Tensor.numpy, lambda each: each.double().tolist() if each.is_floating_point() else each.int()]
+    forms = [[{key: change(value) for key, value in (each or {}).items()} for each in images] for change in changes]
+    forms.append([each or {"pixel_values": [], "pixel_values_videos": ids[:0]} for each in images])
+    with rank_of(ONE, 0, 1):
+        models = seeing.built(folder, ONE)
+        wanted = mb.forward(models, ids, mask, images=images).log_probs
+        for form in forms:
+            assert torch.equal(mb.forward(models, ids, mask, images=form).log_probs, wanted)
+        assert torch.equal(models[0](ids, None, mask, pixel_values=ids[:0]), models[0](ids, None, mask))
+        unequal = {**images[2], "pixel_values": [[[0.5]], [[0.5, 0.5]]]}
+        with pytest.raises(BatchError, match=r"must be a tensor, found a list in row 2.*return_tensors='pt'"):
+            mb.forward(models, ids, mask, images=[*images[:2], unequal, images[3]])
+        if name == "llava_onevision":
+            longer = {**images[2], "pixel_values_videos": images[2]["pixel_values_videos"].repeat(1, 2, 1, 1, 1)}
+            with pytest.raises(BatchError, match=r"_videos .*\(1, 2, .* row 2 and \(1, 4, .* row 3: pass micro_batch"):
+                mb.forward(models, ids, mask, images=[*images[:3], longer])
 
 
 def test_a_sampled_token_with_the_id_of_an_image_is_text_if_the_row_says_so() -> None:

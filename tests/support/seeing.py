@@ -136,7 +136,7 @@ def batch_of(model: Any, layout: Any = None) -> tuple[Tensor, Tensor, list[dict[
 
 def layout_of(model_type: str) -> Any:
     """The rows of a family. GLM takes no image beside a video, and others no video at all."""
-    if model_type.startswith("qwen"):
+    if model_type.startswith("qwen") or model_type in ("llava_onevision", "llava_next_video", "video_llava"):
         return ROWS
     video: Any = [2, ("video", (2, 4, 2)), 6] if model_type.startswith("glm") else [2, (1, 4, 2), 6, (1, 4, 4), 1]
     return [*ROWS[:2], video, ROWS[3]]
@@ -156,6 +156,8 @@ def _image(model: Any, grid: Grid, generator: torch.Generator, *, is_video: bool
         values = torch.randn(1, 3, height, width, generator=generator)
         return {pixels: values, "image_sizes": torch.tensor([[height, width]])}
     size = vision.image_size[0] if isinstance(vision.image_size, list | tuple) else vision.image_size
+    if is_video:
+        return {pixels: torch.randn(1, grid[0], 3, size, size, generator=generator)}
     if model_type in _BY_PINPOINTS:
         values = torch.randn(1, 3, 3, size, size, generator=generator)
         return {pixels: values, "image_sizes": torch.tensor([[size * 2, size]])}

@@ -81,6 +81,8 @@ def _require_fit(features: Any, tokens: Sequence[int], counts: Sequence[int] | N
     if isinstance(features, Tensor) and (features.dim() == 2 or len(features) == 1 < num_images):
         return  # of all images together: transformers compares the sums
     left = [len(feature) for feature in features]
+    if len(left) != num_images:  # Video-LLaVA has features of each frame
+        counts = None
     for row, wanted in enumerate(tokens):
         taken: list[int] = []
         while left and (sum(taken) < wanted if counts is None else len(taken) < sum(counts[row : row + 1])):
