@@ -1,18 +1,23 @@
 """Mamba-2 mixers and layers of them: the recurrence, gradients on every mesh against transformers', checkpoints."""
 
+import functools
+from unittest import mock
+
 import pytest
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.identity_op import IdentityOp
+from torch.distributed import get_rank
 
-from mcore_bridge import ParallelDims, build_model, to_layer_spec, to_transformer_config
+from mcore_bridge import ParallelDims, build_model, forward, to_layer_spec, to_transformer_config
 from mcore_bridge.config.mesh.divisibility import check_model
 from mcore_bridge.errors import ConfigError, MeshError
+from mcore_bridge.factory.modules import mamba
 from mcore_bridge.factory.modules.mamba_scan import CHUNK, scan
 from mcore_bridge.rules.names import Numbering, canonical
 from tests import zoo
 from tests.support import pool, stepping, tiny
-from tests.support.strategies import on_disk, save
+from tests.support.strategies import on_disk, random_state, save
 
 FAMILIES = ("nemotron_h", "granitemoehybrid", "falcon_h1")
 CASES = {name: case.hf for name, case in zoo.cases().items() if case.model_type in FAMILIES}
@@ -153,12 +158,55 @@ def recomputed(folder, options):
 
 @with_halves
 def test_recompute_changes_nothing(checkpoints):
-    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     selective = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp", "moe"]}
     folder = checkpoints["nemotron_h-narrow-experts"][0]
-    plain, *others = pool.run(2, recomputed, folder, [{}, full, selective])[0]
+    plain, *others = pool.run(2, recomputed, folder, [{}, FULL, selective])[0]
     for other in others:
         assert all(tiny.relative_error(other[name], plain[name]) < 1e-5 for name in plain)
+
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+PACKS = [({"cp": 2}, {}, "always"), ({"pp": 2}, {}, "in one stage"), ({"tp": 2, "sp": True}, FULL, "again")]
+"""Meshes of two ranks, overrides, and when states run into each other by a mistake."""
+
+
+def mistaken(when):
+    """States of packed sequences run into each other: always, in the last stage, or only in what is computed again."""
+    right = mamba.packed_lengths
+
+    def wrong(*args):
+        is_due = {"always": True, "in one stage": get_rank() == 1, "again": torch.is_grad_enabled(), "": False}[when]
+        return [sum(right(*args))] if is_due else right(*args)
+
+    return mock.patch.object(mamba, "packed_lengths", wrong)
+
+
+def packed_steps(hf, cases, **options):
+    """Runs in each worker: log-probs and gradients of rows of unequal lengths, for each mesh, overrides and mistake."""
+    places, lengths = torch.arange(16), torch.tensor([16, 5, 2, 11])
+    ids, mask = tiny.tokens(4, seq_len=16)[:, :16], (places < lengths[:, None]).long()
+    weights, found = torch.randn(4, 16, generator=torch.Generator().manual_seed(3)), []
+    for sizes, overrides, when in cases:
+        with stepping.mesh(dims := ParallelDims(**sizes)), mistaken(when):
+            how = {"dims": dims, "dtype": torch.float32, "device": "cpu", "load_weights": random_state(hf)}
+            chunks = build_model(hf, **how, overrides=overrides)
+            learn = {"loss": lambda out, rows: (out.log_probs * weights[rows]).sum(1).mean(), **options}
+            said = forward(stepping.wrap(chunks), ids, mask, **learn).log_probs
+            found.append((said, stepping.gradients(chunks)))
+    return found
+
+
+def test_states_of_packed_sequences_do_not_run_into_each_other():
+    """Under CP, PP and recompute: log-probs and gradients are those of rows. A mistake in any of these is seen."""
+    hf, size = CASES["falcon_h1"], {"micro_batch_size": 2}
+    (((expected, wanted),),) = pool.run(1, functools.partial(packed_steps, packed=False, **size), hf, [({}, {}, "")])
+    tried = [(*case, mistake) for *case, when in PACKS for mistake in ("", when)]
+    for ranks in pool.run(2, functools.partial(packed_steps, **size), hf, tried):
+        for (*_, mistake), (said, grads) in zip(tried, ranks, strict=True):
+            assert grads.keys() == wanted.keys()
+            errors = [max(tiny.relative_error(grads[name], wanted[name]) for name in grads)]
+            errors.append(float((said - expected).abs().max() / expected.std()) if mistake != "again" else errors[0])
+            assert min(errors) > 1e-3 if mistake else max(errors) < 1e-5, (mistake, errors)
 
 
 def built():

@@ -120,11 +120,15 @@ def train(
         parameter.grad = parameter.main_grad.to(parameter.dtype)
     torch.optim.SGD(parameters, lr=lr).step()
     weights = {name: tensor.clone() for name, tensor in to_hf_state_dict(chunks).items()}
-    with torch.no_grad():  # gradients have the places of their parameters, so the export gives them HF names
-        for parameter in parameters:
-            parameter.copy_(parameter.main_grad)
-    grads = {name: tensor.clone() for name, tensor in to_hf_state_dict(chunks).items()}
-    return {"loss": loss, "grads": grads, "weights": weights}
+    return {"loss": loss, "grads": gradients(chunks), "weights": weights}
+
+
+@torch.no_grad()
+def gradients(chunks: Sequence[Any]) -> dict[str, Tensor]:
+    """Those in mcore's buffers, by HF name. They have the places of their parameters, whose values they replace."""
+    for parameter in trained(chunks):
+        parameter.copy_(parameter.main_grad)
+    return {name: tensor.clone() for name, tensor in to_hf_state_dict(chunks).items()}
 
 
 def wrap(chunks: Sequence[Any], **options: Any) -> list[Any]:
