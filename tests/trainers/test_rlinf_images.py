@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from mcore_bridge.factory.hybrid import RELEASE
 from tests.support import composites, pool, seeing
 from tests.workers import rlinf_images
 
@@ -65,3 +66,19 @@ def test_a_step_is_that_of_transformers(name: str, tmp_path: Path) -> None:
                 size = grads[parameter.replace("k_proj.bias", "k_proj.weight")].abs().max()
                 assert float((tower[parameter] - gradient).abs().max() / size) < BOUND, (sizes, parameter)
         assert any(tower for _, tower in ranks)
+
+
+@pytest.mark.skipif(not RELEASE.is_installed, reason="the installed megatron-core has no HybridModel")
+def test_a_step_of_a_hybrid_model_has_the_bits_of_a_gpt_model(tmp_path: Path) -> None:
+    """Of the text alone, on microbatches whose inputs are of no image."""
+    folder = seeing.written("qwen3_vl", tmp_path)
+    batch = batch_of(seeing.reference(folder))
+    batch["prompt"] = batch["prompt"].masked_fill(batch["prompt"] == seeing.SPECIAL["image_token_id"], seeing.FIRST)
+    batch["images"] = [None] * len(batch["images"])
+    for sizes in ({"tp": 2, "sp": True}, {"pp": 2}):
+        ranks = [pool.run(2, rlinf_images.step, str(folder), sizes, batch, SIZE, model) for model in ("gpt", "hybrid")]
+        for (losses, grads), (others, changed) in zip(*ranks, strict=True):
+            assert all(map(torch.equal, losses, others))
+            assert grads.keys() == changed.keys() != set()
+            assert all(torch.equal(gradient, changed[name]) for name, gradient in grads.items())
+            assert any(bool(gradient.any()) for gradient in grads.values())

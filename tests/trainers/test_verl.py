@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from mcore_bridge import ParallelDims
 from mcore_bridge.convert.api import convert
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.factory.hybrid import RELEASE
 from mcore_bridge.trainers.adapters import KEYS, create_peft
 from tests import zoo
 from tests.support import composites, pool, seeing, stepping, tiny, towers
@@ -92,6 +94,37 @@ def test_a_life(kind, value, vanilla, request, tmp_path):
     options = {"vanilla": vanilla, "value": value}
     ranks = pool.run(dims.tp * dims.pp, in_verl, dims, life, folder, str(tmp_path), options)
     assert problems(ranks, folder, tmp_path, vanilla=vanilla) == []
+
+
+HYBRID = {
+    "mbridge, critic": ("qwen2", MESHES["dense"], {"vanilla": True, "value": True}),
+    "megatron_bridge": ("nemotron_h-no-experts", ParallelDims(tp=2, pp=2, sp=True), {"vanilla": False}),
+    "megatron_bridge, experts": ("nemotron_h", MESHES["sparse"], {"vanilla": False}),
+    "mbridge, rows": ("nemotron_h", MESHES["sparse"], {"vanilla": True, "use_remove_padding": False}),
+}
+
+
+@pytest.mark.skipif(not RELEASE.is_installed, reason="the installed megatron-core has no HybridModel")
+@pytest.mark.parametrize("name", HYBRID)
+def test_a_life_as_hybrid_model_is_that_of_a_gpt_model(name, tmp_path):
+    """What it says, and what it exports after a step, have the bits of ``model="gpt"``."""
+    case, dims, options = HYBRID[name]
+    if case not in zoo.cases():
+        pytest.skip("the installed transformers lacks it")
+    hf = zoo.cases()[case].hf
+    hf.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[hf.model_type]]
+    (tmp_path / "hf").mkdir()
+    save(random_state(hf, dtype=torch.bfloat16), hf, tmp_path / "hf")
+    folder, lives = with_tokenizer(tmp_path / "hf"), []
+    for model in ("gpt", "hybrid"):
+        out, own = tmp_path / model, {**options, "overrides": {"model": model}}
+        lives.append(pool.run(dims.tp * dims.pp, in_verl, dims, life, folder, str(out), own))
+        assert problems(lives[-1], folder, out, vanilla=options["vanilla"]) == []
+    for one, other in zip(*lives, strict=True):
+        assert [each["models"] for each in (one, other)] == [["GPTModel"], ["HybridModel"]]
+        assert differing(one["trained"], other["trained"]) == []
+        assert differing(one["said"], other["said"]) == []
+        assert one["norm"] == other["norm"]
 
 
 FC = ("linear_fc1", "linear_fc2")

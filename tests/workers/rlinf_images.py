@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import mcore_bridge as mb
+from mcore_bridge.weights.model_tensors import held_tensors
 from tests.support import stepping
 from tests.workers.rlinf_worker import source_of
 from tests.workers.verl_engine import CpuForCuda
@@ -20,7 +21,7 @@ from tests.workers.verl_engine import CpuForCuda
 MANAGER = "rlinf/hybrid_engines/megatron/megatron_model_manager.py"
 WORKER = "rlinf/workers/sft/megatron_vlm_sft_worker.py"
 PACKING = "rlinf/hybrid_engines/megatron/utils.py"
-IMAGES = ("image_grid_thw", "pixel_values")
+NO_IMAGE = {"image_grid_thw": torch.zeros(0, 3, dtype=torch.int64), "pixel_values": torch.zeros(0)}
 
 
 def methods(file: str, of: str, *names: str) -> dict[str, ast.stmt]:
@@ -52,7 +53,7 @@ def micro_batches(batch: dict[str, Any], size: int) -> Iterator[dict[str, Any]]:
     """Microbatches as RLinf's loader makes them."""
     for start in range(0, len(batch["prompt"]), size):
         rows = slice(start, start + size)
-        images = [each for each in batch["images"][rows] if each]
+        images = [each or NO_IMAGE for each in batch["images"][rows]]
         yield {
             **{name: batch[name][rows] for name in ("prompt", "attention_mask", "label_mask")},
             "image_grid_thw": torch.cat([each["image_grid_thw"] for each in images]),
@@ -61,9 +62,12 @@ def micro_batches(batch: dict[str, Any], size: int) -> Iterator[dict[str, Any]]:
 
 
 def step(
-    folder: str, sizes: dict[str, Any], batch: dict[str, Any], size: int
+    folder: str, sizes: dict[str, Any], batch: dict[str, Any], size: int, model: str | None = None
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Runs in each worker: losses of microbatches, of the last stage alone, and gradients of the tower."""
+    """Runs in each worker: losses of microbatches, of the last stage alone, and gradients of the tower.
+
+    With a ``model``, it is the text alone, and the gradients are all.
+    """
     from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -74,7 +78,7 @@ def step(
         provider: Any = AutoBridge.from_hf_pretrained(folder, trust_remote_code=True).to_megatron_provider(
             load_weights=True
         )
-        provider.vision = "train"
+        provider.vision, provider.model = ("carried", model) if model else ("train", "gpt")
         provider.mrope_section = getattr(provider, "mrope_section", [16, 24, 24])
         provider.position_embedding_type = getattr(provider, "position_embedding_type", "mrope")
         provider.freeze_language_model = provider.freeze_vision_model = provider.freeze_vision_projection = False
@@ -83,14 +87,14 @@ def step(
         provider.params_dtype, provider.bf16, provider.variable_seq_lengths = torch.float32, False, True
         provider.finalize()
         settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
-        models = provider.provide_distributed_model(ddp_config=settings)
+        wrapped = provider.provide_distributed_model(ddp_config=settings)
         worker: Any = worker_class()()
         worker.pack_seqs = dims.pp == 1
         worker.transformer_config = types.SimpleNamespace(sequence_parallel=dims.sp)
         worker.cfg = types.SimpleNamespace(
             algorithm=types.SimpleNamespace(sampling_params=types.SimpleNamespace(temperature=1.0))
         )
-        chunk = models[0].module
+        chunk = wrapped[0].module
         chunk.config.finalize_model_grads_func = finalize_model_grads
         rows = list(micro_batches(batch, size))
         with CpuForCuda():
@@ -99,7 +103,7 @@ def step(
                 losses = get_forward_backward_func()(
                     forward_step_func=worker.get_forward_step_func(),
                     data_iterator=iter(rows),
-                    model=models,
+                    model=wrapped,
                     num_microbatches=len(rows),
                     seq_length=batch["prompt"].shape[1],
                     micro_batch_size=size,
@@ -108,7 +112,8 @@ def step(
             finally:
                 Tensor.cuda = kept  # type: ignore[method-assign]
         tower = dict(chunk.vision.named_parameters()) if hasattr(chunk, "vision") else {}
-        return [each["lm_loss"] for each in losses], {name: p.main_grad.clone() for name, p in tower.items()}
+        learns = held_tensors([chunk]) if model else tower
+        return [each["lm_loss"] for each in losses], {name: p.main_grad.clone() for name, p in learns.items()}
 
 
 def is_installed() -> bool:

@@ -184,6 +184,7 @@ def life(dims: ParallelDims, folder: str, out: str, options: dict[str, Any]) -> 
         out: of the checkpoint that verl writes.
         options: of ``engine_of``.
     """
+    from megatron.core.utils import unwrap_model
     from verl.utils.device import get_device_id, get_device_name
 
     engine = engine_of(folder, dims, **options)
@@ -214,6 +215,7 @@ def life(dims: ParallelDims, folder: str, out: str, options: dict[str, Any]) -> 
         "norm": norm,
         "trained": trained,
         "bridge": bridge,
+        "models": sorted({type(unwrap_model(chunk)).__name__ for chunk in engine.module}),
     }
 
 
