@@ -71,7 +71,13 @@ def require_runnable(chunk: GPTModel, *, packed: bool, learns: bool) -> None:
             "megatron-core's own routers with an expert bias would count padding as tokens. Build the model with "
             "build_model, or without moe_router_bias_update_rate and router losses"
         )
-    if not chunk.parallel_output and config.tensor_model_parallel_size > 1:
+    cut = config.tensor_model_parallel_size
+    if learns and config.num_moe_experts and cut > 1 and not config.sequence_parallel and chunk.training:
+        raise BatchError(
+            f"megatron-core wants sp=True to train experts with tp={cut}, found sp=False: build it so, or without "
+            "tensor parallelism"
+        )
+    if not chunk.parallel_output and cut > 1:
         raise BatchError(
             "parallel_output must be True for forward, which reads each tensor-parallel rank's own logits, found "
             "False: build the model with parallel_output=True"

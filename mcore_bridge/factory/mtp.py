@@ -11,6 +11,7 @@ import torch
 
 from mcore_bridge.config.megatron_release import Release
 from mcore_bridge.config.mtp import KINDS, held_mtp_layers, inner_config, inner_letters
+from mcore_bridge.config.tables.moe import layers_of
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.backend import Backend, norm_of
 from mcore_bridge.weights.model_tensors import held_tensors
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from mcore_bridge.weights.provenance import Provenance
 
+_DENSE = "mtp.layers.*.transformer_layer.mlp.linear_fc1.weight"
+"""What has a rule if the layer within an MTP layer may have an MLP in place of experts."""
 REPEATED = Release("0.19", "earlier releases have a layer of its own for each prediction")
 
 
@@ -57,6 +60,13 @@ def require_mtp(provenance: Provenance, config: TransformerConfig) -> None:
         raise ConfigError(
             f"mtp_num_layers must be 0 or None, found {wanted}: mtp_layers_block_type has experts, and no layer of the "
             "decoder has any. No published model is so: remove the override"
+        )
+    names = {rule.mcore for rule in provenance.rules}
+    if wanted and kinds is None and config.num_moe_experts and not layers_of(vars(config))[-1] and _DENSE not in names:
+        raise ConfigError(
+            f"mtp_num_layers must be 0 or None, found {wanted}: megatron-core builds MTP layers like the last layer, "
+            f"which has no experts here, and those of {provenance.hf.model_type} have some. Remove the override, or "
+            "keep more layers"
         )
     pattern = getattr(config, "mtp_hybrid_override_pattern", None)
     if pattern is not None and pattern != inner_letters(config):

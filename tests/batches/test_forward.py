@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 import mcore_bridge as mb
 from mcore_bridge.batches import microbatches, packing, refusals
 from mcore_bridge.batches.microbatches import balances_experts, tokens_in_fp8
-from mcore_bridge.errors import BatchError, ConfigError
+from mcore_bridge.errors import BatchError, ConfigError, MeshError
 from tests import zoo
 from tests.support import pool, stepping
 from tests.support.forward_batches import FAMILIES, LENGTHS, batch_of, expected_of
@@ -32,7 +32,7 @@ def run(hf, dims, options):
         for model in models:
             model.eval()
         found = mb.forward(models, *batch_of(hf), **options)
-    except ConfigError as error:
+    except (ConfigError, MeshError) as error:
         return str(error)
     finally:
         stepping.leave_mesh()
@@ -521,6 +521,10 @@ def refused():
         models[0].parallel_output = False
         with pytest.raises(BatchError, match="parallel_output must be True"):
             mb.forward(models, ids)
+        models[0].parallel_output, models[0].config.num_moe_experts = True, 4
+        with pytest.raises(BatchError, match="sp=True to train experts with tp=2, found sp=False"):
+            mb.forward(models, ids, loss=lambda outputs, rows: outputs.log_probs.sum())
+        models[0].config.num_moe_experts = None
         models[0].config.tensor_model_parallel_size = 1
         models[0].config.calculate_per_token_loss = True
         with pytest.raises(BatchError, match="calculate_per_token_loss"):

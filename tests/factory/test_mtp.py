@@ -110,6 +110,15 @@ def test_a_number_that_is_none_is_refused(wanted):
         )
 
 
+@pytest.mark.parametrize("name", [name for name in ("glm4_moe", "deepseek_v3") if name in mtp_checkpoints.CASES])
+def test_like_a_layer_without_experts_they_are_refused_where_files_have_some(name):
+    """On every rank: only the last stage builds them."""
+    asked = {"dims": ParallelDims(pp=2, layout="E|tmL"), "dtype": torch.float32}
+    overrides = {"mtp_num_layers": 1, "num_layers": 1}
+    with pytest.raises(ConfigError, match=r"like the last layer, which has no experts here.*keep more layers"):
+        make_blueprint(mtp_checkpoints.config(name), **asked, overrides=overrides)
+
+
 def test_like_a_layer_that_attends_linearly_they_are_refused():
     hf = zoo.cases()["qwen3_next"].hf
     hf.layer_types = ["full_attention", *["linear_attention"] * 3]
