@@ -21,6 +21,7 @@ from mcore_bridge.weights.transfer.copier import compiling
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
 
     from mcore_bridge.config.mesh.pipeline import Stage
     from mcore_bridge.factory.blueprint import Blueprint
@@ -64,7 +65,8 @@ def build_chunk(blueprint: Blueprint, stage: Stage, *, seed: int) -> GPTModel:
     without_tie.embd = None
     construct = build_hybrid if blueprint.model == "hybrid" else _build_gpt
     try:
-        model = construct(blueprint, stage, groups if blueprint.config.perform_initialization else without_tie)
+        with _fitting_tables(blueprint.config):
+            model = construct(blueprint, stage, groups if blueprint.config.perform_initialization else without_tie)
     except (ArithmeticError, AssertionError) as error:
         raise ConfigError(
             f"megatron-core must be able to build the layers of {stage}, found: {error}; choose other sizes or a "
@@ -81,6 +83,20 @@ def build_chunk(blueprint: Blueprint, stage: Stage, *, seed: int) -> GPTModel:
         )
     _finish(model, blueprint, seed=seed)
     return model
+
+
+@contextlib.contextmanager
+def _fitting_tables(config: TransformerConfig) -> Iterator[None]:
+    """Has megatron-core make the tables of its yarn, which ours replaces, for a length that it can cut for CP ranks."""
+    name, parts = "original_max_position_embeddings", 2 * config.context_parallel_size
+    length = getattr(config, name, None)  # only configs of latent attention have it
+    if length is not None:
+        setattr(config, name, -(-length // parts) * parts)
+    try:
+        yield
+    finally:
+        if length is not None:
+            setattr(config, name, length)
 
 
 def _build_gpt(blueprint: Blueprint, stage: Stage, groups: ProcessGroupCollection) -> Any:

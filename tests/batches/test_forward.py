@@ -81,6 +81,11 @@ def test_experts_on_other_ranks(dims):
     assert not check("qwen3_moe", dims)
 
 
+def test_ranks_that_do_not_divide_megatrons_table_of_positions():
+    """It has 4096 places for latent attention, of which each of three ranks would get two sixths."""
+    assert not check("deepseek_v3", mb.ParallelDims(cp=3))
+
+
 def of_replicas(dims, dispatcher, batches, options):
     """What this rank's replica says of its batch, the numbers of rows of the zoo's."""
     hf = zoo.cases()["qwen3_moe"].hf
