@@ -25,6 +25,7 @@ from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory import layer_specs
 from mcore_bridge.factory.hybrid import check_model, require_hybrid
 from mcore_bridge.factory.modules.backend import Backend, choose_backend, kernels_of
+from mcore_bridge.factory.modules.deepstack import count_features, require_layers
 from mcore_bridge.factory.modules.heads import check_head
 from mcore_bridge.factory.mtp import count_mtp, inner_spec, mtp_block_spec, require_mtp
 from mcore_bridge.factory.param_count import ParamCounts, count_params, resolve_layout
@@ -154,10 +155,12 @@ def make_blueprint(
     hf = provenance.hf
     if whole is not None and vision != "carried" and not provenance.tower:
         provenance = provenance.seeing(vision, tower_specs(whole, dtype))
-    dims = resolve_layout(dims, hf, dtype=dtype, head=head, mtp=mtp, tower=provenance.tower)
+    features = count_features(whole) if whole is not None and provenance.tower else 0
+    dims = resolve_layout(dims, hf, dtype=dtype, head=head, mtp=mtp, tower=provenance.tower, at_first=features)
     chosen_fields = {**kernels_of(chosen), **_interleaved(dims, changed.free)}
     table = architecture.fields
     config = transformer.to_transformer_config(hf, table, dims=dims, dtype=dtype, overrides=chosen_fields)
+    require_layers(features, dims.stages(config.num_layers)[0])
     require_mtp(provenance, config)
     gpt_arguments = transformer.to_gpt_arguments(hf, table, dims=dims, overrides=chosen_fields)
     if head != "lm":

@@ -153,8 +153,7 @@ def _give_sight(chunk: GPTModel, blueprint: Blueprint, seed: int) -> None:
         chunk.vision = composite = _tower(blueprint, seed)
     else:
         composite = build_tower(whole, dtype=blueprint.dtype, device=torch.device("meta"))
-    (first,) = (stage for stage in blueprint.stages if stage.embedding)
-    see(chunk, composite, num_layers=len(first.layers))
+    see(chunk, composite)
 
 
 def _tower(blueprint: Blueprint, seed: int) -> nn.Module:

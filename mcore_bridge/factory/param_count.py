@@ -187,6 +187,7 @@ def resolve_layout(
     head: str = "lm",
     mtp: tuple[int, int] = (0, 0),
     tower: Iterable[TensorSpec] = (),
+    at_first: int = 0,
 ) -> ParallelDims:
     """``dims`` with ``layout="balanced"`` replaced by the explicit layout that balances the bytes of the ranks.
 
@@ -200,6 +201,7 @@ def resolve_layout(
         mtp: how many tokens MTP layers predict, and by how many layers. They go to the last stage, with a copy of the
             embedding.
         tower: the tensors of the tower, which is on the first stage.
+        at_first: how many of the first layers must be on one stage, if there are enough others.
     """
     if dims.layout != "balanced":
         return dims
@@ -216,7 +218,10 @@ def resolve_layout(
     if predictions:
         loss += held * (size(*count_inner(hf)) + 2 * hf.hidden_size**2 * dense) + counted.embedding * dense
     first = (counted.embedding + counted.tower * dims.tp) * dense
+    together = max(min(at_first, len(layers)), 1)  # they are balanced as one layer, which is in the first stage
+    layers[:together] = [sum(layers[:together])]
     result = balanced(dims, layer_bytes=layers, embedding_bytes=first, loss_bytes=loss)
     if result.layout is None:  # one pipeline rank holds all
         return result
-    return replace(result, layout=f"{result.layout.removesuffix('L')}{'m' * predictions}L")
+    layout = result.layout.removesuffix("L").replace("t", "t" * together, 1)
+    return replace(result, layout=f"{layout}{'m' * predictions}L")

@@ -37,17 +37,13 @@ _TYPES = (TYPES, BLOCKS)
 """Arguments that say of each token whether it is text (0), of an image (1) or of a video (2)."""
 
 
-def see(chunk: GPTModel, composite: nn.Module, *, num_layers: int) -> None:
+def see(chunk: GPTModel, composite: nn.Module) -> None:
     """Make a chunk take images, in rows or packed, with any form of inputs that ``whole_rows`` knows.
 
     Args:
         chunk: of any stage. That of the first stage has the composite as ``vision``.
         composite: transformers' base model, whose language model is ``Caught``. After the first stage its tower is
             never run, and may be on the meta device.
-        num_layers: the layers of the first stage.
-
-    Raises:
-        MeshError: features of the tower would be added to layers of a later stage.
     """
     caught = composite.language_model
     assert isinstance(caught, Caught)
@@ -57,8 +53,8 @@ def see(chunk: GPTModel, composite: nn.Module, *, num_layers: int) -> None:
         readable.add(POSITIONS)
     if caught.num_positions == WITH_NUMBER:
         take_rows_apart(composite)
-    if depths := getattr(composite.config.vision_config, "deepstack_visual_indexes", ()):  # type: ignore[union-attr]
-        take_features(chunk, len(depths), num_layers)
+    if getattr(composite.config.vision_config, "deepstack_visual_indexes", ()):  # type: ignore[union-attr]
+        take_features(chunk)
     if BLOCKS in _arguments(composite):
         take_masks(chunk)
         composite.config.text_config._attn_implementation = "sdpa"  # type: ignore[union-attr]  # boolean masks

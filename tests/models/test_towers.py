@@ -17,7 +17,7 @@ from mcore_bridge.commands.plan.training_memory import counted_sizes, rank_sizes
 from mcore_bridge.config.hf import read_config
 from mcore_bridge.convert.api import convert
 from mcore_bridge.convert.hf_to_torch import rank_files
-from mcore_bridge.errors import CheckpointError, ConfigError
+from mcore_bridge.errors import CheckpointError, ConfigError, MeshError
 from mcore_bridge.factory.blueprint import make_blueprint
 from mcore_bridge.factory.param_count import count_params
 from mcore_bridge.launch.fake_rank import rank_of
@@ -173,6 +173,20 @@ def test_a_plan_and_a_balanced_layout_count_the_tower_on_the_first_stage(name: s
         assert trained[0] == pytest.approx(counted[0].num_parameters, rel=0.02), vision
         assert kept[0] == pytest.approx(counted[0].num_bytes, rel=0.02)
         assert (kept[0] != 4 * trained[0]) == (vision == "frozen")
+
+
+@pytest.mark.skipif(not towers.NAMES, reason="the installed transformers is too old")
+def test_the_layers_that_take_features_of_the_tower_are_on_the_first_stage() -> None:
+    """A balanced layout keeps them there, beside the bytes of the tower; others are refused before a rank builds."""
+    hf = tiny.config("qwen3_vl")
+    hf.vision_config.depth, hf.vision_config.deepstack_visual_indexes = 3, [0, 1, 2]
+    for layout, vision in (("Et|tttL", "carried"), ("Ettt|tL", "train"), ("balanced", "train")):
+        dims = mb.ParallelDims(pp=2, layout=layout)
+        blueprint = make_blueprint(hf, dims=dims, dtype=torch.float32, device="meta", vision=vision)
+        assert blueprint.dims.layout == layout.replace("balanced", "Ettt|tL")
+    for asked in (mb.ParallelDims(pp=2), mb.ParallelDims(pp=4, layout="balanced", vp=2)):
+        with pytest.raises(MeshError, match=r"first pipeline stage must have at least 3 layers.* use fewer stages"):
+            make_blueprint(hf, dims=asked, dtype=torch.float32, device="meta", vision="frozen")
 
 
 @pytest.mark.skipif("kimi_k25" not in towers.NAMES, reason="the installed transformers is too old")

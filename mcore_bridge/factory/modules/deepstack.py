@@ -19,6 +19,9 @@ from mcore_bridge.factory.modules.backend import mixed
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
+    from mcore_bridge.composite import Whole
+    from mcore_bridge.config.mesh.pipeline import Stage
+
 
 @dataclass(frozen=True, slots=True)
 class Carried:
@@ -31,22 +34,22 @@ class Carried:
     features: Sequence[Tensor]
 
 
-def take_features(chunk: GPTModel, count: int, num_layers: int) -> None:
-    """Make the first ``count`` layers of the model add what a microbatch carries.
+def count_features(whole: Whole) -> int:
+    """The number of depths of a composite's tower, each of which has a feature for one of the first layers."""
+    return len(getattr(getattr(whole.config, "vision_config", None), "deepstack_visual_indexes", None) or ())
 
-    Args:
-        chunk: of any stage.
-        count: the number of features of the tower.
-        num_layers: the layers of the first stage, whose ranks alone have features.
 
-    Raises:
-        MeshError: the first stage has fewer layers than features.
-    """
-    if count > num_layers:
+def require_layers(count: int, first: Stage) -> None:
+    """Raises ``MeshError`` if the first stage, whose ranks alone have features, has fewer layers than these."""
+    if count > len(first.layers):
         raise MeshError(
             f"the first pipeline stage must have at least {count} layers, one for each feature that the tower adds "
-            f"to the text, found {num_layers}: use fewer stages, or a layout"
+            f"to the text, found {len(first.layers)}: use fewer stages, or a layout"
         )
+
+
+def take_features(chunk: GPTModel) -> None:
+    """Make layers add what a microbatch carries for them."""
     for layer in chunk.decoder.layers:
         layer.__class__ = mixed(Deepstacked, layer.__class__)
 
