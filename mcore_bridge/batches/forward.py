@@ -16,7 +16,7 @@ from mcore_bridge.batches.images import Images, SeenImages, num_positions, place
 from mcore_bridge.batches.logprobs import log_probs, require_temperature
 from mcore_bridge.batches.microbatches import agreed_micro_batches, balances_experts, digest, micro_batches
 from mcore_bridge.batches.packing import PackedSequences, unpack_sequences
-from mcore_bridge.batches.refusals import require_batch, require_runnable, require_scalar
+from mcore_bridge.batches.refusals import require_batch, require_own_mesh, require_runnable, require_scalar
 from mcore_bridge.config.mesh.lost_ranks import naming_lost_ranks
 from mcore_bridge.errors import BatchError
 from mcore_bridge.weights.bound import Models, chunks_of, provenance_on
@@ -108,6 +108,7 @@ def forward(
         (torch.Size([2, 4]), True)
     """
     chunks, chunk = [models] if isinstance(models, nn.Module) else [*models], chunks_of(models)[0]
+    require_own_mesh(chunk)
     require_runnable(chunk, packed=packed, learns=loss is not None)
     provenance = provenance_on(models, hf, head)
 

@@ -89,6 +89,27 @@ def require_runnable(chunk: GPTModel, *, packed: bool, learns: bool) -> None:
         )
 
 
+def require_own_mesh(chunk: GPTModel) -> None:
+    """Refuse a model of another mesh than ``parallel_state`` has: megatron-core's schedule communicates on that one.
+
+    Exports, loads and checkpoints work with the groups of the model.
+    """
+    from megatron.core import parallel_state as state
+
+    now = {
+        "tp": state.get_tensor_model_parallel_group(),
+        "pp": state.get_pipeline_model_parallel_group(),
+        "cp": state.get_context_parallel_group(),
+    }
+    ranks_of = torch.distributed.get_process_group_ranks
+    ranks = {axis: (ranks_of(group), ranks_of(getattr(chunk.pg_collection, axis))) for axis, group in now.items()}
+    if differ := {axis: both for axis, both in ranks.items() if both[0] != both[1]}:
+        raise BatchError(
+            "parallel_state must be that of the mesh on which the model was built, found other ranks in its groups, as "
+            f"(parallel_state, model): {differ}. Initialise it as it was then"
+        )
+
+
 def require_scalar(loss: object, outputs: Tensor) -> Tensor:
     """Checks that ``loss`` is a scalar through which gradients flow to ``outputs``, where these need any."""
     wanted = "loss must return a scalar tensor that is computed from the outputs it is given"

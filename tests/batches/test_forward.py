@@ -537,6 +537,29 @@ def refused():
         mb.forward(models, ids[:0])
 
 
+def on_another_mesh():
+    """Runs in a worker: a model, after its process has gone on to another mesh, on which nobody would answer."""
+    hf = zoo.cases()["llama"].hf
+    built = mb.ParallelDims(tp=2, sp=True)
+    built.initialize(device="cpu")
+    models = mb.build_model(hf, dims=built, dtype=torch.float32, device="cpu", load_weights=(state := random_state(hf)))
+    parallel_state.destroy_model_parallel()
+    mb.ParallelDims(pp=2).initialize(device="cpu")
+    found = mb.to_hf_state_dict(models)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in found.items())
+    with pytest.raises(BatchError, match=r"found other ranks.*'tp': \(\[\d\], \[0, 1\]\), 'pp': \(\[0, 1\], \[\d\]\)"):
+        mb.forward(models, *batch_of(hf))
+    parallel_state.destroy_model_parallel()
+    built.initialize(device="cpu")
+    return mb.forward(models, *batch_of(hf)).log_probs
+
+
+def test_a_model_of_another_mesh_is_exported_and_not_run():
+    one, other = pool.run(2, on_another_mesh, timeout=60)
+    assert torch.equal(one, other)
+    assert one.any()
+
+
 def test_a_bias_that_never_moves_balances_nothing():
     hf = zoo.cases()["deepseek_v3"].hf
     rates = {"moe_aux_loss_coeff": 0.0, "moe_router_bias_update_rate": 0.0}
