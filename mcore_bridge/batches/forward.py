@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.batches.collectives import broadcast_from_last, gather, reduce_max
-from mcore_bridge.batches.images import Images, SeenImages, num_positions, placeholders, require_images
+from mcore_bridge.batches.images import (
+    Images,
+    SeenImages,
+    num_positions,
+    placeholders,
+    require_images,
+    require_no_placeholders,
+)
 from mcore_bridge.batches.logprobs import log_probs, require_temperature
 from mcore_bridge.batches.microbatches import agreed_micro_batches, balances_experts, digest, micro_batches
 from mcore_bridge.batches.packing import PackedSequences, unpack_sequences
@@ -123,7 +130,10 @@ def forward(
         require_batch(input_ids, mask, micro_batch_size, provenance.hf.vocab_size, stand_ins)
         require_temperature(temperature)
         if images is not None:
-            require_images(images, len(input_ids), getattr(chunk, "image_inputs", None))
+            readable = getattr(chunk, "image_inputs", None)
+            require_images(images, len(input_ids), readable)
+            if readable is not None:
+                require_no_placeholders(images, input_ids, mask, stand_ins)
         size = micro_batch_size or (1 if chunk.pg_collection.pp.size() > 1 else len(input_ids))
         batch = chunk, input_ids, mask != 0, size, len(chunks)
         same = {"rows": len(input_ids), "their length": input_ids.size(1), "tokens": digest(input_ids, mask != 0)}

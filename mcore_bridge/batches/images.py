@@ -25,6 +25,7 @@ BLOCKS = "token_type_ids"
 POSITIONS = "position_ids"
 """The positions of each token of a row, ``[3, seq]``, or ``[4, seq]`` of HunYuan, where a caller decides them."""
 _BY_TOKEN = (TYPES, POSITIONS)
+_BY_TYPE = {TYPES, BLOCKS}
 _PLACEHOLDERS = (("image_token_id", "image_token_index"), ("video_token_id", "video_token_index"))
 """Config fields of the ids that stand for features of images, and of videos."""
 
@@ -87,11 +88,37 @@ def require_images(images: Images, num_rows: int, readable: frozenset[str] | Non
             "without a tower (vision='carried'): leave them out, or build it so"
         )
     for row, inputs in enumerate(images):
-        if unknown := sorted(inputs.keys() - {TYPES, BLOCKS, *(readable or ())}) if inputs else []:
+        if unknown := sorted(inputs.keys() - {*_BY_TYPE, *(readable or ())}) if inputs else []:
             raise BatchError(
                 f"images must have inputs that the model reads, found {unknown} in row {row}: use its own processor, "
                 f"and of what it returns only {sorted(readable or ())} and {TYPES}"
             )
+
+
+def require_no_placeholders(images: Images, input_ids: Tensor, mask: Tensor, tokens: Sequence[int | None]) -> None:
+    """Raise ``BatchError`` if a row without images has tokens that stand for some, unless rows say what tokens are.
+
+    Such a row must not depend on its neighbours: transformers takes it for text where no row has images.
+
+    Args:
+        images: those of a batch.
+        input_ids: int64 ``[batch, seq]``.
+        mask: ``[batch, seq]``, 0 for padding.
+        tokens: the ids that stand for images and videos.
+    """
+    bare = [row for row, inputs in enumerate(images) if not inputs]
+    if not bare or any(inputs and _BY_TYPE & inputs.keys() for inputs in images):
+        return
+    stands = torch.zeros_like(input_ids, dtype=torch.bool)
+    for token in tokens:
+        stands = stands if token is None else stands | (input_ids == token)
+    counts = (stands & (mask != 0)).sum(1).tolist()
+    if wrong := [row for row in bare if counts[row]]:
+        raise BatchError(
+            f"rows without images must have no tokens that stand for images, found {counts[wrong[0]]} in row "
+            f"{wrong[0]}: give the row its images. If the model has sampled them, pass {TYPES} in each row with "
+            "images, or in this one, which has 0 there"
+        )
 
 
 def tensors_of(inputs: Mapping[str, Any], row: int) -> dict[str, Any]:

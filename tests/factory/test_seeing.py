@@ -22,10 +22,12 @@ pytestmark = pytest.mark.skipif("qwen3_5" not in composites.NAMES, reason="the i
 SP, TP, CP, DP, EP, PP = {"tp": 2, "sp": True}, {"tp": 2}, {"cp": 2}, {}, {"ep": 2}, {"pp": 2}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 ROWS: dict[str, Any] = {"packed": False}
+ALIGNER: dict[str, Any] = {"vision": "frozen", "freeze": ["*", "!vision.visual.*merger*"]}
+"""What connects images to the text is trained, and nothing else."""
 CASES: dict[str, list[Any]] = {
     "qwen3_5": [(SP, {}), (TP, ROWS), (DP, {"overlap": True}), ({**PP, "vp": 2}, {})],
     "qwen3_5_moe": [(EP, {})],
-    "qwen3_vl": [(SP, {"overrides": RECOMPUTED}), (CP, {})],
+    "qwen3_vl": [(SP, {"overrides": RECOMPUTED}), (CP, {}), (DP, {"overlap": True, **ALIGNER}), (PP, ALIGNER)],
     "qwen3_vl_moe": [({**EP, "cp": 2}, ROWS)],
     "qwen2_5_vl": [(CP, {}), (CP, ROWS)],
     "qwen2_vl": [(SP, ROWS)],
@@ -160,6 +162,7 @@ def test_a_sampled_token_with_the_id_of_an_image_is_text_if_the_row_says_so() ->
     ids[0, 1], ids[1, 5] = other, other
     sampled = ids.clone()
     sampled[0, 1], sampled[1, 5] = token, token
+    of_text = torch.arange(4)[:, None] == 1
     told = [images[row] and {**images[row], "mm_token_type_ids": types[row]} for row in range(4)]
     with rank_of(ONE, 0, 1):
         models = seeing.built(folder, ONE)
@@ -168,7 +171,9 @@ def test_a_sampled_token_with_the_id_of_an_image_is_text_if_the_row_says_so() ->
         wanted = mb.forward(models, ids, mask, images=images).entropy
         assert torch.equal(mb.forward(models, sampled, mask, images=told).entropy, wanted)
         with pytest.raises(BatchError, match=r"found in row 0.*pass mm_token_type_ids"):
-            mb.forward(models, sampled, mask, images=images)
+            mb.forward(models, torch.where(of_text, ids, sampled), mask, images=images)
+        with pytest.raises(BatchError, match=r"no tokens that stand for images, found 1 in row 1: give the row its"):
+            mb.forward(models, torch.where(of_text, sampled, ids), mask, images=images, micro_batch_size=1)
 
 
 def test_a_tower_may_have_another_dtype_than_the_text_and_recompute_its_layers(tmp_path: Path) -> None:
@@ -211,7 +216,8 @@ def test_the_tower_learns_as_in_transformers_on_four_ranks(name: str) -> None:
 
 
 def require_parity(name: str, world_size: int, cases: list[Any]) -> None:
-    folder, batch, wanted = case(name)
+    folder, batch, (log_probs, tower) = case(name)
     found = pool.run(world_size, seeing.steps, folder, cases, batch)
     for (sizes, options), ranks in zip(cases, zip(*found, strict=True), strict=True):
-        assert seeing.problems(list(ranks), wanted, BOUND) == [], (sizes, options)
+        trained = {key: gradient for key, gradient in tower.items() if "freeze" not in options or "merger" in key}
+        assert seeing.problems(list(ranks), (log_probs, trained), BOUND) == [], (sizes, options)

@@ -292,6 +292,7 @@ def step(
     with stepping.mesh(dims, device):
         chunks = built(folder, dims, **options)
         tower = dict(chunks[0].vision.named_parameters()) if hasattr(chunks[0], "vision") else {}
+        tower = {name: parameter for name, parameter in tower.items() if parameter.requires_grad}
         for parameter in tower.values():
             parameter.average_gradients_across_tp_domain = False
         if recompute and tower:
@@ -337,6 +338,7 @@ def problems(ranks: list[Any], wanted: tuple[Tensor, dict[str, Tensor]], bound: 
     log_probs, tower = wanted
     found = []
     towers = [each["tower"] for each in ranks if each["tower"]]
+    found += [] if all(each.keys() == tower.keys() for each in towers) else ["other parameters are trained"]
     for rank, each in enumerate(ranks):
         error = float((each["log_probs"] - log_probs[each["rows"]]).abs().max() / log_probs.std())
         found += [f"rank {rank}: log-probs are {error:.1e} off"] if not error < bound else []
