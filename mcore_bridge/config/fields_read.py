@@ -17,8 +17,15 @@ if TYPE_CHECKING:
 
 _IMPORT = re.compile(r"^\s*from\s+(\.+)([\w.]*)\s+import\s+(\([^)]*\)|[^\n]+)", re.MULTILINE)
 _OF_A_FAMILY = ("configuration_", "modeling_")
-_NOT_OF_FORWARD = ("generation", "quantizers")
-"""Packages whose settings are for ``generate()``, or for quantized modules, which we never build."""
+_NOT_OF_FORWARD = re.compile(r"(generation|quantizers)/|trainer|training_args|integrations/integration_utils")
+"""Modules whose settings are for ``generate()``, for quantized modules, which we never build, or for a ``Trainer``."""
+_NOT_OF_MODELS = frozenset(
+    (
+        *("GenericForTokenClassification", "GenericForQuestionAnswering", "_expand_multimodal_outputs"),
+        *("__getattr__", "__getattribute__", "__setattr__"),
+    )
+)
+"""Classes of heads that we never build, a step of ``generate()``, and methods of configs that only pass on."""
 _WHOLE = frozenset({"to_dict", "to_diff_dict", "__dict__"})
 
 
@@ -94,7 +101,7 @@ def _imported_by(path: Path) -> Iterator[Path]:
     """
     for module in _imports(path):
         if not _is_of_family(module):
-            if module.parent.name not in _NOT_OF_FORWARD:
+            if not _NOT_OF_FORWARD.match(module.relative_to(_root()).as_posix()):
                 yield module
         elif _is_of_family(path) and module.parent.name != "auto" and module.name.startswith(_OF_A_FAMILY):
             yield module
@@ -129,7 +136,17 @@ def _text(path: Path) -> str:
 
 @functools.cache
 def _nodes(path: Path) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(ast.parse(_text(path))))
+    return tuple(_reading(ast.parse(_text(path))))
+
+
+def _reading(node: ast.AST) -> Iterator[ast.AST]:
+    """``node`` and all nodes inside of it, without code that reads no field for a model that we build."""
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        if not (isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in _NOT_OF_MODELS):
+            yield node
+            waiting += ast.iter_child_nodes(node)
 
 
 def _is_in_family(path: Path, name: str) -> bool:

@@ -13,6 +13,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from mcore_bridge import plugins
 from mcore_bridge.config.rope_spelling import respelled, speaks_rope_parameters
 from mcore_bridge.errors import ConfigError, shown
@@ -34,6 +36,16 @@ _LAYERS = (
 )
 _MOST_LAYERS = 10_000
 _NOTE = "quantization_config"
+_OF_TRANSFORMERS = "Give the release for transformers, which has safetensors files"
+_OTHER_FORMATS = {
+    "adapter_config.json": (
+        "an adapter is no model by itself",
+        "Give the folder of its base model, and load the adapter with load_adapters",
+    ),
+    "*.gguf": ("GGUF files are not read", _OF_TRANSFORMERS),
+    "params.json": ("the original format of Llama and Mistral is not read", _OF_TRANSFORMERS),
+}
+"""Files of folders without a config.json, as patterns, with what they are and what to give instead."""
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
 
 
@@ -132,9 +144,7 @@ def read_json(path: Path, hook: "Callable[[dict[str, object]], object] | None" =
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        raise ConfigError(
-            f"{path.parent} must hold a {_CONFIG}, found none. Give the folder of a checkpoint."
-        ) from None
+        raise ConfigError(f"{path.parent} must hold a {_CONFIG}, {_found_instead(path.parent)}") from None
     except OSError as error:
         raise ConfigError(f"{path} must be a file that you may read, found: {error.strerror}. Change that.") from None
     if data.startswith(_POINTER):
@@ -146,6 +156,14 @@ def read_json(path: Path, hook: "Callable[[dict[str, object]], object] | None" =
     if not isinstance(fields, dict):
         raise ConfigError(f"{path} must hold a JSON object, found a {type(fields).__name__}. Copy the file again.")
     return fields
+
+
+def _found_instead(folder: Path) -> str:
+    """What a folder without a config.json has, and what to give instead of it."""
+    for pattern, (what, instead) in _OTHER_FORMATS.items():
+        if files := sorted(path.name for path in folder.glob(pattern)):
+            return f"found {files[0]}: {what}. {instead}."
+    return "found none. Give the folder of a checkpoint."
 
 
 def _require_few_layers(fields: Mapping[str, object]) -> None:
@@ -204,7 +222,7 @@ def _config_class(
 
 def nearest(model_type: str, known: Iterable[str]) -> str:
     """A sentence with the names that are most like ``model_type``, if there are any."""
-    near = get_close_matches(model_type, sorted(known), n=3)
+    near = get_close_matches(model_type.lower(), sorted(known), n=3)
     return f" Nearest names: {', '.join(near)}." if near else ""
 
 
@@ -233,6 +251,8 @@ def _spell(fields: dict[str, object]) -> dict[str, object]:
     if "torch_dtype" in fields:
         old = fields.pop("torch_dtype")
         fields["dtype"] = old if fields.get("dtype") is None else fields["dtype"]
+    if isinstance(name := fields.get("dtype"), str) and not isinstance(getattr(torch, name, None), torch.dtype):
+        del fields["dtype"]  # such as "auto", of which transformers raises; the argument dtype decides anyway
     if isinstance(rope := fields.get("rope_scaling"), dict) and rope.get("type") == "su":  # Phi-3 at first
         fields["rope_scaling"] = {**rope, "type": "longrope"}
     if isinstance(tuned := fields.get("attn_temperature_tuning"), int):  # 4 in Llama 4 of transformers 4.51

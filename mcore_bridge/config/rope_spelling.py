@@ -32,7 +32,7 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
 }
 MULTIMODAL = ("mrope_section", "mrope_interleaved")
 """They deal out dims to the three positions of an image token. A text token has one position, so they do not matter."""
-_NEUTRAL = (("partial_rotary_factor", None), ("partial_rotary_factor", 1))
+_NEUTRAL = (("partial_rotary_factor", None), ("partial_rotary_factor", 1), ("finetuned", True))
 _PER_DIM = ("short_factor", "long_factor")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 """The rope types of a family that does not list its own."""
@@ -85,8 +85,8 @@ def _completed(parameters: dict[str, object], hf: Hf) -> dict[str, object]:
     """``parameters`` with the values that stand at the top level of the config, and with defaults of transformers."""
     legacy = parameters.pop("type", None)
     parameters.setdefault("rope_type", legacy or "default")
-    theta = hf.get("rope_theta")
-    parameters.setdefault("rope_theta", DEFAULT_THETA if theta is None else theta)
+    theta = hf.get("rope_theta", DEFAULT_THETA)  # null is no number, whatever the default is
+    parameters.setdefault("rope_theta", theta)
     if theta not in (None, DEFAULT_THETA, parameters["rope_theta"]):  # every config of 4.57 has the default
         raise ConfigError(
             f"rope_theta must be one value, found {theta!r} at the top and {parameters['rope_theta']!r} in "

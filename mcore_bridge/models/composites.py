@@ -19,20 +19,11 @@ OTHER_PARTS = Ignore(
         *("mm_tokens_per_image", "alignment_intermediate_size", "adapter_layer_norm_eps", "token_classification_bias"),
     ),
 )
-TOKENS_OF_IMAGES = Ignore(
-    "they are placeholder tokens for images, video or sound, which a batch of text does not have",
-    (
-        *("image_token_id", "image_token_index", "image_start_token_id", "image_end_token_id", "vision_token_id"),
-        *("vision_start_token_id", "vision_end_token_id", "video_token_id", "video_token_index"),
-        *("video_start_token_id", "video_end_token_id", "audio_token_id", "audio_token_index"),
-        *("boi_token_index", "eoi_token_index", "boi_token_id", "eoi_token_id"),
-    ),
-)
 LABELS = Ignore("it marks labels that a loss of transformers leaves out", ("ignore_index",))
 TEXT = Ignore(
     "the text config has its own table", ("text_config", "tie_word_embeddings", "initializer_range", "sliding_window")
 )
-FIELDS = (*BASE, OTHER_PARTS, TOKENS_OF_IMAGES, TEXT)
+FIELDS = (*BASE, OTHER_PARTS, TEXT)
 SOUND = "models of sound are not built"
 KIMI = (
     ("vision_tower.layers.*.norm1.", "vision_tower.encoder.blocks.*.norm0."),

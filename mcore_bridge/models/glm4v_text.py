@@ -4,17 +4,14 @@ from dataclasses import replace
 
 from mcore_bridge.config.fields import Require
 from mcore_bridge.config.rope_spelling import MULTIMODAL
-from mcore_bridge.config.tables import BIAS_QKV, DENSE, INTERLEAVED, NORM_SANDWICH, QK_PLAIN, WINDOW_NONE, but, unread
+from mcore_bridge.config.tables import BIAS_QKV, DENSE, INTERLEAVED, NORM_SANDWICH, QK_PLAIN, WINDOW_NONE, but
 from mcore_bridge.config.tables.derived_rope import rope
 from mcore_bridge.models import glm4
 
 ROPE = rope(own=("partial_rotary_factor", *MULTIMODAL))
-OWN = (
-    Require("attention_bias", (True, None), "transformers has these biases, whatever it says"),
-    unread("image_token_id", "video_token_id"),
-)
+BIASES = Require("attention_bias", (True, None), "transformers has these biases, whatever it says")
 ARCHITECTURE = replace(
     glm4.ARCHITECTURE,
     model_type="glm4v_text",
-    fields=(*but(DENSE, *INTERLEAVED, ROPE), *BIAS_QKV, *WINDOW_NONE, *QK_PLAIN, *NORM_SANDWICH, *OWN),
+    fields=(*but(DENSE, *INTERLEAVED, ROPE), *BIAS_QKV, *WINDOW_NONE, *QK_PLAIN, *NORM_SANDWICH, BIASES),
 )

@@ -8,7 +8,7 @@ from mcore_bridge.models.blocks import GQA, NORMS, NORMS_AFTER_ROPE, O_BIAS, QKV
 
 FIXED = (("use_qk_norm", True), ("use_cla", False), ("mlp_bias", False), ("norm_type", "rms"), ("num_experts", 1))
 UNREAD = (
-    *("eod_token_id", "pad_id", "im_start_id", "im_end_id", "im_newline_id", "image_token_id", "mask_init_id"),
+    *("eod_token_id", "pad_id", "im_start_id", "im_end_id", "im_newline_id", "mask_init_id"),
     *("text_start_id", "text_end_id", "org_vocab_size", "attention_head_dim", "cla_share_factor", "dense_list"),
     *("add_classification_head", "class_num", "pool_type", "use_rotary_pos_emb"),
 )

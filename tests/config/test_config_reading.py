@@ -145,13 +145,35 @@ def test_a_bad_folder_is_one_clear_error(text: str | None, message: str, tmp_pat
         read_config(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("adapter_config.json", "found adapter_config.json: .*Give the folder of its base model"),
+        ("model-Q4_K_M.gguf", "found model-Q4_K_M.gguf: GGUF files are not read. Give the release for transformers"),
+        ("params.json", "found params.json: the original format"),
+    ],
+)
+def test_a_folder_of_another_format_is_told_from_an_empty_one(file: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(ConfigError, match=message):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bf16", "torch.bfloat16", "nn"])
+def test_a_dtype_that_torch_lacks_is_left_out(dtype: str, tmp_path: Path) -> None:
+    """transformers raises an error of Python. The argument ``dtype`` decides what is built."""
+    config = read({**family("llama"), "torch_dtype": dtype}, tmp_path)
+    assert config.dtype is None
+
+
 def test_a_family_of_a_later_transformers_is_told_from_an_unknown_one(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen33"}')
     with pytest.raises(ConfigError, match=r"found 'qwen33', which is in later releases\. Update transformers"):
         read_config(tmp_path, known={"qwen33": ""})
     with pytest.raises(ConfigError, match=r"is in later releases\. Install transformers>=5\.17\.$"):
         read_config(tmp_path, known={"qwen33": "5.17"})
-    with pytest.raises(ConfigError, match=r"found 'qwen33'\. Nearest names: qwen3\. Code inside"):
+    (tmp_path / "config.json").write_text('{"model_type": "QWEN33"}')
+    with pytest.raises(ConfigError, match=r"found 'QWEN33'\. Nearest names: qwen3\. Code inside"):
         read_config(tmp_path, known={"qwen3": ""})
 
 

@@ -136,6 +136,7 @@ def test_fused_rope_is_refused_where_it_drops_the_attention_factor(tmp_path: Pat
         ({"rope_type": "default", "full_attention": {"rope_type": "default"}}, "full_attention"),
         ({"rope_type": "linear", "factor": None}, "factor"),
         ({"rope_type": "default", "mrope_section": [2, 3, 3]}, "mrope_section"),
+        ({"rope_type": "yarn", "factor": 2.0, "finetuned": False}, "finetuned"),
         ({"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64}, "original_max"),
     ],
 )
@@ -253,6 +254,15 @@ def test_a_rope_of_sliding_layers_that_transformers_4_cannot_say_is_refused() ->
     assert spelled_by_layer(plain, plain)["rope_local_base_freq"] == 1e4
     with pytest.raises(ConfigError, match="sliding layers must have a rope without scaling"):
         spelled_by_layer(plain, {**plain, "partial_rotary_factor": 0.5})
+
+
+def test_yarn_of_a_model_that_was_trained_with_it_is_yarn(tmp_path: Path) -> None:
+    yarn = {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64}
+    ropes = [
+        rope_of(read_config(write(tmp_path, {**_without_rope("llama"), "rope_theta": 1e4, "rope_scaling": rope})))
+        for rope in (yarn, {**yarn, "finetuned": True})  # as the code of its authors has it
+    ]
+    assert ropes[0] == ropes[1]
 
 
 def test_the_old_name_of_a_type_is_understood() -> None:

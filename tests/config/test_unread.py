@@ -68,7 +68,13 @@ def test_each_way_to_read_a_field_counts(tmp_path: Path, monkeypatch: pytest.Mon
     """On code made for it: kept or passed on under its own name is not read, all else is, and unknown names are."""
     package = tmp_path / "models" / "toy"
     package.mkdir(parents=True)
-    (tmp_path / "shared.py").write_text("def rope(config): return config.from_shared, other_config.of_another\n")
+    (tmp_path / "shared.py").write_text(
+        "from .trainer import Trainer\n"
+        "def rope(config): return config.from_shared, other_config.of_another\n"
+        "class GenericForTokenClassification:\n"
+        "    def __init__(self, config): self.dropout = config.of_head\n"
+    )
+    (tmp_path / "trainer.py").write_text("def train(config): return config.of_trainer\n")
     (tmp_path / "other.py").write_text("class OtherConfig: ...\n")
     (package / "configuration_toy.py").write_text(
         "class ToyConfig:\n"
@@ -79,6 +85,7 @@ def test_each_way_to_read_a_field_counts(tmp_path: Path, monkeypatch: pytest.Mon
         "        self.size = halved // 2\n"
         "        self.popped = kwargs.pop('popped')\n"
         "        super().__init__(passed=passed)\n"
+        "    def __getattribute__(self, name): return getattr(self.text_config, name)\n"
     )
     modeling = package / "modeling_toy.py"
     modeling.write_text(
@@ -93,7 +100,7 @@ def test_each_way_to_read_a_field_counts(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(static, "_root", lambda: tmp_path)
     toy = type("ToyConfig", (), {"__module__": "transformers.models.toy.configuration_toy"})
     read = {"mapped", "renamed", "halved", "popped", "quoted", "plain", "from_shared"}
-    unread = {"kept_back", "passed", "in_module", "of_another", "nowhere"}
+    unread = {"kept_back", "passed", "in_module", "of_another", "of_head", "of_trainer", "nowhere"}
     for cached in (static._code_of, static._shared_config_classes, static._is_of_another_class):
         cached.cache_clear()
     try:

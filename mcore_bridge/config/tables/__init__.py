@@ -60,6 +60,15 @@ GENERATION = Ignore(
         *("suppress_tokens", "begin_suppress_tokens"),
     ),
 )
+TOKENS_OF_IMAGES = Ignore(
+    "they are placeholder tokens for images, video or sound, which the text model never reads",
+    (
+        *("image_token_id", "image_token_index", "image_start_token_id", "image_end_token_id", "vision_token_id"),
+        *("vision_start_token_id", "vision_end_token_id", "video_token_id", "video_token_index"),
+        *("video_start_token_id", "video_end_token_id", "audio_token_id", "audio_token_index"),
+        *("boi_token_index", "eoi_token_index", "boi_token_id", "eoi_token_id"),
+    ),
+)
 DECODER_ONLY = tuple(
     Require(name, (neutral,), "the model is a decoder by itself")
     for name, neutral in (
@@ -78,7 +87,17 @@ PUBLISHED_CODE = Ignore(
     "transformers has the family, or one that computes the same, so its code says what the published code computes",
     ("auto_map",),
 )
-BASE: tuple[Field, ...] = (IDENTITY, PUBLISHED_CODE, RUNTIME, DTYPE, LABELS, GENERATION, *DECODER_ONLY, *PLAIN)
+BASE: tuple[Field, ...] = (
+    IDENTITY,
+    PUBLISHED_CODE,
+    RUNTIME,
+    DTYPE,
+    LABELS,
+    GENERATION,
+    TOKENS_OF_IMAGES,
+    *DECODER_ONLY,
+    *PLAIN,
+)
 
 GEOMETRY: tuple[Field, ...] = (
     Map("num_hidden_layers", "num_layers"),
