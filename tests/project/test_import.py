@@ -25,7 +25,6 @@ INSIDE = {"config": "tables <- mesh", "weights": "plan <- transfer <- ipc <- fil
 
 DISTRIBUTED = {
     "batches/collectives.py",
-    "commands/verify/free_memory.py",
     "commands/verify/logits.py",
     "config/mesh/lost_ranks.py",
     "config/mesh/process_groups.py",

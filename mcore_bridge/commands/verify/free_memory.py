@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mcore_bridge.commands import text
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+from mcore_bridge.weights.transfer.collectives import Group
 
 USABLE = 0.8
 """The fraction of the free memory that we use."""
@@ -19,9 +18,8 @@ _BYTES = 4  # of an fp32 number
 
 def shortage(num_parameters: int, dims: ParallelDims, device: str) -> str:
     """Why a model in fp32 does not fit into memory; "" if it fits. The answer is the same on every rank."""
-    world_size = dist.get_world_size()
-    free = free_memory()
-    replicas = math.ceil(world_size / (dims.tp * dims.pp)) if device == "cpu" else 1
+    world, free = Group(None), free_memory()
+    replicas = math.ceil(world.size / (dims.tp * dims.pp)) if device == "cpu" else 1
     need = num_parameters * _BYTES * replicas
     short = "" if need < USABLE * free else f"{text.num_bytes(need)} of memory, {text.num_bytes(free)} are free"
     if device == "cuda":
@@ -29,8 +27,7 @@ def shortage(num_parameters: int, dims: ParallelDims, device: str) -> str:
         free = torch.cuda.mem_get_info()[0]
         if here > USABLE * free:
             short = f"{text.num_bytes(here)} of each GPU, {text.num_bytes(free)} are free on one"
-    said: list[Any] = [None] * world_size
-    dist.all_gather_object(said, short)
+    said = world.all_gather_object(short)
     return next((f"the model in fp32 needs {short}" for short in said if short), "")
 
 

@@ -26,6 +26,7 @@ from mcore_bridge.commands.verify.images import Shown, shown
 from mcore_bridge.config.hf import is_borrowed
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.launch.worker import Report
+from mcore_bridge.weights.transfer.collectives import Group
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -115,9 +116,7 @@ def compare_logits(
 
 def _agreed(count: int | None) -> int:
     """A number that some rank has, on all ranks."""
-    said: list[int | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, count)
-    return next(number for number in said if number is not None)
+    return next(number for number in Group(None).all_gather_object(count) if number is not None)
 
 
 def _batch(vocab_size: int, dims: ParallelDims, num_tokens: int) -> Tensor:
@@ -178,19 +177,13 @@ def _places(dims: ParallelDims, batch: Tensor) -> Tensor:
 
 def _whole(output: Tensor, places: Tensor, chunk: GPTModel) -> Tensor:
     """Gather the logits of all tokens from context-parallel ranks. ``places`` are the tokens that this rank has."""
-    group = chunk.pg_collection.cp
-    outputs = [torch.empty_like(output) for _ in range(group.size())]
-    dist.all_gather(outputs, output.contiguous(), group=group)
-    order = [torch.empty_like(places) for _ in range(group.size())]
-    dist.all_gather(order, places, group=group)
-    return torch.cat(outputs, dim=1)[:, torch.cat(order).argsort()]
+    group = Group(chunk.pg_collection.cp)
+    return torch.cat(group.gather(output), dim=1)[:, torch.cat(group.gather(places)).argsort()]
 
 
 def _to_rank_0(logits: Tensor | None, shape: tuple[int, ...], device: str) -> Tensor | None:
     """Sends the logits from a rank that has them to rank 0, and there to CPU."""
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, logits is not None)
-    holder, rank = said.index(True), dist.get_rank()
+    holder, rank = Group(None).all_gather_object(logits is not None).index(True), dist.get_rank()
     if rank == 0 and holder != 0:
         logits = torch.empty(shape, device=device)
         dist.recv(logits, src=holder)
