@@ -5,7 +5,7 @@ from __future__ import annotations
 
 def num_bytes(value: float) -> str:
     """``153_000_000`` as ``153 MB`` (decimal, three digits)."""
-    return f"{_scaled(value, ('B', 'kB', 'MB', 'GB', 'TB', 'PB'))}"
+    return _scaled(value, ("B", "kB", "MB", "GB", "TB", "PB"))
 
 
 def count(value: float) -> str:

@@ -11,7 +11,6 @@ import dataclasses
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -105,7 +104,7 @@ def convert(
             From megatron-core a tower that is there is converted.
         rank_files: write Megatron's ``torch`` format with these settings, and not ``torch_dist``.
         plain: write an HF folder of the same tensors, in which encoded weights (docs/guide/quantized.md) are bf16, or
-            ``dtype``; tensors that a model does not use are among them.
+            ``dtype``. Tensors that a model does not use are among them.
         num_processes: processes that write in parallel.
         num_gpus: use one process for each of these GPUs, instead of ``num_processes``. It assembles parameters there.
         file_bytes: upper limit on the size of a file, unless one parameter is larger. In Megatron's ``torch`` format,
@@ -226,9 +225,15 @@ def _from_hf(
     file_bytes: int | None,
 ) -> Conversion:
     if rank_files is None:
-        size = file_bytes or DIST_FILE_BYTES
-        also: dict[str, Any] = {"num_mtp_layers": num_mtp_layers, "vision": vision}
-        return ToDist.plan(source, staging, hf, dtype=dtype, file_bytes=size, **also)
+        return ToDist.plan(
+            source,
+            staging,
+            hf,
+            dtype=dtype,
+            num_mtp_layers=num_mtp_layers,
+            vision=vision,
+            file_bytes=file_bytes or DIST_FILE_BYTES,
+        )
     if num_mtp_layers:
         raise CheckpointError("only torch_dist can have layers of multi-token prediction; leave out --mtp")
     if vision != "carried":

@@ -79,12 +79,13 @@ class Conversion:
     @contextlib.contextmanager
     def completing(self, number: int) -> Iterator[Path]:
         """The path at which to write a file. At the end the file is on the disk and gets its name."""
-        path = self.staging / f"{number}.partial"
+        path, whole = self.staging / f"{number}.partial", self.staging / self.names[number]
         path.unlink(missing_ok=True)
         yield path
         with path.open("rb") as file:
             os.fsync(file.fileno())  # so that no crash leaves the name without the data
-        path.rename(self.staging / self.names[number])
+        whole.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(whole)
 
     def write(self, number: int, progress: Progress) -> None:
         """Write one file, and call ``progress`` with the bytes of each parameter."""

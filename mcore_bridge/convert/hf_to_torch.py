@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -84,10 +83,8 @@ class ToTorch(ModelConversion):
 
     def write(self, number: int, progress: Progress) -> None:
         """Write one file, one parameter after the other."""
-        partial, path = self.staging / f"{number}.partial", self.staging / self.names[number]
-        write_rank_file(partial, self.layout, self._files[number], self._checkpoint, self.device, progress)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(partial, path)
+        with self.completing(number) as path:
+            write_rank_file(path, self.layout, self._files[number], self._checkpoint, self.device, progress)
 
     def replaced(self, target: Path) -> Iterable[str]:
         """The names of the files of a checkpoint of this kind in ``target``."""
