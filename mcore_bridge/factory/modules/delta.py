@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (the usual name)
 
 from mcore_bridge.config.megatron_release import Release
-from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.fallback import say
-from mcore_bridge.factory.modules.torch_modules import gather_text, own_text, packed_lengths, placement
+from mcore_bridge.factory.modules.mixer import Mixer
+from mcore_bridge.factory.modules.torch_modules import gather_text, own_text, placement
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -111,11 +112,13 @@ class HeadNorm(nn.Module):
         return weight * normed.to(heads.dtype)
 
 
-class TorchGatedDeltaNet(GatedDeltaNet):
-    """mcore's ``GatedDeltaNet`` in plain torch: it runs on any device, with sequence and context parallelism.
+class TorchGatedDeltaNet(Mixer, GatedDeltaNet):
+    """mcore's ``GatedDeltaNet`` in plain torch, which runs on any device."""
 
-    With context parallelism, every rank computes the recurrence over the whole text, and keeps its own tokens.
-    """
+    instead = (
+        f"use backend te with flash-linear-attention installed and megatron-core {PACKED.version} or later, or export "
+        "the weights to an engine"
+    )
 
     def __init__(
         self,
@@ -132,31 +135,12 @@ class TorchGatedDeltaNet(GatedDeltaNet):
         self.key_head_dim, self.value_head_dim = config.linear_key_head_dim, config.linear_value_head_dim
         self.num_key_heads, self.num_value_heads = config.linear_num_key_heads, config.linear_num_value_heads
         self._set_sizes()
-        shared = {"config": config, "is_expert": False, "bias": False, "tp_group": self.tp_group}
-        self.in_proj = build_module(
-            submodules.in_proj,
-            config.hidden_size,
-            self.in_proj_dim,
-            init_method=config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
-            tp_comm_buffer_name="fc1",
-            **shared,
-        )
+        self.in_proj = self._entering(submodules.in_proj, config, self.in_proj_dim)
         self._make_own_parameters(config)
         self.out_norm = build_module(
             submodules.out_norm, config=config, hidden_size=self.value_head_dim, eps=config.layernorm_epsilon
         )
-        self.out_proj = build_module(
-            submodules.out_proj,
-            self.v_dim,
-            config.hidden_size,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_comm_buffer_name="fc2",
-            **shared,
-        )
+        self.out_proj = self._leaving(submodules.out_proj, config, self.v_dim)
 
     def _set_sizes(self) -> None:
         """Sets sizes under the names of mcore, whose ``sharded_state_dict`` reads them."""
@@ -187,37 +171,8 @@ class TorchGatedDeltaNet(GatedDeltaNet):
         for parameter in (self.conv1d.weight, self.dt_bias, self.A_log):
             parameter.tensor_model_parallel, parameter.partition_dim = True, 0  # type: ignore[attr-defined]
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        inference_context: Any = None,
-        packed_seq_params: Any = None,
-        *,
-        inference_params: Any = None,
-        **unused: Any,  # arguments of full attention, such as the rope
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attend to all earlier tokens.
-
-        Args:
-            hidden_states: ``[s, b, h]``, the tokens of this CP rank (with SP, of this TP rank).
-            attention_mask: ignored, since the rule is always causal.
-            inference_context: must be None.
-            packed_seq_params: where packed sequences begin; each begins with an empty state.
-            inference_params: must be None.
-
-        Returns:
-            ``[s, b, h]``, and no bias.
-        """
-        if inference_context is not None or inference_params is not None:
-            raise ConfigError(
-                "inference_context must be None for TorchGatedDeltaNet: use backend te with flash-linear-attention "
-                f"installed and megatron-core {PACKED.version} or later"
-            )
-        mixed, _ = self.in_proj(hidden_states)
-        parts = mixed.split(packed_lengths(packed_seq_params, self.cp_group.size())) if packed_seq_params else [mixed]
-        out: tuple[Tensor, Tensor | None] = self.out_proj(torch.cat([self._sequence(part) for part in parts]))
-        return out
+    def _sequences(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        return [self._sequence(part) for part in parts]
 
     def _sequence(self, mixed: Tensor) -> Tensor:
         """Everything between ``in_proj`` and ``out_proj`` for one sequence, from ``[s, b, n]`` to ``[s, b, n]``."""

@@ -15,14 +15,14 @@ import torch
 from einops import rearrange
 from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region, get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (the usual name)
 
-from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.mamba_kernels import Operations, operations_for
 from mcore_bridge.factory.modules.mamba_keys import sharded_mixer
-from mcore_bridge.factory.modules.torch_modules import gather_text, own_text, packed_lengths, placement
+from mcore_bridge.factory.modules.mixer import Mixer
+from mcore_bridge.factory.modules.torch_modules import gather_text, own_text, placement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,11 +100,10 @@ class Gate(nn.Module):
         return (hidden.float() * F.silu(gate.float())).to(gate.dtype)
 
 
-class TorchMamba(MegatronModule):
-    """A Mamba-2 mixer with sequence and context parallelism, for packed sequences and for rows.
+class TorchMamba(Mixer, MegatronModule):
+    """A Mamba-2 mixer."""
 
-    With context parallelism, every rank computes the recurrence over the whole text, and keeps its own tokens.
-    """
+    instead = "export the weights to an engine"
 
     def __init__(
         self,
@@ -123,29 +122,10 @@ class TorchMamba(MegatronModule):
         self.sections = {"z": inner, "x": inner, "B": state, "C": state, "dt": self.heads}
         by = getattr(config, "side_multipliers", None)
         self.multipliers = by and tuple(by.mixer_in * of_part for of_part in by.mixer_parts)
-        shared = {"config": config, "is_expert": False, "bias": False, "tp_group": self.tp_group}
-        self.in_proj = build_module(
-            submodules.in_proj,
-            config.hidden_size,
-            sum(self.sections.values()) * ranks,
-            init_method=config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
-            tp_comm_buffer_name="fc1",
-            **shared,
-        )
+        self.in_proj = self._entering(submodules.in_proj, config, sum(self.sections.values()) * ranks)
         self._make_own_parameters(config)
         self.norm = GroupNorm(config, inner, self.groups) if getattr(config, "mamba_norm", True) else Gate()
-        self.out_proj = build_module(
-            submodules.out_proj,
-            inner * ranks,
-            config.hidden_size,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_comm_buffer_name="fc2",
-            **shared,
-        )
+        self.out_proj = self._leaving(submodules.out_proj, config, inner * ranks)
         for parameter in (self.A_log, self.D, self.dt_bias, *self.conv1d.parameters(), *self.norm.parameters()):
             parameter.tensor_model_parallel, parameter.partition_dim = True, 0  # type: ignore[attr-defined]
 
@@ -162,39 +142,7 @@ class TorchMamba(MegatronModule):
                 steps = nn.init.uniform_(self.dt_bias, math.log(_FIRST_STEPS[0]), math.log(_FIRST_STEPS[1])).data.exp_()
                 steps.copy_(steps.float() + torch.log(-torch.expm1(-steps.float())))  # softplus gives them back
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        inference_context: Any = None,
-        packed_seq_params: Any = None,
-        *,
-        inference_params: Any = None,
-        **unused: Any,  # arguments of attention, such as the rope
-    ) -> tuple[Tensor, Tensor | None]:
-        """Mix in all earlier tokens.
-
-        Args:
-            hidden_states: ``[s, b, h]``, the tokens of this CP rank (with SP, of this TP rank).
-            attention_mask: ignored, since the recurrence is always causal.
-            inference_context: must be None.
-            packed_seq_params: where packed sequences begin; each begins with an empty state.
-            inference_params: must be None.
-
-        Returns:
-            ``[s, b, h]``, and no bias.
-        """
-        if inference_context is not None or inference_params is not None:
-            raise ConfigError(
-                "inference_context must be None for TorchMamba, which keeps no state: export the weights to an engine"
-            )
-        mixed, _ = self.in_proj(hidden_states)
-        parts = mixed.split(packed_lengths(packed_seq_params, self.cp_group.size())) if packed_seq_params else [mixed]
-        out: tuple[Tensor, Tensor | None] = self.out_proj(torch.cat(self._sequences(parts)))
-        return out
-
     def _sequences(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Everything between ``in_proj`` and ``out_proj``: for each sequence from ``[s, b, n]`` to ``[s, b, n]``."""
         texts = [rearrange(gather_text(part, self.cp_group), "s b n -> b s n") for part in parts]
         operations = operations_for(texts[0], self.conv1d)
         if len(texts) > 1 and operations.packs:  # one row
