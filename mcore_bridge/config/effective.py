@@ -6,7 +6,6 @@ or raises. Other overrides are free: no HF config says such values.
 """
 
 import dataclasses
-import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from mcore_bridge.config.hf import special_float, with_fields
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.overrides import config_class
 from mcore_bridge.config.rope import Rope
-from mcore_bridge.config.tables.derived import layers_but_full
+from mcore_bridge.config.tables.derived import comparable, layers_but_full
 from mcore_bridge.config.tables.derived_rope import layers_without_rope
 from mcore_bridge.config.tables.moe import layers_of
 from mcore_bridge.config.transformer import settings_of
@@ -104,7 +103,7 @@ def _meant(name: str, mcore: Mcore) -> object:
     value = mcore[name]
     if name in ("window_size", "window_attn_skip_freq") and "num_layers" in mcore:
         slides = layers_but_full(mcore, "window_attn_skip_freq", unset=1) if mcore["window_size"] else []
-        return any(slides) and (_plain(value) if name == "window_size" else tuple(slides))
+        return any(slides) and (comparable(value) if name == "window_size" else tuple(slides))
     if name == "linear_attention_freq":
         return tuple(layers_but_full(mcore, name, unset=0))
     if name == "moe_layer_freq":
@@ -113,14 +112,7 @@ def _meant(name: str, mcore: Mcore) -> object:
         return tuple(layers_without_rope(mcore))
     if isinstance(value, Rope):
         return dict(value.parameters)  # the sizes of a rope are other fields
-    return _plain(value)
-
-
-def _plain(value: object) -> object:
-    """A form of ``value`` that compares well: partials of the same call are equal in it, and lists are tuples."""
-    if isinstance(value, functools.partial):
-        return (value.func, value.args, tuple(value.keywords.items()))
-    return tuple(value) if isinstance(value, list) else value
+    return comparable(value)
 
 
 def _foreign(overrides: Mapping[str, object], decided: Set[str], given: Mcore) -> Iterator[str]:

@@ -10,7 +10,7 @@ from mcore_bridge.models.hunyuan_v1_dense import UNREAD
 from mcore_bridge.rules.layout import REPLICATED
 from mcore_bridge.rules.mapping import table, under
 
-ONE_SIZE = one_size("moe_shared_expert_intermediate_size")
+ONE_SIZE = one_size("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
 COUNTS = (number("num_experts", "num_moe_experts"), number("moe_topk", "moe_router_topk", "num_experts_per_tok"))
 SHARED = under("mlp.shared_experts", "mlp.shared_mlp", GATED_MLP)
 ROUTER = table(("mlp.router.weight", "mlp.gate.wg.weight", REPLICATED))

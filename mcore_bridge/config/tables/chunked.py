@@ -2,7 +2,7 @@
 
 from mcore_bridge.config.fields import Const, Derive, Field, Hf, Ignore, Map, Mcore, Preset, Require, count
 from mcore_bridge.config.tables.derived_rope import NO_ROPE, rope
-from mcore_bridge.config.tables.moe import ROUTED, layers_of
+from mcore_bridge.config.tables.moe import ROUTED, layers_of, one_size
 from mcore_bridge.errors import ConfigError
 
 _KINDS = ("full_attention", "chunked_attention")
@@ -32,21 +32,6 @@ def _moe_layers(hf: Hf) -> dict[str, object]:
 
 def _moe_layers_back(mcore: Mcore) -> dict[str, object]:
     return {"moe_layers": [layer for layer, sparse in enumerate(layers_of(mcore)) if sparse]}
-
-
-def _sizes(hf: Hf) -> dict[str, object]:
-    size = count(hf, "intermediate_size")
-    return {"moe_ffn_hidden_size": size, "moe_shared_expert_intermediate_size": size}
-
-
-def _sizes_back(mcore: Mcore) -> dict[str, object]:
-    size, shared = mcore["moe_ffn_hidden_size"], mcore["moe_shared_expert_intermediate_size"]
-    if size != shared:
-        raise ConfigError(
-            f"moe_ffn_hidden_size={size} and moe_shared_expert_intermediate_size={shared} must be equal: HF has one "
-            "intermediate_size for both. Remove the override."
-        )
-    return {"intermediate_size": size}
 
 
 def _temperature(hf: Hf) -> dict[str, object]:
@@ -89,7 +74,7 @@ ROPE = rope(types=("default", "llama3"))
 ON_INPUT: tuple[Field, ...] = (
     *(entry for entry in ROUTED if "num_experts_per_tok" not in entry.names),
     Map("intermediate_size_mlp", "ffn_hidden_size"),
-    Derive(("intermediate_size",), _sizes, _sizes_back),
+    one_size("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
     Derive(("moe_layers",), _moe_layers, _moe_layers_back),
     Ignore("transformers has made moe_layers of it", ("interleave_moe_layer_step",)),
     Require("num_experts_per_tok", (1,), "megatron-core multiplies the input of a single expert only"),

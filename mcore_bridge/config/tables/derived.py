@@ -39,18 +39,18 @@ def activation(field: str, *unread: str) -> Derive:
 
 def _activation_name(activation: object) -> str:
     for name, function in _activations().items():
-        if _identity(function) == _identity(activation):
+        if comparable(function) == comparable(activation):
             return name
     raise ConfigError(
         f"activation_func must be one that HF has a name for ({sorted(_activations())}), found {activation!r}."
     )
 
 
-def _identity(function: object) -> tuple[object, ...]:
-    """A value that is equal for equal functions. Python's partials of the same call are not equal."""
-    if isinstance(function, functools.partial):
-        return (function.func, function.args, tuple(function.keywords.items()))
-    return (function,)
+def comparable(value: object) -> object:
+    """A form of ``value`` that compares well: partials of the same call are equal in it, and lists are tuples."""
+    if isinstance(value, functools.partial):
+        return (value.func, value.args, tuple(value.keywords.items()))
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _heads(hf: Hf) -> dict[str, object]:

@@ -153,9 +153,8 @@ def _quick_gelu_back(mcore: Mcore) -> dict[str, object]:
     return {}
 
 
-def one_size(*others: str) -> Derive:
-    """HF's ``intermediate_size`` is the size of dense MLPs, of experts, and of the mcore fields ``others``."""
-    names = ("ffn_hidden_size", "moe_ffn_hidden_size", *others)
+def one_size(*names: str) -> Derive:
+    """HF's ``intermediate_size`` is the size that each of these mcore fields holds, that of experts among them."""
 
     def forward(hf: Hf) -> dict[str, object]:
         return dict.fromkeys(names, count(hf, "intermediate_size"))
@@ -197,7 +196,7 @@ IF_SEVERAL       = Derive(("norm_topk_prob",), _several_normalised, _several_nor
     "`norm_topk_prob=False` with several experts for a token, or True with one: megatron-core normalises the weights "
     "of sigmoid scores where there are several (moe_utils.py, topk_routing_with_score_function)",))
 QUICK_GELU       = Derive((), _quick_gelu, _quick_gelu_back)
-ONE_SIZE         = one_size()
+ONE_SIZE         = one_size("ffn_hidden_size", "moe_ffn_hidden_size")
 # fmt: on
 
 ROUTED: tuple[Field, ...] = (
