@@ -3,16 +3,12 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from mcore_bridge.config.fields import Hf, count
 from mcore_bridge.config.rope_spelling import MULTIMODAL, ORIGINAL_LENGTH, checked, read_parameters, spelled
 from mcore_bridge.errors import ConfigError, shown
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 ATTENTION_FACTOR = ("yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim")
 """Config attributes from which mcore's attention computes the attention factor, for any type of rope."""
@@ -168,28 +164,12 @@ class Rope:
         raise ConfigError(f"{name} of a rope must be a number, found {shown(value)}. Correct the HF config.")
 
 
-def rope_of(hf: "PretrainedConfig", *, overrides: Mapping[str, object] | None = None) -> Rope:
-    """The rope of an HF config.
-
-    Args:
-        hf: the config, of transformers 4.57 or 5.
-        overrides: as for ``to_transformer_config``; ``rotary_base``, ``seq_len_interpolation_factor``,
-            ``rope_scaling``, ``rope_scaling_factor`` and ``kv_channels`` change the rope.
+def rope_from(hf: Hf) -> Rope:
+    """The rope of an HF config, in the spelling of transformers 4.57 or 5.
 
     Raises:
         ConfigError: we do not reproduce the rope type, or one of its keys, exactly.
     """
-    return rope_from(hf.to_dict()).overridden(overrides or {})
-
-
-def inverse_frequencies(hf: "PretrainedConfig", *, seq_len: int | None = None) -> tuple[torch.Tensor, float]:
-    """The inverse frequencies (fp32, CPU) and attention factor of an HF config for a sequence length in tokens."""
-    rope = rope_of(hf)
-    return rope.frequencies(seq_len), rope.attention_factor
-
-
-def rope_from(hf: Hf) -> Rope:
-    """``rope_of`` for a config as a mapping."""
     length = count(hf, "max_position_embeddings")
     dims = head_dim(hf) if hf.get("qk_rope_head_dim") is None else count(hf, "qk_rope_head_dim")
     return Rope(parameters=read_parameters(hf), head_dim=dims, max_position_embeddings=length)

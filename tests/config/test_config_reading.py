@@ -9,9 +9,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig
 
 from mcore_bridge import plugins
 from mcore_bridge.config.hf import read_config
-from mcore_bridge.config.rope import rope_of
 from mcore_bridge.errors import ConfigError
-from tests.support.families import FAMILIES, ROPES, Json, built, family, read, spelling_4, spelling_5, write
+from tests.support.families import FAMILIES, ROPES, Json, built, family, read, rope_of, spelling_4, spelling_5, write
 
 PUBLISHED: dict[str, Json] = {  # what checkpoints of these names hold beyond sizes, as their config.json spells it
     "Llama-2-7b-hf": {

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from mcore_bridge.architecture import architecture_of
 from mcore_bridge.config.hf import read_config
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-from mcore_bridge.config.rope import Rope, _mscale, inverse_frequencies, rope_of
+from mcore_bridge.config.rope import Rope, _mscale
 from mcore_bridge.config.rope_spelling import merged, speaks_rope_parameters, spelled_by_layer
 from mcore_bridge.config.transformer import to_gpt_arguments, to_transformer_config
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import make_blueprint
-from tests.support.families import FAMILIES, ROPES, Json, built, family, spelling_4, spelling_5, write
+from tests.support.families import FAMILIES, ROPES, Json, built, family, rope_of, spelling_4, spelling_5, write
 from tests.zoo import cases
 
 
@@ -41,9 +41,10 @@ def _reference(hf, seq_len: int):
 def test_frequencies_are_those_of_transformers(tmp_path: Path, model_type, rope_type, spelling, seq_len) -> None:
     hf = read_config(write(tmp_path, {**_without_rope(model_type), **spelling(rope_type)}))
     expected = _reference(hf, seq_len)
-    frequencies, attention_factor = inverse_frequencies(hf, seq_len=seq_len)
+    rope = rope_of(hf)
+    frequencies = rope.frequencies(seq_len)
     assert torch.equal(frequencies, expected.inv_freq)
-    assert attention_factor == expected.attention_scaling
+    assert rope.attention_factor == expected.attention_scaling
     assert frequencies.dtype == torch.float32
     assert frequencies.shape == (8,)
 
@@ -169,16 +170,16 @@ def test_the_oldest_spelling_is_read(tmp_path: Path) -> None:
 def test_overrides_of_rope_keep_the_meaning_that_mcore_gives_them(tmp_path: Path) -> None:
     hf = read_config(write(tmp_path, family("llama", "yarn")))
     table = architecture_of(hf).fields
-    theta = rope_of(hf, overrides={"rotary_base": 777})
+    theta = rope_of(hf, rotary_base=777)
     assert theta.parameters == {**rope_of(hf).parameters, "rope_theta": 777}
     assert to_gpt_arguments(hf, table, overrides={"rotary_base": 777})["rotary_base"] == 777
     assert to_transformer_config(hf, table, overrides={"rotary_base": 777}).hf_rope == theta
-    linear = rope_of(hf, overrides={"seq_len_interpolation_factor": 2.0})
+    linear = rope_of(hf, seq_len_interpolation_factor=2.0)
     assert linear.parameters == {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
     assert to_transformer_config(hf, table, overrides={"kv_channels": 32}).hf_rope.head_dim == 32
     for overrides in ({"rope_scaling": False}, {"rope_scaling_factor": 4.0}, {"seq_len_interpolation_factor": None}):
         with pytest.raises(ConfigError, match="switch on one kind"):
-            rope_of(hf, overrides=overrides)
+            rope_of(hf, **overrides)
     for overrides in ({"position_embedding_type": "none"}, {"rotary_percent": 0.5}):
         with pytest.raises(ConfigError, match="Remove the override"):
             to_transformer_config(hf, table, overrides=overrides)

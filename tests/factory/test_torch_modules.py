@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from mcore_bridge.config.rope import rope_of
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.rotary import HFRotaryEmbedding
 from mcore_bridge.factory.modules.torch_modules import CoreAttention, Norm, zigzag
 from tests.support import tiny
+from tests.support.families import rope_of
 from tests.support.module_settings import ALONE, settings
 
 # -- norms -------------------------------------------------------------------------------------------------------------

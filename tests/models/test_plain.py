@@ -12,7 +12,6 @@ from transformers import CONFIG_MAPPING
 
 import mcore_bridge as mb
 from mcore_bridge.architecture import architecture_of, read_hf
-from mcore_bridge.config.rope import rope_of
 from mcore_bridge.config.rope_spelling import read_parameters
 from mcore_bridge.config.transformer import to_gpt_arguments, to_hf_config, to_transformer_config
 from mcore_bridge.errors import ConfigError
@@ -22,7 +21,7 @@ from mcore_bridge.factory.param_count import count_params
 from mcore_bridge.weights.provenance import provenance_of
 from tests import zoo
 from tests.support import pool
-from tests.support.families import built
+from tests.support.families import built, rope_of
 from tests.support.parity import reference_logits, tokens
 from tests.support.strategies import random_state, tiny
 from tests.zoo import plain

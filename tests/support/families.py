@@ -8,6 +8,7 @@ from transformers import PretrainedConfig
 from mcore_bridge.architecture import architecture_of
 from mcore_bridge.config.fields import Field, Ignore
 from mcore_bridge.config.hf import read_config
+from mcore_bridge.config.rope import Rope, rope_from
 from mcore_bridge.config.transformer import to_gpt_arguments, to_transformer_config
 
 Json = dict[str, object]
@@ -102,3 +103,8 @@ def built(hf: PretrainedConfig, table: tuple[Field, ...] | None = None) -> dict[
 
 def ignored_by(table: tuple[Field, ...]) -> set[str]:
     return {name for field in table if isinstance(field, Ignore) for name in field.names}
+
+
+def rope_of(hf: PretrainedConfig, **overrides: object) -> Rope:
+    """The rope of a config, with overrides of megatron-core's arguments for it."""
+    return rope_from(hf.to_dict()).overridden(overrides)
