@@ -16,7 +16,7 @@ from mcore_bridge.weights import agreement
 from mcore_bridge.weights.plan.all_to_all import plan_targets
 from mcore_bridge.weights.plan.gather import assemble_plan
 from mcore_bridge.weights.plan.stream import cut
-from mcore_bridge.weights.transfer import collectives
+from mcore_bridge.weights.transfer.windows import Windows
 from tests.support import mtp_checkpoints, pool, stepping
 from tests.support.exports import BUCKET, assert_exact, built
 from tests.support.failing_ranks import only_on_1
@@ -78,7 +78,7 @@ def plan_otherwise_on_1(name, result, dims, targets):
     models, state = built(dims)
     target = targets[dist.get_rank() % len(targets)]
     here = mock.patch(name, result) if dist.get_rank() == 1 else contextlib.nullcontext()
-    with here, mock.patch.object(collectives.Windows, "send") as send:
+    with here, mock.patch.object(Windows, "send") as send:
         with pytest.raises(Exception, match=r"plans that do not fit together|out of memory") as refused:
             mb.to_hf_state_dict(models, target=target, bucket_bytes=1 << 16)
         send.assert_not_called()

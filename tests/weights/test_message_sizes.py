@@ -16,7 +16,7 @@ from mcore_bridge import ParallelDims
 from mcore_bridge.errors import ExportError
 from mcore_bridge.weights.agreement import agree_on_plan
 from mcore_bridge.weights.plan import memory as footprint
-from mcore_bridge.weights.transfer import collectives
+from mcore_bridge.weights.transfer.windows import Memory
 from tests.support import pool
 from tests.support.exports import assert_exact, built
 from tests.support.strategies import tiny
@@ -52,7 +52,7 @@ CASES = [
 ]
 
 
-class Counted(collectives.Memory):
+class Counted(Memory):
     """Memory for messages, and the most that there was at once: as long as any view of it is there."""
 
     now = most = 0

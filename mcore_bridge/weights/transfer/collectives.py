@@ -1,14 +1,9 @@
-"""Collectives of exports, loads and saves: agree on a flag, exchange descriptions, gather windows of bytes.
-
-Every window carries a header with the state of its sender. So a rank that fails or stops consuming tells the others
-without a collective of its own, and no rank waits in vain.
-"""
+"""Collectives of exports, loads and saves: agree on a flag, exchange descriptions, gather windows of bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -16,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_bridge.config.mesh.lost_ranks import naming_lost_ranks, note_process
-from mcore_bridge.weights.plan.stream import HEADER
-from mcore_bridge.weights.transfer.window_order import FLAT, Lineup
+from mcore_bridge.weights.transfer.window_order import FLAT
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -25,94 +19,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 MODULUS = 1 << 40
 """Modulus of numbers that are added up, so that the sum over millions of ranks fits an int64."""
-
-
-class State(IntEnum):
-    """The state of a rank, the first byte of each header: it consumes, it only sends, or it has failed.
-
-    The rest of the header is a message in UTF-8, padded with zeros.
-    """
-
-    CONSUMING = 0
-    CLOSED = 1
-    FAILED = 2
-
-
-class Windows:
-    """One message in flight: this rank's windows, and memory for the windows of all ranks of a group.
-
-    Windows travel asynchronously. What is enqueued on the current stream after ``wait`` sees them.
-
-    Args:
-        number: the number of the message.
-        received: bytes of the window of each rank.
-        sent: bytes of this rank's window for each rank; one number if one window is for all.
-        lineup: where the received windows lie.
-    """
-
-    def __init__(
-        self, group: Group, memory: Memory, number: int, received: Sequence[int], sent: Sequence[int], lineup: Lineup
-    ) -> None:
-        self._group, self._memory, self._received, self._sent = group, memory, received, sent
-        self._columns = lineup.columns
-        self.number = number
-        self.headers = memory.headers
-        """Destination of the headers of all windows, which ``states`` reads: uint8 [ranks, HEADER], on the host."""
-        start = lineup.starts[group.rank]
-        self.all = memory.all[: sum(received)]
-        """The windows of all ranks, lined up."""
-        self.own = memory.own[: sum(sent)] if len(sent) > 1 else self.all[start : start + sent[0]]
-        """This rank's windows. If one window is for all ranks, it lies among those of all ranks."""
-        self._own_state = State.CONSUMING, ""
-        self._works: list[Any] = []
-
-    def overlaps(self, other: Windows) -> bool:
-        """Whether this rank's windows lie where another message has the windows of other ranks."""
-        return len(self._sent) == 1 and self._received != other._received
-
-    @naming_lost_ranks("sending windows of weights")
-    def send(self) -> None:
-        """Send this rank's windows, and begin to receive those of all ranks."""
-        group = self._group
-        if len(self._sent) > 1:
-            sizes = [*self._received], [*self._sent]
-            self._works = [dist.all_to_all_single(self.all, self.own, *sizes, group=group.group, async_op=True)]
-        else:
-            self._works = group.gather_windows(self.all, self.own, self._received, self._columns)
-
-    @naming_lost_ranks("receiving windows of weights")
-    def wait(self) -> None:
-        """Make the current stream wait for all windows."""
-        while self._works:  # a work keeps its memory alive
-            self._works.pop().wait()
-
-    def leave(self) -> None:
-        """Free the memory, after all windows are unpacked."""
-        self.all = self.own = self._memory.all = self._memory.own = self.all.new_empty(0)
-
-    def mark(self) -> None:
-        """Have ``states`` wait for all that is enqueued by now."""
-        if self._memory.arrived is not None:
-            self._memory.arrived.record()
-
-    def stamped(self, state: State, message: str = "") -> Tensor:
-        """The header that tells other ranks the state of this rank."""
-        self._own_state = state, message
-        return self._group.header(state, message)
-
-    def states(self) -> tuple[bool, list[str]]:
-        """Whether all ranks only send, and the message of each rank that has failed, read from ``headers``."""
-        if self._memory.arrived is not None:
-            self._memory.arrived.synchronize()
-        headers, own = self.headers.numpy(), self._group.rank
-        states = bytearray(headers[:, 0].tobytes())  # of thousands of ranks, with each message
-        states[own], message = self._own_state  # its row may already be that of the next message
-        failures = [""] * len(states)
-        if State(max(states)) is State.FAILED:
-            for rank in (rank for rank, state in enumerate(states) if state == State.FAILED):
-                text = headers[rank, 1:].tobytes().rstrip(b"\0").decode(errors="replace")
-                failures[rank] = message if rank == own else text
-        return set(states) == {State.CLOSED}, failures
 
 
 def _gather(group: dist.ProcessGroup | None, whole: Tensor, own: Tensor, widths: Sequence[int]) -> list[Any]:
@@ -129,18 +35,6 @@ def _gather(group: dist.ProcessGroup | None, whole: Tensor, own: Tensor, widths:
 def _wait(works: Iterable[Any]) -> None:
     for work in works:
         work.wait()
-
-
-class Memory:
-    """Memory for one message at a time: for the windows received, and for those sent if they lie elsewhere."""
-
-    def __init__(self, group: Group, received: int, sent: int) -> None:
-        on_gpu = group.device.type == "cuda"
-        self.room = received, sent
-        self.all = torch.empty(received, dtype=torch.uint8, device=group.device)
-        self.own = torch.empty(sent, dtype=torch.uint8, device=group.device)
-        self.headers = torch.empty((group.size, HEADER), dtype=torch.uint8, pin_memory=on_gpu)
-        self.arrived = torch.cuda.Event() if on_gpu else None
 
 
 class Group:
@@ -169,7 +63,6 @@ class Group:
         self.device = self._device()
         self._grid = (column, stage) if column and stage and self._are_grid(column, stage) else None
         self._stream = torch.cuda.Stream() if self._grid and self.device.type == "cuda" else None
-        self._headers: dict[tuple[State, str], Tensor] = {}
 
     def _device(self) -> torch.device:
         if "nccl" in str(dist.get_backend(self.group)):
@@ -222,6 +115,7 @@ class Group:
         """Pipeline stages by which windows of different widths travel in two steps; 1 means one step."""
         return self._grid[0].size() if self._grid else 1
 
+    @naming_lost_ranks("sending windows of weights")
     def gather_windows(self, whole: Tensor, own: Tensor, widths: Sequence[int], columns: Sequence[int]) -> list[Any]:
         """Begin to gather windows, which lie in ``whole`` one behind the other, or column by column.
 
@@ -242,6 +136,16 @@ class Group:
             if self._stream is not None:
                 _wait(works)
         return works
+
+    @naming_lost_ranks("sending windows of weights")
+    def exchange_windows(self, received: Tensor, sent: Tensor, widths: Sequence[int], own: Sequence[int]) -> list[Any]:
+        """Begin to exchange windows: this rank's lie one behind the other in ``sent``, each for another rank.
+
+        Args:
+            received: memory for the windows of all ranks, one behind the other.
+            widths, own: bytes of each window that is received, and of each that is sent.
+        """
+        return [dist.all_to_all_single(received, sent, [*widths], [*own], group=self.group, async_op=True)]
 
     @contextmanager
     def _beside_current(self) -> Iterator[None]:
@@ -305,11 +209,3 @@ class Group:
         values: list[T | None] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values  # type: ignore[return-value]  # filled by the call
-
-    def header(self, state: State, message: str = "") -> Tensor:
-        """The header for a state and a message: uint8 [HEADER]."""
-        if (state, message) not in self._headers:  # nearly always CONSUMING, which need not go to a GPU twice
-            text = message.encode()[: HEADER - 1]
-            header = torch.frombuffer(bytearray([state, *text.ljust(HEADER - 1, b"\0")]), dtype=torch.uint8)
-            self._headers[state, message] = header.to(self.device)
-        return self._headers[state, message]

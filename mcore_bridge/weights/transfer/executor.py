@@ -17,10 +17,11 @@ from torch import Tensor
 from mcore_bridge.errors import ExportError
 from mcore_bridge.weights.plan.budget import MESSAGES_IN_FLIGHT
 from mcore_bridge.weights.plan.export_plan import Message
-from mcore_bridge.weights.transfer.collectives import Group, Memory, State, Windows
+from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.endpoints import NO_MERGES, Merge, Outputs, Sources
 from mcore_bridge.weights.transfer.failures import raise_failures, raise_on_all, require_all
 from mcore_bridge.weights.transfer.program import OUTPUTS, Program
+from mcore_bridge.weights.transfer.windows import Memory, State, Windows
 
 Pairs = Iterator[tuple[str, Tensor]]
 Ends = tuple[Program, Outputs]

@@ -1,0 +1,127 @@
+"""The windows of one message in flight, and the memory for them.
+
+Every window carries a header with the state of its sender. So a rank that fails or stops consuming tells the others
+without a collective of its own, and no rank waits in vain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.config.mesh.lost_ranks import naming_lost_ranks
+from mcore_bridge.weights.plan.stream import HEADER
+from mcore_bridge.weights.transfer.window_order import Lineup
+
+if TYPE_CHECKING:
+    from mcore_bridge.weights.transfer.collectives import Group
+
+
+class State(IntEnum):
+    """The state of a rank, the first byte of each header: it consumes, it only sends, or it has failed.
+
+    The rest of the header is a message in UTF-8, padded with zeros.
+    """
+
+    CONSUMING = 0
+    CLOSED = 1
+    FAILED = 2
+
+
+class Memory:
+    """Memory for one message at a time: for the windows received, and for those sent if they lie elsewhere."""
+
+    def __init__(self, group: Group, received: int, sent: int) -> None:
+        on_gpu = group.device.type == "cuda"
+        self.room = received, sent
+        self.all = torch.empty(received, dtype=torch.uint8, device=group.device)
+        self.own = torch.empty(sent, dtype=torch.uint8, device=group.device)
+        self.headers = torch.empty((group.size, HEADER), dtype=torch.uint8, pin_memory=on_gpu)
+        self.arrived = torch.cuda.Event() if on_gpu else None
+        self._stamps: dict[tuple[State, str], Tensor] = {}
+
+    def header(self, state: State, message: str) -> Tensor:
+        """The header for a state and a message: uint8 [HEADER]."""
+        if (state, message) not in self._stamps:  # nearly always CONSUMING, which need not go to a GPU twice
+            text = message.encode()[: HEADER - 1]
+            header = torch.frombuffer(bytearray([state, *text.ljust(HEADER - 1, b"\0")]), dtype=torch.uint8)
+            self._stamps[state, message] = header.to(self.own.device)
+        return self._stamps[state, message]
+
+
+class Windows:
+    """One message in flight: this rank's windows, and memory for the windows of all ranks of a group.
+
+    Windows travel asynchronously. What is enqueued on the current stream after ``wait`` sees them.
+
+    Args:
+        number: the number of the message.
+        received: bytes of the window of each rank.
+        sent: bytes of this rank's window for each rank; one number if one window is for all.
+        lineup: where the received windows lie.
+    """
+
+    def __init__(
+        self, group: Group, memory: Memory, number: int, received: Sequence[int], sent: Sequence[int], lineup: Lineup
+    ) -> None:
+        self._group, self._memory, self._received, self._sent = group, memory, received, sent
+        self._columns = lineup.columns
+        self.number = number
+        self.headers = memory.headers
+        """Destination of the headers of all windows, which ``states`` reads: uint8 [ranks, HEADER], on the host."""
+        start = lineup.starts[group.rank]
+        self.all = memory.all[: sum(received)]
+        """The windows of all ranks, lined up."""
+        self.own = memory.own[: sum(sent)] if len(sent) > 1 else self.all[start : start + sent[0]]
+        """This rank's windows. If one window is for all ranks, it lies among those of all ranks."""
+        self._own_state = State.CONSUMING, ""
+        self._works: list[Any] = []
+
+    def overlaps(self, other: Windows) -> bool:
+        """Whether this rank's windows lie where another message has the windows of other ranks."""
+        return len(self._sent) == 1 and self._received != other._received
+
+    def send(self) -> None:
+        """Send this rank's windows, and begin to receive those of all ranks."""
+        if len(self._sent) > 1:
+            self._works = self._group.exchange_windows(self.all, self.own, self._received, self._sent)
+        else:
+            self._works = self._group.gather_windows(self.all, self.own, self._received, self._columns)
+
+    @naming_lost_ranks("receiving windows of weights")
+    def wait(self) -> None:
+        """Make the current stream wait for all windows."""
+        while self._works:  # a work keeps its memory alive
+            self._works.pop().wait()
+
+    def leave(self) -> None:
+        """Free the memory, after all windows are unpacked."""
+        self.all = self.own = self._memory.all = self._memory.own = self.all.new_empty(0)
+
+    def mark(self) -> None:
+        """Have ``states`` wait for all that is enqueued by now."""
+        if self._memory.arrived is not None:
+            self._memory.arrived.record()
+
+    def stamped(self, state: State, message: str = "") -> Tensor:
+        """The header that tells other ranks the state of this rank."""
+        self._own_state = state, message
+        return self._memory.header(state, message)
+
+    def states(self) -> tuple[bool, list[str]]:
+        """Whether all ranks only send, and the message of each rank that has failed, read from ``headers``."""
+        if self._memory.arrived is not None:
+            self._memory.arrived.synchronize()
+        headers, own = self.headers.numpy(), self._group.rank
+        states = bytearray(headers[:, 0].tobytes())  # of thousands of ranks, with each message
+        states[own], message = self._own_state  # its row may already be that of the next message
+        failures = [""] * len(states)
+        if State(max(states)) is State.FAILED:
+            for rank in (rank for rank, state in enumerate(states) if state == State.FAILED):
+                text = headers[rank, 1:].tobytes().rstrip(b"\0").decode(errors="replace")
+                failures[rank] = message if rank == own else text
+        return set(states) == {State.CLOSED}, failures
