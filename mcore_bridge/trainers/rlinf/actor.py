@@ -85,10 +85,11 @@ def read_actor(
     model = dict(actor["model"])
     _require_resolved(model)
     chosen: dict[str, object] = {**(model.get("mcore_customization_config") or {}), **(overrides or {})}
-    config = text_config(read_hf(hf if hf is not None else _folder(actor)))
+    hf = _folder(actor) if hf is None else hf
+    config = text_config(read_hf(hf))
     says = to_mcore({key: value for key, value in model.items() if key not in _OWN and value is not None})
     read = Actor(
-        hf=hf if hf is not None else _folder(actor),
+        hf=hf,
         dims=_dims(model),
         dtype=dtype_of(model.get("precision")),
         backend=BACKENDS[spec_name],
