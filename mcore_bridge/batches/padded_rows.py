@@ -1,7 +1,7 @@
 """Gives the text of a composite the batches that trainers make for models of images.
 
-verl hands the padded rows of all context-parallel ranks to a model whose HF config has a ``vision_config``, since such
-a model packs and cuts them behind its embedding. Text alone is packed and cut in front of it.
+If the HF config of a model has a ``vision_config``, verl hands it the padded rows of all context-parallel ranks. Such a
+model packs and cuts them behind its embedding. Text alone is packed and cut in front of it.
 """
 
 from __future__ import annotations

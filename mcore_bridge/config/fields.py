@@ -2,7 +2,7 @@
 
 Every key of an HF config is claimed by exactly one entry. A key without an entry raises: if it were dropped silently,
 the model might load well and compute something else. On the mcore side, ``TransformerConfig`` fields, ``GPTModel``
-arguments and our own attributes form one flat mapping, so an entry need not say which of these its value is.
+arguments and our own attributes form one flat mapping. So an entry need not say which of these its value is.
 """
 
 import dataclasses

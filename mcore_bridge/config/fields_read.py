@@ -1,8 +1,8 @@
 """Finds the fields of an HF config that the code of transformers may read. A field that no code reads changes nothing.
 
 It searches the source text of the installed release, without importing or running it. The text is that of the family's
-configuration and modelling modules, of those of other families that they import, and of the shared modules (rope,
-masks, attention, the base classes). A case that cannot be decided counts as read.
+configuration and modelling modules, and of those of other families that they import. The shared modules (rope, masks,
+attention, the base classes) are searched as well. A case that cannot be decided counts as read.
 """
 
 import ast

@@ -15,9 +15,9 @@ from mcore_bridge.weights.bound import Models, chunks_of
 def without_adapters(models: Models) -> Iterator[None]:
     """Have every forward of ``models`` in the block be that of the base alone.
 
-    A recompute sees what its forward saw, wherever the backward runs: whether adapters are off is among the states of
-    random numbers that megatron-core restores for it. Blocks may be nested. All ranks of a replica enter it together.
-    CUDA graphs keep what they captured.
+    A recompute sees what its forward saw, wherever the backward runs. For that, whether adapters are off is among the
+    states of random numbers, which megatron-core restores for it. Blocks may be nested. All ranks of a replica enter it
+    together. CUDA graphs keep what they captured.
 
     Args:
         models: this rank's chunks with adapters, wrapped or not.

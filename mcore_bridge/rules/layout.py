@@ -1,6 +1,6 @@
 """The algebra of layouts: invertible rearrangements between HF tensors and mcore shards.
 
-A layout takes the *parts* of one parameter (its HF tensors) to one tensor with a leading ``tp`` axis, whose entries are
+A layout takes the *parts* of one parameter (its HF tensors) to one tensor with a leading ``tp`` axis. Its entries are
 the shards that tensor-parallel ranks hold. The order of a chain says what other code bases write as special cases:
 ``GATED_UP`` cuts, then fuses; ``QKV`` fuses, then cuts.
 

@@ -165,8 +165,8 @@ def load_adapters(models: Models, folder: str | os.PathLike[str], *, dtype: Dtyp
     """Copy the adapters of a PEFT folder into those of the models, in place, at any mesh and without communication.
 
     The folder must have each of them once, and no others, with the same largest rank. Smaller ranks are padded with
-    zeros, which is exact. If a module's scale is not that of the models, the ratio is folded into its B: rounded once,
-    and exact where it is a power of two. ``cast`` of the report names these tensors.
+    zeros, which is exact. If a module's scale is not that of the models, the ratio is folded into its B. That is
+    rounded once, and exact where it is a power of two. ``cast`` of the report names these tensors.
 
     Args:
         models: this rank's chunks with adapters, wrapped or not.

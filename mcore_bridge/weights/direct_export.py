@@ -27,7 +27,7 @@ def export_into(
 ) -> None:
     """Write the weights of a model into an engine's memory. When this returns, the device has done so.
 
-    It is an export with the engine's map as this rank's target, so all ranks of the replica take part: those without an
+    It is an export with the engine's map as this rank's target, so all ranks of the replica take part. Those without an
     engine run ``iter_hf_weights(models, target="nothing")`` to its end. Only what the engine's rank uses travels.
 
     The engine announces a round with ``MappedEngine.share`` and ends it with ``MappedEngine.complete``. An HF tensor is

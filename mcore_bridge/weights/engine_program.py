@@ -1,7 +1,7 @@
 """A program whose outputs are an engine's own tensors: shards become slices of them, with no HF tensor in between.
 
 The copies from shards to HF tensors are composed with those of the engine's map. An HF tensor is still made if the map
-casts it, or if the composition of the two is not a few boxes; it is then copied from there.
+casts it, or if the composition of the two is not a few boxes. It is then copied from there.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def iter_hf_weights(
 
     All ranks of a model replica (tensor, expert and pipeline ranks) iterate together, also those that get nothing.
     Replicas are independent, unless megatron-core's DDP has ``overlap_param_gather``. Then all replicas begin together,
-    from the first export on: parameters that a step left for the next forward are gathered first, and if one replica
+    from the first export on. Parameters that a step left for the next forward are gathered first, and if one replica
     cannot begin, none does.
 
     Tensors are detached copies that the caller may keep, unless ``copy`` is False. After the first ``next`` a rank may
@@ -62,8 +62,8 @@ def iter_hf_weights(
         copy: False yields tensors that arrive whole, such as those of most experts, as views of received memory. They
             are valid until the next one is asked for, and only to be read. This takes less memory, and the next message
             waits.
-        merged: for models with adapters, which need a choice: True yields the weights with their adapters merged,
-            summed in fp64 and rounded once; False yields the base alone. The models stay as they are. A rank holds few
+        merged: for models with adapters, which need a choice. True yields the weights with their adapters merged,
+            summed in fp64 and rounded once. False yields the base alone. The models stay as they are. A rank holds few
             merged shards at a time.
 
     Raises:

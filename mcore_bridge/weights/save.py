@@ -66,8 +66,8 @@ def save_hf_checkpoint(
         dtype: cast tensors to this; by default each is written in its own dtype.
         dialect: the dialect of the experts, as for ``iter_hf_weights``.
         keep: whether a config and a tokenizer in ``folder`` stay, such as those that a trainer has changed. In such a
-            config we set the dtype of the weights, the class for a head other than the LM's, and the fields that
-            ``overrides=`` of ``build_model`` have changed.
+            config we set the dtype of the weights, and the class for a head other than the LM's. We also set the fields
+            that ``overrides=`` of ``build_model`` have changed.
         max_shard_bytes: upper limit on the size of a file, unless one tensor is larger.
         slot_bytes: bytes that are written at once. Tensors on a GPU pass through host memory of some twelve times that.
         merged: whether the adapters of models that have some are merged, as for ``iter_hf_weights``.

@@ -42,7 +42,7 @@ class ParallelDims:
         etp: tensor parallel size of the experts. Not tied to ``tp``: 1 unless given.
         sp: sequence parallelism, which needs ``tp > 1``.
         hierarchical_context_parallel_sizes: two sizes, for ``cp_comm_type="a2a+p2p"``. Groups of the first size, say
-            the ranks of a node, share out the heads; the second size is the number of such groups, which form a ring.
+            the ranks of a node, share out the heads. The second size is the number of such groups, which form a ring.
             Their product is ``cp``.
         layout: megatron-core's explicit pipeline layout, such as ``"Ett|t*3|(t|)*2L"``; or ``"balanced"``, for the one
             that ``balanced()`` (and ``build_model``) chooses by bytes. megatron-core's other spellings become text:

@@ -1,7 +1,7 @@
 """Whether images fit the tokens that stand for them, row by row.
 
-transformers compares only the sums over all rows. So if one row was cut inside an image and another has a token too
-many, each feature of the rows between them would be at a wrong place.
+transformers compares only the sums over all rows. One row may be cut inside an image, while another has a token too
+many. Then each feature of the rows between them would be at a wrong place.
 """
 
 from __future__ import annotations

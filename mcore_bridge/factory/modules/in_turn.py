@@ -55,7 +55,7 @@ def gather_parameters(tower: nn.Module) -> None:
     """Have megatron-core's DDP gather the parameters of a tower, if it leaves that to the forward.
 
     It gathers those of a module when the module runs. A microbatch of text runs none of the tower, so that replicas
-    would gather in different orders; and some modules read a parameter of another one, which does not run.
+    would gather in different orders. And some modules read a parameter of another one, which does not run.
     """
     for module in tower.modules():
         for hook in tuple(module._forward_pre_hooks.values()):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class SparseLatentAttention(AbsorbedMLASelfAttention):
     """mcore's sparse attention, whose up projections may have adapters.
 
-    Only a separate loss trains the indexer. If ``dsa_indexer_loss_coeff`` is zero, the indexer is frozen: otherwise
+    Only a separate loss trains the indexer. If ``dsa_indexer_loss_coeff`` is zero, the indexer is frozen. Otherwise
     weight decay would change it, and mcore's DDP would wait for its gradients when it overlaps their reduction.
     """
 

@@ -63,7 +63,7 @@ class Receiver:
         """Copy bucket ``number`` into the tensors of an engine by its map: no loader, and nothing for each tensor.
 
         When this returns the slot may be overwritten, as after ``open``. ``engine.state`` is ``"half"`` from the first
-        bucket on until ``finish``. If the engine or the plan is not what the map was made for, the engine's loader
+        bucket on until ``finish``. The map may have been made for another engine or plan. Then the engine's loader
         takes the buckets of this round, and ``engine.reason`` says why.
 
         Raises:

@@ -164,8 +164,8 @@ class ReceiverPlan:
     def open_bytes(self) -> int:
         """Bytes of outputs that are incomplete at once if all ranks send at the same time.
 
-        For each stream two groups of outputs are counted: the largest one that arrives in this stream alone, and the
-        largest one that arrives in other streams too.
+        For each stream two groups of outputs are counted. They are the largest one that arrives in this stream alone,
+        and the largest one that arrives in other streams too.
         """
         keys, sizes = self._request.keys, self._request.sizes
         streams = [dict.fromkeys(keys[part.entry] for part in ranges) for ranges in self._ranges]
