@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict, Unpack
 
 from torch import nn
 
+from mcore_bridge.config.sizes import is_count
 from mcore_bridge.errors import ExportError, describe
 from mcore_bridge.rules.adapters import Adapters
 from mcore_bridge.rules.mapping import Dialect, Rules
@@ -115,7 +116,7 @@ def agree_on_plan(
     group = Group.of_replica(first.pg_collection)
     bound, error = None, problem
     try:
-        if bucket_bytes is not None and not (isinstance(bucket_bytes, int) and bucket_bytes > 0):
+        if bucket_bytes is not None and not is_count(bucket_bytes):
             raise ExportError(f"bucket_bytes must be a number of bytes above 0, or None, found {bucket_bytes!r}")
         bound = bind(models, provenance_on(models, hf, head), dialect=dialect, merged=merged, adapters=adapters)
     except Exception as failure:  # also of files: other ranks must hear of it

@@ -22,6 +22,7 @@ from mcore_bridge.config.mesh.pipeline import (
     stages_of,
 )
 from mcore_bridge.config.overrides import DIM_OF
+from mcore_bridge.config.sizes import is_count
 from mcore_bridge.errors import MeshError
 
 _SIZES = ("tp", "pp", "vp", "cp", "ep", "etp")
@@ -78,7 +79,7 @@ class ParallelDims:
     def __post_init__(self) -> None:
         for name in _SIZES:
             size = getattr(self, name)
-            if type(size) is not int or size < 1:
+            if not is_count(size):
                 raise MeshError(f"{name} must be an integer of at least 1, found {size!r}")
         for name in _FLAGS:
             if type(flag := getattr(self, name)) is not bool:
@@ -96,7 +97,7 @@ class ParallelDims:
         if given is None:
             return
         sizes = tuple(given) if isinstance(given, Sequence) else ()  # a trainer's settings may have a list
-        if len(sizes) != 2 or any(type(size) is not int or size < 1 for size in sizes) or prod(sizes) != self.cp:
+        if len(sizes) != 2 or not all(map(is_count, sizes)) or prod(sizes) != self.cp:
             raise MeshError(
                 f"hierarchical_context_parallel_sizes must be two sizes whose product is cp={self.cp}, found {given}"
             )

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
+from mcore_bridge.config.sizes import is_count
 from mcore_bridge.errors import MeshError, shown
 
 BALANCED = "balanced"
@@ -67,7 +68,7 @@ class PipelineSplit:
         sizes = {name: size for name, size in sizes.items() if size is not None}
         accounts = self.account_for_embedding_in_pipeline_split or self.account_for_loss_in_pipeline_split
         for name, size in sizes.items():
-            if type(size) is not int or size < 1:
+            if not is_count(size):
                 raise MeshError(
                     f"{name} must be an integer of at least 1, found {size!r}: a stage without layers needs a layout"
                 )

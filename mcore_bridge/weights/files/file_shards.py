@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from mcore_bridge.config.sizes import is_count
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.plan.runs import runs_within
@@ -18,12 +19,7 @@ FILES_AT_ONCE = 4
 
 def require_positive(**sizes: object) -> None:
     """Raise ``CheckpointError`` if a size in bytes is no positive whole number."""
-    wrong = [
-        f"{name}={size!r}"
-        for name, size in sizes.items()
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1
-    ]
-    if wrong:
+    if wrong := [f"{name}={size!r}" for name, size in sizes.items() if not is_count(size)]:
         raise CheckpointError(f"expected a positive whole number of bytes, found {', '.join(wrong)}")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from mcore_bridge.config.sizes import is_count
 from mcore_bridge.errors import TargetError
 from mcore_bridge.rules.mapping import matches
 from mcore_bridge.weights.plan.engine_map import EngineMap
@@ -187,8 +188,7 @@ def engine_ranks(
 
 
 def _check_sizes(**sizes: int) -> None:
-    wrong = {axis: size for axis, size in sizes.items() if not isinstance(size, int) or size < 1}
-    if wrong:
+    if wrong := {axis: size for axis, size in sizes.items() if not is_count(size)}:
         raise TargetError(f"expected sizes of at least 1, found {wrong}; leave out what the engine does not have")
 
 
