@@ -111,11 +111,8 @@ def save_checkpoint(
     world = Group(None)
     with raise_on_all(world, f"{folder} was not written, and is as it was"):
         target, chunks, provenance = target_of(folder), chunks_of(models), provenance_on(models, hf, head)
-        require_part(part, chunks[0])
-        check_storage({name: held for name, held in held_tensors(chunks).items() if is_in(part, name)})
+        _require_ready(chunks, part, optimizer)
         pickle.dumps(common)  # only one rank would fail to write it
-        if optimizer is not None:
-            _require_optimizer(optimizer, chunks, part)
     require_alike(world, {"head": head, "part": part, "optimizer": type(optimizer), "common": sorted(common or ())})
     together = partial(raise_on_all, world, f"{target} was not written, and is as it was")
     with updating_by_all(world, target) as update:
@@ -190,10 +187,7 @@ def load_checkpoint(
     world = Group(None)
     with raise_on_all(world, f"{folder} was not read, and the models are as they were"):
         chunks, provenance = chunks_of(models), provenance_on(models, hf, head)
-        require_part(part, chunks[0])
-        check_storage({name: held for name, held in held_tensors(chunks).items() if is_in(part, name)})
-        if optimizer is not None:
-            _require_optimizer(optimizer, chunks, part)
+        _require_ready(chunks, part, optimizer)
         checkpoint = TorchDistFolder.open(folder)
         written = dist_checkpointing.load_content_metadata(str(checkpoint.path))
         numbered = {"non_homogeneous_layers": True, "dp_cp_group": chunks[0].pg_collection.dp_cp}
@@ -223,14 +217,19 @@ def load_checkpoint(
     return CheckpointReport(checkpoint.path, loaded.get(_OURS, loaded), check.cast, missing, unexpected)
 
 
-def _require_optimizer(optimizer: object, chunks: Sequence[GPTModel], part: Part) -> None:
-    """Raise for an optimizer of torch, and for one that may have the state of parameters that are not in ``part``."""
+def _require_ready(chunks: Sequence[GPTModel], part: Part, optimizer: object) -> None:
+    """Raise if the models lack this part, or for an optimizer of torch, or one that may have the state of more."""
+    require_part(part, chunks[0])
+    held = held_tensors(chunks)
+    check_storage({name: tensor for name, tensor in held.items() if is_in(part, name)})
+    if optimizer is None:
+        return
     if not hasattr(optimizer, "sharded_state_dict"):
         raise CheckpointError(
             f"optimizer must be megatron-core's, of get_megatron_optimizer, found {type(optimizer).__name__}: leave it "
             "out, and have each rank save its state_dict()"
         )
-    names = (name for name, held in held_tensors(chunks).items() if held.requires_grad and not is_in(part, name))
+    names = (name for name, tensor in held.items() if tensor.requires_grad and not is_in(part, name))
     if name := next(names, None):
         raise CheckpointError(
             f"an optimizer has the state of all parameters that are trained, of which {name} is not in part={part!r}: "
