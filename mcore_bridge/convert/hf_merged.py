@@ -73,7 +73,7 @@ class ToMerged(ToPlain):
         own = widespread((tensor.dtype, tensor.nbytes) for tensor in checkpoint.values())
         model, config = whole_model(source, dtype=own, names=checkpoint), to_transformer_config(source)
         vocab = model.provenance.hf.vocab_size
-        specs = tuple(TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in checkpoint.items())
+        specs = tuple(TensorSpec.of(name, tensor) for name, tensor in checkpoint.items())
         made = cls(
             source=source,
             staging=staging,

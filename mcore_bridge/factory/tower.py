@@ -88,7 +88,7 @@ def build_tower(whole: Whole, *, dtype: torch.dtype, device: torch.device, initi
 def tower_specs(whole: Whole, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
     """The parameters and persistent buffers of a tower, with their names in memory."""
     tensors = build_tower(whole, dtype=dtype, device=torch.device("meta")).state_dict()
-    return tuple(TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
+    return tuple(TensorSpec.of(name, tensor) for name, tensor in tensors.items())
 
 
 def _store(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+
+
+class Shaped(Protocol):
+    """A tensor, or what stands for one."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Sizes of all dims."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of an element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +29,11 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @staticmethod
+    def of(name: str, tensor: Shaped) -> TensorSpec:
+        """The spec of a tensor under this name."""
+        return TensorSpec(name, tuple(tensor.shape), tensor.dtype)
 
     @property
     def numel(self) -> int:

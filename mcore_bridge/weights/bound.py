@@ -80,7 +80,7 @@ class BoundModel:
 
     def inventory(self) -> Inventory:
         """The inventory of this rank, which other ranks need to plan an export."""
-        held = tuple(TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items())
+        held = tuple(TensorSpec.of(name, tensor) for name, tensor in self.tensors.items())
         return Inventory(self.ranks, held)
 
     def is_elsewhere(self, mcore: str) -> bool:

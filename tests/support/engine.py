@@ -124,4 +124,4 @@ def run_example(folder: Path, **environment: str) -> None:
 
 def manifest_of(tensors: Mapping[str, Tensor]) -> Manifest:
     """The manifest of tensors that no model made."""
-    return Manifest(tuple(TensorSpec(name, tuple(t.shape), t.dtype) for name, t in tensors.items()))
+    return Manifest(tuple(TensorSpec.of(name, t) for name, t in tensors.items()))

@@ -218,4 +218,4 @@ class Slices:
 
 
 def specs_of(tensors):
-    return [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    return [TensorSpec.of(name, tensor) for name, tensor in tensors.items()]

@@ -158,7 +158,7 @@ def test_others_read_what_we_write(tmp_path):
     assert set(DTYPES.values()) == {dtype for dtype in _SIZE if dtype is not None}
     path = tmp_path / "model.safetensors"
     tensors = example()
-    described = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    described = [TensorSpec.of(name, tensor) for name, tensor in tensors.items()]
     with SafetensorsWriter(path, described) as writer:
         for name, tensor in reversed(tensors.items()):
             flat = tensor.flatten().view(torch.uint8)
@@ -181,7 +181,7 @@ def test_what_the_format_lacks_is_not_written(tmp_path):
 
 def test_headers_and_tensors_are_aligned_and_in_order(tmp_path):
     path = tmp_path / "model.safetensors"
-    described = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in example().items()]
+    described = [TensorSpec.of(name, tensor) for name, tensor in example().items()]
     with SafetensorsWriter(path, described):
         pass
     os.truncate(path, path.stat().st_size + sum(tensor.nbytes for tensor in example().values()))

@@ -184,7 +184,7 @@ class _Layers:
 
 
 def _of_layer(held: TensorSpec, layer: int) -> TensorSpec:
-    return TensorSpec(renumber_layer(held.name, layer), held.shape, held.dtype)
+    return TensorSpec.of(renumber_layer(held.name, layer), held)
 
 
 def _chunks(blueprint: Blueprint, pp_rank: int, layers: _Layers) -> tuple[Chunk, ...]:

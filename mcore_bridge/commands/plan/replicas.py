@@ -54,4 +54,4 @@ def _shifted(held: TensorSpec, shift: int) -> TensorSpec:
     """The tensor of another expert, ``shift`` numbers further. Other tensors stay as they are."""
     if expert_of(held.name) is None:
         return held
-    return TensorSpec(shift_expert(held.name, shift), held.shape, held.dtype)
+    return TensorSpec.of(shift_expert(held.name, shift), held)

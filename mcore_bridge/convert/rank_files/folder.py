@@ -125,7 +125,7 @@ def _entries(files: Sequence[RankFile], tensors: Sequence[Named], dims: Parallel
     inventories = [
         Inventory(
             {"pp": file.pp_rank, "tp": file.tp_rank, "etp": file.etp_rank},
-            tuple(TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in held.items()),
+            tuple(TensorSpec.of(name, tensor) for name, tensor in held.items()),
         )
         for file, held in zip(files, tensors, strict=True)
     ]

@@ -116,4 +116,4 @@ def _opened(folder: Path) -> Folder:
 def _specs_of(source: Folder | MiddleFiles) -> Mapping[str, TensorSpec]:
     if isinstance(source, MiddleFiles):
         return source.specs
-    return {name: TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in source.items()}
+    return {name: TensorSpec.of(name, tensor) for name, tensor in source.items()}

@@ -132,7 +132,7 @@ class DecodedPairs(Iterable[tuple[str, Stored]]):
     def __iter__(self) -> Iterator[tuple[str, Stored]]:
         done: set[str] = set()
         for name, tensor in self._source:
-            if not isinstance(tensor, Tensor) or not is_part(spec_of(name, tensor)):
+            if not isinstance(tensor, Tensor) or not is_part(TensorSpec.of(name, tensor)):
                 yield name, tensor
                 continue
             group = self._waiting.setdefault(stem_of(name), {})
@@ -217,13 +217,8 @@ def scheme_within(specs: Mapping[str, TensorSpec], quantization: Quantization | 
     return scheme
 
 
-def spec_of(name: str, tensor: Tensor) -> TensorSpec:
-    """The name, shape and dtype of a tensor."""
-    return TensorSpec(name, tuple(tensor.shape), tensor.dtype)
-
-
 def _specs(source: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
-    return {name: spec_of(name, tensor) for name, tensor in source.items() if isinstance(tensor, Tensor)}
+    return {name: TensorSpec.of(name, tensor) for name, tensor in source.items() if isinstance(tensor, Tensor)}
 
 
 def _allows(quantization: Quantization, held: Held) -> bool:

@@ -261,7 +261,7 @@ class MappedEngine:
 
 def specs_of(plan: BucketPlan) -> tuple[TensorSpec, ...]:
     """The HF tensors of a plan of buckets, in its order."""
-    return tuple(TensorSpec(p.name, p.shape, p.dtype) for bucket in plan.buckets for p in bucket.pieces)
+    return tuple(TensorSpec.of(p.name, p) for bucket in plan.buckets for p in bucket.pieces)
 
 
 def _synchronize(device: torch.device) -> None:

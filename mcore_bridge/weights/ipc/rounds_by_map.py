@@ -53,7 +53,7 @@ class RoundsByMap:
                 anything is copied, when the engine cannot be mapped.
         """
         bucket = [(name, tensor.contiguous()) for name, tensor in pairs]
-        specs = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in bucket]
+        specs = [TensorSpec.of(name, tensor) for name, tensor in bucket]
         if self._is_first:
             self._specs.update((spec.name, spec) for spec in specs)
             return False

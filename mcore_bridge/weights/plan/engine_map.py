@@ -111,7 +111,7 @@ class EngineMap:
 
     def __post_init__(self) -> None:
         """Keep plain specs, which are what a file gives back: those of a ``Manifest`` are equal to none of these."""
-        plain = tuple(TensorSpec(spec.name, tuple(spec.shape), spec.dtype) for spec in self.sources)
+        plain = tuple(TensorSpec.of(spec.name, spec) for spec in self.sources)
         object.__setattr__(self, "sources", plain)
 
     def __hash__(self) -> int:

@@ -97,7 +97,7 @@ class ExportPlan:
         for message in self.messages:
             for output in map(self.payload.outputs.__getitem__, message.done):
                 for name in (output.name, *output.copies):
-                    yield TensorSpec(name, output.shape, output.dtype)
+                    yield TensorSpec.of(name, output)
 
 
 def _open_bytes(plan: ExportPlan) -> Iterator[int]:

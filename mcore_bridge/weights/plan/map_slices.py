@@ -48,7 +48,7 @@ class MapSlices:
         Raises:
             TransferError: when one that is used is missing, or has another dtype or a shape that no slice has.
         """
-        sent = tuple(TensorSpec(spec.name, tuple(spec.shape), spec.dtype) for spec in specs)
+        sent = tuple(TensorSpec.of(spec.name, spec) for spec in specs)
         if sent == self._map.sources:
             return self._map
         names = {spec.name for spec in sent}
