@@ -1,5 +1,7 @@
 """Checkpoints of a ``HybridModel`` and of a ``GPTModel``: each reads the other's, with the state of the optimizer."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ import mcore_bridge as mb
 from mcore_bridge import ParallelDims
 from mcore_bridge.architecture import read_hf
 from mcore_bridge.convert.api import convert
-from mcore_bridge.errors import MappingError
+from mcore_bridge.errors import ConfigError, MappingError
 from mcore_bridge.factory.adapters import add_adapters
 from mcore_bridge.factory.hybrid import RELEASE
 from mcore_bridge.launch.fake_rank import rank_of
@@ -15,8 +17,9 @@ from mcore_bridge.rules.half_keys import HalfKeys
 from mcore_bridge.rules.names import Numbering, canonical, plain_key
 from mcore_bridge.weights.adapters import iter_hf_adapters
 from mcore_bridge.weights.bound import bind, provenance_on
-from mcore_bridge.weights.dist_checkpoint.compare import leaves_of
+from mcore_bridge.weights.dist_checkpoint.compare import leaves_of, sharded_states
 from mcore_bridge.weights.dist_checkpoint.folder import CONTENT, TorchDistFolder
+from mcore_bridge.weights.dist_checkpoint.model_class import respell
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.model_tensors import held_tensors
 from tests import zoo
@@ -195,6 +198,34 @@ def test_keys_are_those_of_megatron_cores_own_layers(name):
             entries = [each for each in state.values() if not hasattr(each, "unique_key")]  # not the extra states
             found.append({plain_key(leaf.key): leaf.global_shape for each in entries for leaf in leaves_of(each)})
     assert found[0] == found[1]
+
+
+def shapes_of(state):
+    """The global shape of each tensor, by key and offset. The extra states of megatron-core's layers hold nothing."""
+    entries = [each for of_chunk in state.values() for each in of_chunk.values() if not hasattr(each, "unique_key")]
+    leaves = [leaf for entry in entries for leaf in leaves_of(entry)]
+    return {(plain_key(leaf.key), leaf.global_offset): leaf.global_shape for leaf in leaves}
+
+
+@needs_it
+def test_keys_of_every_family_are_those_of_the_other_class_and_back():
+    """And of megatron-core's own stack and layers. Those of moments in an optimizer follow from them."""
+    build, compared = {"dims": ParallelDims(), "dtype": torch.float32, "device": "meta", "load_weights": False}, set()
+    for case in zoo.cases().values():
+        overrides = {"mtp_num_layers": getattr(case.hf, "num_nextn_predict_layers", None)}
+        if case.model_type in compared:
+            continue
+        with rank_of(ParallelDims(), 0, 1), contextlib.suppress(ConfigError):  # a page lists what is refused
+            classes = [mb.build_model(case.hf, **build, overrides=overrides, model=each) for each in ("hybrid", "gpt")]
+            states = [sharded_states(chunks, dict(CONTENT), "everything") for chunks in classes]
+            hybrid, gpt = map(shapes_of, states)
+            theirs = built_elsewhere(case.hf, ParallelDims(), device="meta", overrides=overrides)
+            assert hybrid == shapes_of({"": theirs.sharded_state_dict(metadata=dict(CONTENT))}), case.model_type
+            for state, (chunk,), is_hybrid, other in zip(states, classes, (False, True), (gpt, hybrid), strict=True):
+                respell(state, chunk, hybrid=is_hybrid)
+                assert shapes_of(state) == other, case.model_type
+            compared.add(case.model_type)
+    assert {"qwen3_moe", "granitemoehybrid", "deepseek_v3", "granite"} <= compared
 
 
 ELSEWHERE = {
