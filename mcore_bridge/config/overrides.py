@@ -173,3 +173,13 @@ def require_layers(settings: Mapping[str, object]) -> None:
                 f"{name} must have an entry for each of the {num_layers} layers, found {len(layers)} entries. Override "
                 "it together with num_layers."
             )
+
+
+def require_chosen_experts(settings: Mapping[str, object]) -> None:
+    """Raises ``ConfigError`` if a token chooses more experts than there are."""
+    chosen, experts = settings.get("moe_router_topk"), settings.get("num_moe_experts")
+    if isinstance(chosen, int) and isinstance(experts, int) and chosen > experts:
+        raise ConfigError(
+            f"The number of experts of a token must be at most that of routed experts, {experts}, found {chosen}. "
+            "Correct num_experts_per_tok or moe_router_topk."
+        )

@@ -19,6 +19,7 @@ from mcore_bridge.config.overrides import (
     config_fields,
     gpt_argument_names,
     require_activation,
+    require_chosen_experts,
     require_known,
     require_layers,
     require_overridable,
@@ -127,6 +128,7 @@ def settings_of(
         settings["hf_sliding_rope"] = sliding.overridden(_only(overrides, frozenset({"kv_channels"})))
     require_activation(settings)
     require_layers(settings)
+    require_chosen_experts(settings)
     require_plain_parameters(settings)
     require_known(settings, latent=latent)
     return settings

@@ -1,7 +1,7 @@
 """Llama 4, the text model: attention in chunks, layers without a rope, one routed expert whose input is scaled."""
 
 from mcore_bridge.architecture import Architecture
-from mcore_bridge.config.tables import BIAS_ATTENTION, DECODER, INTERLEAVED, WINDOW_NONE, but
+from mcore_bridge.config.tables import BIAS_ATTENTION, DECODER, INTERLEAVED, WINDOW_NEVER, but
 from mcore_bridge.config.tables.chunked import CHUNKED, ON_INPUT, ROPE
 from mcore_bridge.models.blocks import GATED_MLP, GQA, NORMS, O_BIAS, QKV_BIAS, decoder
 from mcore_bridge.rules.layout import REPLICATED
@@ -15,7 +15,7 @@ MLP = (*under("mlp",                "feed_forward",               GATED_MLP),
 # fmt: on
 ARCHITECTURE = Architecture(
     model_type="llama4_text",
-    fields=(*but(DECODER, *INTERLEAVED, ROPE, *ON_INPUT), *BIAS_ATTENTION, *WINDOW_NONE, *CHUNKED),
+    fields=(*but(DECODER, *INTERLEAVED, ROPE, *ON_INPUT), *BIAS_ATTENTION, *WINDOW_NEVER, *CHUNKED),
     dialect="fused",
     swapped_in_peft=True,
     rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, O_BIAS, MLP),

@@ -43,6 +43,10 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number, .*layernorm_epsilon is, found nan"),
         ({"rope_theta": float("inf")}, "must have a number as 'rope_theta', found inf"),
         ({"rope_theta": 10**400}, "must have a number as 'rope_theta', found 1000"),
+        (
+            {"layer_types": ["sliding_attention"] * 4},
+            r"layer_types must be 'full_attention' for every layer, found \['sl",
+        ),
     ],
 )
 def test_what_mcore_cannot_express_is_refused_with_the_reason(change: Json, message: str, tmp_path: Path) -> None:
@@ -100,6 +104,7 @@ def test_a_value_of_another_type_is_refused(name: str, value: object, expected: 
         ("falcon_h1", {"hidden_size": -1}, "hidden_size=-1 must give a whole number from 1 to 2147483647, found -1"),
         ("granitemoehybrid", {"mamba_d_conv": 0}, "mamba_d_conv=0 must give .*, found 0 as .*mamba_conv_kernel"),
         ("granitemoehybrid", {"mamba_d_state": 2**31}, "mamba_d_state=2147483648 must give a whole number"),
+        ("qwen3_moe", {"num_experts_per_tok": 1000}, "at most that of routed experts, [0-9]+, found 1000"),
         ("falcon_h1", {"mamba_d_conv": "4"}, "mamba_d_conv='4' must give a whole number|mamba_d_conv.*expected int"),
     ],
 )
@@ -118,6 +123,7 @@ def test_values_of_no_sense_are_refused_by_name(case: str, change: Json, message
         ("nemotron", {"hidden_dropout": 0.0}, {}),
         ("llama4", {"attn_temperature_tuning": 4}, {}),  # transformers 4.51
         ("llama4-other-layers", {"attn_temperature_tuning": 0}, {}),
+        ("llama", {"layer_types": ["full_attention"] * 4}, {}),
         ("qwen3_vl", {"image_token_id": None, "video_token_id": None}, {}),  # as transformers 4.52 wrote a text config
     ],
 )

@@ -138,10 +138,11 @@ BIAS_QKV: tuple[Field, ...] = (
 BIAS_ATTENTION: tuple[Field, ...] = (derived.ATTENTION_BIAS,)
 BIAS_ANY: tuple[Field, ...] = (derived.BIASES,)
 
-WINDOW_NONE: tuple[Field, ...] = (
+WINDOW_NEVER: tuple[Field, ...] = (
     *(Const("window_size", None), Const("window_attn_skip_freq", None)),
     Require("sliding_window", (None,), "no layer of this family slides"),
 )
+WINDOW_NONE: tuple[Field, ...] = (*WINDOW_NEVER, derived.FULL_LAYERS)
 WINDOW_ALL: tuple[Field, ...] = (derived.WINDOW,)
 WINDOW_IF_USED: tuple[Field, ...] = (
     derived.WINDOW_IF_USED,
@@ -222,7 +223,7 @@ LATENT: tuple[Field, ...] = (
     *but(DECODER, derived_latent.HEADS),
     Const("multi_latent_attention", True),
     Const("latent_norm_epsilon", 1e-6),
-    *(*BIAS_NONE, *WINDOW_NONE),
+    *(*BIAS_NONE, *WINDOW_NEVER),
     *QK_PLAIN,  # not about the norms of latents; mcore would sum the gradients of these over TP, by name
     Require("attention_bias", (False,), "megatron-core's down projections have no bias"),
     Require("mlp_bias", (False,), "megatron-core would give the attention output a bias too"),

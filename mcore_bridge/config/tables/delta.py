@@ -2,7 +2,7 @@
 
 from mcore_bridge.config.fields import Const, Field, Ignore, Map, Require
 from mcore_bridge.config.rope_spelling import MULTIMODAL
-from mcore_bridge.config.tables import BIAS_ATTENTION, QK_NORMED, WINDOW_NONE, derived_delta
+from mcore_bridge.config.tables import BIAS_ATTENTION, QK_NORMED, WINDOW_NEVER, derived_delta
 from mcore_bridge.config.tables.derived_rope import rope
 from mcore_bridge.config.tables.moe import MTP_ON_REQUEST
 
@@ -13,7 +13,7 @@ _SIZES = (
 DELTA: tuple[Field, ...] = (
     derived_delta.LINEAR_LAYERS,
     *(Map(name, name) for name in _SIZES),
-    *(*BIAS_ATTENTION, *WINDOW_NONE, *QK_NORMED),
+    *(*BIAS_ATTENTION, *WINDOW_NEVER, *QK_NORMED),
     rope(own=("partial_rotary_factor", *MULTIMODAL)),
     Const("layernorm_zero_centered_gamma", True),  # of all norms but that of linear attention
     Const("attention_output_gate", True),

@@ -7,7 +7,7 @@ import torch.nn.functional as F  # noqa: N812  (the usual name)
 
 from mcore_bridge.config.fields import Derive, Hf, Mcore, count, per_layer
 from mcore_bridge.config.rope import head_dim
-from mcore_bridge.errors import ConfigError
+from mcore_bridge.errors import ConfigError, shown
 
 GELU_TANH = functools.partial(F.gelu, approximate="tanh")
 
@@ -142,11 +142,15 @@ def _switched(back: Callable[[Mcore], dict[str, object]]) -> Callable[[Mcore], d
     return lambda mcore: {**(fields := back(mcore)), "use_sliding_window": fields["sliding_window"] is not None}
 
 
-def _no_windows(hf: Hf) -> dict[str, object]:
+def _full_layers(hf: Hf) -> dict[str, object]:
     kinds = hf.get("layer_types")
     if kinds is not None and set(kinds) != {"full_attention"}:  # type: ignore[call-overload]  # else no list of names
-        raise ConfigError(f"layer_types must be 'full_attention' for every layer, found {kinds!r}.")
-    return {"window_size": None, "window_attn_skip_freq": None}
+        raise ConfigError(f"layer_types must be 'full_attention' for every layer, found {shown(kinds)}.")
+    return {}
+
+
+def _no_windows(hf: Hf) -> dict[str, object]:
+    return {**_full_layers(hf), "window_size": None, "window_attn_skip_freq": None}
 
 
 def _no_windows_back(mcore: Mcore) -> dict[str, object]:
@@ -217,6 +221,8 @@ BIASES         = biases("attention_bias", "attention_bias", "mlp_bias")
 ATTENTION_BIAS = biases("attention_bias", "attention_bias", None)
 WINDOW         = Derive(("sliding_window",), _window, _window_back)
 WINDOW_IF_USED = Derive(("sliding_window", "use_sliding_window"), _window_if_used, _switched(_window_back))
+FULL_LAYERS    = Derive(("layer_types",), _full_layers, lambda mcore: {}, (
+    "`layer_types` but `full_attention`: no layer of this family slides",))
 NO_WINDOWS     = Derive(("layer_types",), _no_windows, _no_windows_back, (
     "`layer_types` but `full_attention`: versions of transformers disagree on which layers of this model slide",))
 WINDOWS        = Derive(("sliding_window", "layer_types"), _windows, _windows_back, (_OTHER_LAYERS,))

@@ -1,7 +1,7 @@
 """The config table of Nemotron-H: layers of one half each, Mamba-2 mixers, and no rope."""
 
 from mcore_bridge.config.fields import Const, Field, Ignore, Map, Require
-from mcore_bridge.config.tables import BIAS_NONE, DECODER, PLAIN_MLP, QK_PLAIN, WINDOW_NONE, but, derived, unread
+from mcore_bridge.config.tables import BIAS_NONE, DECODER, PLAIN_MLP, QK_PLAIN, WINDOW_NEVER, but, derived, unread
 from mcore_bridge.config.tables.derived_hybrid import HEAD_DIM, LAYERS, MTP_LAYERS, NARROW, TIME_STEPS
 from mcore_bridge.config.tables.moe import MTP_ON_REQUEST, ROUTED, SCALED
 from mcore_bridge.config.tables.moe_counted import SIGMOID_GROUPED
@@ -43,7 +43,7 @@ OWN: tuple[Field, ...] = (
 )
 FIELDS: tuple[Field, ...] = (
     *(*but(DECODER, *OWN), *(entry for entry in EXPERTS if entry is not LAYERS), *MAMBA),
-    *(*BIAS_NONE, *WINDOW_NONE, *QK_PLAIN),
+    *(*BIAS_NONE, *WINDOW_NEVER, *QK_PLAIN),
     Require("attention_bias", (False,), "transformers has no bias in attention, whatever it says"),
     Require("mlp_bias", (False,), "megatron-core's add_bias_linear would give attention a bias too"),
     Require("residual_in_fp32", (False,), "transformers keeps residuals in the dtype of the model, whatever it says"),
