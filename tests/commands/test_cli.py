@@ -201,7 +201,7 @@ def test_verify_refuses_a_broken_checkpoint(copied: Path, damage: Callable[[Path
         (["--model", "mamba"], "model must be one of gpt, hybrid"),
         (["--dtype", "float8"], "--dtype must be one of"),
         (["--device", "tpu"], "--device must be one of"),
-        (["--device", "cuda", "--tp", 8, "--pp", 4, "--cp", 8], "needs a GPU for each of the 256 ranks"),
+        (["--device", "cuda", "--tp", 8, "--pp", 4, "--cp", 8], "needs a GPU"),
     ],
 )
 def test_verify_refuses_a_mesh_that_does_not_fit(checkpoint: Path, options: list[Any], said: str) -> None:

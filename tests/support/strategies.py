@@ -2,6 +2,7 @@
 
 import functools
 import json
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,22 @@ from mcore_bridge import ParallelDims
 from mcore_bridge.config.hf import special_float
 
 SIZES = st.sampled_from([1, 2, 4])
+SIZES_OF_STAGES = [
+    (1, 1),
+    (2, 1),
+    (1, 2),
+    (2, 2),
+    (4, 1),
+    (4, 2),
+    (8, 1),
+    (1, 4),
+    (2, 4),
+    (8, 2),
+    (3, 1),
+    (6, 2),
+    (5, 3),
+]
+"""tp and pp."""
 
 
 def tiny(model_type: str, **fields: Any) -> Any:
@@ -37,17 +54,17 @@ def tiny(model_type: str, **fields: Any) -> Any:
 @st.composite
 def problems(draw: Any) -> tuple[Any, ParallelDims]:
     """An HF config and a mesh for it: every axis, uneven pipelines, tied or not, odd vocabularies, biases, heads."""
-    tp, pp = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (4, 2), (8, 1), (1, 4), (2, 4), (8, 2)]))
+    tp, pp = draw(st.sampled_from(SIZES_OF_STAGES))
     vp = draw(st.sampled_from([1, 2, 3])) if pp > 1 else 1
     num_layers, split = draw(pipelines(pp, vp))
-    groups = draw(st.sampled_from([1, 2, 4, 8]))
+    groups = draw(st.sampled_from([size for size in (1, 2, 3, 4, 8) if size % tp == 0 or tp % size == 0]))
     heads = max(tp, groups) * draw(st.sampled_from([1, 2]))
     model_type = draw(st.sampled_from(["llama", "mistral", "qwen2", "qwen3"]))
     fields = {
         "num_attention_heads": heads,
         "num_key_value_heads": groups,
         "hidden_size": heads * 6,
-        "intermediate_size": 8 * draw(st.integers(1, 5)),
+        "intermediate_size": lcm(8, tp) * draw(st.integers(1, 5)),
         "num_hidden_layers": num_layers,
         "vocab_size": draw(st.sampled_from([64, 97, 101, 130])),
         "tie_word_embeddings": draw(st.booleans()),
