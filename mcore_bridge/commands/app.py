@@ -144,8 +144,8 @@ def convert_command(
     to: Annotated[
         str,
         typer.Option(
-            help='Format to make from an HF folder: "torch_dist"; or "torch", Megatron\'s older files, as RLinf loads '
-            "them, for the mesh of the options below."
+            help='Format to make from an HF folder: "torch_dist"; "hf", plain weights of a quantized folder; or '
+            '"torch", Megatron\'s older files, as RLinf loads them, for the mesh of the options below.'
         ),
     ] = "torch_dist",
     tp: Tp = 1,

@@ -60,6 +60,11 @@ def test_python_blocks_parse_and_use_public_names(page: str) -> None:
         assert names <= set(mcore_bridge.__all__)
 
 
+def test_the_family_on_its_page_is_a_file() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/guide/add_a_family.md").read_text(), re.DOTALL)
+    assert block == (ROOT / "mcore_bridge/models/qwen3.py").read_text()
+
+
 def test_the_picture_shows_the_newest_figures() -> None:
     finished = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "picture.py"), "--check"])
     assert finished.returncode == 0
