@@ -102,7 +102,7 @@ class Finding:
 
 
 class Watched(Checkpoint):
-    """A checkpoint that reports the progress of reading, and remembers when reading began."""
+    """A checkpoint that reports the progress of reading, and remembers when a load has asked for its names."""
 
     def __init__(self, folder: Path, report: Report, phase: str = "load") -> None:
         super().__init__(folder)
@@ -110,10 +110,13 @@ class Watched(Checkpoint):
         self._phase = phase
         self.started = 0.0
 
+    def __iter__(self) -> Iterator[str]:
+        self.started = self.started or time.perf_counter()
+        return super().__iter__()
+
     def pairs(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """See ``Checkpoint.pairs``."""
         names = list(names)
-        self.started = time.perf_counter()
         for index, pair in enumerate(super().pairs(names)):
             yield pair
             self._report(self._phase, index + 1, len(names))
