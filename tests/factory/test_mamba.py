@@ -12,7 +12,7 @@ from torch.distributed import get_rank
 from mcore_bridge import ParallelDims, build_model, forward, to_layer_spec, to_transformer_config
 from mcore_bridge.config.mesh.divisibility import check_model
 from mcore_bridge.errors import ConfigError, MeshError
-from mcore_bridge.factory.modules import mamba
+from mcore_bridge.factory.modules import mixer
 from mcore_bridge.factory.modules.mamba_scan import CHUNK, scan
 from mcore_bridge.rules.names import Numbering, canonical
 from tests import zoo
@@ -172,13 +172,13 @@ PACKS = [({"cp": 2}, {}, "always"), ({"pp": 2}, {}, "in one stage"), ({"tp": 2, 
 
 def mistaken(when):
     """States of packed sequences run into each other: always, in the last stage, or only in what is computed again."""
-    right = mamba.packed_lengths
+    right = mixer.packed_lengths
 
     def wrong(*args):
         is_due = {"always": True, "in one stage": get_rank() == 1, "again": torch.is_grad_enabled(), "": False}[when]
         return [sum(right(*args))] if is_due else right(*args)
 
-    return mock.patch.object(mamba, "packed_lengths", wrong)
+    return mock.patch.object(mixer, "packed_lengths", wrong)
 
 
 def packed_steps(hf, cases, **options):
