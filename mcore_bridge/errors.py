@@ -24,6 +24,10 @@ class BridgeError(Exception):
         MeshError
     """
 
+    def __init__(self, *args: object) -> None:
+        """Take a message. Names in it may come from files, so what would control a terminal is escaped."""
+        super().__init__(*(printable(value) if isinstance(value, str) else value for value in args))
+
 
 class ConfigError(BridgeError, ValueError):
     """An HF config, an override or an architecture cannot be expressed exactly. Change the config or the override."""
@@ -64,6 +68,19 @@ class BatchError(BridgeError, ValueError):
 def describe(error: BaseException) -> str:
     """The message of ``error`` for other ranks, with its type before it unless the error is ours."""
     return str(error) if isinstance(error, BridgeError) else f"{type(error).__name__}: {error}"
+
+
+def printable(text: str) -> str:
+    r"""``text`` with escapes for all that is neither printable, nor the end of a line, nor a tab.
+
+    >>> printable("layers\x1b[2J.0\n")
+    'layers\\x1b[2J.0\n'
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text
+    )
 
 
 def shown(value: object) -> str:

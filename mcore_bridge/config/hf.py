@@ -35,6 +35,10 @@ _LAYERS = (
     "mtp_num_hidden_layers",
 )
 _MOST_LAYERS = 10_000
+_LABELS = "num_labels"
+_MOST_LABELS = 1_000_000
+_MOST_BYTES = 100_000_000
+"""More than any config has."""
 _NOTE = "quantization_config"
 _OF_TRANSFORMERS = "Give the release for transformers, which has safetensors files"
 _OTHER_FORMATS = {
@@ -80,7 +84,7 @@ def read_config(
         )
     folder = find_folder(source)
     fields = read_json(folder / _CONFIG, special_float)
-    _require_few_layers(fields)
+    _require_short_lists(fields)
     hf = _config_class(fields, folder, reads_as or {}, refused or {}, known or {})
     try:
         config = hf.from_dict(_spell(fields))
@@ -142,11 +146,14 @@ def read_json(path: Path, hook: "Callable[[dict[str, object]], object] | None" =
     if os.path.exists(path) and not os.path.isfile(path):  # a FIFO would block
         raise ConfigError(f"{path} must be a file, found something else, such as a FIFO. Replace it by the file.")
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
     except FileNotFoundError:
         raise ConfigError(f"{path.parent} must hold a {_CONFIG}, {_found_instead(path.parent)}") from None
     except OSError as error:
         raise ConfigError(f"{path} must be a file that you may read, found: {error.strerror}. Change that.") from None
+    if len(data) > _MOST_BYTES:
+        raise ConfigError(f"{path} must have at most {_MOST_BYTES} bytes, found more. Copy the file again.")
     if data.startswith(_POINTER):
         raise ConfigError(f"{path} must be the file itself, found a pointer of git-lfs. Run: git lfs pull.")
     try:
@@ -166,16 +173,15 @@ def _found_instead(folder: Path) -> str:
     return "found none. Give the folder of a checkpoint."
 
 
-def _require_few_layers(fields: Mapping[str, object]) -> None:
-    """Refuse a number of layers for which lists of them, as transformers makes them, would fill all memory."""
-    for name in _LAYERS:
+def _require_short_lists(fields: Mapping[str, object]) -> None:
+    """Refuse numbers of layers and labels for which lists of them, as transformers makes, would fill all memory."""
+    for name, most in (*((name, _MOST_LAYERS) for name in _LAYERS), (_LABELS, _MOST_LABELS)):
         number = fields.get(name)
-        if number is not None and (not isinstance(number, int) or number > _MOST_LAYERS):
-            raise ConfigError(
-                f"{name} must be a whole number of at most {_MOST_LAYERS}, found {shown(number)}. Correct it."
-            )
-    if isinstance(text := fields.get(TEXT), dict):
-        _require_few_layers(text)
+        if number is not None and (not isinstance(number, int) or number > most):
+            raise ConfigError(f"{name} must be a whole number of at most {most}, found {shown(number)}. Correct it.")
+    for name, part in fields.items():
+        if name.endswith("_config") and isinstance(part, dict):  # of a composite
+            _require_short_lists(part)
 
 
 def special_float(fields: dict[str, object]) -> object:

@@ -8,6 +8,7 @@ the target in one step.
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -119,7 +120,7 @@ def convert(
     if file_bytes is not None:
         require_positive(file_bytes=file_bytes)
     target = target_of(target)
-    if target == source.resolve():
+    if str(target) == os.path.realpath(source):
         raise CheckpointError(f"{target} is both source and target; name another folder to write to")
     _require_processes(num_processes, num_gpus)
     staging = Update(target, target / f"{PREFIX}{CONVERSION}").new
@@ -165,7 +166,7 @@ def merge(
     """
     require_positive(file_bytes=file_bytes)
     target = target_of(target)
-    if target in (base.resolve(), adapter.resolve()):
+    if str(target) in map(os.path.realpath, (base, adapter)):
         raise CheckpointError(f"{target} is both source and target; name another folder to write to")
     _require_processes(num_processes, 0)
     staging = Update(target, target / f"{PREFIX}{CONVERSION}").new

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from pathlib import Path
 
 from mcore_bridge import __version__
 from mcore_bridge.config.megatron_release import installed
 from mcore_bridge.convert.conversion import Conversion
 from mcore_bridge.convert.rank_files.file import NAME
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.weights.files.positional_io import read_bounded
 
 _PLAN = "plan.json"
 
@@ -17,13 +20,21 @@ _PLAN = "plan.json"
 def resume(conversion: Conversion) -> frozenset[int]:
     """The files that an earlier run of the same conversion wrote, by number. Files of other conversions are removed."""
     plan = conversion.staging.with_name(_PLAN)
-    own = json.dumps(_identity(conversion))
-    if not plan.is_file() or plan.read_text() != own:
+    own = json.dumps(_identity(conversion)).encode()
+    if not _holds(plan, own):
         for path in conversion.staging.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        plan.write_text(own)
+        plan.write_bytes(own)
     there = {str(path.relative_to(conversion.staging)) for path in conversion.staging.rglob("*")}
     return frozenset(number for number, name in enumerate(conversion.names) if name in there)
+
+
+def _holds(path: Path, data: bytes) -> bool:
+    """Whether a file has just these bytes."""
+    try:
+        return read_bounded(path, len(data)) == data
+    except (CheckpointError, ValueError):
+        return False
 
 
 def _identity(conversion: Conversion) -> object:

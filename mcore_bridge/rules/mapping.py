@@ -21,7 +21,7 @@ from mcore_bridge.errors import MappingError
 from mcore_bridge.rules.layout import Axes, Layout
 from mcore_bridge.rules.names import EMBEDDING, mtp_layer_of
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_NUMBER = re.compile(r"(?<=\.)[0-9]{1,9}(?=\.|$)")
 
 
 @dataclass(frozen=True, slots=True)

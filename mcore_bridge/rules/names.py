@@ -36,7 +36,7 @@ INDEXER = "self_attention.core_attention.indexer"
 _UNFUSED = [
     (re.compile(rf"{re.escape(linear)}\.layer_norm_(weight|bias)$"), rf"{norm}.\1") for norm, linear in _FUSED_NORMS
 ]
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_LAYER = re.compile(r"^decoder\.layers\.([0-9]{1,9})\.")
 FINAL_NORM = re.compile(r"^decoder\.final_norm\.")
 """The final norm of a ``HybridModel``."""
 _MAMBA = (
@@ -47,13 +47,15 @@ _MAMBA = (
 """Names in megatron-core's own Mamba-2 layer, with ours; the last ones are those of 0.19."""
 _EXPERTS = (  # megatron-core's SequentialMLP, and TEGroupedMLP, which numbers the tensors of one module; its adapters
     re.compile(
-        r"\.experts\.local_experts\.(?P<number>\d+)\.(?P<tensor>linear_fc[12]\.(?:adapter\.linear_\w+\.)?(?:weight|bias))$"
+        r"\.experts\.local_experts\.(?P<number>[0-9]{1,9})\.(?P<tensor>linear_fc[12]\.(?:adapter\.linear_\w+\.)?(?:weight|bias))$"
     ),
-    re.compile(r"\.experts\.(?P<tensor>linear_fc[12]\.(?:weight|bias))(?P<number>\d+)$"),
-    re.compile(r"\.experts\.(?P<layer>linear_fc[12]\.adapter\.)(?P<number>\d+)\.(?P<tensor>linear_\w+\.weight)$"),
+    re.compile(r"\.experts\.(?P<tensor>linear_fc[12]\.(?:weight|bias))(?P<number>[0-9]{1,9})$"),
+    re.compile(
+        r"\.experts\.(?P<layer>linear_fc[12]\.adapter\.)(?P<number>[0-9]{1,9})\.(?P<tensor>linear_\w+\.weight)$"
+    ),
 )
-_MTP = re.compile(r"^mtp\.layers\.(\d+)\.(?:mtp_model_layer(?:\.layers\.\d+)?(?=\.))?")
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_MTP = re.compile(r"^mtp\.layers\.([0-9]{1,9})\.(?:mtp_model_layer(?:\.layers\.\d+)?(?=\.))?")
+_EXPERT = re.compile(r"\.experts\.([0-9]{1,9})\.")
 
 
 @dataclass(frozen=True, slots=True)

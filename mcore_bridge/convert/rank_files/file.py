@@ -17,7 +17,7 @@ from mcore_bridge.weights.dist_checkpoint.extra_state import SUFFIX, fillers
 from mcore_bridge.weights.dist_checkpoint.folder import VERSION
 from mcore_bridge.weights.files.torch_save import read_torch_file, write_torch_file
 
-_CHUNK = re.compile(r"model\d*")
+_CHUNK = re.compile(r"model[0-9]{0,9}")
 NAME = "model_optim_rng.pt"
 RELEASE = "release"
 
@@ -69,8 +69,15 @@ def read_rank_file(path: Path) -> dict[str, Mapping[str, Tensor]]:
     for key, state in chunks.items():
         if not isinstance(state, Mapping):
             raise CheckpointError(f"{path} must hold a dict of tensors as {key!r}, found {type(state).__name__}")
-        states[key] = {name: tensor for name, tensor in state.items() if not name.endswith(SUFFIX)}
-        others = [name for name, tensor in states[key].items() if not isinstance(tensor, Tensor | None)]
+        states[key] = {name: tensor for name, tensor in state.items() if not str(name).endswith(SUFFIX)}
+        others = [name for name, tensor in states[key].items() if not (isinstance(name, str) and _is_plain(tensor))]
         if others:
-            raise CheckpointError(f"{path} must hold tensors, found others as {others[:8]} of {key!r}")
+            raise CheckpointError(f"{path} must hold plain tensors, found others as {others[:8]} of {key!r}")
     return states
+
+
+def _is_plain(tensor: object) -> bool:
+    """Whether this is a tensor with values of its own, on the CPU; or None, as an extra state may be."""
+    if not isinstance(tensor, Tensor):
+        return tensor is None
+    return tensor.layout is torch.strided and tensor.is_cpu and not tensor.is_quantized and not tensor.is_nested

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import count, islice
 
 from torch import Tensor
 
@@ -20,7 +21,7 @@ Named = Mapping[str, Tensor]
 """The parameters of a file by canonical name."""
 _ENDS = (EMBEDDING, "decoder.final_layernorm.weight")
 """Parameters that only the first and only the last stage of a pipeline have."""
-_FILE = re.compile(r"^mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?$")
+_FILE = re.compile(r"^mp_rank_([0-9]{2,9})(?:_([0-9]{3,9}))?(?:_([0-9]{3,9}))?$")
 _EXPERT = re.compile(r"\.experts\.(?:local_experts\.0\.linear_fc2\.weight|linear_fc2\.weight0)$")
 
 
@@ -48,8 +49,9 @@ def files_of(models_by_file: Mapping[str, Models], expert_size: int | None) -> t
         files.append(RankFile(name, tp, pp, others[0] if others else 0, tp % etp))
     for axis_rank in ("tp_rank", "pp_rank", "ep_rank"):
         ranks = {getattr(file, axis_rank) for file in files}
-        if absent := sorted(set(range(max(ranks))) - ranks):
-            raise CheckpointError(f"it has no file for {axis_rank} {absent}")
+        if len(ranks) <= max(ranks):
+            absent = list(islice((rank for rank in count() if rank not in ranks), min(8, 1 + max(ranks) - len(ranks))))
+            raise CheckpointError(f"it has files up to {axis_rank} {max(ranks)}, and none for {absent}")
     return tuple(files)
 
 
@@ -77,9 +79,11 @@ def named(files: Sequence[RankFile], models_by_file: Mapping[str, Models], num_e
     counts: dict[tuple[int, int], int] = {}
     for file in files:
         for model, state in models_by_file[file.name].items():
-            count = _count(map(layer_of, state))
-            if counts.setdefault((_chunk(model), file.pp_rank), count) != count:
-                raise CheckpointError(f"{file.name} holds {count} layers in {model}, other files of its stage do not")
+            num_layers = _count(map(layer_of, state))
+            if counts.setdefault((_chunk(model), file.pp_rank), num_layers) != num_layers:
+                raise CheckpointError(
+                    f"{file.name} holds {num_layers} layers in {model}, other files of its stage do not"
+                )
     starts = {stage: sum(count for other, count in counts.items() if other < stage) for stage in counts}
     return tuple(_named(file, models_by_file[file.name], starts, num_experts) for file in files)
 
@@ -104,4 +108,12 @@ def _chunk(model: str) -> int:
 
 
 def _count(numbers: Iterable[int | None]) -> int:
-    return 1 + max((number for number in numbers if number is not None), default=-1)
+    """How many layers there are, by their numbers from 0 on.
+
+    Raises:
+        CheckpointError: a number is left out, as one in a damaged name may be very large.
+    """
+    known = {number for number in numbers if number is not None}
+    if known and max(known) >= len(known):
+        raise CheckpointError(f"expected layers numbered from 0 on, found {len(known)} of them up to {max(known)}")
+    return len(known)

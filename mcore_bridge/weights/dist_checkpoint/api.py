@@ -30,6 +30,7 @@ from mcore_bridge.weights.dist_checkpoint.compare import Check, chunk_names, sha
 from mcore_bridge.weights.dist_checkpoint.extra_state import with_extra_states
 from mcore_bridge.weights.dist_checkpoint.folder import CONTENT, HEADS, VERSION, TorchDistFolder, dist_files, track
 from mcore_bridge.weights.dist_checkpoint.layer_stack import stack_layers
+from mcore_bridge.weights.dist_checkpoint.metadata import without_code
 from mcore_bridge.weights.dist_checkpoint.model_class import respell
 from mcore_bridge.weights.dist_checkpoint.optimizer_chain import fit_chain
 from mcore_bridge.weights.files.atomic_folder import commit, require_files, target_of, updating_by_all
@@ -189,13 +190,15 @@ def load_checkpoint(
         chunks, provenance = chunks_of(models), provenance_on(models, hf, head)
         _require_ready(chunks, part, optimizer)
         checkpoint = TorchDistFolder.open(folder)
-        written = dist_checkpointing.load_content_metadata(str(checkpoint.path))
+        with without_code():
+            written = dist_checkpointing.load_content_metadata(str(checkpoint.path))
         numbered = {"non_homogeneous_layers": True, "dp_cp_group": chunks[0].pg_collection.dp_cp}
         metadata = {**checkpoint.spelling, **(written or {}), **numbered}
         state = sharded_states(chunks, metadata, part)
         respell(state, chunks[0], hybrid=checkpoint.is_hybrid)
         if part != "base" and hasattr(chunks[0], "bridge_adapters"):
-            common = dist_checkpointing.load_common_state_dict(str(checkpoint.path))
+            with without_code():
+                common = dist_checkpointing.load_common_state_dict(str(checkpoint.path))
             require_same(common.get(ADAPTERS), chunks[0].bridge_adapters)
         if checkpoint.is_stacked:
             for of_chunk in state.values():
@@ -207,7 +210,7 @@ def load_checkpoint(
         missing, unexpected = check.agree(Group.of_replica(chunks[0].pg_collection), strict=strict)
         if optimizer is not None:
             state["optimizer"] = optimizer.sharded_state_dict(_parts(state), is_loading=True, metadata=metadata)
-    with raise_on_all(world, f"{checkpoint.path} was not read, or in part"):
+    with raise_on_all(world, f"{checkpoint.path} was not read, or in part"), without_code():
         loaded = dist_checkpointing.load(state, str(checkpoint.path))
     for name, chunk in zip(chunk_names(chunks), chunks, strict=True):
         chunk.load_state_dict(loaded.pop(name, {}), strict=False)  # megatron-core drops the name of an empty stage

@@ -6,7 +6,6 @@ A parameter consists of one or more *chunks* of the folder's tensors. A chunk is
 from __future__ import annotations
 
 import io
-import math
 import os
 import pickle
 import shutil
@@ -41,6 +40,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.dist_checkpoint.folder import CONTENT, VERSION, TorchDistFolder
+from mcore_bridge.weights.dist_checkpoint.metadata import unpickled
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def finish(folder: Path, num_files: int, metadata: Metadata) -> None:
     """Add to ``num_files`` written files what megatron-core needs to read the folder."""
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
-    results = [pickle.loads(_results(folder, number).read_bytes()) for number in range(num_files)]
+    results = [unpickled(_results(folder, number).read_bytes()) for number in range(num_files)]
     writer = FileSystemWriter(folder)
     writer.set_up_storage_writer(is_coordinator=True)
     writer.finish(metadata, results)
@@ -177,7 +177,7 @@ class TorchDistReader:
         """The whole parameter, in the dtype that it has in the folder.
 
         Raises:
-            CheckpointError: the folder has only a part of it, or cannot be read.
+            CheckpointError: it cannot be read.
         """
         first = self._folder.tensors[param.chunks[0].key]
         whole = torch.empty(param.shape, dtype=first.properties.dtype)
@@ -188,12 +188,6 @@ class TorchDistReader:
 
     def _read(self, location: ChunkLocation, chunk: ChunkStorageMetadata, box: Tensor) -> None:
         items = create_read_items_for_chunk_list(location.key, self._folder.tensors[location.key], [chunk])
-        count = sum(math.prod(item.lengths) for item in items)
-        if count != box.numel():
-            raise CheckpointError(
-                f"{self._folder.path} has {count} of the {box.numel()} elements of {location.key} at "
-                f"{location.offset}: its save did not finish; use an earlier iteration"
-            )
         try:
             self._reader.read_data(LoadPlan(items), _Taker(box)).wait()
         except Exception as error:  # torch.load raises anything for bytes that are no tensor

@@ -6,7 +6,7 @@ stack the layers, and mostly stacks the experts. Nothing here communicates.
 
 from __future__ import annotations
 
-import pickle
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.names import TOWER, plain_key
+from mcore_bridge.weights.dist_checkpoint.metadata import is_tiled, read_metadata
+from mcore_bridge.weights.files.positional_io import read_bounded
 
 if TYPE_CHECKING:
-    import os
-
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 CONFIG = "metadata.json"
@@ -38,8 +38,11 @@ VERSION: Mapping[str, Any] = {"checkpoint_version": 3.0}
 """A field that Megatron-LM needs. Without it, it takes queries, keys and values for those of its first releases."""
 HEADS = (".metadata", CONFIG)
 """Files without which no reader takes a folder for a checkpoint."""
-_DIST_FILES = ("__[0-9]*_[0-9]*.distcp", "common.pt", *HEADS)
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_REST = ("common.pt", *HEADS)
+_DIST_FILES = ("__[0-9]*_[0-9]*.distcp", *_REST)
+_LAYER = re.compile(r"^decoder\.layers\.([0-9]{1,9})\.")
+_TRACKED = re.compile(rb"release|[0-9]{1,18}")
+_TRACKER_BYTES = 100
 _ITERATION = re.compile(r"release|iter_(\d{7,})")
 _SINGLE_EXPERT = re.compile(r"\.experts\.experts\.\d+\.")
 _MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.", TOWER)
@@ -54,18 +57,23 @@ class TorchDistFolder:
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> TorchDistFolder:
-        """Find a checkpoint, as ``find_checkpoint`` does.
+        """Find a checkpoint, as ``find_checkpoint`` does. No code in it is run.
 
         Raises:
             CheckpointError: there is none, or it is damaged.
         """
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-
         path = find_checkpoint(Path(folder))
-        try:
-            return cls(path, FileSystemReader(path).read_metadata())
-        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:
-            raise CheckpointError(f"{path} has no readable .metadata ({error!r}); copy the folder again") from None
+        opened = cls(path, read_metadata(path))
+        with os.scandir(path) as entries:
+            others = {entry.name for entry in entries if not entry.is_file()}
+        if others := others.intersection([*_REST, *opened.files]):
+            raise CheckpointError(f"{path} must have files by the names {sorted(others)[:8]}, found folders or FIFOs")
+        if parts := [key for key, tensor in opened.tensors.items() if not is_tiled(tensor)]:
+            raise CheckpointError(
+                f"{path} has only parts of {len(parts)} tensors, or parts twice, such as {parts[:5]}: its save did not "
+                "finish; use an earlier iteration"
+            )
+        return opened
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorStorageMetadata]:
@@ -141,9 +149,24 @@ def dist_files(folder: Path) -> list[str]:
 
 
 def latest_in(folder: Path) -> list[Path]:
-    """The folder of the iteration that a tracker file (Megatron-LM) names, if there is one."""
+    """The folder of the iteration that a tracker file (Megatron-LM) names, if there is one.
+
+    Raises:
+        CheckpointError: the file names no iteration.
+    """
     tracker = folder / TRACKER
-    return [folder / _iteration(tracker.read_text().strip())] if tracker.is_file() else []
+    if not tracker.is_file():
+        return []
+    try:
+        name = read_bounded(tracker, _TRACKER_BYTES).strip()
+    except ValueError:
+        name = b""
+    if _TRACKED.fullmatch(name) is None:  # such as a path that leads out of the folder
+        raise CheckpointError(
+            f"{tracker} must hold the number of an iteration, or 'release', found {name!r}: correct it, or name the "
+            "folder of an iteration"
+        )
+    return [folder / _iteration(name.decode())]
 
 
 def track(folder: Path) -> None:
@@ -159,7 +182,9 @@ def track(folder: Path) -> None:
         return
     tracker, new = folder.with_name(TRACKER), folder.with_name(f".{TRACKER}.new")
     try:
-        new.write_text(str(int(match[1])) if match[1] else folder.name)
+        new.unlink(missing_ok=True)
+        with new.open("x") as file:  # a link by this name would lead elsewhere
+            file.write(str(int(match[1])) if match[1] else folder.name)
         new.replace(tracker)
     except OSError as error:
         raise CheckpointError(

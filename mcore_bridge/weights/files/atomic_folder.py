@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.files.folder_lock import PREFIX, Writer, locked, require_held
+from mcore_bridge.weights.files.leftovers import NEW, OLD, read_commit, require_own
 from mcore_bridge.weights.files.replaceable import require_replaceable
 from mcore_bridge.weights.transfer.failures import raise_on_all
 
@@ -44,12 +45,12 @@ class Update:
     @property
     def new(self) -> Path:
         """The folder for new files, under the names that they will have in the target."""
-        return self.home / "new"
+        return self.home / NEW
 
     @property
     def old(self) -> Path:
         """The folder in which replaced files can be read during a commit."""
-        return self.home / "old"
+        return self.home / OLD
 
     @property
     def live(self) -> Path:
@@ -93,6 +94,7 @@ def updating(target: Path, name: str | None = None) -> Iterator[Update]:
         with locked(target) as writer:
             _recover(target)
             update = Update(target, target / f"{PREFIX}{name or writer.token}", writer)
+            require_own(update.home)
             update.new.mkdir(parents=True, exist_ok=True)
             try:
                 yield update
@@ -146,7 +148,7 @@ def commit(update: Update, replaced: Iterable[str] = (), first: Iterable[str] = 
     require_held(update.target, update.writer)
     update.names_file.write_text(json.dumps(names))
     try:
-        _point(update, "old")
+        _point(update, OLD)
     except OSError:
         _put_one_by_one(update, new, names, first)
     else:
@@ -156,7 +158,7 @@ def commit(update: Update, replaced: Iterable[str] = (), first: Iterable[str] = 
             for name in names:
                 _link(update, name)
             require_held(update.target, update.writer)
-            _point(update, "new")
+            _point(update, NEW)
         finally:
             _settle(update)
     shutil.rmtree(update.home, ignore_errors=True)
@@ -194,7 +196,7 @@ def _link(update: Update, name: str) -> None:
 def _put_one_by_one(update: Update, new: Iterable[str], names: Iterable[str], first: Iterable[str]) -> None:
     """Commit on a file system without symbolic links; see ``commit``."""
     heads, written = {*first}, {*new}
-    update.live.write_text("new")
+    update.live.write_text(NEW)
     for name in sorted(names, key=lambda name: name not in heads):
         if name in heads or name not in written:
             (update.target / name).unlink(missing_ok=True)
@@ -203,8 +205,9 @@ def _put_one_by_one(update: Update, new: Iterable[str], names: Iterable[str], fi
 
 def _settle(update: Update, last: Iterable[str] = ()) -> None:
     """Move the files that ``live`` leads to into the target, and remove our links that lead nowhere."""
-    live, names = update.live, json.loads(update.names_file.read_text())
-    side, heads = update.home / (os.readlink(live) if live.is_symlink() else live.read_text()), {*last}
+    live, heads = update.live, {*last}
+    name_of_side, names = read_commit(update.target, live, update.names_file)
+    side = update.home / name_of_side
     for name in sorted(names, key=lambda name: name in heads):
         path = update.target / name
         if _is_there(side / name):
@@ -239,7 +242,7 @@ def _recover(target: Path) -> None:
     """Finish the commits of dead writers, and remove their files. We hold the lock, so no other writer is alive."""
     for home in target.glob(f"{PREFIX}*"):
         update = Update(target, home)
-        if not home.is_dir():
+        if home.is_symlink() or not home.is_dir():
             if home.suffix in (".stale", ".probe"):
                 home.unlink(missing_ok=True)
         elif _is_there(update.live):

@@ -19,6 +19,8 @@ from pathlib import Path
 
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.machine import is_alive, start_time, this_machine
+from mcore_bridge.weights.files.positional_io import read_bounded
+from mcore_bridge.weights.files.strict_json import parse
 
 PREFIX = ".mcore_bridge."
 """Prefix of all temporary files and folders of a save in its target."""
@@ -27,6 +29,8 @@ BEAT = 20.0
 """Seconds between two renewals of a lock."""
 STALE = 600.0
 """Age in seconds at which the lock of a writer on another machine is taken over."""
+_LOCK_BYTES = 4096
+"""More than any lock has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +115,7 @@ def _take_over(folder: Path, own: Writer) -> None:
     path = folder / LOCK
     holder = _holder(folder, patience=1.0)
     if holder is None:
-        if path.exists():
+        if os.path.lexists(path):  # a link to nothing is in the way, too
             raise CheckpointError(f"{path} does not name the writer of {folder}: remove it if no process writes there")
         return
     if holder.is_here:
@@ -141,16 +145,21 @@ def _holder(folder: Path, patience: float = 0.0) -> Writer | None:
     path, end = folder / LOCK, time.monotonic() + patience
     while True:
         holder = _read(path)
-        if holder is not None or not path.exists() or time.monotonic() > end:
+        if holder is not None or not os.path.lexists(path) or time.monotonic() > end:
             return holder
         time.sleep(0.05)  # its writer may be writing it
 
 
 def _read(path: Path) -> Writer | None:
+    """The writer that a lock names; None for anything else, which another program may have put there."""
     try:
-        return Writer(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
+        fields = parse(read_bounded(path, _LOCK_BYTES))
+    except (CheckpointError, OSError, ValueError):
         return None
+    kinds = {name: int if name == "pid" else str for name in Writer.__dataclass_fields__}
+    given = {name: type(value) for name, value in fields.items()} if isinstance(fields, dict) else None
+    is_text = given == kinds and all(str(value).isprintable() for value in fields.values())
+    return Writer(**fields) if is_text else None
 
 
 def _age(path: Path, own: Writer) -> float:

@@ -45,7 +45,7 @@ def open_file(path: Path) -> int:
         kind = _KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
         if kind is not None:
             raise CheckpointError(f"{path} is {kind}, expected a file: replace it by the file, or remove it")
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # it may have become a FIFO, which would block
     except OSError as error:
         raise CheckpointError(f"cannot open {path}: {error.strerror}; make it a file that you may read") from None
     problem = ""
@@ -67,8 +67,9 @@ def read_bounded(path: Path, num_bytes: int) -> bytes:
         ValueError: it has more than ``num_bytes``.
     """
     with open(open_file(path), "rb") as file:
-        data = file.read(num_bytes + 1)
-    if len(data) > num_bytes:
+        is_larger = os.fstat(file.fileno()).st_size > num_bytes  # a hole of terabytes is not read to learn that
+        data = b"" if is_larger else file.read(num_bytes + 1)
+    if is_larger or len(data) > num_bytes:
         raise ValueError(f"more than {num_bytes} bytes")
     return data
 

@@ -93,8 +93,9 @@ class SafetensorsFile:
         self.entries = self._read_header()
 
     def _require_whole(self) -> None:
+        opened = f"/dev/fd/{self._fd}"  # the path may have become that of another file
         try:
-            with safe_open(self.path, "numpy"):
+            with safe_open(opened if os.path.exists(opened) else self.path, "numpy"):
                 pass
         except SafetensorError as error:
             if "unknown variant" in str(error):  # an unknown dtype, which is no damage
@@ -106,7 +107,7 @@ class SafetensorsFile:
                 f"{self.path} has {os.fstat(self._fd).st_size} bytes and is no whole file of the safetensors format, "
                 f"as the library of that name says ({error}): it is damaged or truncated; copy it again"
             ) from None
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             raise CheckpointError(f"cannot map {self.path}: {error}; copy it to another file system") from None
 
     def _read_header(self) -> dict[str, _Entry]:
@@ -121,9 +122,15 @@ class SafetensorsFile:
         """The tensor as a view of the mapped file.
 
         Raises:
-            CheckpointError: the file is good, but torch lacks the dtype or cannot have the shape.
+            CheckpointError: the file is good, but torch lacks the dtype or cannot have the shape. Or it has become
+                shorter since it was opened: to touch a map of what is gone would end the process.
         """
         entry = self.entries[name]
+        if (size := os.fstat(self._fd).st_size) < entry.stop:
+            raise CheckpointError(
+                f"{self.path} has {size} bytes, and had {entry.stop} or more when it was opened: stop the program that "
+                "writes to it, and copy it again"
+            )
         dtype, shape = DTYPES.get(entry.dtype), _shape_in_torch(entry)
         try:
             if dtype is None or shape is None:
@@ -132,7 +139,7 @@ class SafetensorsFile:
                 return torch.empty(shape, dtype=dtype)
             count = (entry.stop - entry.start) // dtype.itemsize
             return torch.frombuffer(self._map, dtype=dtype, count=count, offset=entry.start).view(shape)
-        except (RuntimeError, TypeError, OverflowError) as error:
+        except (RuntimeError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(
                 f"{name} in {self.path} is {entry.dtype} of shape {entry.shape}, which is not supported with torch "
                 f"{torch.__version__}: {error}; save the tensor in another dtype and shape"

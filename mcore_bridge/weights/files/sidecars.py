@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.mapping import matches
 
 _TOKENIZER = (
@@ -16,6 +17,8 @@ _TOKENIZER = (
 )
 _COMPANIONS = ("generation_config.json", "*processor_config.json", "*.py")
 """Further files to copy; code is that of the model, the tokenizer and the processor, and what they import."""
+_MOST_BYTES = 2 << 30
+"""More than any such file has. A file with a hole of terabytes would fill the disk with zeros."""
 
 
 def copy_companions(
@@ -28,11 +31,18 @@ def copy_companions(
         others: ``fnmatch`` patterns. Indexes of weights are left out.
         kept: names of files that are in ``target`` already, and stay. If a tokenizer is among them, none is copied: an
             old ``special_tokens_map.json`` would override a new ``tokenizer_config.json``.
+
+    Raises:
+        CheckpointError: a file is larger than any of its kind.
     """
     tokenizer = () if any(matches(name, _TOKENIZER) for name in kept) else _TOKENIZER
     for path in Path(source).iterdir() if source is not None else ():
         wanted = matches(path.name, (*tokenizer, *_COMPANIONS, *others)) and path.name not in kept
         if wanted and path.is_file() and not path.name.endswith(".index.json"):
+            if (size := path.stat().st_size) > _MOST_BYTES:
+                raise CheckpointError(
+                    f"{path} has {size} bytes, expected at most {_MOST_BYTES} in a file beside the weights: remove it"
+                )
             shutil.copy2(path, target / path.name)
 
 

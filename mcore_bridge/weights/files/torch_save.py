@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError, describe
-from mcore_bridge.weights.files.positional_io import array_of, write_bytes
+from mcore_bridge.weights.files.positional_io import array_of, open_file, write_bytes
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
 """The header of a record of a zip file. It ends with the lengths of the name and of the extra field, which follow."""
@@ -75,7 +75,9 @@ def read_torch_file(path: Path) -> dict[str, Any]:
         CheckpointError: the file cannot be read, or holds such a subclass.
     """
     others: list[str] = []
+    os.close(open_file(path))  # a FIFO would be waited for
     try:
+        _require_stored(path)
         others = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         with torch.serialization.safe_globals([(Opaque, name) for name in others]):
             content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -90,6 +92,16 @@ def read_torch_file(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a dict, found {type(content).__name__}: is it a checkpoint?")
     return content
+
+
+def _require_stored(path: Path) -> None:
+    """Raise ``ValueError`` if a record is larger than its bytes in the file: it could fill any memory."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            if packed := [info.filename for info in archive.infolist() if info.file_size > info.compress_size]:
+                raise ValueError(
+                    f"{len(packed)} records are compressed, such as {packed[0]!r}; torch.save never does that"
+                )
 
 
 def release(mapped: Tensor) -> None:

@@ -1,0 +1,185 @@
+"""The ``.metadata`` of a ``torch_dist`` folder, which is a pickle: read without running code in it, and checked.
+
+A pickle may name any function. Ours may name the classes of torch's metadata alone. What it then says is still the
+writer's word: files outside of the folder, or chunks that leave a part of a tensor at whatever values it had.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from enum import Enum
+from io import BytesIO
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from mcore_bridge.errors import CheckpointError, describe
+from mcore_bridge.weights.files.positional_io import read_bounded
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+NAME = ".metadata"
+_MOST_BYTES = 1 << 30
+"""Some ten times what the largest models need."""
+_MOST_ODD = 20_000
+"""Chunks of a tensor that are compared one with another, if they are no grid; the chunks of a mesh are one."""
+_TORCH = frozenset(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "planner", "filesystem", "storage"))
+"""Modules whose data classes and enums metadata consist of; megatron-core adds the plans of all ranks."""
+_OTHERS = {
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "pathlib": ("PosixPath", "PurePosixPath"),
+    "pathlib._local": ("PosixPath", "PurePosixPath"),
+    "collections": ("OrderedDict",),
+    "numpy": ("dtype",),
+    "numpy.core.multiarray": ("scalar",),
+    "numpy._core.multiarray": ("scalar",),
+}
+"""What else they may name, by module. None of it runs code that a pickle gives."""
+_FORCES, _FORBIDS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+
+
+class _DataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """The class, if metadata may have it."""
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        if name in _OTHERS.get(module, ()) or (module in _TORCH and "." not in name):
+            found = super().find_class(module, name)
+            is_data = isinstance(found, type) and (is_dataclass(found) or issubclass(found, Enum))
+            if module in _OTHERS or is_data:
+                return found
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which might run code")
+
+
+def unpickled(data: bytes) -> Any:
+    """The metadata, or torch's results of writing, in a pickle. No code in it is run.
+
+    Raises:
+        Exception: it is no such pickle; damaged ones raise anything.
+    """
+    return _DataUnpickler(BytesIO(data)).load()
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """The metadata of a folder.
+
+    Raises:
+        CheckpointError: it cannot be read, names files outside of the folder, or something else than numbers and names.
+    """
+    path = folder / NAME
+    try:
+        metadata: Metadata = unpickled(read_bounded(path, _MOST_BYTES))
+    except Exception as error:
+        raise CheckpointError(
+            f"{folder} has no readable {NAME} ({describe(error):.300}); copy the folder again"
+        ) from None
+    if problem := next(_problems(metadata), None):
+        raise CheckpointError(f"{path} is damaged: {problem}; copy the folder again")
+    return metadata
+
+
+def _problems(metadata: object) -> Iterator[str]:
+    """Yield what no writer of torch has written."""
+    from torch.distributed.checkpoint import metadata as of_torch
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    tensors, places = (_attribute(metadata, name, dict) for name in ("state_dict_metadata", "storage_data"))
+    if not isinstance(metadata, of_torch.Metadata) or tensors is None or places is None:
+        yield f"expected torch's Metadata with its two dicts, found {type(metadata).__name__}"
+        return
+    for key, entry in tensors.items():
+        if not isinstance(key, str) or not isinstance(
+            entry, of_torch.TensorStorageMetadata | of_torch.BytesStorageMetadata
+        ):
+            yield f"{key!r:.200} is no tensor and no object"
+        elif isinstance(entry, of_torch.TensorStorageMetadata) and not _is_described(entry):
+            yield f"{key!r} has no dtype, or chunks that are no boxes"
+    for index, place in places.items():
+        name = _attribute(place, "relative_path", str)
+        spans = [_attribute(place, field, int) for field in ("offset", "length")]
+        if not isinstance(index, of_torch.MetadataIndex) or not isinstance(place, _StorageInfo):
+            yield f"{index!r:.200} has no place in a file"
+        elif name is None or os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
+            yield f"expected names of files in the folder, found {_attribute(place, 'relative_path', object)!r:.200}"
+        elif any(span is None or span < 0 for span in spans):
+            yield f"{index.fqn!r:.200} has the place {spans} in {name}"
+
+
+def _attribute(value: object, name: str, kind: type) -> Any:
+    found = getattr(value, name, None)
+    return found if isinstance(found, kind) else None
+
+
+def _is_described(tensor: TensorStorageMetadata) -> bool:
+    size, chunks = _attribute(tensor, "size", torch.Size), _attribute(tensor, "chunks", list)
+    boxes = [
+        (_attribute(chunk, "offsets", torch.Size), _attribute(chunk, "sizes", torch.Size)) for chunk in chunks or ()
+    ]
+    return (
+        isinstance(getattr(tensor.properties, "dtype", None), torch.dtype)
+        and size is not None
+        and chunks is not None
+        and all(box is not None and len(box) == len(size) for pair in boxes for box in pair)
+    )
+
+
+def is_tiled(tensor: TensorStorageMetadata) -> bool:
+    """Whether the chunks of a tensor cover it whole, each element once.
+
+    torch does not ask. It would leave elements that no chunk covers at the values that they had.
+    """
+    boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
+    if any(
+        start < 0 or size < 0 or start + size > whole
+        for box in boxes
+        for start, size, whole in zip(*box, tensor.size, strict=True)
+    ):
+        return False
+    boxes = [box for box in boxes if math.prod(box[1])]
+    if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(tensor.size):
+        return False
+    edges = [sorted({0, whole, *(box[0][dim] for box in boxes)}) for dim, whole in enumerate(tensor.size)]
+    after = [dict(pairwise(starts)) for starts in edges]
+    is_grid = all(
+        after[dim].get(start) == start + size
+        for box in boxes
+        for dim, (start, size) in enumerate(zip(*box, strict=True))
+    )
+    if is_grid:  # the usual case: each chunk is one cell, so the sum above shows that all cells are there
+        return len({starts for starts, _ in boxes}) == len(boxes)
+    return len(boxes) <= _MOST_ODD and _are_apart(boxes)
+
+
+def _are_apart(boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Whether no two boxes have an element in common."""
+    starts, sizes = (np.array(values, dtype=np.int64) for values in zip(*boxes, strict=True))
+    stops = starts + sizes
+    return not any(
+        bool(((starts[:i] < stops[i]) & (stops[:i] > starts[i])).all(axis=1).any()) for i in range(1, len(boxes))
+    )
+
+
+@contextmanager
+def without_code() -> Iterator[None]:
+    """Have torch run no code in the objects that it unpickles inside, as extra states of modules are.
+
+    A user who has forbidden that by torch's own variable is left alone.
+    """
+    if os.environ.get(_FORBIDS) or os.environ.get(_FORCES):
+        yield
+        return
+    os.environ[_FORCES] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_FORCES]

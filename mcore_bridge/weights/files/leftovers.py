@@ -1,0 +1,71 @@
+"""What a dead writer has left in a target, read as if anybody had put it there.
+
+A folder that was copied, unpacked or shared may hold such a home as well. Its names and links must not lead a save to
+files outside of the target.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.weights.files.positional_io import read_bounded
+from mcore_bridge.weights.files.strict_json import parse
+
+NEW, OLD = "new", "old"
+"""The two sets of files in a home, to one of which its ``live`` leads."""
+_NAMES_BYTES = 100_000_000
+"""More than the names of a checkpoint take."""
+
+
+def read_commit(target: Path, live: Path, names_file: Path) -> tuple[str, list[str]]:
+    """The set of files to which ``live`` leads, and the names of all files that change.
+
+    Raises:
+        CheckpointError: no commit has left this, as a name leads out of the target. Nothing was touched.
+    """
+    home = live.parent
+    try:
+        side = os.readlink(live) if live.is_symlink() else read_bounded(live, len(NEW)).decode()
+        if side not in (NEW, OLD):
+            raise ValueError(f"{live.name} leads to {side!r}")
+        names = parse(read_bounded(names_file, _NAMES_BYTES))
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{names_file.name} is no list of names")
+        outside = [name for name in names if not (_is_inside(target, name) and _is_inside(home / side, name))]
+        if outside:
+            raise ValueError(f"{len(outside)} names lead out of it, such as {outside[0]!r}")
+    except (CheckpointError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"expected in {home} what a save has left, found another thing: {error}; remove that folder"
+        ) from None
+    return side, names
+
+
+def _is_inside(folder: Path, name: str) -> bool:
+    """Whether ``name`` is that of a file in ``folder``, whatever links there are."""
+    path = folder / name
+    return (
+        "\0" not in name
+        and path.name != ".."
+        and path.parent.is_relative_to(folder)
+        and os.path.realpath(path.parent) == str(path.parent)
+    )
+
+
+def require_own(home: Path) -> None:
+    """Remove from the home of an interrupted conversion what no conversion leaves.
+
+    A link, or a second name of a file, would lead writes elsewhere, and a FIFO would block them.
+
+    Raises:
+        CheckpointError: the home itself is a link.
+    """
+    if home.is_symlink():
+        raise CheckpointError(f"{home} is a link, expected a folder of an interrupted conversion: remove the link")
+    for path in [*home.rglob("*")]:
+        status = path.lstat()
+        if not stat.S_ISDIR(status.st_mode) and not (stat.S_ISREG(status.st_mode) and status.st_nlink <= 1):
+            path.unlink()
