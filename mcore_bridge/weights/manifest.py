@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_bridge.errors import ExportError
+from mcore_bridge.errors import ExportError, TransferError
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.agreement import agree_on_plan
@@ -79,11 +79,20 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Read what ``to_json`` wrote."""
-        rows = json.loads(text)
-        return cls(
-            tuple(ManifestEntry(r["name"], tuple(r["shape"]), getattr(torch, r["dtype"]), r["sha256"]) for r in rows)
-        )
+        """Read what ``to_json`` wrote.
+
+        Raises:
+            TransferError: it is something else.
+        """
+        try:
+            rows = json.loads(text)
+            if not isinstance(rows, list):
+                raise ValueError("no list")
+            return cls(tuple(map(_entry, rows)))
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise TransferError(
+                f"expected JSON that Manifest.to_json has written, found other text ({error!r:.200}); write it again"
+            ) from None
 
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str], *, digests: bool = False) -> Manifest:
@@ -95,6 +104,14 @@ class Manifest:
                 for name, tensor in checkpoint.pairs(checkpoint)
             )
         )
+
+
+def _entry(row: dict[str, Any]) -> ManifestEntry:
+    name, shape, dtype, sha256 = row["name"], tuple(row["shape"]), getattr(torch, row["dtype"]), row["sha256"]
+    is_shape = all(type(size) is int and size >= 0 for size in shape)
+    if not (isinstance(name, str) and is_shape and isinstance(dtype, torch.dtype) and isinstance(sha256, str | None)):
+        raise ValueError(f"{row} is no tensor")
+    return ManifestEntry(name, shape, dtype, sha256)
 
 
 def digest(tensor: Tensor) -> str:

@@ -34,7 +34,7 @@ DISTRIBUTED = {
     "weights/transfer/collectives.py",
 }
 """The files that touch torch.distributed."""
-FILES = {"weights/dist_checkpoint/writer.py", "weights/dist_checkpoint/folder.py", "weights/dist_checkpoint/files.py"}
+FILES = {f"weights/dist_checkpoint/{name}.py" for name in ("writer", "folder", "files", "metadata")}
 """They know of ``torch.distributed.checkpoint`` alone, by which torch calls the format of files."""
 
 WATCH = """

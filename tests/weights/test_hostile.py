@@ -4,6 +4,7 @@ Each row harms a whole folder in one place. What is read then is refused by a me
 indexes are drawn at random in ``test_headers.py`` and ``test_folders.py``.
 """
 
+import hashlib
 import io
 import json
 import os
@@ -11,6 +12,8 @@ import pickle
 import re
 import shutil
 import signal
+import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,11 +29,17 @@ from torch.distributed.checkpoint.metadata import (
 import mcore_bridge as mb
 from mcore_bridge.architecture import read_hf
 from mcore_bridge.convert.api import convert
-from mcore_bridge.errors import BridgeError, CheckpointError, printable
+from mcore_bridge.convert.hf_to_torch import rank_files
+from mcore_bridge.convert.rank_files.file import NAME
+from mcore_bridge.errors import BridgeError, CheckpointError, TransferError, printable
+from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.trainers.rlinf.cached_folder import FINGERPRINT, made_once
 from mcore_bridge.weights.dist_checkpoint.folder import TRACKER
 from mcore_bridge.weights.dist_checkpoint.metadata import is_tiled
 from mcore_bridge.weights.files.folder_lock import LOCK, Writer
 from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.plan.boxes import BoxCopy, Dim
+from mcore_bridge.weights.plan.engine_map import EngineMap, EngineTensor, SliceCopy, SliceFill
 from tests.support import pool
 from tests.support.conversions import assert_exact, quiet, written
 from tests.support.exports import built
@@ -39,6 +48,7 @@ from tests.support.strategies import random_state, tiny
 HF = tiny("qwen3", vocab_size=97, num_hidden_layers=2)
 TERABYTES = 1 << 42
 KEY = "decoder.layers.1.self_attention.linear_proj.weight"
+ODD_ROWS = (([-1], "int8"), ([0.5], "int8"), ('["a"]', "int8"), ([1], "load"), ([1], "none"), (1, "int8"))
 HOME, LEFT = ".mcore_bridge.0123abcd", ".mcore_bridge.convert"
 
 
@@ -234,6 +244,122 @@ def test_errors_control_no_terminal():
     assert str(BridgeError("a\x1b[2J\u202e\ud800\n\tb")) == "a\\x1b[2J\\u202e\\ud800\n\tb"
     assert printable("\u00e9 \U0001f600") == "\u00e9 \U0001f600"
     assert pickle.loads(pickle.dumps(CheckpointError("\x07"))).args == ("\\x07",)
+
+
+# checkpoints in the `torch` format, and what is handed on -------------------------------------------------------------
+
+
+def in_file(change):
+    """A harm to what a rank's file holds."""
+
+    def harm(path):
+        content = torch.load(path, weights_only=True)
+        change(content["model"])
+        torch.save(content, path)
+
+    return harm
+
+
+def numbered(name):
+    return in_file(lambda model: model.update({name: torch.zeros(1)}))
+
+
+def scalar(name):
+    return in_file(lambda model: model.update({name: torch.tensor(1.0)}))
+
+
+def packed(path):
+    """A record that is small in the file alone."""
+    torch.save(torch.load(path, weights_only=True), path)  # ours have no checksums
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in records.items():
+            archive.writestr(name, data)
+
+
+FILES = {
+    "a FIFO": (fifo, "is a FIFO, expected a file"),
+    "packed records": (packed, "records are compressed"),
+    "many layers": (
+        numbered("decoder.layers.999999999.mlp.x"),
+        "layers numbered from 0 on, found 3 of them up to 9999",
+    ),
+    "many MTP layers": (numbered("mtp.layers.999999999.x"), "layers numbered from 0 on, found 1 of them up to 9999"),
+    "a number of digits": (numbered(f"decoder.layers.{'9' * 5000}.x"), "no rule for the mcore parameter"),
+    "a key that is a number": (numbered(7), r"found others as \[7\]"),
+    "a tensor on no device": (
+        in_file(lambda model: model.update(w=torch.zeros(1, device="meta"))),
+        r"found others as \['w'\]",
+    ),
+    "an embedding without dims": (scalar("embedding.word_embeddings.weight"), r"found others as \['embedding"),
+    "a sparse tensor": (in_file(lambda model: model.update(w=torch.eye(2).to_sparse())), r"found others as \['w'\]"),
+    "a rank far away": (
+        lambda path: shutil.copytree(path.parent, path.parent.with_name("mp_rank_999999999")),
+        r"no file for tp_rank \[1, 2, 3, 4, 5, 6, 7, 8\]",
+    ),
+    "a rank of digits": (
+        lambda path: shutil.copytree(path.parent, path.parent.with_name(f"mp_rank_{'9' * 99}")),
+        "to have the form mp_rank_00_000_000",
+    ),
+}
+
+
+@pytest.mark.usefixtures("nobody_waits")
+def test_files_of_ranks_are_refused(whole, tmp_path):
+    convert(
+        whole / "hf", tmp_path / "files", rank_files=rank_files("torch", mb.ParallelDims(), "torch"), on_event=quiet
+    )
+    for row, (harm, message) in FILES.items():
+        shutil.copytree(tmp_path / "files", tmp_path / row)
+        harm(tmp_path / row / "release" / "mp_rank_00" / NAME)
+        with pytest.raises(CheckpointError, match=message):
+            convert(tmp_path / row, tmp_path / "out", on_event=quiet)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[" * 9999, "{}", "[1]", '[{"name": 1, "shape": [1], "dtype": "int8", "sha256": null}]']
+    + [f'[{{"name": "a", "shape": {shape}, "dtype": "{dtype}", "sha256": null}}]' for shape, dtype in ODD_ROWS],
+)
+def test_what_is_no_manifest_is_refused(text):
+    with pytest.raises(TransferError, match=r"expected JSON that Manifest\.to_json has written"):
+        mb.Manifest.from_json(text)
+
+
+def test_a_map_copies_nothing_outside_of_its_tensors(tmp_path):
+    """Whoever writes a file writes its digest as well."""
+    spec, tensor = TensorSpec("a", (4,), torch.int8), EngineTensor("b", (4,), (1,), torch.int8)
+    good = EngineMap("e", (spec,), (tensor,), (SliceCopy("a", "b", BoxCopy(0, 0, (Dim(4, 1, 1),)), False),))
+    assert not good.problems()
+    for box in (BoxCopy(0, 1, (Dim(4, 1, 1),)), BoxCopy(2, 3, (Dim(4, 1, -1),)), BoxCopy(3, 0, (Dim(4, -2, 1),))):
+        copied = replace(good, copies=(SliceCopy("a", "b", box, False),))
+        filled = replace(good, fills=(SliceFill("b", replace(box, source=0), 0),))
+        assert any("out of bounds" in line for line in copied.problems()), box
+        assert any("out of bounds" in line for line in filled.problems()) or box.target == 0, box
+    good.save(path := tmp_path / "map.json")
+    form, _, body = path.read_text().splitlines()
+    for old, new in (('"int8"', '"load"'), ("[4,1,1]", "[4,1.0,1]"), ('"engine"', '"other"')):
+        changed = body.replace(old, new)
+        path.write_text(f"{form}\n{hashlib.sha256(changed.encode()).hexdigest()}\n{changed}\n")
+        with pytest.raises(TransferError, match="expected the fields of a map"):
+            EngineMap.load(path)
+    fifo(path)
+    with pytest.raises(TransferError, match="expected a file, found something else"):
+        EngineMap.load(path)
+
+
+def test_a_lock_beside_a_folder_follows_no_link(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / ".out.lock").symlink_to("mine")
+    with pytest.raises(CheckpointError, match=r"cannot lock .*\.out\.lock"), made_once(tmp_path / "out", {}):
+        pass
+    (tmp_path / ".out.lock").unlink()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / FINGERPRINT).write_text("[" * 9999)
+    with pytest.raises(CheckpointError, match="made by this convertor"), made_once(tmp_path / "out", {}):
+        pass
+    assert (tmp_path / "mine").read_text() == "mine"
 
 
 # checkpoints of megatron-core -----------------------------------------------------------------------------------------

@@ -70,14 +70,18 @@ def read_rank_file(path: Path) -> dict[str, Mapping[str, Tensor]]:
         if not isinstance(state, Mapping):
             raise CheckpointError(f"{path} must hold a dict of tensors as {key!r}, found {type(state).__name__}")
         states[key] = {name: tensor for name, tensor in state.items() if not str(name).endswith(SUFFIX)}
-        others = [name for name, tensor in states[key].items() if not (isinstance(name, str) and _is_plain(tensor))]
+        others = [
+            name for name, tensor in states[key].items() if not (isinstance(name, str) and _is_plain(name, tensor))
+        ]
         if others:
             raise CheckpointError(f"{path} must hold plain tensors, found others as {others[:8]} of {key!r}")
     return states
 
 
-def _is_plain(tensor: object) -> bool:
-    """Whether this is a tensor with values of its own, on the CPU; or None, as an extra state may be."""
+def _is_plain(name: str, tensor: object) -> bool:
+    """Whether this is a tensor with values on the CPU, or None. A weight has dims, too."""
     if not isinstance(tensor, Tensor):
-        return tensor is None
+        return tensor is None and "weight" not in name
+    if "weight" in name and not tensor.dim():
+        return False
     return tensor.layout is torch.strided and tensor.is_cpu and not tensor.is_quantized and not tensor.is_nested

@@ -51,7 +51,7 @@ def files_of(models_by_file: Mapping[str, Models], expert_size: int | None) -> t
         ranks = {getattr(file, axis_rank) for file in files}
         if len(ranks) <= max(ranks):
             absent = list(islice((rank for rank in count() if rank not in ranks), min(8, 1 + max(ranks) - len(ranks))))
-            raise CheckpointError(f"it has files up to {axis_rank} {max(ranks)}, and none for {absent}")
+            raise CheckpointError(f"it has no file for {axis_rank} {absent}")
     return tuple(files)
 
 
@@ -62,7 +62,8 @@ def _all_names(models: Models) -> set[str]:
 def _expert_tp(models_by_file: Mapping[str, Models], expert_size: int | None) -> int:
     """The expert tensor parallel size."""
     states = (state for models in models_by_file.values() for state in models.values())
-    sizes = (tensor.shape[1] for state in states for name, tensor in state.items() if _EXPERT.search(name))
+    weights = (tensor for state in states for name, tensor in state.items() if _EXPERT.search(name))
+    sizes = (tensor.shape[1] for tensor in weights if tensor.dim() == 2 and tensor.numel())
     return max(1, (expert_size or 0) // next(sizes, 1 << 62))
 
 

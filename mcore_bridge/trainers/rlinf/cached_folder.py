@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -15,7 +16,10 @@ from mcore_bridge.errors import CheckpointError
 from mcore_bridge.trainers.rlinf.conversion import Conversion
 from mcore_bridge.weights.files.atomic_folder import commit, target_of, updating
 from mcore_bridge.weights.files.folder_lock import PREFIX
+from mcore_bridge.weights.files.positional_io import read_bounded
+from mcore_bridge.weights.files.strict_json import parse
 
+_RECORD_BYTES = 100_000_000
 FINGERPRINT = "mcore_bridge.json"
 Fingerprint = dict[str, Any]
 
@@ -44,8 +48,7 @@ def made_once(target: Path, wanted: Fingerprint) -> Iterator[Path | None]:
     """
     target = target_of(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with (target.parent / f".{target.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with _locked(target.with_name(f".{target.name}.lock")):
         if target.exists() and not all(path.name.startswith(PREFIX) for path in target.iterdir()):
             _require(target, wanted)
             yield None
@@ -56,11 +59,30 @@ def made_once(target: Path, wanted: Fingerprint) -> Iterator[Path | None]:
             commit(update)
 
 
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Wait until no other process is in such a block. The file may lie where others write, so no link is followed."""
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise CheckpointError(f"cannot lock {path}: {error.strerror}; remove it if it is no file of yours") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
 def _require(target: Path, wanted: Fingerprint) -> None:
     path = target / FINGERPRINT
-    if not path.is_file():
-        raise CheckpointError(f"{target} must be empty or made by this convertor, and has no {FINGERPRINT}; remove it")
-    recorded = json.loads(path.read_text())
+    try:
+        recorded = parse(read_bounded(path, _RECORD_BYTES))
+        if not isinstance(recorded, dict):
+            raise ValueError("no object")
+    except (CheckpointError, ValueError) as error:
+        raise CheckpointError(
+            f"{target} must be empty or made by this convertor, and has no {FINGERPRINT} ({error}); remove it"
+        ) from None
     stale = [name for name in wanted if recorded.get(name) != wanted[name]]
     if stale:
         changes = "; ".join(f"{name} was {recorded.get(name)}, and is {wanted[name]}" for name in stale)

@@ -54,10 +54,10 @@ class _DataUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         if name in _OTHERS.get(module, ()) or (module in _TORCH and "." not in name):
-            found = super().find_class(module, name)
-            is_data = isinstance(found, type) and (is_dataclass(found) or issubclass(found, Enum))
+            value = super().find_class(module, name)
+            is_data = isinstance(value, type) and (is_dataclass(value) or issubclass(value, Enum))
             if module in _OTHERS or is_data:
-                return found
+                return value
         raise pickle.UnpicklingError(f"it names {module}.{name}, which might run code")
 
 
@@ -116,8 +116,8 @@ def _problems(metadata: object) -> Iterator[str]:
 
 
 def _attribute(value: object, name: str, kind: type) -> Any:
-    found = getattr(value, name, None)
-    return found if isinstance(found, kind) else None
+    held = getattr(value, name, None)
+    return held if isinstance(held, kind) else None
 
 
 def _is_described(tensor: TensorStorageMetadata) -> bool:

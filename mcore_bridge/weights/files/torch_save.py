@@ -87,7 +87,7 @@ def read_torch_file(path: Path) -> dict[str, Any]:
             f"{path} holds objects that cannot be skipped, of {classes} ({describe(error).splitlines()[0]}); save it "
             "again with only tensors, numbers and text beside the model"
         ) from None
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
+    except (OSError, RuntimeError, EOFError, ValueError, MemoryError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"cannot read {path}: {error}; copy it again") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a dict, found {type(content).__name__}: is it a checkpoint?")
@@ -96,7 +96,7 @@ def read_torch_file(path: Path) -> dict[str, Any]:
 
 def _require_stored(path: Path) -> None:
     """Raise ``ValueError`` if a record is larger than its bytes in the file: it could fill any memory."""
-    if zipfile.is_zipfile(path):
+    if zipfile.is_zipfile(path):  # torch says what is wrong with others
         with zipfile.ZipFile(path) as archive:
             if packed := [info.filename for info in archive.infolist() if info.file_size > info.compress_size]:
                 raise ValueError(

@@ -61,6 +61,16 @@ class BoxCopy:
         """The place behind the last element in the source."""
         return self.source + 1 + sum((dim.size - 1) * dim.source for dim in self.dims) if self.num_elements else 0
 
+    def is_within(self, source: int, target: int) -> bool:
+        """Whether it copies between memories of so many elements. In a damaged map sizes may be negative, too."""
+        if any(dim.size < 0 or dim.target < 0 for dim in self.dims):
+            return False
+        return not self.num_elements or all(
+            first + sum((dim.size - 1) * min(0, dim[side]) for dim in self.dims) >= 0
+            and first + sum((dim.size - 1) * max(0, dim[side]) for dim in self.dims) < size
+            for first, side, size in ((self.source, 1, source), (self.target, 2, target))
+        )
+
     def after(self, first: BoxCopy) -> BoxCopy | None:
         """The composition of ``first`` and this copy, which reads the memory that ``first`` writes.
 

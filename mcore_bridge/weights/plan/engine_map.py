@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -184,14 +185,16 @@ class EngineMap:
         boxes: dict[str, list[BoxCopy]] = {}
         for copy in self.copies:
             box = copy.box
-            inside = box.target_end <= self.spans.get(copy.tensor, 0) and min(box.source, box.target) >= 0
-            if inside and box.source_end <= specs.get(copy.hf, 0):
+            if box.is_within(specs.get(copy.hf, 0), self.spans.get(copy.tensor, 0)):
                 boxes.setdefault(copy.tensor, []).append(box)
             else:
                 wrong.append(f"{copy.hf} to {copy.tensor}: {box} is out of bounds")
         fills: dict[str, list[BoxCopy]] = {}
         for entry in self.fills:
-            fills.setdefault(entry.tensor, []).append(entry.box)
+            if entry.box.is_within(entry.box.source_end, self.spans.get(entry.tensor, 0)):
+                fills.setdefault(entry.tensor, []).append(entry.box)
+            else:
+                wrong.append(f"{entry.tensor}: the fill {entry.box} is out of bounds")
         for tensor in (tensor for tensor in self.tensors if tensor.name not in left_out):
             num_written, alike = _count(tensor, boxes.get(tensor.name, ()), fills.get(tensor.name, ()), device)
             if alike:
@@ -214,7 +217,9 @@ class EngineMap:
         Raises:
             TransferError: when the file has another format, or was changed after it was written.
         """
-        text = Path(path).read_text()
+        if os.path.exists(path) and not os.path.isfile(path):  # a FIFO would block
+            raise TransferError(f"{path}: expected a file, found something else; make another")
+        text = Path(path).read_bytes().decode(errors="replace")
         form, _, rest = text.partition("\n")
         digest, _, body = rest.partition("\n")
         if form != FORMAT:
@@ -223,7 +228,12 @@ class EngineMap:
             )
         if hashlib.sha256(body.rstrip("\n").encode()).hexdigest() != digest:
             raise TransferError(f"{path}: its digest is not that of its text; the file was changed, so make another")
-        return _read(json.loads(body))
+        try:
+            return _read(json.loads(body))
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise TransferError(
+                f"{path}: expected the fields of a map, found others ({error!r:.200}); make another"
+            ) from None
 
     def _json(self) -> str:
         return json.dumps(
@@ -260,20 +270,28 @@ def _row(box: BoxCopy) -> list[Any]:
 
 
 def _box(row: list[Any]) -> BoxCopy:
-    return BoxCopy(row[0], row[1], tuple(Dim(*dim) for dim in row[2]))
+    box = BoxCopy(row[0], row[1], tuple(Dim(*dim) for dim in row[2]))
+    if not all(type(number) is int for number in (box.source, box.target, *chain.from_iterable(box.dims))):
+        raise ValueError(f"{row} is no box")
+    return box
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch.{name} is no dtype")
+    return dtype
+
+
 def _read(data: dict[str, Any]) -> EngineMap:
     return EngineMap(
         data["engine"],
-        tuple(TensorSpec(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in data["sources"]),
-        tuple(
-            EngineTensor(n, tuple(sh), tuple(st), getattr(torch, dt), kept) for n, sh, st, dt, kept in data["tensors"]
-        ),
+        tuple(TensorSpec(name, tuple(shape), _dtype(dtype)) for name, shape, dtype in data["sources"]),
+        tuple(EngineTensor(n, tuple(sh), tuple(st), _dtype(dt), kept) for n, sh, st, dt, kept in data["tensors"]),
         tuple(SliceCopy(hf, tensor, _box(row), casts) for hf, tensor, row, casts in data["copies"]),
         tuple(SliceFill(tensor, _box(row), bits) for tensor, row, bits in data["fills"]),
         tuple(Uncovered(tensor, reason, tuple(hf)) for tensor, reason, hf in data["uncovered"]),
