@@ -28,7 +28,7 @@ from mcore_bridge.weights.provenance import Provenance
 
 _TEXT = "model."
 _FACTORS = (".lora_A.weight", ".lora_B.weight")
-_MANY = 12
+_MANY = 30
 """That many reasons are named in an error. Adapters of another base have a reason for each module."""
 
 
