@@ -25,7 +25,7 @@ from tests.support.rlinf_models import LATENT, SPARSE, TIED
 from tests.support.strategies import tiny
 from tests.support.target_models import EXPERTS, FAMILIES, assert_gets
 
-THREES = tiny("qwen3_moe", num_experts=6)
+THREES = tiny("qwen3_moe", num_experts=6, num_experts_per_tok=2)
 
 
 def saved(folder, name):
