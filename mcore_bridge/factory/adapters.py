@@ -230,7 +230,6 @@ def _require_fitting(
         (folder is None and absent, f"expected rank=, alpha= and targets=, or a folder, found no {absent}"),
         (kind not in get_args(Sharing), f"kind must be one of {get_args(Sharing)}, found {kind!r}"),
         (init not in get_args(Init), f"init must be one of {get_args(Init)}, found {init!r}"),
-        (isinstance(asked["targets"], str), f"targets must be a list of names, found the text {asked['targets']!r}"),
         (twice, f"a folder decides on {twice}: leave them out"),
         (
             folder is not None and not isinstance(folder, str | os.PathLike),

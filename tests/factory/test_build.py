@@ -403,10 +403,7 @@ def test_without_dims_the_mesh_is_the_trainers(folder):
     assert pool.run(2, mesh_of_parallel_state, str(folder)) == [2, 2]
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"), [({"q_lora_rank": 33}, "33 is not divisible by 2"), ({"hidden_size": 2}, "division")]
-)
-def test_what_megatron_core_cannot_build_is_an_error_of_ours(changed, said):
+def test_what_megatron_core_cannot_build_is_an_error_of_ours():
     dims, hf = ParallelDims(tp=2, sp=True), zoo.cases()["deepseek_v3"].hf.to_dict()
-    with rank_of(dims, 0, 2), pytest.raises(ConfigError, match=f"megatron-core must be able to build .*{said}"):
-        build_model(AutoConfig.for_model(**{**hf, **changed}), dims=dims, load_weights=False, device="meta")
+    with rank_of(dims, 0, 2), pytest.raises(ConfigError, match=r"megatron-core must be able to build .*division"):
+        build_model(AutoConfig.for_model(**{**hf, "hidden_size": 2}), dims=dims, load_weights=False, device="meta")

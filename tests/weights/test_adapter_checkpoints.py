@@ -1,5 +1,7 @@
 """Checkpoints of megatron-core with adapters: alone or with the base, and training that goes on from them elsewhere."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -146,7 +148,7 @@ def refusals(folder, target):
             for loaded in (plain, models):
                 assert not mb.load_checkpoint(loaded, target / name, part="base").unexpected
         with pytest.raises(CheckpointError, match=r"of which .*adapter.linear_in.weight is not in part='base'"):
-            mb.save_checkpoint(models, target / "base", part="base", optimizer=object())
+            mb.save_checkpoint(models, target / "base", part="base", optimizer=mock.Mock())
         base = mb.to_hf_state_dict(plain)
         assert all(torch.equal(base[name], tensor) for name, tensor in random_state(HF).items())
 
