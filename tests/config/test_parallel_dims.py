@@ -37,6 +37,11 @@ def test_dims_read_well() -> None:
 LEVELS = "hierarchical_context_parallel_sizes"
 
 
+def test_flags_may_be_the_numbers_of_a_command_line() -> None:
+    assert ParallelDims(tp=2, sp=1) == ParallelDims(tp=2, sp=True)  # type: ignore[arg-type]
+    assert ParallelDims(tp=2, sp=0).sp is False  # type: ignore[arg-type]
+
+
 def test_levels_of_context_parallelism_come_as_a_trainer_has_them() -> None:
     dims = ParallelDims(cp=8, tp=2, sp=True, hierarchical_context_parallel_sizes=(2, 4))
     assert str(dims) == "TP2 CP8 HCP2x4 SP"
@@ -69,7 +74,7 @@ def test_settings_of_none_mean_what_megatron_core_means_by_them() -> None:
         ({"pp": 1.0}, r"pp must be an integer of at least 1, found 1.0"),
         ({"cp": True}, r"cp must be an integer of at least 1, found True"),
         ({"sp": True}, r"sp=True needs tp > 1.*found tp=1"),
-        ({"tp": 2, "sp": 1}, r"sp must be True or False, found 1"),
+        ({"tp": 2, "sp": 2}, r"sp must be True or False, found 2"),
         ({"pp": 2, EMBEDDING: "no"}, rf"{EMBEDDING} must be True or False, found 'no'"),
         ({"cp": 4, LEVELS: 4}, r"two sizes whose product is cp=4, found 4"),
         ({"pp": 2, "layout": b"Et|tL"}, r"layout must be text such as 'Ett\|ttL', or a list.*found b'Et\|tL'"),

@@ -254,7 +254,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n"
             rf"{INDEX} is damaged: expected a .* for each tensor, found 5 other values \(.*norm.*: 3, .*'\.\./b\.",
         ),
         (promise, r"promises 1 tensors that its files lack: \['model\.layers\.7\.extra'\]"),
-        (empty, r"no \*\.safetensors in"),
+        (empty, r"expected \*\.safetensors files in"),
         (shutil.rmtree, r"no folder"),
     ],
 )
@@ -375,7 +375,7 @@ def test_a_file_that_became_shorter_raises_and_leaves_no_thread(folder, slot_byt
     checkpoint = Checkpoint(folder)
     path = folder / "model-00002-of-00003.safetensors"
     os.truncate(path, path.stat().st_size // 2)
-    with pytest.raises(CheckpointError, match=r"cannot read .*model-00002-of-00003\.safetensors: the file ends"):
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00003\.safetensors has \d+ bytes, and had"):
         loaded(checkpoint, slot_bytes=slot_bytes)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("staging")]
 

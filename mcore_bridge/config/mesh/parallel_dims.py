@@ -82,8 +82,9 @@ class ParallelDims:
             if not is_count(size):
                 raise MeshError(f"{name} must be an integer of at least 1, found {size!r}")
         for name in _FLAGS:
-            if type(flag := getattr(self, name)) is not bool:
+            if (flag := getattr(self, name)) not in (False, True):
                 raise MeshError(f"{name} must be True or False, found {flag!r}")
+            object.__setattr__(self, name, bool(flag))  # settings of a command line have 0 or 1
         object.__setattr__(self, "layout", layout_text(self.layout))
         if self.sp and self.tp == 1:
             raise MeshError("sp=True needs tp > 1: sequence parallelism cuts activations over the tp axis, found tp=1")
