@@ -124,7 +124,7 @@ def forward(
     if loss is not None and not callable(loss):
         raise BatchError(f"loss must be a function of outputs and rows, found {type(loss).__name__}")
 
-    def checked() -> tuple[Callable[..., list[PackedSequences]], dict[str, int]]:
+    def checked() -> tuple[Callable[..., list[PackedSequences]], Sequence[int]]:
         mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask
         stand_ins = placeholders(provenance.whole.config) if images is not None and provenance.whole else ()
         require_batch(input_ids, mask, micro_batch_size, provenance.hf.vocab_size, stand_ins)
@@ -136,8 +136,8 @@ def forward(
                 require_no_placeholders(images, input_ids, mask, stand_ins)
         size = micro_batch_size or (1 if chunk.pg_collection.pp.size() > 1 else len(input_ids))
         batch = chunk, input_ids, mask != 0, size, len(chunks)
-        same = {"rows": len(input_ids), "their length": input_ids.size(1), "tokens": digest(input_ids, mask != 0)}
-        same |= {"micro_batch_size": size, "packed": packed, "multiple_of": multiple_of or 0, "loss": loss is not None}
+        of_call = size, packed, multiple_of or 0, loss is not None
+        same = *input_ids.shape, digest(input_ids, mask != 0), *of_call  # as COMPARED names them
         return partial(micro_batches, *batch, packed=packed, multiple_of=multiple_of), same
 
     batches = agreed_micro_batches(chunk, checked, input_ids.device, learns=loss is not None)

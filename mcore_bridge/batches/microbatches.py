@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer import TransformerConfig
 
-_NUMBERS = 7
-"""How many numbers of a batch its ranks compare."""
+COMPARED = ("rows", "their length", "tokens", "micro_batch_size", "packed", "multiple_of", "loss")
+"""What the ranks of a replica compare of a batch and its call, as whole numbers in this order."""
 _MIXING, _POSITIVE = 0x9E3779B97F4A7C1, 2**62 - 1
 
 
@@ -47,9 +47,9 @@ def micro_batches(
     return [pack_sequences(ids, mask, dims=dims, **options) for ids, mask in rows]
 
 
-Checked = Callable[[], tuple[Callable[..., list[PackedSequences]], Mapping[str, int]]]
-"""Checks a batch. Returns a function that makes microbatches with at least ``min_tokens`` in a row, and numbers that
-must be equal on all ranks of a replica."""
+Checked = Callable[[], tuple[Callable[..., list[PackedSequences]], Sequence[int]]]
+"""Checks a batch. Returns a function that makes microbatches with at least ``min_tokens`` in a row, and the numbers of
+``COMPARED``, which must be equal on all ranks of a replica."""
 
 
 def agreed_micro_batches(
@@ -72,7 +72,7 @@ def agreed_micro_batches(
     """
     batches: list[PackedSequences] = []
     problem: Exception | None = None
-    same: Mapping[str, int] = {}
+    same: Sequence[int] = ()
     try:
         pack, same = checked()
         batches = pack(min_tokens=0)
@@ -96,18 +96,19 @@ def digest(input_ids: Tensor, mask: Tensor) -> int:
 
 
 def _problem_of_replica(
-    chunk: GPTModel, problem: Exception | None, same: Mapping[str, int], device: torch.device
+    chunk: GPTModel, problem: Exception | None, same: Sequence[int], device: torch.device
 ) -> Exception | None:
     """The error to raise if a rank of this replica refuses its batch, or has another one than this rank."""
     groups = chunk.pg_collection
-    numbers = [*same.values()] or [0] * _NUMBERS
+    numbers = same or [0] * len(COMPARED)
     sizes = torch.tensor([problem is not None, *numbers, *(-number for number in numbers)], device=device)
     for group in (groups.tp, groups.cp, groups.pp):
         reduce_max(sizes, group)
     is_bad, *both = sizes.tolist()
     if problem is not None or is_bad:
         return problem or BatchError("another rank of this replica refuses its batch: see the error there")
-    differ = [name for name, most, least in zip(same, both[:_NUMBERS], both[_NUMBERS:], strict=True) if most != -least]
+    largest, negated = both[: len(COMPARED)], both[len(COMPARED) :]
+    differ = [name for name, most, least in zip(COMPARED, largest, negated, strict=True) if most != -least]
     if not differ:
         return None
     return BatchError(
