@@ -145,7 +145,8 @@ def convert_command(
         str,
         typer.Option(
             help='Format to make from an HF folder: "torch_dist"; "hf", plain weights of a quantized folder; or '
-            '"torch". The last are Megatron\'s older files, as RLinf loads them, for the mesh of the options below.'
+            '"torch". Files of "torch" are Megatron\'s older ones, as RLinf loads them, for the mesh of the options '
+            "below."
         ),
     ] = "torch_dist",
     tp: Tp = 1,
