@@ -120,6 +120,7 @@ class EngineOutputs(Outputs):
     def __init__(self, program: EngineProgram, memory: Buffers, device: torch.device) -> None:
         super().__init__(program.plan, device)
         self._program, self._memory = program, memory
+        self._gpus |= memory.gpus
 
     def _tensor(self, number: int) -> Tensor:
         first = self._program.first
@@ -129,7 +130,7 @@ class EngineOutputs(Outputs):
         if self._memory.is_aligned:
             super()._copy(step, held, others, device)
         else:
-            step.copies.run(Buffers([*held.tensors, *others]), Buffers([]), device)
+            step.copies.run(Buffers([*held.tensors, *others], self._gpus | held.gpus), Buffers([]), device)
 
     def closed(self, message: Message) -> Iterator[tuple[str, Tensor]]:
         """Copy the HF tensors that are complete with a message into the engine's; yield none."""

@@ -4,11 +4,13 @@ import contextlib
 import io
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.support import pool, towers
@@ -92,3 +94,18 @@ def test_the_benchmark_of_engines_compares_every_bit():
     assert not found["map"]["uncovered"]
     assert found["sync, map"]["median_s"] > 0
     assert "expected memory of a CUDA device" in found["direct"]["refused"]
+
+
+@pytest.mark.multigpu
+def test_an_engine_on_another_gpu_than_its_trainer_gets_every_bit_in_all_ways():
+    """The process of the engine does not make its GPU the current one."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    command = [sys.executable, str(FOLDER / "engine.py"), "tiny-moe", "--engine-device", "cuda:1"]
+    finished = subprocess.run([*command, "--repeats", "2", "--slow-repeats", "1"], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    lines = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith("{")]
+    bits = {line["what"]: line for line in lines if line["what"].startswith("bits")}
+    assert {*bits} == {"bits, ring", "bits, direct", "bits, shards"}
+    assert not any(line["differing"] for line in bits.values())
+    assert all(line["parameters"] > 10 for line in bits.values())

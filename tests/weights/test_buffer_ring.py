@@ -5,6 +5,7 @@ import subprocess
 import sys
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,6 +38,8 @@ def random_tensors(sizes, seed=0):
 
     return {f"layers.{i}.weight": tensor(dtype, shape) for i, (dtype, shape) in enumerate(sizes)}
 
+
+SHARED = Path("/dev/shm")
 
 MIXED = [(DTYPES[i % len(DTYPES)], (i % 5 + 1, 3 * (i % 30) + 1)) for i in range(80)]
 """Nothing is a multiple of anything: an fp32 tensor follows an odd number of bf16 elements."""
@@ -268,6 +271,27 @@ def test_a_buffer_that_is_gone_is_not_made_again():
     ring.close()
     with pytest.raises(TransferError, match="found None; the sender may have ended"):
         Receiver(ring.plan, handles)
+
+
+def test_a_sender_that_is_killed_leaves_no_memory_behind(tmp_path):
+    """Its slots have no name, so an engine that has opened them has the last hold of them."""
+    script = (
+        "import sys, time, mcore_bridge as mb\n"
+        "from mcore_bridge.weights.ipc.buckets import BucketPlan\n"
+        "ring = mb.BufferRing(BucketPlan(2, 4096, ()), 'cpu')\n"
+        "print(*(handle.args[0] for handle in ring.handles()), flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    before = {*SHARED.iterdir()}
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as sender:
+        paths = sender.stdout.readline().split()
+        slot = torch.from_file(paths[1], shared=True, size=4096, dtype=torch.uint8)
+        left = {path for path in SHARED.iterdir() if path not in before and path.name.startswith(("mcore", "tmp"))}
+        sender.kill()
+    assert len(paths) == 2
+    assert not left
+    assert not any(map(os.path.exists, paths))
+    assert not slot.any()  # still mapped
 
 
 def test_memory_that_cannot_be_shared_or_is_not_there_is_refused():

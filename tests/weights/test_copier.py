@@ -1,5 +1,8 @@
 """Copies of bytes: what a plan copies, on the CPU and by the kernel, against indexing."""
 
+import ast
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 from mcore_bridge.weights.transfer.byte_copy import ByteCopy
 from mcore_bridge.weights.transfer.copier import Buffers, CopyTable
 
+PACKAGE = Path(__file__).parent.parent.parent / "mcore_bridge"
 SIZE = 1 << 16  # bytes of a buffer
 
 
@@ -44,17 +48,19 @@ def expected(moves, sources):
     return target
 
 
-def check(moves, device):
+def check(moves, device, *, target_device=None, runs_on=None):
+    """The devices of sources and of the target may differ, and a kernel may run on either."""
     random = np.random.default_rng(0)
     sources = [random.integers(0, 256, SIZE, dtype=np.uint8) for _ in range(2)]
-    target = torch.zeros(SIZE + 256, dtype=torch.uint8, device=device)[256:]  # inside of a larger storage
+    target = torch.zeros(SIZE + 256, dtype=torch.uint8, device=target_device or device)[256:]  # in a larger storage
     table = CopyTable(moves)
     for shift in (0, 8, 0):  # of where the sources begin: not always where the widest words can
         near = torch.zeros(2, SIZE + 256, dtype=torch.uint8, device=device)[:, shift : SIZE + shift]
         near.copy_(torch.from_numpy(np.stack(sources)))
-        target.zero_()
-        table.run(Buffers(list(near)), Buffers([target]), torch.device(device))
-        assert (target.cpu().numpy() == expected(moves, sources)).all()
+        for where in runs_on or (device,):
+            target.zero_()
+            table.run(Buffers(list(near)), Buffers([target]), torch.device(where))
+            assert (target.cpu().numpy() == expected(moves, sources)).all()
 
 
 @settings(max_examples=100, deadline=None)
@@ -90,3 +96,46 @@ def test_the_kernel_makes_the_same_moves():
         [ByteCopy(0, 0, 2, 0, 130, 96, 2, 256, 2, 384, 2), ByteCopy(1, 16, 2, 50_000, 129, 24, 2, 48, 2, 96, 2)], "cuda"
     )
     check([move._replace(target_start=move.target_start + 8) for move in long], "cuda")
+
+
+@pytest.mark.multigpu
+def test_a_kernel_reaches_another_gpu_whichever_is_the_current_one():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    gpus = ["cuda:0", "cuda:1"]
+
+    @settings(max_examples=50, deadline=None)
+    @given(tables(), st.permutations(gpus), st.integers(0, 1))
+    def everywhere(moves, devices, current):
+        with torch.cuda.device(current):
+            check(moves, devices[0], target_device=devices[1], runs_on=gpus)
+
+    everywhere()
+
+
+WITH_A_DEVICE = {"Stream", "current_stream", "default_stream", "synchronize", "record"}
+"""Functions of ``torch.cuda``, and a method of its events, that take the current device where nobody names one."""
+
+
+def test_no_launch_event_or_stream_leaves_its_device_open():
+    """A process may have tensors on a GPU that is not its current one."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.name == "cpu.py":  # which defines these names for machines without a GPU
+            continue
+        tree = ast.parse(path.read_text())
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            name, _, attribute = ast.unparse(call.func).rpartition(".")
+            if attribute in WITH_A_DEVICE and (name == "torch.cuda" or attribute == "record"):
+                assert call.args, f"{path}:{call.lineno} names no device or stream"
+
+
+def test_the_only_kernel_is_launched_at_one_place_which_makes_its_device_the_current_one():
+    texts = {path.name: path.read_text() for path in PACKAGE.rglob("*.py")}
+    assert [name for name, text in texts.items() if "@triton" in text] == ["triton_copy.py"]
+    assert [name for name, text in texts.items() if "triton_copy import launch" in text] == ["copier.py"]
+    (block,) = (
+        node
+        for node in ast.walk(ast.parse(texts["copier.py"]))
+        if isinstance(node, ast.With) and "launch(" in ast.unparse(node)
+    )
+    assert ast.unparse(block.items[0]) == "torch.cuda.device(device)"

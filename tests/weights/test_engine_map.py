@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import mcore_bridge as mb
 from mcore_bridge.errors import TransferError
+from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.ipc.buckets import plan_buckets
 from mcore_bridge.weights.ipc.checksum import checksums
 from mcore_bridge.weights.ipc.probe import drawn_values
@@ -21,6 +22,7 @@ from mcore_bridge.weights.ipc.sender import BufferRing
 from mcore_bridge.weights.manifest import Manifest, ManifestEntry
 from mcore_bridge.weights.plan.boxes import BoxCopy, Dim, merged
 from mcore_bridge.weights.plan.engine_map import EngineMap, EngineTensor, SliceCopy
+from mcore_bridge.weights.plan.map_slices import MapSlices
 from tests.support.stand_in import Sizes, StandIn, differing, loaded, specs
 
 CPU = torch.device("cpu")
@@ -330,6 +332,82 @@ def test_an_engine_knows_whether_its_weights_are_whole(ring):
         receiver.finish(version=70)
         assert engine.require_whole() == 70
     assert differing(model.held(), loaded(weights(1))) == []
+
+
+def test_only_a_round_that_was_announced_and_has_all_tensors_is_completed(ring):
+    model = StandIn()
+    engine = mb.map_engine(ring.plan, model, model.load)
+    first = ring.plan.buckets[0]
+    slot = torch.zeros(ring.plan.slot_bytes, dtype=torch.uint8)
+    pairs = list(weights(0).items())
+
+    def refused(message, *calls):
+        for call in calls:
+            with pytest.raises(TransferError, match=message):
+                call()
+            assert engine.state.version is None
+
+    unannounced = "expected a round that was announced"
+    refused(unannounced, engine.complete, lambda: engine.copy(first, slot), lambda: engine.copy_group(0, pairs))
+    for reason in ("", "a loader takes this round"):
+        engine._disproof = reason
+        engine.begin(ring.plan)
+        engine.copy(first, slot)
+        left = len(SPECS) - len(first.pieces)
+        refused(f"{left} of {len(SPECS)} tensors of the round never came, such as model", engine.complete)
+        engine.break_off()
+        refused(unannounced, engine.complete)
+        assert engine.state.weights == "half"
+    engine._disproof = ""
+    engine.begin(SPECS)
+    engine.copy_group(0, pairs)
+    engine.complete()
+    assert engine.require_whole() == 3
+    assert differing(model.held(), loaded(weights(0))) == []
+
+
+def test_a_loader_that_takes_nothing_makes_no_engine(ring):
+    """It would skip every name, such as names with another prefix."""
+    model = StandIn()
+    for kept in (None, EngineMap("", tuple(SPECS), (), ())):
+        with pytest.raises(TransferError, match=r"none of 44 came into any: look whether it skips .*embed_tokens"):
+            mb.map_engine(ring.plan, model, lambda pairs: [*pairs], kept=kept)
+
+
+def test_a_second_ring_and_other_groups_are_copied_by_their_own_places(ring):
+    """What an engine keeps of the buckets of a round is not used for buckets of other sizes."""
+    model = StandIn()
+    engine = mb.map_engine(ring.plan, model, model.load)
+    other = plan_buckets(SPECS, slot_bytes=3 * SLOT_BYTES)
+    with closing(BufferRing(other, "cpu")) as second:
+        for seed, sender in enumerate([ring, second, ring, second]):
+            with closing(Receiver(sender.plan, sender.handles())) as receiver:
+                send(sender, receiver, engine, weights(seed))
+            assert differing(model.held(), loaded(weights(seed))) == []
+    for seed, size in enumerate([7, 11, 7, len(SPECS)]):
+        engine.begin(SPECS)
+        for number, bucket in enumerate(buckets_of(weights(seed), size)):
+            engine.copy_group(number, bucket)
+        engine.complete()
+        assert differing(model.held(), loaded(weights(seed))) == []
+
+
+def test_groups_of_slices_are_copied_as_slices():
+    """A rank of two is sent what it uses alone, in groups as in buckets."""
+    model = StandIn(2, 1)
+    engine = mb.map_engine(SPECS, model, model.load)
+    slices, sent = MapSlices(engine.map), {}
+    for name, tensor in weights(3).items():
+        for dim, indices in enumerate(slices.taken(name, range(tensor.dim()))):
+            tensor = tensor.index_select(dim, torch.from_numpy(indices))
+        if slices.is_used(name):
+            sent[name] = tensor
+    assert sum(map(torch.numel, sent.values())) < 0.7 * sum(map(torch.numel, weights(3).values()))
+    engine.begin([TensorSpec.of(name, tensor) for name, tensor in sent.items()])
+    for number, bucket in enumerate(buckets_of(sent)):
+        engine.copy_group(number, bucket)
+    engine.complete()
+    assert differing(model.held(), loaded(weights(3), 2, 1)) == []
 
 
 def test_another_plan_goes_by_the_loader_unless_tensors_are_missing(ring):

@@ -42,13 +42,13 @@ class FedLoader:
         self._asks.acquire()
 
     def give(self, pairs: Iterable[Pair]) -> None:
-        """Have the loader take tensors. It gets copies, which it may keep.
+        """Have the loader take tensors. It gets copies on the engine's device, which it may keep.
 
         Raises:
             Exception: what the loader raises.
         """
         if not self._has_ended:
-            self._given.put([(name, tensor.clone()) for name, tensor in pairs])
+            self._given.put([(name, tensor.to(self._device, copy=True)) for name, tensor in pairs])
             self._asks.acquire()
         self._raise()
 

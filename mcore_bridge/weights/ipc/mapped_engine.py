@@ -24,6 +24,9 @@ from mcore_bridge.weights.plan.map_slices import MapSlices
 from mcore_bridge.weights.transfer.copier import Buffers
 
 logger = logging.getLogger(__name__)
+_NO_ROUND = (
+    "expected a round that was announced, found none: call begin() or share() first, and again after break_off()"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +54,20 @@ class MappedEngine:
         load: the engine's loader, for tensors that the map does not cover, and for proofs.
         verify_every: prove the map again before every so many rounds; 0 is never.
         disproof: why the map is never to be used; empty if it may be.
+
+    Raises:
+        TransferError: when no HF tensor comes into any tensor of the engine.
     """
 
     def __init__(
         self, engine_map: EngineMap, source: Source, load: Loader, *, verify_every: int = 0, disproof: str = ""
     ) -> None:
+        if not (engine_map.copies or engine_map.uncovered):
+            names = [spec.name for spec in engine_map.sources]
+            raise TransferError(
+                f"expected a loader that copies HF tensors into the engine's tensors, found that none of {len(names)} "
+                f"came into any: look whether it skips their names, such as {names[:3]}"
+            )
         self.map = engine_map
         self.state = EngineState("half", None)
         self.reason = ""
@@ -64,6 +76,9 @@ class MappedEngine:
         self._load, self._verify_every, self._disproof = load, verify_every, disproof
         self._plan: BucketPlan | Sequence[TensorSpec] | None = None
         self._sent, self._unlike = engine_map, ""
+        self._names: frozenset[str] = frozenset()
+        self._left: set[str] | None = None
+        """The HF tensors of the round that have not come yet; None between rounds."""
         self._shared: Buffers | None = None
         self._mark, self._due = torch.zeros(8, dtype=torch.uint8), 0
         self._copies: dict[int, EngineCopies] = {}
@@ -93,7 +108,7 @@ class MappedEngine:
         Raises:
             TransferError: when the round can go neither by the map nor by the loader.
         """
-        if self._due or self._loading is not None:
+        if self._left is not None:
             self.break_off()
         if self.state.weights == "new":
             self.state = EngineState("old", self.state.version)
@@ -104,7 +119,7 @@ class MappedEngine:
             raise TransferError(f"{reason}. The loader takes whole HF tensors, so send these instead of slices")
         if reason and reason != self.reason:
             logger.warning("the round goes by the engine's loader: %s", reason)
-        self.reason = reason
+        self.reason, self._left = reason, set(self._names)
         self._num_rounds += 1
 
     def _expect(self, plan: BucketPlan | Sequence[TensorSpec]) -> None:
@@ -124,7 +139,9 @@ class MappedEngine:
                 f"the slices are those of another map: expected the digest {self.map.digest[:16]}, found "
                 f"{target[:16]}; export with target= this engine's map"
             )
-        self._plan, self._sent, self._unlike, self._copies = plan, sent, unlike, {}
+        self._plan, self._sent, self._unlike = plan, sent, unlike
+        self._names = frozenset(spec.name for spec in specs)
+        self._copies, self._groups = {}, {}
 
     def _checked(self) -> str:
         """Why the map cannot be used in this round; empty if it can."""
@@ -170,19 +187,31 @@ class MappedEngine:
             self._mark = allocate(8, device).zero_()
             handles = (share(self._mark), *parts)
         self._shared, self.state = self._memory.buffers, EngineState("half", None)
+        self._left = set()  # the mark says when all have come
         self._due = int(self._mark.view(torch.int64).item()) + 1
         self._memory.fill()
         _synchronize(device)
         return handles
 
     def copy(self, bucket: Bucket, slot: Tensor) -> None:
-        """Put what a slot holds of ``bucket`` into the engine's tensors, on the current stream."""
-        self.state = EngineState("half", None)
+        """Put what a slot holds of ``bucket`` into the engine's tensors, on the current stream.
+
+        Raises:
+            TransferError: when no round was announced.
+        """
+        self._come(piece.name for piece in bucket.pieces)
         rest = [piece for piece in bucket.pieces if self.reason or piece.name in self.map.by_loader]
         if not self.reason:
             self._copy(bucket, slot)
         if rest:
             self._feed((piece.name, piece.view(slot)) for piece in rest)
+
+    def _come(self, names: Iterable[str]) -> None:
+        """HF tensors of the round have come; they are about to be written."""
+        if self._left is None:
+            raise TransferError(_NO_ROUND)
+        self.state = EngineState("half", None)
+        self._left.difference_update(names)
 
     def _copy(self, bucket: Bucket, slot: Tensor) -> None:
         if bucket.number == 0:
@@ -206,8 +235,11 @@ class MappedEngine:
         Args:
             number: counts the buckets of a round from 0 on. A round whose buckets have the same tensors is cheaper.
             pairs: contiguous, on the engine's device; they are read when this returns.
+
+        Raises:
+            TransferError: when no round was announced.
         """
-        self.state = EngineState("half", None)
+        self._come(name for name, _ in pairs)
         if not self.reason and number == 0:
             self._memory.fill()
         if not self.reason and pairs:
@@ -216,7 +248,7 @@ class MappedEngine:
                 entries = [
                     (copy, place, tensor.dtype)
                     for place, (name, tensor) in enumerate(pairs)
-                    for copy in self.map.by_hf.get(name, ())
+                    for copy in self._sent.by_hf.get(name, ())
                 ]
                 self._groups[number] = (names, EngineCopies(entries, self.map.dtypes, self.map.places, apart=True))
             self._groups[number][1].run_apart([tensor for _, tensor in pairs], self._memory.buffers)
@@ -229,11 +261,19 @@ class MappedEngine:
         """All tensors of a round have come: the weights are those of ``version``, or of the next one.
 
         Raises:
-            TransferError: when the engine has moved its tensors since the round began, or the sender did not write
-                into them as they are.
+            TransferError: when no round was announced, or not all of its tensors have come; when the engine has moved
+                its tensors since the round began, or the sender did not write into them as they are.
         """
+        if self._left is None:
+            raise TransferError(_NO_ROUND)
+        if self._left:
+            raise TransferError(
+                f"{len(self._left)} of {len(self._names)} tensors of the round never came, such as {min(self._left)}; "
+                "send them, or call break_off() and send a whole round again"
+            )
         loading, self._loading = self._loading, None
         if loading is not None:
+            self._left = None  # whatever becomes of the loader, its round ends here
             loading.finish()
         if not self.reason and loading is None and self._memory.has_moved():  # a loader may make tensors anew
             raise TransferError(
@@ -246,7 +286,7 @@ class MappedEngine:
                 f"expected the sender's mark {self._due}, found {mark}: the sender did not end this round, or it wrote "
                 "to addresses that the engine has left. Make its DirectWriter of the last handles of share()"
             )
-        self._due = 0
+        self._due, self._left = 0, None
         self.state = EngineState("new", self._num_rounds if version is None else version)
 
     def break_off(self) -> None:
@@ -254,7 +294,8 @@ class MappedEngine:
 
         What it has written stays, and ``state`` says so.
         """
-        loading, self._loading, self._due, self._shared = self._loading, None, 0, None
+        loading, self._loading = self._loading, None
+        self._left, self._due, self._shared = None, 0, None
         if loading is not None:
             loading.break_off()
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from mcore_bridge.errors import TransferError
 from mcore_bridge.weights.ipc.buckets import Bucket, BucketPlan
 from mcore_bridge.weights.ipc.shared_memory import Handle, allocate, share
-from mcore_bridge.weights.transfer.copier import WORDS
+from mcore_bridge.weights.transfer.copier import WORDS, indexed
 
 Pair = tuple[str, Tensor]
 AT_ONCE = 64 << 20
@@ -43,7 +43,7 @@ class BufferRing:
         if not isinstance(plan, BucketPlan):
             raise TransferError(f"expected a plan, found a {type(plan).__name__}: pass plan_buckets(manifest(models))")
         self.plan = plan
-        self.device = _indexed(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
+        self.device = indexed(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
         self._slots = [allocate(plan.slot_bytes, self.device) for _ in range(plan.num_slots)]
         self._unread: deque[int] = deque()
         self._views: dict[int, list[Tensor]] = {}
@@ -152,9 +152,3 @@ def _closing(pairs: Iterable[Pair]) -> Iterator[Iterator[Pair]]:
                 with suppress(Exception):  # the first error is raised
                     next(iterator, None)
             iterator.close()
-
-
-def _indexed(device: torch.device) -> torch.device:
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device

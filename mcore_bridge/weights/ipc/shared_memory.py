@@ -133,33 +133,29 @@ def _set_allocator(settings: str) -> None:
 
 
 def _allocate_file(num_bytes: int) -> Tensor:
-    folder = _MEMORY_FILES if _MEMORY_FILES.is_dir() else None
-    descriptor, path = tempfile.mkstemp(prefix="mcore_bridge-", dir=folder)
+    """Memory of a file without a name, which other processes open by this process and its descriptor.
+
+    So nothing of it stays behind, whatever ends this process.
+    """
+    file = tempfile.TemporaryFile(dir=_MEMORY_FILES if _MEMORY_FILES.is_dir() else None)  # noqa: SIM115
     try:
-        _reserve(descriptor, num_bytes)
-        buffer = _map_file(path, num_bytes)
+        os.posix_fallocate(file.fileno(), 0, num_bytes)  # if there are too few pages, a later write would end us
+        buffer = _map_file(f"/proc/{os.getpid()}/fd/{file.fileno()}", num_bytes)
     except OSError as error:
-        os.unlink(path)
-        raise TransferError(f"no {num_bytes} bytes for {path}: {error}; free some, or use smaller slots") from None
-    finally:
-        os.close(descriptor)
-    weakref.finalize(buffer, Path(path).unlink, missing_ok=True)
+        file.close()
+        raise TransferError(
+            f"no {num_bytes} bytes for a buffer in {_MEMORY_FILES}: {error}; free some, or use smaller slots"
+        ) from None
+    weakref.finalize(buffer, file.close)
     return buffer
-
-
-def _reserve(descriptor: int, num_bytes: int) -> None:
-    """Allocate the pages now: if there are too few, a later write would end the process."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, num_bytes)
-    else:
-        os.truncate(descriptor, num_bytes)
 
 
 def _map_file(path: str, num_bytes: int) -> Tensor:
     size = os.path.getsize(path) if os.path.exists(path) else None
     if size != num_bytes:  # torch would create or enlarge the file
         raise TransferError(
-            f"expected a buffer of {num_bytes} bytes at {path}, found {size}; the sender may have ended"
+            f"expected a buffer of {num_bytes} bytes at {path}, found {size}; the sender may have ended, or run in a "
+            "container whose processes this one does not see"
         )
     return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
 

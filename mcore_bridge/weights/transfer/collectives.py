@@ -62,7 +62,7 @@ class Group:
         """The ranks of the members in the world."""
         self.device = self._device()
         self._grid = (column, stage) if column and stage and self._are_grid(column, stage) else None
-        self._stream = torch.cuda.Stream() if self._grid and self.device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(self.device) if self._grid and self.device.type == "cuda" else None
 
     def _device(self) -> torch.device:
         if "nccl" in str(dist.get_backend(self.group)):
@@ -153,7 +153,7 @@ class Group:
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             yield
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mcore_bridge.errors import TransferError
 from mcore_bridge.weights.transfer.byte_copy import WIDEST, ByteCopy, Table
 
 if TYPE_CHECKING:
@@ -24,10 +25,15 @@ Addresses = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 class Buffers:
-    """Contiguous tensors between which bytes are copied, with what a kernel needs to know of them."""
+    """Contiguous tensors between which bytes are copied, with what a kernel needs to know of them.
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = tensors
+    Args:
+        tensors: the tensors, by number.
+        gpus: the indices of the GPUs that have them, where the caller knows; None looks at every tensor.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], gpus: frozenset[int] | None = None) -> None:
+        self.tensors, self._gpus = tensors, gpus
         self._on_device: dict[torch.device, Tensor] = {}
 
     @cached_property
@@ -53,23 +59,34 @@ class Buffers:
         """Whether a kernel reaches all tensors: each is on a GPU, or pinned on the host."""
         return all(tensor.is_cuda or tensor.is_pinned() for tensor in self.tensors)
 
+    @cached_property
+    def gpus(self) -> frozenset[int]:
+        """The indices of the GPUs that have the tensors."""
+        if self._gpus is not None:
+            return self._gpus
+        return frozenset(tensor.device.index for tensor in self.tensors if tensor.is_cuda)
+
 
 class CopyTable:
     """Copies that write to different bytes, as a table, and what a kernel needs to run them."""
 
     def __init__(self, copies: Iterable[ByteCopy]) -> None:
         self.table: Table = np.array([*copies], dtype=np.int64).reshape(-1, len(ByteCopy._fields))
-        self._launches: dict[bool, tuple[Launch, ...]] = {}
+        self._launches: dict[tuple[torch.device, bool], tuple[Launch, ...]] = {}
 
     def run(self, staying: Buffers, passing: Buffers, device: torch.device) -> None:
         """Run all copies on the current stream of ``device``, in any order, without waiting for them.
 
-        No copy may read what another one writes.
+        No copy may read what another one writes. The current streams of other GPUs that have buffers wait as they do
+        for a copy of torch between two GPUs: the kernel for them, and they for the kernel.
 
         Args:
             staying: the first buffers by number, which many tables share. They may be anywhere and begin anywhere.
-            passing: the buffers that follow, on ``device`` or pinned. They begin at multiples of ``WIDEST``.
-            device: where most of the buffers are.
+            passing: the buffers that follow, on a GPU or pinned. They begin at multiples of ``WIDEST``.
+            device: where the kernel runs. It reaches buffers on other GPUs of the machine over their links.
+
+        Raises:
+            TransferError: when this machine lets no kernel of ``device`` reach the GPU of a buffer.
         """
         if device.type == "cuda" and has_triton() and staying.on_gpu:
             self._launch(staying, passing, device)
@@ -84,9 +101,46 @@ class CopyTable:
     def _launch(self, staying: Buffers, passing: Buffers, device: torch.device) -> None:
         from mcore_bridge.weights.transfer.triton_copy import launch, prepare
 
-        if staying.is_aligned not in self._launches:
-            self._launches[staying.is_aligned] = prepare(self.table, aligned=staying.is_aligned, device=device)
-        launch(self._launches[staying.is_aligned], staying.addresses_on(device), passing.addresses_on(device))
+        device = indexed(device)
+        with torch.cuda.device(device), _beside_peers(device, staying.gpus | passing.gpus):
+            kind = device, staying.is_aligned
+            if kind not in self._launches:
+                self._launches[kind] = prepare(self.table, aligned=staying.is_aligned, device=device)
+            launch(self._launches[kind], staying.addresses_on(device), passing.addresses_on(device))
+
+
+def indexed(device: torch.device) -> torch.device:
+    """The same device with its index, which is that of the current device if ``device`` has none."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+@contextmanager
+def _beside_peers(device: torch.device, gpus: frozenset[int]) -> Iterator[None]:
+    """Let kernels of the block reach the memory of ``gpus``, in the order of all current streams."""
+    peers = [torch.device("cuda", index) for index in gpus if index != device.index]
+    for peer in peers:
+        _enable_peer_access(device, peer)
+        torch.cuda.current_stream(device).wait_stream(torch.cuda.current_stream(peer))
+    yield
+    for peer in peers:
+        torch.cuda.current_stream(peer).wait_stream(torch.cuda.current_stream(device))
+
+
+@cache
+def _enable_peer_access(device: torch.device, peer: torch.device) -> None:
+    """Let kernels of one GPU reach the memory of another one.
+
+    Raises:
+        TransferError: when the machine has no such access.
+    """
+    if not torch.cuda.can_device_access_peer(device, peer):
+        raise TransferError(
+            f"expected two GPUs that reach each other's memory, found {device}, which cannot reach {peer} on this "
+            'machine: send buckets through a ring with device="cpu"'
+        )
+    torch.zeros(1, device=peer).copy_(torch.zeros(1, device=device))  # torch's first copy enables the access for good
 
 
 def _words(buffer: Tensor, copy: ByteCopy, strides: tuple[int, int, int]) -> Tensor:
@@ -108,8 +162,7 @@ def compiling(device: torch.device) -> Iterator[None]:
         return
     import mcore_bridge.weights.transfer.triton_copy  # noqa: F401  # and so Triton, before the block may import it, too
 
-    index = torch.cuda.current_device() if device.index is None else device.index  # a thread has its own
-    thread = Thread(target=_compile, args=(torch.device("cuda", index),))
+    thread = Thread(target=_compile, args=(indexed(device),))  # a thread has its own current device
     thread.start()
     try:
         yield

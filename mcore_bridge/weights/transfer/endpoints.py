@@ -87,6 +87,8 @@ class Outputs:
     def __init__(self, plan: ExportPlan, device: torch.device) -> None:
         self._outputs = plan.payload.outputs
         self._like = {dtype: torch.empty(0, dtype=dtype, device=device) for dtype in plan.dtypes}
+        self._gpus = Buffers([torch.empty(0, device=device)]).gpus
+        """The GPUs that have outputs and windows: a look at each of thousands of tensors would take longer."""
         self._open: dict[int, Tensor] = {}
 
     def run(self, step: Step, held: Buffers, passing: Sequence[Tensor], device: torch.device) -> None:
@@ -106,7 +108,7 @@ class Outputs:
         return self._open[number]
 
     def _copy(self, step: Step, held: Buffers, others: Sequence[Tensor], device: torch.device) -> None:
-        step.copies.run(held, Buffers(others), device)
+        step.copies.run(held, Buffers(others, self._gpus), device)
 
     def _allocated(self, output: OutputTensor, count: int) -> Sequence[Tensor]:
         """``count`` new tensors like ``output``.

@@ -105,7 +105,7 @@ class Windows:
     def mark(self) -> None:
         """Have ``states`` wait for all that is enqueued by now."""
         if self._memory.arrived is not None:
-            self._memory.arrived.record()
+            self._memory.arrived.record(torch.cuda.current_stream(self._memory.all.device))
 
     def stamped(self, state: State, message: str = "") -> Tensor:
         """The header that tells other ranks the state of this rank."""
