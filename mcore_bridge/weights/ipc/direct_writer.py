@@ -20,7 +20,9 @@ GROUP_BYTES = 1 << 30
 
 
 class DirectWriter:
-    """Writes into the memory of one rank of an engine on the same device. May be used for any number of rounds.
+    """Writes into the memory of one rank of an engine on the same machine. May be used for any number of rounds.
+
+    The engine's GPU may be another one than the current device, which writes over the link between the two.
 
     The engine announces a round with ``MappedEngine.share`` and ends it with ``MappedEngine.complete``. In between it
     must compute nothing. ``export_into`` of ``mcore_bridge.weights.direct_export`` writes shards of megatron-core,

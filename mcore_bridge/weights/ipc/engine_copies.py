@@ -52,7 +52,7 @@ class EngineCopies:
         if by_kernel and self._moved:
             if self._buffer is None or self._buffer.tensors[0].data_ptr() != buffer.data_ptr():
                 self._buffer = Buffers([buffer])  # whose address is on the GPU from then on
-            self._table.run(targets, self._buffer, targets.tensors[0].device)
+            self._table.run(targets, self._buffer, buffer.device)
         if self._lists[0] != buffer.data_ptr() or self._lists[1] is not targets:
             entries = self._casts if by_kernel else [*self._moved, *self._casts]
             self._lists = (buffer.data_ptr(), targets, *self._views(entries, buffer, targets))

@@ -34,7 +34,7 @@ class Handle:
     rebuild: Callable[..., Tensor]
     args: tuple[Any, ...]
     gpu: str | None
-    """The UUID of the GPU that has the memory: its index may differ between processes."""
+    """The UUID of the GPU that has the memory."""
 
 
 def allocate(num_bytes: int, device: torch.device) -> Tensor:
@@ -92,15 +92,24 @@ def share_part(memory: Tensor) -> Handle:
 def open_shared(handle: Handle) -> Tensor:
     """Open a handle in this process. The buffer is the same memory as the sender's.
 
+    Memory of a GPU is opened for the current device, which may be another GPU of the machine. Then kernels of the
+    current device reach the memory over the link between the two, and the tensor counts as one of the current device.
+    The other GPU need not be visible in this process. CUDA lets no third device reach memory of another process.
+
     Raises:
-        TransferError: when this process does not see that GPU, or the buffer is gone.
+        TransferError: when the current device cannot reach the memory, or the buffer is gone.
     """
     if handle.gpu is None:
         return handle.rebuild(*handle.args)
-    seen = [_uuid(index) for index in range(torch.cuda.device_count())]
-    if handle.gpu not in seen:
-        raise TransferError(f"the buffer is on GPU {handle.gpu}, this process sees {seen}; see CUDA_VISIBLE_DEVICES")
-    return handle.rebuild(*handle.args[:_DEVICE], seen.index(handle.gpu), *handle.args[_DEVICE + 1 :])
+    current = torch.cuda.current_device()
+    try:
+        return handle.rebuild(*handle.args[:_DEVICE], current, *handle.args[_DEVICE + 1 :])
+    except RuntimeError as error:  # cudaIpcOpenMemHandle
+        raise TransferError(
+            f"expected memory that cuda:{current} (GPU {_uuid(current)}) reaches, found memory of GPU {handle.gpu} "
+            f"that it cannot open ({str(error).splitlines()[0]}). The sender may have ended, or the two GPUs have no "
+            'peer access: send buckets through a ring with device="cpu"'
+        ) from None
 
 
 def _uuid(index: int) -> str:
