@@ -261,8 +261,8 @@ class MappedEngine:
         """All tensors of a round have come: the weights are those of ``version``, or of the next one.
 
         Raises:
-            TransferError: when no round was announced, or not all of its tensors have come; when the engine has moved
-                its tensors since the round began, or the sender did not write into them as they are.
+            TransferError: when no round was announced, or not all of its tensors have come. Also when the engine has
+                moved its tensors since the round began, or the sender did not write into them as they are.
         """
         if self._left is None:
             raise TransferError(_NO_ROUND)
