@@ -14,6 +14,7 @@ from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.ipc.buckets import plan_buckets
 from mcore_bridge.weights.ipc.checksum import checksums
+from mcore_bridge.weights.ipc.mapped_engine import MappedEngine
 from mcore_bridge.weights.ipc.probe import drawn_values
 from mcore_bridge.weights.ipc.receiver import Receiver
 from mcore_bridge.weights.ipc.recorder import Recorder
@@ -285,6 +286,23 @@ def test_an_engine_whose_loader_fails_too_is_half_new(ring):
         assert "layers.0.w2 has no memory" in engine.reason
         with pytest.raises(TransferError, match="half old and half new"):
             engine.require_whole()
+
+
+def test_a_round_whose_loader_fails_at_its_end_is_not_completed_afterwards(ring):
+    model = StandIn()
+    made = mb.map_engine(SPECS, model, model.load)
+
+    def load(pairs):
+        model.load(pairs)
+        raise RuntimeError("no memory for kernels")
+
+    engine = MappedEngine(made.map, model, load, disproof="as if a proof had failed")
+    with closing(Receiver(ring.plan, ring.handles())) as receiver:
+        with pytest.raises(RuntimeError, match="no memory for kernels"):
+            send(ring, receiver, engine, weights(0))
+    with pytest.raises(TransferError, match="a round that was announced"):
+        engine.complete()
+    assert engine.state.weights == "half"
 
 
 def test_what_an_engine_does_after_loading_is_proven_again(ring, caplog):
