@@ -297,9 +297,9 @@ def test_a_round_whose_loader_fails_at_its_end_is_not_completed_afterwards(ring)
         raise RuntimeError("no memory for kernels")
 
     engine = MappedEngine(made.map, model, load, disproof="as if a proof had failed")
-    with closing(Receiver(ring.plan, ring.handles())) as receiver:
-        with pytest.raises(RuntimeError, match="no memory for kernels"):
-            send(ring, receiver, engine, weights(0))
+    receiver = Receiver(ring.plan, ring.handles())
+    with closing(receiver), pytest.raises(RuntimeError, match="no memory for kernels"):
+        send(ring, receiver, engine, weights(0))
     with pytest.raises(TransferError, match="a round that was announced"):
         engine.complete()
     assert engine.state.weights == "half"
