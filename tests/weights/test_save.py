@@ -6,7 +6,10 @@ What happens to the target when processes die or meet each other there is in ``t
 import json
 import os
 import resource
+import shutil
 import threading
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import mcore_bridge as mb
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.weights.files.hf_folder import Checkpoint
 from tests.support import fake_mesh, memory, pool
 from tests.support.limits import limited
 from tests.support.strategies import random_state, tiny
@@ -158,11 +162,10 @@ def test_a_rank_that_cannot_write_raises_on_all_and_leaves_the_target_alone(tmp_
 
 
 def fail_to_open(folder, rank):
-    models = build_two()
-    used = len(os.listdir("/proc/self/fd"))
+    models, save = build_two(), mb.save_hf_checkpoint
     try:
-        with limited(resource.RLIMIT_NOFILE, used + 2, dist.get_rank() == rank):
-            mb.save_hf_checkpoint(models, folder, max_shard_bytes=10_000)
+        with limited(resource.RLIMIT_NOFILE, 1, dist.get_rank() == rank):
+            save(models, folder, max_shard_bytes=10_000)
     except CheckpointError as error:
         return str(error)
     return "nothing raised"
@@ -171,8 +174,43 @@ def fail_to_open(folder, rank):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_cannot_even_begin_raises_on_all(tmp_path, rank):
     for message in pool.run(2, fail_to_open, str(tmp_path / "out"), rank, timeout=60):
-        assert "OSError: [Errno 24] Too many open files" in message.split(f"rank {rank} of the group: ")[1]
+        assert "[Errno 24] Too many open files" in message.split(f"rank {rank} of the group: ")[1]
     assert os.listdir(tmp_path) == []
+
+
+def save_and_load_many(folder):
+    """With a file for each tensor: the most files that were open at once, beside those that were before."""
+    mb.ParallelDims().initialize(device="cpu")
+    state, dims, most = random_state(HF), mb.ParallelDims(), 0
+    models = mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=state)
+    before = max(map(int, os.listdir("/proc/self/fd")))
+
+    def watched(path, flags, *arguments):
+        nonlocal most
+        most = max(most, opened := os_open(path, flags, *arguments))
+        return opened
+
+    os_open = os.open
+    with limited(resource.RLIMIT_NOFILE, before + 8, True), mock.patch("os.open", watched):
+        written = mb.save_hf_checkpoint(models, folder, max_shard_bytes=1)
+        mb.load_hf_weights(models, folder)
+        digests = mb.Manifest.from_folder(folder, digests=True)
+        assert digests.differences(mb.manifest(models, digests=True)) == ()
+        first = Checkpoint(folder)
+        for path in sorted(Path(folder).glob("*.safetensors")):
+            shutil.copy2(path, f"{path}.new")
+            os.replace(f"{path}.new", path)
+        with pytest.raises(CheckpointError, match=r"was replaced after it was opened, and could not stay open beside"):
+            list(first.values())
+    with limited(resource.RLIMIT_NOFILE, 1, True), pytest.raises(CheckpointError, match=r"too many .*ulimit -n"):
+        Checkpoint(folder)
+    return len(written), most - before
+
+
+def test_a_folder_may_have_more_files_than_a_process_may_open(tmp_path):
+    ((count, most),) = pool.run(1, save_and_load_many, str(tmp_path / "out"))
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == count == 47
+    assert 0 < most < 8
 
 
 def save_hungrily(folder, hf):
