@@ -17,7 +17,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import mcore_bridge as mb
-from mcore_bridge.errors import CheckpointError
+from mcore_bridge.errors import BridgeError, CheckpointError
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from tests.support import fake_mesh, memory, pool
 from tests.support.limits import limited
@@ -211,6 +211,42 @@ def test_a_folder_may_have_more_files_than_a_process_may_open(tmp_path):
     ((count, most),) = pool.run(1, save_and_load_many, str(tmp_path / "out"))
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == count == 47
     assert 0 < most < 8
+
+
+def without(models):
+    """Each way in which a model may be another than it was built as, the same on all ranks."""
+    layer = models[0].decoder.layers[0]
+    yield r"q_layernorm\.weight had the shape \(24,\), and is gone", layer.self_attention.q_layernorm, None
+    rows, columns = layer.mlp.linear_fc2.weight.shape
+    wide = torch.nn.Parameter(torch.zeros(2 * rows, columns))
+    yield r"linear_fc2\.weight had the shape \(48, 80\), and has \(96, 80\)", layer.mlp.linear_fc2, wide
+
+
+def save_what_has_changed(folder):
+    mb.ParallelDims(pp=2).initialize(device="cpu")
+    models = mb.build_model(
+        HF, dims=mb.ParallelDims(pp=2), dtype=torch.float32, device="cpu", load_weights=random_state(HF)
+    )
+    for message, module, tensor in without(models):
+        kept, module.weight = module.weight, tensor
+        for save in (mb.save_hf_checkpoint, mb.save_checkpoint):
+            with pytest.raises(CheckpointError, match=message):
+                save(models, folder)
+        with pytest.raises(BridgeError, match=message):
+            mb.to_hf_state_dict(models)
+        module.weight = kept
+    for call in (mb.save_hf_checkpoint, mb.load_hf_weights):
+        where = folder if call is mb.save_hf_checkpoint else random_state(HF)
+        with pytest.raises(BridgeError, match=r"1 that match none: \['\*\.nrom\.weight'\]"):
+            call(models, where, dtype={"*.nrom.weight": torch.float32, "*.layers.3.*norm.weight": torch.float32})
+    with pytest.raises(CheckpointError, match=r"expected equal values in common .* at \['rng'\]"):
+        mb.save_checkpoint(models, folder, common={"same": {"a", "b"}, "rng": torch.full((3,), dist.get_rank())})
+    mb.save_checkpoint(models, folder, common={"same": {"a", "b"}, "loss": float("nan"), "rng": torch.zeros(3)})
+
+
+def test_models_that_lost_a_tensor_and_arguments_that_mean_nothing_are_refused(tmp_path):
+    pool.run(2, save_what_has_changed, str(tmp_path / "out"))
+    assert not list(tmp_path.glob("out/*.safetensors"))
 
 
 def save_hungrily(folder, hf):

@@ -26,6 +26,7 @@ from mcore_bridge.weights.dist_checkpoint.adapter_shards import (
     require_part,
     require_same,
 )
+from mcore_bridge.weights.dist_checkpoint.common import require_equal
 from mcore_bridge.weights.dist_checkpoint.compare import Check, chunk_names, sharded_states
 from mcore_bridge.weights.dist_checkpoint.extra_state import with_extra_states
 from mcore_bridge.weights.dist_checkpoint.folder import CONTENT, HEADS, VERSION, TorchDistFolder, dist_files, track
@@ -36,7 +37,7 @@ from mcore_bridge.weights.dist_checkpoint.optimizer_chain import fit_chain
 from mcore_bridge.weights.files.atomic_folder import commit, require_files, target_of, updating_by_all
 from mcore_bridge.weights.files.sidecars import copy_companions
 from mcore_bridge.weights.halves import whole_config
-from mcore_bridge.weights.model_tensors import held_tensors
+from mcore_bridge.weights.model_tensors import held_tensors, require_as_built
 from mcore_bridge.weights.param_sync import gather_pending, require_gatherable
 from mcore_bridge.weights.provenance import HF, config_in
 from mcore_bridge.weights.transfer.collectives import Group
@@ -113,8 +114,10 @@ def save_checkpoint(
     with raise_on_all(world, f"{folder} was not written, and is as it was"):
         target, chunks, provenance = target_of(folder), chunks_of(models), provenance_on(models, hf, head)
         _require_ready(chunks, part, optimizer)
+        require_as_built(chunks)
         pickle.dumps(common)  # only one rank would fail to write it
     require_alike(world, {"head": head, "part": part, "optimizer": type(optimizer), "common": sorted(common or ())})
+    require_equal(world, common or {})
     together = partial(raise_on_all, world, f"{target} was not written, and is as it was")
     with updating_by_all(world, target) as update:
         with together():
