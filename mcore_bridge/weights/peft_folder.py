@@ -21,6 +21,7 @@ from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.adapters import adapter_rules, base_name
 from mcore_bridge.rules.mapping import Dialect, Prefixes, WeightMapping, pattern_of, respelled_name
 from mcore_bridge.rules.names import TOWER, layer_of
+from mcore_bridge.rules.trace import Shape
 from mcore_bridge.weights.files.peft_config import CONFIG, WEIGHTS, PeftNames
 from mcore_bridge.weights.files.peft_read import PeftConfig, refused_in, unreadable_in
 from mcore_bridge.weights.files.safetensors import SafetensorsFile
@@ -143,6 +144,26 @@ def _weights_in(folder: Path) -> SafetensorsFile:
             f"expected {WEIGHTS} in {folder}, found none: save the adapter with peft again, with safe_serialization"
         )
     return SafetensorsFile(folder / WEIGHTS)
+
+
+def require_shapes(folder: Path, given: PeftFolder, wanted: Mapping[str, Shape]) -> None:
+    """Raise if factors do not fit the weights that they change.
+
+    Args:
+        given: the adapters of ``folder``, whose ranks have been checked.
+        wanted: the shape of a factor by HF name, at any rank; of experts in one tensor, that of one expert.
+
+    Raises:
+        CheckpointError: naming all that differ.
+    """
+    problems = []
+    for name, shape in wanted.items():
+        found, other = tuple(given.tensors[name].shape[-2:]), 1 if name.endswith(_FACTORS[0]) else 0
+        if found[other] != shape[other]:
+            side = ("rows", "columns")[other]
+            problems.append(f"{name} has {found[other]} {side}, and its weight takes {shape[other]}")
+    if problems:
+        raise _refused(folder, problems)
 
 
 def _refused(folder: Path, problems: Sequence[str]) -> CheckpointError:
