@@ -91,8 +91,7 @@ class ToMerged(ToPlain):
     @property
     def options(self) -> object:
         """See ``Conversion``."""
-        files = sorted(path for path in self.adapter.iterdir() if path.is_file())
-        return [str(self.adapter.absolute()), *([p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in files)]
+        return str(self.adapter.absolute())
 
     @cached_property
     def given(self) -> PeftFolder:

@@ -29,6 +29,7 @@ from mcore_bridge.weights.adapters import load_peft
 from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, provenance_on
 from mcore_bridge.weights.dist_checkpoint.adapter_shards import sharded_state_dict
 from mcore_bridge.weights.model_tensors import note_built, numbering_of
+from mcore_bridge.weights.own_folder import note_source
 from mcore_bridge.weights.peft_folder import PeftFolder, open_peft
 
 if TYPE_CHECKING:
@@ -132,6 +133,8 @@ def add_adapters(
     _attach(places, adapters)
     for chunk in chunks:
         note_built(chunk)
+    if folder is not None:
+        note_source(models, folder)
     return made
 
 

@@ -31,11 +31,13 @@ from mcore_bridge.weights.files.peft_config import (
     portable_config,
     shortest_ends,
 )
+from mcore_bridge.weights.files.sources import Sources
 from mcore_bridge.weights.files.staging import SLOT_BYTES
 from mcore_bridge.weights.load import load_bound
 from mcore_bridge.weights.load_state import LoadReport
 from mcore_bridge.weights.manifest import Manifest, ManifestEntry
-from mcore_bridge.weights.peft_folder import PeftFolder, memory_prefixes, open_peft
+from mcore_bridge.weights.own_folder import is_source, note_source, require_held
+from mcore_bridge.weights.peft_folder import PeftFolder, memory_prefixes, open_peft, stored_dtypes
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import Provenance
 from mcore_bridge.weights.save import BUCKET_SLOTS, open_files, write_pairs
@@ -145,6 +147,8 @@ def save_hf_adapters(
             naming = _naming([base_name(spec.name) for spec in own if len(spec.shape) == 3], provenance)
             specs = tuple(_as_peft(spec, naming, dtype) for spec in own)
             shard = FileShard(WEIGHTS, 0, specs)
+            if world.rank == 0 and is_source(models, target):
+                require_held(target, stored_dtypes(target), {spec.name: spec.dtype for spec in specs})
             writers = open_files([shard] if world.rank == 0 else [], update.new, stack)
         with together():
             pairs = iter_hf_adapters(models, dtype=dtype, bucket_bytes=bucket_bytes)
@@ -155,7 +159,7 @@ def save_hf_adapters(
                 (update.new / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         with together():
             if world.rank == 0:
-                commit(update, _OF_PEFT, (CONFIG,))
+                commit(update, Sources(), _OF_PEFT, (CONFIG,))
     return Manifest(specs)
 
 
@@ -188,7 +192,9 @@ def load_adapters(models: Models, folder: str | os.PathLike[str], *, dtype: Dtyp
             f"the adapter in {folder} has rank {given.rank}, the models {made.rank}: add adapters of that rank, or "
             "give the folder to add_adapters"
         )
-    return load_peft(bind(models, provenance, adapters=made), made, given, dtype)
+    report = load_peft(bind(models, provenance, adapters=made), made, given, dtype)
+    note_source(models, folder)
+    return report
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.composite import IN_MODEL, SPELLINGS
+from mcore_bridge.config.given_path import given_path
 from mcore_bridge.config.hf import read_json
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.adapters import adapter_rules, base_name
@@ -90,7 +91,7 @@ def open_peft(
     Raises:
         CheckpointError: the folder cannot be read, or it has what cannot be an adapter here; all of that is named.
     """
-    path = Path(folder)
+    path = given_path(folder)
     fields, file = read_json(_config_in(path)), _weights_in(path)
     if problems := [*unreadable_in(fields)]:
         raise _refused(path, problems)
@@ -164,6 +165,14 @@ def require_shapes(folder: Path, given: PeftFolder, wanted: Mapping[str, Shape])
             problems.append(f"{name} has {found[other]} {side}, and its weight takes {shape[other]}")
     if problems:
         raise _refused(folder, problems)
+
+
+def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
+    """The dtype of each tensor of a PEFT folder by its name there; empty if it has no weights."""
+    if not (folder / WEIGHTS).is_file():
+        return {}
+    file = _weights_in(folder)
+    return {name: file.tensor(name).dtype for name in file.entries}
 
 
 def _refused(folder: Path, problems: Sequence[str]) -> CheckpointError:
