@@ -53,8 +53,8 @@ def has_same_bits(tensor: Tensor, other: object) -> bool:
     """Whether ``other`` is a tensor of the same shape and dtype, and equal bit by bit, so that NaN equals NaN."""
     if not isinstance(other, Tensor) or (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
         return False
-    one, two = (each.detach().cpu().contiguous().flatten().view(torch.uint8) for each in (tensor, other))
-    return torch.equal(one, two)
+    octets = [held.detach().cpu().contiguous().flatten().view(torch.uint8) for held in (tensor, other)]
+    return torch.equal(*octets)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

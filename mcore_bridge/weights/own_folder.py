@@ -66,5 +66,5 @@ def require_held(target: Path, stored: Mapping[str, torch.dtype], written: Mappi
     if lost:
         raise CheckpointError(
             f"{target} is a folder that these models came from, and would lose bits of {len(lost)} tensors, such as "
-            f"{lost[0]}: name another folder, or build the models and save them in the wider dtype"
+            f"{lost[0]}. Name another folder, or build and save the models in the wider dtype"
         )

@@ -159,10 +159,10 @@ def require_shapes(folder: Path, given: PeftFolder, wanted: Mapping[str, Shape])
     """
     problems = []
     for name, shape in wanted.items():
-        found, other = tuple(given.tensors[name].shape[-2:]), 1 if name.endswith(_FACTORS[0]) else 0
-        if found[other] != shape[other]:
-            side = ("rows", "columns")[other]
-            problems.append(f"{name} has {found[other]} {side}, and its weight takes {shape[other]}")
+        dim = -1 if name.endswith(_FACTORS[0]) else -2
+        if (size := given.tensors[name].shape[dim]) != shape[dim]:
+            side = ("rows", "columns")[dim]
+            problems.append(f"{name} has {size} {side}, and its weight takes {shape[dim]}")
     if problems:
         raise _refused(folder, problems)
 
