@@ -39,7 +39,9 @@ def _fingerprint(source: Path, conversion: Conversion | None) -> Fingerprint:
 
 
 @contextmanager
-def made_once(target: str, source: Path, conversion: Conversion | None = None) -> Iterator[Path | None]:
+def made_once(
+    target: str | os.PathLike[str], source: Path, conversion: Conversion | None = None
+) -> Iterator[Path | None]:
     """Yield a folder to fill, which becomes ``target``; None if ``target`` has been made from ``source`` already.
 
     Other processes that want the same folder wait for this one, and then find it.
