@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ def mapped(path: str, num_bytes: int) -> Array:
     Raises:
         RuntimeError: the file cannot be mapped.
     """
-    storage = with_room(lambda: torch.UntypedStorage.from_file(path, False, num_bytes), held=1, is_full=_is_full)
+    storage: Any = with_room(lambda: torch.UntypedStorage.from_file(path, False, num_bytes), held=1, is_full=_is_full)
     array: Array = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
     return array
 
