@@ -27,6 +27,7 @@ from mcore_bridge.commands.options import (
     Vp,
     dtype_of,
     one_of,
+    path,
 )
 from mcore_bridge.commands.plan_command import plan_command
 from mcore_bridge.commands.running import running, uncompiled
@@ -76,10 +77,17 @@ def verify_command(
     dtype: Annotated[
         str | None, typer.Option(help="Build and export in float32, bfloat16 or float16; by default as in the files.")
     ] = None,
-    against: Annotated[Path | None, typer.Option(help="Compare the export with this folder instead.")] = None,
-    save: Annotated[Path | None, typer.Option(help="Also save to this folder, and compare that too.")] = None,
+    against: Annotated[
+        Path | None, typer.Option(parser=path, help="Compare the export with this folder instead.")
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(parser=path, help="Also save to this folder, and compare that too.")
+    ] = None,
     adapter: Annotated[
-        Path | None, typer.Option(help="PEFT folder: add its adapters, and compare their export, and logits with peft.")
+        Path | None,
+        typer.Option(
+            parser=path, help="PEFT folder: add its adapters, and compare their export, and logits with peft."
+        ),
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Length of the sequences that logits are computed for.")] = 32,
     no_logits: Annotated[bool, typer.Option("--no-logits", help="Do not compare logits with transformers.")] = False,
@@ -131,9 +139,15 @@ app.command("plan")(plan_command)
 @app.command("convert")
 def convert_command(
     context: typer.Context,
-    source: Annotated[Path, typer.Argument(help="HF folder, or a checkpoint of megatron-core.", show_default=False)],
-    target: Annotated[Path, typer.Argument(help="Folder of the other kind; it is written.", show_default=False)],
-    hf: Annotated[Path | None, typer.Option(help="Folder of the HF config and tokenizer, if SOURCE has none.")] = None,
+    source: Annotated[
+        Path, typer.Argument(parser=path, help="HF folder, or a checkpoint of megatron-core.", show_default=False)
+    ],
+    target: Annotated[
+        Path, typer.Argument(parser=path, help="Folder of the other kind; it is written.", show_default=False)
+    ],
+    hf: Annotated[
+        Path | None, typer.Option(parser=path, help="Folder of the HF config and tokenizer, if SOURCE has none.")
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Cast to float32, bfloat16 or float16; by default every tensor keeps its own.")
     ] = None,
@@ -204,9 +218,13 @@ def convert_command(
 @app.command("merge")
 def merge_command(
     context: typer.Context,
-    base: Annotated[Path, typer.Argument(help="HF folder that the adapter was trained on.", show_default=False)],
-    adapter: Annotated[Path, typer.Argument(help="Folder that peft or a trainer saved.", show_default=False)],
-    target: Annotated[Path, typer.Argument(help="HF folder; it is written.", show_default=False)],
+    base: Annotated[
+        Path, typer.Argument(parser=path, help="HF folder that the adapter was trained on.", show_default=False)
+    ],
+    adapter: Annotated[
+        Path, typer.Argument(parser=path, help="Folder that peft or a trainer saved.", show_default=False)
+    ],
+    target: Annotated[Path, typer.Argument(parser=path, help="HF folder; it is written.", show_default=False)],
     processes: Annotated[int, typer.Option(min=1, help="Number of processes that write at the same time.")] = 1,
     json: Json = False,
     debug: Debug = False,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mcore_bridge.config.given_path import given_path
 from mcore_bridge.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -14,8 +15,15 @@ if TYPE_CHECKING:
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
+
+def path(text: str) -> Path:
+    """Parse a path of the command line. The shell tells an empty one, which ``running`` refuses, from "."."""
+    return given_path(text) if text else Path()
+
+
 # fmt: off
-Folder = Annotated[Path, typer.Argument(help="Folder of the HF checkpoint, with its config.json.", show_default=False)]
+Folder = Annotated[Path, typer.Argument(
+    parser=path, help="Folder of the HF checkpoint, with its config.json.", show_default=False)]
 Tp     = Annotated[int,  typer.Option(help="Tensor parallel size.")]
 Pp     = Annotated[int,  typer.Option(help="Pipeline parallel size.")]
 Vp     = Annotated[int,  typer.Option(help="Virtual stages (chunks) of each pipeline rank.")]

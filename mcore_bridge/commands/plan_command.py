@@ -26,6 +26,7 @@ from mcore_bridge.commands.options import (
     Vision,
     Vp,
     dtype_of,
+    path,
 )
 from mcore_bridge.commands.plan.asked import BANDWIDTH, Batch
 from mcore_bridge.commands.running import Answer, in_options, options_of, running, uncompiled
@@ -37,7 +38,7 @@ _OF_ONE_MESH = {"vp", "layout", "sp", "mtp", "world", "engine_tp", "engine_pp", 
 
 def plan_command(
     context: typer.Context,
-    folder: Annotated[Path, typer.Argument(help="Folder with a config.json; weights are not read.")],
+    folder: Annotated[Path, typer.Argument(parser=path, help="Folder with a config.json; weights are not read.")],
     tp: Tp = 1,
     pp: Pp = 1,
     vp: Vp = 1,
@@ -79,7 +80,7 @@ def plan_command(
     recompute: Annotated[
         bool, typer.Option("--recompute", help="With --gpus: keep only the inputs of layers for the backward pass.")
     ] = False,
-    picture: Annotated[Path | None, typer.Option(help="Also draw the plan to this file, as SVG.")] = None,
+    picture: Annotated[Path | None, typer.Option(parser=path, help="Also draw the plan to this file, as SVG.")] = None,
     strict_config: Strict = False,
     json: Json = False,
     debug: Debug = False,

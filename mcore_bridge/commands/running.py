@@ -11,11 +11,13 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console, RenderableType
 
+from mcore_bridge.config.given_path import given_path
 from mcore_bridge.errors import BridgeError, TargetError, describe
 
 Answer = Callable[[Callable[[], RenderableType], Callable[[], Mapping[str, Any]]], None]
@@ -28,6 +30,7 @@ _PHRASES = (
     (r"\bChange the override\b", "Change --mtp"),
     (r"; where experts lie across data parallel engines, .*", ""),  # only Python makes other ranks of an engine
     (r", or strict=False to have them reported", ""),
+    (r" Path\(''\) equals .*", ""),  # the shell tells them apart
     (r" To train its text model .* alone\.", ""),  # only Python can take another config than that of the folder
 )
 
@@ -53,6 +56,9 @@ def running(context: typer.Context) -> Iterator[Answer]:
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr if as_json else stdout):
             warnings.simplefilter("ignore")
+            for value in context.params.values():
+                if isinstance(value, Path):
+                    given_path(value)
             yield answer
     except typer.Exit:
         raise

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mcore_bridge import plugins
+from mcore_bridge.config.given_path import given_path
 from mcore_bridge.config.rope_spelling import respelled, speaks_rope_parameters
 from mcore_bridge.errors import ConfigError, shown
 
@@ -107,12 +108,12 @@ def find_folder(source: str | os.PathLike[str]) -> Path:
     """The folder of a checkpoint: ``source`` itself, or its snapshot in the local hub cache.
 
     Raises:
-        ConfigError: ``source`` is neither a folder nor a repository in that cache.
+        ConfigError: ``source`` is empty, or neither a folder nor a repository in that cache.
     """
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    folder = Path(source).expanduser()
+    folder = given_path(source, ConfigError).expanduser()
     if folder.is_dir():
         return folder
     if folder.exists():

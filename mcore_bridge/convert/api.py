@@ -8,7 +8,6 @@ the target in one step.
 from __future__ import annotations
 
 import dataclasses
-import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 
 from mcore_bridge.architecture import architecture_of
+from mcore_bridge.config.given_path import given_path
 from mcore_bridge.config.unread import require_no_unread
 from mcore_bridge.convert.conversion import Conversion, ModelConversion
 from mcore_bridge.convert.dist_to_hf import FromDist
@@ -34,7 +34,9 @@ from mcore_bridge.weights.files.atomic_folder import CONVERSION, Update, commit,
 from mcore_bridge.weights.files.file_shards import MAX_SHARD_BYTES, require_positive
 from mcore_bridge.weights.files.folder_lock import PREFIX
 from mcore_bridge.weights.files.hf_folder import shard_names, weight_files
-from mcore_bridge.weights.files.sidecars import config_folders, first_with_config
+from mcore_bridge.weights.files.peft_config import CONFIG as ADAPTER_CONFIG
+from mcore_bridge.weights.files.sidecars import NOTES, config_folders, first_with_config
+from mcore_bridge.weights.files.sources import Sources
 
 DIST_FILE_BYTES = 512 << 20
 """Size limit of a file of ``torch_dist``: torch keeps all that it writes to a file in memory until the end."""
@@ -97,7 +99,8 @@ def convert(
 
     Args:
         source: HF folder, or one in which ``find_checkpoint`` finds a checkpoint of megatron-core.
-        target: the folder to write to, without a checkpoint of another kind. Other files in it stay.
+        target: the folder to write to, without a checkpoint of another kind. Other files in it stay. It must be none
+            of the folders that are read, unless that has a config and a tokenizer alone.
         hf: folder of the HF config and tokenizer, if ``source`` has none.
         dtype: cast tensors to this; by default each keeps its own dtype.
         num_mtp_layers: MTP layers to convert from an HF folder. From megatron-core all are converted.
@@ -114,28 +117,29 @@ def convert(
         on_event: called with the bytes that each process has written.
 
     Raises:
-        BridgeError: the source does not fit its config, a process failed, or another run writes to the same target. The
-            target is then unchanged, and the next run keeps the files that are whole.
+        BridgeError: the source does not fit its config, or was changed meanwhile, a process failed, or another run
+            writes to the same target. The target is then unchanged, and the next run keeps the files that are whole.
     """
     if file_bytes is not None:
         require_positive(file_bytes=file_bytes)
-    target = target_of(target)
-    if str(target) == os.path.realpath(source):
-        raise CheckpointError(f"{target} is both source and target; name another folder to write to")
+    source, target = given_path(source), target_of(target)
     _require_processes(num_processes, num_gpus)
+    checkpoint = source if plain or shard_names(source) else _find(source, rank_files)
+    hf = given_path(hf) if hf is not None else source if plain else _config_of(source, checkpoint)
+    sources = Sources.of(source, checkpoint, configs=[hf])
+    sources.require_apart(target)
     staging = Update(target, target / f"{PREFIX}{CONVERSION}").new
     if plain:
         conversion: Conversion = ToPlain.plan(source, staging, dtype=dtype, file_bytes=file_bytes or MAX_SHARD_BYTES)
     elif shard_names(source):
-        conversion = _from_hf(source, staging, hf or source, rank_files, dtype, num_mtp_layers, vision, file_bytes)
-    elif rank_files is not None:
-        raise CheckpointError(f"{source} has no *.safetensors: a mesh and --to torch need an HF folder as source")
+        conversion = _from_hf(source, staging, hf, rank_files, dtype, num_mtp_layers, vision, file_bytes)
     else:
-        conversion = _to_hf(source, staging, hf, dtype, file_bytes)
+        to_hf = FromTorch if find_rank_files(checkpoint) else FromDist
+        conversion = to_hf.plan(checkpoint, staging, hf, dtype=dtype, file_bytes=file_bytes or MAX_SHARD_BYTES)
     if strict_config and isinstance(conversion, ModelConversion):
         hf_config = conversion.model.provenance.hf
         require_no_unread([(hf_config, architecture_of(hf_config).fields)])
-    return _run(conversion, target, num_processes, num_gpus, on_event)
+    return _run(conversion, sources, target, num_processes, num_gpus, on_event)
 
 
 def merge(
@@ -155,39 +159,43 @@ def merge(
     Args:
         base: HF folder of plain tensors, of a family that is supported.
         adapter: what ``peft`` or ``save_hf_adapters`` wrote.
-        target: the folder to write to, without a checkpoint of another kind. Other files in it stay.
+        target: the folder to write to, without a checkpoint of another kind. Other files in it stay. It must be neither
+            of the two.
         num_processes: processes that write in parallel.
         file_bytes: upper limit on the size of a file, unless one tensor is larger.
         on_event: called with the bytes that each process has written.
 
     Raises:
-        BridgeError: the adapter does not fit the base, a process failed, or another run writes to the same target. The
-            target is then unchanged, and the next run keeps the files that are whole.
+        BridgeError: the adapter does not fit the base, one of the two was changed meanwhile, a process failed, or
+            another run writes to the same target. The target is then unchanged, and the next run keeps the files that
+            are whole.
     """
     require_positive(file_bytes=file_bytes)
-    target = target_of(target)
-    if str(target) in map(os.path.realpath, (base, adapter)):
-        raise CheckpointError(f"{target} is both source and target; name another folder to write to")
+    base, adapter, target = given_path(base), given_path(adapter), target_of(target)
+    sources = Sources.of(base, adapter)
+    sources.require_apart(target)
     _require_processes(num_processes, 0)
     staging = Update(target, target / f"{PREFIX}{CONVERSION}").new
     conversion = ToMerged.of(base, adapter, staging, file_bytes=file_bytes)
-    return _run(conversion, target, num_processes, 0, on_event)
+    return _run(conversion, sources, target, num_processes, 0, on_event)
 
 
-def _run(conversion: Conversion, target: Path, num_processes: int, num_gpus: int, on_event: OnEvent) -> Converted:
+def _run(
+    conversion: Conversion, sources: Sources, target: Path, num_processes: int, num_gpus: int, on_event: OnEvent
+) -> Converted:
     """Write the files that an earlier run has not written, and put all of them into the target."""
     device = "cuda" if num_gpus else "cpu"
     conversion = dataclasses.replace(conversion, device=device)
     with updating(target, CONVERSION) as update:
         _require_no_other_kind(target, conversion.kind)
-        kept = resume(conversion)
+        kept = resume(conversion, sources)
         work = _Work(conversion, tuple(number for number in range(len(conversion.names)) if number not in kept))
         if max(num_processes, num_gpus) == 1 and device == "cpu":
             work.do(0, 1, partial(on_event, 0))
         else:
             run_ranks(_do_share, work, world_size=num_gpus or num_processes, device=device, on_event=on_event)
         conversion.finish()
-        commit(update, conversion.replaced(target), conversion.heads)
+        commit(update, sources, (*conversion.replaced(target), *NOTES), conversion.heads)
     if isinstance(conversion, ToDist):
         track(target)
     return Converted(conversion, len(kept))
@@ -196,7 +204,8 @@ def _run(conversion: Conversion, target: Path, num_processes: int, num_gpus: int
 def _require_no_other_kind(target: Path, kind: str) -> None:
     """A folder has one ``config.json``, which would describe both of its checkpoints."""
     weights = [name for name in weight_files(target) if (target / name).exists()]
-    there = {"hf": weights, "torch_dist": dist_files(target), "torch": find_rank_files(target)}
+    adapter = (target / ADAPTER_CONFIG).exists()  # transformers would load its base in place of these weights
+    there = {"hf": weights, "torch_dist": dist_files(target), "torch": find_rank_files(target), "adapter": adapter}
     if others := [other for other, files in there.items() if files and other != kind]:
         raise CheckpointError(
             f"{target} holds a checkpoint of kind {' and '.join(others)}, whose config.json one of kind {kind} would "
@@ -242,24 +251,23 @@ def _from_hf(
     return ToTorch.plan(source, staging, hf, rank_files, dtype=dtype)
 
 
-def _to_hf(
-    source: Path, staging: Path, hf: Path | None, dtype: torch.dtype | None, file_bytes: int | None
-) -> Conversion:
-    rank_files, size = find_rank_files(source), file_bytes or MAX_SHARD_BYTES
-    checkpoint = rank_files or find_checkpoint(source)
-    conversion = FromTorch if rank_files else FromDist
-    hf = hf or _config_beside(source, checkpoint)
-    return conversion.plan(checkpoint, staging, hf, dtype=dtype, file_bytes=size)
-
-
 def _do_share(work: _Work, report: Report) -> None:
     import torch.distributed as dist
 
     work.do(dist.get_rank(), dist.get_world_size(), report)
 
 
-def _config_beside(source: Path, checkpoint: Path) -> Path:
+def _find(source: Path, rank_files: RankFiles | None) -> Path:
+    """The folder of a checkpoint of megatron-core, which ``source`` is, or to which it leads."""
+    if rank_files is not None:
+        raise CheckpointError(f"{source} has no *.safetensors: a mesh and --to torch need an HF folder as source")
+    return find_rank_files(source) or find_checkpoint(source)
+
+
+def _config_of(source: Path, checkpoint: Path) -> Path:
     """The folder with the HF config of a checkpoint."""
+    if shard_names(source):
+        return source
     folders = config_folders(source, checkpoint)
     folder = first_with_config(folders)
     if folder is None:

@@ -23,14 +23,14 @@ from mcore_bridge.rules.adapters import FACTORS, adapter_rules, factor_name, row
 from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import Binding, WeightMapping, axes_of, pattern_of, unstacked
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.rules.trace import trace
+from mcore_bridge.rules.trace import Shape, trace
 from mcore_bridge.weights.base_names import base_names
 from mcore_bridge.weights.bound import axes_of_config
 from mcore_bridge.weights.files.decoded import Folder, opened_folder
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.merging import with_product
 from mcore_bridge.weights.orientation import out_major
-from mcore_bridge.weights.peft_folder import PeftFolder, open_peft
+from mcore_bridge.weights.peft_folder import PeftFolder, open_peft, require_shapes
 from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.provenance import Provenance
 
@@ -91,8 +91,7 @@ class ToMerged(ToPlain):
     @property
     def options(self) -> object:
         """See ``Conversion``."""
-        files = sorted(path for path in self.adapter.iterdir() if path.is_file())
-        return [str(self.adapter.absolute()), *([p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in files)]
+        return str(self.adapter.absolute())
 
     @cached_property
     def given(self) -> PeftFolder:
@@ -163,6 +162,17 @@ class ToMerged(ToPlain):
         chosen = torch.nn.functional.one_hot(rows_of_parts(traced, 0) + 1, len(ins) + 1)[:, 1:]
         return (chosen[:, :, None] * traced.shard(0, outs, torch.float64)[:, None, :]).flatten(1), torch.cat(ins)
 
+    def shapes(self, entry: ParamEntry) -> dict[str, Shape]:
+        """The shapes of one expert's factors, or of a layer's, by HF name, at the largest rank."""
+        bindings, rank, (rows, columns) = self.bindings(entry), self.given.rank, entry.held.shape
+        assert bindings
+        first, second = bindings
+        shapes: dict[str, Shape] = {}
+        for binding, held in ((first, (len(first.hf) * rank, columns)), (second, (rows, rank))):
+            parts = trace(binding.layout, held, axes_of(binding, self.axes)).part_shapes
+            shapes |= {unstacked(hf)[0]: shape for hf, shape in zip(binding.hf, parts, strict=True)}
+        return shapes
+
     def bindings(self, entry: ParamEntry) -> tuple[Binding, Binding] | None:
         """The HF tensors of the adapter of a parameter; None if it has none."""
         module = entry.held.name.removesuffix(".weight")
@@ -181,8 +191,10 @@ class ToMerged(ToPlain):
 def _places(made: ToMerged, model: WholeModel, checkpoint: Checkpoint) -> dict[Matrix, tuple[ParamEntry, int]]:
     in_files = {own: name for name, own in base_names(checkpoint, model.mapping).items()}
     places: dict[Matrix, tuple[ParamEntry, int]] = {}
+    shapes: dict[str, Shape] = {}
     for entry in model.entries:
         if made.bindings(entry):
+            shapes |= made.shapes(entry)
             for part, hf in enumerate(entry.hf):
                 name, index = unstacked(hf)
                 places[in_files.get(name, name), index] = entry, part
@@ -191,4 +203,5 @@ def _places(made: ToMerged, model: WholeModel, checkpoint: Checkpoint) -> dict[M
             f"{made.source} lacks {len(absent)} tensors that have adapters, such as {absent[:4]}: expected the base "
             "that the adapter was trained on"
         )
+    require_shapes(made.adapter, made.given, shapes)
     return places

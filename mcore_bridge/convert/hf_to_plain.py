@@ -92,7 +92,7 @@ class ToPlain(Conversion):
 
     def replaced(self, target: Path) -> Iterable[str]:
         """The names of the files of a checkpoint of this kind in ``target``."""
-        return [*weight_files(target), "hf_quant_config.json"]
+        return weight_files(target)
 
     def finish(self) -> None:
         """Write the index, the config without a note on quantization, and what else the folder has."""

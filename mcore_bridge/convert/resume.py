@@ -10,17 +10,17 @@ from pathlib import Path
 from mcore_bridge import __version__
 from mcore_bridge.config.megatron_release import installed
 from mcore_bridge.convert.conversion import Conversion
-from mcore_bridge.convert.rank_files.file import NAME
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.files.positional_io import read_bounded
+from mcore_bridge.weights.files.sources import Sources
 
 _PLAN = "plan.json"
 
 
-def resume(conversion: Conversion) -> frozenset[int]:
+def resume(conversion: Conversion, sources: Sources) -> frozenset[int]:
     """The files that an earlier run of the same conversion wrote, by number. Files of other conversions are removed."""
     plan = conversion.staging.with_name(_PLAN)
-    own = json.dumps(_identity(conversion)).encode()
+    own = json.dumps(_identity(conversion, sources)).encode()
     if not _holds(plan, own):
         for path in conversion.staging.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -37,23 +37,17 @@ def _holds(path: Path, data: bytes) -> bool:
         return False
 
 
-def _identity(conversion: Conversion) -> object:
+def _identity(conversion: Conversion, sources: Sources) -> object:
     """A value that is equal for conversions that write the same files.
 
-    It is made of the source as it is now, the plan, the config, and releases.
+    It is made of the sources as they were before the plan was made, the plan, the config, and releases.
     """
-    paths = (*conversion.source.iterdir(), *conversion.source.glob(f"mp_rank_*/{NAME}"))
-    files = sorted(path for path in paths if path.is_file())
     plan = hashlib.sha256()
     for part in conversion.contents:
         plan.update(repr(part).encode())
-    sources = [
-        [str(path.relative_to(conversion.source)), path.stat().st_size, path.stat().st_mtime_ns] for path in files
-    ]
     return [
         conversion.kind,
-        str(conversion.source.absolute()),
-        sources,
+        sources.as_json(),
         list(map(list, conversion.units)),
         plan.hexdigest(),
         conversion.options,

@@ -28,7 +28,8 @@ from mcore_bridge.rules.trace import Trace, moved_dim, trace
 from mcore_bridge.weights.adapters import load_peft
 from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, provenance_on
 from mcore_bridge.weights.dist_checkpoint.adapter_shards import sharded_state_dict
-from mcore_bridge.weights.model_tensors import numbering_of
+from mcore_bridge.weights.model_tensors import note_built, numbering_of
+from mcore_bridge.weights.own_folder import note_source
 from mcore_bridge.weights.peft_folder import PeftFolder, open_peft
 
 if TYPE_CHECKING:
@@ -130,6 +131,10 @@ def add_adapters(
         chunk.bridge_adapters = made
         chunk.sharded_state_dict = partial(sharded_state_dict, chunk)  # a deep copy of the chunk has one of its own
     _attach(places, adapters)
+    for chunk in chunks:
+        note_built(chunk)
+    if folder is not None:
+        note_source(models, folder)
     return made
 
 

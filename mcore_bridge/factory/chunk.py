@@ -16,6 +16,7 @@ from mcore_bridge.factory.hybrid_chunk import build_hybrid
 from mcore_bridge.factory.modules.heads import bias_output_layer, hide_padding, initialise_head, replace_output_layer
 from mcore_bridge.factory.mtp import initialise_mtp
 from mcore_bridge.factory.tower import build_tower
+from mcore_bridge.weights.model_tensors import note_built
 from mcore_bridge.weights.transfer.copier import compiling
 
 if TYPE_CHECKING:
@@ -141,6 +142,7 @@ def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     elif blueprint.provenance.whole is not None:
         take_padded_rows(chunk)
     chunk.bridge = blueprint.provenance
+    note_built(chunk)
 
 
 def _give_sight(chunk: GPTModel, blueprint: Blueprint, seed: int) -> None:

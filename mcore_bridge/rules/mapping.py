@@ -10,17 +10,19 @@ raises.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from itertools import product
 from typing import Literal
 
 from mcore_bridge.errors import MappingError
 from mcore_bridge.rules.layout import Axes, Layout
-from mcore_bridge.rules.names import EMBEDDING, mtp_layer_of
+from mcore_bridge.rules.names import EMBEDDING, TOWER, mtp_layer_of
 
+_TOWER_LAYERS = 128
 _NUMBER = re.compile(r"(?<=\.)[0-9]{1,9}(?=\.|$)")
 
 
@@ -237,6 +239,20 @@ class WeightMapping:
             for rule in self._by_hf.get(pattern_of(hf), ()) or self._by_hf.get(hf, ())
             if _has_number(rule, numbers)
         )
+
+    def names(self, num_layers: int, num_experts: int) -> Iterator[str]:
+        """Yield the HF names of all rules for so many layers and experts. A model may lack some of them.
+
+        The layers of a tower are numbered up to ``_TOWER_LAYERS``, since no rule says how many there are.
+        """
+        for rule in self.rules:
+            layers = _TOWER_LAYERS if rule.mcore.startswith(TOWER) else num_layers
+            counts = (rule.count or layers, max(num_experts, 1), *(1 for _ in range(rule.mcore.count("*"))))
+            for first, *others in product(*map(range, counts[: max(rule.mcore.count("*"), 1)])):
+                numbers = [str(first * rule.stride + rule.offset), *map(str, others)]
+                for name in rule.hf:
+                    whole = name.removesuffix("[*]")
+                    yield _fill(whole, numbers[: whole.count("*")])
 
     def is_ignored(self, hf: str) -> bool:
         """Whether the architecture allows this HF tensor to stay unused."""

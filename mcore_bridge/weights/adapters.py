@@ -19,7 +19,7 @@ from mcore_bridge.rules.mapping import pattern_of
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.agreement import agree_on_plan, open_export
 from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, provenance_on
-from mcore_bridge.weights.dtypes import Dtypes, problem_of, wanted_dtype
+from mcore_bridge.weights.dtypes import Dtypes, has_same_bits, wanted_dtype
 from mcore_bridge.weights.export import converted
 from mcore_bridge.weights.files.atomic_folder import commit, target_of, updating_by_all
 from mcore_bridge.weights.files.file_shards import FileShard, require_positive
@@ -31,11 +31,13 @@ from mcore_bridge.weights.files.peft_config import (
     portable_config,
     shortest_ends,
 )
+from mcore_bridge.weights.files.sources import Sources
 from mcore_bridge.weights.files.staging import SLOT_BYTES
 from mcore_bridge.weights.load import load_bound
 from mcore_bridge.weights.load_state import LoadReport
 from mcore_bridge.weights.manifest import Manifest, ManifestEntry
-from mcore_bridge.weights.peft_folder import PeftFolder, memory_prefixes, open_peft
+from mcore_bridge.weights.own_folder import is_source, note_source, require_held
+from mcore_bridge.weights.peft_folder import PeftFolder, memory_prefixes, open_peft, stored_dtypes
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import Provenance
 from mcore_bridge.weights.save import BUCKET_SLOTS, open_files, write_pairs
@@ -78,7 +80,7 @@ def iter_hf_adapters(
         model.layers.0.self_attn.q_proj.lora_B.weight (192, 16)
         model.layers.0.self_attn.v_proj.lora_B.weight (96, 16)
     """
-    options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "target": target, "problem": problem_of(dtype)}
+    options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "target": target, "dtype": dtype}
     made = adapters_of(models)
     export = open_export(models, None, "lm", adapters=made, **options)
     with closing(run_program(export.program, export.group, export.bound.tensors)) as pairs:
@@ -140,13 +142,13 @@ def save_hf_adapters(
     bucket_bytes = BUCKET_SLOTS * slot_bytes
     with updating_by_all(world, target) as update, ExitStack() as stack:
         with together():
-            export = agree_on_plan(
-                models, None, "lm", bucket_bytes=bucket_bytes, adapters=made, problem=problem_of(dtype)
-            )
+            export = agree_on_plan(models, None, "lm", bucket_bytes=bucket_bytes, adapters=made, dtype=dtype)
             own = tuple(_with_further(export.program.plan.tensors(), made))
             naming = _naming([base_name(spec.name) for spec in own if len(spec.shape) == 3], provenance)
             specs = tuple(_as_peft(spec, naming, dtype) for spec in own)
             shard = FileShard(WEIGHTS, 0, specs)
+            if world.rank == 0 and is_source(models, target):
+                require_held(target, stored_dtypes(target), {spec.name: spec.dtype for spec in specs})
             writers = open_files([shard] if world.rank == 0 else [], update.new, stack)
         with together():
             pairs = iter_hf_adapters(models, dtype=dtype, bucket_bytes=bucket_bytes)
@@ -157,7 +159,7 @@ def save_hf_adapters(
                 (update.new / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         with together():
             if world.rank == 0:
-                commit(update, _OF_PEFT, (CONFIG,))
+                commit(update, Sources(), _OF_PEFT, (CONFIG,))
     return Manifest(specs)
 
 
@@ -190,7 +192,9 @@ def load_adapters(models: Models, folder: str | os.PathLike[str], *, dtype: Dtyp
             f"the adapter in {folder} has rank {given.rank}, the models {made.rank}: add adapters of that rank, or "
             "give the folder to add_adapters"
         )
-    return load_peft(bind(models, provenance, adapters=made), made, given, dtype)
+    report = load_peft(bind(models, provenance, adapters=made), made, given, dtype)
+    note_source(models, folder)
+    return report
 
 
 @torch.no_grad()
@@ -223,18 +227,12 @@ def _with_further(specs: Iterable[TensorSpec], made: Adapters) -> Iterator[Tenso
 def _without_further(tensors: dict[str, Tensor], made: Adapters) -> dict[str, Tensor]:
     """The tensors that adapters here have. Those that only ``peft`` has beside them must be the same bits."""
     again = {other: name for name in tensors for other in made.further_names(name)}
-    if differ := [other for other, name in again.items() if not _has_same_bits(tensors[name], tensors.get(other))]:
+    if differ := [other for other, name in again.items() if not has_same_bits(tensors[name], tensors.get(other))]:
         raise CheckpointError(
             f"expected the same lora_A for all projections of a layer, as kind='shared' has, and {len(differ)} differ "
             f"or are missing, such as {differ[:4]}: add adapters of kind='own'"
         )
     return {name: tensor for name, tensor in tensors.items() if name not in again}
-
-
-def _has_same_bits(tensor: Tensor, other: Tensor | None) -> bool:
-    if other is None or (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
-        return False
-    return torch.equal(tensor.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def _naming(stacked: Iterable[str], provenance: Provenance) -> PeftNames:

@@ -17,6 +17,7 @@ from mcore_bridge.errors import ExportError, describe
 from mcore_bridge.rules.adapters import Adapters
 from mcore_bridge.rules.mapping import Dialect, Rules
 from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, provenance_on
+from mcore_bridge.weights.dtypes import Dtypes
 from mcore_bridge.weights.gc_paused import uncollected
 from mcore_bridge.weights.halves import whole_config
 from mcore_bridge.weights.param_sync import gather_pending, heard_by_replicas, require_gatherable
@@ -63,6 +64,7 @@ class Options(TypedDict, total=False):
     bucket_bytes: int | None
     target: Target
     problem: str
+    dtype: Dtypes
     merged: bool | None
     adapters: Adapters | None
 
@@ -95,6 +97,7 @@ def agree_on_plan(
     bucket_bytes: int | None = None,
     target: Target = "everything",
     problem: str = "",
+    dtype: Dtypes = None,
     merged: bool | None = None,
     adapters: Adapters | None = None,
 ) -> Export:
@@ -104,7 +107,7 @@ def agree_on_plan(
     parameters stay pending.
 
     Args:
-        models, hf, head, dialect, bucket_bytes, target, merged: as for ``iter_hf_weights``.
+        models, hf, head, dialect, bucket_bytes, target, dtype, merged: as for ``iter_hf_weights``.
         adapters: those of the models, to export these alone.
         problem: the reason why this rank cannot export, if the caller knows one. Every rank then raises it.
 
@@ -119,6 +122,7 @@ def agree_on_plan(
         if bucket_bytes is not None and not is_count(bucket_bytes):
             raise ExportError(f"bucket_bytes must be a number of bytes above 0, or None, found {bucket_bytes!r}")
         bound = bind(models, provenance_on(models, hf, head), dialect=dialect, merged=merged, adapters=adapters)
+        error = error or bound.problem_of(dtype)
     except Exception as failure:  # also of files: other ranks must hear of it
         error = describe(failure)
     fingerprint = (bucket_bytes, target, group.rank, group.size, group.num_stages, bound and bound.fingerprint())

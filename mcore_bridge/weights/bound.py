@@ -18,9 +18,10 @@ from mcore_bridge.rules.mapping import Binding, Dialect, WeightMapping, axes_of
 from mcore_bridge.rules.names import TOWER, expert_of, kind_of, layer_of, mtp_layer_of
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.trace import Trace, trace
+from mcore_bridge.weights.dtypes import Dtypes, problem_of, unmatched
 from mcore_bridge.weights.halves import is_hybrid, learn_layers, whole_config, whole_layers
 from mcore_bridge.weights.merging import merges_of
-from mcore_bridge.weights.model_tensors import held_tensors, numbering_of, unwrap
+from mcore_bridge.weights.model_tensors import held_tensors, numbering_of, require_as_built, unwrap
 from mcore_bridge.weights.plan.inventory import Inventory
 from mcore_bridge.weights.provenance import HF, Provenance, provenance_of
 from mcore_bridge.weights.transfer.endpoints import Merge
@@ -77,6 +78,14 @@ class BoundModel:
         tensors = self.tensors.values()
         held = ([tensor.shape for tensor in tensors], [tensor.dtype for tensor in tensors])
         return (tuple(self.tensors), held, self.mapping, self.axes, self.ranks, self.merged)
+
+    def problem_of(self, dtypes: Dtypes) -> str:
+        """Why ``dtypes`` are none for this model, on any rank: their kind, or a pattern without a tensor; or ""."""
+        config = whole_config(self.chunks[0])
+        names = self.mapping.names(config.num_layers, config.num_moe_experts or 0)
+        if wrong := [] if problem_of(dtypes) else unmatched(dtypes, names):
+            return f"dtype= must have patterns of HF names, found {len(wrong)} that match none: {wrong[:8]}; correct it"
+        return problem_of(dtypes)
 
     def inventory(self) -> Inventory:
         """The inventory of this rank, which other ranks need to plan an export."""
@@ -170,7 +179,8 @@ def bind(
         adapters: those of the models, to bind these alone.
 
     Raises:
-        MappingError: when their provenance is unknown, or they are no ``GPTModel``; or chunks with adapters are absent.
+        MappingError: when their provenance is unknown, they are no ``GPTModel``, or they have lost a tensor; or chunks
+            with adapters are absent.
         ConfigError: when they have adapters, and neither ``merged`` nor ``adapters`` says which tensors are meant.
     """
     provenance = provenance or provenance_on(models)
@@ -181,6 +191,7 @@ def bind(
     mapping = provenance.mapping(tied=first.share_embeddings_and_output_weights, mtp=mtp, dialect=dialect)
     ranks = {"pp": groups.pp.rank(), "tp": groups.tp.rank(), "etp": groups.expt_tp.rank()}
     axes = axes_of_config(whole_config(first), vocab=provenance.hf.vocab_size, padded_vocab=first.vocab_size)
+    require_as_built(chunks)
     tensors = held_tensors(chunks)
     if not hasattr(first, "bridge_adapters"):
         return BoundModel(chunks, tensors, mapping, axes, ranks)

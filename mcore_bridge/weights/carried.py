@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from mcore_bridge.weights.files.decoded import opened_folder
 from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.files.sources import Sources
 from mcore_bridge.weights.manifest import ManifestEntry
 
 if TYPE_CHECKING:
@@ -24,10 +25,14 @@ logger = logging.getLogger("mcore_bridge")
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """The carried tensors of a folder, in the order of its files. A text model has none."""
+    """The carried tensors of a folder, in the order of its files. A text model has none.
+
+    ``sources`` has the folder, as it was when its tensors were listed.
+    """
 
     specs: tuple[ManifestEntry, ...] = ()
     folder: str | None = None
+    sources: Sources = field(default_factory=Sources)
 
     def pairs(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """``(name, tensor)`` for each of ``names``, decoded if needed; see ``Checkpoint.pairs``."""
@@ -50,6 +55,7 @@ def carried_of(provenance: Provenance) -> Carried:
             provenance.config.model_type,
         )
         return Carried()
+    sources = Sources.of(provenance.folder)
     checkpoint = opened_folder(Checkpoint(provenance.folder))
     mapping = provenance.mapping(tied=bool(provenance.hf.tie_word_embeddings))
     specs = (
@@ -57,4 +63,4 @@ def carried_of(provenance: Provenance) -> Carried:
         for name, tensor in checkpoint.items()
         if mapping.is_carried(name)
     )
-    return Carried(tuple(specs), provenance.folder)
+    return Carried(tuple(specs), provenance.folder, sources)

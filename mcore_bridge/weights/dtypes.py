@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 import torch
+from torch import Tensor
 
 Dtypes = torch.dtype | Mapping[str, torch.dtype] | None
 """One dtype for all tensors; or dtypes by ``fnmatch`` pattern of HF names, of which the first match counts; or None."""
@@ -35,9 +36,25 @@ def problem_of(dtypes: object) -> str:
     return f"dtype must be a floating torch.dtype, patterns of names to such, or None, found {wrong[0]!r}"
 
 
+def unmatched(dtypes: Dtypes, names: Iterable[str]) -> list[str]:
+    """The patterns of ``dtypes`` that match none of ``names``. They are names that somebody has misspelled."""
+    left = [*dtypes] if isinstance(dtypes, Mapping) else []
+    known = frozenset(names) if left else frozenset()
+    left = [pattern for pattern in left if pattern not in known]
+    return [pattern for pattern in left if not any(fnmatchcase(name, pattern) for name in known)]
+
+
 def is_exact(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether the dtype ``target`` has every value of ``source``."""
     return source == target or (source, target) in _WIDENINGS
+
+
+def has_same_bits(tensor: Tensor, other: object) -> bool:
+    """Whether ``other`` is a tensor of the same shape and dtype, and equal bit by bit, so that NaN equals NaN."""
+    if not isinstance(other, Tensor) or (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
+        return False
+    octets = [held.detach().cpu().contiguous().flatten().view(torch.uint8) for held in (tensor, other)]
+    return torch.equal(*octets)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.weights.agreement import open_export
 from mcore_bridge.weights.bound import Models
-from mcore_bridge.weights.dtypes import Dtypes, problem_of, wanted_dtype
+from mcore_bridge.weights.dtypes import Dtypes, wanted_dtype
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.transfer.executor import run_program
@@ -80,7 +80,7 @@ def iter_hf_weights(
         lm_head.weight (96, 48)
     """
     options: dict[str, Any] = {"dialect": dialect, "bucket_bytes": bucket_bytes, "target": target, "merged": merged}
-    export = open_export(models, hf, head, **options, problem=problem_of(dtype))
+    export = open_export(models, hf, head, **options, dtype=dtype)
     bound = export.bound
     with closing(run_program(export.program, export.group, bound.tensors, merges=bound.merges, lend=not copy)) as pairs:
         yield from converted(pairs, dtype, device)

@@ -37,6 +37,7 @@ from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.gc_paused import uncollected
 from mcore_bridge.weights.load_state import Load, LoadReport
 from mcore_bridge.weights.orientation import turned
+from mcore_bridge.weights.own_folder import note_source
 from mcore_bridge.weights.provenance import HF, Provenance
 from mcore_bridge.weights.ties import renamed, require_equal
 from mcore_bridge.weights.transfer.copier import compiling
@@ -102,6 +103,7 @@ def _load_from(
 ) -> LoadReport:
     stored = _stored(source, provenance)
     if isinstance(stored, Checkpoint | DecodedCheckpoint):
+        note_source(models, stored.folder)
         composites = [chunk for chunk in chunks_of(models) if getattr(chunk, "bridge", None) and chunk.bridge.whole]
         note_folder(composites, str(stored.folder), stored)  # has the other parts, for saves
     if isinstance(stored, Mapping):

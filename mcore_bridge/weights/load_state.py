@@ -86,6 +86,8 @@ class Load:
         self.missing: tuple[str, ...] = ()
         self.unexpected: tuple[str, ...] = ()
         self.num_bytes = 0
+        if problem := bound.problem_of(dtype):
+            raise CheckpointError(problem)
         for mcore in bound.tensors:
             self._use(mcore)
 

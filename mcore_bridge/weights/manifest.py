@@ -22,7 +22,7 @@ from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.agreement import agree_on_plan
 from mcore_bridge.weights.bound import Models
-from mcore_bridge.weights.dtypes import Dtypes, dtype_name, problem_of, wanted_dtype
+from mcore_bridge.weights.dtypes import Dtypes, dtype_name, wanted_dtype
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.positional_io import array_of
@@ -148,7 +148,7 @@ def manifest(
         666048
     """
     options: dict[str, Any] = {"dialect": dialect, "bucket_bytes": bucket_bytes, "target": target, "merged": merged}
-    export = agree_on_plan(models, hf, head, **options, problem=problem_of(dtype))
+    export = agree_on_plan(models, hf, head, **options, dtype=dtype)
     specs = tuple(
         ManifestEntry(spec.name, spec.shape, wanted_dtype(spec.name, spec.dtype, dtype))
         for spec in export.program.plan.tensors()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mcore_bridge.errors import MappingError
 from mcore_bridge.rules.names import Numbering, canonical
+from mcore_bridge.rules.trace import Shape
 from mcore_bridge.weights.halves import layers_of_chunk
 
 if TYPE_CHECKING:
@@ -53,6 +54,36 @@ def held_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
     if not _PLAIN.issuperset(map(type, held.values())):
         _require_own_memory(held)
     return held
+
+
+def note_built(chunk: GPTModel) -> None:
+    """Have a chunk remember the tensors that it has now, which every save of it has to write."""
+    held: Any = chunk
+    held.bridge_built = {name: tensor.shape for name, tensor in held_tensors([chunk]).items()}
+
+
+def require_as_built(models: Sequence[nn.Module]) -> None:
+    """Raise if models lack a tensor that they were built with, or have it in another shape.
+
+    What is written would have a hole on all ranks alike, which no comparison of ranks can see.
+
+    Raises:
+        MappingError: naming these tensors. Models that other code has built are not checked.
+    """
+    wrong = []
+    for chunk in map(unwrap, models):
+        built: Mapping[str, Shape] = getattr(chunk, "bridge_built", {})
+        held = {name: tensor.shape for name, tensor in held_tensors([chunk]).items()} if built else {}
+        wrong += [
+            f"{name} had the shape {tuple(shape)}, and " + (f"has {tuple(held[name])}" if name in held else "is gone")
+            for name, shape in built.items()
+            if held.get(name) != shape
+        ]
+    if wrong:
+        raise MappingError(
+            f"the models must hold what they were built with, and {len(wrong)} tensors differ: {'; '.join(wrong[:8])}. "
+            "Build them from a config of the new shape"
+        )
 
 
 def _require_own_memory(held: Mapping[str, Tensor]) -> None:

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.composite import IN_MODEL, SPELLINGS
+from mcore_bridge.config.given_path import given_path
 from mcore_bridge.config.hf import read_json
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.adapters import adapter_rules, base_name
 from mcore_bridge.rules.mapping import Dialect, Prefixes, WeightMapping, pattern_of, respelled_name
 from mcore_bridge.rules.names import TOWER, layer_of
+from mcore_bridge.rules.trace import Shape
 from mcore_bridge.weights.files.peft_config import CONFIG, WEIGHTS, PeftNames
 from mcore_bridge.weights.files.peft_read import PeftConfig, refused_in, unreadable_in
 from mcore_bridge.weights.files.safetensors import SafetensorsFile
@@ -89,7 +91,7 @@ def open_peft(
     Raises:
         CheckpointError: the folder cannot be read, or it has what cannot be an adapter here; all of that is named.
     """
-    path = Path(folder)
+    path = given_path(folder)
     fields, file = read_json(_config_in(path)), _weights_in(path)
     if problems := [*unreadable_in(fields)]:
         raise _refused(path, problems)
@@ -143,6 +145,34 @@ def _weights_in(folder: Path) -> SafetensorsFile:
             f"expected {WEIGHTS} in {folder}, found none: save the adapter with peft again, with safe_serialization"
         )
     return SafetensorsFile(folder / WEIGHTS)
+
+
+def require_shapes(folder: Path, given: PeftFolder, wanted: Mapping[str, Shape]) -> None:
+    """Raise if factors do not fit the weights that they change.
+
+    Args:
+        given: the adapters of ``folder``, whose ranks have been checked.
+        wanted: the shape of a factor by HF name, at any rank; of experts in one tensor, that of one expert.
+
+    Raises:
+        CheckpointError: naming all that differ.
+    """
+    problems = []
+    for name, shape in wanted.items():
+        dim = -1 if name.endswith(_FACTORS[0]) else -2
+        if (size := given.tensors[name].shape[dim]) != shape[dim]:
+            side = ("rows", "columns")[dim]
+            problems.append(f"{name} has {size} {side}, and its weight takes {shape[dim]}")
+    if problems:
+        raise _refused(folder, problems)
+
+
+def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
+    """The dtype of each tensor of a PEFT folder by its name there; empty if it has no weights."""
+    if not (folder / WEIGHTS).is_file():
+        return {}
+    file = _weights_in(folder)
+    return {name: file.tensor(name).dtype for name in file.entries}
 
 
 def _refused(folder: Path, problems: Sequence[str]) -> CheckpointError:

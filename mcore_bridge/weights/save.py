@@ -24,9 +24,10 @@ from mcore_bridge.weights.files.atomic_folder import commit, require_files, targ
 from mcore_bridge.weights.files.file_shards import MAX_SHARD_BYTES, FileShard, assign_files, require_positive
 from mcore_bridge.weights.files.hf_folder import HEADS, weight_files, write_index
 from mcore_bridge.weights.files.safetensors import SafetensorsWriter
-from mcore_bridge.weights.files.sidecars import copy_companions
+from mcore_bridge.weights.files.sidecars import NOTES, copy_companions
 from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.manifest import Manifest, manifest
+from mcore_bridge.weights.own_folder import is_source, plain_dtypes, require_held
 from mcore_bridge.weights.provenance import HF, Provenance, config_in
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_on_all, require_alike
@@ -58,6 +59,7 @@ def save_hf_checkpoint(
 
     All ranks of the job call it together, with a ``folder`` on a file system that they share. It replaces the files of
     an older checkpoint in one step. All other files, and the folder itself, stay as they are. One job writes at a time.
+    It may be the folder that the models came from, unless a tensor there would lose bits by a cast.
 
     Args:
         models: this rank's chunks, wrapped or not.
@@ -76,8 +78,8 @@ def save_hf_checkpoint(
         The manifest of what was written.
 
     Raises:
-        CheckpointError: on every rank, when any rank cannot write, ranks pass different arguments, or another job
-            writes to the same folder. The folder is then unchanged.
+        CheckpointError: on every rank, when any rank cannot write, ranks pass different arguments, another job writes
+            to the same folder, or the carried tensors are changed meanwhile. The folder is then unchanged.
 
     Example:
         >>> written = mb.save_hf_checkpoint(models, "run/step_100", dtype=torch.bfloat16)
@@ -98,18 +100,21 @@ def save_hf_checkpoint(
             specs = manifest(models, hf=hf, **given, bucket_bytes=bucket_bytes)
             carried = carried_of(provenance)
             specs = Manifest((*specs.tensors, *carried.specs))
+            if world.rank == 0 and is_source(models, target):
+                require_held(target, plain_dtypes(target), {spec.name: spec.dtype for spec in specs})
             shards = assign_files(specs.tensors, world.size, max_shard_bytes)
             writers = open_files([shard for shard in shards if shard.rank == world.rank], update.new, stack)
         with together():
             pairs = iter_hf_weights(models, hf=hf, **given, bucket_bytes=bucket_bytes)
             write_pairs(_and_carried(pairs, carried, writers), writers, slot_bytes)
             stack.close()
+            carried.sources.require_unchanged()
             if world.rank == 0:
                 _write_rest(shards, specs, provenance, update.new, target if keep else None)
         with together():
             if world.rank == 0:
                 require_files(update.new, [shard.name for shard in shards])
-                commit(update, weight_files(target), HEADS)
+                commit(update, carried.sources, (*weight_files(target), *NOTES), HEADS)
     return specs
 
 

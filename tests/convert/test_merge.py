@@ -98,6 +98,11 @@ def test_what_does_not_fit_is_named(tmp_path):
     refused(r"lacks 1 tensors that have adapters, such as \['model.layers.1.mlp.down_proj.weight'\]")
     refused("is both source and target", target="adapter")
     tensors = load_file(weights)
+    a, b = (f"base_model.model.model.layers.0.self_attn.{name}.weight" for name in ("o_proj.lora_A", "q_proj.lora_B"))
+    twice = {b: tensors[b].repeat(2, 1), a: tensors[a][:, :-1].contiguous()}
+    write(base, hf, tmp_path / "whole")
+    save_file({**tensors, **twice}, weights)
+    refused(r"o_proj.lora_A.* has 111 columns, and its weight takes 112; .*q_proj.lora_B.* has 224 rows, and", "whole")
     save_file({name: tensor for name, tensor in tensors.items() if "0.mlp.up_proj.lora_B" not in name}, weights)
     refused(r"lacks \['model.layers.0.mlp.up_proj.lora_B.weight'\]: save it again")
     config.write_text(json.dumps({**json.loads(config.read_text()), "use_dora": True}))

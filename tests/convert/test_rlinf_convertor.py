@@ -120,7 +120,7 @@ def test_the_two_stages_write_what_both_at_once_do(case, tmp_path):
     for path in (tmp_path / "once" / "release").iterdir():
         one, other = saved(tmp_path / "once", path.name)["model"], saved(tmp_path / "mg", path.name)["model"]
         assert_gets(dict(one), dict(other))
-    with pytest.raises(CheckpointError, match="two folders"):
+    with pytest.raises(CheckpointError, match="both source and target"):
         middle_file_to_mg(replace(second, save_path=second.load_path))
 
 

@@ -52,10 +52,13 @@ CALLS = {
         lambda models, folder: mb.save_hf_checkpoint(models, folder, dialect="both"),
         "dialect must be .*'both'",
     ),
-    "no path": (lambda models, folder: mb.save_hf_checkpoint(models, None), "expected str, bytes or os.PathLike"),
+    "no path": (
+        lambda models, folder: mb.save_hf_checkpoint(models, None),
+        "expected a path, found None: pass a string",
+    ),
     "null byte": (
         lambda models, folder: mb.save_hf_checkpoint(models, f"{folder}\0"),
-        "expected the path of .*null byte",
+        "expected a path, found a null byte",
     ),
     "bytes": (lambda models, folder: mb.save_hf_checkpoint(models, folder, slot_bytes=1e9), "slot_bytes=1000000000"),
     "size": (lambda models, folder: mb.EngineRank(tp="2"), r"expected sizes of at least 1, found \{'tp': '2'\}"),

@@ -351,13 +351,19 @@ def test_a_map_copies_nothing_outside_of_its_tensors(tmp_path):
 
 def test_a_lock_beside_a_folder_follows_no_link(tmp_path):
     (tmp_path / "mine").write_text("mine")
+    out, source = tmp_path / "out", tmp_path / "hf"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
     (tmp_path / ".out.lock").symlink_to("mine")
-    with pytest.raises(CheckpointError, match=r"cannot lock .*\.out\.lock"), made_once(tmp_path / "out", {}):
+    with (
+        pytest.raises(CheckpointError, match=r"cannot lock .*\.out\.lock"),
+        made_once(out, source),
+    ):
         pass
     (tmp_path / ".out.lock").unlink()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / FINGERPRINT).write_text("[" * 9999)
-    with pytest.raises(CheckpointError, match="made by this convertor"), made_once(tmp_path / "out", {}):
+    with pytest.raises(CheckpointError, match="made by this convertor"), made_once(out, source):
         pass
     assert (tmp_path / "mine").read_text() == "mine"
 

@@ -6,7 +6,10 @@ What happens to the target when processes die or meet each other there is in ``t
 import json
 import os
 import resource
+import shutil
 import threading
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +17,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import mcore_bridge as mb
-from mcore_bridge.errors import CheckpointError
+from mcore_bridge.errors import BridgeError, CheckpointError
+from mcore_bridge.weights.files.hf_folder import Checkpoint
 from tests.support import fake_mesh, memory, pool
 from tests.support.limits import limited
 from tests.support.strategies import random_state, tiny
@@ -158,11 +162,10 @@ def test_a_rank_that_cannot_write_raises_on_all_and_leaves_the_target_alone(tmp_
 
 
 def fail_to_open(folder, rank):
-    models = build_two()
-    used = len(os.listdir("/proc/self/fd"))
+    models, save = build_two(), mb.save_hf_checkpoint
     try:
-        with limited(resource.RLIMIT_NOFILE, used + 2, dist.get_rank() == rank):
-            mb.save_hf_checkpoint(models, folder, max_shard_bytes=10_000)
+        with limited(resource.RLIMIT_NOFILE, 1, dist.get_rank() == rank):
+            save(models, folder, max_shard_bytes=10_000)
     except CheckpointError as error:
         return str(error)
     return "nothing raised"
@@ -171,8 +174,79 @@ def fail_to_open(folder, rank):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_cannot_even_begin_raises_on_all(tmp_path, rank):
     for message in pool.run(2, fail_to_open, str(tmp_path / "out"), rank, timeout=60):
-        assert "OSError: [Errno 24] Too many open files" in message.split(f"rank {rank} of the group: ")[1]
+        assert "[Errno 24] Too many open files" in message.split(f"rank {rank} of the group: ")[1]
     assert os.listdir(tmp_path) == []
+
+
+def save_and_load_many(folder):
+    """With a file for each tensor: the most files that were open at once, beside those that were before."""
+    mb.ParallelDims().initialize(device="cpu")
+    state, dims, most = random_state(HF), mb.ParallelDims(), 0
+    models = mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=state)
+    before = max(map(int, os.listdir("/proc/self/fd")))
+
+    def watched(path, flags, *arguments):
+        nonlocal most
+        most = max(most, opened := os_open(path, flags, *arguments))
+        return opened
+
+    os_open = os.open
+    with limited(resource.RLIMIT_NOFILE, before + 8, True), mock.patch("os.open", watched):
+        written = mb.save_hf_checkpoint(models, folder, max_shard_bytes=1)
+        mb.load_hf_weights(models, folder)
+        digests = mb.Manifest.from_folder(folder, digests=True)
+        assert digests.differences(mb.manifest(models, digests=True)) == ()
+        first = Checkpoint(folder)
+        for path in sorted(Path(folder).glob("*.safetensors")):
+            shutil.copy2(path, f"{path}.new")
+            os.replace(f"{path}.new", path)
+        with pytest.raises(CheckpointError, match=r"was replaced after it was opened, and could not stay open beside"):
+            list(first.values())
+    with limited(resource.RLIMIT_NOFILE, 1, True), pytest.raises(CheckpointError, match=r"too many .*ulimit -n"):
+        Checkpoint(folder)
+    return len(written), most - before
+
+
+def test_a_folder_may_have_more_files_than_a_process_may_open(tmp_path):
+    ((count, most),) = pool.run(1, save_and_load_many, str(tmp_path / "out"))
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == count == 47
+    assert 0 < most < 8
+
+
+def without(models):
+    """Each way in which a model may be another than it was built as, the same on all ranks."""
+    layer = models[0].decoder.layers[0]
+    yield r"q_layernorm\.weight had the shape \(24,\), and is gone", layer.self_attention.q_layernorm, None
+    rows, columns = layer.mlp.linear_fc2.weight.shape
+    wide = torch.nn.Parameter(torch.zeros(2 * rows, columns))
+    yield r"linear_fc2\.weight had the shape \(48, 80\), and has \(96, 80\)", layer.mlp.linear_fc2, wide
+
+
+def save_what_has_changed(folder):
+    mb.ParallelDims(pp=2).initialize(device="cpu")
+    models = mb.build_model(
+        HF, dims=mb.ParallelDims(pp=2), dtype=torch.float32, device="cpu", load_weights=random_state(HF)
+    )
+    for message, module, tensor in without(models):
+        kept, module.weight = module.weight, tensor
+        for save in (mb.save_hf_checkpoint, mb.save_checkpoint):
+            with pytest.raises(CheckpointError, match=message):
+                save(models, folder)
+        with pytest.raises(BridgeError, match=message):
+            mb.to_hf_state_dict(models)
+        module.weight = kept
+    for call in (mb.save_hf_checkpoint, mb.load_hf_weights):
+        where = folder if call is mb.save_hf_checkpoint else random_state(HF)
+        with pytest.raises(BridgeError, match=r"1 that match none: \['\*\.nrom\.weight'\]"):
+            call(models, where, dtype={"*.nrom.weight": torch.float32, "*.layers.3.*norm.weight": torch.float32})
+    with pytest.raises(CheckpointError, match=r"expected equal values in common .* at \['rng'\]"):
+        mb.save_checkpoint(models, folder, common={"same": {"a", "b"}, "rng": torch.full((3,), dist.get_rank())})
+    mb.save_checkpoint(models, folder, common={"same": {"a", "b"}, "loss": float("nan"), "rng": torch.zeros(3)})
+
+
+def test_models_that_lost_a_tensor_and_arguments_that_mean_nothing_are_refused(tmp_path):
+    pool.run(2, save_what_has_changed, str(tmp_path / "out"))
+    assert not list(tmp_path.glob("out/*.safetensors"))
 
 
 def save_hungrily(folder, hf):

@@ -23,10 +23,13 @@ from mcore_bridge.weights.dtypes import Dtypes, wanted_dtype
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.files.decoded import Folder, opened_folder
 from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.files.sources import Sources
 from mcore_bridge.weights.manifest import Manifest, ManifestEntry, digest, manifest
 from mcore_bridge.weights.peft_folder import open_peft
 from mcore_bridge.weights.save import save_hf_checkpoint
 from mcore_bridge.weights.ties import renamed
+from mcore_bridge.weights.transfer.collectives import Group
+from mcore_bridge.weights.transfer.failures import raise_on_all
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -48,6 +51,7 @@ class Task:
         vision: whether a composite's tower is built, as for ``build_model``.
         adapter: a PEFT folder, whose adapters are added in fp32.
         model: the class of megatron-core, as for ``build_model``.
+        sources: the folders that are read, as they were before.
     """
 
     folder: Path
@@ -64,6 +68,7 @@ class Task:
     vision: str = "carried"
     adapter: Path | None = None
     model: str = "gpt"
+    sources: Sources = field(default_factory=Sources)
 
 
 @dataclass(slots=True)
@@ -134,6 +139,8 @@ def check_rank(task: Task, report: Report) -> Finding:
     renamed(expected, chunks[0].bridge.mapping(tied=chunks[0].share_embeddings_and_output_weights))
     finding.expected = _share(expected, task.names, task.crossing)
     if task.save is not None:
+        with raise_on_all(Group(None)):
+            task.sources.require_unchanged()
         with finding.timed("save"):
             save_hf_checkpoint(chunks, task.save, dtype=task.crossing, merged=False)
         finding.saved = _share(Watched(task.save, report, "read back"), task.names, None)

@@ -11,14 +11,17 @@ import torch
 
 from mcore_bridge.commands import text
 from mcore_bridge.commands.verify.rank import Finding, Task, check_rank
+from mcore_bridge.config.given_path import given_path
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.launch.processes import OnEvent, run_ranks
 from mcore_bridge.rules.mapping import WeightMapping
 from mcore_bridge.rules.names import mtp_layer_of
 from mcore_bridge.weights.dtypes import Dtypes, dtype_name
+from mcore_bridge.weights.files.atomic_folder import target_of
 from mcore_bridge.weights.files.decoded import Folder, opened_folder
 from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.files.sources import Sources
 from mcore_bridge.weights.manifest import Manifest
 from mcore_bridge.weights.provenance import provenance_of
 from mcore_bridge.weights.ties import renamed
@@ -129,7 +132,7 @@ def verify(
             and each tensor is exported in its own.
         against: another folder to compare the export with.
         num_tokens: the length of the sequences for logits; 0: no logits.
-        save: a folder to write with ``save_hf_checkpoint`` and to compare too.
+        save: a folder to write with ``save_hf_checkpoint`` and to compare too. It must be none of the others.
         num_mtp_layers: the number of MTP layers to build. Tensors of others are ignored.
         strict_config: as for ``build_model``.
         adapter: a PEFT folder. Its adapters are added to the model and exported again, logits are compared with those
@@ -138,10 +141,13 @@ def verify(
         on_event: called with the reports of ranks.
 
     Raises:
-        BridgeError: the checkpoint cannot be read, built, loaded or exported.
+        BridgeError: the checkpoint cannot be read, built, loaded or exported, or was changed meanwhile.
     """
     from mcore_bridge.factory.blueprint import make_blueprint
 
+    sources = Sources.of(*(given_path(path) for path in (folder, against, adapter) if path is not None))
+    if save is not None:
+        sources.require_apart(save := target_of(save))
     checkpoint = opened_folder(Checkpoint(folder))
     dtypes = {tensor.dtype for tensor in checkpoint.values() if tensor.is_floating_point()}
     built_in = dtype or widest(dtypes)
@@ -177,8 +183,10 @@ def verify(
         vision=vision,
         adapter=adapter,
         model=model,
+        sources=sources,
     )
     findings = run_ranks(check_rank, task, world_size=dims.smallest_world, device=device, on_event=on_event)
+    sources.require_unchanged()
     kept = set(names)
     others = [name for name in checkpoint if name not in kept]
     carried = tuple(filter(mapping.is_carried, others))

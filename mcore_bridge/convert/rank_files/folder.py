@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mcore_bridge.config.given_path import given_path
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.convert.parameters import disassemble
 from mcore_bridge.convert.rank_files.file import NAME, read_rank_file
@@ -44,7 +45,7 @@ class RankFolder:
         Raises:
             CheckpointError: there is none, it lacks files or parameters, or it does not fit this config.
         """
-        path = find_rank_files(Path(folder))
+        path = find_rank_files(given_path(folder))
         if path is None:
             raise CheckpointError(
                 f"{folder} has no mp_rank_*/{NAME}, nor has the iteration that its tracker file names"

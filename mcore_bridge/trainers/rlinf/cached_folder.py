@@ -17,6 +17,7 @@ from mcore_bridge.trainers.rlinf.conversion import Conversion
 from mcore_bridge.weights.files.atomic_folder import commit, target_of, updating
 from mcore_bridge.weights.files.folder_lock import PREFIX
 from mcore_bridge.weights.files.positional_io import read_bounded
+from mcore_bridge.weights.files.sources import Sources
 from mcore_bridge.weights.files.strict_json import parse
 
 _RECORD_BYTES = 100_000_000
@@ -24,7 +25,7 @@ FINGERPRINT = "mcore_bridge.json"
 Fingerprint = dict[str, Any]
 
 
-def fingerprint(source: Path, conversion: Conversion | None = None) -> Fingerprint:
+def _fingerprint(source: Path, conversion: Conversion | None) -> Fingerprint:
     """All that a folder depends on: the files of the source, and the settings other than paths.
 
     Files are identified by name, size and time of change, and the config by its content.
@@ -38,25 +39,29 @@ def fingerprint(source: Path, conversion: Conversion | None = None) -> Fingerpri
 
 
 @contextmanager
-def made_once(target: Path, wanted: Fingerprint) -> Iterator[Path | None]:
-    """Yield a folder to fill, which becomes ``target``; None if ``target`` has been made from the same already.
+def made_once(
+    target: str | os.PathLike[str], source: Path, conversion: Conversion | None = None
+) -> Iterator[Path | None]:
+    """Yield a folder to fill, which becomes ``target``; None if ``target`` has been made from ``source`` already.
 
     Other processes that want the same folder wait for this one, and then find it.
 
     Raises:
-        CheckpointError: ``target`` exists, and was made from something else.
+        CheckpointError: ``target`` is ``source``, or was made from something else; or ``source`` was changed meanwhile.
     """
-    target = target_of(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(target.with_name(f".{target.name}.lock")):
-        if target.exists() and not all(path.name.startswith(PREFIX) for path in target.iterdir()):
-            _require(target, wanted)
+    folder, sources = target_of(target), Sources.of(source)
+    sources.require_apart(folder)
+    wanted = _fingerprint(source, conversion)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(folder.with_name(f".{folder.name}.lock")):
+        if folder.exists() and not all(path.name.startswith(PREFIX) for path in folder.iterdir()):
+            _require(folder, wanted)
             yield None
             return
-        with updating(target) as update:
+        with updating(folder) as update:
             yield update.new
             (update.new / FINGERPRINT).write_text(json.dumps(wanted, indent=1) + "\n")
-            commit(update)
+            commit(update, sources)
 
 
 @contextmanager

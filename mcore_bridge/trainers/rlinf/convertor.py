@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from mcore_bridge.architecture import read_hf
+from mcore_bridge.config.given_path import given_path
 from mcore_bridge.config.hf import find_folder
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.convert.rank_files.file import NAME, RELEASE, write_rank_file
 from mcore_bridge.convert.rank_files.layout import FileLayout
-from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.trainers.rlinf.cached_folder import fingerprint, made_once
+from mcore_bridge.trainers.rlinf.cached_folder import made_once
 from mcore_bridge.trainers.rlinf.conversion import Conversion, as_conversion, read_conversion
 from mcore_bridge.trainers.rlinf.middle_files import MiddleFiles, write_middle
 from mcore_bridge.weights.dist_checkpoint.folder import TRACKER
@@ -47,7 +47,7 @@ def convert_hf_to_mg(hf_ckpt_path: str, ckpt_cfg: Mapping[str, Any]) -> None:
     """
     conversion = read_conversion(hf_ckpt_path, ckpt_cfg)
     folder = find_folder(conversion.load_path)
-    with made_once(Path(conversion.save_path), fingerprint(folder, conversion)) as staging:
+    with made_once(conversion.save_path, folder, conversion) as staging:
         if staging is not None:
             _write(_opened(folder), folder, conversion, staging)
 
@@ -63,7 +63,7 @@ def hf_to_middle_file(convert_config: Any) -> None:
     """
     conversion = as_conversion(convert_config)
     folder = find_folder(conversion.load_path)
-    with made_once(Path(conversion.save_path), fingerprint(folder)) as staging:
+    with made_once(conversion.save_path, folder) as staging:
         if staging is not None:
             source = _opened(folder)
             layout = FileLayout(folder, Conversion(load_path="", save_path="").dims, _specs_of(source))
@@ -81,10 +81,8 @@ def middle_file_to_mg(convert_config: Any) -> None:
         CheckpointError: as for ``convert_hf_to_mg``, or if both paths are one folder.
     """
     conversion = as_conversion(convert_config)
-    folder = Path(conversion.load_path)
-    if folder.resolve() == Path(conversion.save_path).resolve():
-        raise CheckpointError(f"load_path and save_path must be two folders, found {folder} twice")
-    with made_once(Path(conversion.save_path), fingerprint(folder, conversion)) as staging:
+    folder = given_path(conversion.load_path)
+    with made_once(conversion.save_path, folder, conversion) as staging:
         if staging is not None:
             _write(MiddleFiles(folder), folder, conversion, staging)
 

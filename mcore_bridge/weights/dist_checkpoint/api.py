@@ -26,7 +26,8 @@ from mcore_bridge.weights.dist_checkpoint.adapter_shards import (
     require_part,
     require_same,
 )
-from mcore_bridge.weights.dist_checkpoint.compare import Check, chunk_names, sharded_states
+from mcore_bridge.weights.dist_checkpoint.common import require_equal
+from mcore_bridge.weights.dist_checkpoint.compare import Check, chunk_names, dtypes_of, sharded_states
 from mcore_bridge.weights.dist_checkpoint.extra_state import with_extra_states
 from mcore_bridge.weights.dist_checkpoint.folder import CONTENT, HEADS, VERSION, TorchDistFolder, dist_files, track
 from mcore_bridge.weights.dist_checkpoint.layer_stack import stack_layers
@@ -34,9 +35,12 @@ from mcore_bridge.weights.dist_checkpoint.metadata import without_code
 from mcore_bridge.weights.dist_checkpoint.model_class import respell
 from mcore_bridge.weights.dist_checkpoint.optimizer_chain import fit_chain
 from mcore_bridge.weights.files.atomic_folder import commit, require_files, target_of, updating_by_all
-from mcore_bridge.weights.files.sidecars import copy_companions
+from mcore_bridge.weights.files.hf_folder import shard_names
+from mcore_bridge.weights.files.sidecars import NOTES, copy_companions
+from mcore_bridge.weights.files.sources import Sources
 from mcore_bridge.weights.halves import whole_config
-from mcore_bridge.weights.model_tensors import held_tensors
+from mcore_bridge.weights.model_tensors import held_tensors, require_as_built
+from mcore_bridge.weights.own_folder import is_source, note_source, require_held
 from mcore_bridge.weights.param_sync import gather_pending, require_gatherable
 from mcore_bridge.weights.provenance import HF, config_in
 from mcore_bridge.weights.transfer.collectives import Group
@@ -87,7 +91,8 @@ def save_checkpoint(
     """Write a checkpoint of megatron-core (``torch_dist``), with the HF config and tokenizer files beside it.
 
     All ranks of the job call it together, with a ``folder`` on a file system that they share. Its files change in one
-    step, as with ``save_hf_checkpoint``. If the folder has Megatron-LM's name for an iteration, it becomes the latest.
+    step, as with ``save_hf_checkpoint``. It may be the folder that was loaded, unless a tensor there would lose bits by
+    a cast. If it has Megatron-LM's name for an iteration, it becomes the latest.
 
     Args:
         models: this rank's chunks, wrapped or not.
@@ -113,8 +118,10 @@ def save_checkpoint(
     with raise_on_all(world, f"{folder} was not written, and is as it was"):
         target, chunks, provenance = target_of(folder), chunks_of(models), provenance_on(models, hf, head)
         _require_ready(chunks, part, optimizer)
+        require_as_built(chunks)
         pickle.dumps(common)  # only one rank would fail to write it
     require_alike(world, {"head": head, "part": part, "optimizer": type(optimizer), "common": sorted(common or ())})
+    require_equal(world, common or {})
     together = partial(raise_on_all, world, f"{target} was not written, and is as it was")
     with updating_by_all(world, target) as update:
         with together():
@@ -125,6 +132,8 @@ def save_checkpoint(
             state = sharded_states(chunks, metadata, part)
             if part == "adapters":
                 respell(state, chunks[0], hybrid=False)
+            if is_source(models, target) and dist_files(target):
+                require_held(target, *dtypes_of(TorchDistFolder.open(target), state))
             content: dict[str, Any] = {name: with_extra_states(of_chunk) for name, of_chunk in state.items()}
             if optimizer is not None:
                 content["optimizer"] = optimizer.sharded_state_dict(_parts(state), metadata=metadata)
@@ -141,7 +150,8 @@ def save_checkpoint(
                 tied = chunks[0].share_embeddings_and_output_weights
                 config_in(provenance, _dtype_of(chunks), tied=tied).save_pretrained(update.new)
                 copy_companions(provenance.folder, update.new)
-                commit(update, dist_files(target), HEADS)
+                notes = () if shard_names(target) else NOTES  # those of weights of HF that stay
+                commit(update, Sources(), (*dist_files(target), *notes), HEADS)
     with raise_on_all(world, f"{target} was written"):
         if world.rank == 0:
             track(target)
@@ -217,6 +227,7 @@ def load_checkpoint(
     if optimizer is not None:
         length = len(getattr(optimizer, "chained_optimizers", [optimizer]))
         optimizer.load_state_dict(fit_chain(loaded.pop("optimizer"), length))
+    note_source(chunks, checkpoint.path)
     return CheckpointReport(checkpoint.path, loaded.get(_OURS, loaded), check.cast, missing, unexpected)
 
 

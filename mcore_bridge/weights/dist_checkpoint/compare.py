@@ -131,6 +131,24 @@ class Check:
             yield f"{key} has shape {shape}, the model takes {wanted}: is this the checkpoint of this config?"
 
 
+def dtypes_of(
+    folder: TorchDistFolder, state: Mapping[str, Any]
+) -> tuple[dict[str, torch.dtype], dict[str, torch.dtype]]:
+    """The dtypes of this rank's tensors in ``folder`` and in its sharded ``state``, by a name that both have."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    spelled = folder.spelled()
+    leaves = [
+        leaf
+        for part in state.values()
+        for sharded in part.values()
+        if not isinstance(sharded, ShardedObject)
+        for leaf in leaves_of(sharded)
+    ]
+    written = {plain_key(leaf.key): leaf.dtype for leaf in leaves}
+    return {key: folder.tensors[spelled[key]].properties.dtype for key in written if key in spelled}, written
+
+
 def leaves_of(sharded: Any) -> list[Any]:
     """The entries of the folder for one entry of a rank: one, or several that megatron-core makes of it."""
     from megatron.core.dist_checkpointing import ShardedTensor

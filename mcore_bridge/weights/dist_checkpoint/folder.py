@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mcore_bridge.config.given_path import given_path
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.names import TOWER, plain_key
 from mcore_bridge.weights.dist_checkpoint.metadata import is_tiled, read_metadata
@@ -62,7 +63,7 @@ class TorchDistFolder:
         Raises:
             CheckpointError: there is none, or it is damaged.
         """
-        path = find_checkpoint(Path(folder))
+        path = find_checkpoint(given_path(folder))
         opened = cls(path, read_metadata(path))
         with os.scandir(path) as entries:
             others = {entry.name for entry in entries if not entry.is_file()}

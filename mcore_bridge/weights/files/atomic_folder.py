@@ -21,10 +21,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mcore_bridge.config.given_path import given_path
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.files.folder_lock import PREFIX, Writer, locked, require_held
 from mcore_bridge.weights.files.leftovers import NEW, OLD, read_commit, require_own
 from mcore_bridge.weights.files.replaceable import require_replaceable
+from mcore_bridge.weights.files.sources import Sources
 from mcore_bridge.weights.transfer.failures import raise_on_all
 
 if TYPE_CHECKING:
@@ -69,12 +71,7 @@ def target_of(folder: str | os.PathLike[str]) -> Path:
     Raises:
         CheckpointError: ``folder`` is an empty string, a file, or no path.
     """
-    if not os.fspath(folder):
-        raise CheckpointError("expected the path of a folder to save to, found an empty string: is a variable not set?")
-    try:
-        target = Path(os.path.realpath(folder))
-    except ValueError as error:  # such as a null byte
-        raise CheckpointError(f"expected the path of a folder to save to, found {folder!r}: {error}") from None
+    target = Path(os.path.realpath(given_path(folder)))
     if os.path.exists(target) and not os.path.isdir(target):  # unlike pathlib, these raise no PermissionError
         raise CheckpointError(f"expected the path of a folder to save to, found the file {target}: name another")
     return target
@@ -127,19 +124,22 @@ def updating_by_all(world: Group, target: Path) -> Iterator[Update]:
         yield update
 
 
-def commit(update: Update, replaced: Iterable[str] = (), first: Iterable[str] = ()) -> None:
+def commit(update: Update, sources: Sources, replaced: Iterable[str] = (), first: Iterable[str] = ()) -> None:
     """Put all new files into the target at once. They replace files of the same names, and those in ``replaced``.
 
     On a file system without symbolic links, files change one after the other. Those in ``first`` are removed before all
     others and written last, so that no reader takes half a checkpoint for a whole one.
 
     Args:
+        sources: the folders from which the new files were made.
         replaced: names of files in the target that belong to the checkpoint which is replaced.
         first: names of files without which no reader recognises a checkpoint.
 
     Raises:
-        CheckpointError: a file cannot be replaced, or the lock was lost. Then nothing has changed.
+        CheckpointError: a file cannot be replaced, a source was changed meanwhile, or the lock was lost. Then nothing
+            has changed.
     """
+    sources.require_unchanged()
     new = sorted(_files_in(update.new))
     names = sorted({*new, *(name for name in replaced if _is_there(update.target / name))})
     require_replaceable(update.target, names)

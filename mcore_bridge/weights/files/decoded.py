@@ -19,9 +19,9 @@ from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.positional_io import read_bounded
 from mcore_bridge.weights.files.safetensors import SafetensorsFile
+from mcore_bridge.weights.files.sidecars import MODELOPT
 
 _NOTE = "quantization_config"
-_MODELOPT = "hf_quant_config.json"
 _NOTE_BYTES = 100_000_000
 """More than any config has."""
 Stored: TypeAlias = Tensor | Encoded
@@ -182,8 +182,8 @@ def quantization_in(folder: Path) -> Quantization | None:
         note = _note_in(_json_of(folder / "config.json"))
     except CheckpointError:  # code that needs a config raises elsewhere
         note = None
-    if note is None and os.path.lexists(folder / _MODELOPT):
-        note = _json_of(folder / _MODELOPT)
+    if note is None and os.path.lexists(folder / MODELOPT):
+        note = _json_of(folder / MODELOPT)
     return read_quantization(note)
 
 

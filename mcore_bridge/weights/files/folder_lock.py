@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -62,7 +62,11 @@ def locked(folder: Path) -> Iterator[Writer]:
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     own = Writer()
-    _acquire(folder, own)
+    try:
+        _acquire(folder, own)
+    except BaseException:
+        _remove_empty(missing)
+        raise
     stop = threading.Event()
     beats = threading.Thread(target=_beat, args=(folder / LOCK, own, stop), daemon=True, name=f"lock of {folder}")
     beats.start()
@@ -73,9 +77,14 @@ def locked(folder: Path) -> Iterator[Writer]:
         beats.join()
         if _holder(folder) == own:
             (folder / LOCK).unlink(missing_ok=True)
-        for path in missing:  # the innermost first
-            with suppress(OSError):  # it has files by now
-                path.rmdir()
+        _remove_empty(missing)
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    """Remove folders that were made, the innermost first, up to one that has files by now."""
+    for path in folders:
+        with suppress(OSError):
+            path.rmdir()
 
 
 def require_held(folder: Path, own: Writer | None) -> None:

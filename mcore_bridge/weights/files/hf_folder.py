@@ -15,6 +15,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from mcore_bridge.config.given_path import given_path
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files.positional_io import read_bounded
@@ -46,7 +47,7 @@ class Checkpoint(Mapping[str, Tensor]):
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+        self.folder = given_path(folder)
         if not os.path.isdir(self.folder):  # Path.is_dir raises if a folder above may not be entered
             raise CheckpointError(
                 f"no folder {self.folder}: expected one with *.safetensors files, as `hf download NAME` prints it"

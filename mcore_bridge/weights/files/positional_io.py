@@ -17,6 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
+from mcore_bridge.weights.files.open_files import FULL, too_many, with_room
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -32,6 +33,7 @@ _KINDS = {
     stat.S_IFBLK: "a device",
 }
 _MOST_BUFFERS = 1024  # of one call, as POSIX's IOV_MAX is on Linux
+READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # what is opened may have become a FIFO, which would block
 _POINTER = b"version https://git-lfs"
 
 
@@ -45,8 +47,10 @@ def open_file(path: Path) -> int:
         kind = _KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
         if kind is not None:
             raise CheckpointError(f"{path} is {kind}, expected a file: replace it by the file, or remove it")
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # it may have become a FIFO, which would block
+        fd = with_room(lambda: os.open(path, READ))
     except OSError as error:
+        if error.errno in FULL:
+            raise too_many(path) from None
         raise CheckpointError(f"cannot open {path}: {error.strerror}; make it a file that you may read") from None
     problem = ""
     try:

@@ -6,7 +6,6 @@ https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import struct
 import weakref
@@ -23,7 +22,10 @@ from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.files.mapped import free_pages, mapped
+from mcore_bridge.weights.files.open_files import OpenFile, too_many, with_room
 from mcore_bridge.weights.files.positional_io import (
+    READ,
     Array,
     array_of,
     open_file,
@@ -76,27 +78,30 @@ class SafetensorsFile:
     """A file to read. The whole header is checked when the file is opened; data is touched when tensors are read.
 
     The ``safetensors`` library decides whether a header is valid; it opens the file for that and closes it. We add one
-    rule: no key may be there twice, where the library takes the last. Then we read header and data by one descriptor,
-    so that two files are never mixed if another process replaces the file.
+    rule: no key may be there twice, where the library takes the last. Header and data are those of one file, also if
+    another process replaces it.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fd = open_file(path)
-        weakref.finalize(self, os.close, self._fd)
-        self._require_whole()
-        try:
-            self._map = mmap.mmap(self._fd, 0, access=mmap.ACCESS_COPY)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"cannot map {path}: {error}; copy it to another file system") from None
-        self._address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
+        self._file = OpenFile(path, READ, open_file(path))
+        weakref.finalize(self, self._file.close)
+        with self._file.descriptor() as fd:
+            opened = f"/dev/fd/{fd}"  # the path may have become that of another file
+            opened, size = opened if os.path.exists(opened) else str(path), os.fstat(fd).st_size
+            self._require_whole(opened, size)
+            try:
+                self._map = mapped(opened, size)
+            except RuntimeError as error:
+                raise CheckpointError(f"cannot map {path}: {error}; copy it to another file system") from None
         self.entries = self._read_header()
 
-    def _require_whole(self) -> None:
-        opened = f"/dev/fd/{self._fd}"  # the path may have become that of another file
+    def _require_whole(self, opened: str, size: int) -> None:
+        def is_full(error: Exception) -> bool:
+            return isinstance(error, FileNotFoundError) and os.path.exists(opened)  # as the library says it
+
         try:
-            with safe_open(opened if os.path.exists(opened) else self.path, "numpy"):
-                pass
+            with_room(lambda: safe_open(opened, "numpy").__exit__(None, None, None), held=1, is_full=is_full)
         except SafetensorError as error:
             if "unknown variant" in str(error):  # an unknown dtype, which is no damage
                 raise CheckpointError(
@@ -104,16 +109,18 @@ class SafetensorsFile:
                     "install a newer one, or save the file in other dtypes"
                 ) from None
             raise CheckpointError(
-                f"{self.path} has {os.fstat(self._fd).st_size} bytes and is no whole file of the safetensors format, "
+                f"{self.path} has {size} bytes and is no whole file of the safetensors format, "
                 f"as the library of that name says ({error}): it is damaged or truncated; copy it again"
             ) from None
+        except FileNotFoundError:
+            raise too_many(self.path) from None
         except (OSError, MemoryError) as error:
             raise CheckpointError(f"cannot map {self.path}: {error}; copy it to another file system") from None
 
     def _read_header(self) -> dict[str, _Entry]:
-        base = 8 + struct.unpack("<Q", self._map[:8])[0]
+        base = 8 + struct.unpack("<Q", self._map[:8].tobytes())[0]
         try:
-            header = parse(self._map[8:base])
+            header = parse(self._map[8:base].tobytes())
         except ValueError as error:
             raise CheckpointError(f"the header of {self.path} is damaged: {error}; save the file again") from None
         return {name: _entry(value, base) for name, value in header.items() if name != "__metadata__"}
@@ -126,7 +133,9 @@ class SafetensorsFile:
                 shorter since it was opened: to touch a map of what is gone would end the process.
         """
         entry = self.entries[name]
-        if (size := os.fstat(self._fd).st_size) < entry.stop:
+        with self._file.descriptor() as fd:
+            size = os.fstat(fd).st_size
+        if size < entry.stop:
             raise CheckpointError(
                 f"{self.path} has {size} bytes, and had {entry.stop} or more when it was opened: stop the program that "
                 "writes to it, and copy it again"
@@ -160,23 +169,23 @@ class SafetensorsFile:
         octets, place = out.reshape(-1).view(np.uint8), 0
         dense: list[tuple[int, memoryview]] = []
         try:
-            for view in views:
-                offset, stop = view.data_ptr() - self._address, place + view.nbytes
-                if view.is_contiguous():
-                    dense.append((offset, octets.data[place:stop]))
-                else:
-                    strides = tuple(stride * view.itemsize for stride in view.stride())
-                    read_array(self._fd, offset, octets[place:stop].view(out.dtype).reshape(view.shape), strides)
-                place = stop
-            read_scattered(self._fd, dense)
+            with self._file.descriptor() as fd:
+                for view in views:
+                    offset, stop = view.data_ptr() - self._map.ctypes.data, place + view.nbytes
+                    if view.is_contiguous():
+                        dense.append((offset, octets.data[place:stop]))
+                    else:
+                        strides = tuple(stride * view.itemsize for stride in view.stride())
+                        read_array(fd, offset, octets[place:stop].view(out.dtype).reshape(view.shape), strides)
+                    place = stop
+                read_scattered(fd, dense)
         except (OSError, EOFError) as error:
             raise CheckpointError(f"cannot read {self.path}: {error}; copy it again") from None
 
     def release(self, name: str) -> None:
         """Free the memory of pages that were read for ``name``; they stay in the page cache."""
         entry = self.entries[name]
-        start = entry.start // mmap.PAGESIZE * mmap.PAGESIZE
-        self._map.madvise(mmap.MADV_DONTNEED, start, entry.stop - start)
+        free_pages(self._map.ctypes.data + entry.start, entry.stop - entry.start)
 
 
 def _entry(value: Any, base: int) -> _Entry:
@@ -202,22 +211,25 @@ class SafetensorsWriter:
 
     def __init__(self, path: Path, specs: Iterable[TensorSpec]) -> None:
         header, self._starts = _lay_out(specs)
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        flags = os.O_WRONLY | os.O_CLOEXEC
+        self._file = OpenFile(path, flags, with_room(lambda: os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)))
         try:
-            write_bytes(self._fd, 0, array_of(torch.frombuffer(bytearray(header), dtype=torch.uint8)))
+            with self._file.descriptor() as fd:
+                write_bytes(fd, 0, array_of(torch.frombuffer(bytearray(header), dtype=torch.uint8)))
         except OSError:
-            os.close(self._fd)
+            self._file.close()
             raise
 
     def write(self, name: str, start: int, data: Tensor) -> None:
         """Write ``data`` (contiguous, on CPU) into the tensor ``name``, from byte ``start`` on."""
-        write_bytes(self._fd, self._starts[name] + start, array_of(data))
+        with self._file.descriptor() as fd:
+            write_bytes(fd, self._starts[name] + start, array_of(data))
 
     def __enter__(self) -> SafetensorsWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        os.close(self._fd)
+        self._file.close()
 
 
 def _lay_out(specs: Iterable[TensorSpec]) -> tuple[bytes, dict[str, int]]:

@@ -17,6 +17,19 @@ _TOKENIZER = (
 )
 _COMPANIONS = ("generation_config.json", "*processor_config.json", "*.py")
 """Further files to copy; code is that of the model, the tokenizer and the processor, and what they import."""
+MODELOPT = "hf_quant_config.json"
+NOTES = (
+    MODELOPT,
+    "modelopt_state.pth",
+    "quantize_config.json",  # GPTQ
+    "quant_config.json",  # AWQ
+    "quantization_config.json",  # Neural Compressor
+    "quanto_qmap.json",  # the parameters that Quanto has encoded
+    "kv_cache_scales.json",
+)
+"""Files that describe encoded weights. What we write is plain: a save removes them, and copies none."""
+_OF_OTHERS = (*NOTES, "adapter_config.json", "*.index.json")
+"""Files that describe other weights than those which are written beside them."""
 _MOST_BYTES = 2 << 30
 """More than any such file has. A file with a hole of terabytes would fill the disk with zeros."""
 
@@ -28,7 +41,7 @@ def copy_companions(
 
     Args:
         source: the folder that the model came from; without one, nothing is copied.
-        others: ``fnmatch`` patterns. Indexes of weights are left out.
+        others: ``fnmatch`` patterns. Files that describe weights are left out.
         kept: names of files that are in ``target`` already, and stay. If a tokenizer is among them, none is copied: an
             old ``special_tokens_map.json`` would override a new ``tokenizer_config.json``.
 
@@ -38,7 +51,7 @@ def copy_companions(
     tokenizer = () if any(matches(name, _TOKENIZER) for name in kept) else _TOKENIZER
     for path in Path(source).iterdir() if source is not None else ():
         wanted = matches(path.name, (*tokenizer, *_COMPANIONS, *others)) and path.name not in kept
-        if wanted and path.is_file() and not path.name.endswith(".index.json"):
+        if wanted and path.is_file() and not matches(path.name, _OF_OTHERS):
             if (size := path.stat().st_size) > _MOST_BYTES:
                 raise CheckpointError(
                     f"{path} has {size} bytes, expected at most {_MOST_BYTES} in a file beside the weights: remove it"
@@ -47,8 +60,7 @@ def copy_companions(
 
 
 def forget_quantization(folder: Path) -> None:
-    """Remove what the configs of a folder say of quantized weights, as its weights are plain now."""
-    (folder / "hf_quant_config.json").unlink(missing_ok=True)
+    """Remove what the config of a folder says of quantized weights, as its weights are plain now."""
     config = folder / "config.json"
     fields = json.loads(config.read_text(encoding="utf-8"))
     parts = [part for part in (fields, *fields.values()) if isinstance(part, dict) and "quantization_config" in part]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import pickle
 import struct
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import CheckpointError, describe
+from mcore_bridge.weights.files.mapped import free_pages
 from mcore_bridge.weights.files.positional_io import array_of, open_file, write_bytes
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
@@ -107,6 +106,4 @@ def _require_stored(path: Path) -> None:
 def release(mapped: Tensor) -> None:
     """Free the memory of pages that were read for a tensor of ``read_torch_file``; they stay in the page cache."""
     storage = mapped.untyped_storage()
-    start = storage.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    size = storage.data_ptr() + storage.nbytes() - start
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+    free_pages(storage.data_ptr(), storage.nbytes())

@@ -14,11 +14,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from mcore_bridge.config.given_path import given_path
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.plan.boxes import BoxCopy, Dim, are_apart
@@ -208,7 +208,7 @@ class EngineMap:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a file that names its format and its digest."""
-        Path(path).write_text(f"{FORMAT}\n{self.digest}\n{self._json()}\n")
+        given_path(path, TransferError).write_text(f"{FORMAT}\n{self.digest}\n{self._json()}\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> EngineMap:
@@ -217,9 +217,10 @@ class EngineMap:
         Raises:
             TransferError: when the file has another format, or was changed after it was written.
         """
+        path = given_path(path, TransferError)
         if os.path.exists(path) and not os.path.isfile(path):  # a FIFO would block
             raise TransferError(f"{path}: expected a file, found something else; make another")
-        text = Path(path).read_bytes().decode(errors="replace")
+        text = path.read_bytes().decode(errors="replace")
         form, _, rest = text.partition("\n")
         digest, _, body = rest.partition("\n")
         if form != FORMAT:

@@ -1,0 +1,70 @@
+"""Saves over a folder that the models came from: trainers do that, and no bit of it may get lost by a cast.
+
+The folder may be the only copy of weights in a wider dtype. Models with a narrower one must not replace it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mcore_bridge.errors import CheckpointError
+from mcore_bridge.weights.bound import Models, chunks_of
+from mcore_bridge.weights.dtypes import dtype_name, is_exact
+from mcore_bridge.weights.files.decoded import opened_folder
+from mcore_bridge.weights.files.hf_folder import Checkpoint, shard_names
+
+_NOTE = "bridge_sources"
+"""The attribute of a chunk that lists the folders from which weights were loaded."""
+
+
+def note_source(models: Models, folder: str | os.PathLike[str]) -> None:
+    """Have models remember a folder from which weights were loaded."""
+    for chunk in chunks_of(models):
+        setattr(chunk, _NOTE, (*getattr(chunk, _NOTE, ()), os.path.realpath(folder)))
+
+
+def is_source(models: Models, target: Path) -> bool:
+    """Whether models came from this folder: they were built from it, or loaded from it."""
+    places = {place for chunk in chunks_of(models) for place in getattr(chunk, _NOTE, ())}
+    built = {chunk.bridge.folder for chunk in chunks_of(models) if getattr(chunk, "bridge", None)}
+    return target.is_dir() and any(
+        os.path.isdir(place) and os.path.samefile(place, target) for place in (places | built) - {None}
+    )
+
+
+def plain_dtypes(folder: Path) -> dict[str, torch.dtype]:
+    """The dtype of each tensor of an HF folder. Encoded weights are left out, since a load decodes them."""
+    if not shard_names(folder):
+        return {}
+    stored = opened_folder(Checkpoint(folder))
+    return {name: tensor.dtype for name, tensor in stored.items() if isinstance(tensor, Tensor)}
+
+
+def require_held(target: Path, stored: Mapping[str, torch.dtype], written: Mapping[str, torch.dtype]) -> None:
+    """Raise if a save over ``target`` would write a tensor in a dtype that cannot hold all values which are there.
+
+    Args:
+        target: a folder that the models came from.
+        stored, written: the dtypes of tensors by name. Names may differ, as those of experts do in two dialects. So the
+            dtypes that most tensors have are compared as well.
+    """
+    pairs = {name: (dtype, written[name]) for name, dtype in stored.items() if name in written}
+    if stored and written:
+        (before, _), (after, _) = (Counter(dtypes.values()).most_common(1)[0] for dtypes in (stored, written))
+        pairs["most tensors"] = before, after
+    lost = [
+        f"{name} ({dtype_name(before)} there, {dtype_name(after)} now)"
+        for name, (before, after) in pairs.items()
+        if before.is_floating_point and not is_exact(before, after)
+    ]
+    if lost:
+        raise CheckpointError(
+            f"{target} is a folder that these models came from, and would lose bits of {len(lost)} tensors, such as "
+            f"{lost[0]}. Name another folder, or build and save the models in the wider dtype"
+        )
