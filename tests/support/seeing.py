@@ -235,8 +235,6 @@ def _inputs(model: Any, ids: Tensor, images: Any) -> dict[str, Any]:
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
-WITHOUT_PADDING: Any = [[amount, *row[1:]] for amount, row in zip((6, 16, 3, 2), ROWS, strict=True)]
-"""Rows of a multiple of four tokens. Context parallelism pads others, and a dynamic rope counts the padding."""
 
 
 @cache
@@ -252,7 +250,7 @@ def case(name: str) -> Any:
         text = {"rope_parameters": {**rope, **DYNAMIC}, "max_position_embeddings": 8}
     folder = written(model_type, Path(mkdtemp()), **text)
     model = reference(folder)
-    batch = batch_of(model, WITHOUT_PADDING if kind == "dynamic" else None)
+    batch = batch_of(model)
     wanted = expected(model, *batch, values=kind == "critic")
     return folder, (*batch, wanted[0]), wanted
 

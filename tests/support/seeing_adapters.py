@@ -44,7 +44,9 @@ def expected(folder: Path, adapter: Path, batch: Any) -> tuple[Tensor, dict[str,
     return log_probs, grads
 
 
-def step(folder: Path, adapter: Path, sizes: dict[str, Any], batch: Any, *, bare: bool = False, **options: Any) -> dict[str, Any]:
+def step(
+    folder: Path, adapter: Path, sizes: dict[str, Any], batch: Any, *, bare: bool = False, **options: Any
+) -> dict[str, Any]:
     """Runs in each worker: log-probs, the gradient of each factor by HF name, and what was left of the tower."""
     dims = mb.ParallelDims(**sizes)
     with stepping.mesh(dims):
