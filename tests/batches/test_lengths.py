@@ -3,6 +3,7 @@
 import tempfile
 from functools import cache
 
+import megatron.core
 import pytest
 import torch
 
@@ -27,6 +28,8 @@ CASES = {
     "latent": [D(tp=2, pp=2, sp=True)],  # below, with recompute
     "two ropes": [D(cp=2)],
 }
+if not megatron.core.__version__.startswith("0.16"):
+    CASES["hybrid"] = [D(pp=2)]
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -71,7 +74,8 @@ def said(name, dims, overrides):
     hf, found = config_of(name), []
     with stepping.mesh(dims):
         how = {"dims": dims, "dtype": torch.float32, "device": "cpu", "load_weights": random_state(hf)}
-        models = mb.build_model(hf, **how, overrides=overrides)
+        model = "hybrid" if name == "hybrid" else "gpt"
+        models = mb.build_model(hf, **how, model=model, overrides=overrides)
         learn = {"loss": lambda out, rows: out.log_probs.square().mean(), "micro_batch_size": 2}
         found.append(mb.forward(models, *batch(), **learn).log_probs)
         gradients = [parameter.grad.clone() for parameter in stepping.trained(models)]
@@ -133,6 +137,16 @@ def by_trainers():
                 )
                 for name, (own, options) in calls.items()
             }
+
+
+def test_a_config_may_choose_the_long_factors_for_every_row():
+    """As vLLM does, if it may go beyond the original length."""
+    hf = config_of("phi3")
+    long = mb.to_transformer_config(hf).hf_rope.frequencies(ORIGINAL + 1)
+    scaling = hf.rope_parameters if zoo.NEWEST else hf.rope_scaling
+    assert not torch.equal(mb.to_transformer_config(hf).hf_rope.frequencies(ORIGINAL), long)
+    scaling["short_factor"] = scaling["long_factor"]
+    assert torch.equal(mb.to_transformer_config(hf).hf_rope.frequencies(ORIGINAL), long)
 
 
 def test_trainers_get_the_same_of_what_they_pass():
