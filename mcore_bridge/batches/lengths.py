@@ -58,16 +58,19 @@ def lengths_of(inputs: Mapping[str, Any], group: ProcessGroup) -> Lengths | None
     """
     positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
     packed = inputs.get("packed_seq_params")
-    several = positions is not None and positions.dim() == 3  # those of images: [n, b, s]
+    of_images = positions if positions is not None and positions.dim() == 3 else None  # [n, b, s]
     if packed is not None:
         lengths = packed_lengths(packed)
-        if several and lengths.places is not None:
-            parts = positions.split(lengths.places, 2)
-            return Lengths(tuple(int(part.max()) + 1 for part in parts), lengths.places)
-        return lengths
-    if isinstance(mask, Tensor) and mask.dim() == 2 and not several:
+        if of_images is None or lengths.places is None:
+            return lengths
+        return Lengths(tuple(int(part.max()) + 1 for part in of_images.split(lengths.places, 2)), lengths.places)
+    if of_images is not None:
+        return _last(of_images.amax((0, 2)), group)
+    if isinstance(mask, Tensor) and mask.dim() == 2:
         return Lengths(tuple(reduce_sum((mask != 0).sum(1), group).tolist()))
-    if positions is None:
-        return None
-    last = positions.amax((0, 2)) if several else positions.amax(1)
-    return Lengths(tuple(reduce_max(last + 1, group).tolist()))
+    return None if positions is None else _last(positions.amax(1), group)
+
+
+def _last(positions: Tensor, group: ProcessGroup) -> Lengths:
+    """The lengths of rows that end at these positions on this rank."""
+    return Lengths(tuple(reduce_max(positions + 1, group).tolist()))
