@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.batches.collectives import broadcast_from_last, gather, reduce_max
+from mcore_bridge.batches.gradients import finishing_gradients
 from mcore_bridge.batches.images import (
     Images,
     SeenImages,
@@ -80,7 +82,8 @@ def forward(
 
     Microbatches go through megatron-core's schedule. With a loss, gradients are those of its mean over microbatches.
     The schedule calls ``config.finalize_model_grads_func``, ``no_sync_func`` and the like if a trainer has set them.
-    Train or eval mode stays as it is.
+    Without megatron-core's DDP, ``parameter.grad`` is complete, and it is a mean over replicas as well: with a loss all
+    replicas call together. Train or eval mode stays as it is.
 
     Args:
         models: this rank's chunks, wrapped or not.
@@ -172,8 +175,8 @@ class _Run:
     def __call__(self, chunks: Sequence[nn.Module]) -> TokenOutputs:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        first = self._micro_batches[0]
-        with torch.set_grad_enabled(self._loss is not None):
+        first, learns = self._micro_batches[0], self._loss is not None
+        with torch.set_grad_enabled(learns), finishing_gradients(chunks) if learns else nullcontext():
             outputs = get_forward_backward_func()(
                 forward_step_func=self._step,
                 data_iterator=[iter(enumerate(self._micro_batches)) for _ in chunks],
@@ -181,8 +184,8 @@ class _Run:
                 num_microbatches=len(self._micro_batches),
                 seq_length=first.num_tokens,
                 micro_batch_size=first.input_ids.size(0),
-                forward_only=self._loss is None,
-                collect_non_loss_data=self._loss is None,
+                forward_only=not learns,
+                collect_non_loss_data=not learns,
             )
         self._raise_problems()
         return self._everywhere([values for _, values in sorted(outputs, key=itemgetter(0))])

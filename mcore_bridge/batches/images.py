@@ -24,6 +24,8 @@ BLOCKS = "token_type_ids"
 """The same, as composites that see both ways within an image call it."""
 POSITIONS = "position_ids"
 """The positions of each token of a row, ``[3, seq]``, or ``[4, seq]`` of HunYuan, where a caller decides them."""
+SHOWN = "shown"
+"""Where a row has no padding: bool ``[rows, tokens]``, of the tokens of this context-parallel rank."""
 _BY_TOKEN = (TYPES, POSITIONS)
 _BY_TYPE = {TYPES, BLOCKS}
 _PLACEHOLDERS = (("image_token_id", "image_token_index"), ("video_token_id", "video_token_index"))
@@ -261,6 +263,8 @@ class SeenImages:
             inputs[TYPES] = placed(self._types[rows], batch.places[cp_rank])
         if self._positions is not None:
             inputs[POSITIONS] = placed(self._positions[rows], batch.places[cp_rank]).permute(2, 0, 1)
+        if not packed:  # in a row of padding alone all is shown: transformers wants a token
+            inputs[SHOWN] = (batch.places[cp_rank] >= 0) | (batch.position_ids == 0)
         return {**inputs, "misfits": Misfits(kept, [_counts(self._images[row]) for row in kept], self.misfits)}
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mcore_bridge.batches.lengths import with_lengths
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import BatchError
 
@@ -30,7 +31,8 @@ class PackedSequences:
 
     Attributes:
         input_ids: int64 ``[rows, tokens]``; one row if sequences are packed.
-        position_ids: int64 ``[rows, tokens]``: the position of a token in its own sequence.
+        position_ids: int64 ``[rows, tokens]``: the position of a token in its own sequence. Padding has that of the
+            last token.
         labels: int64 ``[rows, tokens]``: the next token of the same sequence; 0 at its end.
         loss_mask: bool ``[rows, tokens]``: whether there is a next token.
         places: int64 ``[cp, rows, tokens]``: indices into the flattened batch of the tokens of all context-parallel
@@ -133,8 +135,8 @@ def require_mask(attention_mask: Tensor) -> None:
 def _padding_sizes(num_tokens: int, longest: int) -> list[int]:
     """Lengths of sequences of padding with ``num_tokens`` together; at least one sequence.
 
-    They are not longer than the longest real one, since some ropes depend on the longest length. They may have
-    ``SHORT`` tokens in any case, so that there are few of them: no rope depends on such short lengths.
+    They are not longer than the longest real one, since attention takes memory and time for the longest. They may have
+    ``SHORT`` tokens in any case, so that there are few of them.
     """
     size = max(longest, SHORT)
     whole, rest = divmod(num_tokens, size)
@@ -167,25 +169,27 @@ def lay_out(
     dealt = torch.minimum(chunk, 2 * cp - 1 - chunk).argsort(stable=True).view(cp, rows, -1)
     own = dealt[cp_rank]
     labels = torch.where(following >= 0, flat[following], 0)
+    filled = [*lengths, *[0] * (len(sizes) - len(lengths))]
+    last = (torch.tensor(filled, device=device) - 1).clamp(min=0)
     return PackedSequences(
         input_ids=torch.where(places >= 0, flat[places], 0)[own],
-        position_ids=position[own],
+        position_ids=torch.minimum(position, last[sequence])[own],
         labels=labels[own],
         loss_mask=(following >= 0)[own],
         places=places[dealt],
         following=following[dealt],
         shape=(input_ids.size(0), input_ids.size(1)),
-        packed_seq_params=_params(sizes, device) if rows == 1 and len(sizes) > len(lengths) else None,
+        packed_seq_params=_params(sizes, filled, device) if rows == 1 and len(sizes) > len(lengths) else None,
     )
 
 
-def _params(sizes: list[int], device: torch.device) -> PackedSeqParams:
+def _params(sizes: list[int], lengths: list[int], device: torch.device) -> PackedSeqParams:
     """The parameters of packed attention. Padding belongs to the sequence before it: causal attention ignores it."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     present = [size for size in sizes if size]
     starts = torch.tensor([0, *present], device=device).cumsum(0).int()
-    return PackedSeqParams(
+    params = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=starts,
         cu_seqlens_kv=starts,
@@ -194,6 +198,7 @@ def _params(sizes: list[int], device: torch.device) -> PackedSeqParams:
         max_seqlen_q=max(present),
         max_seqlen_kv=max(present),
     )
+    return with_lengths(params, [length for length, size in zip(lengths, sizes, strict=True) if size])
 
 
 def unpack_sequences(packed: PackedSequences, values: Tensor, *, following: bool = False) -> Tensor:

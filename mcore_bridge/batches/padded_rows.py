@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mcore_bridge.batches.lengths import with_lengths
 from mcore_bridge.batches.packing import PackedSequences, lay_out
 from mcore_bridge.errors import BatchError
 
@@ -58,7 +59,8 @@ def as_own_tokens(chunk: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     cp, rank = group.size(), group.rank()
     if params is not None:
         own = lay_out_packed(ids, mask != 0, params, cp, rank)
-        return {**inputs, "input_ids": own.input_ids, "attention_mask": None}
+        known = with_lengths(params, (mask != 0).sum(1).tolist())
+        return {**inputs, "input_ids": own.input_ids, "attention_mask": None, "packed_seq_params": known}
     if cp > 1 and inputs.get("position_ids") is None:
         own = lay_out_rows(ids, cp, rank)
         return {**inputs, "input_ids": own.input_ids, "attention_mask": mask.flatten()[own.places[rank]]}

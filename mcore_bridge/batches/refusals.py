@@ -61,6 +61,13 @@ def require_runnable(chunk: GPTModel, *, packed: bool, learns: bool) -> None:
     config = chunk.config
     if packed and config.context_parallel_size > 1 and config.cp_comm_type in ROWS_ONLY:
         raise BatchError(f"with cp_comm_type={config.cp_comm_type!r} sequences cannot be packed: pass packed=False")
+    rope = getattr(config, "hf_rope", None)
+    again = learns and config.multi_latent_attention and config.recompute_granularity == "full"
+    if again and not packed and rope is not None and rope.is_dynamic and config.pipeline_model_parallel_size > 1:
+        raise BatchError(
+            f"a rope of type {rope.rope_type!r} depends on the lengths of rows, which latent attention no longer knows "
+            "when a pipeline stage recomputes it: pass packed=True, or build with recompute_granularity='selective'"
+        )
     if config.mtp_num_layers:
         raise BatchError(
             f"mtp_num_layers must be 0 or None for forward, found {config.mtp_num_layers}: megatron-core adds an MTP "

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.batches.collectives import gather
+from mcore_bridge.batches.lengths import packed_lengths
 from mcore_bridge.batches.packing import PackedSequences
 from mcore_bridge.batches.padded_rows import lay_out_packed, lay_out_rows
 
@@ -90,7 +91,7 @@ def whole_rows(inputs: dict[str, Any], group: ProcessGroup) -> WholeRows:
 
 def _empty(params: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     """Rows for packed sequences: ids of zero ``[batch, longest]``, and where there are tokens."""
-    lengths = params.cu_seqlens_q.diff().to(device)
+    lengths = torch.tensor(packed_lengths(params).tokens, device=device).clamp(min=1)  # transformers wants a token
     mask = torch.arange(int(lengths.max()), device=device) < lengths[:, None]
     return torch.zeros_like(mask, dtype=torch.int64), mask
 

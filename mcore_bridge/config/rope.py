@@ -90,9 +90,9 @@ class Rope:
         """The inverse frequencies: fp32, on CPU, of shape ``[rotary_dim // 2]``.
 
         Args:
-            seq_len: the length in tokens of the longest sequence of the batch. Only the dynamic type and longrope
-                depend on it, and only beyond ``longest_plain``. With the dynamic type, transformers also remembers the
-                longest earlier batch. Here frequencies depend on ``seq_len`` alone, as for its first batch.
+            seq_len: the length in tokens of a sequence. Only the dynamic type and longrope depend on it, and only
+                beyond ``longest_plain``. transformers takes the longest of a batch, and with the dynamic type it
+                remembers the longest earlier batch. Here they are those of this sequence as the first batch.
         """
         return self._computed(seq_len if seq_len is not None and seq_len > self.longest_plain else None)[0]
 

@@ -126,6 +126,8 @@ def settings_of(
         settings |= _latent_rope(rope, overrides) if latent else _rope_settings(rope.overridden(overrides), settings)
     if isinstance(sliding := settings.get("hf_sliding_rope"), Rope):
         settings["hf_sliding_rope"] = sliding.overridden(_only(overrides, frozenset({"kv_channels"})))
+    for name in ("hf_rope", "hf_sliding_rope"):
+        _require_fusible(settings.get(name), settings, latent=latent)
     require_activation(settings)
     require_layers(settings)
     require_chosen_experts(settings)
@@ -140,13 +142,22 @@ def _rope_settings(rope: Rope, settings: Mapping[str, object]) -> dict[str, obje
             raise ConfigError(
                 f"{name} must be {value!r}, as in the HF model, found {settings[name]!r}. Remove the override."
             )
-    attributes = rope.to_mcore()
-    if attributes and settings.get("apply_rope_fusion"):
+    return {"hf_rope": rope, "rotary_base": rope.theta, **rope.to_mcore()}
+
+
+def _require_fusible(rope: object, settings: Mapping[str, object], *, latent: bool) -> None:
+    """Refuse fused kernels that would compute another rope."""
+    if not isinstance(rope, Rope) or not settings.get("apply_rope_fusion"):
+        return
+    reasons = []
+    if rope.is_dynamic:
+        reasons.append("frequencies depend on the length of each sequence, and the fused kernel has one set of them")
+    if rope.to_mcore() and not latent:
+        reasons.append(f"the fused kernel drops the attention factor of {rope.attention_factor} for packed sequences")
+    if reasons:
         raise ConfigError(
-            "apply_rope_fusion must be False, found True. This rope has an attention factor of "
-            f"{rope.attention_factor}, which the fused kernel drops for packed sequences. Remove the override."
+            f"apply_rope_fusion must be False for this rope, found True: {'; '.join(reasons)}. Remove the override."
         )
-    return {"hf_rope": rope, "rotary_base": rope.theta, **attributes}
 
 
 def _latent_rope(rope: Rope, overrides: Mapping[str, object]) -> dict[str, object]:

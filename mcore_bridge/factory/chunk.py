@@ -119,7 +119,7 @@ def _build_gpt(blueprint: Blueprint, stage: Stage, groups: ProcessGroupCollectio
 def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
     """Puts in place what mcore cannot build (rope, dropout, scales, small heads), and sets the provenance."""
     from mcore_bridge.factory.modules.layer_rope import both_ropes
-    from mcore_bridge.factory.modules.rotary import replace_rotary
+    from mcore_bridge.factory.modules.rotary import replace_rotary, take_lengths
     from mcore_bridge.factory.modules.scales import cap_logits, scale_embedding, scale_logits
     from mcore_bridge.factory.param_attributes import mark_cut, mark_experts
 
@@ -141,6 +141,7 @@ def _finish(chunk: GPTModel, blueprint: Blueprint, *, seed: int) -> None:
         _give_sight(chunk, blueprint, seed)
     elif blueprint.provenance.whole is not None:
         take_padded_rows(chunk)
+    take_lengths(chunk)
     chunk.bridge = blueprint.provenance
     note_built(chunk)
 

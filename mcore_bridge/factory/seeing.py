@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mcore_bridge.batches.images import BLOCKS, POSITIONS, TYPES, no_placeholder, num_positions, token_types
+from mcore_bridge.batches.images import BLOCKS, POSITIONS, SHOWN, TYPES, no_placeholder, num_positions, token_types
 from mcore_bridge.batches.padded_rows import OF_OTHER_PARTS, as_own_tokens, inputs_by_name, without_images
 from mcore_bridge.batches.whole_rows import WholeRows, whole_rows
 from mcore_bridge.errors import BatchError
@@ -67,7 +67,7 @@ def _see(
 ) -> tuple[tuple[()], dict[str, Any]]:
     inputs, images = without_images(inputs_by_name(chunk, args, kwargs))
     types = [types for name in _TYPES if (types := inputs.pop(name, None)) is not None]
-    misfits = inputs.pop("misfits", None)
+    misfits, shown = (inputs.pop(name, None) for name in ("misfits", SHOWN))
     turn = InTurn({}, None)
     if chunk.pre_process:
         gather_parameters(chunk.vision)
@@ -78,7 +78,8 @@ def _see(
         return (), _without_features(chunk, as_own_tokens(chunk, inputs), turn)
     _require_readable(chunk, composite, images)
     group = getattr(inputs.get("packed_seq_params"), "cp_group", None) or chunk.pg_collection.cp
-    rows = whole_rows(inputs, group)
+    counts_padding = shown is None or not _is_dynamic(chunk)
+    rows = whole_rows(inputs if counts_padding else {**inputs, "attention_mask": shown}, group)
     if explicit is not None:
         images["position_ids"] = rows.whole(explicit[-num_positions(chunk) :].permute(1, 2, 0)).permute(2, 0, 1)
     given = rows.whole(types[0]) if types else None
@@ -100,13 +101,19 @@ def _see(
 
 def _without_features(chunk: Any, inputs: dict[str, Any], turn: InTurn) -> dict[str, Any]:
     """The inputs of a microbatch of text: its positions follow from their order, and the tower gets no gradient."""
-    ids, packed = inputs["input_ids"], inputs.get("packed_seq_params")
+    ids = inputs["input_ids"]
     if isinstance(getattr(chunk, "rotary_pos_emb", None), MultimodalRotary):
-        inputs["position_ids"] = text_positions(chunk, ids, packed)
+        inputs["position_ids"] = text_positions(chunk, inputs)
     if chunk.pre_process and inputs.get("decoder_input") is None and turn.token is not None:
         hidden = chunk.embedding(input_ids=ids, position_ids=inputs.get("position_ids"))
         inputs["decoder_input"] = turn.joined(hidden)
     return inputs
+
+
+def _is_dynamic(chunk: Any) -> bool:
+    """Whether the rope depends on the length, which padding must not be part of."""
+    rope = getattr(chunk.config, "hf_rope", None)
+    return rope is not None and rope.is_dynamic
 
 
 def _require_readable(chunk: Any, composite: nn.Module, images: Iterable[str]) -> None:

@@ -279,7 +279,7 @@ def run_with_mistake(hf, dims, mistake):
     kept = packing._params, packing.lay_out
     try:
         if mistake == "sequences run into each other":
-            packing._params = lambda sizes, device: kept[0]([sum(sizes)], device)
+            packing._params = lambda sizes, lengths, device: kept[0]([sum(sizes)], [sum(lengths)], device)
         else:  # context-parallel ranks have each other's tokens
 
             def swapped(*arguments):

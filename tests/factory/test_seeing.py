@@ -22,21 +22,22 @@ pytestmark = pytest.mark.skipif("qwen3_5" not in composites.NAMES, reason="the i
 SP, TP, CP, DP, EP, PP = {"tp": 2, "sp": True}, {"tp": 2}, {"cp": 2}, {}, {"ep": 2}, {"pp": 2}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 ROWS: dict[str, Any] = {"packed": False}
+BARE: dict[str, Any] = {"bare": True}
 ALIGNER: dict[str, Any] = {"vision": "frozen", "freeze": ["*", "!vision.visual.*merger*"]}
 """What connects images to the text is trained, and nothing else."""
 CASES: dict[str, list[Any]] = {
     "qwen3_5": [(SP, {}), (TP, ROWS), (DP, {"overlap": True}), ({**PP, "vp": 2}, {})],
-    "qwen3_5_moe": [(EP, {})],
+    "qwen3_5_moe": [(EP, BARE)],
     "qwen3_vl": [(SP, {"overrides": RECOMPUTED}), (CP, {}), (DP, {"overlap": True, **ALIGNER}), (PP, ALIGNER)],
     "qwen3_vl_moe": [({**EP, "cp": 2}, ROWS)],
     "qwen2_5_vl": [(CP, {}), (CP, ROWS)],
     "qwen2_vl": [(SP, ROWS)],
     "hunyuan_vl": [(CP, {}), (SP, ROWS)],
     "glm4v": [(CP, {})],
-    "glm46v": [(PP, {})],
+    "glm46v": [(PP, BARE)],
     "glm4v_moe": [(EP, {})],
-    "internvl": [(CP, {})],
-    "mistral3": [(SP, {})],
+    "internvl": [(CP, BARE)],
+    "mistral3": [(SP, BARE)],
     "gemma3": [(CP, {}), (SP, {**ROWS, "overrides": RECOMPUTED})],
     "llama4": [(EP, {}), ({**SP, "etp": 2}, ROWS), ({**CP, **EP}, {}), (CP, ROWS), (PP, {}), ({**PP, "vp": 2}, ROWS)],
     "llava": [(PP, {})],

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif("qwen3_5" not in composites.NAMES, reason="the i
 BOUND = 3e-5
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 CASES: dict[str, list[Any]] = {
-    "qwen3_vl": [({"tp": 2, "sp": True}, {"overrides": RECOMPUTED}), ({"cp": 2}, {})],
+    "qwen3_vl": [({"tp": 2, "sp": True}, {"overrides": RECOMPUTED}), ({"cp": 2}, {"bare": True})],
     "gemma3": [({"pp": 2}, {})],
 }
 """Of each family, meshes of two ranks, with options of ``build_model``."""

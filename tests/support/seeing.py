@@ -235,8 +235,6 @@ def _inputs(model: Any, ids: Tensor, images: Any) -> dict[str, Any]:
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
-WITHOUT_PADDING: Any = [[amount, *row[1:]] for amount, row in zip((6, 16, 3, 2), ROWS, strict=True)]
-"""Rows of a multiple of four tokens. Context parallelism pads others, and a dynamic rope counts the padding."""
 
 
 @cache
@@ -252,7 +250,7 @@ def case(name: str) -> Any:
         text = {"rope_parameters": {**rope, **DYNAMIC}, "max_position_embeddings": 8}
     folder = written(model_type, Path(mkdtemp()), **text)
     model = reference(folder)
-    batch = batch_of(model, WITHOUT_PADDING if kind == "dynamic" else None)
+    batch = batch_of(model)
     wanted = expected(model, *batch, values=kind == "critic")
     return folder, (*batch, wanted[0]), wanted
 
@@ -277,6 +275,7 @@ def step(
     overlap: bool = False,
     packed: bool = True,
     recompute: bool = False,
+    bare: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Runs in each worker: log-probs of its share of the rows, and the tower's gradients before a mean over TP.
@@ -284,6 +283,7 @@ def step(
     Args:
         batch: that of ``batch_of``, and log-probs of ``expected``, which are zero where there is nothing to learn.
         recompute: recompute the layers of the tower.
+        bare: without DDP.
     """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -297,21 +297,25 @@ def step(
             parameter.average_gradients_across_tp_domain = False
         if recompute and tower:
             chunks[0].vision.gradient_checkpointing_enable()
+        grad_of = attrgetter("grad" if bare else "main_grad")
         read = attrgetter("values" if options.get("head") == "value" else "log_probs")
         size = 1 if overlap else None  # a bucket for each parameter
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, bucket_size=size
         )
-        wrapped = [DistributedDataParallel(chunk.config, settings, chunk) for chunk in chunks]
-        chunks[0].config.finalize_model_grads_func = finalize_model_grads
-        chunks[0].config.no_sync_func = [each.no_sync for each in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+        wrapped: list[Any] = chunks
+        if not bare:
+            wrapped = [DistributedDataParallel(chunk.config, settings, chunk) for chunk in chunks]
+            syncs = [each.no_sync for each in wrapped]
+            chunks[0].config.finalize_model_grads_func = finalize_model_grads
+            chunks[0].config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
         replicas, replica = dims.dp(dist.get_world_size()), parallel_state.get_data_parallel_rank()
         images, (ids, mask, wanted) = batch[2], (batch[place].to(device) for place in (0, 1, 3))
         own = range(len(ids))[replica * len(ids) // replicas : (replica + 1) * len(ids) // replicas]
         for order in (own[::-1], own) if overlap else (own,):  # reducers learn from the first batch what to wait for
             for each in wrapped:
                 each.train()
-                each.zero_grad_buffer()
+                each.zero_grad() if bare else each.zero_grad_buffer()
             outputs = mb.forward(
                 wrapped,
                 ids[order],
@@ -324,7 +328,7 @@ def step(
         return {
             "rows": [*own],  # which torch.load takes
             "log_probs": (read(outputs).detach() * (wanted != 0)[own]).cpu(),
-            "tower": {name: parameter.main_grad.cpu().clone() for name, parameter in tower.items()},
+            "tower": {name: grad_of(parameter).cpu().clone() for name, parameter in tower.items()},
         }
 
 

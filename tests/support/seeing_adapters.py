@@ -44,14 +44,16 @@ def expected(folder: Path, adapter: Path, batch: Any) -> tuple[Tensor, dict[str,
     return log_probs, grads
 
 
-def step(folder: Path, adapter: Path, sizes: dict[str, Any], batch: Any, **options: Any) -> dict[str, Any]:
+def step(
+    folder: Path, adapter: Path, sizes: dict[str, Any], batch: Any, *, bare: bool = False, **options: Any
+) -> dict[str, Any]:
     """Runs in each worker: log-probs, the gradient of each factor by HF name, and what was left of the tower."""
     dims = mb.ParallelDims(**sizes)
     with stepping.mesh(dims):
         chunks = _with_adapters(folder, dims, adapter, **options)
         ids, mask, images, wanted = batch
         outputs = mb.forward(
-            stepping.wrap(chunks),
+            chunks if bare else stepping.wrap(chunks),
             ids,
             mask,
             images=images,
@@ -62,7 +64,7 @@ def step(folder: Path, adapter: Path, sizes: dict[str, Any], batch: Any, **optio
         assert not any(parameter.requires_grad for parameter in tower)
         with torch.no_grad():
             for parameter in held(chunks).values():
-                parameter.copy_(parameter.main_grad)
+                parameter.copy_(parameter.grad if bare else parameter.main_grad)
         return {
             "log_probs": outputs.log_probs.detach() * (wanted != 0),
             "grads": {name: tensor.clone() for name, tensor in mb.iter_hf_adapters(chunks)},

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mcore_bridge.batches.collectives import reduce_max
+from mcore_bridge.batches.lengths import lengths_of, packed_lengths
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.rotary import HFRotaryEmbedding
 
@@ -52,16 +52,18 @@ class MultimodalRotary(HFRotaryEmbedding):
             mrope_section: as mcore passes it; not needed.
             cp_group: a context-parallel group to use instead of the constructor's.
         """
-        frequencies = self._frequencies(position_ids, cp_group or self.cp_group).to(position_ids.device)
+        frequencies = self._of_tokens(position_ids.device)
         angles: Tensor = self.recompose(position_ids[..., None].float() * frequencies)
         return angles.transpose(0, 1)[:, :, None]
 
-    def _frequencies(self, position_ids: Tensor, cp_group: ProcessGroup | None) -> Tensor:
-        """Those for the longest row. It counts padding for context parallelism, as megatron-core's ropes do."""
-        if not self.rope.is_dynamic:
-            return self.inv_freq
-        longest = position_ids.max() + 1
-        return self.rope.frequencies(int(longest if cp_group is None else reduce_max(longest, cp_group)))
+    def _of_tokens(self, device: torch.device) -> Tensor:
+        """The frequencies of each token: ``[b, 1, dims / 2]`` for rows, ``[tokens, dims / 2]`` for packed sequences."""
+        if self.lengths is None:
+            return self.inv_freq.to(device)
+        frequencies, places = self.frequencies(self.lengths.tokens).to(device), self.lengths.places
+        if places is None:
+            return frequencies[:, None]
+        return frequencies.repeat_interleave(torch.tensor(places, device=device), 0)
 
 
 def take_positions(chunk: GPTModel, num_positions: int, recompose: Callable[[Tensor], Tensor]) -> None:
@@ -81,21 +83,26 @@ def take_positions(chunk: GPTModel, num_positions: int, recompose: Callable[[Ten
     chunk.position_embedding_type, chunk.mrope_section = "mrope", None
 
 
-def text_positions(chunk: GPTModel, input_ids: Tensor, packed: Any) -> Tensor:
+def text_positions(chunk: GPTModel, inputs: dict[str, Any]) -> Tensor:
     """The positions of a text without images, as ``MultimodalRotary`` wants them: ``[n, b, s]`` or ``[n, 1, s]``.
 
+    Padding has that of the last token where the rope depends on the length.
+
     Args:
-        input_ids: the tokens of this context-parallel rank.
-        packed: ``packed_seq_params``, or None.
+        inputs: those of the chunk by name, for the tokens of this context-parallel rank.
     """
     from mcore_bridge.factory.modules.torch_modules import own_text
 
-    device, num_positions = input_ids.device, chunk.rotary_pos_emb.num_positions
+    ids, packed, rotary = inputs["input_ids"], inputs.get("packed_seq_params"), chunk.rotary_pos_emb
+    group = getattr(packed, "cp_group", None) or chunk.pg_collection.cp
     if packed is None:
-        group = chunk.pg_collection.cp
-        own = own_text(torch.arange(input_ids.size(1) * group.size(), device=device), group)
-        return own.expand(num_positions, input_ids.size(0), -1)
-    padded = packed.cu_seqlens_q_padded
-    starts = (packed.cu_seqlens_q if padded is None else padded).to(device)
-    counted = torch.arange(int(starts[-1]), device=device)
-    return (counted - starts[:-1].long().repeat_interleave(starts.diff())).expand(num_positions, 1, -1)
+        own = own_text(torch.arange(ids.size(1) * group.size(), device=ids.device), group).expand(ids.size(0), -1)
+    else:
+        places = packed_lengths(packed).places or ()
+        own = torch.cat([torch.arange(size, device=ids.device) for size in places])[None]
+    if rotary.rope.is_dynamic and (lengths := lengths_of(inputs, group)) is not None:
+        last = torch.tensor(lengths.tokens, device=ids.device)[:, None] - 1
+        if lengths.places is not None:
+            last = last.flatten().repeat_interleave(torch.tensor(lengths.places, device=ids.device))[None]
+        own = own.minimum(last.clamp(min=0))
+    return own.expand(rotary.num_positions, *own.shape)

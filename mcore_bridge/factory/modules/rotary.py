@@ -1,17 +1,21 @@
 """The rotary embedding of a model: the inverse frequencies of transformers with the interface of mcore.
 
-It does not remember earlier lengths: the same ``max_seq_len`` gives the same frequencies, on every rank and in any
-order. mcore reads the attention factor from the config, and multiplies cosines and sines by it.
+If frequencies depend on lengths, each sequence has those of its own length, whatever it shares a microbatch with. No
+earlier length is remembered. mcore reads the attention factor from the config, and multiplies cosines and sines by it.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor, nn
 
+from mcore_bridge.batches.lengths import Lengths, lengths_of, packed_lengths
+from mcore_bridge.batches.padded_rows import inputs_by_name
 from mcore_bridge.config.rope import Rope
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.modules.torch_modules import own_text
@@ -28,6 +32,9 @@ class HFRotaryEmbedding(RotaryEmbedding):
         rope: parameters and frequencies.
         rotary_interleaved: whether the dims of a pair are neighbours in a head, instead of one in each half.
         cp_group: the context-parallel group. Each of its ranks gets the angles of its own tokens.
+
+    Attributes:
+        lengths: of the sequences of this call, from ``take_lengths``. None: all have the length of the angles.
     """
 
     def __init__(self, rope: Rope, *, rotary_interleaved: bool, cp_group: ProcessGroup | None) -> None:
@@ -35,25 +42,49 @@ class HFRotaryEmbedding(RotaryEmbedding):
         self.rope, self.rotary_interleaved, self.cp_group = rope, rotary_interleaved, cp_group
         self.seq_len_interpolation_factor = None  # the frequencies already include it
         self.inv_freq = rope.frequencies(None)
-        self._angles: tuple[tuple[int, int, torch.device], Tensor] | None = None
+        self.lengths: Lengths | None = None
+        self._angles: tuple[tuple[Lengths | None, int, int, torch.device], Tensor] | None = None
+        self._known: dict[int, Tensor] = {}
 
     def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """The angles of positions ``offset`` to ``offset + max_seq_len``: fp32 ``[max_seq_len, rotated dims / 2]``."""
-        device = torch.device(torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
-        key = (max_seq_len, offset, device)
-        if self._angles is None or self._angles[0] != key:  # usually the same for all microbatches of a step
-            frequencies = self.rope.frequencies(offset + max_seq_len) if self.rope.is_dynamic else self.inv_freq
-            positions = torch.arange(offset, offset + max_seq_len, dtype=torch.float32, device=device)
-            self._angles = key, torch.outer(positions, frequencies.to(device))
-        return self._angles[1]
+        frequencies = self.frequencies([offset + max_seq_len])[0].to(device := _device())
+        return torch.outer(torch.arange(offset, offset + max_seq_len, dtype=torch.float32, device=device), frequencies)
 
     def get_emb(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """The angles of every rotated dim of a head: fp32 ``[max_seq_len, 1, 1, rotated dims]``."""
-        angles = self.get_freqs_non_repeated(max_seq_len, offset)
+        """The angles of every rotated dim of a head, in fp32.
+
+        Returns:
+            ``[max_seq_len, 1, 1, rotated dims]``. With ``lengths``: ``[max_seq_len, b, 1, rotated dims]`` for rows, and
+            ``[tokens, 1, 1, rotated dims]`` for packed sequences, one behind the other, with their padding.
+        """
+        key = (self.lengths, max_seq_len, offset, _device())
+        if self._angles is None or self._angles[0] != key:  # usually the same for all layers, or all of a step
+            self._angles = key, self._computed(max_seq_len, offset)
+        angles = self._angles[1]
         both = torch.cat((angles, angles), dim=-1)
         if self.rotary_interleaved:
             both = angles.repeat_interleave(2, dim=-1)
-        return both[:, None, None, :]
+        return both[:, :, None, :]
+
+    def frequencies(self, lengths: Sequence[int]) -> Tensor:
+        """The frequencies of sequences with these lengths: fp32, on CPU, ``[sequences, rotated dims / 2]``."""
+        counting = [length if length > self.rope.longest_plain else 0 for length in lengths]
+        for length in {*counting} - {*self._known}:
+            self._known[length] = self.rope.frequencies(length) if length else self.inv_freq
+        return torch.stack([self._known[length] for length in counting])
+
+    def _computed(self, max_seq_len: int, offset: int) -> Tensor:
+        """The angles of half of the rotated dims: those of ``get_emb``, without the dim of heads."""
+        if self.lengths is None:
+            return self.get_freqs_non_repeated(max_seq_len, offset)[:, None]
+        device, places = _device(), self.lengths.places
+        frequencies = self.frequencies(self.lengths.tokens).to(device)
+        if places is None:
+            positions = torch.arange(offset, offset + max_seq_len, dtype=torch.float32, device=device)
+            return positions[:, None, None] * frequencies
+        positions = torch.cat([torch.arange(size, dtype=torch.float32, device=device) for size in places])
+        return (positions[:, None] * frequencies.repeat_interleave(torch.tensor(places, device=device), 0))[:, None]
 
     def forward(
         self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: ProcessGroup | None = None
@@ -78,12 +109,25 @@ class HFRotaryEmbedding(RotaryEmbedding):
         return own_text(emb, group)
 
 
+def _device() -> torch.device:
+    """Where angles are."""
+    return torch.device(torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
+
+
 class LatentRotaryEmbedding(HFRotaryEmbedding):
     """The rope for mcore's multi-latent attention, which with ``rope_type`` "yarn" also wants the attention factor."""
 
     def __init__(self, rope: Rope, *, cp_group: ProcessGroup | None) -> None:
         super().__init__(rope, rotary_interleaved=False, cp_group=cp_group)
         self.attention_factor = rope.attention_factor
+
+    def get_rotary_seq_len(self, *arguments: Any, **keywords: Any) -> int:
+        """The length of the angles, from mcore. A layer that is recomputed may be of an earlier call of the chunk."""
+        packed = arguments[4] if len(arguments) > 4 else keywords.get("packed_seq_params")
+        if packed is not None and self.lengths is not None:
+            self.lengths = packed_lengths(packed)
+        length: int = super().get_rotary_seq_len(*arguments, **keywords)
+        return length
 
     def forward(self, *arguments: Any, **keywords: Any) -> tuple[Tensor, float]:  # type: ignore[override]
         """The angles, and the attention factor."""
@@ -110,3 +154,24 @@ def replace_rotary(chunk: GPTModel) -> None:
         for module in list(chunk.modules()):
             if isinstance(getattr(module, "rotary_pos_emb", None), RotaryEmbedding):  # indexers have one too
                 module.rotary_pos_emb = shared
+
+
+def take_lengths(chunk: GPTModel) -> None:
+    """Tells the ropes of a chunk the lengths of the sequences of each call, if frequencies depend on them.
+
+    It is a hook that comes last, when inputs are those of this rank. A KV cache gets the frequencies of its own size.
+    """
+    ropes = [module for module in chunk.modules() if isinstance(module, HFRotaryEmbedding)]
+    if any(rope.rope.is_dynamic for rope in ropes):
+        chunk.register_forward_pre_hook(functools.partial(_take_lengths, ropes), with_kwargs=True)
+
+
+def _take_lengths(
+    ropes: Sequence[HFRotaryEmbedding], chunk: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    inputs = inputs_by_name(chunk, args, kwargs)
+    is_cached = any(inputs.get(name) is not None for name in ("inference_context", "inference_params"))
+    group = getattr(inputs.get("packed_seq_params"), "cp_group", None) or chunk.pg_collection.cp
+    lengths = None if is_cached else lengths_of(inputs, group)
+    for rope in ropes:
+        rope.lengths = lengths

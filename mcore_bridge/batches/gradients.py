@@ -1,0 +1,77 @@
+"""Finishes gradients of models without megatron-core's DDP, so that they are those that DDP would give.
+
+A backward leaves partial gradients. Norms under sequence parallelism, norms of queries and keys, tied embeddings and
+experts lack the part of other ranks. All parameters lack that of other context-parallel ranks and replicas.
+megatron-core's ``finalize_model_grads`` adds these parts for chunks in its DDP, and here for ``parameter.grad``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mcore_bridge.batches.collectives import reduce_sum
+from mcore_bridge.weights.bound import chunks_of
+
+
+@contextlib.contextmanager
+def finishing_gradients(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, megatron-core's schedule finishes the gradients of these chunks, where nobody else does.
+
+    It leaves them alone if the trainer has set ``config.finalize_model_grads_func``, or if DDP or FSDP holds gradients.
+    Gradients from before are kept apart meanwhile, since they are finished already, and added at the end.
+    """
+    chunks = chunks_of(models)
+    config: Any = chunks[0].config
+    learning = [parameter for chunk in chunks for parameter in chunk.parameters() if parameter.requires_grad]
+    if config.finalize_model_grads_func is not None or any(map(_is_held, learning)):
+        yield
+        return
+    before = [parameter.grad for parameter in learning]
+    for parameter in learning:
+        parameter.grad = None
+    config.finalize_model_grads_func = _finish
+    try:
+        yield
+    finally:
+        config.finalize_model_grads_func = None
+        for parameter, grad in zip(learning, before, strict=True):
+            if grad is not None:
+                parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
+
+
+def _is_held(parameter: nn.Parameter) -> bool:
+    """Whether gradients are elsewhere: DDP has ``main_grad``, and FSDP makes a DTensor of a parameter."""
+    return hasattr(parameter, "main_grad") or hasattr(parameter, "full_tensor")
+
+
+def _finish(models: Sequence[nn.Module], num_tokens: Any = None, **options: Any) -> None:
+    """What a schedule calls when its last backward is done."""
+    from megatron.core.distributed import finalize_model_grads
+
+    with torch.no_grad():
+        finalize_model_grads([_LikeDDP(model) for model in models], num_tokens, **options)
+
+
+class _LikeDDP(nn.Module):
+    """A chunk with what ``finalize_model_grads`` asks of its DDP."""
+
+    def __init__(self, model: nn.Module) -> None:
+        from megatron.core.distributed import DistributedDataParallelConfig
+
+        super().__init__()
+        self.module, self.ddp_config = model, DistributedDataParallelConfig()
+
+    def finish_grad_sync(self, **options: Any) -> None:
+        """Average over all ranks that have other tokens, as DDP does. Parameters without a gradient get zeros."""
+        (chunk,) = chunks_of(self.module)
+        groups = chunk.pg_collection
+        for parameter in chunk.parameters():
+            if parameter.requires_grad:
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                group = groups.dp_cp if getattr(parameter, "allreduce", True) else groups.expt_dp
+                parameter.grad = reduce_sum(grad.div_(groups.dp_cp.size()), group)
