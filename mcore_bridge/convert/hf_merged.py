@@ -105,7 +105,7 @@ class ToMerged(ToPlain):
     @cached_property
     def rules(self) -> WeightMapping:
         """The rules of the adapters, in their own dialect."""
-        rules = self.provenance.mapping(tied=False, mtp=False, dialect=self.given.dialect).rules
+        rules = self.provenance.mapping(tied=False, dialect=self.given.dialect).rules
         return WeightMapping(adapter_rules(rules, self.given.targets))
 
     @cached_property

@@ -159,9 +159,9 @@ def verify(
         model=model,
     )
     tied = bool(blueprint.gpt_arguments["share_embeddings_and_output_weights"])
-    mapping = blueprint.provenance.mapping(tied=tied, mtp=bool(num_mtp_layers))
+    mapping = blueprint.provenance.mapping(tied=tied, mtp=num_mtp_layers)
     renamed(checkpoint, mapping)
-    names = tuple(name for name in checkpoint if _is_exported(mapping, name, num_mtp_layers))
+    names = tuple(name for name in checkpoint if _is_exported(mapping, name))
     task = Task(
         folder=folder,
         dims=blueprint.dims,
@@ -199,9 +199,9 @@ def _vision(folder: Path) -> str:
     return "frozen"
 
 
-def _is_exported(mapping: WeightMapping, name: str, num_mtp_layers: int) -> bool:
+def _is_exported(mapping: WeightMapping, name: str) -> bool:
     """Whether an export yields a tensor of the files. Copies are exported too, although no parameter reads them."""
-    return mapping.is_copy(name) or not mapping.is_unused(name, num_mtp_layers=num_mtp_layers)
+    return mapping.is_copy(name) or not mapping.is_unused(name)
 
 
 def _is_of_mtp(mapping: WeightMapping, name: str) -> bool:

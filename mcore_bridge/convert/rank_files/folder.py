@@ -120,7 +120,7 @@ def _entries(files: Sequence[RankFile], tensors: Sequence[Named], dims: Parallel
     tied = bool(provenance.hf.tie_word_embeddings)
     if tied:
         _require_tied(files, tensors, vocab)
-    mapping = provenance.mapping(tied=tied, mtp=bool(num_mtp_layers))
+    mapping = provenance.mapping(tied=tied, mtp=num_mtp_layers)
     config = to_transformer_config(hf, dims=dims, overrides={"mtp_num_layers": num_mtp_layers or None})
     inventories = [
         Inventory(

@@ -116,8 +116,9 @@ class FileLayout:
         bindings: dict[str, Binding] = {}
         unexpected = []
         for name in self.specs:
-            consumers = [] if self.mapping.is_unused(name, num_mtp_layers=0) else self.mapping.consumers(name)
-            if not consumers and not self.mapping.is_unused(name, num_mtp_layers=0):
+            is_unused = self.mapping.is_unused(name)
+            consumers = [] if is_unused else self.mapping.consumers(name)
+            if not consumers and not is_unused:
                 unexpected.append(name)
             for mcore in consumers:
                 stacked = unstacked(self.mapping.bind(mcore).hf[0])[1] is not None
