@@ -20,7 +20,7 @@ from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.sidecars import copy_companions
 from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.plan.runs import runs_within
-from mcore_bridge.weights.provenance import config_in
+from mcore_bridge.weights.provenance import config_in, head_of
 from mcore_bridge.weights.ties import renamed
 
 Unit = tuple[int, ...]
@@ -156,7 +156,14 @@ def read_source(
     """
     checkpoint = opened_folder(Checkpoint(source))
     own = widespread((tensor.dtype, tensor.nbytes) for tensor in checkpoint.values())
-    model = whole_model(hf, dtype=dtype or own, num_mtp_layers=num_mtp_layers, names=checkpoint, vision=vision)
+    model = whole_model(
+        hf,
+        dtype=dtype or own,
+        num_mtp_layers=num_mtp_layers,
+        names=checkpoint,
+        vision=vision,
+        head=head_of(hf, checkpoint),
+    )
     renamed(checkpoint, model.mapping)
     return model, check_source(model.entries, checkpoint, model.mapping, dtype=dtype)
 

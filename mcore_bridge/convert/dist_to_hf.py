@@ -20,6 +20,7 @@ from mcore_bridge.rules.names import TOWER, count_mtp_layers, layer_of, plain_ke
 from mcore_bridge.weights.carried import Mtp
 from mcore_bridge.weights.dist_checkpoint.files import ChunkLocation, LocatedParam, TorchDistReader
 from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder, in_layer_stack
+from mcore_bridge.weights.provenance import head_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,7 @@ class FromDist(ToHF):
             metadata=folder.spelling,
             vision=vision,
             hybrid=folder.is_hybrid,
+            head=head_of(hf, folder.tensors),
         )
         placed = _located_in(folder, model.placed)
         entries = tuple(

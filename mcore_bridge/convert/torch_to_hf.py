@@ -19,6 +19,7 @@ from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.trace import Shape
 from mcore_bridge.weights.carried import Mtp
 from mcore_bridge.weights.plan.inventory import ParamEntry
+from mcore_bridge.weights.provenance import head_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,8 @@ class FromTorch(ToHF):
         folder = RankFolder.open(source, hf)
         held = {entry.held.name: entry.held for entry in folder.entries}
         own = widespread((spec.dtype, spec.num_bytes) for spec in held.values())
-        model = whole_model(hf, dtype=dtype or own, num_mtp_layers=folder.num_mtp_layers)
+        head = head_of(hf, held)
+        model = whole_model(hf, dtype=dtype or own, num_mtp_layers=folder.num_mtp_layers, head=head)
         _check(folder.path, _shapes(folder.entries), _shapes(model.entries))
         entries = tuple(stored_as(entry, held[entry.held.name].dtype, dtype) for entry in model.entries)
         model, units = replace(model, entries=entries), tuple(units_of(entries, file_bytes))

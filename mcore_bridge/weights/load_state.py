@@ -121,9 +121,12 @@ class Load:
         unexpected = [name for name in others if not mapping.is_unused(name)]
         self.missing, self.unexpected = tuple(missing), tuple(unexpected)
         if strict and (missing or unexpected):
+            advice = "Use the checkpoint of this config, or strict=False to have them reported"
+            if any(use.mcore.startswith("output_layer.") for name in missing for use in self.uses[name]):
+                advice += '. A checkpoint without a head, as of an embedding model, is built with head="none"'
             raise CheckpointError(
                 f"the source does not fit the model: {len(missing)} tensors missing {missing[:8]}, {len(unexpected)} "
-                f"unexpected {unexpected[:8]}. Use the checkpoint of this config, or strict=False to have them reported"
+                f"unexpected {unexpected[:8]}. {advice}"
             )
 
     def _not_elsewhere(self, names: Iterable[str]) -> list[str]:

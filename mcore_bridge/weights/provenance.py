@@ -32,6 +32,7 @@ from mcore_bridge.rules.mapping import (
 from mcore_bridge.rules.names import EMBEDDING, TOWER, mtp_layer_of
 from mcore_bridge.rules.scheme import plain_names
 from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.base_names import prefix_of
 from mcore_bridge.weights.dtypes import dtype_name
 from mcore_bridge.weights.files.hf_folder import names_in
 from mcore_bridge.weights.ties import is_tied, ties_any_head
@@ -112,6 +113,9 @@ class Provenance:
         embedding = next((rule.hf[0] for rule in embedding_rules(plain)), "")
         if self.whole is None:
             prefixes = IN_MODEL if respelled_name(embedding, IN_MODEL) in names - {embedding} else ()
+            bare = ((prefix_of(embedding), ""),)
+            if self.head == "none" and embedding not in names and respelled_name(embedding, bare) in names:
+                prefixes = bare  # those of a base model, which the one without a head is
             if prefixes == self.prefixes:
                 return self
             return replace(self, rules=respelled(plain, prefixes), prefixes=prefixes)
@@ -172,6 +176,8 @@ class Provenance:
             # A causal LM has no score: we skip its head, and ours keeps its random values. In transformers, too,
             # ...ForSequenceClassification and ...ForTokenClassification have no lm_head.
             names = (name for rule in lm_head for name in rule.hf)
+            if self.head == "none":
+                return WeightMapping(rules, (*ignored, *names, "score.*"), self.optional, **parts)
             return WeightMapping((*rules, *SCORE_HEAD), (*ignored, *names), ("score.*", *self.optional), **parts)
         if tied and ties_any_head():
             return WeightMapping((*rules, *tied_lm_head(rules)), (*ignored, self.lm_head), self.optional, **parts)
@@ -240,12 +246,26 @@ def provenance_of(hf: HF, *, head: str = "lm") -> Provenance:
     return replace(provenance, dialect=dialect_of(names, provenance.rules) or architecture.dialect)
 
 
+def head_of(hf: HF, names: Iterable[str] = ()) -> str:
+    """The head with which a checkpoint loads: "lm", or "none" if it has no head, as of embedding models.
+
+    Args:
+        hf: the folder or config of the model.
+        names: the names of HF tensors, or canonical ones. Empty: those in the folder ``hf``, if it has weights.
+    """
+    provenance = provenance_of(hf)
+    names = tuple(names) or (names_in(provenance.folder) if provenance.folder else ())
+    heads = {name for rule in lm_head_of(provenance.rules, provenance.spelling) for name in rule.hf}
+    has_head = any(name in heads or name.startswith("output_layer.") for name in plain_names(names))
+    return "lm" if has_head or not names or provenance.hf.tie_word_embeddings else "none"
+
+
 def mapping(hf: HF, *, head: str = "lm", dialect: Dialect | None = None) -> WeightMapping:
     """The weight mapping of a model: its rules, and the HF names that a checkpoint may have in addition, or may lack.
 
     Args:
         hf: a folder, a hub name in the local cache, or a ``PretrainedConfig``.
-        head: ``"lm"``, ``"value"`` or ``"classification"``.
+        head: ``"lm"``, ``"value"``, ``"classification"`` or ``"none"``.
         dialect: how HF names the experts; None is the dialect of the folder, or of the architecture.
 
     Raises:

@@ -29,7 +29,7 @@ from mcore_bridge.weights.files.safetensors import SafetensorsWriter
 from mcore_bridge.weights.files.sidecars import copy_companions
 from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.manifest import Manifest, manifest
-from mcore_bridge.weights.provenance import HF, Provenance, config_in
+from mcore_bridge.weights.provenance import HF, Provenance, config_in, head_of
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_on_all, require_alike
 
@@ -203,6 +203,20 @@ def _config_of(specs: Manifest, provenance: Provenance) -> PretrainedConfig:
     if score is not None:
         biased = any(spec.name == "score.bias" for spec in specs)
         kind = "ForTokenClassification" if biased else "ForSequenceClassification"
-        hf.architectures = [f"{(hf.architectures or ['For'])[0].split('For')[0]}{kind}"]
+        hf.architectures = [f"{_stem(hf)}{kind}"]
         hf.num_labels = score.shape[0]
+    if provenance.head == "none" and hf.architectures and _loses_head(provenance):
+        hf.architectures = [f"{_stem(hf)}Model"]
     return hf
+
+
+def _loses_head(provenance: Provenance) -> bool:
+    """Whether a model without a head comes from a causal LM with one of its own, whose class would look for it."""
+    folder = provenance.folder
+    return not provenance.hf.tie_word_embeddings and (folder is None or head_of(folder) == "lm")
+
+
+def _stem(hf: PretrainedConfig) -> str:
+    """What the names of the classes of a family in transformers begin with."""
+    name: str = (hf.architectures or ["For"])[0]
+    return name.split("For")[0].removesuffix("Model")

@@ -47,7 +47,7 @@ class Task:
         num_mtp_layers: the number of MTP layers to build, load and export. Logits are computed without them.
         vision: whether a composite's tower is built, as for ``build_model``.
         adapter: a PEFT folder, whose adapters are added in fp32.
-        model: the class of megatron-core, as for ``build_model``.
+        model, head: the class of megatron-core and the head, as for ``build_model``.
     """
 
     folder: Path
@@ -64,6 +64,7 @@ class Task:
     vision: str = "carried"
     adapter: Path | None = None
     model: str = "gpt"
+    head: str = "lm"
 
 
 @dataclass(slots=True)
@@ -151,6 +152,7 @@ def check_rank(task: Task, report: Report) -> Finding:
             vision=task.vision,
             adapter=task.adapter,
             model=task.model,
+            head=task.head,
             report=report,
         )
     return finding
@@ -169,6 +171,7 @@ def _build(task: Task, finding: Finding, report: Report) -> list[GPTModel]:
         dtype=task.dtype,
         device=task.device,
         backend=task.backend,
+        head=task.head,
         overrides={"mtp_num_layers": task.num_mtp_layers or None},
         load_weights=source,
         vision=task.vision,

@@ -20,7 +20,7 @@ from mcore_bridge.weights.dtypes import Dtypes, dtype_name
 from mcore_bridge.weights.files.decoded import Folder, opened_folder
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.manifest import Manifest
-from mcore_bridge.weights.provenance import provenance_of
+from mcore_bridge.weights.provenance import head_of, provenance_of
 from mcore_bridge.weights.ties import renamed
 
 if TYPE_CHECKING:
@@ -146,6 +146,7 @@ def verify(
     dtypes = {tensor.dtype for tensor in checkpoint.values() if tensor.is_floating_point()}
     built_in = dtype or widest(dtypes)
     overrides = {"mtp_num_layers": num_mtp_layers or None}
+    head = head_of(folder)
     vision = "carried" if adapter is not None or model == "hybrid" else _vision(folder)
     blueprint = make_blueprint(
         folder,
@@ -153,6 +154,7 @@ def verify(
         dtype=built_in,
         device=device,
         backend=backend,
+        head=head,
         overrides=overrides,
         strict_config=strict_config,
         vision=vision,
@@ -177,6 +179,7 @@ def verify(
         vision=vision,
         adapter=adapter,
         model=model,
+        head=head,
     )
     findings = run_ranks(check_rank, task, world_size=dims.smallest_world, device=device, on_event=on_event)
     kept = set(names)

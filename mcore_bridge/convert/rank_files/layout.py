@@ -26,7 +26,7 @@ from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.trace import Shape, Trace, trace
 from mcore_bridge.weights.bound import axes_of_config
 from mcore_bridge.weights.dist_checkpoint.extra_state import ExtraState
-from mcore_bridge.weights.provenance import HF, Provenance, provenance_of
+from mcore_bridge.weights.provenance import HF, Provenance, head_of, provenance_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class FileLayout:
     @cached_property
     def provenance(self) -> Provenance:
         """The provenance of the model."""
-        return provenance_of(self.hf)
+        return provenance_of(self.hf, head=head_of(self.hf, self.specs))
 
     @cached_property
     def mapping(self) -> WeightMapping:
