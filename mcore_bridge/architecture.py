@@ -40,6 +40,8 @@ class Architecture:
         ignored: patterns (fnmatch) of HF tensor names that a checkpoint may hold and that no logits of transformers
             depend on. The default names the frequencies of rotary embeddings, which old files hold: transformers
             computes them from the config, and skips those in files. A family that adds a pattern states the reason.
+        mtp: patterns (fnmatch) of HF tensors of MTP layers that have no rules. These layers are not built, and a save
+            copies them. The patterns follow from the config.
         optional: patterns (fnmatch) of HF tensor names that a checkpoint may lack. What the constructor has drawn stays
             there then, as in transformers. A family that has some states the reason.
         dialect: how published checkpoints hold routed experts: "split", one tensor for each, or "fused", one for all.
@@ -66,6 +68,7 @@ class Architecture:
     fields: tuple[Field, ...]
     rules: "Callable[[PretrainedConfig], tuple[Rule, ...]]"
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    mtp: "Callable[[PretrainedConfig], tuple[str, ...]]" = lambda hf: ()
     optional: tuple[str, ...] = ()
     dialect: "Dialect" = "split"
     aliases: tuple[str, ...] = ()

@@ -24,12 +24,14 @@ IN_MODEL = (("model.", "model.language_model."),)
 INSIDE   = (("model.", "language_model.model."), ("lm_head.", "language_model.lm_head."))
 BESIDE   = (("model.", "model."),)
 TWICE    = (("model.", "language_model.model.model."), ("lm_head.", "language_model.lm_head."))
+BASE     = (("model.", "language_model."),)
 # fmt: on
-"""Prefixes of the text model's names: within ``model``, as a whole model inside, or the same as without a composite.
+"""Prefixes of the text model's names: within ``model``, as a whole model inside, the same as without a composite, or
+within a base model, whose names have no ``model.``.
 
-The last is what transformers 5.17 writes of models of sound; later ones write ``INSIDE``.
+``TWICE`` is what transformers 5.17 writes of models of sound; later ones write ``INSIDE``.
 """
-SPELLINGS: tuple[Prefixes, ...] = (IN_MODEL, INSIDE, BESIDE, TWICE)
+SPELLINGS: tuple[Prefixes, ...] = (IN_MODEL, INSIDE, BESIDE, TWICE, BASE)
 TRANSFORMERS = "5.17"
 """The first release that has all composites, and whose composites compute positions and masks before they call their
 language model."""

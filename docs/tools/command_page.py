@@ -61,6 +61,7 @@ KEYS = {
         "bytes": "of these",
         "files": "names in the target",
         "kept": "how many of them an earlier run had written",
+        "carried": "as of `verify`",
         "unused": "names that nothing uses",
     },
     "merge": {
@@ -70,6 +71,7 @@ KEYS = {
         "bytes": "of these",
         "files": "names in the target",
         "kept": "how many of them an earlier run had written",
+        "carried": "always empty",
         "unused": "always empty",
     },
     "doctor": {

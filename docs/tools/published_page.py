@@ -93,8 +93,9 @@ def _loads(record: dict[str, Any], outcome: dict[str, Any]) -> str:
     if "refused" in outcome:
         return f"no: {', '.join(map(_reason, outcome['refused']))}"
     architecture = record["config"].get("architectures", [""])[0]
-    if architecture.endswith("Model"):
-        return "no: it has no head, and other names for its tensors"
+    embeds = "Embedding" in record["name"] and not record["config"].get("tie_word_embeddings")
+    if embeds or architecture.endswith("Model"):
+        return 'yes, with `head="none"`'
     return 'yes, with `head="classification"`' if architecture.endswith("ForSequenceClassification") else "yes"
 
 

@@ -91,6 +91,8 @@ def _family(architecture: Architecture, rules: Rules, told: Told, everywhere: li
         yield "- Routed experts: always one tensor for all of a layer"
     if architecture.ignored:
         yield f"- Left unused when a checkpoint holds it: {_quoted(architecture.ignored)}"
+    if patterns := architecture.mtp(default_config(architecture)):
+        yield f"- MTP layers that are not built, which a save copies: {_quoted(patterns)}"
     if own:
         yield ""
         yield from _table(own)

@@ -41,10 +41,12 @@ class TokenOutputs:
 
     Attributes:
         log_probs: ``[batch, seq]``: log-probability of the token, given those before it. Zero for the first token of a
-            sequence. None with a value or classification head.
+            sequence. None with another head than that of a language model.
         entropy: ``[batch, seq]``: entropy of the distribution that predicts the token. Zero and None as above.
         values: outputs of a value or classification head at the token: ``[batch, seq]``, or ``[batch, seq, labels]``
-            where it has several. None with the head of a language model.
+            where it has several. None with another head.
+        hidden: without a head, the hidden states of the token behind the final norm: ``[batch, seq, hidden]``. Else
+            None.
 
     Example:
         >>> outputs = mb.forward(models, input_ids, attention_mask)
@@ -55,6 +57,7 @@ class TokenOutputs:
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
     values: Tensor | None = None
+    hidden: Tensor | None = None
 
 
 Loss = Callable[[TokenOutputs, slice], Tensor]
@@ -254,16 +257,15 @@ class _Run:
         """fp32 ``[2 or outputs of a head, rows, seq]``, gathered from all context-parallel ranks."""
         if self._is_lm:
             options: Any = {"vocab_size": self._hf.vocab_size, "temperature": self._temperature}
-            values = torch.stack(log_probs(output, batch.labels, group=self._groups.tp, **options))
+            values = torch.stack(log_probs(output, batch.labels, group=self._groups.tp, **options), -1)
         else:
-            values = output.float().movedim(-1, 0)
-        whole = gather(values, self._groups.cp).unbind(1)
-        return torch.stack([unpack_sequences(batch, output, following=self._is_lm) for output in whole])
+            values = output.float()
+        return unpack_sequences(batch, gather(values, self._groups.cp), following=self._is_lm).movedim(-1, 0)
 
     def _everywhere(self, outputs: Sequence[Tensor]) -> TokenOutputs:
         """The outputs of all microbatches, sent from the last pipeline stage to every stage."""
         batch, (_, seq) = self._rows[-1].stop, self._micro_batches[0].shape
-        count = {"lm": 2, "value": 1}.get(self._head, self._hf.num_labels)
+        count = {"lm": 2, "value": 1, "none": self._hf.hidden_size}.get(self._head, self._hf.num_labels)
         device = self._micro_batches[0].input_ids.device
         whole = torch.cat([*outputs], 1)[:, :batch] if outputs else torch.empty(count, batch, seq, device=device)
         return self._outputs(broadcast_from_last(whole.contiguous(), self._groups.pp))
@@ -271,4 +273,6 @@ class _Run:
     def _outputs(self, stacked: Tensor) -> TokenOutputs:
         if self._is_lm:
             return TokenOutputs(log_probs=stacked[0], entropy=stacked[1])
+        if self._head == "none":
+            return TokenOutputs(hidden=stacked.movedim(0, -1))
         return TokenOutputs(values=stacked[0] if len(stacked) == 1 else stacked.movedim(0, -1))

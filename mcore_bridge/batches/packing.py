@@ -206,11 +206,12 @@ def unpack_sequences(packed: PackedSequences, values: Tensor, *, following: bool
 
     Args:
         packed: the inputs of the model, from ``pack_sequences``.
-        values: ``[cp, rows, tokens]``: one value per token, from all context-parallel ranks.
+        values: ``[cp, rows, tokens]``: one value per token, from all context-parallel ranks. Or ``n`` values per token,
+            as ``[cp, rows, tokens, n]``.
         following: True: a value belongs to the next token, as a log-probability does. False: to the token itself.
 
     Returns:
-        ``[batch, seq]``, zero where there is no value.
+        ``[batch, seq]`` or ``[batch, seq, n]``, zero where there is no value.
 
     Raises:
         BatchError: ``values`` have another shape.
@@ -222,8 +223,10 @@ def unpack_sequences(packed: PackedSequences, values: Tensor, *, following: bool
                 [5, 6, 7, 0]])
     """
     places = packed.following if following else packed.places
-    if values.shape != places.shape:
+    if values.shape[:3] != places.shape:
         raise BatchError(f"values must be [cp, rows, tokens] = {tuple(places.shape)}, found {tuple(values.shape)}")
     batch, seq = packed.shape
     has_value = places >= 0
-    return values.new_zeros(batch * seq).index_put((places[has_value],), values[has_value]).view(batch, seq)
+    tail = values.shape[3:]
+    whole = values.new_zeros(batch * seq, *tail).index_put((places[has_value],), values[has_value])
+    return whole.view(batch, seq, *tail)

@@ -152,6 +152,10 @@ def convert_command(
         str | None, typer.Option(help="Cast to float32, bfloat16 or float16; by default every tensor keeps its own.")
     ] = None,
     mtp: Annotated[int, typer.Option(min=0, help="Layers of multi-token prediction to take from an HF folder.")] = 0,
+    drop_mtp: Annotated[
+        bool,
+        typer.Option("--drop-mtp", help="Do not copy MTP layers that a checkpoint lacks from the folder of --hf."),
+    ] = False,
     vision: Annotated[
         str, typer.Option(help='"train" takes the model of images from an HF folder too, and "carried" its text alone.')
     ] = "carried",
@@ -205,6 +209,7 @@ def convert_command(
                 dtype=dtype_of(dtype),
                 num_mtp_layers=mtp,
                 vision=vision,
+                mtp="dropped" if drop_mtp else "carried",
                 rank_files=wanted,
                 plain=to == "hf",
                 num_processes=processes,

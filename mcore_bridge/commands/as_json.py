@@ -120,6 +120,7 @@ def of_conversion(converted: Converted, target: Path) -> dict[str, Any]:
         "bytes": sum(conversion.sizes),
         "files": list(conversion.names),
         "kept": converted.num_kept,
+        "carried": list(conversion.carried_names),
         "unused": list(conversion.ignored),
     }
 

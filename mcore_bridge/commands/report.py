@@ -91,10 +91,10 @@ def render_conversion(converted: Converted, target: Path) -> str:
     kept = f", {converted.num_kept} of them by an earlier run" if converted.num_kept else ""
     ignored = text.plural(len(conversion.ignored), "tensor")
     unused = f" Not used are {ignored} of the source: {_names(conversion.ignored)}." if conversion.ignored else ""
-    notes = []
+    notes = [f" {conversion.note}."] if conversion.note else []
     if isinstance(conversion, ModelConversion):
         hf_config = conversion.model.provenance.hf
-        notes = [f" {note}." for _, note in notes_on(unread_fields(hf_config, architecture_of(hf_config).fields))]
+        notes += [f" {note}." for _, note in notes_on(unread_fields(hf_config, architecture_of(hf_config).fields))]
     return (
         f"{target} is written as {conversion.kind}: {text.plural(*conversion.size_text)}, "
         f"{text.num_bytes(sum(conversion.sizes))} in {text.plural(len(conversion.names), 'file')}{kept}.{unused}"

@@ -29,6 +29,7 @@ from mcore_bridge.convert.torch_to_hf import FromTorch
 from mcore_bridge.errors import CheckpointError, MeshError
 from mcore_bridge.launch.processes import OnEvent, run_ranks
 from mcore_bridge.launch.worker import Report
+from mcore_bridge.weights.carried import Mtp
 from mcore_bridge.weights.dist_checkpoint.folder import dist_files, find_checkpoint, track
 from mcore_bridge.weights.files.atomic_folder import CONVERSION, Update, commit, target_of, updating
 from mcore_bridge.weights.files.file_shards import MAX_SHARD_BYTES, require_positive
@@ -85,6 +86,7 @@ def convert(
     dtype: torch.dtype | None = None,
     num_mtp_layers: int = 0,
     vision: str = "carried",
+    mtp: Mtp = "carried",
     rank_files: RankFiles | None = None,
     plain: bool = False,
     num_processes: int = 1,
@@ -106,6 +108,8 @@ def convert(
         num_mtp_layers: MTP layers to convert from an HF folder. From megatron-core all are converted.
         vision: "train" or "frozen" take the tower of a composite from an HF folder too, and "carried" its text alone.
             From megatron-core a tower that is there is converted.
+        mtp: the fate of MTP layers that a checkpoint of megatron-core lacks, on the way to an HF folder: as for
+            ``save_hf_checkpoint``. They come from the folder of the HF config.
         rank_files: write Megatron's ``torch`` format with these settings, and not ``torch_dist``.
         plain: write an HF folder of the same tensors, in which encoded weights (docs/guide/quantized.md) are bf16, or
             ``dtype``. Tensors that a model does not use are among them.
@@ -135,7 +139,8 @@ def convert(
         conversion = _from_hf(source, staging, hf, rank_files, dtype, num_mtp_layers, vision, file_bytes)
     else:
         to_hf = FromTorch if find_rank_files(checkpoint) else FromDist
-        conversion = to_hf.plan(checkpoint, staging, hf, dtype=dtype, file_bytes=file_bytes or MAX_SHARD_BYTES)
+        size = file_bytes or MAX_SHARD_BYTES
+        conversion = to_hf.plan(checkpoint, staging, hf, dtype=dtype, file_bytes=size, mtp=mtp)
     if strict_config and isinstance(conversion, ModelConversion):
         hf_config = conversion.model.provenance.hf
         require_no_unread([(hf_config, architecture_of(hf_config).fields)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path
@@ -20,7 +20,7 @@ from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.sidecars import copy_companions
 from mcore_bridge.weights.plan.inventory import ParamEntry
 from mcore_bridge.weights.plan.runs import runs_within
-from mcore_bridge.weights.provenance import config_in
+from mcore_bridge.weights.provenance import config_in, head_of
 from mcore_bridge.weights.ties import renamed
 
 Unit = tuple[int, ...]
@@ -76,6 +76,16 @@ class Conversion:
         """Further settings on which the target depends, beside the source, the units and the parameters, as JSON."""
         return None
 
+    @property
+    def carried_names(self) -> tuple[str, ...]:
+        """HF names in the target of parts that no model was built of."""
+        return ()
+
+    @property
+    def note(self) -> str:
+        """What a user must know of the target; empty if there is nothing."""
+        return ""
+
     @contextlib.contextmanager
     def completing(self, number: int) -> Iterator[Path]:
         """The path at which to write a file. At the end the file is on the disk and gets its name."""
@@ -122,12 +132,17 @@ class ModelConversion(Conversion):
         """See ``Conversion``."""
         return len(self.model.entries), "parameter"
 
+    @property
+    def hf_names(self) -> Collection[str] | None:
+        """The names of all HF tensors in the target. None: it has no HF tensors."""
+        return None
+
     def finish(self) -> None:
         """Write the files of the target that have no tensors."""
         dtype = max(self.model.entries, key=lambda entry: entry.held.num_bytes).held.dtype
         head = self.model.provenance.lm_head
         tied = all(head not in entry.hf for entry in self.model.entries)
-        config_in(self.model.provenance, dtype, tied=tied).save_pretrained(self.staging)
+        config_in(self.model.provenance, dtype, tied=tied, names=self.hf_names).save_pretrained(self.staging)
         copy_companions(self.model.provenance.folder, self.staging)
 
 
@@ -141,9 +156,16 @@ def read_source(
     """
     checkpoint = opened_folder(Checkpoint(source))
     own = widespread((tensor.dtype, tensor.nbytes) for tensor in checkpoint.values())
-    model = whole_model(hf, dtype=dtype or own, num_mtp_layers=num_mtp_layers, names=checkpoint, vision=vision)
+    model = whole_model(
+        hf,
+        dtype=dtype or own,
+        num_mtp_layers=num_mtp_layers,
+        names=checkpoint,
+        vision=vision,
+        head=head_of(hf, checkpoint),
+    )
     renamed(checkpoint, model.mapping)
-    return model, check_source(model.entries, checkpoint, model.mapping, num_mtp_layers=num_mtp_layers, dtype=dtype)
+    return model, check_source(model.entries, checkpoint, model.mapping, dtype=dtype)
 
 
 def widespread(sizes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:

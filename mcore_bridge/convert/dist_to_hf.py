@@ -17,8 +17,10 @@ from mcore_bridge.convert.reference_model import whole_model
 from mcore_bridge.convert.to_hf import ToHF, stored_as
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.names import TOWER, count_mtp_layers, layer_of, plain_key
+from mcore_bridge.weights.carried import Mtp
 from mcore_bridge.weights.dist_checkpoint.files import ChunkLocation, LocatedParam, TorchDistReader
 from mcore_bridge.weights.dist_checkpoint.folder import TorchDistFolder, in_layer_stack
+from mcore_bridge.weights.provenance import head_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,15 +28,23 @@ class FromDist(ToHF):
     """The conversion of a ``torch_dist`` folder to an HF folder."""
 
     @classmethod
-    def plan(cls, source: Path, staging: Path, hf: Path, *, dtype: torch.dtype | None, file_bytes: int) -> FromDist:
+    def plan(
+        cls, source: Path, staging: Path, hf: Path, *, dtype: torch.dtype | None, file_bytes: int, mtp: Mtp
+    ) -> FromDist:
         """Plan the conversion, and compare the checkpoint with the config."""
         folder = TorchDistFolder.open(source)
         sizes = ((tensor.properties.dtype, tensor.size.numel()) for tensor in folder.tensors.values())
-        mtp = count_mtp_layers(folder.tensors)
+        num_mtp_layers = count_mtp_layers(folder.tensors)
         vision = "train" if any(key.startswith(TOWER) for key in folder.tensors) else "carried"
         own = dtype or widespread(sizes)
         model = whole_model(
-            hf, dtype=own, num_mtp_layers=mtp, metadata=folder.spelling, vision=vision, hybrid=folder.is_hybrid
+            hf,
+            dtype=own,
+            num_mtp_layers=num_mtp_layers,
+            metadata=folder.spelling,
+            vision=vision,
+            hybrid=folder.is_hybrid,
+            head=head_of(hf, folder.tensors),
         )
         placed = _located_in(folder, model.placed)
         entries = tuple(
@@ -42,7 +52,8 @@ class FromDist(ToHF):
             for entry, param in zip(model.entries, placed, strict=True)
         )
         model = replace(model, entries=entries, placed=placed)
-        return cls(model=model, source=folder.path, staging=staging, units=tuple(units_of(entries, file_bytes)))
+        units = tuple(units_of(entries, file_bytes))
+        return cls(model=model, source=folder.path, staging=staging, units=units, mtp=mtp)
 
     def parts(self, number: int) -> Iterator[tuple[HFSlice, Tensor]]:
         """Yield the parts of a parameter that belong to its HF tensors."""

@@ -32,7 +32,7 @@ from mcore_bridge.weights.merging import with_product
 from mcore_bridge.weights.orientation import out_major
 from mcore_bridge.weights.peft_folder import PeftFolder, open_peft, require_shapes
 from mcore_bridge.weights.plan.inventory import ParamEntry
-from mcore_bridge.weights.provenance import Provenance
+from mcore_bridge.weights.provenance import Provenance, head_of
 
 Matrix = tuple[str, int | None]
 """A tensor of the files, or one expert of one that stacks experts."""
@@ -71,7 +71,8 @@ class ToMerged(ToPlain):
                 f"{source} has quantized weights, expected plain ones: convert it with --to hf first, and merge that"
             )
         own = widespread((tensor.dtype, tensor.nbytes) for tensor in checkpoint.values())
-        model, config = whole_model(source, dtype=own, names=checkpoint), to_transformer_config(source)
+        model = whole_model(source, dtype=own, names=checkpoint, head=head_of(source))
+        config = to_transformer_config(source)
         vocab = model.provenance.hf.vocab_size
         specs = tuple(TensorSpec.of(name, tensor) for name, tensor in checkpoint.items())
         made = cls(
@@ -104,7 +105,7 @@ class ToMerged(ToPlain):
     @cached_property
     def rules(self) -> WeightMapping:
         """The rules of the adapters, in their own dialect."""
-        rules = self.provenance.mapping(tied=False, mtp=False, dialect=self.given.dialect).rules
+        rules = self.provenance.mapping(tied=False, dialect=self.given.dialect).rules
         return WeightMapping(adapter_rules(rules, self.given.targets))
 
     @cached_property

@@ -113,13 +113,11 @@ def check_source(
     source: Folder,
     mapping: WeightMapping,
     *,
-    num_mtp_layers: int,
     dtype: torch.dtype | None,
 ) -> tuple[str, ...]:
     """Compare an HF folder with the parameters to assemble from it.
 
     Args:
-        num_mtp_layers: MTP layers among the parameters; the folder may have more.
         dtype: the dtype to cast to, if a parameter cannot hold all values of its tensors.
 
     Returns:
@@ -133,7 +131,7 @@ def check_source(
     copies = {name for entry in entries for name in entry.copies}
     missing = [name for name in wanted if name not in source and name not in copies]
     unused = [name for name in source if name not in wanted or name in copies]
-    unexpected = [name for name in unused if not mapping.is_unused(name, num_mtp_layers=num_mtp_layers)]
+    unexpected = [name for name in unused if not mapping.is_unused(name)]
     if missing or unexpected:
         raise CheckpointError(
             f"{source.folder} does not fit its config: {len(missing)} tensors missing {missing[:8]}, "

@@ -51,6 +51,7 @@ def whole_model(
     names: Iterable[str] = (),
     vision: str = "carried",
     hybrid: bool = False,
+    head: str = "lm",
 ) -> WholeModel:
     """Build a model without storage, and read its parameters and their locations from it.
 
@@ -62,6 +63,7 @@ def whole_model(
         names: names of HF tensors, which decide their dialect; without names, ``hf`` decides.
         vision: as for ``build_model``.
         hybrid: whether the checkpoint is one of a ``HybridModel``.
+        head: as for ``build_model``.
     """
     from megatron.core import parallel_state
 
@@ -71,7 +73,7 @@ def whole_model(
     with rank_of(dims, 0, 1):
         overrides = {"mtp_num_layers": num_mtp_layers or None}
         meta: dict[str, Any] = {"device": "meta", "backend": "torch", "load_weights": False}
-        (chunk,) = build_model(hf, dims=dims, dtype=dtype, overrides=overrides, vision=vision, **meta)
+        (chunk,) = build_model(hf, dims=dims, dtype=dtype, head=head, overrides=overrides, vision=vision, **meta)
         bound = bind(chunk, dialect=dialect_of(names, chunk.bridge.rules))
         entries = merge_inventories(bound.mapping, bound.axes, chunk.config.num_layers, [bound.inventory()])
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)

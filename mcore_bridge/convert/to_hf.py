@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from mcore_bridge.convert.conversion import ModelConversion, Progress
 from mcore_bridge.convert.parameters import HFSlice, parts_of, specs_of
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.carried import Carried, carried_of
+from mcore_bridge.weights.carried import Carried, Mtp, carried_of
 from mcore_bridge.weights.dtypes import dtype_name, is_exact
 from mcore_bridge.weights.files.file_shards import MAX_SHARD_BYTES, assign_files, shard_names_of
 from mcore_bridge.weights.files.hf_folder import HEADS, weight_files, write_index
@@ -28,6 +28,12 @@ class ToHF(ModelConversion):
 
     kind = "hf"
     heads = HEADS
+    mtp: Mtp = "carried"
+
+    @property
+    def options(self) -> object:
+        """See ``Conversion``."""
+        return self.mtp
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -36,8 +42,23 @@ class ToHF(ModelConversion):
 
     @cached_property
     def carried(self) -> Carried:
-        """The tensors of a composite's other parts, which come from the folder of its HF config."""
-        return carried_of(self.model.provenance)
+        """The tensors of parts that are not built, which come from the folder of the HF config."""
+        return carried_of(self.model.provenance, self.model.mapping, mtp=self.mtp)
+
+    @property
+    def carried_names(self) -> tuple[str, ...]:
+        """See ``Conversion``."""
+        return tuple(spec.name for spec in self.carried.specs)
+
+    @property
+    def note(self) -> str:
+        """See ``Conversion``."""
+        return self.carried.note
+
+    @property
+    def hf_names(self) -> Collection[str]:
+        """See ``ModelConversion``."""
+        return [spec.name for number in range(len(self.names)) for spec in self._specs(number)]
 
     @cached_property
     def carried_units(self) -> tuple[tuple[TensorSpec, ...], ...]:

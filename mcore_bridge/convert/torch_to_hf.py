@@ -17,7 +17,9 @@ from mcore_bridge.convert.reference_model import whole_model
 from mcore_bridge.convert.to_hf import ToHF, stored_as
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.trace import Shape
+from mcore_bridge.weights.carried import Mtp
 from mcore_bridge.weights.plan.inventory import ParamEntry
+from mcore_bridge.weights.provenance import head_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,16 +30,19 @@ class FromTorch(ToHF):
     """The folder of the HF config."""
 
     @classmethod
-    def plan(cls, source: Path, staging: Path, hf: Path, *, dtype: torch.dtype | None, file_bytes: int) -> FromTorch:
+    def plan(
+        cls, source: Path, staging: Path, hf: Path, *, dtype: torch.dtype | None, file_bytes: int, mtp: Mtp
+    ) -> FromTorch:
         """Plan the conversion, and compare the files with the config."""
         folder = RankFolder.open(source, hf)
         held = {entry.held.name: entry.held for entry in folder.entries}
         own = widespread((spec.dtype, spec.num_bytes) for spec in held.values())
-        model = whole_model(hf, dtype=dtype or own, num_mtp_layers=folder.num_mtp_layers)
+        head = head_of(hf, held)
+        model = whole_model(hf, dtype=dtype or own, num_mtp_layers=folder.num_mtp_layers, head=head)
         _check(folder.path, _shapes(folder.entries), _shapes(model.entries))
         entries = tuple(stored_as(entry, held[entry.held.name].dtype, dtype) for entry in model.entries)
         model, units = replace(model, entries=entries), tuple(units_of(entries, file_bytes))
-        return cls(model=model, source=folder.path, staging=staging, units=units, hf=hf)
+        return cls(model=model, source=folder.path, staging=staging, units=units, hf=hf, mtp=mtp)
 
     def parts(self, number: int) -> Iterator[tuple[HFSlice, Tensor]]:
         """Yield the parts of a parameter that belong to its HF tensors."""

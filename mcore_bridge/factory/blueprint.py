@@ -82,7 +82,8 @@ class Blueprint:
     @property
     def counts(self) -> ParamCounts:
         """The numbers of its parameters, with those of its tower if it has one."""
-        return count_params(self.hf, tower=self.provenance.tower)
+        counts = count_params(self.hf, tower=self.provenance.tower)
+        return counts if self.provenance.head == "lm" else replace(counts, lm_head=0)
 
     def vp_stage(self, stage: Stage) -> int | None:
         """The virtual stage as mcore wants it: None if each rank has only one."""

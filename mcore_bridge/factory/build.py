@@ -57,7 +57,8 @@ def build_model(
         dtype: of all parameters, norms included: float32, bfloat16 or float16. Weights are cast to it.
         device: of the parameters; "meta" gives a model without storage. None: the CUDA device of this process, or CPU.
         backend: "te" (TransformerEngine), "torch" (runs anywhere), or "auto": "te" if it is installed, on CUDA.
-        head: "lm", "value" (one fp32 number per token) or "classification" (``hf.num_labels`` fp32 numbers).
+        head: "lm", "value" (one fp32 number per token), "classification" (``hf.num_labels`` fp32 numbers) or "none"
+            (hidden states behind the final norm, as of embedding models).
         overrides: ``TransformerConfig`` fields and ``GPTModel`` arguments by name, applied last. If the HF config
             decides such a value, it is changed there too, also in saved folders. If HF cannot say the value, it raises.
         load_weights: True: from the folder ``hf``. A folder, mapping or iterable of pairs: from there. False: none;

@@ -22,6 +22,6 @@ ARCHITECTURE = Architecture(
     model_type="ernie4_5_moe",
     fields=(*ERNIE, *BIAS_NONE, *SPACED, *OWN),
     rules=lambda hf: decoder(NORMS, GQA, SWIGLU, MOE, BIAS, SHARED),
-    # MTP layers. Ernie4_5_MoePreTrainedModel of transformers ignores all names with "mtp", and has no such layers.
-    ignored=("model.mtp_*",),
+    # Ernie4_5_MoePreTrainedModel of transformers ignores all names with "mtp", and has no such layers.
+    mtp=lambda hf: ("model.mtp_*",),
 )

@@ -15,6 +15,6 @@ ARCHITECTURE = Architecture(
         *(SCALED, MLP_TYPES, GROUPS, shared_experts("num_shared_experts")),
     ),
     rules=lambda hf: decoder(NORMS, GQA, QK_NORM, SWIGLU, MOE, BIAS, SHARED),
-    # MTP layers. ExaoneMoePreTrainedModel of transformers ignores them in files, and has no such layers.
-    ignored=("mtp.*",),
+    # ExaoneMoePreTrainedModel of transformers ignores them in files, and has no such layers.
+    mtp=lambda hf: ("mtp.*",),
 )

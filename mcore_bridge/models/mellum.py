@@ -15,6 +15,6 @@ ARCHITECTURE = Architecture(
         *(*NO_SHARED, MLP_TYPES, EXPERT_SIZE, *MTP),
     ),
     rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, O_BIAS, QK_NORM, SWIGLU, MOE),
-    # MTP layers. MellumPreTrainedModel of transformers ignores them in files, and has none.
-    ignored=("mtp.*",),
+    # MellumPreTrainedModel of transformers ignores them in files, and has none.
+    mtp=lambda hf: ("mtp.*",),
 )

@@ -12,6 +12,6 @@ ARCHITECTURE = Architecture(
     reads_as="qwen2",
     fields=(*but(DENSE), *BIAS_QKV, *WINDOW_BY_LAYER, *QK_PLAIN, *OWN),
     rules=lambda hf: decoder(NORMS, GQA, QKV_BIAS, SWIGLU),
-    # MTP layers. vLLM's MiMoForCausalLM skips them, since logits do not depend on them.
-    ignored=("*.rotary_emb.inv_freq", "model.mtp_layers.*"),
+    # vLLM's MiMoForCausalLM skips them, since logits do not depend on them.
+    mtp=lambda hf: ("model.mtp_layers.*",),
 )

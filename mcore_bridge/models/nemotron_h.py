@@ -63,7 +63,7 @@ ARCHITECTURE = Architecture(
     model_type="nemotron_h",
     fields=FIELDS,
     rules=lambda hf: (*AROUND, *norms(hf), *under("decoder.layers.*", "backbone.layers.*", MIXERS), *mtp(hf)),
-    # Layers for multi-token prediction that the config does not count, or of other kinds than we build.
-    ignored=("*.rotary_emb.inv_freq", "mtp.*"),
+    # Layers that the config does not count, or of other kinds than we build.
+    mtp=lambda hf: ("mtp.*",),
     renamed_in_memory=(("backbone.", "model."),),
 )

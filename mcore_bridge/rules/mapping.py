@@ -161,6 +161,12 @@ class WeightMapping:
     """Of a composite: the prefixes of its text's tensors. All others are carried: no parameter takes them."""
     carried: tuple[str, ...] = ()
     """Prefixes among those of ``text`` that are carried too."""
+    num_mtp_layers: int = 0
+    """How many MTP layers the model has. A checkpoint may have more, which are not built."""
+    mtp: tuple[str, ...] = ()
+    """HF names, as ``fnmatch`` patterns, of tensors in MTP layers that are not built and for which there is no rule."""
+    carries_mtp: bool = True
+    """Whether a save copies the MTP layers that are not built."""
     _by_mcore: dict[str, Rule] = field(init=False, repr=False, compare=False)
     _by_hf: dict[str, list[Rule]] = field(init=False, repr=False, compare=False)
     _copies: dict[str, tuple[str, ...]] = field(init=False, repr=False, compare=False)
@@ -254,20 +260,27 @@ class WeightMapping:
                     whole = name.removesuffix("[*]")
                     yield _fill(whole, numbers[: whole.count("*")])
 
-    def is_ignored(self, hf: str) -> bool:
-        """Whether the architecture allows this HF tensor to stay unused."""
-        return matches(hf, self.ignored) or hf in self.twins or self.is_carried(hf)
+    def is_unused(self, hf: str) -> bool:
+        """Whether no parameter of the model uses this HF tensor: it is ignored, or of a part that is not built."""
+        return matches(hf, self.ignored) or hf in self.twins or self._is_of_other_part(hf) or self.is_unbuilt_mtp(hf)
 
     def is_carried(self, hf: str) -> bool:
-        """Whether this HF tensor is of another part of a composite than its text, so that a save copies its bytes."""
-        return bool(self.text) and (not hf.startswith(self.text) or hf.startswith(self.carried))
+        """Whether this HF tensor is of a part that is not built, whose bytes a save copies.
 
-    def is_unused(self, hf: str, *, num_mtp_layers: int) -> bool:
-        """Whether no parameter of a model uses this HF tensor: it is ignored, or its MTP layer is not built."""
-        if not any(rule.mcore.startswith("mtp.") for rule in self._by_hf.get(pattern_of(hf), ())):
-            return self.is_ignored(hf)  # the usual case; this runs for every name of a checkpoint
-        layers = [layer for layer in map(mtp_layer_of, self.consumers(hf)) if layer is not None]
-        return any(layer >= num_mtp_layers for layer in layers) if layers else self.is_ignored(hf)
+        Such parts are those of a composite beside its text, and MTP layers.
+        """
+        return self._is_of_other_part(hf) or (self.carries_mtp and self.is_unbuilt_mtp(hf))
+
+    def is_unbuilt_mtp(self, hf: str) -> bool:
+        """Whether this HF tensor is of an MTP layer that is not built."""
+        if any(rule.mcore.startswith("mtp.") for rule in self._by_hf.get(pattern_of(hf), ())):
+            layers = [layer for layer in map(mtp_layer_of, self.consumers(hf)) if layer is not None]
+            if layers:
+                return any(layer >= self.num_mtp_layers for layer in layers)
+        return matches(hf, self.mtp)
+
+    def _is_of_other_part(self, hf: str) -> bool:
+        return bool(self.text) and (not hf.startswith(self.text) or hf.startswith(self.carried))
 
     def is_copy(self, hf: str) -> bool:
         """Whether an HF name is a second name of a tensor, under which a save writes it again."""

@@ -87,7 +87,7 @@ class Peft:
         add_adapters(chunks, rank=self.dim, alpha=self.alpha, targets=targets, kind=self.kind, init=self.init)
         for chunk in chunks:
             bare: Any = chunk
-            self.trains_head = bare.bridge.head != "lm"
+            self.trains_head = bare.bridge.head not in ("lm", "none")
             if self.trains_head and bare.post_process:
                 bare.output_layer.requires_grad_(True)
         return chunks

@@ -39,7 +39,7 @@ def load_folder(
     """
     chunks = chunks_of(models)
     provenance = provenance_of(folder, head=chunks[0].bridge.head)
-    if provenance.head != "lm":
+    if provenance.head not in ("lm", "none"):
         _check_head(provenance.folder or folder, provenance.lm_head, may_draw_head)
     report = load_hf_weights(models, folder, hf=folder, head=provenance.head, dtype=dtype)
     held = provenance.folder or str(folder)

@@ -10,7 +10,7 @@ from mcore_bridge.architecture import architecture_of
 from mcore_bridge.config.effective import OF_SOME, same
 from mcore_bridge.config.fields import Preset
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
-from mcore_bridge.config.tables.moe import MTP_ON_REQUEST, layers_of
+from mcore_bridge.config.tables.moe import MTP_COUNTS, layers_of
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.factory.blueprint import Blueprint, make_blueprint
 from mcore_bridge.factory.reconcile import changes_of, reconcile
@@ -62,10 +62,10 @@ def with_mtp_layers(settings: Mapping[str, object], hf: PretrainedConfig) -> dic
     """
     if "mtp_loss_scaling_factor" not in settings or "mtp_num_layers" in settings:
         return dict(settings)
-    count = max(getattr(hf, name, None) or 0 for name in MTP_ON_REQUEST.names)
+    count = max(getattr(hf, name, None) or 0 for name in MTP_COUNTS)
     if count == 0:
         raise ConfigError(
-            f"mtp_loss_scaling_factor needs MTP layers: expected one of {', '.join(MTP_ON_REQUEST.names)} in the HF "
+            f"mtp_loss_scaling_factor needs MTP layers: expected one of {', '.join(MTP_COUNTS)} in the HF "
             f"config of this {hf.model_type}, found none. Remove it, or set mtp_num_layers"
         )
     return {**settings, "mtp_num_layers": count}

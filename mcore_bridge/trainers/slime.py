@@ -70,7 +70,7 @@ def convert_to_hf(
         raise ConfigError("quantization_config must be None, as we export bits as they are; quantize what this returns")
     folder = str(args.hf_checkpoint)
     name = _PREFIX.sub("", name)
-    model = _known(folder, bool(getattr(args, "mtp_num_layers", None)), name.startswith(TOWER))
+    model = _known(folder, getattr(args, "mtp_num_layers", None) or 0, name.startswith(TOWER))
     if name.startswith("model.") and model.mapping.is_carried(name):
         return [(name, param.detach().clone(memory_format=torch.contiguous_format))]
     if is_adapter(name):
@@ -123,7 +123,7 @@ class _Model:
 
 
 @functools.cache
-def _known(folder: str, mtp: bool, vision: bool) -> _Model:
+def _known(folder: str, mtp: int, vision: bool) -> _Model:
     """The model of an HF folder, read once.
 
     Raises:

@@ -32,9 +32,13 @@ def with_prefix(pairs: Iterable[tuple[str, Value]], mapping: WeightMapping) -> I
         yield f"{prefix}{name}" if is_bare else name, value
 
 
+def prefix_of(embedding: str) -> str:
+    """The first word of an embedding's name, with its dot; empty if it has one word before its last."""
+    return f"{embedding.partition('.')[0]}." if embedding.count(".") > 1 else ""
+
+
 def _prefix(mapping: WeightMapping) -> str:
-    """The first word of the embedding's name, with its dot; empty if it has one word before its last."""
-    return next((f"{name.partition('.')[0]}." for name in _embeddings(mapping) if name.count(".") > 1), "")
+    return next(filter(None, map(prefix_of, _embeddings(mapping))), "")
 
 
 def _embeddings(mapping: WeightMapping) -> Iterator[str]:

@@ -187,8 +187,7 @@ def bind(
     chunks = chunks_of(models)
     first = chunks[0]
     groups = first.pg_collection
-    mtp = bool(first.config.mtp_num_layers)
-    mapping = provenance.mapping(tied=first.share_embeddings_and_output_weights, mtp=mtp, dialect=dialect)
+    mapping = mapping_of(first, provenance, dialect=dialect)
     ranks = {"pp": groups.pp.rank(), "tp": groups.tp.rank(), "etp": groups.expt_tp.rank()}
     axes = axes_of_config(whole_config(first), vocab=provenance.hf.vocab_size, padded_vocab=first.vocab_size)
     require_as_built(chunks)
@@ -208,6 +207,12 @@ def bind(
             raise MappingError(f"the chunks must have {len(absent)} more adapters, such as {min(absent)}: pass all")
     merges = dict(merges_of(chunks)) if merged and adapters is None else {}
     return BoundModel(chunks, tensors, mapping, axes, ranks, merged, merges)
+
+
+def mapping_of(chunk: GPTModel, provenance: Provenance, *, dialect: Dialect | None = None) -> WeightMapping:
+    """The weight mapping of the model of a chunk."""
+    mtp = held_mtp_layers(vars(chunk.config))
+    return provenance.mapping(tied=chunk.share_embeddings_and_output_weights, mtp=mtp, dialect=dialect)
 
 
 def axes_of_config(config: TransformerConfig, *, vocab: int, padded_vocab: int) -> Axes:

@@ -1,37 +1,53 @@
-"""Carried tensors: those of a composite beside its text model, if its tower is not built. A save copies them.
+"""Carried tensors: those of parts of a checkpoint that are not built. A save copies them.
 
-They are copied byte by byte from the folder of the model. Encoded ones are decoded, since saved files are plain.
+Such parts are the tower of a composite, and layers for multi-token prediction (MTP). They are copied byte by byte from
+the folder of the model. Encoded ones are decoded, since saved files are plain.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from torch import Tensor
 
+from mcore_bridge.architecture import read_hf, text_config
+from mcore_bridge.errors import CheckpointError, ConfigError
+from mcore_bridge.rules.scheme import plain_names
 from mcore_bridge.weights.files.decoded import opened_folder
-from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.files.hf_folder import Checkpoint, names_in
 from mcore_bridge.weights.files.sources import Sources
 from mcore_bridge.weights.manifest import ManifestEntry
 
 if TYPE_CHECKING:
+    from mcore_bridge.rules.mapping import WeightMapping
     from mcore_bridge.weights.provenance import Provenance
 
+Mtp = Literal["carried", "dropped"]
+"""The fate of MTP layers that are not built."""
+_SIZES = (
+    *("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "intermediate_size"),
+    *("moe_intermediate_size", "n_routed_experts", "num_experts"),
+)
+"""Fields of a text config that MTP layers must share with the model."""
 logger = logging.getLogger("mcore_bridge")
 
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """The carried tensors of a folder, in the order of its files. A text model has none.
+    """The carried tensors of a folder, in the order of its files.
 
-    ``sources`` has the folder, as it was when its tensors were listed.
+    Attributes:
+        mtp: the names of those in MTP layers.
+        sources: the folder, as it was when its tensors were listed.
     """
 
     specs: tuple[ManifestEntry, ...] = ()
     folder: str | None = None
+    mtp: tuple[str, ...] = ()
     sources: Sources = field(default_factory=Sources)
 
     def pairs(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
@@ -40,27 +56,73 @@ class Carried:
             for name, tensor in opened_folder(Checkpoint(self.folder)).pairs(names):
                 yield name, tensor if isinstance(tensor, Tensor) else tensor.to(tensor.dtype)
 
+    @property
+    def note(self) -> str:
+        """What a user must know of MTP layers that are copied; empty if there are none."""
+        if not self.mtp:
+            return ""
+        return (
+            f"{len(self.mtp)} tensors of MTP layers are copied from {self.folder}, such as {self.mtp[0]}: they are not "
+            "built, so training leaves them as they were. An engine that drafts with them may have fewer tokens "
+            "accepted. Log-probabilities do not depend on them. mtp='dropped' (convert: --drop-mtp) leaves them out"
+        )
 
-def carried_of(provenance: Provenance) -> Carried:
-    """The tensors that a save of this model must copy: none if the tower is built.
 
-    Without a folder nothing can be copied. The save then holds the text model alone, and a warning is logged.
+def carried_of(provenance: Provenance, mapping: WeightMapping, *, mtp: Mtp = "carried") -> Carried:
+    """The tensors that a save of this model must copy.
+
+    Without a folder nothing can be copied. Of a composite, the save then holds the text model alone, and a warning is
+    logged. MTP layers are left out too if those in the folder are of another size or depth than the model.
+
+    Raises:
+        CheckpointError: the folder is gone, or that of a composite has no weights.
+        ConfigError: ``mtp`` is neither "carried" nor "dropped".
     """
-    if provenance.whole is None or provenance.tower:
+    if mtp not in get_args(Mtp):
+        raise ConfigError(f"mtp must be {' or '.join(map(repr, get_args(Mtp)))}, found {mtp!r}")
+    _require_folder(provenance.folder)
+    names = tuple(plain_names(names_in(provenance.folder))) if provenance.folder else ()
+    _require_other_parts(provenance, names)
+    if provenance.folder is None or not any(map(mapping.is_carried, names)):
         return Carried()
+    sources = Sources.of(provenance.folder)
+    left_out = mapping.is_unbuilt_mtp if mtp == "dropped" or _differs(provenance) else lambda name: False
+    specs = tuple(
+        ManifestEntry(name, tuple(tensor.shape), tensor.dtype)
+        for name, tensor in opened_folder(Checkpoint(provenance.folder)).items()
+        if mapping.is_carried(name) and not left_out(name)
+    )
+    in_mtp = tuple(spec.name for spec in specs if mapping.is_unbuilt_mtp(spec.name))
+    return Carried(specs, provenance.folder, in_mtp, sources)
+
+
+def _require_folder(folder: str | None) -> None:
+    if folder is not None and not os.path.isdir(folder):
+        raise CheckpointError(
+            f"the folder that the model came from must be there, and {folder} is not: a save copies its tokenizer, and "
+            "parts that are not built. Put it back, or pass another folder of this model as hf="
+        )
+
+
+def _require_other_parts(provenance: Provenance, names: Collection[str]) -> None:
+    if provenance.whole is None or provenance.tower:
+        return
+    kind = provenance.config.model_type
     if provenance.folder is None:
         logger.warning(
             "the other parts of this %s are not saved, since their folder is not known. Build the model from the "
             "folder of the checkpoint, or load the weights from it",
-            provenance.config.model_type,
+            kind,
         )
-        return Carried()
-    sources = Sources.of(provenance.folder)
-    checkpoint = opened_folder(Checkpoint(provenance.folder))
-    mapping = provenance.mapping(tied=bool(provenance.hf.tie_word_embeddings))
-    specs = (
-        ManifestEntry(name, tuple(tensor.shape), tensor.dtype)
-        for name, tensor in checkpoint.items()
-        if mapping.is_carried(name)
-    )
-    return Carried(tuple(specs), provenance.folder, sources)
+    elif not names:
+        raise CheckpointError(
+            f"{provenance.folder} has no *.safetensors, from which the other parts of this {kind} would be copied: "
+            "pass the HF folder that it was made from, with --hf (convert) or hf= (save_hf_checkpoint)"
+        )
+
+
+def _differs(provenance: Provenance) -> bool:
+    """Whether the model in the folder has other sizes than this one, as where an override cuts layers."""
+    assert provenance.folder is not None
+    there = text_config(read_hf(provenance.folder))
+    return any(getattr(there, name, None) != getattr(provenance.hf, name, None) for name in _SIZES)

@@ -20,7 +20,7 @@ from mcore_bridge.errors import CheckpointError, shown
 from mcore_bridge.rules.dialects import dialect_of
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.weights.base_names import with_prefix
-from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, provenance_on
+from mcore_bridge.weights.bound import BoundModel, Models, bind, provenance_on
 from mcore_bridge.weights.dtypes import Dtypes
 from mcore_bridge.weights.files.decoded import (
     Decoded,
@@ -102,15 +102,14 @@ def _load_from(
     slot_bytes: int,
 ) -> LoadReport:
     stored = _stored(source, provenance)
-    if isinstance(stored, Checkpoint | DecodedCheckpoint):
-        note_source(models, stored.folder)
-        composites = [chunk for chunk in chunks_of(models) if getattr(chunk, "bridge", None) and chunk.bridge.whole]
-        note_folder(composites, str(stored.folder), stored)  # has the other parts, for saves
     if isinstance(stored, Mapping):
         provenance = provenance.spelled_as(stored)
     if dialect is None and isinstance(stored, Mapping):
         dialect = dialect_of(stored, provenance.rules)
     load = Load(bind(models, provenance, dialect=dialect, merged=False), dtype)
+    if isinstance(stored, Checkpoint | DecodedCheckpoint):
+        note_source(models, stored.folder)
+        _note_parts(load.bound, stored)
     device = next(
         (tensor.device for tensor in load.bound.tensors.values()), torch.device("cpu")
     )  # a stage may be empty
@@ -124,6 +123,13 @@ def load_bound(bound: BoundModel, source: Mapping[str, Tensor], dtype: Dtypes) -
     load = Load(bound, dtype)
     _write_all(load, source, strict=True, slot_bytes=SLOT_BYTES)
     return load.report()
+
+
+def _note_parts(bound: BoundModel, stored: Checkpoint | DecodedCheckpoint) -> None:
+    """Have chunks know a folder with parts that are not built, since a save copies these."""
+    own = [chunk for chunk in bound.chunks if getattr(chunk, "bridge", None)]
+    has_parts = any(map(bound.mapping.is_carried, stored))
+    note_folder([chunk for chunk in own if chunk.bridge.whole or has_parts], str(stored.folder), stored)
 
 
 def note_folder(chunks: Iterable[GPTModel], folder: str, names: Collection[str]) -> None:

@@ -32,7 +32,9 @@ class LoadReport:
         num_tensors: HF tensors from which this rank has read.
         num_bytes: bytes that it copied from them, or compared with what it had copied.
         initialised: HF names that the source lacks and that keep their random values: a new head, or MTP layers.
-        ignored: HF names in the source that the architecture does not use, and further names of a used tensor.
+        ignored: HF names in the source that the model does not use, and further names of a used tensor.
+        carried: those of ``ignored`` that are of parts that are not built: MTP layers, or the tower of a composite. If
+            the source is the folder of the model, a save copies them as they are there.
         cast: HF names whose dtype was changed, with the change as ``"float32 -> bfloat16"``. Decoded tensors have
             ``"float8_e4m3fn[128x128] -> bfloat16"``, with the block that shares a scale.
         missing: HF names that the source lacks, an error without ``strict=False``.
@@ -47,6 +49,7 @@ class LoadReport:
     num_bytes: int
     initialised: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
     cast: Mapping[str, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -82,6 +85,7 @@ class Load:
         self._cuts: dict[object, EncodedSlice] = {}
         self.cast: dict[str, str] = {}
         self.ignored: list[str] = []
+        self.carried: list[str] = []
         self.initialised: list[str] = []
         self.missing: tuple[str, ...] = ()
         self.unexpected: tuple[str, ...] = ()
@@ -113,14 +117,18 @@ class Load:
         self.initialised = [name for name in absent if self._is_initialised(name, present)]
         missing = [name for name in absent if name not in self.initialised]
         others = self._not_elsewhere(name for name in names if name not in self.uses)
-        mapping, mtp = self.bound.mapping, self.bound.axes["mtp"]
-        self.ignored = [name for name in others if mapping.is_unused(name, num_mtp_layers=mtp)]
-        unexpected = [name for name in others if not mapping.is_unused(name, num_mtp_layers=mtp)]
+        mapping = self.bound.mapping
+        self.ignored = [name for name in others if mapping.is_unused(name)]
+        self.carried = [name for name in self.ignored if mapping.is_carried(name)]
+        unexpected = [name for name in others if not mapping.is_unused(name)]
         self.missing, self.unexpected = tuple(missing), tuple(unexpected)
         if strict and (missing or unexpected):
+            advice = "Use the checkpoint of this config, or strict=False to have them reported"
+            if any(use.mcore.startswith("output_layer.") for name in missing for use in self.uses[name]):
+                advice += '. A checkpoint without a head, as of an embedding model, is built with head="none"'
             raise CheckpointError(
                 f"the source does not fit the model: {len(missing)} tensors missing {missing[:8]}, {len(unexpected)} "
-                f"unexpected {unexpected[:8]}. Use the checkpoint of this config, or strict=False to have them reported"
+                f"unexpected {unexpected[:8]}. {advice}"
             )
 
     def _not_elsewhere(self, names: Iterable[str]) -> list[str]:
@@ -232,6 +240,7 @@ class Load:
             self.num_bytes,
             tuple(self.initialised),
             tuple(self.ignored),
+            tuple(self.carried),
             self.cast,
             self.missing,
             self.unexpected,

@@ -106,7 +106,7 @@ def open_peft(
     problems += [f"the config has no target for {module}" for module in modules if not config.has(module)]
     problems += [] if modules else [f"{file.path.name} has no adapter"]
     dialect = _dialect(modules, naming)
-    mapping = provenance.mapping(tied=False, mtp=True, dialect=dialect)
+    mapping = provenance.mapping(tied=False, mtp=1, dialect=dialect)
     spelled = _spelled(modules, provenance, mapping)
     problems += _foreign(spelled.values(), mapping, num_layers)
     tensors = {}
@@ -240,10 +240,11 @@ def _foreign(modules: Iterable[str], mapping: WeightMapping, num_layers: int) ->
         weight = _weight(module, mapping)
         users = mapping.consumers(weight)
         layers = {layer for name in users if (layer := layer_of(name)) is not None}
-        if mapping.is_carried(weight) or any(name.startswith(TOWER) for name in users):
-            yield f"{module} is in the tower, which has no adapters"
-        elif any(name.startswith("mtp.") for name in users) and not any(layer < num_layers for layer in layers):
+        in_mtp = any(name.startswith("mtp.") for name in users) and not any(layer < num_layers for layer in layers)
+        if in_mtp or mapping.is_unbuilt_mtp(weight):
             yield f"{module} is in an MTP layer, whose adapters no engine reads"
+        elif mapping.is_carried(weight) or any(name.startswith(TOWER) for name in users):
+            yield f"{module} is in the tower, which has no adapters"
         elif not users or (layers and min(layers) >= num_layers):
             yield f"{module} is no module of this model"
         else:

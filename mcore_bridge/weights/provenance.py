@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING, Any, Union
 
 from mcore_bridge.architecture import architecture_of, composite_of, read_hf
 from mcore_bridge.composite import IN_MODEL, Whole, spelling_in, text_of
 from mcore_bridge.config.hf import find_folder, with_fields
+from mcore_bridge.config.tables.moe import MTP_COUNTS
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.rules.dialects import dialect_of, fused
 from mcore_bridge.rules.heads import HEAD, LM_HEAD, SCORE_HEAD, lm_head_of, redundant_head, tied_lm_head
@@ -27,9 +29,10 @@ from mcore_bridge.rules.mapping import (
     respelled_name,
     top_names,
 )
-from mcore_bridge.rules.names import EMBEDDING, TOWER
+from mcore_bridge.rules.names import EMBEDDING, TOWER, mtp_layer_of
 from mcore_bridge.rules.scheme import plain_names
 from mcore_bridge.rules.spec import TensorSpec
+from mcore_bridge.weights.base_names import prefix_of
 from mcore_bridge.weights.dtypes import dtype_name
 from mcore_bridge.weights.files.hf_folder import names_in
 from mcore_bridge.weights.ties import is_tied, ties_any_head
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
 HF = Union[str, "os.PathLike[str]", "PretrainedConfig"]
 """A folder, a hub name in the local cache, or a config."""
 _PLACES = "embeddings.position_embedding.weight"
+logger = logging.getLogger("mcore_bridge")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +113,9 @@ class Provenance:
         embedding = next((rule.hf[0] for rule in embedding_rules(plain)), "")
         if self.whole is None:
             prefixes = IN_MODEL if respelled_name(embedding, IN_MODEL) in names - {embedding} else ()
+            bare = ((prefix_of(embedding), ""),)
+            if self.head == "none" and embedding not in names and respelled_name(embedding, bare) in names:
+                prefixes = bare  # those of a base model, which the one without a head is
             if prefixes == self.prefixes:
                 return self
             return replace(self, rules=respelled(plain, prefixes), prefixes=prefixes)
@@ -138,13 +145,13 @@ class Provenance:
         """The HF name of the LM head."""
         return respelled_name(HEAD, self.spelling)
 
-    def mapping(self, *, tied: bool, mtp: bool = False, dialect: Dialect | None = None) -> WeightMapping:
+    def mapping(self, *, tied: bool, mtp: int = 0, dialect: Dialect | None = None) -> WeightMapping:
         """The weight mapping of the model: all rules, with those of the architecture's own head, or ``LM_HEAD``.
 
         Args:
             tied: whether the output layer is the word embedding.
-            mtp: whether MTP layers are built. Then their copies of embedding and head are written; otherwise these are
-                unused, as all tensors of these layers.
+            mtp: how many MTP layers are built. With some, their copies of embedding and head are written; without, all
+                tensors of these layers are carried.
             dialect: the dialect of the HF names; None is the model's own.
 
         Raises:
@@ -159,14 +166,18 @@ class Provenance:
         ignored = (*self.ignored, *self._old_buffers())
         if tied:
             rules = tuple(replace(rule, mcore=EMBEDDING) if rule.copy else rule for rule in rules)
+        unbuilt = tuple(respelled_name(name, self.spelling) for name in architecture_of(self.hf).mtp(self.hf))
         if not mtp:
-            ignored = (*ignored, *(name for rule in rules if rule.copy for name in rule.hf))
+            unbuilt = (*unbuilt, *(name for rule in rules if rule.copy for name in rule.hf))
             rules = tuple(rule for rule in rules if not rule.copy)
-        parts = self._parts()
-        if self.head != "lm":
+        is_lm = self.head == "lm"
+        parts: dict[str, Any] = {**self._parts(), "num_mtp_layers": mtp, "mtp": unbuilt, "carries_mtp": is_lm}
+        if not is_lm:
             # A causal LM has no score: we skip its head, and ours keeps its random values. In transformers, too,
             # ...ForSequenceClassification and ...ForTokenClassification have no lm_head.
             names = (name for rule in lm_head for name in rule.hf)
+            if self.head == "none":
+                return WeightMapping(rules, (*ignored, *names, "score.*"), self.optional, **parts)
             return WeightMapping((*rules, *SCORE_HEAD), (*ignored, *names), ("score.*", *self.optional), **parts)
         if tied and ties_any_head():
             return WeightMapping((*rules, *tied_lm_head(rules)), (*ignored, self.lm_head), self.optional, **parts)
@@ -235,12 +246,26 @@ def provenance_of(hf: HF, *, head: str = "lm") -> Provenance:
     return replace(provenance, dialect=dialect_of(names, provenance.rules) or architecture.dialect)
 
 
+def head_of(hf: HF, names: Iterable[str] = ()) -> str:
+    """The head with which a checkpoint loads: "lm", or "none" if it has no head, as of embedding models.
+
+    Args:
+        hf: the folder or config of the model.
+        names: the names of HF tensors, or canonical ones. Empty: those in the folder ``hf``, if it has weights.
+    """
+    provenance = provenance_of(hf)
+    names = tuple(names) or (names_in(provenance.folder) if provenance.folder else ())
+    heads = {name for rule in lm_head_of(provenance.rules, provenance.spelling) for name in rule.hf}
+    has_head = any(name in heads or name.startswith("output_layer.") for name in plain_names(names))
+    return "lm" if has_head or not names or provenance.hf.tie_word_embeddings else "none"
+
+
 def mapping(hf: HF, *, head: str = "lm", dialect: Dialect | None = None) -> WeightMapping:
     """The weight mapping of a model: its rules, and the HF names that a checkpoint may have in addition, or may lack.
 
     Args:
         hf: a folder, a hub name in the local cache, or a ``PretrainedConfig``.
-        head: ``"lm"``, ``"value"`` or ``"classification"``.
+        head: ``"lm"``, ``"value"``, ``"classification"`` or ``"none"``.
         dialect: how HF names the experts; None is the dialect of the folder, or of the architecture.
 
     Raises:
@@ -254,17 +279,43 @@ def mapping(hf: HF, *, head: str = "lm", dialect: Dialect | None = None) -> Weig
     return provenance.mapping(tied=bool(provenance.hf.tie_word_embeddings), dialect=dialect)
 
 
-def config_in(provenance: Provenance, dtype: torch.dtype, *, tied: bool) -> PretrainedConfig:
+def config_in(
+    provenance: Provenance, dtype: torch.dtype, *, tied: bool, names: Collection[str] | None = None
+) -> PretrainedConfig:
     """A copy of the HF config with ``dtype`` as the dtype of most weights.
 
     Args:
         tied: whether an LM head is the embedding, which the config then says. For another head it is not changed.
+        names: all HF tensors of the folder, which decide how many MTP layers the config counts. None: as it was.
     """
     hf = copy.deepcopy(provenance.hf)
     if provenance.head == "lm":
         hf.tie_word_embeddings = tied
+    if names is not None:
+        _count_mtp(hf, provenance, names)
     config = replace(provenance, hf=hf).config
     if hasattr(config, "quantization_config"):  # it describes the source; all that is written is plain
         del config.quantization_config
     setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype_name(dtype))
     return config
+
+
+def _count_mtp(hf: PretrainedConfig, provenance: Provenance, names: Collection[str]) -> None:
+    """Have ``hf`` count the MTP layers among ``names``: engines look for as many as their config says.
+
+    If the family has no rules for them, it is not known how many there are, and the config counts all or none.
+    """
+    fields = [name for name in MTP_COUNTS if getattr(hf, name, None) is not None]
+    if not fields:
+        return
+    mapping = provenance.mapping(tied=False)
+    held = [name for name in names if mapping.is_unbuilt_mtp(name)]
+    layers = {mtp_layer_of(mcore) for name in held for mcore in mapping.consumers(name)} - {None}
+    for name in fields:
+        if (count := getattr(hf, name)) != len(layers) and (layers or (count and not held)):
+            logger.warning(
+                "the config that is written says %s=%d, and not %d, as the files have %s MTP layers. A save copies "
+                "those that are not built from the folder of the model, if that folder has them for this depth",
+                *(name, len(layers), count, len(layers) or "no"),
+            )
+            setattr(hf, name, len(layers))

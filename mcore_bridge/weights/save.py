@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -16,8 +18,8 @@ from mcore_bridge.architecture import read_hf
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.mapping import Dialect
 from mcore_bridge.rules.spec import TensorSpec
-from mcore_bridge.weights.bound import Models, provenance_on
-from mcore_bridge.weights.carried import Carried, carried_of
+from mcore_bridge.weights.bound import Models, chunks_of, mapping_of, provenance_on
+from mcore_bridge.weights.carried import Carried, Mtp, carried_of
 from mcore_bridge.weights.dtypes import Dtypes
 from mcore_bridge.weights.export import iter_hf_weights
 from mcore_bridge.weights.files.atomic_folder import commit, require_files, target_of, updating_by_all
@@ -28,7 +30,7 @@ from mcore_bridge.weights.files.sidecars import NOTES, copy_companions
 from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.manifest import Manifest, manifest
 from mcore_bridge.weights.own_folder import is_source, plain_dtypes, require_held
-from mcore_bridge.weights.provenance import HF, Provenance, config_in
+from mcore_bridge.weights.provenance import HF, Provenance, config_in, head_of
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_on_all, require_alike
 
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 BUCKET_SLOTS = 16
 """Tensors of this many slots are exported at once: more would only wait for the disk."""
+logger = logging.getLogger("mcore_bridge")
 WriterByName = dict[str, tuple[SafetensorsWriter, TensorSpec]]
 
 
@@ -52,10 +55,12 @@ def save_hf_checkpoint(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     slot_bytes: int = SLOT_BYTES,
     merged: bool | None = None,
+    mtp: Mtp = "carried",
 ) -> Manifest:
     """Write sharded safetensors, index, config, and the tokenizer files of the folder that the model came from.
 
-    Of a composite, the tensors of its other parts are copied from that folder, byte by byte.
+    Tensors of parts that are not built are copied from that folder, byte by byte: those of a composite's tower, and of
+    MTP layers.
 
     All ranks of the job call it together, with a ``folder`` on a file system that they share. It replaces the files of
     an older checkpoint in one step. All other files, and the folder itself, stay as they are. One job writes at a time.
@@ -73,6 +78,8 @@ def save_hf_checkpoint(
         max_shard_bytes: upper limit on the size of a file, unless one tensor is larger.
         slot_bytes: bytes that are written at once. Tensors on a GPU pass through host memory of some twelve times that.
         merged: whether the adapters of models that have some are merged, as for ``iter_hf_weights``.
+        mtp: the fate of MTP layers that are not built. "carried": they are copied as they are in the folder of the
+            model, untouched by training. "dropped": they are left out. The config counts those that are written.
 
     Returns:
         The manifest of what was written.
@@ -92,16 +99,18 @@ def save_hf_checkpoint(
         require_positive(max_shard_bytes=max_shard_bytes, slot_bytes=slot_bytes)
     given: dict[str, Any] = {"dtype": dtype, "dialect": dialect, "head": head, "merged": merged}
     sizes = {"max_shard_bytes": max_shard_bytes, "slot_bytes": slot_bytes}
-    require_alike(world, {**given, "keep": keep, **sizes})
+    require_alike(world, {**given, "keep": keep, **sizes, "mtp": mtp})
     together = partial(raise_on_all, world, f"{target} was not written, and is as it was")
     bucket_bytes = BUCKET_SLOTS * slot_bytes
     with updating_by_all(world, target) as update, ExitStack() as stack:
         with together():
             specs = manifest(models, hf=hf, **given, bucket_bytes=bucket_bytes)
-            carried = carried_of(provenance)
+            carried = carried_of(provenance, mapping_of(chunks_of(models)[0], provenance), mtp=mtp)
             specs = Manifest((*specs.tensors, *carried.specs))
             if world.rank == 0 and is_source(models, target):
                 require_held(target, plain_dtypes(target), {spec.name: spec.dtype for spec in specs})
+        require_alike(world, {"number of tensors to copy from the folder of the model": len(carried.specs)})
+        with together():
             shards = assign_files(specs.tensors, world.size, max_shard_bytes)
             writers = open_files([shard for shard in shards if shard.rank == world.rank], update.new, stack)
         with together():
@@ -110,12 +119,20 @@ def save_hf_checkpoint(
             stack.close()
             carried.sources.require_unchanged()
             if world.rank == 0:
+                if carried.note:
+                    _warn(carried.note)
                 _write_rest(shards, specs, provenance, update.new, target if keep else None)
         with together():
             if world.rank == 0:
                 require_files(update.new, [shard.name for shard in shards])
                 commit(update, carried.sources, (*weight_files(target), *NOTES), HEADS)
     return specs
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    """Warn once in a process, because a run saves many times."""
+    logger.warning(message)
 
 
 def _and_carried(
@@ -185,11 +202,26 @@ def _write_rest(
 def _config_of(specs: Manifest, provenance: Provenance) -> PretrainedConfig:
     """The HF config of the manifest: with its dtype, and for a head other than the LM's, with the class that has it."""
     largest = max(specs, key=lambda spec: spec.num_bytes)
-    hf = config_in(provenance, largest.dtype, tied=all(spec.name != provenance.lm_head for spec in specs))
+    names = [spec.name for spec in specs]
+    hf = config_in(provenance, largest.dtype, tied=provenance.lm_head not in names, names=names)
     score = next((spec for spec in specs if spec.name == "score.weight"), None)
     if score is not None:
         biased = any(spec.name == "score.bias" for spec in specs)
         kind = "ForTokenClassification" if biased else "ForSequenceClassification"
-        hf.architectures = [f"{(hf.architectures or ['For'])[0].split('For')[0]}{kind}"]
+        hf.architectures = [f"{_stem(hf)}{kind}"]
         hf.num_labels = score.shape[0]
+    if provenance.head == "none" and hf.architectures and _loses_head(provenance):
+        hf.architectures = [f"{_stem(hf)}Model"]
     return hf
+
+
+def _loses_head(provenance: Provenance) -> bool:
+    """Whether a model without a head comes from a causal LM with one of its own, whose class would look for it."""
+    folder = provenance.folder
+    return not provenance.hf.tie_word_embeddings and (folder is None or head_of(folder) == "lm")
+
+
+def _stem(hf: PretrainedConfig) -> str:
+    """What the names of the classes of a family in transformers begin with."""
+    name: str = (hf.architectures or ["For"])[0]
+    return name.split("For")[0].removesuffix("Model")

@@ -113,12 +113,12 @@ def test_names_of_mtp_layers_are_ignored_drawn_or_compared(name: str) -> None:
     own = {name for name in state if mtp_checkpoints.is_mtp(hf, name)}
     for built in (0, 1):
         rules = mapping(hf) if not built else _with_mtp(hf)
-        assert {name for name in state if not _is_exported(rules, name, built)} == (set() if built else own)
+        assert {name for name in state if not _is_exported(rules, name)} == (set() if built else own)
     assert {name for name in state if _is_of_mtp(rules, name)} == own
 
 
 def _with_mtp(hf: object) -> WeightMapping:
-    return provenance_of(hf).mapping(tied=False, mtp=True)
+    return provenance_of(hf).mapping(tied=False, mtp=1)
 
 
 def test_a_mesh_without_mtp_layers_places_none() -> None:

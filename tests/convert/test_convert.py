@@ -52,10 +52,14 @@ def test_layers_for_multi_token_prediction_come_back_when_they_are_asked_for(nam
         dist, back = tmp_path / f"dist{number}", tmp_path / f"back{number}"
         converted = convert(source, dist, num_mtp_layers=number, on_event=quiet)
         convert(dist, back, hf=source, on_event=quiet)
-        kept = {name: tensor for name, tensor in state.items() if number or not mtp_checkpoints.is_mtp(hf, name)}
-        assert_exact(back, kept)
+        assert_exact(back, state)
         copies = {each for entry in converted.conversion.model.entries for each in entry.copies}
-        assert set(converted.conversion.ignored) == (state.keys() - kept.keys() or copies)
+        own = {name for name in state if mtp_checkpoints.is_mtp(hf, name)}
+        assert set(converted.conversion.ignored) == (copies if number else own)
+    for number, options in enumerate(({"hf": source, "mtp": "dropped"}, {})):
+        convert(tmp_path / "dist0", tmp_path / f"bare{number}", **options, on_event=quiet)
+        assert_exact(tmp_path / f"bare{number}", {name: state[name] for name in state.keys() - own})
+        assert not getattr(mb_config(tmp_path / f"bare{number}"), "num_nextn_predict_layers", None)
 
 
 # what megatron-core reads and writes ----------------------------------------------------------------------------------

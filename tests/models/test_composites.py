@@ -28,6 +28,16 @@ MESHES = (mb.ParallelDims(tp=2, sp=True), mb.ParallelDims(pp=2))
 EXPERTS = mb.ParallelDims(ep=2)
 
 
+@pytest.mark.skipif("qwen3_vl" not in tiny.NAMES, reason="the installed transformers lacks it")
+def test_a_composite_needs_the_folder_of_its_tower_to_come_back_to_hf(tmp_path: Path) -> None:
+    tiny.written("qwen3_vl", tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "dist", on_event=quiet)
+    with pytest.raises(CheckpointError, match="pass the HF folder that it was made from, with --hf"):
+        convert(tmp_path / "dist", tmp_path / "back", on_event=quiet)
+    convert(tmp_path / "dist", tmp_path / "back", hf=tmp_path / "hf", on_event=quiet)
+    assert_same(tmp_path / "hf", tmp_path / "back")
+
+
 @pytest.mark.parametrize("name", tiny.NAMES)
 def test_a_composite_is_text_that_computes_as_in_transformers_and_parts_that_are_carried(
     name: str, tmp_path: Path

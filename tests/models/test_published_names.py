@@ -38,7 +38,7 @@ def test_published_names_are_those_of_the_model(record: dict[str, Any], tmp_path
     assert used - set(names) == set()
     rest = [name for name in names if name not in used]
     mapping = bound.mapping
-    assert [each for each in rest if not (mapping.is_carried(each) or mapping.is_unused(each, num_mtp_layers=0))] == []
+    assert [each for each in rest if not (mapping.is_carried(each) or mapping.is_unused(each))] == []
     assert [each for each in rest if not each.startswith(LEFT_OUT.get(model_type, ()))] == []
 
 

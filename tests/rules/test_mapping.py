@@ -68,8 +68,8 @@ def test_two_rules_for_one_parameter_raise():
 
 
 def test_ignored_names_are_patterns_and_count_case():
-    assert MAPPING.is_ignored("model.layers.0.self_attn.rotary_emb.inv_freq")
-    assert not MAPPING.is_ignored("model.layers.0.self_attn.rotary_emb.INV_FREQ")
+    assert MAPPING.is_unused("model.layers.0.self_attn.rotary_emb.inv_freq")
+    assert not MAPPING.is_unused("model.layers.0.self_attn.rotary_emb.INV_FREQ")
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,8 @@ def config(model_type: str, /, **text: Any) -> Any:
     """A small config of a composite. A ``model_type`` of its text gives it another one."""
     default = CONFIG_MAPPING[model_type]()
     inner = {**TEXTS[text.get("model_type", default.text_config.model_type)].to_dict(), **text}
+    if "num_nextn_predict_layers" in inner:
+        inner["num_nextn_predict_layers"] = 0  # the default of 5.17 is 1, and nothing here has such layers
     parts = {
         name: _small(getattr(default, name), inner["hidden_size"])
         for name in ("vision_config", "audio_config")

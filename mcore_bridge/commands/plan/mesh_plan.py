@@ -209,6 +209,7 @@ def _build(blueprint: Blueprint) -> list[BoundModel]:
         dtype=blueprint.dtype,
         device=blueprint.device,
         backend=blueprint.backend,
+        head=blueprint.provenance.head,
         overrides={"mtp_num_layers": blueprint.config.mtp_num_layers},
         load_weights=False,
         vision=blueprint.provenance.vision,

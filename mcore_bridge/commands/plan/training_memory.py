@@ -58,7 +58,8 @@ def counted_sizes(blueprint: Blueprint, counts: ParamCounts) -> list[RankSize]:
         experts = sum(counts.experts[layer] for layer in layers)
         dense = sum(counts.layers[layer] for layer in layers) - experts
         has_loss = any(stage.loss for stage in stages)
-        is_tied = counts.lm_head == 0 and not any(stage.embedding for stage in stages)
+        shares = blueprint.provenance.head == "lm" and counts.lm_head == 0
+        is_tied = shares and not any(stage.embedding for stage in stages)
         dense += counts.embedding * any(stage.embedding for stage in stages)
         dense += has_loss * (counts.lm_head + counts.rest + counts.embedding * is_tied)
         numel = dense // dims.tp + experts // (dims.ep * dims.etp)

@@ -63,6 +63,7 @@ def compare_logits(
     vision: str = "carried",
     adapter: Path | None = None,
     model: str = "gpt",
+    head: str = "lm",
     report: Report,
 ) -> tuple[Comparison | None, str]:
     """Compares the logits of the mesh with those of transformers. All ranks call it together.
@@ -74,7 +75,7 @@ def compare_logits(
         num_parameters: those of the whole model, to check whether it fits into memory.
         vision: as for ``build_model``. With a tower, the first sequence has an image.
         adapter: a PEFT folder, whose adapters the chunks have, or get here. The reference is then that of ``peft``.
-        model: as for ``build_model``.
+        model, head: as for ``build_model``. Without a head, hidden states are compared in place of logits.
 
     Returns:
         The comparison on rank 0 (None on others). If memory is short, or there is no reference, None and why.
@@ -92,23 +93,24 @@ def compare_logits(
         from mcore_bridge.factory.adapters import add_adapters
         from mcore_bridge.factory.build import build_model
 
-        chunks = build_model(
-            folder, dims=dims, dtype=torch.float32, device=device, backend=backend, vision=vision, model=model
-        )
+        where: dict[str, Any] = {"dims": dims, "dtype": torch.float32, "device": device, "backend": backend}
+        chunks = build_model(folder, **where, vision=vision, model=model, head=head)
         if adapter is not None:
             add_adapters(chunks, adapter, dtype=torch.float32)
-    vocab_size = chunks[0].bridge.hf.vocab_size
-    batch = shown(chunks, _batch(vocab_size, dims, num_tokens), 2 * dims.cp * dims.tp, _agreed)
+    hf = chunks[0].bridge.hf
+    batch = shown(chunks, _batch(hf.vocab_size, dims, num_tokens), 2 * dims.cp * dims.tp, _agreed)
     report("logits", 1, 3)
     ours = forward(chunks, dims, batch.input_ids.to(device), batch.images)
     chunks.clear()  # frees the caller's references too: their memory is needed
     gc.collect()
     report("logits", 2, 3)
-    ours = _to_rank_0(ours, (*batch.input_ids.shape, vocab_size), device)
+    ours = _to_rank_0(ours, (*batch.input_ids.shape, hf.hidden_size if head == "none" else hf.vocab_size), device)
     comparison = None
     if ours is not None:
         comparison = replace(
-            _compare(ours, _reference(folder, batch, device, adapter)), num_images=batch.count, missing=batch.missing
+            _compare(ours, _reference(folder, batch, device, adapter, head)),
+            num_images=batch.count,
+            missing=batch.missing,
         )
     report("logits", 3, 3)
     return comparison, ""
@@ -163,7 +165,8 @@ def forward(
     )
     if not outputs:
         return None
-    return _whole(torch.cat(outputs), places, chunks[0])[..., : chunks[0].bridge.hf.vocab_size]
+    whole, bridge = _whole(torch.cat(outputs), places, chunks[0]), chunks[0].bridge
+    return whole if bridge.head == "none" else whole[..., : bridge.hf.vocab_size]
 
 
 def _places(dims: ParallelDims, batch: Tensor) -> Tensor:
@@ -193,12 +196,12 @@ def _to_rank_0(logits: Tensor | None, shape: tuple[int, ...], device: str) -> Te
     return logits.cpu() if rank == 0 and logits is not None else None
 
 
-def _reference(folder: Path, batch: Shown, device: str, adapter: Path | None) -> Tensor:
-    """The logits of transformers, or of ``peft`` with an adapter, in fp32 on CPU.
+def _reference(folder: Path, batch: Shown, device: str, adapter: Path | None, head: str) -> Tensor:
+    """The logits of transformers, or of ``peft`` with an adapter, in fp32 on CPU; hidden states without a head.
 
     They are computed on this rank's GPU if the model fits there.
     """
-    model_class = _model_class(folder)
+    model_class, output = _model_class(folder, head), "last_hidden_state" if head == "none" else "logits"
     model = model_class.from_pretrained(
         folder,
         dtype=torch.float32,
@@ -218,7 +221,7 @@ def _reference(folder: Path, batch: Shown, device: str, adapter: Path | None) ->
     model = model.to(device)
     with torch.no_grad():
         rows = [
-            model(row.to(device), **_inputs(model, row, batch.of_row(number), device)).logits.float().cpu()
+            getattr(model(row.to(device), **_inputs(model, row, batch.of_row(number), device)), output).float().cpu()
             for number, row in enumerate(batch.input_ids.split(1))
         ]
     return torch.cat(rows)
@@ -248,10 +251,12 @@ def _lack_of_peft(adapter: Path | None) -> str:
     return "no reference for logits with an adapter, as peft is not installed"
 
 
-def _model_class(folder: Path) -> Any:
+def _model_class(folder: Path, head: str) -> Any:
     """The class of transformers that computes logits: for a composite, the one that its config names."""
     import transformers
 
+    if head == "none":
+        return transformers.AutoModel
     hf = read_hf(folder)
     if composite_of(hf) is None:
         return transformers.AutoModelForCausalLM

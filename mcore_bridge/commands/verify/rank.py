@@ -50,7 +50,7 @@ class Task:
         num_mtp_layers: the number of MTP layers to build, load and export. Logits are computed without them.
         vision: whether a composite's tower is built, as for ``build_model``.
         adapter: a PEFT folder, whose adapters are added in fp32.
-        model: the class of megatron-core, as for ``build_model``.
+        model, head: the class of megatron-core and the head, as for ``build_model``.
         sources: the folders that are read, as they were before.
     """
 
@@ -69,6 +69,7 @@ class Task:
     adapter: Path | None = None
     model: str = "gpt"
     sources: Sources = field(default_factory=Sources)
+    head: str = "lm"
 
 
 @dataclass(slots=True)
@@ -158,6 +159,7 @@ def check_rank(task: Task, report: Report) -> Finding:
             vision=task.vision,
             adapter=task.adapter,
             model=task.model,
+            head=task.head,
             report=report,
         )
     return finding
@@ -176,6 +178,7 @@ def _build(task: Task, finding: Finding, report: Report) -> list[GPTModel]:
         dtype=task.dtype,
         device=task.device,
         backend=task.backend,
+        head=task.head,
         overrides={"mtp_num_layers": task.num_mtp_layers or None},
         load_weights=source,
         vision=task.vision,

@@ -23,7 +23,7 @@ from mcore_bridge.weights.files.decoded import Folder, opened_folder
 from mcore_bridge.weights.files.hf_folder import Checkpoint
 from mcore_bridge.weights.files.sources import Sources
 from mcore_bridge.weights.manifest import Manifest
-from mcore_bridge.weights.provenance import provenance_of
+from mcore_bridge.weights.provenance import head_of, provenance_of
 from mcore_bridge.weights.ties import renamed
 
 if TYPE_CHECKING:
@@ -152,6 +152,7 @@ def verify(
     dtypes = {tensor.dtype for tensor in checkpoint.values() if tensor.is_floating_point()}
     built_in = dtype or widest(dtypes)
     overrides = {"mtp_num_layers": num_mtp_layers or None}
+    head = head_of(folder)
     vision = "carried" if adapter is not None or model == "hybrid" else _vision(folder)
     blueprint = make_blueprint(
         folder,
@@ -159,15 +160,16 @@ def verify(
         dtype=built_in,
         device=device,
         backend=backend,
+        head=head,
         overrides=overrides,
         strict_config=strict_config,
         vision=vision,
         model=model,
     )
     tied = bool(blueprint.gpt_arguments["share_embeddings_and_output_weights"])
-    mapping = blueprint.provenance.mapping(tied=tied, mtp=bool(num_mtp_layers))
+    mapping = blueprint.provenance.mapping(tied=tied, mtp=num_mtp_layers)
     renamed(checkpoint, mapping)
-    names = tuple(name for name in checkpoint if _is_exported(mapping, name, num_mtp_layers))
+    names = tuple(name for name in checkpoint if _is_exported(mapping, name))
     task = Task(
         folder=folder,
         dims=blueprint.dims,
@@ -184,6 +186,7 @@ def verify(
         adapter=adapter,
         model=model,
         sources=sources,
+        head=head,
     )
     findings = run_ranks(check_rank, task, world_size=dims.smallest_world, device=device, on_event=on_event)
     sources.require_unchanged()
@@ -207,9 +210,9 @@ def _vision(folder: Path) -> str:
     return "frozen"
 
 
-def _is_exported(mapping: WeightMapping, name: str, num_mtp_layers: int) -> bool:
+def _is_exported(mapping: WeightMapping, name: str) -> bool:
     """Whether an export yields a tensor of the files. Copies are exported too, although no parameter reads them."""
-    return mapping.is_copy(name) or not mapping.is_unused(name, num_mtp_layers=num_mtp_layers)
+    return mapping.is_copy(name) or not mapping.is_unused(name)
 
 
 def _is_of_mtp(mapping: WeightMapping, name: str) -> bool:

@@ -241,12 +241,11 @@ CLAMPED_GATE: tuple[Field, ...] = (
     ),
 )
 """gpt-oss: ``(up + 1) * gate * sigmoid(1.702 * gate)``, with gate and up clamped to a limit."""
-MTP_ON_REQUEST = Ignore(
-    "MTP layers are built on request: override mtp_num_layers",
-    ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"),
-)
+MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+"""Fields for the number of MTP layers. A family has one of them, or none."""
+MTP_ON_REQUEST = Ignore("MTP layers are built on request: override mtp_num_layers", MTP_COUNTS)
 """Logits do not depend on MTP layers, so a model may have them or not."""
-MTP_NEVER = Ignore("MTP layers are not built: their weights have no rules", MTP_ON_REQUEST.names)
+MTP_NEVER = Ignore("MTP layers are not built: their weights have no rules, and a save copies them", MTP_COUNTS)
 NO_SHARED: tuple[Field, ...] = (Const("moe_shared_expert_intermediate_size", None),)
 SHARED_BY_GATE: tuple[Field, ...] = (
     Map("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),

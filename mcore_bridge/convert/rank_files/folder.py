@@ -24,7 +24,7 @@ from mcore_bridge.weights.bound import axes_of_config
 from mcore_bridge.weights.dist_checkpoint.folder import latest_in
 from mcore_bridge.weights.files.torch_save import release
 from mcore_bridge.weights.plan.inventory import Inventory, ParamEntry, merge_inventories
-from mcore_bridge.weights.provenance import HF, provenance_of
+from mcore_bridge.weights.provenance import HF, head_of, provenance_of
 from mcore_bridge.weights.ties import are_equal
 
 _HEAD = "output_layer.weight"
@@ -113,7 +113,7 @@ def _dims_of(files: Sequence[RankFile]) -> ParallelDims:
 
 
 def _entries(files: Sequence[RankFile], tensors: Sequence[Named], dims: ParallelDims, hf: HF) -> tuple[ParamEntry, ...]:
-    provenance = provenance_of(hf)
+    provenance = provenance_of(hf, head=head_of(hf, (name for held in tensors for name in held)))
     vocab, rows = provenance.hf.vocab_size, dims.tp * max(len(held.get(EMBEDDING, ())) for held in tensors)
     if rows < vocab:
         raise CheckpointError(f"its files hold {rows} rows of a vocabulary of {vocab}")
@@ -121,7 +121,7 @@ def _entries(files: Sequence[RankFile], tensors: Sequence[Named], dims: Parallel
     tied = bool(provenance.hf.tie_word_embeddings)
     if tied:
         _require_tied(files, tensors, vocab)
-    mapping = provenance.mapping(tied=tied, mtp=bool(num_mtp_layers))
+    mapping = provenance.mapping(tied=tied, mtp=num_mtp_layers)
     config = to_transformer_config(hf, dims=dims, overrides={"mtp_num_layers": num_mtp_layers or None})
     inventories = [
         Inventory(

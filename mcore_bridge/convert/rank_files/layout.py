@@ -26,7 +26,7 @@ from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.rules.trace import Shape, Trace, trace
 from mcore_bridge.weights.bound import axes_of_config
 from mcore_bridge.weights.dist_checkpoint.extra_state import ExtraState
-from mcore_bridge.weights.provenance import HF, Provenance, provenance_of
+from mcore_bridge.weights.provenance import HF, Provenance, head_of, provenance_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class FileLayout:
     @cached_property
     def provenance(self) -> Provenance:
         """The provenance of the model."""
-        return provenance_of(self.hf)
+        return provenance_of(self.hf, head=head_of(self.hf, self.specs))
 
     @cached_property
     def mapping(self) -> WeightMapping:
@@ -116,8 +116,9 @@ class FileLayout:
         bindings: dict[str, Binding] = {}
         unexpected = []
         for name in self.specs:
-            consumers = [] if self.mapping.is_unused(name, num_mtp_layers=0) else self.mapping.consumers(name)
-            if not consumers and not self.mapping.is_unused(name, num_mtp_layers=0):
+            is_unused = self.mapping.is_unused(name)
+            consumers = [] if is_unused else self.mapping.consumers(name)
+            if not consumers and not is_unused:
                 unexpected.append(name)
             for mcore in consumers:
                 stacked = unstacked(self.mapping.bind(mcore).hf[0])[1] is not None

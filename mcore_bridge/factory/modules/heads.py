@@ -1,7 +1,8 @@
-"""Output layers: small heads that every TP rank holds whole, and an LM head that hides the padding."""
+"""Output layers: small heads that every TP rank holds whole, none at all, and an LM head that hides the padding."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
     from transformers import PretrainedConfig
 
-Head = Literal["lm", "value", "classification"]
+Head = Literal["lm", "value", "classification", "none"]
 _NEVER = -1e30
 """The logit of padding. Trainers multiply logits by probabilities, which are zero here, so it must be finite. It stays
 so after a division by a temperature; verl's smallest is 1e-8."""
@@ -44,14 +45,33 @@ class ReplicatedHead(nn.Module):
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
         """``[s, b, hidden]`` to fp32 ``[s of all TP ranks, b, num_outputs]``. The options of an LM head are ignored."""
-        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+        return _gathered(nn.functional.linear(input_, self.weight, self.bias).float(), self), None
 
-        logits = nn.functional.linear(input_, self.weight, self.bias).float()
-        if self.sequence_parallel:
-            logits = gather_from_sequence_parallel_region(
-                logits, tensor_parallel_output_grad=False, group=self.tp_group
-            )
-        return logits, None
+
+class NoHead(nn.Module):
+    """Gives hidden states in place of logits: ``[s, b, hidden]``, with sequence parallelism gathered over TP ranks."""
+
+    weight = None
+
+    def __init__(self, config: TransformerConfig, *, tp_group: torch.distributed.ProcessGroup) -> None:
+        super().__init__()
+        self.sequence_parallel, self.tp_group = config.sequence_parallel, tp_group
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """The hidden states of all tokens. The options of an LM head are ignored."""
+        return _gathered(input_, self), None
+
+
+def _gathered(tokens: Tensor, head: ReplicatedHead | NoHead) -> Tensor:
+    """The tokens of all TP ranks, which compute the same thing from them."""
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+    if not head.sequence_parallel:
+        return tokens
+    whole: Tensor = gather_from_sequence_parallel_region(tokens, tensor_parallel_output_grad=False, group=head.tp_group)
+    return whole
 
 
 class HiddenPadding:
@@ -101,20 +121,33 @@ def check_head(head: str) -> None:
 
 
 def replace_output_layer(model: GPTModel, hf: PretrainedConfig, *, head: str) -> None:
-    """Replaces the LM head of a last stage by a small head. Other stages, and ``head="lm"``, stay unchanged.
+    """Replaces the LM head of a last stage by a small head or none. Other stages, and ``head="lm"``, stay unchanged.
 
     Args:
         model: a chunk, built with ``share_embeddings_and_output_weights=False`` unless head is "lm".
         hf: the HF config. It has the number of labels, and by its architecture whether there is a bias
             (``...ForTokenClassification`` has one).
-        head: "lm", "value" (one output) or "classification".
+        head: "lm", "value" (one output), "classification" or "none".
     """
     if head == "lm" or not model.post_process:
+        return
+    if head == "none":
+        model.output_layer = NoHead(model.config, tp_group=model.tp_group)
+        model.sharded_state_dict = partial(_without_output_weight, model)
         return
     num_outputs = 1 if head == "value" else hf.num_labels
     bias = any(name.endswith("ForTokenClassification") for name in hf.architectures or ())
     model.output_layer = ReplicatedHead(model.config, num_outputs, bias=bias, tp_group=model.tp_group)
     model.output_layer.weight.is_embedding_or_output_parameter = True
+
+
+def _without_output_weight(model: GPTModel, *args: Any, **options: Any) -> Any:
+    """The ``sharded_state_dict`` of a last stage without a head; megatron-core's own wants the weight of one."""
+    model.post_process = False
+    try:
+        return type(model).sharded_state_dict(model, *args, **options)
+    finally:
+        model.post_process = True
 
 
 def initialise_head(model: GPTModel, seed: int) -> None:

@@ -105,7 +105,7 @@ class Parameters:
     def __init__(self, model_config: Any, hf: HF, reshard_tp_size: int) -> None:
         convertor_rules(hf)  # raises for such a layout
         provenance = provenance_of(hf)
-        tied, mtp = bool(provenance.hf.tie_word_embeddings), bool(model_config.mtp_num_layers)
+        tied, mtp = bool(provenance.hf.tie_word_embeddings), model_config.mtp_num_layers or 0
         self._mapping = provenance.mapping(tied=tied, mtp=mtp, dialect="split")
         groups, head_dim = model_config.num_query_groups, model_config.kv_channels
         self._axes = {"heads_per_group": model_config.num_attention_heads // groups, "head_dim": head_dim}

@@ -1,0 +1,159 @@
+"""Parts of a checkpoint that are not built: a save copies them as they are, or its config says that they are gone."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mcore_bridge as mb
+from mcore_bridge.config.hf import read_config
+from mcore_bridge.errors import CheckpointError, ConfigError
+from mcore_bridge.weights.files.hf_folder import Checkpoint
+from tests import zoo
+from tests.support import composites, fake_mesh, mtp_checkpoints
+from tests.support.conversions import assert_exact, written
+from tests.support.quantized import deepseek
+from tests.support.strategies import random_state, save
+
+ONE = mb.ParallelDims()
+COUNT = "num_nextn_predict_layers"
+WITHOUT_RULES = {  # names of a family's MTP layers, which have no rules, and the field that counts them
+    "hy_v3": (["model.layers.{layers}.eh_proj.weight", "model.layers.{layers}.mlp.experts.0.up_proj.weight"], COUNT),
+    "ernie4_5_moe": (["model.mtp_block.0.mlp.up_proj.weight", "model.mtp_emb_norm.0.weight"], COUNT),
+    "exaone_moe": (["mtp.fc.weight", "mtp.layers.0.mlp.experts.1.up_proj.weight"], COUNT),
+    "mellum": (["mtp.layers.0.mlp.up_proj.weight"], "mtp_num_hidden_layers"),
+}
+CASES = [name for name in (*mtp_checkpoints.CASES, *WITHOUT_RULES) if name in zoo.cases()]
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Any:
+    with fake_mesh.rank_of(ONE, 0, 1):
+        yield
+
+
+def source_of(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, dict[str, Tensor], set[str]]:
+    """A folder with MTP layers, its config, its tensors, and the names of those in MTP layers."""
+    if name in WITHOUT_RULES:
+        hf = zoo.cases()[name].hf
+        patterns, count = WITHOUT_RULES[name]
+        own = {pattern.format(layers=hf.num_hidden_layers) for pattern in patterns}
+        state = random_state(hf, dtype=dtype) | {each: torch.randn(3, 5).to(dtype) for each in own}
+    else:
+        hf, count = mtp_checkpoints.config(name), COUNT if "qwen" not in name else "mtp_num_hidden_layers"
+        drawn = mtp_checkpoints.published(hf)
+        state = {each: tensor.clone() if "bias" in each else tensor.to(dtype) for each, tensor in drawn.items()}
+        own = {each for each in state if mtp_checkpoints.is_mtp(hf, each)}
+    setattr(hf, count, 1)
+    written(state, hf, folder)
+    return hf, state, own
+
+
+def built(hf: Any, **options: Any) -> Any:
+    return mb.build_model(hf, **{"dims": ONE, "dtype": torch.float32, "device": "cpu", **options})
+
+
+def counts_in(folder: Path) -> list[int]:
+    fields = json.loads((folder / "config.json").read_text())
+    fields = fields.get("text_config", fields)
+    return [fields[name] for name in (COUNT, "mtp_num_hidden_layers") if fields.get(name) is not None]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_mtp_layers_that_are_not_built_are_copied_or_dropped(name: str, tmp_path: Path, caplog: Any) -> None:
+    """The rest has the dtype of the model, and is not copied. Engines get what is trained alone."""
+    caplog.set_level(logging.WARNING)
+    _, state, own = source_of(name, tmp_path / "source")
+    models = built(tmp_path / "source")
+    assert not own & dict(mb.iter_hf_weights(models)).keys()
+    assert set(mb.load_hf_weights(models, tmp_path / "source", dtype=torch.float32).carried) == own
+    with torch.no_grad():
+        models[0].decoder.final_layernorm.weight.add_(1)
+    for fate in ("carried", "dropped"):
+        mb.save_hf_checkpoint(models, tmp_path / fate, mtp=fate)
+    saved, bare = (dict(Checkpoint(tmp_path / fate)) for fate in ("carried", "dropped"))
+    assert saved.keys() == state.keys()
+    assert bare.keys() == state.keys() - own
+    assert all(saved[each].dtype == state[each].dtype and torch.equal(saved[each], state[each]) for each in own)
+    assert (counts_in(tmp_path / "carried"), counts_in(tmp_path / "dropped")) == ([1], [0])
+    assert f"{len(own)} tensors of MTP layers are copied" in caplog.text
+    assert "=0, and not 1" in caplog.text
+
+
+@pytest.mark.skipif("glm4_moe" not in CASES, reason="the installed transformers lacks it")
+@pytest.mark.parametrize("how", ["overridden", "without a folder", "from a mapping", "vanished", "critic", "lost"])
+def test_a_config_counts_no_mtp_layers_that_cannot_be_copied(how: str, tmp_path: Path) -> None:
+    """Those of another depth, and those whose files are not at hand."""
+    hf, state, own = source_of("glm4_moe", tmp_path / "source")
+    source: Any = tmp_path / "source"
+    options: dict[str, Any] = {}
+    if how == "overridden":
+        options = {"overrides": {"num_layers": hf.num_hidden_layers - 1}, "load_weights": False}
+    elif how == "without a folder":
+        source, options = hf, {"load_weights": False}
+    elif how == "from a mapping":
+        source, options = hf, {"load_weights": state}
+    elif how == "critic":
+        options = {"head": "value"}
+    models = built(source, **options)
+    if how == "vanished":
+        shutil.rmtree(source)
+        with pytest.raises(CheckpointError, match="folder that the model came from must be there"):
+            mb.save_hf_checkpoint(models, tmp_path / "saved")
+        source.mkdir()
+    elif how == "lost":
+        shutil.rmtree(source)
+        written({name: tensor for name, tensor in state.items() if name not in own}, hf, source)
+    mb.save_hf_checkpoint(models, tmp_path / "saved")
+    assert not own & set(Checkpoint(tmp_path / "saved"))
+    assert counts_in(tmp_path / "saved") == [0]
+
+
+@pytest.mark.skipif("glm4_moe" not in CASES, reason="the installed transformers lacks it")
+def test_a_model_that_was_built_from_a_config_copies_from_the_folder_that_it_loads(tmp_path: Path) -> None:
+    """Also in place; and a source that has more MTP layers than are built gives those that are not."""
+    hf = mtp_checkpoints.config("glm4_moe", 2)
+    state = {name: tensor.clone() for name, tensor in mtp_checkpoints.published(hf, 2).items()}
+    source = written(state, hf, tmp_path / "source")
+    for number in (0, 1, 2):
+        models = built(hf, load_weights=source, overrides={"mtp_num_layers": number or None})
+        mb.save_hf_checkpoint(models, source)
+        assert_exact(source, state)
+        assert counts_in(source) == [2]
+    with pytest.raises((CheckpointError, ConfigError), match="mtp must be 'carried' or 'dropped'"):
+        mb.save_hf_checkpoint(models, source, mtp="gone")  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif("qwen3_5" not in composites.NAMES, reason="the installed transformers lacks it")
+@pytest.mark.parametrize("vision", ["carried", "train"])
+def test_mtp_layers_of_a_composite_are_copied_with_its_tower_or_without(vision: str, tmp_path: Path) -> None:
+    composites.written("qwen3_5", tmp_path / "source")
+    own = {"mtp.layers.0.mlp.up_proj.weight": torch.randn(4, 6), "mtp.fc.weight": torch.randn(4, 8)}
+    state = dict(Checkpoint(tmp_path / "source")) | own
+    hf = read_config(tmp_path / "source")
+    hf.text_config.mtp_num_hidden_layers = 1
+    save({name: tensor.clone() for name, tensor in state.items()}, hf, tmp_path / "source")
+    models = built(tmp_path / "source", vision=vision)
+    for fate, kept in {"carried": state, "dropped": {name: state[name] for name in state.keys() - own.keys()}}.items():
+        mb.save_hf_checkpoint(models, tmp_path / fate, mtp=fate)  # type: ignore[arg-type]
+        assert_exact(tmp_path / fate, kept)
+        assert counts_in(tmp_path / fate) == [fate == "carried"]
+
+
+@pytest.mark.skipif("deepseek_v3" not in CASES, reason="the installed transformers lacks it")
+def test_quantized_mtp_layers_are_copied_as_plain_ones(tmp_path: Path) -> None:
+    hf, state, own = source_of("deepseek_v3", tmp_path / "source")
+    form = deepseek((16, 16))
+    hf.quantization_config = form.note
+    shutil.rmtree(tmp_path / "source")
+    written(form.files(state), hf, tmp_path / "source")
+    mb.save_hf_checkpoint(built(tmp_path / "source", dtype=torch.bfloat16), tmp_path / "saved")
+    assert_exact(tmp_path / "saved", form.decoded(state, torch.bfloat16))
+    assert "quantization_config" not in (tmp_path / "saved" / "config.json").read_text()
+    assert any(form.is_quantized(name, state[name]) for name in own)
+    assert counts_in(tmp_path / "saved") == [1]
