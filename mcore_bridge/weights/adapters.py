@@ -39,9 +39,10 @@ from mcore_bridge.weights.peft_folder import PeftFolder, memory_prefixes, open_p
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import Provenance
 from mcore_bridge.weights.save import BUCKET_SLOTS, open_files, write_pairs
+from mcore_bridge.weights.transfer.alike import require_alike
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.executor import run_program
-from mcore_bridge.weights.transfer.failures import raise_on_all, require_alike
+from mcore_bridge.weights.transfer.failures import raise_on_all
 
 _OF_PEFT = (CONFIG, WEIGHTS, "adapter_model.bin")
 
@@ -212,6 +213,22 @@ def adapters_of(models: Models) -> Adapters:
     if made is None:
         raise ConfigError("models must have adapters, found none: call add_adapters first")
     return made
+
+
+def switch_of(made: Adapters) -> str:
+    """The name among megatron-core's states of random numbers that says that these adapters are off."""
+    return f"mcore_bridge: without adapters {id(made)}"
+
+
+def adapters_in_use(models: Models) -> str | None:
+    """What a forward of models computes beside their base, for ranks to compare; None without adapters."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    made: Adapters | None = getattr(chunks_of(models)[0], "bridge_adapters", None)
+    if made is None:
+        return None
+    state = "off" if switch_of(made) in get_cuda_rng_tracker().states_ else "on"
+    return f"rank {made.rank}, alpha {float(made.alpha)}, {made.kind}, {state}"
 
 
 def _with_further(specs: Iterable[TensorSpec], made: Adapters) -> Iterator[TensorSpec]:

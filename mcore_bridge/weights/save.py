@@ -28,8 +28,9 @@ from mcore_bridge.weights.files.sidecars import copy_companions
 from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.manifest import Manifest, manifest
 from mcore_bridge.weights.provenance import HF, Provenance, config_in
+from mcore_bridge.weights.transfer.alike import require_alike
 from mcore_bridge.weights.transfer.collectives import Group
-from mcore_bridge.weights.transfer.failures import raise_on_all, require_alike
+from mcore_bridge.weights.transfer.failures import raise_on_all
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 import mcore_bridge as mb
 from mcore_bridge.batches import microbatches, packing, refusals
 from mcore_bridge.batches.microbatches import balances_experts, tokens_in_fp8
-from mcore_bridge.errors import BatchError, ConfigError, MeshError
+from mcore_bridge.errors import BatchError, BridgeError, ConfigError, MeshError
 from tests import zoo
 from tests.support import pool, stepping
 from tests.support.forward_batches import FAMILIES, LENGTHS, batch_of, expected_of
@@ -242,7 +242,7 @@ def test_a_batch_that_one_replica_cannot_take_raises_on_all_that_share_its_exper
     batches = [torch.ones(2, 3, dtype=torch.int64), batch]
     found = pool.run(dims.smallest_world, refused_somewhere, dims, batches, timeout=60)
     assert sum(message in each for each in found) == len(found) // 2
-    assert sum("refuses its batch" in each for each in found) == len(found) // 2
+    assert sum("refuses its" in each for each in found) == len(found) // 2
 
 
 @pytest.mark.parametrize(
@@ -457,29 +457,60 @@ def test_a_loss_that_is_none_raises_on_all_ranks(dims):
             assert re.search(words if knows else other, message), message
 
 
-def other_batches(dims):
-    """How the ranks of a replica raise of which the last one has another batch than the rest."""
+TURNED, LATE = "turned", "late"
+OTHERS = {
+    r"same input_ids on every rank, found .*input_ids='int64 .*; deal batches": {"input_ids": TURNED},
+    "same input_ids on": {"input_ids": LATE, "attention_mask": None},
+    "same micro_batch_size on .* of the job: micro_batch_size=2;": {"micro_batch_size": 2},
+    "same temperature on .*: temperature=0.5;": {"temperature": 0.5},
+    "same packed on .*: packed=False;": {"packed": False},
+    "same multiple_of on .*: multiple_of=16;": {"multiple_of": 16},
+    "same loss on .*: loss='given'": {"loss": lambda out, rows: out.log_probs.sum()},
+    "REFUSED input_ids must be 0 to 96 .* found 0 to 1095": {"input_ids": "beyond"},
+    "REFUSED input_ids must be an int64 tensor .* found list": {"input_ids": "list"},
+    "REFUSED attention_mask must be a tensor .* found list": {"attention_mask": [[1]]},
+    "REFUSED loss must be a function of outputs and rows, or None, found str": {"loss": "mean"},
+    "REFUSED micro_batch_size must be a whole number of at least 1, found 1.5": {"micro_batch_size": 1.5},
+    "REFUSED packed must be True or False, found 'no'": {"packed": "no"},
+    "REFUSED temperature must be a number .* found None": {"temperature": None},
+    "REFUSED '/nowhere' must be an existing folder": {"hf": "/nowhere"},
+    "REFUSED .*images": {"images": 5},
+}
+
+
+def other_calls(dims):
+    """How the ranks of a replica raise of which the last one calls with another argument than the rest."""
     with stepping.mesh(dims):
         chunks = mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
         ids, mask = batch_of(HF)
         is_last, said = dist.get_rank() == dist.get_world_size() - 1, []
-        turned, late, beyond = ids.roll(1, 0), (ids[:, 1:], mask[:, 1:]), (ids + 999, mask)
-        for batch, size in (((turned, mask), 1), (late, 1), ((ids, mask), 2), (beyond, 1)):
-            with pytest.raises(BatchError) as caught:
-                mb.forward(chunks, *(batch if is_last else (ids, mask)), micro_batch_size=size if is_last else 1)
+        batches = {TURNED: ids.roll(1, 0), LATE: ids[:, 1:], "beyond": ids + 999, "list": ids.tolist()}
+        for other in OTHERS.values():
+            given = {"input_ids": ids, "attention_mask": mask, "micro_batch_size": 1, **(other if is_last else {})}
+            given["input_ids"] = batches[each] if isinstance(each := given["input_ids"], str) else each
+            with pytest.raises(BridgeError) as caught:
+                mb.forward(chunks, **given)
             said.append(str(caught.value))
+        for chunk in chunks:
+            chunk.train(is_last)
+        with pytest.raises(BatchError, match="expected the same training on every rank"):
+            mb.forward(chunks, ids, mask)
+        for chunk in chunks:
+            chunk.eval()
         mb.forward(chunks, ids.where(mask != 0, 999 if is_last else 0), mask, micro_batch_size=1)
         return said
 
 
 @pytest.mark.parametrize("dims", [mb.ParallelDims(tp=2, pp=2), mb.ParallelDims(cp=2)], ids=str)
-def test_ranks_of_a_replica_that_have_other_batches_all_raise(dims):
-    found = pool.run(dims.smallest_world, other_batches, dims, timeout=60)
-    wrong = ["in tokens: deal", "in their length, tokens: deal", "in micro_batch_size: deal"]
-    for said in found:
-        assert all(words in message for words, message in zip(wrong, said[:3], strict=True)), said
-    assert ["input_ids must be 0 to" in said[3] for said in found] == [*[False] * (len(found) - 1), True]
-    assert ["another rank of this replica refuses" in said[3] for said in found] == [*[True] * (len(found) - 1), False]
+def test_ranks_of_a_replica_that_call_with_other_arguments_all_raise(dims):
+    """Whether each takes its own or not: one that raised alone would leave the others waiting."""
+    *others, last = pool.run(dims.smallest_world, other_calls, dims, timeout=60)
+    for place, words in enumerate(OTHERS):
+        own = words.removeprefix("REFUSED ")
+        assert re.search(own, last[place]), last[place]
+        for said in others:
+            heard = f"refuses its own, rank {len(others)} of the job: " if own != words else ""
+            assert re.search(heard + own, said[place]), said[place]
 
 
 def test_what_does_not_fit_is_refused():
@@ -496,16 +527,16 @@ def refused():
         with pytest.raises(BatchError, match=r"must have the shape of input_ids, \(2, 4\), found \(3, 4\)"):
             mb.forward(models, ids, torch.ones(3, 4))
         with pytest.raises(
-            BatchError, match=r"input_ids must be int64, found torch\.float32: pass input_ids\.long\(\)"
+            BatchError, match=r"input_ids must be an int64 .* found torch\.float32 .* pass input_ids\.long\(\)"
         ):
             mb.forward(models, ids.float())
         with pytest.raises(BatchError, match=r"input_ids must be an int64 tensor .* found list"):
             mb.forward(models, ids.tolist())
-        with pytest.raises(BatchError, match="loss must be a function of outputs and rows, found float"):
+        with pytest.raises(BatchError, match="loss must be a function of outputs and rows, or None, found float"):
             mb.forward(models, ids, loss=1.0)
-        with pytest.raises(BatchError, match="micro_batch_size must be at least 1, found -1"):
+        with pytest.raises(BatchError, match="micro_batch_size must be a whole number of at least 1, found -1"):
             mb.forward(models, ids, micro_batch_size=-1)
-        for temperature in (0, -1.0, float("nan"), float("inf"), torch.ones(2)):
+        for temperature in (0, True, None, "1", -1.0, float("nan"), float("inf"), torch.ones(2)):
             with pytest.raises(BatchError, match="temperature must be a number of at least 1e-06, found"):
                 mb.forward(models, ids, temperature=temperature)
         added = torch.zeros(2, 4).masked_fill(torch.arange(4) > 2, -1e9)
@@ -585,7 +616,7 @@ def longest_of_different_rows(dispatcher):
     rows = 1 + dist.get_rank()
     batch = SimpleNamespace(num_tokens=8 * rows, input_ids=torch.zeros(rows, 8))
     try:
-        return microbatches._longest(chunk, [batch], None, torch.device("cpu"))
+        return microbatches._longest(chunk, [batch], None)
     except BatchError as error:
         return str(error)
 

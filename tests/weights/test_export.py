@@ -583,6 +583,7 @@ def test_what_ranks_say_is_said_once():
     assert grouped_by_rank(["a"] * 12 + [""]) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more of the group: a"
     assert grouped_by_rank(["a"]) == "rank 0 of the group: a"
     assert not grouped_by_rank(["", ""])
+    assert grouped_by_rank(["a", "a"], [4, 6]) == "ranks 4, 6 of the job: a"
 
 
 def nonsense():

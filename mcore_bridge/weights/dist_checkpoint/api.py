@@ -39,9 +39,10 @@ from mcore_bridge.weights.halves import whole_config
 from mcore_bridge.weights.model_tensors import held_tensors
 from mcore_bridge.weights.param_sync import gather_pending, require_gatherable
 from mcore_bridge.weights.provenance import HF, config_in
+from mcore_bridge.weights.transfer.alike import require_alike
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.endpoints import check_storage
-from mcore_bridge.weights.transfer.failures import raise_on_all, require_alike
+from mcore_bridge.weights.transfer.failures import raise_on_all
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
