@@ -13,8 +13,8 @@ from mcore_bridge.errors import BatchError, shown
 
 def require(*problems: Iterator[str]) -> None:
     """Raise ``BatchError`` with all that is wrong with some arguments, if anything is."""
-    if found := [problem for of_one in problems for problem in of_one]:
-        raise BatchError("; ".join(found))
+    if texts := [text for of_one in problems for text in of_one]:
+        raise BatchError("; ".join(texts))
 
 
 def ids(name: str, value: object, device: torch.device | None = None) -> Iterator[str]:

@@ -26,12 +26,12 @@ from mcore_bridge.batches.refusals import (
     require_scalar,
     require_vocabulary,
 )
+from mcore_bridge.config.mesh.alike import Shared
 from mcore_bridge.config.mesh.lost_ranks import naming_lost_ranks
 from mcore_bridge.errors import BatchError
 from mcore_bridge.weights.adapters import adapters_in_use
 from mcore_bridge.weights.bound import Models, chunks_of, provenance_on
 from mcore_bridge.weights.provenance import HF, Provenance
-from mcore_bridge.weights.transfer.alike import Shared
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

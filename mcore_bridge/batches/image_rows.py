@@ -166,7 +166,7 @@ def _parts(inputs: dict[str, Tensor], tokens: list[int], stands: Tensor, kind: i
     if counts is None:
         raise BatchError(
             f"the {_KINDS[kind]} of a batch must fit its tokens, found {count} for rows in which {tokens} tokens stand "
-            "for them: do not cut rows inside an image, or pass a list with the inputs of each row"
+            "for them. Do not cut rows inside an image, or pass a list with the inputs of each row"
         )
     ends = torch.tensor([0, *counts]).cumsum(0).tolist()
     of_row = [slice(start, end) for start, end in pairwise(ends)]
@@ -176,7 +176,7 @@ def _parts(inputs: dict[str, Tensor], tokens: list[int], stands: Tensor, kind: i
         if len(value) != (sum(patches) if in_patches else count):
             raise BatchError(
                 f"{name} of a batch must have an entry for each of {sum(patches) if in_patches else count} "
-                f"{'patches' if in_patches else _KINDS[kind]}, found {tuple(value.shape)}: pass all that the processor "
+                f"{'patches' if in_patches else _KINDS[kind]}, found {tuple(value.shape)}. Pass all that the processor "
                 "of the model returns, or a list with the inputs of each row"
             )
         pieces = value.split([sum(patches[at]) for at in of_row] if in_patches else counts)

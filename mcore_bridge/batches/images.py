@@ -17,7 +17,7 @@ from mcore_bridge.batches.whole_rows import placed
 from mcore_bridge.errors import BatchError
 
 Images = Sequence[Mapping[str, Any] | None] | Mapping[str, Any]
-"""For each row of a batch the inputs of its images by the names of transformers, and None for a row of text; or one
+"""For each row of a batch the inputs of its images by the names of transformers, and None for a row of text. Or one
 mapping for the whole batch, as processors make it."""
 Rows = Sequence[Mapping[str, Tensor]]
 """The inputs of each row as tensors; none for a row of text."""

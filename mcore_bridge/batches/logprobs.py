@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from mcore_bridge.batches import arguments
-from mcore_bridge.batches.collectives import reduce_max, reduce_sum
+from mcore_bridge.batches.collectives import reduce_max, reduce_sum, require_group
 from mcore_bridge.batches.digests import digest
+from mcore_bridge.config.mesh.alike import Shared, agreed
 from mcore_bridge.config.sizes import is_count
 from mcore_bridge.errors import BatchError
-from mcore_bridge.weights.transfer.alike import Shared, agreed
-from mcore_bridge.weights.transfer.collectives import Group
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 LEAST_TEMPERATURE = 1e-6
 """Logits divided by less than this may be infinite."""
@@ -58,11 +59,7 @@ def log_probs(
         >>> values.shape, round(-values[0, 0].item(), 4), values[0, 1].item()              # log(96), and an ignored one
         (torch.Size([2, 4]), 4.5643, 0.0)
     """
-    if not isinstance(group, ProcessGroup):
-        raise BatchError(
-            f"group must be the tensor-parallel process group, found {type(group).__name__}: pass "
-            "parallel_state.get_tensor_model_parallel_group()"
-        )
+    require_group(group)
 
     def checked() -> tuple[float, Shared]:
         divisor = require_temperature(temperature)
@@ -70,7 +67,7 @@ def log_probs(
         own = {"labels": digest(labels), "vocab_size": vocab_size, "temperature": divisor, "width": logits.size(-1)}
         return divisor, own
 
-    divisor = agreed([Group(group)], checked, BatchError)
+    divisor = agreed([group], checked, BatchError)
     return vocab_parallel(logits, labels, vocab_size=vocab_size, group=group, temperature=divisor)
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.batches.packing import PackedSequences, pack_sequences, rounded_up
+from mcore_bridge.config.mesh.alike import Shared, problem_of_ranks, replica_groups
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import BatchError
-from mcore_bridge.weights.transfer.alike import Shared, problem_of_ranks, replica_groups
 from mcore_bridge.weights.transfer.collectives import Group
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_bridge.config.mesh.alike import Shared, agreed, replica_groups
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.adapters import Adapters, base_name
 from mcore_bridge.rules.mapping import pattern_of
@@ -23,6 +24,7 @@ from mcore_bridge.weights.dtypes import Dtypes, problem_of, wanted_dtype
 from mcore_bridge.weights.export import converted
 from mcore_bridge.weights.files.atomic_folder import commit, target_of, updating_by_all
 from mcore_bridge.weights.files.file_shards import FileShard, require_positive
+from mcore_bridge.weights.files.hf_folder import content_of
 from mcore_bridge.weights.files.peft_config import (
     CONFIG,
     STACKS,
@@ -39,10 +41,9 @@ from mcore_bridge.weights.peft_folder import PeftFolder, memory_prefixes, open_p
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.provenance import Provenance
 from mcore_bridge.weights.save import BUCKET_SLOTS, open_files, write_pairs
-from mcore_bridge.weights.transfer.alike import require_alike
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.executor import run_program
-from mcore_bridge.weights.transfer.failures import raise_on_all
+from mcore_bridge.weights.transfer.failures import raise_on_all, require_alike
 
 _OF_PEFT = (CONFIG, WEIGHTS, "adapter_model.bin")
 
@@ -163,15 +164,16 @@ def save_hf_adapters(
 
 
 def load_adapters(models: Models, folder: str | os.PathLike[str], *, dtype: Dtypes = None) -> LoadReport:
-    """Copy the adapters of a PEFT folder into those of the models, in place, at any mesh and without communication.
+    """Copy the adapters of a PEFT folder into those of the models, in place and at any mesh.
 
-    The folder must have each of them once, and no others, with the same largest rank. Smaller ranks are padded with
-    zeros, which is exact. If a module's scale is not that of the models, the ratio is folded into its B. That is
-    rounded once, and exact where it is a power of two. ``cast`` of the report names these tensors.
+    All ranks of a replica call it together, and compare what they are about to read. The folder must have each of the
+    adapters once, and no others, with the same largest rank. Smaller ranks are padded with zeros, which is exact. If a
+    module's scale is not that of the models, the ratio is folded into its B. That is rounded once, and exact where it
+    is a power of two. ``cast`` of the report names these tensors.
 
     Args:
         models: this rank's chunks with adapters, wrapped or not.
-        folder: what ``peft`` or ``save_hf_adapters`` wrote. Every rank reads it.
+        folder: what ``peft`` or ``save_hf_adapters`` wrote. Every rank reads it, or a copy of it.
         dtype: cast tensors to this first, where an adapter cannot hold every value. By default that is an error.
 
     Raises:
@@ -183,15 +185,21 @@ def load_adapters(models: Models, folder: str | os.PathLike[str], *, dtype: Dtyp
         >>> mb.load_adapters(policy, "run/adapter_100").num_tensors
         16
     """
-    made, provenance = adapters_of(models), provenance_on(models)
-    config = chunks_of(models)[0].config
-    given = open_peft(folder, provenance, num_layers=config.num_layers, num_experts=config.num_moe_experts or 0)
-    if given.rank != made.rank:
-        raise CheckpointError(
-            f"the adapter in {folder} has rank {given.rank}, the models {made.rank}: add adapters of that rank, or "
-            "give the folder to add_adapters"
-        )
-    return load_peft(bind(models, provenance, adapters=made), made, given, dtype)
+    chunks = chunks_of(models)
+
+    def checked() -> tuple[tuple[BoundModel, Adapters, PeftFolder], Shared]:
+        made, provenance, config = adapters_of(models), provenance_on(models), chunks[0].config
+        given = open_peft(folder, provenance, num_layers=config.num_layers, num_experts=config.num_moe_experts or 0)
+        if given.rank != made.rank:
+            raise CheckpointError(
+                f"the adapter in {folder} has rank {given.rank}, the models {made.rank}: add adapters of that rank, or "
+                "give the folder to add_adapters"
+            )
+        bound = bind(models, provenance, adapters=made)
+        shared = {"folder": content_of(folder), "scales": sorted(given.scales.items()), "dtype": dtype}
+        return (bound, made, given), shared
+
+    return load_peft(*agreed(replica_groups(chunks[0].pg_collection), checked, CheckpointError), dtype)
 
 
 @torch.no_grad()

@@ -27,10 +27,9 @@ from mcore_bridge.weights.files.safetensors import SafetensorsWriter
 from mcore_bridge.weights.files.sidecars import copy_companions
 from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.manifest import Manifest, manifest
-from mcore_bridge.weights.provenance import HF, Provenance, config_in
-from mcore_bridge.weights.transfer.alike import require_alike
+from mcore_bridge.weights.provenance import HF, Provenance, config_in, identity
 from mcore_bridge.weights.transfer.collectives import Group
-from mcore_bridge.weights.transfer.failures import raise_on_all
+from mcore_bridge.weights.transfer.failures import raise_on_all, require_alike
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -91,7 +90,7 @@ def save_hf_checkpoint(
         require_positive(max_shard_bytes=max_shard_bytes, slot_bytes=slot_bytes)
     given: dict[str, Any] = {"dtype": dtype, "dialect": dialect, "head": head, "merged": merged}
     sizes = {"max_shard_bytes": max_shard_bytes, "slot_bytes": slot_bytes}
-    require_alike(world, {**given, "keep": keep, **sizes})
+    require_alike(world, {"hf": identity(provenance), **given, "keep": keep, **sizes})
     together = partial(raise_on_all, world, f"{target} was not written, and is as it was")
     bucket_bytes = BUCKET_SLOTS * slot_bytes
     with updating_by_all(world, target) as update, ExitStack() as stack:

@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from mcore_bridge.config.mesh.alike import agreed
 from mcore_bridge.errors import MeshError
 
 _SECONDS = 10.0
@@ -53,6 +54,20 @@ def read_sizes() -> dict[str, object]:
     }
 
 
+def building_groups() -> list[Any]:
+    """The groups that, one after the other, reach all ranks of a replica and those that share its experts."""
+    from megatron.core import parallel_state as state
+
+    if not state.model_parallel_is_initialized():
+        return []
+    return [
+        state.get_tensor_model_parallel_group(),
+        state.get_context_parallel_group(),
+        state.get_pipeline_model_parallel_group(),
+        state.get_expert_model_parallel_group(),
+    ]
+
+
 def differing(wanted: Mapping[str, object], actual: Mapping[str, object]) -> dict[str, tuple[object, object]]:
     """``(actual, wanted)`` sizes, where they differ. A wanted size of None fits any actual one."""
     return {name: (actual[name], size) for name, size in wanted.items() if size is not None and size != actual[name]}
@@ -83,10 +98,13 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else _rank_and_world_size()[1]
 
 
-def initialize(group_sizes: Mapping[str, Any], *, device: str, seed: int, timeout: timedelta | None) -> None:
+def initialize(
+    dims: object, group_sizes: Mapping[str, Any], *, device: str, seed: int, timeout: timedelta | None
+) -> None:
     """Join torch.distributed and make megatron-core's groups, unless that is done already.
 
     Args:
+        dims: the mesh, which must be the same on all ranks.
         group_sizes: arguments of ``initialize_model_parallel``.
         device: "cpu" or "cuda".
         seed: see ``ParallelDims.initialize``.
@@ -109,6 +127,7 @@ def initialize(group_sizes: Mapping[str, Any], *, device: str, seed: int, timeou
     if not dist.is_initialized():
         _join(device, timeout)
     note_process()
+    agreed([dist.group.WORLD], lambda: (None, {"dims": dims, "device": device, "seed": seed}), MeshError)
     if not parallel_state.model_parallel_is_initialized():
         _make_groups(group_sizes, device=device, seed=seed, timeout=timeout)
 

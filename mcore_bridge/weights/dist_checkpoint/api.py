@@ -39,10 +39,9 @@ from mcore_bridge.weights.halves import whole_config
 from mcore_bridge.weights.model_tensors import held_tensors
 from mcore_bridge.weights.param_sync import gather_pending, require_gatherable
 from mcore_bridge.weights.provenance import HF, config_in
-from mcore_bridge.weights.transfer.alike import require_alike
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.endpoints import check_storage
-from mcore_bridge.weights.transfer.failures import raise_on_all
+from mcore_bridge.weights.transfer.failures import raise_on_all, require_alike
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -207,6 +206,8 @@ def load_checkpoint(
         check = Check(checkpoint, provenance.hf.vocab_size, dtype, part)
         check.compare(state)
     _require_one(world.all_gather_object(os.path.relpath(checkpoint.path, folder)), folder)
+    given = {"dtype": dtype, "strict": strict, "part": part, "head": provenance.head, "optimizer": type(optimizer)}
+    require_alike(world, {"folder": checkpoint.content, **given})
     with raise_on_all(world, f"{checkpoint.path} was not read, and the models are as they were"):
         missing, unexpected = check.agree(Group.of_replica(chunks[0].pg_collection), strict=strict)
         if optimizer is not None:

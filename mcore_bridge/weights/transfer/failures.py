@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from mcore_bridge.config.mesh.alike import Shared, agreed
 from mcore_bridge.errors import BridgeError, CheckpointError, ExportError, describe, grouped_by_rank
 
 if TYPE_CHECKING:
@@ -40,3 +41,8 @@ def raise_failures(problems: Sequence[str], what: str = "", kind: type[BridgeErr
     """Raise ``kind`` if any rank has a problem. ``problems`` are known here already, by rank."""
     if failures := grouped_by_rank(problems):
         raise kind(f"{what}: {failures}" if what else failures)
+
+
+def require_alike(group: Group, arguments: Shared, kind: type[BridgeError] = CheckpointError) -> None:
+    """Raise ``kind`` on all ranks if these arguments of one call differ between ranks, with what each rank passed."""
+    agreed([group.group], lambda: (None, arguments), kind)
