@@ -31,7 +31,7 @@ from mcore_bridge.config.mesh.lost_ranks import naming_lost_ranks
 from mcore_bridge.errors import BatchError
 from mcore_bridge.weights.adapters import adapters_in_use
 from mcore_bridge.weights.bound import Models, chunks_of, provenance_on
-from mcore_bridge.weights.provenance import HF, Provenance
+from mcore_bridge.weights.provenance import HF, Provenance, identity
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -155,8 +155,8 @@ def forward(
             "temperature": divisor,
             "packed": packed,
             "multiple_of": multiple_of,
+            "hf": None if hf is None else identity(provenance),
             "head": provenance.head,
-            "vocab_size": provenance.hf.vocab_size,
             "training": chunk.training,
             "adapters": adapters_in_use(models),
         }

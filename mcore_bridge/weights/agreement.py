@@ -27,7 +27,7 @@ from mcore_bridge.weights.plan.export_plan import ExportPlan
 from mcore_bridge.weights.plan.gather import plan_export
 from mcore_bridge.weights.plan.inventory import Inventory
 from mcore_bridge.weights.plan.target import Target
-from mcore_bridge.weights.provenance import HF
+from mcore_bridge.weights.provenance import HF, identity
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_failures
 from mcore_bridge.weights.transfer.program import Program
@@ -136,6 +136,7 @@ def agree_on_plan(
     kept = None if index is None else plans[index]
     if kept is None:
         of_bound = (bound.mapping.rules, bound.inventory()) if bound else ()
+        given |= {"hf": identity(provenance)} if bound else {}
         own = _Answer(error, sendable(given), bucket_bytes, target, group.num_stages, *of_bound)
         answers = group.all_gather_object((own, plans[0].number if plans else 0))
         program = _agreed(group, bound, first, [answer for answer, _ in answers])

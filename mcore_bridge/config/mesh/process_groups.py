@@ -10,13 +10,15 @@ import math
 import multiprocessing
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mcore_bridge.config.mesh.alike import agreed
 from mcore_bridge.errors import MeshError
+
+if TYPE_CHECKING:
+    from mcore_bridge.config.mesh.alike import Shared
 
 _SECONDS = 10.0
 """The longest time that a process waits for threads of gloo at its end."""
@@ -98,17 +100,13 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else _rank_and_world_size()[1]
 
 
-def initialize(
-    dims: object, group_sizes: Mapping[str, Any], *, device: str, seed: int, timeout: timedelta | None
-) -> None:
+def initialize(check: Callable[[], tuple[str, Shared]], group_sizes: Mapping[str, Any], **options: Any) -> None:
     """Join torch.distributed and make megatron-core's groups, unless that is done already.
 
     Args:
-        dims: the mesh, which must be the same on all ranks.
+        check: checks the mesh. Returns the device, "cpu" or "cuda", and what all ranks must have alike.
         group_sizes: arguments of ``initialize_model_parallel``.
-        device: "cpu" or "cuda".
-        seed: see ``ParallelDims.initialize``.
-        timeout: see ``ParallelDims.initialize``.
+        options: seed and timeout, see ``ParallelDims.initialize``.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # set while a child imports the script
         raise MeshError(
@@ -118,18 +116,19 @@ def initialize(
     import torch.distributed as dist
     from megatron.core import parallel_state
 
+    from mcore_bridge.config.mesh.alike import agreed
     from mcore_bridge.config.mesh.lost_ranks import note_process
 
+    if not dist.is_initialized():
+        _join(check()[0], options["timeout"])
+    note_process()
+    device: str = agreed([dist.group.WORLD], check, MeshError)  # type: ignore[list-item]  # there is one now
     if device == "cpu":
         from mcore_bridge.cpu import enable_cpu
 
         enable_cpu()
-    if not dist.is_initialized():
-        _join(device, timeout)
-    note_process()
-    agreed([dist.group.WORLD], lambda: (None, {"dims": dims, "device": device, "seed": seed}), MeshError)
     if not parallel_state.model_parallel_is_initialized():
-        _make_groups(group_sizes, device=device, seed=seed, timeout=timeout)
+        _make_groups(group_sizes, device=device, **options)
 
 
 def require_timeout(timeout: timedelta | None) -> None:

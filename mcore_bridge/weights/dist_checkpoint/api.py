@@ -38,7 +38,7 @@ from mcore_bridge.weights.files.sidecars import copy_companions
 from mcore_bridge.weights.halves import whole_config
 from mcore_bridge.weights.model_tensors import held_tensors
 from mcore_bridge.weights.param_sync import gather_pending, require_gatherable
-from mcore_bridge.weights.provenance import HF, config_in
+from mcore_bridge.weights.provenance import HF, config_in, identity
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.endpoints import check_storage
 from mcore_bridge.weights.transfer.failures import raise_on_all, require_alike
@@ -114,6 +114,7 @@ def save_checkpoint(
         target, chunks, provenance = target_of(folder), chunks_of(models), provenance_on(models, hf, head)
         _require_ready(chunks, part, optimizer)
         pickle.dumps(common)  # only one rank would fail to write it
+    require_alike(world, {"hf": identity(provenance)})
     require_alike(world, {"head": head, "part": part, "optimizer": type(optimizer), "common": sorted(common or ())})
     together = partial(raise_on_all, world, f"{target} was not written, and is as it was")
     with updating_by_all(world, target) as update:
@@ -207,7 +208,7 @@ def load_checkpoint(
         check.compare(state)
     _require_one(world.all_gather_object(os.path.relpath(checkpoint.path, folder)), folder)
     given = {"dtype": dtype, "strict": strict, "part": part, "head": provenance.head, "optimizer": type(optimizer)}
-    require_alike(world, {"folder": checkpoint.content, **given})
+    require_alike(world, {"folder": checkpoint.content, "hf": identity(provenance), **given})
     with raise_on_all(world, f"{checkpoint.path} was not read, and the models are as they were"):
         missing, unexpected = check.agree(Group.of_replica(chunks[0].pg_collection), strict=strict)
         if optimizer is not None:
