@@ -368,23 +368,69 @@ def test_gradients_are_those_of_unpadded_rows(dims, packed, size):
             assert worst < 1e-4, f"{name}: {worst}"
 
 
-def test_microbatches_that_only_fill_a_round_change_nothing():
-    """Three rounds of one row on two virtual stages take four microbatches: one is of padding alone."""
-    dims = mb.ParallelDims(pp=2, vp=2)
-    for log_probs, gradients in pool.run(2, three_rows, dims):
-        for other, others in pool.run(1, three_rows, mb.ParallelDims()):
-            torch.testing.assert_close(log_probs, other, rtol=0, atol=1e-4)
-            for name, gradient in others.items():
-                assert (gradients[name] - gradient).abs().max() < 1e-4 * gradient.abs().max(), name
+UNEVEN = torch.tensor([7, 3, 6])
+"""Lengths of three rows of seven places, which no size of microbatches and no mesh divides."""
+SIZES = [
+    (mb.ParallelDims(), 2, True),
+    (mb.ParallelDims(pp=2, vp=2), 1, True),  # of four microbatches that fill the rounds, one is of padding alone
+    (mb.ParallelDims(pp=2, vp=2), 2, False),
+    (mb.ParallelDims(pp=2), 2, True),
+    (mb.ParallelDims(cp=2), 2, False),
+    (mb.ParallelDims(cp=2, pp=2), 2, True),
+    (mb.ParallelDims(cp=2, pp=2), 2, False),
+    (mb.ParallelDims(cp=2, pp=2, vp=2), 1, True),
+]
 
 
-def three_rows(dims):
-    ids = torch.randint(0, HF.vocab_size, (3, 7), generator=torch.Generator().manual_seed(7))
+def uneven_batch():
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(0, HF.vocab_size, (3, 7), generator=generator)
+    return ids, torch.arange(7) < UNEVEN[:, None], torch.randn(2, 3, 7, generator=generator)
+
+
+def uneven_loss(log_probs, entropies, rows):
+    """A mean over the places of a microbatch, so that rows which only fill it would be seen."""
+    of_log_probs, of_entropies = uneven_batch()[2][:, rows]
+    return (log_probs * of_log_probs + entropies * of_entropies).mean()
+
+
+def uneven_by_forward(dims, size, packed):
+    """What a mesh makes of three rows, and the gradients."""
+    ids, mask, _ = uneven_batch()
     with stepping.mesh(dims):
         chunks = mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
-        wrapped = stepping.wrap(chunks)
-        found = mb.forward(wrapped, ids, loss=lambda outputs, rows: outputs.log_probs.sum(), micro_batch_size=1)
-        return found.log_probs, gradients_of(chunks, "main_grad")
+        options = {"micro_batch_size": size, "packed": packed}
+        loss = {"loss": lambda outputs, rows: uneven_loss(outputs.log_probs, outputs.entropy, rows)}
+        found = mb.forward(stepping.wrap(chunks), ids, mask, **loss, **options)
+        return found.log_probs, found.entropy, gradients_of(chunks, "main_grad")
+
+
+def uneven_by_hand(size):
+    """The same of one rank that gives each row to the model without padding."""
+    ids, _, _ = uneven_batch()
+    with stepping.mesh(mb.ParallelDims()):
+        (model,) = mb.build_model(HF, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
+        rows = []
+        for row, length in enumerate(UNEVEN.tolist()):
+            own = ids[row : row + 1, :length]
+            logs = torch.log_softmax(model(own, torch.arange(length)[None], None)[0, :-1], -1)
+            values = logs.gather(-1, own[0, 1:, None])[:, 0], -(logs.exp() * logs).sum(-1)
+            rows.append(torch.stack([torch.nn.functional.pad(each, (1, 7 - length)) for each in values]))
+        outputs = torch.stack(rows, 1)
+        slices = [slice(start, min(start + size, 3)) for start in range(0, 3, size)]
+        sum(uneven_loss(*outputs[:, part], part) / len(slices) for part in slices).backward()
+        return *outputs.detach(), gradients_of([model], "grad")
+
+
+@pytest.mark.parametrize(("dims", "size", "packed"), SIZES, ids=str)
+def test_three_rows_that_no_microbatch_and_no_mesh_divides(dims, size, packed):
+    """Outputs are those of each row by itself, and gradients those of the mean over microbatches."""
+    (expected,) = pool.run(1, uneven_by_hand, size)
+    for found in pool.run(dims.smallest_world, uneven_by_forward, dims, size, packed):
+        for ours, theirs in zip(found[:2], expected[:2], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+        for name, gradient in expected[2].items():
+            assert (found[2][name] - gradient).abs().max() < 1e-4 * gradient.abs().max(), name
 
 
 def values_of(dims, hf, head):
