@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer import TransformerConfig
 
+_OF_EXPERTS = ("loss", "training", "adapters")
+"""What replicas that share experts must have alike too: these compute the tokens of all of them, and go back or not."""
 _ADVICE = "deal batches out by parallel_state.get_data_parallel_rank(), not by the rank in the job"
 
 
@@ -77,14 +79,19 @@ def agreed_micro_batches(chunk: GPTModel, checked: Checked, *, learns: bool) -> 
     except Exception as error:  # any, even out of memory: other ranks may wait for this rank's experts
         problem = error
     problem = problem_of_ranks(replica_groups(chunk.pg_collection), problem, shared, BatchError, _ADVICE)
-    longest = _longest(chunk, batches, problem)
+    if chunk.config.num_moe_experts:
+        given = {name: shared.get(name) for name in _OF_EXPERTS}
+        problem = problem_of_ranks([chunk.pg_collection.tp_ep], problem, given, BatchError)
+    if problem is not None:
+        raise problem
+    longest = _longest(chunk, batches)
     may_differ = chunk.pg_collection.pp.size() == 1 and not _assumes_equal_lengths(chunk)
     if may_differ or all(batch.num_tokens == longest for batch in batches):
         return batches
     return pack(min_tokens=longest)
 
 
-def _longest(chunk: GPTModel, batches: Sequence[PackedSequences], problem: Exception | None) -> int:
+def _longest(chunk: GPTModel, batches: Sequence[PackedSequences]) -> int:
     """Tokens in a row of the longest microbatch: on this rank, or on all that share experts and need equal lengths.
 
     Raises:
@@ -92,14 +99,10 @@ def _longest(chunk: GPTModel, batches: Sequence[PackedSequences], problem: Excep
     """
     own, count = max((batch.num_tokens for batch in batches), default=0), len(batches)
     if not chunk.config.num_moe_experts:
-        if problem is not None:
-            raise problem
         return own
     here = (own, batches[0].input_ids.size(0)) if batches and _assumes_equal_lengths(chunk) else (own, 0)
     sharing = Group(chunk.pg_collection.tp_ep)
-    is_bad, longest, rows, least, most, fewest = sharing.most([problem is not None, *here, -here[1], count, -count])
-    if is_bad:
-        raise problem or BatchError("a rank that shares experts with this one refuses its batch: see the error there")
+    longest, rows, least, most, fewest = sharing.most([*here, -here[1], count, -count])
     if most != -fewest:
         raise BatchError(
             f"replicas that share experts must have the same number of microbatches, found {-fewest} to {most}; give "

@@ -185,6 +185,27 @@ def test_replicas_that_would_wait_for_each_other_are_refused(dispatcher, options
     assert all(words in found for found in pool.run(2, of_replicas, SHARED[0], dispatcher, [[0], [0, 1]], options))
 
 
+def other_replicas():
+    """How both ranks raise if one of two replicas that share experts has a loss, or another mode."""
+    hf, said = zoo.cases()["qwen3_moe"].hf, []
+    with stepping.mesh(mb.ParallelDims(ep=2)):
+        how = {"dims": mb.ParallelDims(ep=2), "dtype": torch.float32, "device": "cpu"}
+        models = mb.build_model(hf, **how, load_weights=random_state(hf))
+        is_second = dist.get_rank() == 1
+        for other, trains in (({"loss": lambda outputs, rows: outputs.log_probs.sum()}, True), ({}, is_second)):
+            models[0].train(trains)
+            with pytest.raises(BatchError) as caught:
+                mb.forward(models, *batch_of(hf), **(other if is_second else {}))
+            said.append(str(caught.value))
+    return said
+
+
+def test_replicas_that_share_experts_all_go_back_or_none_does():
+    for loss, training in pool.run(2, other_replicas, timeout=60):
+        assert "same loss on every rank" in loss
+        assert "same training on every rank" in training
+
+
 RECOMPUTED = {
     "deepseek_v3": ["core_attn", "mla_up_proj", "moe", "shared_experts"],
     "gpt_oss": ["core_attn", "moe"],
@@ -520,6 +541,7 @@ OTHERS = {
     "REFUSED packed must be True or False, found 'no'": {"packed": "no"},
     "REFUSED temperature must be a number .* found None": {"temperature": None},
     "REFUSED '/nowhere' must be an existing folder": {"hf": "/nowhere"},
+    "REFUSED head must be one of lm, value, classification, found 'x'": {"head": "x"},
     "REFUSED .*images": {"images": 5},
 }
 
@@ -662,7 +684,7 @@ def longest_of_different_rows(dispatcher):
     rows = 1 + dist.get_rank()
     batch = SimpleNamespace(num_tokens=8 * rows, input_ids=torch.zeros(rows, 8))
     try:
-        return microbatches._longest(chunk, [batch], None)
+        return microbatches._longest(chunk, [batch])
     except BatchError as error:
         return str(error)
 

@@ -10,6 +10,8 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Shared = Mapping[str, object]
 """Arguments by name that must be equal on all ranks, by their ``repr``."""
+_NONE: Shared = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ def agreed(groups: Sequence[dist.ProcessGroup], check: Callable[[], tuple[T, Sha
         BridgeError: on all ranks, if ``check`` raises on one, or what it says differs.
     """
     problem: Exception | None = None
-    result, shared = None, {}
+    result, shared = None, _NONE
     try:
         result, shared = check()
     except Exception as error:  # any, even out of memory: other ranks must hear of it
@@ -116,16 +119,16 @@ def problem_of_ranks(
         numbers = _largest(numbers, group)
     if not numbers[0] and numbers[1] == -numbers[2]:
         return None
-    answers = [(dist.get_rank() if groups else 0, "" if problem is None else describe(problem), shared)]
+    answers: list[Any] = [(dist.get_rank() if groups else 0, "" if problem is None else describe(problem), shared)]
     for group in groups:
         answers = [answer for part in _gathered(answers, group) for answer in part]
     if problem is not None:
         return problem
-    by_rank = sorted({rank: answer for rank, *answer in answers}.items())
-    ranks = [rank for rank, _ in by_rank]
-    if failures := grouped_by_rank([text for _, (text, _) in by_rank], ranks):
+    answers.sort(key=itemgetter(0))
+    ranks, problems, given = ([answer[place] for answer in answers] for place in range(3))
+    if failures := grouped_by_rank(problems, ranks):
         return kind(f"expected arguments that every rank takes, found one that refuses its own, {failures}")
-    return difference([own for _, (_, own) in by_rank], kind, ranks, advice)
+    return difference(given, kind, ranks, advice)
 
 
 def difference(
@@ -147,8 +150,9 @@ def difference(
     passed = [", ".join(f"{name}={_text(own.get(name))}" for name in differ) for own in shared]
     if not differ:
         return None
-    found = grouped_by_rank(passed, ranks)
-    return kind(f"expected the same {' and '.join(differ)} on every rank, found {found}; {advice}")
+    return kind(
+        f"expected the same {' and '.join(differ)} on every rank, found {grouped_by_rank(passed, ranks)}; {advice}"
+    )
 
 
 def _key(value: object) -> str:

@@ -45,4 +45,4 @@ def raise_failures(problems: Sequence[str], what: str = "", kind: type[BridgeErr
 
 def require_alike(group: Group, arguments: Shared, kind: type[BridgeError] = CheckpointError) -> None:
     """Raise ``kind`` on all ranks if these arguments of one call differ between ranks, with what each rank passed."""
-    agreed([group.group], lambda: (None, arguments), kind)
+    agreed([group.group], lambda: (None, arguments), kind)  # type: ignore[list-item]  # there is a world
