@@ -26,12 +26,12 @@ from mcore_bridge.rules.layout import REPLICATED
 from mcore_bridge.rules.mapping import Binding, Dialect, WeightMapping, axes_of, pattern_of
 from mcore_bridge.rules.names import canonical
 from mcore_bridge.rules.trace import Trace, moved_dim, trace
-from mcore_bridge.weights.adapters import load_peft
-from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, provenance_on
+from mcore_bridge.weights.adapters import load_peft, open_peft_for
+from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of
 from mcore_bridge.weights.dist_checkpoint.adapter_shards import sharded_state_dict
 from mcore_bridge.weights.files.hf_folder import content_of
 from mcore_bridge.weights.model_tensors import numbering_of
-from mcore_bridge.weights.peft_folder import PeftFolder, open_peft
+from mcore_bridge.weights.peft_folder import PeftFolder
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -110,36 +110,26 @@ def add_adapters(
     def checked() -> tuple[tuple[Adapters, list[Place], dict[str, Adapter]], Shared]:
         asked: dict[str, Any] = {"rank": rank, "alpha": alpha, "targets": targets, "dialect": dialect}
         _require_fitting(chunks, models, folder, kind, init, **asked)
-        given, config = None, chunks[0].config
-        if folder is not None:
-            counts = {"num_layers": config.num_layers, "num_experts": config.num_moe_experts or 0}
-            given = open_peft(folder, provenance_on(models), **counts)
-            asked = {name: getattr(given, name) for name in asked}
+        given = None if folder is None else open_peft_for(models, folder)
+        asked = asked if given is None else {name: getattr(given, name) for name in asked}
+        targeted = asked["targets"]
         bound = bind(models, dialect=asked["dialect"])
-        chosen = sorted(asked["targets"] or ())
-        mapping = WeightMapping(adapter_rules(bound.mapping.rules, asked["targets"] or (), kind))
+        mapping = WeightMapping(adapter_rules(bound.mapping.rules, targeted, kind))
         places = [place for chunk in chunks for place in _places(chunk, mapping)]
         names = frozenset(factor_name(name, end) for name, *_ in places for end in FACTORS)
         made = Adapters(asked["rank"], asked["alpha"], mapping, names, kind)
-        _require_held(bound, chosen, names)
+        _require_held(bound, targeted, names)
         _require_known(places)
         draw = partial(_drawn, seed, init)
         adapters = {name: _made(bound, made, name, getattr(linear, own), dtype, draw) for name, linear, own in places}
         if given is not None:
             _require_all(bound, given)
-            factors = {
-                factor_name(name, end): getattr(adapters[name], end).weight for name in adapters for end in FACTORS
-            }
+            ends = [(name, end) for name in adapters for end in FACTORS]
+            factors = {factor_name(name, end): getattr(adapters[name], end).weight for name, end in ends}
             load_peft(replace(bound, mapping=mapping, tensors=factors), made, given, dtype)
-        of_folder = None if folder is None else content_of(folder)
-        shared = {"folder": of_folder, "rank": made.rank, "alpha": float(made.alpha), "targets": chosen, "kind": kind}
-        return (made, places, adapters), {
-            **shared,
-            "dialect": asked["dialect"],
-            "dtype": dtype,
-            "init": init,
-            "seed": seed,
-        }
+        content = None if folder is None else content_of(folder)
+        shared = {**asked, "alpha": float(made.alpha), "targets": sorted(targeted), "folder": content}
+        return (made, places, adapters), {**shared, "kind": kind, "dtype": dtype, "init": init, "seed": seed}
 
     made, places, adapters = agreed(replica_groups(chunks[0].pg_collection), checked, ConfigError)
     for chunk in chunks:

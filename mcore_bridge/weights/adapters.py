@@ -188,18 +188,24 @@ def load_adapters(models: Models, folder: str | os.PathLike[str], *, dtype: Dtyp
     chunks = chunks_of(models)
 
     def checked() -> tuple[tuple[BoundModel, Adapters, PeftFolder], Shared]:
-        made, provenance, config = adapters_of(models), provenance_on(models), chunks[0].config
-        given = open_peft(folder, provenance, num_layers=config.num_layers, num_experts=config.num_moe_experts or 0)
+        made, given = adapters_of(models), open_peft_for(models, folder)
         if given.rank != made.rank:
             raise CheckpointError(
                 f"the adapter in {folder} has rank {given.rank}, the models {made.rank}: add adapters of that rank, or "
                 "give the folder to add_adapters"
             )
-        bound = bind(models, provenance, adapters=made)
+        bound = bind(models, adapters=made)
         shared = {"folder": content_of(folder), "scales": sorted(given.scales.items()), "dtype": dtype}
         return (bound, made, given), shared
 
     return load_peft(*agreed(replica_groups(chunks[0].pg_collection), checked, CheckpointError), dtype)
+
+
+def open_peft_for(models: Models, folder: str | os.PathLike[str]) -> PeftFolder:
+    """Open the adapters of a folder for these models. Errors: see ``open_peft``."""
+    config = chunks_of(models)[0].config
+    counts = {"num_layers": config.num_layers, "num_experts": config.num_moe_experts or 0}
+    return open_peft(folder, provenance_on(models), **counts)
 
 
 @torch.no_grad()
