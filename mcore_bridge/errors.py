@@ -91,20 +91,21 @@ def shown(value: object) -> str:
     return f"{text[: LONG // 2]} ... {text[-LONG // 4 :]} ({len(text)} characters)"
 
 
-def grouped_by_rank(messages: Sequence[str]) -> str:
+def grouped_by_rank(messages: Sequence[str], of: Sequence[int] | None = None) -> str:
     """The messages of a group's ranks in one text. Equal messages are written once, with their ranks.
 
     Args:
         messages: one for each rank; "" for a rank that has none.
+        of: the numbers of these ranks in the job. None: they are numbered in the group.
     """
     ranks: dict[str, list[int]] = {}
-    for rank, message in enumerate(messages):
+    for rank, message in zip(range(len(messages)) if of is None else of, messages, strict=True):
         if message:
             ranks.setdefault(message, []).append(rank)
     parts = []
     for message, senders in ranks.items():
         first = ", ".join(map(str, senders[:FEW])) + (f" and {len(senders) - FEW} more" if len(senders) > FEW else "")
         some = f"ranks {first}" if len(senders) > 1 else f"rank {first}"
-        who = f"all {len(messages)} ranks" if len(senders) == len(messages) > 1 else some
-        parts.append(f"{who} of the group: {message}")
+        who = f"all {len(messages)} ranks" if of is None and len(senders) == len(messages) > 1 else some
+        parts.append(f"{who} of the {'group' if of is None else 'job'}: {message}")
     return "; ".join(parts)

@@ -9,6 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_bridge.config.mesh.lost_ranks import naming_lost_ranks
+from mcore_bridge.errors import BatchError
+
+
+def require_group(group: object) -> None:
+    """Raise ``BatchError`` unless ``group`` is a process group."""
+    if not isinstance(group, dist.ProcessGroup):
+        raise BatchError(
+            f"group must be the tensor-parallel process group, found {type(group).__name__}: pass "
+            "parallel_state.get_tensor_model_parallel_group()"
+        )
 
 
 @naming_lost_ranks("reducing log-probabilities or sizes")

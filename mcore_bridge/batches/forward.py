@@ -12,24 +12,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from mcore_bridge.batches import arguments
 from mcore_bridge.batches.collectives import broadcast_from_last, gather, reduce_max
+from mcore_bridge.batches.digests import digest, digest_of_tokens
 from mcore_bridge.batches.gradients import finishing_gradients
-from mcore_bridge.batches.images import (
-    Images,
-    SeenImages,
-    num_positions,
-    placeholders,
-    require_images,
-    require_no_placeholders,
-)
-from mcore_bridge.batches.logprobs import log_probs, require_temperature
-from mcore_bridge.batches.microbatches import agreed_micro_batches, balances_experts, digest, micro_batches
+from mcore_bridge.batches.image_rows import images_of_rows
+from mcore_bridge.batches.images import Images, SeenImages, num_positions
+from mcore_bridge.batches.logprobs import require_temperature, vocab_parallel
+from mcore_bridge.batches.microbatches import agreed_micro_batches, balances_experts, micro_batches
 from mcore_bridge.batches.packing import PackedSequences, unpack_sequences
-from mcore_bridge.batches.refusals import require_batch, require_own_mesh, require_runnable, require_scalar
+from mcore_bridge.batches.refusals import (
+    require_batch,
+    require_own_mesh,
+    require_runnable,
+    require_scalar,
+    require_vocabulary,
+)
+from mcore_bridge.config.mesh.alike import Shared
 from mcore_bridge.config.mesh.lost_ranks import naming_lost_ranks
 from mcore_bridge.errors import BatchError
+from mcore_bridge.weights.adapters import adapters_in_use
 from mcore_bridge.weights.bound import Models, chunks_of, provenance_on
-from mcore_bridge.weights.provenance import HF, Provenance
+from mcore_bridge.weights.provenance import HF, Provenance, identity
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -80,8 +84,8 @@ def forward(
 ) -> TokenOutputs:
     """Run a batch through this rank's chunks. With a ``loss``, run the backward too.
 
-    All ranks of a model replica call it together, with the same batch. Where experts are spread over several replicas,
-    these call it together with the same number of microbatches.
+    All ranks of a model replica call it together, with the same arguments, which they compare first. Where experts are
+    spread over several replicas, these call it together with the same number of microbatches.
 
     Microbatches go through megatron-core's schedule. With a loss, gradients are those of its mean over microbatches.
     The schedule calls ``config.finalize_model_grads_func``, ``no_sync_func`` and the like if a trainer has set them.
@@ -93,7 +97,8 @@ def forward(
         input_ids: int64 ``[batch, seq]`` on the device of the models.
         attention_mask: ``[batch, seq]``, 1 or True for tokens and 0 for padding. None: there is no padding.
         images: for each row the inputs of its images and videos, or None for a row of text. They are what the
-            processor of the model makes of this row (``pixel_values``, ``image_grid_thw``, ...). Their tokens are those
+            processor of the model makes of this row (``pixel_values``, ``image_grid_thw``, ...). Or the one mapping
+            that it makes of all rows, which is parted by rows. Their tokens are those
             with the id of an image or a video, whose log-probabilities mean nothing. If the model may have sampled such
             an id, a row says with ``mm_token_type_ids`` which tokens are text (0). ``position_ids`` ``[n, seq]`` are
             used as they are. None: the batch is of text. Images need a model that was built with ``vision="train"`` or
@@ -108,11 +113,11 @@ def forward(
         multiple_of: the tokens of a rank are padded to a multiple of it. None: what the FP8 recipe of the model needs.
 
     Raises:
-        BatchError: shapes do not fit, the batch is empty, or a token is not in the vocabulary. Ranks of a replica have
-            different batches. Replicas that share experts have batches for which one would wait for the other. The
-            loss is not a scalar with a gradient, or raised on another rank. Images do not fit the tokens of their row,
-            which the message names, or the model has no tower. Every rank that would wait for the failed one raises
-            too.
+        BatchError: an argument has a wrong type, shapes do not fit, the batch is empty, or a token is not in the
+            vocabulary. Ranks of a replica have different arguments, which the message names. Replicas that share
+            experts have batches for which one would wait for the other. The loss is not a scalar with a gradient, or
+            raised on another rank. Images do not fit the tokens of their row, which the message names, or the model
+            has no tower. Every rank that would wait for the failed one raises too.
         LostRankError: another rank has ended.
 
     Example:
@@ -122,37 +127,51 @@ def forward(
     """
     chunks, chunk = [models] if isinstance(models, nn.Module) else [*models], chunks_of(models)[0]
     require_own_mesh(chunk)
-    require_runnable(chunk, packed=packed, learns=loss is not None)
-    provenance = provenance_on(models, hf, head)
+    learns, runs = loss is not None, []
 
-    if not isinstance(input_ids, Tensor):
-        raise BatchError(f"input_ids must be an int64 tensor [batch, seq], found {type(input_ids).__name__}")
-    if loss is not None and not callable(loss):
-        raise BatchError(f"loss must be a function of outputs and rows, found {type(loss).__name__}")
-
-    def checked() -> tuple[Callable[..., list[PackedSequences]], Sequence[int]]:
-        mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask
-        stand_ins = placeholders(provenance.whole.config) if images is not None and provenance.whole else ()
-        require_batch(input_ids, mask, micro_batch_size, provenance.hf.vocab_size, stand_ins)
-        require_temperature(temperature)
-        if images is not None:
-            readable = getattr(chunk, "image_inputs", None)
-            require_images(images, len(input_ids), readable)
-            if readable is not None:
-                require_no_placeholders(images, input_ids, mask, stand_ins)
+    def checked() -> tuple[Callable[..., list[PackedSequences]], Shared]:
+        device = next((parameter.device for parameter in chunk.parameters()), None)  # a stage may be empty
+        arguments.require(
+            arguments.ids("input_ids", input_ids, device),
+            arguments.mask("attention_mask", attention_mask, device),
+            arguments.count("micro_batch_size", micro_batch_size, optional=True),
+            arguments.flag("packed", packed),
+            arguments.count("multiple_of", multiple_of, optional=True),
+        )
+        require_runnable(chunk, packed=packed, learns=learns)
+        divisor = require_temperature(temperature)
+        if loss is not None and not callable(loss):
+            raise BatchError(f"loss must be a function of outputs and rows, or None, found {type(loss).__name__}")
+        provenance = provenance_on(models, hf, head)
+        readable = getattr(chunk, "image_inputs", None)
+        config = provenance.whole.config if provenance.whole else None
+        require_batch(input_ids, attention_mask)
+        mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask != 0
+        of_rows, stands = images_of_rows(images, input_ids, mask, config, readable)
+        require_vocabulary(input_ids, mask & ~stands, provenance.hf.vocab_size)
         size = micro_batch_size or (1 if chunk.pg_collection.pp.size() > 1 else len(input_ids))
-        batch = chunk, input_ids, mask != 0, size, len(chunks)
-        of_call = size, packed, multiple_of or 0, loss is not None
-        same = *input_ids.shape, digest(input_ids, mask != 0), *of_call  # as COMPARED names them
-        return partial(micro_batches, *batch, packed=packed, multiple_of=multiple_of), same
+        rows = [slice(start, min(start + size, len(input_ids))) for start in range(0, len(input_ids), size)]
+        seen = SeenImages(of_rows, mask, rows, num_positions(chunk)) if any(of_rows) else None
+        runs.append(partial(_Run, chunk, provenance, rows=rows, temperature=divisor, loss=loss, seen=seen))
+        shared = {
+            "input_ids": digest_of_tokens(input_ids, mask),
+            "images": [{name: digest(value) for name, value in sorted(row.items())} for row in of_rows if row],
+            "loss": "given" if learns else None,
+            "micro_batch_size": size,
+            "temperature": divisor,
+            "packed": packed,
+            "multiple_of": multiple_of,
+            "hf": None if hf is None else identity(provenance),
+            "head": provenance.head,
+            "training": chunk.training,
+            "adapters": adapters_in_use(models),
+        }
+        batch = chunk, input_ids, mask, size, len(chunks)
+        return partial(micro_batches, *batch, packed=packed, multiple_of=multiple_of), shared
 
-    batches = agreed_micro_batches(chunk, checked, input_ids.device, learns=loss is not None)
-    size = batches[0].shape[0]
-    rows = [slice(start, min(start + size, len(input_ids))) for start in range(0, len(input_ids), size)]
-    seen = None
-    if images is not None and any(images):
-        seen = SeenImages(images, input_ids, attention_mask, rows, num_positions(chunk))
-    return _Run(chunk, provenance, batches, rows, temperature, loss, seen)(chunks)
+    batches = agreed_micro_batches(chunk, checked, learns=learns)
+    run: _Run = runs[0](micro_batches=batches)
+    return run(chunks)
 
 
 class _Run:
@@ -162,11 +181,12 @@ class _Run:
         self,
         chunk: GPTModel,
         provenance: Provenance,
+        *,
         micro_batches: Sequence[PackedSequences],
         rows: Sequence[slice],
         temperature: float,
         loss: Loss | None,
-        seen: SeenImages | None = None,
+        seen: SeenImages | None,
     ) -> None:
         self._groups = chunk.pg_collection
         self._hf, self._head, self._is_lm = provenance.hf, provenance.head, provenance.head == "lm"
@@ -257,7 +277,7 @@ class _Run:
         """fp32 ``[2 or outputs of a head, rows, seq]``, gathered from all context-parallel ranks."""
         if self._is_lm:
             options: Any = {"vocab_size": self._hf.vocab_size, "temperature": self._temperature}
-            values = torch.stack(log_probs(output, batch.labels, group=self._groups.tp, **options), -1)
+            values = torch.stack(vocab_parallel(output, batch.labels, group=self._groups.tp, **options), -1)
         else:
             values = output.float()
         return unpack_sequences(batch, gather(values, self._groups.cp), following=self._is_lm).movedim(-1, 0)

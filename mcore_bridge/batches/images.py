@@ -16,8 +16,11 @@ from mcore_bridge.batches.padded_rows import is_empty
 from mcore_bridge.batches.whole_rows import placed
 from mcore_bridge.errors import BatchError
 
-Images = Sequence[Mapping[str, Any] | None]
-"""For each row of a batch: the inputs of its images by the names of transformers; None for a row of text."""
+Images = Sequence[Mapping[str, Any] | None] | Mapping[str, Any]
+"""For each row of a batch the inputs of its images by the names of transformers, and None for a row of text. Or one
+mapping for the whole batch, as processors make it."""
+Rows = Sequence[Mapping[str, Tensor]]
+"""The inputs of each row as tensors; none for a row of text."""
 TYPES = "mm_token_type_ids"
 """Says of each token of a row whether it is text (0), of an image (1) or of a video (2)."""
 BLOCKS = "token_type_ids"
@@ -26,7 +29,7 @@ POSITIONS = "position_ids"
 """The positions of each token of a row, ``[3, seq]``, or ``[4, seq]`` of HunYuan, where a caller decides them."""
 SHOWN = "shown"
 """Where a row has no padding: bool ``[rows, tokens]``, of the tokens of this context-parallel rank."""
-_BY_TOKEN = (TYPES, POSITIONS)
+BY_TOKEN = (TYPES, POSITIONS)
 _BY_TYPE = {TYPES, BLOCKS}
 _PLACEHOLDERS = (("image_token_id", "image_token_index"), ("video_token_id", "video_token_index"))
 """Config fields of the ids that stand for features of images, and of videos."""
@@ -73,7 +76,19 @@ def token_types(config: Any, input_ids: Tensor) -> Tensor:
     return types.masked_fill(is_video & (types == 1), 2)
 
 
-def require_images(images: Images, num_rows: int, readable: frozenset[str] | None) -> None:
+def feature_types(config: Any, input_ids: Tensor, types: Tensor | None) -> Tensor:
+    """Which tokens features come to: those of an image (1) or of a video (2), by their ids and by given types.
+
+    Some processors give a type to the breaks between the rows of an image too, to which no feature comes.
+
+    Args:
+        types: what each token is, as a caller says. None: its id says it.
+    """
+    by_id = token_types(config, input_ids)
+    return by_id if types is None else types.masked_fill(by_id == 0, 0)
+
+
+def require_images(images: Sequence[Mapping[str, Any] | None], num_rows: int, readable: frozenset[str] | None) -> None:
     """Raise ``BatchError`` unless each row has inputs that the model reads.
 
     Args:
@@ -81,8 +96,19 @@ def require_images(images: Images, num_rows: int, readable: frozenset[str] | Non
         num_rows: rows of the batch.
         readable: the names of inputs that the model reads. None: its tower is not built.
     """
+    if isinstance(images, str | bytes) or not isinstance(images, Sequence | np.ndarray):
+        raise BatchError(
+            "images must be a list with a mapping or None for each row, or the one mapping that a processor makes of "
+            f"all rows, found {type(images).__name__}: pass one of these"
+        )
     if len(images) != num_rows:
         raise BatchError(f"images must have an entry for each of {num_rows} rows, found {len(images)}")
+    for row, inputs in enumerate(images):
+        if inputs is not None and not isinstance(inputs, Mapping):
+            raise BatchError(
+                f"images must have a mapping of inputs or None for each row, found {type(inputs).__name__} in row "
+                f"{row}: pass what the processor of the model makes of this row"
+            )
     if readable is None and any(images):
         row = next(row for row, inputs in enumerate(images) if inputs)
         raise BatchError(
@@ -90,36 +116,15 @@ def require_images(images: Images, num_rows: int, readable: frozenset[str] | Non
             "without a tower (vision='carried'): leave them out, or build it so"
         )
     for row, inputs in enumerate(images):
-        if unknown := sorted(inputs.keys() - {*_BY_TYPE, *(readable or ())}) if inputs else []:
-            raise BatchError(
-                f"images must have inputs that the model reads, found {unknown} in row {row}: use its own processor, "
-                f"and of what it returns only {sorted(readable or ())} and {TYPES}"
-            )
+        require_names(inputs or {}, readable or frozenset(), f"row {row}")
 
 
-def require_no_placeholders(images: Images, input_ids: Tensor, mask: Tensor, tokens: Sequence[int | None]) -> None:
-    """Raise ``BatchError`` if a row without images has tokens that stand for some, unless rows say what tokens are.
-
-    Such a row must not depend on its neighbours: transformers takes it for text where no row has images.
-
-    Args:
-        images: those of a batch.
-        input_ids: int64 ``[batch, seq]``.
-        mask: ``[batch, seq]``, 0 for padding.
-        tokens: the ids that stand for images and videos.
-    """
-    bare = [row for row, inputs in enumerate(images) if not inputs]
-    if not bare or any(inputs and _BY_TYPE & inputs.keys() for inputs in images):
-        return
-    stands = torch.zeros_like(input_ids, dtype=torch.bool)
-    for token in tokens:
-        stands = stands if token is None else stands | (input_ids == token)
-    counts = (stands & (mask != 0)).sum(1).tolist()
-    if wrong := [row for row in bare if counts[row]]:
+def require_names(inputs: Mapping[str, Any], readable: frozenset[str], where: str) -> None:
+    """Raise ``BatchError`` if some of the inputs are none that the model reads."""
+    if unknown := sorted(map(str, inputs.keys() - {*_BY_TYPE, *readable})):
         raise BatchError(
-            f"rows without images must have no tokens that stand for images, found {counts[wrong[0]]} in row "
-            f"{wrong[0]}: give the row its images. If the model has sampled them, pass {TYPES} in each row with "
-            "images, or in this one, which has 0 there"
+            f"images must have inputs that the model reads, found {unknown} in {where}: use its own processor, and of "
+            f"what it returns only {sorted(readable)} and {TYPES}"
         )
 
 
@@ -133,14 +138,15 @@ def tensors_of(inputs: Mapping[str, Any], row: int) -> dict[str, Any]:
     """
     given = {TYPES if name == BLOCKS else name: value for name, value in inputs.items() if value is not None}
     tensors = {name: _tensor(value, name, row) for name, value in given.items()}
-    return {name: value for name, value in tensors.items() if name in _BY_TOKEN or not is_empty(value)}
+    return {name: value for name, value in tensors.items() if name in BY_TOKEN or not is_empty(value)}
 
 
 def _tensor(value: Any, name: str, row: int) -> Tensor:
-    if isinstance(value, Tensor):
-        return value
     try:
-        return torch.from_numpy(np.asarray(value))
+        tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.asarray(value))
+        if not tensor.dim():
+            raise ValueError("it is a single number")
+        return tensor
     except (TypeError, ValueError) as error:
         raise BatchError(
             f"{name} must be a tensor, found a {type(value).__name__} in row {row} that is no array: {error}. Call the "
@@ -148,26 +154,26 @@ def _tensor(value: Any, name: str, row: int) -> Tensor:
         ) from error
 
 
-def _require_joinable(images: Images, rows: Iterable[int]) -> None:
+def _require_joinable(images: Rows, rows: Iterable[int]) -> None:
     """Raise ``BatchError`` unless the inputs of the rows of a microbatch can be joined.
 
     transformers cuts off what is added to an image, by its ``image_sizes``. Nothing tells it the frames of a video.
     """
     first: dict[str, tuple[int, Tensor]] = {}
     for row in rows:
-        for name, value in (images[row] or {}).items():
+        for name, value in images[row].items():
             known, one = first.setdefault(name, (row, value))
-            grows = name == "pixel_values" and "image_sizes" in images[row] and one.dim() == value.dim()  # type: ignore[operator]
-            if name not in _BY_TOKEN and one.shape[1:] != value.shape[1:] and not grows:
+            grows = name == "pixel_values" and "image_sizes" in images[row] and one.dim() == value.dim()
+            if name not in BY_TOKEN and one.shape[1:] != value.shape[1:] and not grows:
                 raise BatchError(
                     f"{name} must have one shape behind its first dim in all rows of a microbatch, found "
                     f"{tuple(one.shape)} in row {known} and {tuple(value.shape)} in row {row}: pass micro_batch_size=1"
                 )
 
 
-def joined(images: Images) -> dict[str, Any]:
+def joined(images: Sequence[Mapping[str, Tensor] | None]) -> dict[str, Any]:
     """The inputs of some rows, joined along their first dim. Images of unequal sizes are padded with zeros."""
-    names = dict.fromkeys(name for inputs in images if inputs for name in inputs if name not in _BY_TOKEN)
+    names = dict.fromkeys(name for inputs in images if inputs for name in inputs if name not in BY_TOKEN)
     return {name: _joined([row[name] for row in images if row and row.get(name) is not None]) for name in names}
 
 
@@ -182,7 +188,7 @@ def _padded(value: Tensor, sizes: Sequence[int]) -> Tensor:
     return torch.nn.functional.pad(value, missing[::-1]) if any(missing) else value
 
 
-def token_types_of(images: Images, shape: tuple[int, int], device: torch.device) -> Tensor | None:
+def token_types_of(images: Rows, shape: tuple[int, int], device: torch.device) -> Tensor | None:
     """The types of all tokens of a batch, int64 ``[batch, seq]``, if rows with images have them; else None.
 
     Raises:
@@ -207,7 +213,7 @@ def num_positions(chunk: Any) -> int:
     return getattr(getattr(chunk, "rotary_pos_emb", None), "num_positions", 3)
 
 
-def positions_of(images: Images, shown: Tensor, count: int) -> Tensor | None:
+def positions_of(images: Rows, shown: Tensor, count: int) -> Tensor | None:
     """The positions of all tokens of a batch, int64 ``[batch, seq, n]``, if rows with images have them; else None.
 
     Those of a row of text are counted.
@@ -236,17 +242,24 @@ def positions_of(images: Images, shown: Tensor, count: int) -> Tensor | None:
 
 
 class SeenImages:
-    """The images of a batch by microbatch, and what is wrong with them."""
+    """The images of a batch by microbatch, and what is wrong with them.
 
-    def __init__(
-        self, images: Images, input_ids: Tensor, mask: Tensor | None, rows: Sequence[slice], count: int
-    ) -> None:
-        images = [tensors_of(inputs or {}, row) for row, inputs in enumerate(images)]
+    Args:
+        images: those of each row, which fit it.
+        mask: bool ``[batch, seq]``: False at padding.
+        rows: those of each microbatch.
+        count: how many positions a token has.
+
+    Raises:
+        BatchError: inputs of images cannot be joined in a microbatch, or positions have another shape.
+    """
+
+    def __init__(self, images: Rows, mask: Tensor, rows: Sequence[slice], count: int) -> None:
         for of_batch in rows:
             _require_joinable(images, range(len(images))[of_batch])
         self._images, self._rows = images, rows
-        shown = torch.ones_like(input_ids) if mask is None else (mask != 0).long()
-        self._types = token_types_of(images, (input_ids.size(0), input_ids.size(1)), input_ids.device)
+        shown = mask.long()
+        self._types = token_types_of(images, (mask.size(0), mask.size(1)), mask.device)
         self._positions = positions_of(images, shown, count)
         self._has_tokens = shown.any(1).tolist()
         self.misfits: list[BatchError] = []
@@ -268,10 +281,10 @@ class SeenImages:
         return {**inputs, "misfits": Misfits(kept, [_counts(self._images[row]) for row in kept], self.misfits)}
 
 
-def _counts(inputs: Mapping[str, Any] | None) -> tuple[int, int]:
+def _counts(inputs: Mapping[str, Tensor]) -> tuple[int, int]:
     """The numbers of images and videos of a row."""
     images, videos = (
-        next((len(value) for name in names if (value := (inputs or {}).get(name)) is not None), 0)
+        next((len(value) for name in names if (value := inputs.get(name)) is not None), 0)
         for names in (("image_grid_thw", "image_sizes", "pixel_values"), ("video_grid_thw", "pixel_values_videos"))
     )
     return images, videos

@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mcore_bridge.batches.collectives import reduce_max, reduce_sum
+from mcore_bridge.batches import arguments
+from mcore_bridge.batches.collectives import reduce_max, reduce_sum, require_group
+from mcore_bridge.batches.digests import digest
+from mcore_bridge.config.mesh.alike import Shared, agreed
+from mcore_bridge.config.sizes import is_count
 from mcore_bridge.errors import BatchError
 
 if TYPE_CHECKING:
@@ -18,6 +22,8 @@ if TYPE_CHECKING:
 
 LEAST_TEMPERATURE = 1e-6
 """Logits divided by less than this may be infinite."""
+IGNORED = -100
+"""The label that does not count, as in torch and transformers."""
 CHUNK = 1 << 24
 """Elements that are converted to fp32 at a time: 64 MB, of which three or four copies exist at once."""
 
@@ -27,11 +33,13 @@ def log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of ``labels``, and entropies of the distributions that predict them. Both have gradients.
 
-    It does two small all-reduces. Beside the logits it takes at most 0.25 GB, and in the backward their gradient.
+    All ranks of ``group`` call it together. It does three small all-reduces, the first of which compares what the
+    ranks share. Beside the logits it takes at most 0.25 GB, and in the backward their gradient.
 
     Args:
         logits: ``[..., padded vocab / tp]`` of this tensor-parallel rank.
-        labels: int64 ``[...]``, tokens of the whole vocabulary, the same on every rank.
+        labels: int64 ``[...]``, tokens of the whole vocabulary, the same on every rank. A label of -100, torch's
+            ``ignore_index``, does not count: both results are 0.0 there, and no gradient comes from it.
         vocab_size: the size without padding. Logits of the padding do not count.
         group: the tensor-parallel group.
         temperature: logits are divided by it. It is above 0.
@@ -40,37 +48,76 @@ def log_probs(
         Log-probabilities and entropies, both fp32 ``[...]``.
 
     Raises:
-        BatchError: shapes do not fit, or the temperature is not a positive number.
+        BatchError: on every rank of the group. Shapes do not fit, a label is not in the vocabulary, the temperature is
+            not a positive number, or ranks have different labels or arguments.
 
     Example:
         >>> logits, labels = torch.zeros(2, 4, 96), torch.ones(2, 4, dtype=torch.int64)
+        >>> labels[0, 1] = -100
         >>> group = parallel_state.get_tensor_model_parallel_group()
         >>> values, entropies = mb.log_probs(logits, labels, vocab_size=96, group=group)
-        >>> values.shape, round(-values[0, 0].item(), 4)              # log(96)
-        (torch.Size([2, 4]), 4.5643)
+        >>> values.shape, round(-values[0, 0].item(), 4), values[0, 1].item()              # log(96), and an ignored one
+        (torch.Size([2, 4]), 4.5643, 0.0)
     """
-    require_temperature(temperature)
+    require_group(group)
+
+    def checked() -> tuple[float, Shared]:
+        divisor = require_temperature(temperature)
+        _require_labels(logits, labels, vocab_size, group)
+        own = {"labels": digest(labels), "vocab_size": vocab_size, "temperature": divisor, "width": logits.size(-1)}
+        return divisor, own
+
+    divisor = agreed([group], checked, BatchError)
+    return vocab_parallel(logits, labels, vocab_size=vocab_size, group=group, temperature=divisor)
+
+
+def vocab_parallel(
+    logits: Tensor, labels: Tensor, *, vocab_size: int, group: ProcessGroup, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """``log_probs`` of arguments that are checked and compared."""
+    flat = logits.reshape(-1, logits.size(-1))
+    both = _LogProbs.apply(flat, labels.flatten(), vocab_size, group, temperature)
+    chosen, entropy = (values.view(labels.shape).masked_fill(labels == IGNORED, 0.0) for values in both)
+    return chosen, entropy
+
+
+def require_temperature(temperature: object) -> float:
+    """Refuse a temperature for which log-probabilities and gradients would be NaN. Returns it as a ``float``."""
+    is_real = isinstance(temperature, Real) and not isinstance(temperature, bool)
+    if is_real and LEAST_TEMPERATURE <= temperature < math.inf:  # type: ignore[operator]  # a Real is ordered
+        return float(temperature)  # type: ignore[arg-type]
+    raise BatchError(
+        f"temperature must be a number of at least {LEAST_TEMPERATURE}, found {temperature!r}. Pass that of training, "
+        "such as 1.0: a greedy choice has no log-probs of its own"
+    )
+
+
+def _require_labels(logits: object, labels: object, vocab_size: object, group: ProcessGroup) -> None:
+    if not (isinstance(logits, Tensor) and logits.is_floating_point() and logits.dim()):
+        raise BatchError(
+            f"logits must be a tensor of floats [..., padded vocab / tp], found {arguments.kind_of(logits)}"
+        )
+    if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
+        raise BatchError(f"labels must be an int64 tensor, found {arguments.kind_of(labels)}: pass labels.long()")
+    if labels.device != logits.device:
+        raise BatchError(f"labels must be on {logits.device} as logits are, found {labels.device}: move them there")
     if logits.shape[:-1] != labels.shape:
         raise BatchError(
             f"logits must have the shape of labels, {tuple(labels.shape)}, and the vocabulary behind it, found "
             f"{tuple(logits.shape)}"
         )
-    if not 0 < vocab_size <= logits.size(-1) * group.size():
+    most = logits.size(-1) * group.size()
+    if not (is_count(vocab_size) and vocab_size <= most):
         raise BatchError(
-            f"vocab_size must be 1 to {logits.size(-1) * group.size()}, as {group.size()} ranks have {logits.size(-1)} "
-            f"logits each, found {vocab_size}"
+            f"vocab_size must be 1 to {most}, as {group.size()} ranks have {logits.size(-1)} logits each, found "
+            f"{vocab_size!r}"
         )
-    flat = logits.reshape(-1, logits.size(-1))
-    chosen, entropy = _LogProbs.apply(flat, labels.flatten(), vocab_size, group, temperature)
-    return chosen.view(labels.shape), entropy.view(labels.shape)
-
-
-def require_temperature(temperature: float) -> None:
-    """Refuse a temperature for which log-probabilities and gradients would be NaN."""
-    if not (isinstance(temperature, Real) and LEAST_TEMPERATURE <= temperature < math.inf):
+    counted = labels.where(labels != IGNORED, 0)
+    low, high = counted.aminmax() if counted.numel() else (counted.sum(), counted.sum())
+    if int(low) < 0 or int(high) >= vocab_size:
         raise BatchError(
-            f"temperature must be a number of at least {LEAST_TEMPERATURE}, found {temperature!r}. Pass that of "
-            "training, such as 1.0: a greedy choice has no log-probs of its own"
+            f"labels must be 0 to {vocab_size - 1}, or {IGNORED} where they do not count, found {low} to {high}: mask "
+            f"others with {IGNORED}"
         )
 
 

@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mcore_bridge.batches.collectives import reduce_max
 from mcore_bridge.batches.packing import PackedSequences, pack_sequences, rounded_up
+from mcore_bridge.config.mesh.alike import Shared, problem_of_ranks, replica_groups
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import BatchError
+from mcore_bridge.weights.transfer.collectives import Group
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer import TransformerConfig
 
-COMPARED = ("rows", "their length", "tokens", "micro_batch_size", "packed", "multiple_of", "loss")
-"""What the ranks of a replica compare of a batch and its call, as whole numbers in this order."""
-_MIXING, _POSITIVE = 0x9E3779B97F4A7C1, 2**62 - 1
+_OF_EXPERTS = ("loss", "training", "adapters")
+"""What replicas that share experts must have alike too: these compute the tokens of all of them, and go back or not."""
+_ADVICE = "deal batches out by parallel_state.get_data_parallel_rank(), not by the rank in the job"
 
 
 def micro_batches(
@@ -47,79 +48,50 @@ def micro_batches(
     return [pack_sequences(ids, mask, dims=dims, **options) for ids, mask in rows]
 
 
-Checked = Callable[[], tuple[Callable[..., list[PackedSequences]], Sequence[int]]]
-"""Checks a batch. Returns a function that makes microbatches with at least ``min_tokens`` in a row, and the numbers of
-``COMPARED``, which must be equal on all ranks of a replica."""
+Checked = Callable[[], tuple[Callable[..., list[PackedSequences]], Shared]]
+"""Checks the arguments of a call. Returns a function that makes microbatches with at least ``min_tokens`` in a row, and
+what must be equal on all ranks of a replica."""
 
 
-def agreed_micro_batches(
-    chunk: GPTModel, checked: Checked, device: torch.device, *, learns: bool
-) -> list[PackedSequences]:
+def agreed_micro_batches(chunk: GPTModel, checked: Checked, *, learns: bool) -> list[PackedSequences]:
     """The microbatches of a batch, which all ranks of a replica have, in sizes that the ranks agree on.
 
     With pipeline stages, all microbatches get the same length. So do those of all ranks that share experts, if their
     token dispatcher takes equal lengths for granted.
 
     Args:
-        checked: checks the batch.
-        device: where the batch is.
+        checked: checks the arguments.
         learns: whether a backward follows.
 
     Raises:
-        BatchError: a batch cannot be used, or ranks of a replica have different ones. All ranks of the replica raise,
-            and with experts all that share them, since they would wait for each other. The rank whose ``checked``
-            raised raises that error.
+        BatchError: a batch cannot be used, or ranks of a replica have different arguments. All ranks of the replica
+            raise, and with experts all that share them, since they would wait for each other. The rank whose
+            ``checked`` raised raises that error.
     """
     batches: list[PackedSequences] = []
     problem: Exception | None = None
-    same: Sequence[int] = ()
+    shared: Shared = {}
     try:
-        pack, same = checked()
+        pack, shared = checked()
         batches = pack(min_tokens=0)
         if learns:
             _require_tokens(chunk, batches)
     except Exception as error:  # any, even out of memory: other ranks may wait for this rank's experts
         problem = error
-    problem = _problem_of_replica(chunk, problem, same, device)
-    longest = _longest(chunk, batches, problem, device)
+    problem = problem_of_ranks(replica_groups(chunk.pg_collection), problem, shared, BatchError, _ADVICE)
+    if chunk.config.num_moe_experts:
+        given = {name: shared.get(name) for name in _OF_EXPERTS}
+        problem = problem_of_ranks([chunk.pg_collection.tp_ep], problem, given, BatchError)
+    if problem is not None:
+        raise problem
+    longest = _longest(chunk, batches)
     may_differ = chunk.pg_collection.pp.size() == 1 and not _assumes_equal_lengths(chunk)
     if may_differ or all(batch.num_tokens == longest for batch in batches):
         return batches
     return pack(min_tokens=longest)
 
 
-def digest(input_ids: Tensor, mask: Tensor) -> int:
-    """A number that tells batches apart by their tokens and where these are, whatever stands in the padding."""
-    tokens = (input_ids + 1).where(mask, 0).flatten()
-    odd = 2 * torch.arange(tokens.numel(), device=tokens.device) + 1
-    return int((tokens * (odd * _MIXING)).sum()) & _POSITIVE
-
-
-def _problem_of_replica(
-    chunk: GPTModel, problem: Exception | None, same: Sequence[int], device: torch.device
-) -> Exception | None:
-    """The error to raise if a rank of this replica refuses its batch, or has another one than this rank."""
-    groups = chunk.pg_collection
-    numbers = same or [0] * len(COMPARED)
-    sizes = torch.tensor([problem is not None, *numbers, *(-number for number in numbers)], device=device)
-    for group in (groups.tp, groups.cp, groups.pp):
-        reduce_max(sizes, group)
-    is_bad, *both = sizes.tolist()
-    if problem is not None or is_bad:
-        return problem or BatchError("another rank of this replica refuses its batch: see the error there")
-    largest, negated = both[: len(COMPARED)], both[len(COMPARED) :]
-    differ = [name for name, most, least in zip(COMPARED, largest, negated, strict=True) if most != -least]
-    if not differ:
-        return None
-    return BatchError(
-        f"expected the same batch on all ranks of a model replica, found others in {', '.join(differ)}: deal batches "
-        "out by parallel_state.get_data_parallel_rank(), not by the rank in the job"
-    )
-
-
-def _longest(
-    chunk: GPTModel, batches: Sequence[PackedSequences], problem: Exception | None, device: torch.device
-) -> int:
+def _longest(chunk: GPTModel, batches: Sequence[PackedSequences]) -> int:
     """Tokens in a row of the longest microbatch: on this rank, or on all that share experts and need equal lengths.
 
     Raises:
@@ -127,14 +99,10 @@ def _longest(
     """
     own, count = max((batch.num_tokens for batch in batches), default=0), len(batches)
     if not chunk.config.num_moe_experts:
-        if problem is not None:
-            raise problem
         return own
     here = (own, batches[0].input_ids.size(0)) if batches and _assumes_equal_lengths(chunk) else (own, 0)
-    sizes = torch.tensor([problem is not None, *here, -here[1], count, -count], device=device)
-    is_bad, longest, rows, least, most, fewest = reduce_max(sizes, chunk.pg_collection.tp_ep).tolist()
-    if is_bad:
-        raise problem or BatchError("a rank that shares experts with this one refuses its batch: see the error there")
+    sharing = Group(chunk.pg_collection.tp_ep)
+    longest, rows, least, most, fewest = sharing.most([*here, -here[1], count, -count])
     if most != -fewest:
         raise BatchError(
             f"replicas that share experts must have the same number of microbatches, found {-fewest} to {most}; give "

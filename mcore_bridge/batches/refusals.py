@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,32 +18,24 @@ ROWS_ONLY = ("all_gather", "a2a+p2p")
 """Values of ``cp_comm_type`` for which TransformerEngine does not support packed sequences."""
 
 
-def require_batch(
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    micro_batch_size: int | None,
-    vocab_size: int,
-    stand_ins: Sequence[int | None] = (),
-) -> None:
-    """Refuse shapes that do not fit, and tokens outside the vocabulary, but for ids that stand for images.
+def require_batch(input_ids: Tensor, attention_mask: Tensor | None) -> None:
+    """Refuse shapes that do not fit, and masks of other numbers than ones and zeros."""
+    if input_ids.dim() != 2 or not input_ids.numel():
+        raise BatchError(f"input_ids must be [batch, seq] with at least one token, found {tuple(input_ids.shape)}")
+    if attention_mask is not None:
+        if attention_mask.shape != input_ids.shape:
+            raise BatchError(
+                f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}, found "
+                f"{tuple(attention_mask.shape)}"
+            )
+        require_mask(attention_mask)
+
+
+def require_vocabulary(input_ids: Tensor, is_text: Tensor, vocab_size: int) -> None:
+    """Refuse tokens of text outside the vocabulary. Ids that stand for images may be beyond it.
 
     The padded embedding has rows for some of these tokens, so they would not fail but give wrong log-probs.
     """
-    if input_ids.dim() != 2 or not input_ids.numel():
-        raise BatchError(f"input_ids must be [batch, seq] with at least one token, found {tuple(input_ids.shape)}")
-    if input_ids.dtype != torch.int64:
-        raise BatchError(f"input_ids must be int64, found {input_ids.dtype}: pass input_ids.long()")
-    if attention_mask.shape != input_ids.shape:
-        raise BatchError(
-            f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}, found "
-            f"{tuple(attention_mask.shape)}"
-        )
-    if micro_batch_size is not None and micro_batch_size < 1:
-        raise BatchError(f"micro_batch_size must be at least 1, found {micro_batch_size}; leave it out for the default")
-    require_mask(attention_mask)
-    is_text = attention_mask != 0
-    for token in stand_ins:
-        is_text = is_text if token is None else is_text & (input_ids != token)
     low, high = input_ids.where(is_text, 0).aminmax()
     if int(low) < 0 or int(high) >= vocab_size:
         raise BatchError(

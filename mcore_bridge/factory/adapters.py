@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_bridge.config.fields import is_number
+from mcore_bridge.config.mesh.alike import Shared, agreed, replica_groups
 from mcore_bridge.config.sizes import is_count
 from mcore_bridge.errors import CheckpointError, ConfigError, shown
 from mcore_bridge.factory.modules.backend import has_transformer_engine
@@ -25,12 +26,13 @@ from mcore_bridge.rules.layout import REPLICATED
 from mcore_bridge.rules.mapping import Binding, Dialect, WeightMapping, axes_of, pattern_of
 from mcore_bridge.rules.names import canonical
 from mcore_bridge.rules.trace import Trace, moved_dim, trace
-from mcore_bridge.weights.adapters import load_peft
-from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, provenance_on
+from mcore_bridge.weights.adapters import load_peft, open_peft_for
+from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of
 from mcore_bridge.weights.dist_checkpoint.adapter_shards import sharded_state_dict
+from mcore_bridge.weights.files.hf_folder import content_of
 from mcore_bridge.weights.model_tensors import note_built, numbering_of
 from mcore_bridge.weights.own_folder import note_source
-from mcore_bridge.weights.peft_folder import PeftFolder, open_peft
+from mcore_bridge.weights.peft_folder import PeftFolder
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -74,7 +76,8 @@ def add_adapters(
     """Add a low-rank adapter to each targeted linear layer, and freeze all other parameters.
 
     Either ``rank``, ``alpha`` and ``targets`` say which adapters are new, or they are those of ``folder``. Call it
-    before the models are wrapped. If it raises, nothing has changed.
+    before the models are wrapped. If it raises, nothing has changed. All ranks of a replica call it together, and
+    compare their arguments first.
 
     Args:
         models: the chunks of this rank as ``build_model`` has made them, not yet wrapped.
@@ -104,27 +107,32 @@ def add_adapters(
         8
     """
     chunks = chunks_of(models)
-    _require_fitting(chunks, models, folder, kind, init, rank=rank, alpha=alpha, targets=targets, dialect=dialect)
-    given, config = None, chunks[0].config
-    if folder is not None:
-        counts = {"num_layers": config.num_layers, "num_experts": config.num_moe_experts or 0}
-        given = open_peft(folder, provenance_on(models), **counts)
-        rank, alpha, targets, dialect = given.rank, given.alpha, given.targets, given.dialect
-    assert rank is not None
-    assert alpha is not None
-    bound = bind(models, dialect=dialect)
-    mapping = WeightMapping(adapter_rules(bound.mapping.rules, targets or (), kind))
-    places = [place for chunk in chunks for place in _places(chunk, mapping)]
-    names = frozenset(factor_name(name, end) for name, *_ in places for end in FACTORS)
-    made = Adapters(rank, alpha, mapping, names, kind)
-    _require_held(bound, targets or (), names)
-    _require_known(places)
-    draw = partial(_drawn, seed, init)
-    adapters = {name: _made(bound, made, name, getattr(linear, own), dtype, draw) for name, linear, own in places}
-    if given is not None:
-        _require_all(bound, given)
-        factors = {factor_name(name, end): getattr(adapters[name], end).weight for name in adapters for end in FACTORS}
-        load_peft(replace(bound, mapping=mapping, tensors=factors), made, given, dtype)
+
+    def checked() -> tuple[tuple[Adapters, list[Place], dict[str, Adapter]], Shared]:
+        asked: dict[str, Any] = {"rank": rank, "alpha": alpha, "targets": targets, "dialect": dialect}
+        _require_fitting(chunks, models, folder, kind, init, **asked)
+        given = None if folder is None else open_peft_for(models, folder)
+        asked = asked if given is None else {name: getattr(given, name) for name in asked}
+        targeted = asked["targets"]
+        bound = bind(models, dialect=asked["dialect"])
+        mapping = WeightMapping(adapter_rules(bound.mapping.rules, targeted, kind))
+        places = [place for chunk in chunks for place in _places(chunk, mapping)]
+        names = frozenset(factor_name(name, end) for name, *_ in places for end in FACTORS)
+        made = Adapters(asked["rank"], asked["alpha"], mapping, names, kind)
+        _require_held(bound, targeted, names)
+        _require_known(places)
+        draw = partial(_drawn, seed, init)
+        adapters = {name: _made(bound, made, name, getattr(linear, own), dtype, draw) for name, linear, own in places}
+        if given is not None:
+            _require_all(bound, given)
+            ends = [(name, end) for name in adapters for end in FACTORS]
+            factors = {factor_name(name, end): getattr(adapters[name], end).weight for name, end in ends}
+            load_peft(replace(bound, mapping=mapping, tensors=factors), made, given, dtype)
+        content = None if folder is None else content_of(folder)
+        shared = {**asked, "alpha": float(made.alpha), "targets": sorted(targeted), "folder": content}
+        return (made, places, adapters), {**shared, "kind": kind, "dtype": dtype, "init": init, "seed": seed}
+
+    made, places, adapters = agreed(replica_groups(chunks[0].pg_collection), checked, ConfigError)
     for chunk in chunks:
         chunk.requires_grad_(False)
         _let_recompute(chunk)

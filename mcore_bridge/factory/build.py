@@ -9,20 +9,23 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from mcore_bridge.config.mesh.alike import Shared, agreed
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.mesh.pipeline import Stage
-from mcore_bridge.config.mesh.process_groups import differing
+from mcore_bridge.config.mesh.process_groups import building_groups, differing
 from mcore_bridge.config.unread import notes_on
 from mcore_bridge.errors import ConfigError, MeshError
 from mcore_bridge.factory.blueprint import Blueprint, Overrides, make_blueprint
 from mcore_bridge.factory.chunk import build_chunk, building
 from mcore_bridge.factory.freeze import freeze_parameters, require_patterns
 from mcore_bridge.factory.reconcile import reconcile
-from mcore_bridge.weights.load import Source, load_hf_weights
+from mcore_bridge.weights.load import Source, described_source, load_hf_weights
+from mcore_bridge.weights.provenance import identity
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -49,6 +52,8 @@ def build_model(
     model: str = "gpt",
 ) -> list[GPTModel]:
     """Build this rank's part of an HF model: bare ``GPTModel``s of megatron-core, one per virtual pipeline stage.
+
+    All ranks of a model replica call it together, and compare their arguments first.
 
     Args:
         hf: a folder, the name of a repository in the local hub cache, or a config.
@@ -83,7 +88,8 @@ def build_model(
         The chunks by virtual stage. ``chunk.bridge`` holds the provenance: HF config, folder and head.
 
     Raises:
-        ConfigError: the config, an override, the backend or the head cannot be built exactly.
+        ConfigError: the config, an override, the backend or the head cannot be built exactly. Or ranks of a replica ask
+            for different models, which all of them raise.
         MeshError: ``dims`` do not fit this model, or differ from ``parallel_state``.
         CheckpointError: the weights do not fit the model.
 
@@ -92,36 +98,50 @@ def build_model(
         >>> [type(model).__name__ for model in models]    # one for each virtual stage
         ['GPTModel']
     """
-    blueprint = make_blueprint(
-        hf,
-        dims=dims or _mesh(),
-        dtype=dtype,
-        device=device,
-        backend=backend,
-        head=head,
-        overrides=overrides,
-        strict_config=strict_config,
-        vision=vision,
-        model=model,
-    )
-    chunks = build(blueprint, _source(hf, load_weights, blueprint.device), freeze=freeze, seed=seed)
+
+    def prepare() -> tuple[Blueprint, Source | None]:
+        blueprint = make_blueprint(
+            hf,
+            dims=dims or _mesh(),
+            dtype=dtype,
+            device=device,
+            backend=backend,
+            head=head,
+            overrides=overrides,
+            strict_config=strict_config,
+            vision=vision,
+            model=model,
+        )
+        return blueprint, _source(hf, load_weights, blueprint.device)
+
+    chunks = build(prepare, freeze=freeze, seed=seed)
     for index, chunk in enumerate(chunks):
         if on_chunk is not None:
             on_chunk(chunk, index)
     return chunks
 
 
-def build(blueprint: Blueprint, source: Source | None, *, freeze: Sequence[str] = (), seed: int = 0) -> list[GPTModel]:
+def build(
+    prepare: Callable[[], tuple[Blueprint, Source | None]], *, freeze: Sequence[str] = (), seed: int = 0
+) -> list[GPTModel]:
     """Builds this rank's chunks from a blueprint. They share its config object.
 
+    All ranks of a replica, and those that share experts, first compare what they are about to build.
+
     Args:
-        blueprint: from ``make_blueprint``. Later changes of its config are checked like overrides.
-        source: of the weights. None: parameters have megatron-core's initial values.
+        prepare: makes the blueprint. Later changes of its config are checked like overrides. The second value is the
+            source of the weights; None: parameters have megatron-core's initial values.
         freeze, seed: see ``build_model``, as for the errors.
     """
-    require_patterns(freeze)
-    blueprint = reconcile(blueprint)
-    _require_mesh(blueprint, _mesh())
+
+    def checked() -> tuple[tuple[Blueprint, Source | None], Shared]:
+        require_patterns(freeze)
+        blueprint, source = prepare()
+        blueprint = reconcile(blueprint)
+        _require_mesh(blueprint, _mesh())
+        return (blueprint, source), {**_shared(blueprint, source), "freeze": [*freeze], "seed": seed}
+
+    blueprint, source = agreed(building_groups(), checked, ConfigError)
     stages = own_stages(blueprint)
     with building(blueprint, seed=seed, initialise=source is None):
         chunks = [build_chunk(blueprint, stage, seed=seed) for stage in stages]
@@ -130,6 +150,21 @@ def build(blueprint: Blueprint, source: Source | None, *, freeze: Sequence[str] 
         load_hf_weights(chunks, source, dtype=blueprint.dtype)
     _log(blueprint, chunks)
     return chunks
+
+
+def _shared(blueprint: Blueprint, source: Source | None) -> Shared:
+    """What ranks must have alike of a blueprint, by the names of arguments of ``build_model``."""
+    return {
+        "hf": identity(replace(blueprint.provenance, hf=blueprint.origin)),
+        "dims": blueprint.dims,
+        "dtype": blueprint.dtype,
+        "backend": blueprint.backend,
+        "head": blueprint.provenance.head,
+        "overrides": sorted(blueprint.overrides.items()),
+        "load_weights": described_source(source),
+        "vision": blueprint.provenance.vision,
+        "model": blueprint.model,
+    }
 
 
 def _mesh() -> ParallelDims:

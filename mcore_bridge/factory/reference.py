@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.weights.adapters import switch_of
 from mcore_bridge.weights.bound import Models, chunks_of
 
 
@@ -38,7 +39,7 @@ def without_adapters(models: Models) -> Iterator[None]:
     chunks = chunks_of(models)
     if not hasattr(chunks[0], "bridge_adapters"):
         raise ConfigError("models must have adapters, found none: the policy would be its own reference")
-    switch = f"mcore_bridge: without adapters {id(chunks[0].bridge_adapters)}"
+    switch = switch_of(chunks[0].bridge_adapters)
     for module in (module for chunk in chunks for module in chunk.modules()):
         if isinstance(module, Adapter):
             module.switch = switch

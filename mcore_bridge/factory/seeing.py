@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mcore_bridge.batches.images import BLOCKS, POSITIONS, SHOWN, TYPES, no_placeholder, num_positions, token_types
+from mcore_bridge.batches.images import (
+    BLOCKS,
+    POSITIONS,
+    SHOWN,
+    TYPES,
+    Misfits,
+    feature_types,
+    no_placeholder,
+    num_positions,
+    token_types,
+)
 from mcore_bridge.batches.padded_rows import OF_OTHER_PARTS, as_own_tokens, inputs_by_name, without_images
 from mcore_bridge.batches.whole_rows import WholeRows, whole_rows
 from mcore_bridge.errors import BatchError
@@ -76,16 +86,8 @@ def _see(
     explicit = positions if positions is not None and positions.dim() == 3 else None
     if not images and explicit is None:
         return (), _without_features(chunk, as_own_tokens(chunk, inputs), turn)
-    _require_readable(chunk, composite, images)
-    group = getattr(inputs.get("packed_seq_params"), "cp_group", None) or chunk.pg_collection.cp
-    counts_padding = shown is None or not _is_dynamic(chunk)
-    rows = whole_rows(inputs if counts_padding else {**inputs, "attention_mask": shown}, group)
-    if explicit is not None:
-        images["position_ids"] = rows.whole(explicit[-num_positions(chunk) :].permute(1, 2, 0)).permute(2, 0, 1)
-    given = rows.whole(types[0]) if types else None
     try:
-        counts = None if misfits is None else misfits.counts
-        call = _called(chunk, composite, turn, rows, images, given, counts)
+        return (), _seen(composite, chunk, turn, inputs, images, types, explicit, misfits, shown)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # any of transformers: the other ranks of a pipeline may wait
@@ -95,8 +97,31 @@ def _see(
         misfits.errors.append(problem)  # the other ranks of its pipeline wait for this one
         inputs["input_ids"] = torch.zeros_like(inputs["input_ids"])
         return (), _without_features(chunk, as_own_tokens(chunk, inputs), turn)
+
+
+def _seen(
+    composite: nn.Module,
+    chunk: Any,
+    turn: InTurn,
+    inputs: dict[str, Any],
+    images: dict[str, Any],
+    types: Sequence[Tensor],
+    explicit: Tensor | None,
+    misfits: Misfits | None,
+    shown: Tensor | None,
+) -> dict[str, Any]:
+    """The inputs of a microbatch with images, or with positions of its own."""
+    _require_readable(chunk, composite, images)
+    group = getattr(inputs.get("packed_seq_params"), "cp_group", None) or chunk.pg_collection.cp
+    counts_padding = shown is None or not _is_dynamic(chunk)
+    rows = whole_rows(inputs if counts_padding else {**inputs, "attention_mask": shown}, group)
+    if explicit is not None:
+        positions = rows.whole(explicit[-num_positions(chunk) :].permute(1, 2, 0)).permute(2, 0, 1)
+        images = {**images, "position_ids": positions}
+    given = rows.whole(types[0]) if types else None
+    call = _called(chunk, composite, turn, rows, images, given, None if misfits is None else misfits.counts)
     decoded = _decoder_inputs(chunk, turn, rows, call, inputs.get("packed_seq_params"))
-    return (), {**as_own_tokens(chunk, inputs), **decoded}
+    return {**as_own_tokens(chunk, inputs), **decoded}
 
 
 def _without_features(chunk: Any, inputs: dict[str, Any], turn: InTurn) -> dict[str, Any]:
@@ -162,7 +187,8 @@ def _called(
     moved |= {name: types for name in _TYPES if name in _arguments(composite)}
     sampled = (types == 0) & (token_types(composite.config, ids) > 0)
     seen = ids.masked_fill(sampled, no_placeholder(composite.config))
-    with fitting(composite, types.masked_fill(~rows.mask, 0), counts):
+    standing = feature_types(composite.config, ids, types).masked_fill(~rows.mask, 0)
+    with fitting(composite, standing, counts):
         return called(
             composite,
             lambda given: embed(torch.where(sampled, ids, given)),

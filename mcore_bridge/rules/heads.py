@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mcore_bridge.errors import ConfigError
 from mcore_bridge.rules.layout import REPLICATED, VOCAB
 from mcore_bridge.rules.mapping import Prefixes, Rules, embedding_rules, respelled, table
 
+KINDS = ("lm", "value", "classification", "none")
 HEAD = "lm_head.weight"
 # fmt: off
 LM_HEAD    = table(("output_layer.weight", HEAD,             VOCAB))
 SCORE_HEAD = table(("output_layer.weight", "score.weight",   REPLICATED),
                    ("output_layer.bias",   "score.bias",     REPLICATED))
 # fmt: on
+
+
+def check_head(head: object) -> None:
+    """Raise ``ConfigError`` unless ``head`` is a known one."""
+    if head not in KINDS:
+        raise ConfigError(f"head must be one of {', '.join(KINDS)}, found {head!r}")
 
 
 def lm_head_of(rules: Rules, spelling: Prefixes = ()) -> Rules:

@@ -123,7 +123,7 @@ class Bridge:
         vars(self.config).update({name: value for name, value in halves.items() if value is not None})
         head = "value" if make_value_model in post_model_creation_callbacks else "lm"
         self._blueprint = settle_same(self._blueprint, head=head)
-        chunks = build(self._blueprint, None)
+        chunks = build(lambda: (self._blueprint, None))
         for chunk in chunks:
             for callback in post_model_creation_callbacks:
                 callback(

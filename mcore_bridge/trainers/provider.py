@@ -147,7 +147,7 @@ class Provider(TransformerConfig):
             tower=self.freeze_vision_model,
             connection=self.freeze_vision_projection,
         )
-        chunks: list[Any] = list(build(self._blueprint, self._source, freeze=freeze))
+        chunks: list[Any] = list(build(lambda: (self._blueprint, self._source), freeze=freeze))
         for hook in self._hooks:
             chunks = list(hook(chunks) or chunks)
         return wrap(chunks, ddp_config if wrap_with_ddp else None)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_bridge.config.mesh.alike import Shared, agreed, replica_groups
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.adapters import Adapters, base_name
 from mcore_bridge.rules.mapping import pattern_of
@@ -23,6 +24,7 @@ from mcore_bridge.weights.dtypes import Dtypes, has_same_bits, wanted_dtype
 from mcore_bridge.weights.export import converted
 from mcore_bridge.weights.files.atomic_folder import commit, target_of, updating_by_all
 from mcore_bridge.weights.files.file_shards import FileShard, require_positive
+from mcore_bridge.weights.files.hf_folder import content_of
 from mcore_bridge.weights.files.peft_config import (
     CONFIG,
     STACKS,
@@ -164,15 +166,16 @@ def save_hf_adapters(
 
 
 def load_adapters(models: Models, folder: str | os.PathLike[str], *, dtype: Dtypes = None) -> LoadReport:
-    """Copy the adapters of a PEFT folder into those of the models, in place, at any mesh and without communication.
+    """Copy the adapters of a PEFT folder into those of the models, in place and at any mesh.
 
-    The folder must have each of them once, and no others, with the same largest rank. Smaller ranks are padded with
-    zeros, which is exact. If a module's scale is not that of the models, the ratio is folded into its B. That is
-    rounded once, and exact where it is a power of two. ``cast`` of the report names these tensors.
+    All ranks of a replica call it together, and compare what they are about to read. The folder must have each of the
+    adapters once, and no others, with the same largest rank. Smaller ranks are padded with zeros, which is exact. If a
+    module's scale is not that of the models, the ratio is folded into its B. That is rounded once, and exact where it
+    is a power of two. ``cast`` of the report names these tensors.
 
     Args:
         models: this rank's chunks with adapters, wrapped or not.
-        folder: what ``peft`` or ``save_hf_adapters`` wrote. Every rank reads it.
+        folder: what ``peft`` or ``save_hf_adapters`` wrote. Every rank reads it, or a copy of it.
         dtype: cast tensors to this first, where an adapter cannot hold every value. By default that is an error.
 
     Raises:
@@ -184,17 +187,29 @@ def load_adapters(models: Models, folder: str | os.PathLike[str], *, dtype: Dtyp
         >>> mb.load_adapters(policy, "run/adapter_100").num_tensors
         16
     """
-    made, provenance = adapters_of(models), provenance_on(models)
-    config = chunks_of(models)[0].config
-    given = open_peft(folder, provenance, num_layers=config.num_layers, num_experts=config.num_moe_experts or 0)
-    if given.rank != made.rank:
-        raise CheckpointError(
-            f"the adapter in {folder} has rank {given.rank}, the models {made.rank}: add adapters of that rank, or "
-            "give the folder to add_adapters"
-        )
-    report = load_peft(bind(models, provenance, adapters=made), made, given, dtype)
+    chunks = chunks_of(models)
+
+    def checked() -> tuple[tuple[BoundModel, Adapters, PeftFolder], Shared]:
+        made, given = adapters_of(models), open_peft_for(models, folder)
+        if given.rank != made.rank:
+            raise CheckpointError(
+                f"the adapter in {folder} has rank {given.rank}, the models {made.rank}: add adapters of that rank, or "
+                "give the folder to add_adapters"
+            )
+        bound = bind(models, adapters=made)
+        shared = {"folder": content_of(folder), "scales": sorted(given.scales.items()), "dtype": dtype}
+        return (bound, made, given), shared
+
+    report = load_peft(*agreed(replica_groups(chunks[0].pg_collection), checked, CheckpointError), dtype)
     note_source(models, folder)
     return report
+
+
+def open_peft_for(models: Models, folder: str | os.PathLike[str]) -> PeftFolder:
+    """Open the adapters of a folder for these models. Errors: see ``open_peft``."""
+    config = chunks_of(models)[0].config
+    counts = {"num_layers": config.num_layers, "num_experts": config.num_moe_experts or 0}
+    return open_peft(folder, provenance_on(models), **counts)
 
 
 @torch.no_grad()
@@ -216,6 +231,22 @@ def adapters_of(models: Models) -> Adapters:
     if made is None:
         raise ConfigError("models must have adapters, found none: call add_adapters first")
     return made
+
+
+def switch_of(made: Adapters) -> str:
+    """The name among megatron-core's states of random numbers that says that these adapters are off."""
+    return f"mcore_bridge: without adapters {id(made)}"
+
+
+def adapters_in_use(models: Models) -> str | None:
+    """What a forward of models computes beside their base, for ranks to compare; None without adapters."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    made: Adapters | None = getattr(chunks_of(models)[0], "bridge_adapters", None)
+    if made is None:
+        return None
+    state = "off" if switch_of(made) in get_cuda_rng_tracker().states_ else "on"
+    return f"rank {made.rank}, alpha {float(made.alpha)}, {made.kind}, {state}"
 
 
 def _with_further(specs: Iterable[TensorSpec], made: Adapters) -> Iterator[TensorSpec]:

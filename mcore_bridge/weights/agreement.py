@@ -8,10 +8,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypedDict, Unpack
 
 from torch import nn
 
+from mcore_bridge.config.mesh.alike import Shared, difference, sendable
 from mcore_bridge.config.sizes import is_count
 from mcore_bridge.errors import ExportError, describe
 from mcore_bridge.rules.adapters import Adapters
@@ -26,7 +28,7 @@ from mcore_bridge.weights.plan.export_plan import ExportPlan
 from mcore_bridge.weights.plan.gather import plan_export
 from mcore_bridge.weights.plan.inventory import Inventory
 from mcore_bridge.weights.plan.target import Target
-from mcore_bridge.weights.provenance import HF
+from mcore_bridge.weights.provenance import HF, identity
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_failures
 from mcore_bridge.weights.transfer.program import Program
@@ -67,6 +69,7 @@ class Options(TypedDict, total=False):
     dtype: Dtypes
     merged: bool | None
     adapters: Adapters | None
+    shared: Shared
 
 
 def open_export(models: Models, hf: HF | None, head: str, **options: Unpack[Options]) -> Export:
@@ -100,6 +103,7 @@ def agree_on_plan(
     dtype: Dtypes = None,
     merged: bool | None = None,
     adapters: Adapters | None = None,
+    shared: Shared = MappingProxyType({}),
 ) -> Export:
     """Agree with the group on a plan.
 
@@ -110,6 +114,7 @@ def agree_on_plan(
         models, hf, head, dialect, bucket_bytes, target, dtype, merged: as for ``iter_hf_weights``.
         adapters: those of the models, to export these alone.
         problem: the reason why this rank cannot export, if the caller knows one. Every rank then raises it.
+        shared: further arguments that must be the same on all ranks.
 
     Raises:
         ExportError: on every rank, when any rank cannot export, or their plans do not fit together.
@@ -118,21 +123,25 @@ def agree_on_plan(
     first = chunks_of(models)[0]
     group = Group.of_replica(first.pg_collection)
     bound, error = None, problem
+    given: dict[str, object] = {"bucket_bytes": bucket_bytes, "merged": merged, **shared}
     try:
         if bucket_bytes is not None and not is_count(bucket_bytes):
             raise ExportError(f"bucket_bytes must be a number of bytes above 0, or None, found {bucket_bytes!r}")
-        bound = bind(models, provenance_on(models, hf, head), dialect=dialect, merged=merged, adapters=adapters)
+        provenance = provenance_on(models, hf, head)
+        bound = bind(models, provenance, dialect=dialect, merged=merged, adapters=adapters)
+        given |= {"head": provenance.head, "dialect": dialect or provenance.dialect}
         error = error or bound.problem_of(dtype)
     except Exception as failure:  # also of files: other ranks must hear of it
         error = describe(failure)
-    fingerprint = (bucket_bytes, target, group.rank, group.size, group.num_stages, bound and bound.fingerprint())
+    fingerprint = (repr(given), target, group.rank, group.size, group.num_stages, bound and bound.fingerprint())
     plans = _plans.get(first, ())
     fits = [not error and plan.fingerprint == fingerprint for plan in plans]
     index = group.first_in_common(fits, _NUM_PLANS, plans[0].number if plans else 0)
     kept = None if index is None else plans[index]
     if kept is None:
-        of_bound = (bound.mapping.rules, bound.inventory(), bound.merged) if bound else ()
-        own = _Answer(error, bucket_bytes, target, group.num_stages, *of_bound)
+        of_bound = (bound.mapping.rules, bound.inventory()) if bound else ()
+        given |= {"hf": identity(provenance)} if bound else {}
+        own = _Answer(error, sendable(given), bucket_bytes, target, group.num_stages, *of_bound)
         answers = group.all_gather_object((own, plans[0].number if plans else 0))
         program = _agreed(group, bound, first, [answer for answer, _ in answers])
         kept = _Kept(fingerprint, 1 + max(number for _, number in answers), program)
@@ -145,12 +154,12 @@ class _Answer(NamedTuple):
     """The message of one rank to the others before they plan."""
 
     error: str
+    given: Shared
     bucket_bytes: int | None
     target: Target
     num_stages: int
     rules: Rules | None = None
     inventory: Inventory | None = None
-    merged: bool | None = None
 
 
 def _agreed(group: Group, bound: BoundModel | None, chunk: GPTModel, answers: Sequence[_Answer]) -> Program:
@@ -175,17 +184,16 @@ def _agreed(group: Group, bound: BoundModel | None, chunk: GPTModel, answers: Se
 def _planned(bound: BoundModel | None, chunk: GPTModel, answers: Sequence[_Answer], rank: int) -> Sequence[ExportPlan]:
     raise_failures([answer.error for answer in answers])
     assert bound is not None
-    sizes, targets = [answer.bucket_bytes for answer in answers], [answer.target for answer in answers]
-    if len(set(sizes)) > 1:
-        raise ExportError(f"bucket_bytes differs between ranks: {sizes}; pass one value")
-    if len(merged := {answer.merged for answer in answers}) > 1:
-        raise ExportError(f"merged differs between ranks: {sorted(merged, key=str)}; pass one value")
+    targets = [answer.target for answer in answers]
+    if problem := difference([answer.given for answer in answers], ExportError):
+        raise problem
     if any(answer.rules != bound.mapping.rules for answer in answers):
         raise ExportError("the ranks name weights by different rules; pass the same hf, head and dialect on each")
     inventories = [answer.inventory for answer in answers if answer.inventory]
     if not any(inventory.held for inventory in inventories):
         raise ExportError("no rank of the group holds a tensor to export: give targets of adapters that the model has")
     arguments = bound.mapping, bound.axes, whole_config(chunk).num_layers, inventories
+    bucket_bytes = answers[0].bucket_bytes
     if set(targets) == {"everything"}:
-        return [plan_export(*arguments, bucket_bytes=sizes[0])]
-    return plan_targets(*arguments, targets, bucket_bytes=sizes[0]).plans_of(rank)
+        return [plan_export(*arguments, bucket_bytes=bucket_bytes)]
+    return plan_targets(*arguments, targets, bucket_bytes=bucket_bytes).plans_of(rank)

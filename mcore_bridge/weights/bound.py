@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mcore_bridge.config.mtp import held_mtp_layers
 from mcore_bridge.errors import ConfigError, MappingError
 from mcore_bridge.rules.adapters import Adapters, is_adapter
+from mcore_bridge.rules.heads import check_head
 from mcore_bridge.rules.layout import Axes
 from mcore_bridge.rules.mapping import Binding, Dialect, WeightMapping, axes_of
 from mcore_bridge.rules.names import TOWER, expert_of, kind_of, layer_of, mtp_layer_of
@@ -148,8 +149,10 @@ def provenance_on(models: Models, hf: HF | None = None, head: str = "lm") -> Pro
     of its layers are halves of one layer.
 
     Raises:
-        MappingError: when there is neither; or such a ``HybridModel`` has other layers.
+        ConfigError: when there is no such head.
+        MappingError: when there is neither provenance nor ``hf``; or such a ``HybridModel`` has other layers.
     """
+    check_head(head)
     chunks = chunks_of(models)
     kept: Provenance | None = getattr(chunks[0], "bridge", None)
     if hf is not None:

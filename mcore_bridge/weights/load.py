@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.config.hf import find_folder
+from mcore_bridge.config.mesh.alike import Content
 from mcore_bridge.config.quantization import read_quantization
 from mcore_bridge.errors import CheckpointError, shown
 from mcore_bridge.rules.dialects import dialect_of
@@ -31,7 +32,7 @@ from mcore_bridge.weights.files.decoded import (
     opened_folder,
     unused_in,
 )
-from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.files.hf_folder import Checkpoint, content_of
 from mcore_bridge.weights.files.slice_reader import read
 from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.gc_paused import uncollected
@@ -130,6 +131,13 @@ def _note_parts(bound: BoundModel, stored: Checkpoint | DecodedCheckpoint) -> No
     own = [chunk for chunk in bound.chunks if getattr(chunk, "bridge", None)]
     has_parts = any(map(bound.mapping.is_carried, stored))
     note_folder([chunk for chunk in own if chunk.bridge.whole or has_parts], str(stored.folder), stored)
+
+
+def described_source(source: Source | None) -> Content | str | None:
+    """A source for ranks to compare: a folder by its content. Each rank may have tensors of its own stage alone."""
+    if source is None:
+        return None
+    return content_of(find_folder(source)) if isinstance(source, str | os.PathLike) else "tensors"
 
 
 def note_folder(chunks: Iterable[GPTModel], folder: str, names: Collection[str]) -> None:

@@ -148,7 +148,8 @@ def manifest(
         666048
     """
     options: dict[str, Any] = {"dialect": dialect, "bucket_bytes": bucket_bytes, "target": target, "merged": merged}
-    export = agree_on_plan(models, hf, head, **options, dtype=dtype)
+    shared = {"digests": digests, "dtype": dtype} if digests else {}  # of tensors that other ranks have cast
+    export = agree_on_plan(models, hf, head, **options, dtype=dtype, shared=shared)
     specs = tuple(
         ManifestEntry(spec.name, spec.shape, wanted_dtype(spec.name, spec.dtype, dtype))
         for spec in export.program.plan.tensors()

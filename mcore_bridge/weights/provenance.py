@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import os
 from collections.abc import Collection, Iterable, Mapping
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Union
 from mcore_bridge.architecture import architecture_of, composite_of, read_hf
 from mcore_bridge.composite import IN_MODEL, Whole, spelling_in, text_of
 from mcore_bridge.config.hf import find_folder, with_fields
+from mcore_bridge.config.mesh.alike import Content, digest_of
 from mcore_bridge.config.tables.moe import MTP_COUNTS
 from mcore_bridge.errors import ConfigError
 from mcore_bridge.rules.dialects import dialect_of, fused
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
 
 HF = Union[str, "os.PathLike[str]", "PretrainedConfig"]
 """A folder, a hub name in the local cache, or a config."""
+_OF_RANK = ("_name_or_path", "transformers_version")
+"""Fields of a config that do not change its model."""
 _PLACES = "embeddings.position_embedding.weight"
 logger = logging.getLogger("mcore_bridge")
 
@@ -207,6 +211,13 @@ class Provenance:
         names = top_names((*architecture_of(self.hf).rules(self.hf), *LM_HEAD, *SCORE_HEAD))
         text = tuple(respelled_name(name, self.spelling) for name in names)
         return {"text": text, "carried": self.whole.composite.carried}
+
+
+def identity(provenance: Provenance) -> Content:
+    """The HF config of a model, for ranks to compare. Where its folder is may differ between them."""
+    fields = {name: value for name, value in provenance.config.to_dict().items() if name not in _OF_RANK}
+    name = provenance.folder or f"a config of {provenance.hf.model_type}"
+    return Content(name, digest_of(json.dumps(fields, sort_keys=True, default=str)))
 
 
 def provenance_of(hf: HF, *, head: str = "lm") -> Provenance:

@@ -30,7 +30,7 @@ from mcore_bridge.weights.files.sidecars import NOTES, copy_companions
 from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
 from mcore_bridge.weights.manifest import Manifest, manifest
 from mcore_bridge.weights.own_folder import is_source, plain_dtypes, require_held
-from mcore_bridge.weights.provenance import HF, Provenance, config_in, head_of
+from mcore_bridge.weights.provenance import HF, Provenance, config_in, head_of, identity
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_on_all, require_alike
 
@@ -99,7 +99,7 @@ def save_hf_checkpoint(
         require_positive(max_shard_bytes=max_shard_bytes, slot_bytes=slot_bytes)
     given: dict[str, Any] = {"dtype": dtype, "dialect": dialect, "head": head, "merged": merged}
     sizes = {"max_shard_bytes": max_shard_bytes, "slot_bytes": slot_bytes}
-    require_alike(world, {**given, "keep": keep, **sizes, "mtp": mtp})
+    require_alike(world, {"hf": identity(provenance), **given, "keep": keep, **sizes, "mtp": mtp})
     together = partial(raise_on_all, world, f"{target} was not written, and is as it was")
     bucket_bytes = BUCKET_SLOTS * slot_bytes
     with updating_by_all(world, target) as update, ExitStack() as stack:

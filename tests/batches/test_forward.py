@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 import mcore_bridge as mb
 from mcore_bridge.batches import microbatches, packing, refusals
 from mcore_bridge.batches.microbatches import balances_experts, tokens_in_fp8
-from mcore_bridge.errors import BatchError, ConfigError, MeshError
+from mcore_bridge.errors import BatchError, BridgeError, ConfigError, MeshError
 from tests import zoo
 from tests.support import pool, stepping
 from tests.support.forward_batches import FAMILIES, LENGTHS, batch_of, expected_of
@@ -185,6 +185,27 @@ def test_replicas_that_would_wait_for_each_other_are_refused(dispatcher, options
     assert all(words in found for found in pool.run(2, of_replicas, SHARED[0], dispatcher, [[0], [0, 1]], options))
 
 
+def other_replicas():
+    """How both ranks raise if one of two replicas that share experts has a loss, or another mode."""
+    hf, said = zoo.cases()["qwen3_moe"].hf, []
+    with stepping.mesh(mb.ParallelDims(ep=2)):
+        how = {"dims": mb.ParallelDims(ep=2), "dtype": torch.float32, "device": "cpu"}
+        models = mb.build_model(hf, **how, load_weights=random_state(hf))
+        is_second = dist.get_rank() == 1
+        for other, trains in (({"loss": lambda outputs, rows: outputs.log_probs.sum()}, True), ({}, is_second)):
+            models[0].train(trains)
+            with pytest.raises(BatchError) as caught:
+                mb.forward(models, *batch_of(hf), **(other if is_second else {}))
+            said.append(str(caught.value))
+    return said
+
+
+def test_replicas_that_share_experts_all_go_back_or_none_does():
+    for loss, training in pool.run(2, other_replicas, timeout=60):
+        assert "same loss on every rank" in loss
+        assert "same training on every rank" in training
+
+
 RECOMPUTED = {
     "deepseek_v3": ["core_attn", "mla_up_proj", "moe", "shared_experts"],
     "gpt_oss": ["core_attn", "moe"],
@@ -242,7 +263,7 @@ def test_a_batch_that_one_replica_cannot_take_raises_on_all_that_share_its_exper
     batches = [torch.ones(2, 3, dtype=torch.int64), batch]
     found = pool.run(dims.smallest_world, refused_somewhere, dims, batches, timeout=60)
     assert sum(message in each for each in found) == len(found) // 2
-    assert sum("refuses its batch" in each for each in found) == len(found) // 2
+    assert sum("refuses its" in each for each in found) == len(found) // 2
 
 
 @pytest.mark.parametrize(
@@ -368,23 +389,69 @@ def test_gradients_are_those_of_unpadded_rows(dims, packed, size):
             assert worst < 1e-4, f"{name}: {worst}"
 
 
-def test_microbatches_that_only_fill_a_round_change_nothing():
-    """Three rounds of one row on two virtual stages take four microbatches: one is of padding alone."""
-    dims = mb.ParallelDims(pp=2, vp=2)
-    for log_probs, gradients in pool.run(2, three_rows, dims):
-        for other, others in pool.run(1, three_rows, mb.ParallelDims()):
-            torch.testing.assert_close(log_probs, other, rtol=0, atol=1e-4)
-            for name, gradient in others.items():
-                assert (gradients[name] - gradient).abs().max() < 1e-4 * gradient.abs().max(), name
+UNEVEN = torch.tensor([7, 3, 6])
+"""Lengths of three rows of seven places, which no size of microbatches and no mesh divides."""
+SIZES = [
+    (mb.ParallelDims(), 2, True),
+    (mb.ParallelDims(pp=2, vp=2), 1, True),  # of four microbatches that fill the rounds, one is of padding alone
+    (mb.ParallelDims(pp=2, vp=2), 2, False),
+    (mb.ParallelDims(pp=2), 2, True),
+    (mb.ParallelDims(cp=2), 2, False),
+    (mb.ParallelDims(cp=2, pp=2), 2, True),
+    (mb.ParallelDims(cp=2, pp=2), 2, False),
+    (mb.ParallelDims(cp=2, pp=2, vp=2), 1, True),
+]
 
 
-def three_rows(dims):
-    ids = torch.randint(0, HF.vocab_size, (3, 7), generator=torch.Generator().manual_seed(7))
+def uneven_batch():
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(0, HF.vocab_size, (3, 7), generator=generator)
+    return ids, torch.arange(7) < UNEVEN[:, None], torch.randn(2, 3, 7, generator=generator)
+
+
+def uneven_loss(log_probs, entropies, rows):
+    """A mean over the places of a microbatch, so that rows which only fill it would be seen."""
+    of_log_probs, of_entropies = uneven_batch()[2][:, rows]
+    return (log_probs * of_log_probs + entropies * of_entropies).mean()
+
+
+def uneven_by_forward(dims, size, packed):
+    """What a mesh makes of three rows, and the gradients."""
+    ids, mask, _ = uneven_batch()
     with stepping.mesh(dims):
         chunks = mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
-        wrapped = stepping.wrap(chunks)
-        found = mb.forward(wrapped, ids, loss=lambda outputs, rows: outputs.log_probs.sum(), micro_batch_size=1)
-        return found.log_probs, gradients_of(chunks, "main_grad")
+        options = {"micro_batch_size": size, "packed": packed}
+        loss = {"loss": lambda outputs, rows: uneven_loss(outputs.log_probs, outputs.entropy, rows)}
+        found = mb.forward(stepping.wrap(chunks), ids, mask, **loss, **options)
+        return found.log_probs, found.entropy, gradients_of(chunks, "main_grad")
+
+
+def uneven_by_hand(size):
+    """The same of one rank that gives each row to the model without padding."""
+    ids, _, _ = uneven_batch()
+    with stepping.mesh(mb.ParallelDims()):
+        (model,) = mb.build_model(HF, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
+        rows = []
+        for row, length in enumerate(UNEVEN.tolist()):
+            own = ids[row : row + 1, :length]
+            logs = torch.log_softmax(model(own, torch.arange(length)[None], None)[0, :-1], -1)
+            values = logs.gather(-1, own[0, 1:, None])[:, 0], -(logs.exp() * logs).sum(-1)
+            rows.append(torch.stack([torch.nn.functional.pad(each, (1, 7 - length)) for each in values]))
+        outputs = torch.stack(rows, 1)
+        slices = [slice(start, min(start + size, 3)) for start in range(0, 3, size)]
+        sum(uneven_loss(*outputs[:, part], part) / len(slices) for part in slices).backward()
+        return *outputs.detach(), gradients_of([model], "grad")
+
+
+@pytest.mark.parametrize(("dims", "size", "packed"), SIZES, ids=str)
+def test_three_rows_that_no_microbatch_and_no_mesh_divides(dims, size, packed):
+    """Outputs are those of each row by itself, and gradients those of the mean over microbatches."""
+    (expected,) = pool.run(1, uneven_by_hand, size)
+    for found in pool.run(dims.smallest_world, uneven_by_forward, dims, size, packed):
+        for ours, theirs in zip(found[:2], expected[:2], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+        for name, gradient in expected[2].items():
+            assert (found[2][name] - gradient).abs().max() < 1e-4 * gradient.abs().max(), name
 
 
 def values_of(dims, hf, head):
@@ -457,29 +524,61 @@ def test_a_loss_that_is_none_raises_on_all_ranks(dims):
             assert re.search(words if knows else other, message), message
 
 
-def other_batches(dims):
-    """How the ranks of a replica raise of which the last one has another batch than the rest."""
+TURNED, LATE = "turned", "late"
+OTHERS = {
+    r"same input_ids on every rank, found .*input_ids='int64 .*; deal batches": {"input_ids": TURNED},
+    "same input_ids on": {"input_ids": LATE, "attention_mask": None},
+    "same micro_batch_size on .* of the job: micro_batch_size=2;": {"micro_batch_size": 2},
+    "same temperature on .*: temperature=0.5;": {"temperature": 0.5},
+    "same packed on .*: packed=False;": {"packed": False},
+    "same multiple_of on .*: multiple_of=16;": {"multiple_of": 16},
+    "same loss on .*: loss='given'": {"loss": lambda out, rows: out.log_probs.sum()},
+    "REFUSED input_ids must be 0 to 96 .* found 0 to 1095": {"input_ids": "beyond"},
+    "REFUSED input_ids must be an int64 tensor .* found list": {"input_ids": "list"},
+    "REFUSED attention_mask must be a tensor .* found list": {"attention_mask": [[1]]},
+    "REFUSED loss must be a function of outputs and rows, or None, found str": {"loss": "mean"},
+    "REFUSED micro_batch_size must be a whole number of at least 1, found 1.5": {"micro_batch_size": 1.5},
+    "REFUSED packed must be True or False, found 'no'": {"packed": "no"},
+    "REFUSED temperature must be a number .* found None": {"temperature": None},
+    "REFUSED '/nowhere' must be an existing folder": {"hf": "/nowhere"},
+    "REFUSED head must be one of lm, value, classification, found 'x'": {"head": "x"},
+    "REFUSED .*images": {"images": 5},
+}
+
+
+def other_calls(dims):
+    """How the ranks of a replica raise of which the last one calls with another argument than the rest."""
     with stepping.mesh(dims):
         chunks = mb.build_model(HF, dims=dims, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
         ids, mask = batch_of(HF)
         is_last, said = dist.get_rank() == dist.get_world_size() - 1, []
-        turned, late, beyond = ids.roll(1, 0), (ids[:, 1:], mask[:, 1:]), (ids + 999, mask)
-        for batch, size in (((turned, mask), 1), (late, 1), ((ids, mask), 2), (beyond, 1)):
-            with pytest.raises(BatchError) as caught:
-                mb.forward(chunks, *(batch if is_last else (ids, mask)), micro_batch_size=size if is_last else 1)
+        batches = {TURNED: ids.roll(1, 0), LATE: ids[:, 1:], "beyond": ids + 999, "list": ids.tolist()}
+        for other in OTHERS.values():
+            given = {"input_ids": ids, "attention_mask": mask, "micro_batch_size": 1, **(other if is_last else {})}
+            given["input_ids"] = batches[each] if isinstance(each := given["input_ids"], str) else each
+            with pytest.raises(BridgeError) as caught:
+                mb.forward(chunks, **given)
             said.append(str(caught.value))
+        for chunk in chunks:
+            chunk.train(is_last)
+        with pytest.raises(BatchError, match="expected the same training on every rank"):
+            mb.forward(chunks, ids, mask)
+        for chunk in chunks:
+            chunk.eval()
         mb.forward(chunks, ids.where(mask != 0, 999 if is_last else 0), mask, micro_batch_size=1)
         return said
 
 
 @pytest.mark.parametrize("dims", [mb.ParallelDims(tp=2, pp=2), mb.ParallelDims(cp=2)], ids=str)
-def test_ranks_of_a_replica_that_have_other_batches_all_raise(dims):
-    found = pool.run(dims.smallest_world, other_batches, dims, timeout=60)
-    wrong = ["in tokens: deal", "in their length, tokens: deal", "in micro_batch_size: deal"]
-    for said in found:
-        assert all(words in message for words, message in zip(wrong, said[:3], strict=True)), said
-    assert ["input_ids must be 0 to" in said[3] for said in found] == [*[False] * (len(found) - 1), True]
-    assert ["another rank of this replica refuses" in said[3] for said in found] == [*[True] * (len(found) - 1), False]
+def test_ranks_of_a_replica_that_call_with_other_arguments_all_raise(dims):
+    """Whether each takes its own or not: one that raised alone would leave the others waiting."""
+    *others, last = pool.run(dims.smallest_world, other_calls, dims, timeout=60)
+    for place, words in enumerate(OTHERS):
+        own = words.removeprefix("REFUSED ")
+        assert re.search(own, last[place]), last[place]
+        for said in others:
+            heard = f"refuses its own, rank {len(others)} of the job: " if own != words else ""
+            assert re.search(heard + own, said[place]), said[place]
 
 
 def test_what_does_not_fit_is_refused():
@@ -496,16 +595,16 @@ def refused():
         with pytest.raises(BatchError, match=r"must have the shape of input_ids, \(2, 4\), found \(3, 4\)"):
             mb.forward(models, ids, torch.ones(3, 4))
         with pytest.raises(
-            BatchError, match=r"input_ids must be int64, found torch\.float32: pass input_ids\.long\(\)"
+            BatchError, match=r"input_ids must be an int64 .* found torch\.float32 .* pass input_ids\.long\(\)"
         ):
             mb.forward(models, ids.float())
         with pytest.raises(BatchError, match=r"input_ids must be an int64 tensor .* found list"):
             mb.forward(models, ids.tolist())
-        with pytest.raises(BatchError, match="loss must be a function of outputs and rows, found float"):
+        with pytest.raises(BatchError, match="loss must be a function of outputs and rows, or None, found float"):
             mb.forward(models, ids, loss=1.0)
-        with pytest.raises(BatchError, match="micro_batch_size must be at least 1, found -1"):
+        with pytest.raises(BatchError, match="micro_batch_size must be a whole number of at least 1, found -1"):
             mb.forward(models, ids, micro_batch_size=-1)
-        for temperature in (0, -1.0, float("nan"), float("inf"), torch.ones(2)):
+        for temperature in (0, True, None, "1", -1.0, float("nan"), float("inf"), torch.ones(2)):
             with pytest.raises(BatchError, match="temperature must be a number of at least 1e-06, found"):
                 mb.forward(models, ids, temperature=temperature)
         added = torch.zeros(2, 4).masked_fill(torch.arange(4) > 2, -1e9)
@@ -585,7 +684,7 @@ def longest_of_different_rows(dispatcher):
     rows = 1 + dist.get_rank()
     batch = SimpleNamespace(num_tokens=8 * rows, input_ids=torch.zeros(rows, 8))
     try:
-        return microbatches._longest(chunk, [batch], None, torch.device("cpu"))
+        return microbatches._longest(chunk, [batch])
     except BatchError as error:
         return str(error)
 

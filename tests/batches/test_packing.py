@@ -1,6 +1,7 @@
 """Packing and its inverse: every token once, in its place, with its successor, on any mesh; log-probs cut over tp."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -93,6 +94,18 @@ def test_what_does_not_fit_is_refused():
     packed = mb.pack_sequences(torch.ones(2, 3, dtype=torch.long))
     with pytest.raises(BatchError, match=r"\(1, 1, 6\), found \(1, 6\)"):
         mb.unpack_sequences(packed, torch.zeros(1, 6))
+    with pytest.raises(BatchError, match=r"values must be a tensor \[cp, rows, tokens\], found list"):
+        mb.unpack_sequences(packed, [0.0])
+    with pytest.raises(BatchError, match="packed must be what pack_sequences has made, found dict"):
+        mb.unpack_sequences({}, torch.zeros(1, 6))
+    with pytest.raises(BatchError, match="following must be True or False, found 2"):
+        mb.unpack_sequences(packed, torch.zeros(1, 6), following=2)
+    wrong = {"cp_rank": -1, "packed": 1, "multiple_of": 0, "min_tokens": 2.0, "attention_mask": [1]}
+    with pytest.raises(BatchError) as caught:
+        mb.pack_sequences(torch.ones(2, 3), **wrong)
+    assert all(f"{name} must be" in str(caught.value) for name in ("input_ids", *wrong))
+    with pytest.raises(BatchError, match="dims must be a ParallelDims or None, found 2"):
+        mb.pack_sequences(torch.ones(2, 3, dtype=torch.long), dims=2)
 
 
 # log-probabilities over a cut vocabulary ------------------------------------------------------------------------------
@@ -190,3 +203,63 @@ def with_and_without_temperature():
 
 def test_the_temperature_is_one_by_default():
     assert pool.run(1, with_and_without_temperature) == [[True, True]]
+
+
+def ignoring(logits, labels, keep):
+    """What labels of -100 leave on this rank: both results, and the gradient of its logits."""
+    own = logits.chunk(dist.get_world_size(), -1)[dist.get_rank()].clone().requires_grad_()
+    found = mb.log_probs(own, labels.masked_fill(~keep, -100), vocab_size=VOCAB, group=dist.group.WORLD)
+    (found[0].sum() + found[1].sum()).backward()
+    return found[0].detach(), found[1].detach(), own.grad
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_label_that_torch_ignores_has_no_log_prob_and_no_gradient(world_size):
+    generator = torch.Generator().manual_seed(3)
+    logits, labels = torch.randn(2, 5, 12, generator=generator), torch.randint(0, VOCAB, (2, 5), generator=generator)
+    keep = torch.tensor([[True, False, True, True, False], [False] * 5])
+    whole = logits.clone().requires_grad_()
+    expected = [values.where(keep, 0.0) for values in reference(whole, labels, 1.0)]
+    (expected[0].sum() + expected[1].sum()).backward()
+    found = pool.run(world_size, ignoring, logits, labels, keep)
+    for log_prob, entropy, _ in found:
+        torch.testing.assert_close(log_prob, expected[0].detach())
+        torch.testing.assert_close(entropy, expected[1].detach())
+    gradient = torch.cat([grad for _, _, grad in found], -1)
+    torch.testing.assert_close(gradient, whole.grad)
+    assert not gradient[~keep].any()
+
+
+CALLS = {
+    r"labels must be 0 to 10, or -100 .* found 0 to 11": {"labels": torch.tensor([0, 11])},
+    r"labels must be 0 to 10, or -100 .* found -1 to 3": {"labels": torch.tensor([-1, 3])},
+    "labels must be an int64 tensor, found torch.int32": {"labels": torch.tensor([1, 2], dtype=torch.int32)},
+    "labels must be an int64 tensor, found list": {"labels": [1, 2]},
+    "logits must be a tensor of floats .* found NoneType": {"logits": None},
+    "logits must be a tensor of floats .* found torch.int64": {"logits": torch.zeros(2, 8, dtype=torch.long)},
+    r"logits must have the shape of labels, \(2,\), .* found \(3, 8\)": {"logits": torch.zeros(3, 8)},
+    "vocab_size must be 1 to 16, .* found 1.5": {"vocab_size": 1.5},
+    "temperature must be a number .* found None": {"temperature": None},
+    "same labels on every rank, found rank 0 .*; rank 1 of the job: labels=": {"labels": torch.tensor([1, 3])},
+    "same vocab_size on every rank, .* rank 1 of the job: vocab_size=9": {"vocab_size": 9},
+    "same temperature on every rank, .* temperature=0.5": {"temperature": 0.5},
+}
+
+
+def wrong_calls():
+    """How both ranks raise if the second one has another argument than the first."""
+    said, usual = [], {"logits": torch.zeros(2, 8), "labels": torch.tensor([1, 2]), "vocab_size": VOCAB}
+    for other in CALLS.values():
+        with pytest.raises(BatchError) as caught:
+            mb.log_probs(**{**usual, **(other if dist.get_rank() else {})}, group=dist.group.WORLD)
+        said.append(str(caught.value))
+    with pytest.raises(BatchError, match="group must be the tensor-parallel process group, found NoneType"):
+        mb.log_probs(**usual, group=None)
+    return said
+
+
+def test_ranks_with_other_labels_or_arguments_all_raise():
+    first, second = pool.run(2, wrong_calls, timeout=60)
+    for words, heard, own in zip(CALLS, first, second, strict=True):
+        assert re.search(words, own), own
+        assert re.search(words, heard), heard

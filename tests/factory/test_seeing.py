@@ -89,12 +89,14 @@ def test_trainers_call_with_whole_rows_or_their_own_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "internvl", "llama4"])
 def test_a_row_that_is_cut_inside_an_image_is_named_on_a_pipeline(name: str) -> None:
-    """Even if the sums over rows fit. Positions of InternVL do not tell its second stage, which raises all the same."""
+    """Even if the sums over rows fit. Qwen's last image of that row has one token, whose absence all stages see.
+
+    Only the tower of the first stage knows the features of the others.
+    """
     folder, batch, _ = case(name)
     errors = pool.run(2, seeing.misfitting, folder, PP, batch)
     assert "found in row 2" in errors[0], errors
-    assert "shape mismatch" in errors[1] or "on another rank" in errors[1]
-    assert ("Do not cut rows inside an image" in errors[1]) == ("shape mismatch" in errors[1])
+    assert ("found in row 2" if name == "qwen3_vl" else "on another rank") in errors[1], errors
 
 
 def test_what_no_model_could_see_is_refused_by_name() -> None:
@@ -150,8 +152,9 @@ def test_arrays_lists_and_inputs_of_no_image_are_taken_as_processors_make_them(n
             mb.forward(models, ids, mask, images=[*images[:2], unequal, images[3]])
         if name == "llava_onevision":
             longer = {**images[2], "pixel_values_videos": images[2]["pixel_values_videos"].repeat(1, 2, 1, 1, 1)}
+            rows = [0, 1, 2, 2]
             with pytest.raises(BatchError, match=r"_videos .*\(1, 2, .* row 2 and \(1, 4, .* row 3: pass micro_batch"):
-                mb.forward(models, ids, mask, images=[*images[:3], longer])
+                mb.forward(models, ids[rows], mask[rows], images=[*images[:3], longer])
 
 
 def test_a_sampled_token_with_the_id_of_an_image_is_text_if_the_row_says_so() -> None:
@@ -173,7 +176,7 @@ def test_a_sampled_token_with_the_id_of_an_image_is_text_if_the_row_says_so() ->
         assert torch.equal(mb.forward(models, sampled, mask, images=told).entropy, wanted)
         with pytest.raises(BatchError, match=r"found in row 0.*pass mm_token_type_ids"):
             mb.forward(models, torch.where(of_text, ids, sampled), mask, images=images)
-        with pytest.raises(BatchError, match=r"no tokens that stand for images, found 1 in row 1: give the row its"):
+        with pytest.raises(BatchError, match=r"found in row 1: 1 tokens that stand for images, .* give the row its"):
             mb.forward(models, torch.where(of_text, sampled, ids), mask, images=images, micro_batch_size=1)
 
 

@@ -26,6 +26,7 @@ INSIDE = {"config": "tables <- mesh", "weights": "plan <- transfer <- ipc <- fil
 DISTRIBUTED = {
     "batches/collectives.py",
     "commands/verify/logits.py",
+    "config/mesh/alike.py",
     "config/mesh/lost_ranks.py",
     "config/mesh/process_groups.py",
     "convert/api.py",

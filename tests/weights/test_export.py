@@ -569,7 +569,7 @@ def test_digests_are_those_of_the_source_on_every_rank():
 
 def other_bucket_bytes():
     models, _ = built()
-    with pytest.raises(ExportError, match="bucket_bytes differs"):
+    with pytest.raises(ExportError, match=r"same bucket_bytes on every rank, found rank 0 .*bucket_bytes=1000; rank 1"):
         mb.to_hf_state_dict(models, bucket_bytes=1000 + dist.get_rank())
 
 
@@ -583,6 +583,7 @@ def test_what_ranks_say_is_said_once():
     assert grouped_by_rank(["a"] * 12 + [""]) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more of the group: a"
     assert grouped_by_rank(["a"]) == "rank 0 of the group: a"
     assert not grouped_by_rank(["", ""])
+    assert grouped_by_rank(["a", "a"], [4, 6]) == "ranks 4, 6 of the job: a"
 
 
 def nonsense():

@@ -232,17 +232,22 @@ class ParallelDims:
                 defaults of torch and megatron-core, which are 30 minutes, and 10 for NCCL's group of all ranks.
 
         Raises:
-            MeshError: the sizes do not fit the world, or ``parallel_state`` has other sizes. No group is made then.
+            MeshError: the sizes do not fit the world, ``parallel_state`` has other sizes, or ranks have different dims.
+                No group is made then.
         """
-        process_groups.require_timeout(timeout)
-        device = process_groups.choose_device(device)
-        process_groups.require_same(
-            {name: getattr(self, name) for name in (*_SIZES, "hierarchical_context_parallel_sizes")}
-        )
-        world_size = process_groups.world_size()
-        self.dp(world_size)
-        self.edp(world_size)
-        process_groups.initialize(self.to_group_sizes(), device=device, seed=seed, timeout=timeout)
+
+        def check() -> tuple[str, dict[str, object]]:
+            process_groups.require_timeout(timeout)
+            chosen = process_groups.choose_device(device)
+            process_groups.require_same(
+                {name: getattr(self, name) for name in (*_SIZES, "hierarchical_context_parallel_sizes")}
+            )
+            world_size = process_groups.world_size()
+            self.dp(world_size)
+            self.edp(world_size)
+            return chosen, {"dims": self, "device": chosen, "seed": seed}
+
+        process_groups.initialize(check, self.to_group_sizes(), seed=seed, timeout=timeout)
 
 
 def _quotient(world_size: int, factors: Mapping[str, int]) -> int:

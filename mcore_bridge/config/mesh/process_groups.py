@@ -10,12 +10,15 @@ import math
 import multiprocessing
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mcore_bridge.errors import MeshError
+
+if TYPE_CHECKING:
+    from mcore_bridge.config.mesh.alike import Shared
 
 _SECONDS = 10.0
 """The longest time that a process waits for threads of gloo at its end."""
@@ -53,6 +56,20 @@ def read_sizes() -> dict[str, object]:
     }
 
 
+def building_groups() -> list[Any]:
+    """The groups that, one after the other, reach all ranks of a replica and those that share its experts."""
+    from megatron.core import parallel_state as state
+
+    if not state.model_parallel_is_initialized():
+        return []
+    return [
+        state.get_tensor_model_parallel_group(),
+        state.get_context_parallel_group(),
+        state.get_pipeline_model_parallel_group(),
+        state.get_expert_model_parallel_group(),
+    ]
+
+
 def differing(wanted: Mapping[str, object], actual: Mapping[str, object]) -> dict[str, tuple[object, object]]:
     """``(actual, wanted)`` sizes, where they differ. A wanted size of None fits any actual one."""
     return {name: (actual[name], size) for name, size in wanted.items() if size is not None and size != actual[name]}
@@ -83,14 +100,13 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else _rank_and_world_size()[1]
 
 
-def initialize(group_sizes: Mapping[str, Any], *, device: str, seed: int, timeout: timedelta | None) -> None:
+def initialize(check: Callable[[], tuple[str, Shared]], group_sizes: Mapping[str, Any], **options: Any) -> None:
     """Join torch.distributed and make megatron-core's groups, unless that is done already.
 
     Args:
+        check: checks the mesh. Returns the device, "cpu" or "cuda", and what all ranks must have alike.
         group_sizes: arguments of ``initialize_model_parallel``.
-        device: "cpu" or "cuda".
-        seed: see ``ParallelDims.initialize``.
-        timeout: see ``ParallelDims.initialize``.
+        options: seed and timeout, see ``ParallelDims.initialize``.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # set while a child imports the script
         raise MeshError(
@@ -100,17 +116,19 @@ def initialize(group_sizes: Mapping[str, Any], *, device: str, seed: int, timeou
     import torch.distributed as dist
     from megatron.core import parallel_state
 
+    from mcore_bridge.config.mesh.alike import agreed
     from mcore_bridge.config.mesh.lost_ranks import note_process
 
+    if not dist.is_initialized():
+        _join(check()[0], options["timeout"])
+    note_process()
+    device: str = agreed([dist.group.WORLD], check, MeshError)  # type: ignore[list-item]  # there is one now
     if device == "cpu":
         from mcore_bridge.cpu import enable_cpu
 
         enable_cpu()
-    if not dist.is_initialized():
-        _join(device, timeout)
-    note_process()
     if not parallel_state.model_parallel_is_initialized():
-        _make_groups(group_sizes, device=device, seed=seed, timeout=timeout)
+        _make_groups(group_sizes, device=device, **options)
 
 
 def require_timeout(timeout: timedelta | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mcore_bridge.errors import BatchError
+from mcore_bridge.errors import BatchError, BridgeError
 
 _FEATURES = ("get_image_features", "get_video_features")
 _KINDS = ("images", "videos")
@@ -106,6 +106,8 @@ def misfit(error: Exception, rows: Sequence[int] | None) -> BatchError:
         return BatchError(
             f"each row must have one token for each feature of its images, found in row {row}: {reason}. {_ADVICE}"
         )
+    if isinstance(error, BridgeError):
+        return BatchError(str(error))
     where = "a row" if rows is None else f"one of the rows {[*rows]}"
     reason = f"{type(error).__name__}: {error}"
     problem = BatchError(f"transformers must take the inputs of images, found in {where}: {reason}{_advice(error)}")

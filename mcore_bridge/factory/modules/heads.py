@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-
-from mcore_bridge.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer import TransformerConfig
     from transformers import PretrainedConfig
 
-Head = Literal["lm", "value", "classification", "none"]
 _NEVER = -1e30
 """The logit of padding. Trainers multiply logits by probabilities, which are zero here, so it must be finite. It stays
 so after a division by a temperature; verl's smallest is 1e-8."""
@@ -112,12 +109,6 @@ def output_weight(chunk: GPTModel) -> Any:
     """The weight of a last stage's LM head: its own or, if tied on a stage with both, that of the embedding."""
     own = chunk.output_layer.weight
     return chunk.shared_embedding_or_output_weight() if own is None else own
-
-
-def check_head(head: str) -> None:
-    """Raise ``ConfigError`` unless ``head`` is a known one."""
-    if head not in get_args(Head):
-        raise ConfigError(f"head must be one of {', '.join(get_args(Head))}, found {head!r}")
 
 
 def replace_output_layer(model: GPTModel, hf: PretrainedConfig, *, head: str) -> None:

@@ -42,7 +42,7 @@ from mcore_bridge.weights.halves import whole_config
 from mcore_bridge.weights.model_tensors import held_tensors, require_as_built
 from mcore_bridge.weights.own_folder import is_source, note_source, require_held
 from mcore_bridge.weights.param_sync import gather_pending, require_gatherable
-from mcore_bridge.weights.provenance import HF, config_in
+from mcore_bridge.weights.provenance import HF, config_in, identity
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.endpoints import check_storage
 from mcore_bridge.weights.transfer.failures import raise_on_all, require_alike
@@ -120,6 +120,7 @@ def save_checkpoint(
         _require_ready(chunks, part, optimizer)
         require_as_built(chunks)
         pickle.dumps(common)  # only one rank would fail to write it
+    require_alike(world, {"hf": identity(provenance)})
     require_alike(world, {"head": head, "part": part, "optimizer": type(optimizer), "common": sorted(common or ())})
     require_equal(world, common or {})
     together = partial(raise_on_all, world, f"{target} was not written, and is as it was")
@@ -216,6 +217,8 @@ def load_checkpoint(
         check = Check(checkpoint, provenance.hf.vocab_size, dtype, part)
         check.compare(state)
     _require_one(world.all_gather_object(os.path.relpath(checkpoint.path, folder)), folder)
+    given = {"dtype": dtype, "strict": strict, "part": part, "head": provenance.head, "optimizer": type(optimizer)}
+    require_alike(world, {"folder": checkpoint.content, "hf": identity(provenance), **given})
     with raise_on_all(world, f"{checkpoint.path} was not read, and the models are as they were"):
         missing, unexpected = check.agree(Group.of_replica(chunks[0].pg_collection), strict=strict)
         if optimizer is not None:

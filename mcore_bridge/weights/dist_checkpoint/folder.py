@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_bridge.config.given_path import given_path
+from mcore_bridge.config.mesh.alike import Content, digest_of
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.names import TOWER, plain_key
 from mcore_bridge.weights.dist_checkpoint.metadata import is_tiled, read_metadata
@@ -86,6 +87,12 @@ class TorchDistFolder:
             for key, value in self.metadata.state_dict_metadata.items()
             if isinstance(value, TensorStorageMetadata) and key.startswith(_MODEL)
         }
+
+    @property
+    def content(self) -> Content:
+        """The checkpoint for ranks to compare: each save gives its metadata, or what is in no tensor, other bytes."""
+        files = (self.path / name for name in _REST)
+        return Content(str(self.path), digest_of(*(file.read_bytes() for file in files if file.is_file())))
 
     @property
     def files(self) -> list[str]:

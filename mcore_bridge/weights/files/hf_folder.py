@@ -16,6 +16,7 @@ from pathlib import Path
 from torch import Tensor
 
 from mcore_bridge.config.given_path import given_path
+from mcore_bridge.config.mesh.alike import Content, digest_of
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.files.positional_io import read_bounded
@@ -26,6 +27,7 @@ SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
 HEADS = ("config.json", INDEX, SINGLE)
 """Files without which no reader takes a folder for a checkpoint."""
+_READ_WHOLE, _SAMPLES, _SAMPLE = 64 << 20, 16, 1 << 12
 _ATTEMPTS = 5
 _SHARDS = "model-[0-9]*-of-[0-9]*.safetensors"
 _SUFFIX = ".safetensors"
@@ -33,6 +35,23 @@ _OF_MEGATRON = ("metadata.json", ".metadata", "latest_checkpointed_iteration.txt
 _OTHERS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5", ".npz")
 _INDEX_BYTES = 100_000_000
 """Limit on the size of an index, the same as the format's limit on headers: both list tensors."""
+
+
+def content_of(folder: str | os.PathLike[str]) -> Content:
+    """A folder for ranks to compare: its files of tensors. Each rank may read a copy of its own.
+
+    Files of up to 64 MB are read whole, and of larger ones a few KB.
+    """
+    texts: list[str | bytes] = []
+    for path in sorted(Path(folder).glob(f"*{_SUFFIX}")):
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            texts += [path.name, str(size)]
+            step = size // _SAMPLES if size > _READ_WHOLE else max(size, 1)
+            for start in range(0, size, step):
+                file.seek(start)
+                texts.append(file.read(min(step, _READ_WHOLE if size <= _READ_WHOLE else _SAMPLE)))
+    return Content(os.fspath(folder), digest_of(*texts))
 
 
 class Checkpoint(Mapping[str, Tensor]):

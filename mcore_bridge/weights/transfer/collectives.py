@@ -159,15 +159,15 @@ class Group:
 
     def all_true(self, is_well: bool) -> bool:
         """Whether a flag is set on every rank. An export begins and ends with this small collective."""
-        return not self._most([not is_well])[0]
+        return not self.most([not is_well])[0]
 
     def first_in_common(self, fits: Sequence[bool], count: int, version: int) -> int | None:
         """The first of ``count`` indices that fits on every rank; None if none does, or if versions differ."""
         misfits = [*(int(not fit) for fit in fits), *[1] * (count - len(fits))]
-        *misfits, largest, negated = self._most([*misfits, version, -version])
+        *misfits, largest, negated = self.most([*misfits, version, -version])
         return misfits.index(0) if 0 in misfits and largest == -negated else None
 
-    def _most(self, numbers: Sequence[int]) -> list[int]:
+    def most(self, numbers: Sequence[int]) -> list[int]:
         """The maximum over all ranks of each number."""
         return self._reduced(numbers, dist.ReduceOp.MAX)
 
@@ -183,7 +183,7 @@ class Group:
 
     def max(self, number: int) -> int:
         """The maximum of the numbers of all ranks."""
-        return self._most([number])[0]
+        return self.most([number])[0]
 
     def sums_to_zero(self, number: int) -> bool:
         """Whether the numbers of all ranks add up to a multiple of ``MODULUS``."""

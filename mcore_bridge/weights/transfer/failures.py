@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from mcore_bridge.config.mesh.alike import Shared, agreed
 from mcore_bridge.errors import BridgeError, CheckpointError, ExportError, describe, grouped_by_rank
 
 if TYPE_CHECKING:
@@ -42,13 +43,6 @@ def raise_failures(problems: Sequence[str], what: str = "", kind: type[BridgeErr
         raise kind(f"{what}: {failures}" if what else failures)
 
 
-def require_alike(group: Group, arguments: Mapping[str, object]) -> None:
-    """Raise on all ranks if these arguments of one call differ between ranks.
-
-    Raises:
-        CheckpointError: naming the arguments, and what each rank passed.
-    """
-    asked = group.all_gather_object({name: repr(value) for name, value in arguments.items()})
-    if differ := [name for name in arguments if len({own[name] for own in asked}) > 1]:
-        passed = grouped_by_rank([", ".join(f"{name}={own[name]}" for name in differ) for own in asked])
-        raise CheckpointError(f"expected the same {' and '.join(differ)} on every rank, found {passed}; pass one value")
+def require_alike(group: Group, arguments: Shared, kind: type[BridgeError] = CheckpointError) -> None:
+    """Raise ``kind`` on all ranks if these arguments of one call differ between ranks, with what each rank passed."""
+    agreed([group.group], lambda: (None, arguments), kind)  # type: ignore[list-item]  # there is a world
