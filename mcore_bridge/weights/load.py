@@ -117,6 +117,22 @@ def _load_from(
     return load.report()
 
 
+@torch.no_grad()
+def overwrite(models: Models, tensors: Mapping[str, Tensor], names: Iterable[str]) -> None:
+    """Copy some HF tensors over those of models that are loaded.
+
+    Args:
+        models: this rank's chunks, as ``build_model`` has made them.
+        tensors: by the names, and in the orientation, of the models' own rules.
+        names: of those that are copied. This rank skips tensors that it does not hold.
+    """
+    load = Load(bind(models, merged=False), None)
+    for name in names:
+        if name in load.uses:
+            load.check(name, tensors[name])
+            load.write(name, tensors[name])
+
+
 def load_bound(bound: BoundModel, source: Mapping[str, Tensor], dtype: Dtypes) -> LoadReport:
     """Copy HF tensors into those tensors of this rank that are bound. What is missing or unexpected raises."""
     load = Load(bound, dtype)

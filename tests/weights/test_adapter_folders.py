@@ -265,7 +265,9 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path, monkeypatch):
     for field in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
         endless = r"model(.|\w|_|[a-z])*!"
         value = endless if field.endswith("modules") else {endless: 1}
-        attempt(tmp_path, tensors, r"patterns must be compared with all names in \S+ seconds, but .*!", **{field: value})
+        attempt(
+            tmp_path, tensors, r"patterns must be compared with all names in \S+ seconds, but .*!", **{field: value}
+        )
     for wrong in (float("inf"), float("nan"), 10**400):
         attempt(tmp_path, tensors, "lora_alpha cannot be", lora_alpha=wrong)
     twice = {**tensors, name.removeprefix("base_model.model."): tensors[name].clone()}

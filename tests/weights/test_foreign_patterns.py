@@ -12,7 +12,24 @@ from mcore_bridge.weights.files import foreign_patterns
 from mcore_bridge.weights.files.foreign_patterns import Comparisons, problem_of
 
 ATOMS = [
-    *("a", "b", r"\.", ".", "[ab]", "[^a]", r"\w", r"\d", "(a|b)", "(?:a|ab)", "(?!a)", "(?=b)", r"(?<=a)", "^", "$", ""),
+    *(
+        "a",
+        "b",
+        r"\.",
+        ".",
+        "[ab]",
+        "[^a]",
+        r"\w",
+        r"\d",
+        "(a|b)",
+        "(?:a|ab)",
+        "(?!a)",
+        "(?=b)",
+        r"(?<=a)",
+        "^",
+        "$",
+        "",
+    ),
     *(r"\b", "{", "{e}", "a{1}", "[[:alpha:]]", "[[a]", "(", "|", r"\1", r"(b)\1", "(?i:B)", "(?P<n>a)", r"\p", "1"),
 ]
 
@@ -51,5 +68,4 @@ def test_all_comparisons_of_a_file_share_a_time(monkeypatch):
     clock = itertools.count(0, 0.05)
     monkeypatch.setattr(foreign_patterns.time, "process_time", lambda: next(clock))
     with pytest.raises(CheckpointError, match=r"patterns must be compared .* '\(a\|a\)\+\$' .* 'aab'"):
-        for _ in range(5):
-            comparisons.fullmatch("(a|a)+$", "aab")
+        all(not comparisons.fullmatch("(a|a)+$", "aab") for _ in range(5))
