@@ -236,8 +236,8 @@ def _require_fitting(
             f"folder must be the path of an adapter, found {shown(folder)}; new ones need rank=, alpha=, targets=",
         ),
         (
-            isinstance(asked["targets"], str),
-            f"targets must be a list of module names, such as ['q_proj', 'v_proj'], found {asked['targets']!r}",
+            asked["targets"] is not None and not _are_names(asked["targets"]),
+            f"targets must be a list of module names, such as ['q_proj', 'v_proj'], found {shown(asked['targets'])}",
         ),
         (rank is not None and not is_count(rank), f"rank must be at least 1, found {rank}"),
         (alpha is not None and not is_number(alpha), f"alpha must be a finite number, found {alpha}"),
@@ -253,6 +253,11 @@ def _require_fitting(
     )
     if problems := [text for is_wrong, text in checks if is_wrong]:
         raise ConfigError("these models cannot have adapters: " + "; ".join(problems))
+
+
+def _are_names(targets: object) -> bool:
+    is_collection = isinstance(targets, Collection) and not isinstance(targets, str | bytes)
+    return is_collection and bool(targets) and all(isinstance(target, str) for target in targets)
 
 
 def _require_held(bound: BoundModel, targets: Sequence[str], names: Collection[str]) -> None:

@@ -38,6 +38,11 @@ def load(change):
     return lambda models, folder: mb.load_hf_weights(models, pairs)
 
 
+def tied():
+    """A model whose head is its embedding."""
+    return mb.build_model(tiny("qwen3", tie_word_embeddings=True), load_weights=False, device="cpu")
+
+
 def fill(models, folder):
     """A ring, in another order than that of its plan."""
     ring = mb.BufferRing(mb.plan_buckets(mb.manifest(models), num_slots=2))
@@ -88,6 +93,14 @@ CALLS = {
     "one target": (
         lambda models, folder: mb.add_adapters(models, rank=1, alpha=1, targets="q_proj"),
         r"targets must be a list of module names, .* found 'q_proj'",
+    ),
+    "no targets": (
+        lambda models, folder: mb.add_adapters(models, rank=1, alpha=1, targets=[]),
+        r"targets must be a list of module names, .* found \[\]",
+    ),
+    "the head of a tied model": (
+        lambda models, folder: mb.add_adapters(tied(), rank=1, alpha=1, targets=["lm_head"]),
+        "'lm_head' is the word embedding model.embed_tokens.weight, as the head is tied to it",
     ),
     "unknown target": (
         lambda models, folder: mb.add_adapters(models, rank=1, alpha=1, targets=["xyz"]),
