@@ -26,7 +26,7 @@ from mcore_bridge.rules.mapping import Binding, Dialect, WeightMapping, axes_of,
 from mcore_bridge.rules.names import canonical
 from mcore_bridge.rules.trace import Trace, moved_dim, trace
 from mcore_bridge.weights.adapters import load_peft
-from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, provenance_on
+from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, modules_of, provenance_on
 from mcore_bridge.weights.dist_checkpoint.adapter_shards import sharded_state_dict
 from mcore_bridge.weights.model_tensors import numbering_of
 from mcore_bridge.weights.peft_folder import PeftFolder, open_peft
@@ -223,7 +223,7 @@ def _require_fitting(
     chunks: Sequence[GPTModel], models: Models, folder: object, kind: object, init: object, **asked: Any
 ) -> None:
     config, rank, alpha = chunks[0].config, asked["rank"], asked["alpha"]
-    given = [models] if isinstance(models, nn.Module) else list(models)
+    given = modules_of(models)
     absent = [name for name in ("rank", "alpha", "targets") if asked[name] is None]
     twice = [name for name, value in asked.items() if folder is not None and value is not None]
     checks = (

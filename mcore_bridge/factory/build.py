@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mcore_bridge.arguments import DEVICE, FUNCTION, WHOLE, require
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.mesh.pipeline import Stage
 from mcore_bridge.config.mesh.process_groups import differing
@@ -91,6 +92,12 @@ def build_model(
         >>> [type(model).__name__ for model in models]    # one for each virtual stage
         ['GPTModel']
     """
+    require(
+        ConfigError,
+        device=(device, DEVICE.or_none()),
+        seed=(seed, WHOLE),
+        on_chunk=(on_chunk, FUNCTION.or_none()),
+    )
     blueprint = make_blueprint(
         hf,
         dims=dims or _mesh(),

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_bridge import arguments
+from mcore_bridge.arguments import DEVICE, PATH, require
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.adapters import Adapters, base_name
 from mcore_bridge.rules.mapping import pattern_of
@@ -78,7 +80,8 @@ def iter_hf_adapters(
         model.layers.0.self_attn.q_proj.lora_B.weight (192, 16)
         model.layers.0.self_attn.v_proj.lora_B.weight (96, 16)
     """
-    options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "target": target, "problem": problem_of(dtype)}
+    problem = problem_of(dtype) or arguments.problem_of(device=(device, DEVICE.or_none()))
+    options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "target": target, "problem": problem}
     made = adapters_of(models)
     export = open_export(models, None, "lm", adapters=made, **options)
     with closing(run_program(export.program, export.group, export.bound.tensors)) as pairs:
@@ -182,6 +185,7 @@ def load_adapters(models: Models, folder: str | os.PathLike[str], *, dtype: Dtyp
         >>> mb.load_adapters(policy, "run/adapter_100").num_tensors
         16
     """
+    require(CheckpointError, folder=(folder, PATH))
     made, provenance = adapters_of(models), provenance_on(models)
     config = chunks_of(models)[0].config
     given = open_peft(folder, provenance, num_layers=config.num_layers, num_experts=config.num_moe_experts or 0)

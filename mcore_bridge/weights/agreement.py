@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict, Unpack
 
 from torch import nn
 
+from mcore_bridge.arguments import instance_of, require
 from mcore_bridge.config.sizes import is_count
 from mcore_bridge.errors import ExportError, describe
 from mcore_bridge.rules.adapters import Adapters
@@ -21,10 +22,11 @@ from mcore_bridge.weights.gc_paused import uncollected
 from mcore_bridge.weights.halves import whole_config
 from mcore_bridge.weights.param_sync import gather_pending, heard_by_replicas, require_gatherable
 from mcore_bridge.weights.plan.all_to_all import plan_targets
+from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.plan.export_plan import ExportPlan
 from mcore_bridge.weights.plan.gather import plan_export
 from mcore_bridge.weights.plan.inventory import Inventory
-from mcore_bridge.weights.plan.target import Target
+from mcore_bridge.weights.plan.target import EngineRank, Target
 from mcore_bridge.weights.provenance import HF
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_failures
@@ -118,6 +120,7 @@ def agree_on_plan(
     try:
         if bucket_bytes is not None and not is_count(bucket_bytes):
             raise ExportError(f"bucket_bytes must be a number of bytes above 0, or None, found {bucket_bytes!r}")
+        require(ExportError, target=(target, _TARGET))
         bound = bind(models, provenance_on(models, hf, head), dialect=dialect, merged=merged, adapters=adapters)
     except Exception as failure:  # also of files: other ranks must hear of it
         error = describe(failure)
@@ -135,6 +138,9 @@ def agree_on_plan(
         _plans[first] = (kept, *plans)[:_NUM_PLANS]
     assert bound is not None
     return Export(kept.program, group, bound)
+
+
+_TARGET = instance_of('"everything", "nothing", an EngineRank or an EngineMap', str, EngineRank, EngineMap)
 
 
 class _Answer(NamedTuple):
