@@ -75,6 +75,7 @@ clean:
 	rm -rf $(VENV) build demo mutants
 
 $(DEMO)/config.json: examples/make_checkpoint.py | $(VENV)/.demo
+	rm -rf $(DEMO)
 	$(BIN)/python examples/make_checkpoint.py $(DEMO)
 
 $(REAL)/config.json: examples/make_real_checkpoint.py | $(VENV)/.real

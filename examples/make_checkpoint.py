@@ -5,36 +5,35 @@ python examples/make_checkpoint.py FOLDER --images   # Qwen3-VL, 2 MB, for grpo.
 """
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config
+
+from mcore_bridge.commands.draw import draw
 
 
 def text() -> Any:
     """Qwen3, of a size that is read and written in shards."""
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=32_000,
-            hidden_size=512,
-            intermediate_size=1536,
-            num_hidden_layers=8,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            head_dim=64,
-            max_position_embeddings=4096,
-            tie_word_embeddings=False,
-        )
+    return Qwen3Config(
+        vocab_size=32_000,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
     )
 
 
 def with_images() -> Any:
     """Qwen3-VL, with the tokens of images in a vocabulary of 256."""
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+    from transformers import Qwen3VLConfig
 
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
-    config = Qwen3VLConfig(
+    return Qwen3VLConfig(
         text_config={
             "vocab_size": 256,
             "hidden_size": 128,
@@ -61,22 +60,16 @@ def with_images() -> Any:
         vision_start_token_id=252,
         vision_end_token_id=253,
         tie_word_embeddings=False,
+        architectures=["Qwen3VLForConditionalGeneration"],
     )
-    return Qwen3VLForConditionalGeneration(config)
 
 
 def main() -> None:
-    """Norms are drawn around one: all ones would look right in each other's places."""
-    folder = Path(sys.argv[1])
-    generator = torch.Generator().manual_seed(0)
-    model = (with_images() if "--images" in sys.argv[2:] else text()).to(torch.bfloat16)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            values = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.1 * values if "norm" in name and "bias" not in name else 0.02 * values)
-    model.save_pretrained(folder, max_shard_size="30MB")
-    files = sorted(folder.glob("*.safetensors"))
-    print(f"{folder}: {sum(file.stat().st_size for file in files) / 1e6:.0f} MB in {len(files)} files")
+    """As ``mcore-bridge draw`` does, but in small files."""
+    config = with_images() if "--images" in sys.argv[2:] else text()
+    drawn = draw(config, sys.argv[1], dtype=torch.bfloat16, max_shard_bytes=30_000_000)
+    count = sum(name.endswith(".safetensors") for name in drawn.names)
+    print(f"{sys.argv[1]}: {drawn.num_bytes / 1e6:.0f} MB in {count} files")
 
 
 if __name__ == "__main__":

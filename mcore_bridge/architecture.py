@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mcore_bridge import plugins
+from mcore_bridge.arguments import instance_of, require
 from mcore_bridge.composite import TRANSFORMERS, Composite, text_of
 from mcore_bridge.config.fields import Field
 from mcore_bridge.config.hf import nearest, read_config
@@ -112,6 +113,7 @@ def register(architecture: Architecture) -> Architecture:
         >>> mb.register(replace(ARCHITECTURE, model_type="my_qwen3", reads_as="qwen3")).model_type
         'my_qwen3'
     """
+    require(ConfigError, architecture=(architecture, instance_of("an Architecture", Architecture)))
     _load_ours()
     return _add(architecture)
 

@@ -24,7 +24,8 @@ KEYS = {
         "different": "names whose bits differ",
         "saved_different": "names that differ in the folder of `--save`; null without it",
         "adapter_different": "names of tensors of `--adapter` whose bits differ; null without it",
-        "logits": "`difference`, `relative`, `tolerance`, `count` and `images`; "
+        "logits": "`difference`, `relative`, `tolerance`, `count` and `images`; `varied`: names of tensors that are "
+        "flat or equal, so that both sides had random changes; `untold`: names of encoded ones, which had none; "
         "null where they were left out. A NaN is null",
         "logits_left_out": "why, or null",
         "carried": "names that a save copies, and no parameter uses",
@@ -74,6 +75,13 @@ KEYS = {
         "carried": "always empty",
         "unused": "always empty",
     },
+    "draw": {
+        "target": "the folder that was written",
+        "parameters": "of the whole model",
+        "tensors": "their number",
+        "bytes": "of these",
+        "files": "names in the target",
+    },
     "doctor": {
         "ready": "whether nothing must be changed, as the exit code says",
         "conclusion": "the last line for people",
@@ -85,13 +93,15 @@ KEYS = {
 HEAD = """# Command line
 
 Made from the options of `mcore-bridge` by `docs/tools/make_families.py`; CI checks that it is up to date. Every command
-exits with 1 and one message if something fails; `--debug` adds the traceback.
+exits with 1 and one message if something fails, and with 2 where it was not called as below; `--debug` adds the
+traceback.
 
 ```sh
 mcore-bridge verify path/of/Qwen3-8B --tp 2 --pp 2 --vp 2     # is it exact, does it compute what transformers does?
 mcore-bridge plan path/of/config --tp 8 --pp 16 --world 1024 --layout balanced --picture plan.svg
 mcore-bridge convert path/of/step_200 path/of/result          # a checkpoint of megatron-core to HF; or the other way
 mcore-bridge merge path/of/Qwen3-8B path/of/adapter path/of/result   # an adapter into the weights
+mcore-bridge draw path/of/config path/of/random               # random weights, to try the others with
 mcore-bridge doctor                                           # what is installed, and what works with it
 ```
 """
@@ -99,7 +109,8 @@ mcore-bridge doctor                                           # what is installe
 JSON = """## For scripts
 
 With `--json` a command prints one object on one line, and nothing else to stdout: progress and errors go to stderr.
-After an error the object is `{"error": "..."}`, and the exit code 1. Bytes are whole numbers, names are those of the
+After an error the object is `{"error": "..."}`. The exit code is then 1, or 2 where an option, an argument or a command
+is wrong. Bytes are whole numbers, names are those of the
 HF files.
 
 ```sh

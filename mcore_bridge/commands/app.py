@@ -30,10 +30,11 @@ from mcore_bridge.commands.options import (
     path,
 )
 from mcore_bridge.commands.plan_command import plan_command
-from mcore_bridge.commands.running import running, uncompiled
+from mcore_bridge.commands.running import Commands, running, uncompiled
 
 app = typer.Typer(
     name="mcore-bridge",
+    cls=Commands,
     help="HuggingFace models as Megatron-Core GPTModels on any mesh, and their weights back, exactly.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -247,6 +248,34 @@ def merge_command(
         with progress(Console(stderr=True), processes) as on_event:
             merged = merge(base, adapter, target, num_processes=processes, on_event=on_event)
         answer(lambda: render_conversion(merged, target), lambda: as_json.of_conversion(merged, target))
+
+
+@app.command("draw")
+def draw_command(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(help="Folder with a config.json, or that file.", show_default=False)],
+    target: Annotated[
+        Path, typer.Argument(help="HF folder without weights; they are written. It may be CONFIG.", show_default=False)
+    ],
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Number of layers, instead of that of the config.", show_default=False)
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the tensors; by default that of the config.")] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Other seeds draw other values.")] = 0,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Draw the weights of a config at random, and write them as transformers does.
+
+    Norms are around one, all else is around zero, and no value is zero or one. So verify can tell all tensors apart,
+    which it could not with the weights that transformers begins a training with. The model has to fit into memory.
+    """
+    with running(context) as answer:
+        from mcore_bridge.commands.draw import draw
+        from mcore_bridge.commands.report import render_drawn
+
+        drawn = draw(config, target, num_layers=layers, dtype=dtype_of(dtype), seed=seed)
+        answer(lambda: render_drawn(drawn), lambda: as_json.of_drawn(drawn))
 
 
 @app.command("doctor")

@@ -15,6 +15,7 @@ from mcore_bridge.commands.plan.asked import BANDWIDTH
 
 if TYPE_CHECKING:
     from mcore_bridge.commands.doctor import Line
+    from mcore_bridge.commands.draw import Drawn
     from mcore_bridge.commands.plan.asked import Batch
     from mcore_bridge.commands.plan.mesh_plan import Chunk, MeshPlan
     from mcore_bridge.commands.plan.suggest import Search
@@ -56,6 +57,8 @@ def of_verdict(verdict: Verdict) -> dict[str, Any]:
             "tolerance": TOLERANCE,
             "count": comparison.num_logits,
             "images": comparison.num_images,
+            "varied": list(comparison.varied),
+            "untold": list(comparison.untold),
         },
         "logits_left_out": None if comparison is not None else findings[0].skipped or "as asked",
         "carried": list(verdict.carried),
@@ -122,6 +125,17 @@ def of_conversion(converted: Converted, target: Path) -> dict[str, Any]:
         "kept": converted.num_kept,
         "carried": list(conversion.carried_names),
         "unused": list(conversion.ignored),
+    }
+
+
+def of_drawn(drawn: Drawn) -> dict[str, Any]:
+    """The object of ``draw``."""
+    return {
+        "target": str(drawn.target),
+        "parameters": drawn.num_parameters,
+        "tensors": drawn.num_tensors,
+        "bytes": drawn.num_bytes,
+        "files": list(drawn.names),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,6 +43,13 @@ Strict = Annotated[bool, typer.Option("--strict-config", help="Also refuse unkno
 Json   = Annotated[bool, typer.Option("--json", help="Print one JSON object, also of an error, and nothing else.")]
 Debug  = Annotated[bool, typer.Option("--debug", help="Show tracebacks and the output of the ranks.")]
 # fmt: on
+
+
+def finite(value: float) -> float:
+    """The value of an option, for its ``callback``. ``min=`` lets NaN and infinity pass."""
+    if not math.isfinite(value):
+        raise typer.BadParameter(f"must be a finite number, found {value}")
+    return value
 
 
 def one_of(option: str, value: str, choices: tuple[str, ...]) -> str:

@@ -26,6 +26,7 @@ from mcore_bridge.commands.options import (
     Vision,
     Vp,
     dtype_of,
+    finite,
     path,
 )
 from mcore_bridge.commands.plan.asked import BANDWIDTH, Batch
@@ -58,6 +59,7 @@ def plan_command(
         float,
         typer.Option(
             min=1e-3,
+            callback=finite,
             help="GB/s that each rank receives from others, to predict the time. The default was measured within one "
             "node: exports of 16 and 61 GB among 4 H200s by NVLink.",
         ),
@@ -74,7 +76,9 @@ def plan_command(
         int | None,
         typer.Option(min=1, help="Suggest meshes for so many GPUs instead. Sizes that are given are not searched."),
     ] = None,
-    gpu_memory: Annotated[float, typer.Option(min=1, help="With --gpus: GB that a rank may need.")] = 72.0,
+    gpu_memory: Annotated[
+        float, typer.Option(min=1, callback=finite, help="With --gpus: GB that a rank may need.")
+    ] = 72.0,
     sequence: Annotated[int, typer.Option(min=1, help="With --gpus: tokens of a sequence in training.")] = 4096,
     micro_batch: Annotated[int, typer.Option(min=1, help="With --gpus: sequences of a microbatch.")] = 1,
     recompute: Annotated[

@@ -19,6 +19,7 @@ from mcore_bridge.convert.conversion import ModelConversion
 from mcore_bridge.launch.processes import OnEvent
 
 if TYPE_CHECKING:
+    from mcore_bridge.commands.draw import Drawn
     from mcore_bridge.convert.api import Converted
 
 _SHOWN = 5  # names of tensors that differ
@@ -102,6 +103,14 @@ def render_conversion(converted: Converted, target: Path) -> str:
     )
 
 
+def render_drawn(drawn: Drawn) -> str:
+    """The report of ``draw``, as a line."""
+    return (
+        f"{drawn.target} is drawn: {text.count(drawn.num_parameters)} parameters in "
+        f"{text.plural(drawn.num_tensors, 'tensor')}, {text.num_bytes(drawn.num_bytes)}"
+    )
+
+
 def _kind(verdict: Verdict) -> str:
     """The ``model_type``, and that of the text where a composite is around it."""
     provenance = verdict.blueprint.provenance
@@ -145,4 +154,10 @@ def _logits(verdict: Verdict) -> str:
         said += f", with {text.plural(comparison.num_images, 'image')}"
     elif comparison.missing:
         said += f", {comparison.missing}"
+    if comparison.varied:
+        number = text.plural(len(comparison.varied), "tensor")
+        said += f"; {number} that are flat or equal had random changes in both: {_names(comparison.varied)}"
+    if comparison.untold:
+        number = text.plural(len(comparison.untold), "encoded tensor")
+        said += f"; not told apart are {number} that are equal: {_names(comparison.untold)}"
     return f"[green]{said}[/]" if verdict.logits_agree else f"[red]WRONG[/]: {said}"

@@ -16,6 +16,7 @@ from typing import Any
 
 import typer
 from rich.console import Console, RenderableType
+from typer.core import TyperGroup
 
 from mcore_bridge.config.given_path import given_path
 from mcore_bridge.errors import BridgeError, TargetError, describe
@@ -33,6 +34,36 @@ _PHRASES = (
     (r" Path\(''\) equals .*", ""),  # the shell tells them apart
     (r" To train its text model .* alone\.", ""),  # only Python can take another config than that of the folder
 )
+
+_JSON = "mcore_bridge.json"
+
+
+class Commands(TyperGroup):
+    """The commands. With ``--json`` wrong usage is an object on stdout too, beside the text and exit code of typer."""
+
+    def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> Any:
+        """Read the options before a command."""
+        as_json = "--json" in args
+        with _wrong_usage(as_json):
+            context = super().make_context(info_name, args, *rest, **extra)
+        context.meta[_JSON] = as_json
+        return context
+
+    def invoke(self, ctx: Any) -> Any:
+        """Read the options of a command, and run it."""
+        with _wrong_usage(ctx.meta[_JSON]):
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _wrong_usage(as_json: bool) -> Iterator[None]:
+    """Prints the object of an error of typer, or of click, which some releases of typer have inside."""
+    try:
+        yield
+    except Exception as error:
+        if as_json and hasattr(error, "format_message"):
+            print(json.dumps({"error": error.format_message()}))
+        raise
 
 
 @contextlib.contextmanager

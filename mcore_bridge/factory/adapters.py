@@ -27,7 +27,7 @@ from mcore_bridge.rules.mapping import Binding, Dialect, WeightMapping, axes_of,
 from mcore_bridge.rules.names import canonical
 from mcore_bridge.rules.trace import Trace, moved_dim, trace
 from mcore_bridge.weights.adapters import load_peft, open_peft_for
-from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of
+from mcore_bridge.weights.bound import BoundModel, Models, bind, chunks_of, modules_of
 from mcore_bridge.weights.dist_checkpoint.adapter_shards import sharded_state_dict
 from mcore_bridge.weights.files.hf_folder import content_of
 from mcore_bridge.weights.model_tensors import note_built, numbering_of
@@ -236,7 +236,7 @@ def _require_fitting(
     chunks: Sequence[GPTModel], models: Models, folder: object, kind: object, init: object, **asked: Any
 ) -> None:
     config, rank, alpha = chunks[0].config, asked["rank"], asked["alpha"]
-    given = [models] if isinstance(models, nn.Module) else list(models)
+    given = modules_of(models)
     absent = [name for name in ("rank", "alpha", "targets") if asked[name] is None]
     twice = [name for name, value in asked.items() if folder is not None and value is not None]
     checks = (
@@ -249,8 +249,8 @@ def _require_fitting(
             f"folder must be the path of an adapter, found {shown(folder)}; new ones need rank=, alpha=, targets=",
         ),
         (
-            isinstance(asked["targets"], str),
-            f"targets must be a list of module names, such as ['q_proj', 'v_proj'], found {asked['targets']!r}",
+            asked["targets"] is not None and not _are_names(asked["targets"]),
+            f"targets must be a list of module names, such as ['q_proj', 'v_proj'], found {shown(asked['targets'])}",
         ),
         (rank is not None and not is_count(rank), f"rank must be at least 1, found {rank}"),
         (alpha is not None and not is_number(alpha), f"alpha must be a finite number, found {alpha}"),
@@ -266,6 +266,11 @@ def _require_fitting(
     )
     if problems := [text for is_wrong, text in checks if is_wrong]:
         raise ConfigError("these models cannot have adapters: " + "; ".join(problems))
+
+
+def _are_names(targets: object) -> bool:
+    is_collection = isinstance(targets, Collection) and not isinstance(targets, str | bytes)
+    return is_collection and bool(targets) and all(isinstance(target, str) for target in targets)
 
 
 def _require_held(bound: BoundModel, targets: Sequence[str], names: Collection[str]) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mcore_bridge.arguments import DEVICE, FUNCTION, WHOLE, require
 from mcore_bridge.config.mesh.alike import Shared, agreed
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.mesh.pipeline import Stage
@@ -100,6 +101,12 @@ def build_model(
     """
 
     def prepare() -> tuple[Blueprint, Source | None]:
+        require(
+            ConfigError,
+            device=(device, DEVICE.or_none()),
+            seed=(seed, WHOLE),
+            on_chunk=(on_chunk, FUNCTION.or_none()),
+        )
         blueprint = make_blueprint(
             hf,
             dims=dims or _mesh(),

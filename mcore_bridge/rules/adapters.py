@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge.errors import ConfigError
+from mcore_bridge.rules.heads import HEAD
 from mcore_bridge.rules.layout import REPLICATED, Chain, Concat, Fill, Leading, upright
 from mcore_bridge.rules.mapping import Rule, Rules, WeightMapping
 from mcore_bridge.rules.names import TOWER
@@ -194,8 +195,12 @@ def _unmatched(weights: Collection[Rule], rules: Rules, targets: Sequence[str]) 
     modules = sorted({word for name in names if (word := _module(name).rpartition(".")[2])})
     linear = [rule for rule in weights if _module(rule.mcore) and not _obstacle(rule)]
     able = sorted({_module(name).rpartition(".")[2] for rule in linear for name in (rule.mcore, *rule.hf)})
+    tied = next((rule.hf[0] for rule in rules if rule.mcore == "output_layer.weight" and not rule.exported), "")
     for target in targets:
         if any(_is_named(name, [target]) for name in names):
+            continue
+        if tied and _is_named(HEAD, [target]):
+            yield f"{target!r} is the word embedding {tied}, as the head is tied to it, and no linear layer"
             continue
         if any(_is_named(name, [target]) for rule in rules for name in (rule.mcore, *rule.hf)):
             yield f"{target!r} is a layer of MTP or of a model of images, which get no adapters"

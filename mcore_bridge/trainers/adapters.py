@@ -113,7 +113,8 @@ def create_peft(lora: Mapping[str, Any], dtype: torch.dtype | None = None) -> Pe
         ConfigError: it names all keys that are unknown, and all values that are not honoured.
     """
     given = {**DEFAULTS, **lora}
-    targets = tuple(given.get("target_modules") or DEFAULT_TARGETS)
+    named = given.get("target_modules")
+    targets = DEFAULT_TARGETS if named is None else tuple(named)
     problems = [
         f"{name} must be one of {list(MUST_BE[name])}, found {value!r}"
         for name, value in given.items()

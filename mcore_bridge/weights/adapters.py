@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_bridge import arguments
+from mcore_bridge.arguments import DEVICE, PATH, require
 from mcore_bridge.config.mesh.alike import Shared, agreed, replica_groups
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.adapters import Adapters, base_name
@@ -82,7 +84,8 @@ def iter_hf_adapters(
         model.layers.0.self_attn.q_proj.lora_B.weight (192, 16)
         model.layers.0.self_attn.v_proj.lora_B.weight (96, 16)
     """
-    options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "target": target, "dtype": dtype}
+    problem = arguments.problem_of(device=(device, DEVICE.or_none()))
+    options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "target": target, "dtype": dtype, "problem": problem}
     made = adapters_of(models)
     export = open_export(models, None, "lm", adapters=made, **options)
     with closing(run_program(export.program, export.group, export.bound.tensors)) as pairs:
@@ -190,6 +193,7 @@ def load_adapters(models: Models, folder: str | os.PathLike[str], *, dtype: Dtyp
     chunks = chunks_of(models)
 
     def checked() -> tuple[tuple[BoundModel, Adapters, PeftFolder], Shared]:
+        require(CheckpointError, folder=(folder, PATH))
         made, given = adapters_of(models), open_peft_for(models, folder)
         if given.rank != made.rank:
             raise CheckpointError(

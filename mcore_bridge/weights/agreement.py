@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict, Unpack
 
 from torch import nn
 
+from mcore_bridge.arguments import instance_of, require
 from mcore_bridge.config.mesh.alike import Shared, difference, sendable
 from mcore_bridge.config.sizes import is_count
 from mcore_bridge.errors import ExportError, describe
@@ -24,10 +25,11 @@ from mcore_bridge.weights.gc_paused import uncollected
 from mcore_bridge.weights.halves import whole_config
 from mcore_bridge.weights.param_sync import gather_pending, heard_by_replicas, require_gatherable
 from mcore_bridge.weights.plan.all_to_all import plan_targets
+from mcore_bridge.weights.plan.engine_map import EngineMap
 from mcore_bridge.weights.plan.export_plan import ExportPlan
 from mcore_bridge.weights.plan.gather import plan_export
 from mcore_bridge.weights.plan.inventory import Inventory
-from mcore_bridge.weights.plan.target import Target
+from mcore_bridge.weights.plan.target import EngineRank, Target
 from mcore_bridge.weights.provenance import HF, identity
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import raise_failures
@@ -127,6 +129,7 @@ def agree_on_plan(
     try:
         if bucket_bytes is not None and not is_count(bucket_bytes):
             raise ExportError(f"bucket_bytes must be a number of bytes above 0, or None, found {bucket_bytes!r}")
+        require(ExportError, target=(target, _TARGET))
         provenance = provenance_on(models, hf, head)
         bound = bind(models, provenance, dialect=dialect, merged=merged, adapters=adapters)
         given |= {"head": provenance.head, "dialect": dialect or provenance.dialect}
@@ -148,6 +151,9 @@ def agree_on_plan(
         _plans[first] = (kept, *plans)[:_NUM_PLANS]
     assert bound is not None
     return Export(kept.program, group, bound)
+
+
+_TARGET = instance_of('"everything", "nothing", an EngineRank or an EngineMap', str, EngineRank, EngineMap)
 
 
 class _Answer(NamedTuple):

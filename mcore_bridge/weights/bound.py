@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import gcd
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from mcore_bridge.arguments import instance_of, require
 from mcore_bridge.config.mtp import held_mtp_layers
 from mcore_bridge.errors import ConfigError, MappingError
 from mcore_bridge.rules.adapters import Adapters, is_adapter
@@ -130,13 +131,26 @@ def _has_final_norm(chunk: GPTModel) -> bool:
     return getattr(decoder, "final_norm" if is_hybrid(chunk) else "final_layernorm", None) is not None
 
 
+_MODELS = instance_of("this rank's chunks, which build_model returns", nn.Module, Iterable)
+
+
+def modules_of(models: Models) -> list[nn.Module]:
+    """The chunks as they were given, with their wrappers.
+
+    Raises:
+        MappingError: ``models`` is neither a module nor a list.
+    """
+    require(MappingError, models=(models, _MODELS))
+    return [models] if isinstance(models, nn.Module) else [*models]
+
+
 def chunks_of(models: Models) -> tuple[GPTModel, ...]:
     """The ``GPTModel`` of each chunk, without wrappers.
 
     Raises:
         MappingError: when there are none, or they are no ``GPTModel``.
     """
-    chunks = tuple(map(unwrap, [models] if isinstance(models, nn.Module) else models))
+    chunks = tuple(map(unwrap, modules_of(models)))
     if not chunks:
         raise MappingError("no models given; expected this rank's chunks, one per virtual pipeline stage")
     return chunks

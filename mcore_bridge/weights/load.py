@@ -32,6 +32,7 @@ from mcore_bridge.weights.files.decoded import (
     opened_folder,
     unused_in,
 )
+from mcore_bridge.weights.files.file_shards import require_positive
 from mcore_bridge.weights.files.hf_folder import Checkpoint, content_of
 from mcore_bridge.weights.files.slice_reader import read
 from mcore_bridge.weights.files.staging import SLOT_BYTES, Staging
@@ -87,6 +88,7 @@ def load_hf_weights(
         >>> report.num_tensors, report.missing, report.unexpected
         (47, (), ())
     """
+    require_positive(slot_bytes=slot_bytes)
     provenance = provenance_on(models, hf, head)
     with uncollected() if isinstance(source, str | os.PathLike | Mapping) else contextlib.nullcontext():
         return _load_from(source, models, provenance, dtype, dialect, strict=strict, slot_bytes=slot_bytes)
@@ -117,6 +119,22 @@ def _load_from(
     with compiling(device):  # the kernel, for which the first export would wait
         _write_all(load, stored, strict=strict, slot_bytes=slot_bytes)
     return load.report()
+
+
+@torch.no_grad()
+def overwrite(models: Models, tensors: Mapping[str, Tensor], names: Iterable[str]) -> None:
+    """Copy some HF tensors over those of models that are loaded.
+
+    Args:
+        models: this rank's chunks, as ``build_model`` has made them.
+        tensors: by the names, and in the orientation, of the models' own rules.
+        names: of those that are copied. This rank skips tensors that it does not hold.
+    """
+    load = Load(bind(models, merged=False), None)
+    for name in names:
+        if name in load.uses:
+            load.check(name, tensors[name])
+            load.write(name, tensors[name])
 
 
 def load_bound(bound: BoundModel, source: Mapping[str, Tensor], dtype: Dtypes) -> LoadReport:
@@ -160,7 +178,14 @@ def _stored(source: Source, provenance: Provenance) -> Mapping[str, Stored] | It
         raise CheckpointError(
             f"expected a folder, a mapping of HF names to tensors, or an iterable of such pairs, found {shown(source)}"
         )
-    return DecodedPairs(source, quantization)
+    return DecodedPairs(_pairs(source), quantization)
+
+
+def _pairs(source: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    for pair in source:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise CheckpointError(f"the source must yield pairs of an HF name and a tensor, found {shown(pair)}")
+        yield pair
 
 
 def _write_all(

@@ -6,10 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from mcore_bridge.errors import ExportError
-from mcore_bridge.weights.bound import Models, chunks_of
+from mcore_bridge.weights.bound import Models, chunks_of, modules_of
 from mcore_bridge.weights.model_tensors import unwrap
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.failures import require_all
@@ -113,7 +111,7 @@ def _wrappers(models: Models) -> Iterator[DistributedDataParallel]:
     """
     from megatron.core.distributed import DistributedDataParallel
 
-    for model in [models] if isinstance(models, nn.Module) else models:
+    for model in modules_of(models):
         around, bare = model, unwrap(model)
         hooks = bare._forward_pre_hooks.values()
         objects: list[Any] = [cell.cell_contents for hook in hooks for cell in getattr(hook, "__closure__", None) or ()]

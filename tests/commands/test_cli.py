@@ -9,17 +9,21 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from rich.console import Console
 from rich.progress import Progress
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from mcore_bridge import BridgeError, Manifest, ParallelDims
+from mcore_bridge import architecture as architecture_module
 from mcore_bridge.commands import doctor, report, text
 from mcore_bridge.commands.plan.tables import plan
 from mcore_bridge.commands.verify.logits import Comparison
@@ -29,9 +33,10 @@ from mcore_bridge.factory import chunk
 from mcore_bridge.factory.hybrid import RELEASE
 from mcore_bridge.factory.hybrid_chunk import build_hybrid
 from mcore_bridge.launch.processes import RankError, run_ranks
+from mcore_bridge.rules.mapping import Rule
 from mcore_bridge.weights.dtypes import wanted_dtype
-from tests.support import composites, seeing, tiny, towers
-from tests.support.command import refused, run
+from tests.support import command, composites, seeing, tiny, towers
+from tests.support.command import quietly, refused, run
 
 INDEX = "model.safetensors.index.json"
 
@@ -98,6 +103,42 @@ def test_verify_shows_an_image_to_both_sides(name: str, tmp_path: Path) -> None:
     said = " ".join(result.output.split())
     assert f"exact yes: {count} tensors bit by bit" in said
     assert "with 1 image" in said
+
+
+def exchanged(model_type: str, ends: tuple[str, str], function: Callable[..., Any], task: Any) -> Any:
+    """Runs in a worker: the rules of a family take two tensors for each other."""
+    architecture = architecture_module.architectures()[model_type]
+
+    def rules(hf: Any) -> tuple[Rule, ...]:
+        def other(name: str) -> str:
+            one, two = ends
+            return name.replace(one, two) if one in name else name.replace(two, one)
+
+        return tuple(replace(rule, hf=tuple(map(other, rule.hf))) for rule in architecture.rules(hf))
+
+    with mock.patch.dict(architecture_module._REGISTRY, {model_type: replace(architecture, rules=rules)}):
+        return quietly(function, task)
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        (".input_layernorm.", ".post_attention_layernorm."),
+        ("k_proj.bias", "v_proj.bias"),
+        (".gate_proj.", ".up_proj."),
+    ],
+)
+def test_verify_finds_a_wrong_rule_with_weights_that_nobody_has_trained(
+    ends: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers begins with norms of one and biases of zero, so that any of them is right in any place."""
+    AutoModelForCausalLM.from_config(tiny.config("qwen2"), dtype=torch.bfloat16).save_pretrained(tmp_path)
+    monkeypatch.setattr(command, "quietly", partial(exchanged, "qwen2", ends))
+    result = run("verify", tmp_path, "--pp", 2)
+    assert result.exit_code == 1, result.output
+    said = " ".join(result.output.split())
+    assert "exact yes" in said
+    assert "logits WRONG" in said
 
 
 def test_verify_of_a_context_parallel_mesh_in_another_dtype(checkpoint: Path) -> None:

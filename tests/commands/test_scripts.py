@@ -16,6 +16,8 @@ from tests.support.command import run
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "reference" / "cli.md"
 
+UNFIT = ("inf", "nan", "-1", "0", "-inf")
+
 
 def listed(command: str) -> set[str]:
     """The keys of a command's object, from the page."""
@@ -62,6 +64,9 @@ def test_each_command_says_one_object(tmp_path: Path) -> None:
     assert converted["bytes"] == verified["bytes"]
     assert all((target / name).is_file() for name in converted["files"])
 
+    result = run("draw", folder, tmp_path / "drawn", "--layers", 2, "--dtype", "bfloat16", "--json")
+    assert all((tmp_path / "drawn" / name).is_file() for name in said("draw", result.stdout, result.exit_code)["files"])
+
     result = run("doctor", "--json")
     assert said("doctor", result.stdout, result.exit_code)["ready"] is True
 
@@ -75,6 +80,26 @@ def test_an_error_is_an_object_too(tmp_path: Path) -> None:
     assert [each["reason"] for each in refused] == [
         "--ep 2 needs a model with experts, but this one has none: use --ep 1"
     ]
+
+
+@pytest.mark.parametrize("command", ["verify", "plan", "convert", "merge", "draw", "doctor", "verfy", "--nothing"])
+def test_wrong_usage_is_an_object_too(command: str, tmp_path: Path) -> None:
+    """A missing argument, a command or an option that is not there, and values that it cannot have."""
+    wrong = [(), ("--nothing",), ("--tp", "two"), *([tmp_path, *option] for option in WRONG.get(command, ()))]
+    for arguments in wrong[command == "doctor" :]:
+        result = run(command, "--json", *arguments)
+        assert result.exit_code == 2, arguments
+        assert list(json.loads(result.stdout)) == ["error"]
+        assert "Traceback" not in result.stderr
+
+
+WRONG = {
+    "plan": [("--gpus", 8, f"--{name}={value}") for name in ("gpu-memory", "bandwidth") for value in UNFIT]
+    + [("--gpus", 0), ("--world", -1)],
+    "verify": [("--tokens", 0), ("--mtp", -1)],
+    "draw": [(".", "--layers", 0), (".", "--seed", 2**64)],
+}
+"""By command, options that have such a value for nobody."""
 
 
 def test_a_logit_that_is_no_number_is_null() -> None:

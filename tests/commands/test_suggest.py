@@ -97,6 +97,44 @@ def test_memory_grows_as_it_must(tmp_path: Path) -> None:
     assert memory(BATCH, pp=2).activations == one.activations  # half of the layers, for two microbatches
 
 
+PARTS = ("parameters", "gradients", "optimizer", "activations", "logits")
+LAWS = {
+    "tp": ({}, 2, "<</ //"),
+    "pp": ({}, 2, "<<< <="),
+    "cp": ({}, 2, "==/ //"),
+    "dp": ({}, 2, "==/ =="),
+    "ep": ({}, 1, "<<= =="),
+    "etp": ({"tp": 2, "ep": 2}, 1, "<<= =="),
+}
+"""By axis, a mesh, how many times as many GPUs there are for twice the axis, and what becomes of each of ``PARTS``.
+
+It is halved (/), becomes less (<) or stays (=). Replicas share the optimizer's state, and their number is the same.
+"""
+
+
+@pytest.mark.parametrize("axis", LAWS)
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_each_part_of_the_memory_is_cut_by_the_axes_that_cut_it(name: str, axis: str, tmp_path: Path) -> None:
+    """With logits that outweigh the rest, so that the rank which needs most is of the last stage."""
+    if name == "llama" and axis in ("ep", "etp"):
+        return
+    given = copy.deepcopy(zoo.cases()[name].hf)
+    given.vocab_size, given.tie_word_embeddings = 2048, False
+    given.save_pretrained(tmp_path)
+
+    def memory(num_gpus: int, **sizes: int) -> list[int]:
+        whole = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": 1}
+        batch = Batch(sequence=4096, micro_batch=2)
+        (suggestion,) = suggest(tmp_path, num_gpus, gpu_bytes=1e12, given={**whole, **sizes}, batch=batch).suggestions
+        return [getattr(suggestion.memory, part) for part in PARTS]
+
+    mesh, times, laws = LAWS[axis]
+    one, two = memory(8, **mesh), memory(8 * times, **(mesh if axis == "dp" else {**mesh, axis: 2}))
+    for part, before, after, law in zip(PARTS, one, two, laws.replace(" ", ""), strict=True):
+        close = pytest.approx(before / (2 if law == "/" else 1), rel=0.05)
+        assert before > after if law == "<" else after == close, (part, law, before, after)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next", "nemotron_h"])
 def test_autograd_keeps_about_as_much(name: str) -> None:
     """Modules of torch keep other tensors than fused kernels, such as factors of a norm: 0.9 to 1.9 times as much."""

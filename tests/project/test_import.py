@@ -17,7 +17,7 @@ PACKAGE = ROOT / "mcore_bridge"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 ORDER = """
-errors <- cpu machine plugins <- rules config <- composite <- architecture <- weights models <- batches
+errors <- arguments cpu machine plugins <- rules config <- composite <- architecture <- weights models <- batches
 <- factory <- launch <- convert <- trainers commands <- cli
 """
 INSIDE = {"config": "tables <- mesh", "weights": "plan <- transfer <- ipc <- files <- dist_checkpoint"}

@@ -1,5 +1,7 @@
 """What a caller gets wrong is said in an error of ours, before anything is written."""
 
+import contextlib
+import inspect
 import os
 
 import pytest
@@ -36,6 +38,11 @@ def load(change):
     """Load all pairs of a state, each as what ``change`` makes of it."""
     pairs = [pair for name, tensor in random_state(HF).items() for pair in change(name, tensor)]
     return lambda models, folder: mb.load_hf_weights(models, pairs)
+
+
+def tied():
+    """A model whose head is its embedding."""
+    return mb.build_model(tiny("qwen3", tie_word_embeddings=True), load_weights=False, device="cpu")
 
 
 def fill(models, folder):
@@ -76,7 +83,10 @@ CALLS = {
         load(lambda name, tensor: [(name, tensor), (name.replace(".3.", ".4."), tensor)][: 1 + (name == EXPERT)]),
         r"1 unexpected \['model\.layers\.0\.mlp\.experts\.4\.",
     ),
-    "no slots": (lambda models, folder: mb.plan_buckets(mb.manifest(models), num_slots=0), "expected one slot or more"),
+    "no slots": (
+        lambda models, folder: mb.plan_buckets(mb.manifest(models), num_slots=0),
+        "num_slots must be a whole number of at least 1, found num_slots=0",
+    ),
     "no model": (lambda models, folder: mb.build_model(None), "HF folder or as a config of transformers, found .*None"),
     "no GPU": (lambda models, folder: mb.build_model(HF, device="cuda:9"), r"device 'cuda:9' needs a GPU"),
     "others": (lambda models, folder: mb.manifest(torch.nn.Linear(1, 1)), "found Linear: pass what build_model"),
@@ -91,6 +101,14 @@ CALLS = {
     "one target": (
         lambda models, folder: mb.add_adapters(models, rank=1, alpha=1, targets="q_proj"),
         r"targets must be a list of module names, .* found 'q_proj'",
+    ),
+    "no targets": (
+        lambda models, folder: mb.add_adapters(models, rank=1, alpha=1, targets=[]),
+        r"targets must be a list of module names, .* found \[\]",
+    ),
+    "the head of a tied model": (
+        lambda models, folder: mb.add_adapters(tied(), rank=1, alpha=1, targets=["lm_head"]),
+        "'lm_head' is the word embedding model.embed_tokens.weight, as the head is tied to it",
     ),
     "unknown target": (
         lambda models, folder: mb.add_adapters(models, rank=1, alpha=1, targets=["xyz"]),
@@ -110,6 +128,73 @@ def test_a_wrong_call_is_told_what_was_expected(tmp_path, models, what):
     with pytest.raises(BridgeError, match=message):
         call(models, tmp_path / "out")
     assert os.listdir(tmp_path) == []
+
+
+NOT_TRIED = {"forward", "log_probs", "pack_sequences", "unpack_sequences", "TokenOutputs", "PackedSequences"}
+"""Batches have tests of their own."""
+DATA = {"BridgeError", "LoadReport", "CheckpointReport", "Adapters", "Manifest", "EngineMap", "Architecture"}
+"""What we make, and callers read, or whose fields an architecture's author writes."""
+WRONG = (None, [], [3], {}, 7, -1, 0, 2.5, float("nan"), float("inf"), 10**30, "", "none", b"x", object())
+
+
+def good(models, folder, source):
+    """Arguments by which each public callable can be called; what is not here has none that it needs."""
+    plan = mb.plan_buckets(mb.manifest(models), num_slots=2)
+    return {
+        "build_model": {"hf": HF, "device": "cpu", "load_weights": False},
+        "load_hf_weights": {"models": models, "source": source},
+        "save_hf_checkpoint": {"models": models, "folder": folder / "saved"},
+        "save_checkpoint": {"models": models, "folder": folder / "dist"},
+        "load_checkpoint": {"models": models, "folder": source},
+        "add_adapters": {"models": models, "rank": 1, "alpha": 1, "targets": ["q_proj"]},
+        "save_hf_adapters": {"models": models, "folder": folder / "adapters"},
+        "load_adapters": {"models": models, "folder": folder / "adapters"},
+        "plan_buckets": {"manifest": mb.manifest(models)},
+        "BufferRing": {"plan": plan},
+        "Receiver": {"plan": plan, "handles": []},
+        "map_engine": {"plan": plan, "source": torch.nn.Linear(2, 2), "load": print},
+        "mapping": {"hf": HF},
+        "to_transformer_config": {"hf": HF},
+        "to_gpt_arguments": {"hf": HF},
+        "to_layer_spec": {"hf": HF},
+        "register": {"architecture": None},
+        **{name: {"models": models} for name in ("iter_hf_weights", "to_hf_state_dict", "iter_hf_pieces")},
+        **{name: {"models": models} for name in ("manifest", "iter_hf_adapters", "without_adapters")},
+    }
+
+
+def attempts(name, known):
+    """Calls with one wrong argument each, with what was wrong."""
+    call = getattr(mb, name)
+    for parameter in inspect.signature(call).parameters.values():
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        for value in WRONG:
+            yield f"{name}({parameter.name}={value!r})", call, {**known.get(name, {}), parameter.name: value}
+
+
+def outcome(call, arguments):
+    """What came instead of an error of ours, if anything did."""
+    try:
+        with contextlib.ExitStack() as stack:
+            made = call(**arguments)
+            if hasattr(made, "__next__"):
+                next(made, None)
+            if hasattr(made, "close"):
+                stack.callback(made.close)
+    except BridgeError:
+        pass
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return ""
+
+
+def test_every_wrong_argument_has_an_error_of_ours_or_is_legal(models, source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    known, raw = good(models, tmp_path, source), []
+    for name in sorted(set(mb.__all__) - NOT_TRIED - DATA):
+        raw += [f"{what}: {text}" for what, *pair in attempts(name, known) if (text := outcome(*pair))]
+    assert not raw, f"{len(raw)}:\n" + "\n".join(raw)
 
 
 @pytest.mark.parametrize(

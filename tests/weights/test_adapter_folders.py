@@ -17,6 +17,7 @@ from mcore_bridge.factory.adapters import add_adapters
 from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.rules.adapters import base_name
 from mcore_bridge.weights.adapters import iter_hf_adapters, load_adapters, save_hf_adapters
+from mcore_bridge.weights.files import foreign_patterns
 from mcore_bridge.weights.files.peft_config import PeftNames
 from mcore_bridge.weights.load import load_hf_weights
 from mcore_bridge.weights.peft_folder import open_peft
@@ -250,7 +251,7 @@ def test_what_no_adapter_here_can_be_is_refused_by_name_all_at_once(tmp_path):
     assert "model.visual.q_proj.lora_A.weight has rank 3, the config says 2" in text
 
 
-def test_an_adapter_that_does_not_fit_is_refused(tmp_path):
+def test_an_adapter_that_does_not_fit_is_refused(tmp_path, monkeypatch):
     tensors = folder_of(random_state(experts.HF), ["q_proj"], tmp_path, 2)
     name = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
     without = {own: tensor for own, tensor in tensors.items() if own != name}
@@ -260,6 +261,13 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path):
     attempt(tmp_path, tensors, "targets without tensors, such as .*v_proj", target_modules=["q_proj", "v_proj"])
     attempt(tmp_path, tensors, "the config has no target for model.layers.0", target_modules="k_proj")
     attempt(tmp_path, tensors, "r cannot be 0; rank_pattern cannot be", r=0, rank_pattern={"(": 1})
+    monkeypatch.setattr(foreign_patterns, "SECONDS", 0.05)
+    for field in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
+        endless = r"model(.|\w|_|[a-z])*!"
+        value = endless if field.endswith("modules") else {endless: 1}
+        attempt(
+            tmp_path, tensors, r"patterns must be compared with all names in \S+ seconds, but .*!", **{field: value}
+        )
     for wrong in (float("inf"), float("nan"), 10**400):
         attempt(tmp_path, tensors, "lora_alpha cannot be", lora_alpha=wrong)
     twice = {**tensors, name.removeprefix("base_model.model."): tensors[name].clone()}

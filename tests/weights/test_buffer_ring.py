@@ -119,7 +119,7 @@ def test_what_cannot_be_planned_is_refused_before_anything_is_allocated():
         plan_buckets(manifest, together=[{"layers.0.weight", "q.weight"}])
     with pytest.raises(TransferError, match=r"found \['layers.0.weight'\] more often"):
         plan_buckets([*manifest, *manifest][:3])
-    with pytest.raises(TransferError, match="one slot or more"):
+    with pytest.raises(TransferError, match="num_slots must be a whole number of at least 1"):
         plan_buckets(manifest, num_slots=0)
 
 

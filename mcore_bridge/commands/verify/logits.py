@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import inspect
 import math
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -20,12 +21,14 @@ from torch import Tensor
 
 from mcore_bridge.architecture import composite_of, read_hf
 from mcore_bridge.batches.images import BLOCKS, TYPES, token_types
+from mcore_bridge.commands.verify.alike import Alike, alike_in, told_apart
 from mcore_bridge.commands.verify.dequantized import dequantizing, why_no_reference
 from mcore_bridge.commands.verify.free_memory import USABLE, shortage
 from mcore_bridge.commands.verify.images import Shown, shown
 from mcore_bridge.config.hf import is_borrowed
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.launch.worker import Report
+from mcore_bridge.weights.adapters import load_adapters
 from mcore_bridge.weights.transfer.collectives import Group
 
 if TYPE_CHECKING:
@@ -36,7 +39,9 @@ if TYPE_CHECKING:
 class Comparison:
     """The largest difference of two logits, the largest logit (``scale``), and the numbers of logits and of images.
 
-    If the batch has no images although the model has a tower, ``missing`` says why.
+    If the batch has no images although the model has a tower, ``missing`` says why. ``varied`` are tensors that both
+    sides had with other values, since those of the files cannot show where they lie. ``untold`` are encoded ones, with
+    their own values.
     """
 
     difference: float
@@ -44,6 +49,8 @@ class Comparison:
     num_logits: int
     num_images: int = 0
     missing: str = ""
+    varied: tuple[str, ...] = ()
+    untold: tuple[str, ...] = ()
 
     @property
     def relative(self) -> float:
@@ -89,31 +96,57 @@ def compare_logits(
     )
     if lack:
         return None, lack
-    if not chunks:
-        from mcore_bridge.factory.adapters import add_adapters
-        from mcore_bridge.factory.build import build_model
+    with tempfile.TemporaryDirectory() as scratch:  # that of rank 0 is used
+        if not chunks:
+            from mcore_bridge.factory.build import build_model
 
-        where: dict[str, Any] = {"dims": dims, "dtype": torch.float32, "device": device, "backend": backend}
-        chunks = build_model(folder, **where, vision=vision, model=model, head=head)
-        if adapter is not None:
-            add_adapters(chunks, adapter, dtype=torch.float32)
-    hf = chunks[0].bridge.hf
-    batch = shown(chunks, _batch(hf.vocab_size, dims, num_tokens), 2 * dims.cp * dims.tp, _agreed)
-    report("logits", 1, 3)
-    ours = forward(chunks, dims, batch.input_ids.to(device), batch.images)
-    chunks.clear()  # frees the caller's references too: their memory is needed
-    gc.collect()
-    report("logits", 2, 3)
-    ours = _to_rank_0(ours, (*batch.input_ids.shape, hf.hidden_size if head == "none" else hf.vocab_size), device)
-    comparison = None
-    if ours is not None:
-        comparison = replace(
-            _compare(ours, _reference(folder, batch, device, adapter, head)),
-            num_images=batch.count,
-            missing=batch.missing,
-        )
-    report("logits", 3, 3)
-    return comparison, ""
+            chunks = build_model(
+                folder,
+                dims=dims,
+                dtype=torch.float32,
+                device=device,
+                backend=backend,
+                vision=vision,
+                model=model,
+                head=head,
+            )
+        adapter = adapter and _adapted(chunks, adapter, Path(scratch))
+        mapping = chunks[0].bridge.mapping(tied=chunks[0].share_embeddings_and_output_weights)
+        alike = alike_in(folder, mapping)
+        alike.write(chunks, folder, mapping)
+        hf = chunks[0].bridge.hf
+        batch = shown(chunks, _batch(hf.vocab_size, dims, num_tokens), 2 * dims.cp * dims.tp, _agreed)
+        report("logits", 1, 3)
+        ours = forward(chunks, dims, batch.input_ids.to(device), batch.images)
+        chunks.clear()  # frees the caller's references too: their memory is needed
+        gc.collect()
+        report("logits", 2, 3)
+        ours = _to_rank_0(ours, (*batch.input_ids.shape, hf.hidden_size if head == "none" else hf.vocab_size), device)
+        comparison = None
+        if ours is not None:
+            comparison = replace(
+                _compare(ours, _reference(folder, alike, batch, device, adapter, head)),
+                num_images=batch.count,
+                missing=batch.missing,
+                varied=tuple(alike.keys),
+                untold=alike.encoded,
+            )
+        report("logits", 3, 3)
+        return comparison, ""
+
+
+def _adapted(chunks: list[GPTModel], adapter: Path, scratch: Path) -> Path:
+    """Give the chunks an adapter of which each tensor shows where it lies, and return its folder."""
+    from mcore_bridge.factory.adapters import add_adapters
+
+    if not hasattr(chunks[0], "bridge_adapters"):
+        add_adapters(chunks, adapter, dtype=torch.float32)
+    world = Group(None)
+    if world.rank == 0:
+        told_apart(adapter, scratch, swapped=chunks[0].bridge.swapped_in_peft)
+    copy = Path(world.all_gather_object(str(scratch))[0])
+    load_adapters(chunks, copy, dtype=torch.float32)
+    return copy
 
 
 def _agreed(count: int | None) -> int:
@@ -196,14 +229,19 @@ def _to_rank_0(logits: Tensor | None, shape: tuple[int, ...], device: str) -> Te
     return logits.cpu() if rank == 0 and logits is not None else None
 
 
-def _reference(folder: Path, batch: Shown, device: str, adapter: Path | None, head: str) -> Tensor:
+def _reference(folder: Path, alike: Alike, batch: Shown, device: str, adapter: Path | None, head: str) -> Tensor:
     """The logits of transformers, or of ``peft`` with an adapter, in fp32 on CPU; hidden states without a head.
 
     They are computed on this rank's GPU if the model fits there.
     """
-    model_class, output = _model_class(folder, head), "last_hidden_state" if head == "none" else "logits"
-    model = model_class.from_pretrained(
-        folder,
+    from transformers import AutoConfig
+
+    output = "last_hidden_state" if head == "none" else "logits"
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    model = model_class(folder, config, head).from_pretrained(
+        None,
+        config=config,
+        state_dict=alike.tensors(folder),
         dtype=torch.float32,
         attn_implementation="eager",
         local_files_only=True,
@@ -251,16 +289,16 @@ def _lack_of_peft(adapter: Path | None) -> str:
     return "no reference for logits with an adapter, as peft is not installed"
 
 
-def _model_class(folder: Path, head: str) -> Any:
+def model_class(folder: Path, config: Any, head: str = "lm") -> Any:
     """The class of transformers that computes logits: for a composite, the one that its config names."""
     import transformers
+    from transformers.models.auto.auto_factory import _get_model_class
 
     if head == "none":
-        return transformers.AutoModel
-    hf = read_hf(folder)
-    if composite_of(hf) is None:
-        return transformers.AutoModelForCausalLM
-    return getattr(transformers, hf.architectures[0])
+        return _get_model_class(config, transformers.AutoModel._model_mapping)
+    if composite_of(read_hf(folder)) is None:
+        return _get_model_class(config, transformers.AutoModelForCausalLM._model_mapping)
+    return getattr(transformers, config.architectures[0])
 
 
 def _compare(ours: Tensor, reference: Tensor) -> Comparison:

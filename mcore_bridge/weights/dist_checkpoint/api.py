@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mcore_bridge.arguments import MAPPING, require
 from mcore_bridge.errors import CheckpointError
 from mcore_bridge.weights.bound import Models, chunks_of, provenance_on
 from mcore_bridge.weights.dist_checkpoint.adapter_shards import (
@@ -119,6 +120,7 @@ def save_checkpoint(
         target, chunks, provenance = target_of(folder), chunks_of(models), provenance_on(models, hf, head)
         _require_ready(chunks, part, optimizer)
         require_as_built(chunks)
+        require(CheckpointError, common=(common, MAPPING.or_none()))
         pickle.dumps(common)  # only one rank would fail to write it
     require_alike(world, {"hf": identity(provenance)})
     require_alike(world, {"head": head, "part": part, "optimizer": type(optimizer), "common": sorted(common or ())})

@@ -201,6 +201,12 @@ def weight_files(folder: Path) -> list[str]:
     return sorted({SINGLE, INDEX, *listed, *(path.name for path in folder.glob(_SHARDS))})
 
 
+def foreign_weights(folder: Path) -> list[str]:
+    """The names of all files in a folder that hold weights, of whatever format, or belong to them."""
+    names = os.listdir(folder) if folder.is_dir() else []
+    return sorted(name for name in names if name in (INDEX, *_OF_MEGATRON) or name.endswith((_SUFFIX, *_OTHERS)))
+
+
 def shard_names(folder: Path) -> list[str]:
     """The names ``*.safetensors`` in a folder, whether files or not; empty if there is no folder.
 

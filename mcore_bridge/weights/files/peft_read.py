@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_bridge.config.fields import is_number
 from mcore_bridge.config.sizes import is_count
 from mcore_bridge.errors import shown
+from mcore_bridge.weights.files.foreign_patterns import Comparisons, problem_of
 from mcore_bridge.weights.files.peft_config import STACKS
 
 _READ = frozenset(
@@ -53,6 +53,7 @@ class PeftConfig:
     target_modules: str | frozenset[str]
     target_parameters: frozenset[str]
     exclude_modules: str | frozenset[str]
+    comparisons: Comparisons = field(default_factory=Comparisons, compare=False)
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> PeftConfig:
@@ -75,28 +76,43 @@ class PeftConfig:
 
     def rank_of(self, module: str) -> int:
         """The rank of the adapter of a module, or of a parameter, by its HF name."""
-        return int(_by_pattern(self.rank_pattern, module, self.rank))
+        return int(self._by_pattern(self.rank_pattern, module, self.rank))
 
     def scale_of(self, module: str) -> float:
         """What the product of its factors is multiplied by."""
         rank = self.rank_of(module)
-        alpha = float(_by_pattern(self.alpha_pattern, module, self.alpha))
+        alpha = float(self._by_pattern(self.alpha_pattern, module, self.alpha))
         return alpha / rank**0.5 if self.use_rslora else alpha / rank
 
     def lists(self, module: str) -> bool:
         """Whether a module is a target in a list of them."""
         is_list = not isinstance(self.target_modules, str)
-        return is_list and _selects(self.target_modules, module) and not _selects(self.exclude_modules, module)
+        return is_list and self._selects(self.target_modules, module) and not self._excludes(module)
 
     def has(self, module: str) -> bool:
         """Whether a module, or a parameter, is a target."""
-        if _selects(self.exclude_modules, module):
+        if self._excludes(module):
             return False
         return (
             (isinstance(self.target_modules, str) and self.target_modules.lower() == "all-linear")
-            or _selects(self.target_modules, module)
-            or _selects(self.target_parameters, module)
+            or self._selects(self.target_modules, module)
+            or self._selects(self.target_parameters, module)
         )
+
+    def _excludes(self, module: str) -> bool:
+        return self._selects(self.exclude_modules, module)
+
+    def _selects(self, names: str | frozenset[str], module: str) -> bool:
+        """As ``peft`` selects modules: by one regular expression for the whole name, or by ends of names."""
+        if isinstance(names, str):
+            return self.comparisons.fullmatch(names, module)
+        words = module.split(".")
+        return any(".".join(words[first:]) in names for first in range(len(words)))  # a list may have all modules
+
+    def _by_pattern(self, values: Mapping[str, Any], module: str, otherwise: float) -> float:
+        """The value for a module: ``peft`` takes that of the first pattern which the end of its name matches."""
+        matching = (value for key, value in values.items() if self.comparisons.fullmatch(rf"(.*\.)?({key})$", module))
+        return next(matching, otherwise)
 
 
 def unreadable_in(fields: Mapping[str, Any]) -> Iterator[str]:
@@ -104,8 +120,9 @@ def unreadable_in(fields: Mapping[str, Any]) -> Iterator[str]:
     if fields.get("peft_type") != "LORA":
         yield f"peft_type must be 'LORA', found {fields.get('peft_type')!r}"
     for name, is_good in _CHECKS.items():
-        if not is_good(fields.get(name)):
-            yield f"{name} cannot be {shown(fields.get(name))}"
+        if not is_good(value := fields.get(name)):
+            why = next(filter(None, map(problem_of, _patterns_in(value))), "")
+            yield f"{name} cannot be {shown(value)}" + (f", as {why}" if why else "")
 
 
 def refused_in(fields: Mapping[str, Any]) -> Iterator[str]:
@@ -133,15 +150,12 @@ def _is_pattern(value: Any) -> bool:
     """A list of ends of names, or one regular expression."""
     if not isinstance(value, str):
         return _is_list(value)
-    return _compiles(value)
+    return not problem_of(value)
 
 
-def _compiles(pattern: str) -> bool:
-    try:
-        re.compile(pattern)
-    except re.error:
-        return False
-    return True
+def _patterns_in(value: Any) -> Iterator[str]:
+    """The regular expressions in the value of a field, in which lists have names instead."""
+    yield from [value] if isinstance(value, str) else value if isinstance(value, dict) else ()
 
 
 def _are_stacks(value: Any) -> bool:
@@ -160,7 +174,7 @@ _CHECKS = {
 
 
 def _all(patterns: Mapping[str, Any], is_good: Any) -> bool:
-    return all(_compiles(pattern) and is_good(value) for pattern, value in patterns.items())
+    return all(not problem_of(pattern) and is_good(value) for pattern, value in patterns.items())
 
 
 def _names(value: Any) -> str | frozenset[str]:
@@ -169,17 +183,3 @@ def _names(value: Any) -> str | frozenset[str]:
 
 def _ends(name: str, end: str) -> bool:
     return f".{name}".endswith(f".{end}")
-
-
-def _selects(names: str | frozenset[str], module: str) -> bool:
-    """As ``peft`` selects modules: by one regular expression for the whole name, or by ends of names."""
-    if isinstance(names, str):
-        return re.fullmatch(names, module) is not None
-    words = module.split(".")
-    return any(".".join(words[first:]) in names for first in range(len(words)))  # a list may have all modules
-
-
-def _by_pattern(values: Mapping[str, Any], module: str, otherwise: float) -> float:
-    """The value for a module: ``peft`` takes that of the first pattern which the end of its name matches."""
-    matching = (value for pattern, value in values.items() if re.match(rf"(.*\.)?({pattern})$", module))
-    return next(matching, otherwise)

@@ -12,6 +12,7 @@ from itertools import chain, groupby
 
 from torch import Tensor
 
+from mcore_bridge.arguments import COUNT, ITERABLE, Kind, require
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.fused_loads import fused_module
 from mcore_bridge.rules.spec import TensorSpec
@@ -62,6 +63,9 @@ class BucketPlan:
     """The digest of the engine map whose slices are sent; empty for whole HF tensors."""
 
 
+_GROUPS = Kind("groups of names", lambda value: all(map(ITERABLE.is_good, value)))  # type: ignore[call-overload]
+
+
 def plan_buckets(
     manifest: Iterable[TensorSpec],
     *,
@@ -92,8 +96,15 @@ def plan_buckets(
         >>> plan.num_slots, len(plan.buckets)
         (2, 1)
     """
-    if num_slots < 1:
-        raise TransferError(f"expected one slot or more, found num_slots={num_slots}")
+    require(
+        TransferError,
+        manifest=(manifest, ITERABLE),
+        num_slots=(num_slots, COUNT),
+        slot_bytes=(slot_bytes, COUNT.or_none()),
+        together=(together, ITERABLE),
+    )
+    together = [*together]
+    require(TransferError, together=(together, _GROUPS))
     specs = tuple(manifest)
     if other := next((entry for entry in specs if not isinstance(entry, TensorSpec)), None):
         raise TransferError(f"expected a manifest, found a {type(other).__name__} in it: pass manifest(models)")

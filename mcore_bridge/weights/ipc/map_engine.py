@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
+from mcore_bridge.arguments import FUNCTION, Kind, instance_of, require
+from mcore_bridge.config.sizes import is_count
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.ipc.buckets import BucketPlan
@@ -17,6 +19,9 @@ from mcore_bridge.weights.ipc.mapped_engine import MappedEngine, specs_of
 from mcore_bridge.weights.plan.engine_map import EngineMap
 
 logger = logging.getLogger(__name__)
+
+
+_SPECS = Kind("a plan, or specs", lambda specs: all(isinstance(spec, TensorSpec) for spec in specs))  # type: ignore[attr-defined]
 
 
 def map_engine(
@@ -56,7 +61,19 @@ def map_engine(
         >>> len(engine.map.tensors), engine.map.uncovered             # then receiver.copy_into(number, engine)
         (1, ())
     """
+    require(
+        TransferError,
+        plan=(plan, instance_of("a plan, or specs such as those of a manifest", BucketPlan, Iterable)),
+        source=(source, Kind("a module, or a function that returns tensors by name", callable)),
+        load=(load, FUNCTION),
+        engine=(engine, instance_of("a line of text", str)),
+        kept=(kept, instance_of("an EngineMap", EngineMap).or_none()),
+        verify_every=(verify_every, Kind("0 or a positive whole number", lambda value: value == 0 or is_count(value))),
+    )
     specs = specs_of(plan) if isinstance(plan, BucketPlan) else tuple(plan)
+    require(
+        TransferError, plan=(specs, Kind("of tensors", lambda specs: all(isinstance(s, TensorSpec) for s in specs)))
+    )
     if kept is not None:
         try:
             return _proven(kept, specs, source, load, engine, verify_every)

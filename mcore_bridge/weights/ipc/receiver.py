@@ -8,11 +8,18 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from mcore_bridge.arguments import Kind, instance_of, require
 from mcore_bridge.errors import TransferError
 from mcore_bridge.weights.ipc.buckets import Bucket, BucketPlan
 from mcore_bridge.weights.ipc.mapped_engine import MappedEngine
 from mcore_bridge.weights.ipc.shared_memory import Handle, open_shared
 from mcore_bridge.weights.plan.alignment import ALIGNMENT
+
+_PLAN = instance_of("the plan of a BufferRing", BucketPlan)
+_HANDLES = Kind(
+    "what BufferRing.handles returned",
+    lambda value: isinstance(value, Sequence) and all(isinstance(handle, Handle) for handle in value),
+)
 
 
 class Receiver:
@@ -36,6 +43,8 @@ class Receiver:
     """
 
     def __init__(self, plan: BucketPlan, handles: Sequence[Handle]) -> None:
+        kinds = {"plan": (plan, _PLAN), "handles": (handles, _HANDLES)}
+        require(TransferError, **kinds)
         _check(plan)
         self.plan = plan
         self._slots = [open_shared(handle) for handle in handles]

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor
 
+from mcore_bridge.arguments import DEVICE, require
 from mcore_bridge.errors import TransferError
 from mcore_bridge.weights.ipc.buckets import Bucket, BucketPlan
 from mcore_bridge.weights.ipc.shared_memory import Handle, allocate, share
@@ -42,6 +43,7 @@ class BufferRing:
     def __init__(self, plan: BucketPlan, device: torch.device | str | None = None) -> None:
         if not isinstance(plan, BucketPlan):
             raise TransferError(f"expected a plan, found a {type(plan).__name__}: pass plan_buckets(manifest(models))")
+        require(TransferError, device=(device, DEVICE.or_none()))
         self.plan = plan
         self.device = indexed(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
         self._slots = [allocate(plan.slot_bytes, self.device) for _ in range(plan.num_slots)]

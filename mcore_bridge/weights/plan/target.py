@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from mcore_bridge.arguments import COUNTS, NAMES, Kind, require
 from mcore_bridge.config.sizes import is_count
 from mcore_bridge.errors import TargetError
 from mcore_bridge.rules.mapping import matches
@@ -14,6 +15,14 @@ from mcore_bridge.weights.plan.engine_map import EngineMap
 
 VOCAB_MULTIPLE = 64
 """vLLM and SGLang pad vocabularies to a multiple of this before they cut them."""
+
+
+_CUTS = Kind(
+    "triples of a pattern, a size and a rank",
+    lambda value: (
+        isinstance(value, tuple | list) and all(isinstance(cut, tuple | list) and len(cut) == 3 for cut in value)
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +72,8 @@ class EngineRank:
     cuts: tuple[tuple[str, int, int], ...] = ()
 
     def __post_init__(self) -> None:
+        kinds = {"layers": (self.layers, COUNTS.or_none()), "whole": (self.whole, NAMES), "cuts": (self.cuts, _CUTS)}
+        require(TargetError, **kinds)
         _check_sizes(tp=self.tp, pp=self.pp, ep=self.ep, **({} if self.etp is None else {"etp": self.etp}))
         for axis, size, rank in (
             ("tp", self.tp, self.tp_rank),
@@ -168,6 +179,7 @@ def engine_ranks(
         torch.Size([32, 48])
     """
     _check_sizes(tp=tp, pp=pp, ep=ep)
+    require(TargetError, layers=(layers, COUNTS.or_none()), whole=(whole, NAMES))
     if tp % ep:
         raise TargetError(
             f"expected ep to divide tp={tp}, found {ep}; where experts lie across data parallel engines, make each "
@@ -187,9 +199,15 @@ def engine_ranks(
     )
 
 
+_MOST_RANKS = 2**20
+
+
 def _check_sizes(**sizes: int) -> None:
-    if wrong := {axis: size for axis, size in sizes.items() if not is_count(size)}:
-        raise TargetError(f"expected sizes of at least 1, found {wrong}; leave out what the engine does not have")
+    if wrong := {axis: size for axis, size in sizes.items() if not is_count(size) or size > _MOST_RANKS}:
+        raise TargetError(
+            f"expected sizes of at least 1, found {wrong}; leave out what the engine does not have. No engine has more "
+            f"than {_MOST_RANKS} ranks"
+        )
 
 
 def _evenly(num_layers: int, stages: int) -> tuple[int, ...]:

@@ -1,0 +1,71 @@
+"""Checks of arguments that only callers from Python can get wrong: their kinds, in an error of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from os import PathLike
+from typing import NamedTuple
+
+from mcore_bridge.errors import BridgeError, shown
+
+
+class Kind(NamedTuple):
+    """A kind of arguments: what it is in words, and whether a value is one."""
+
+    words: str
+    is_good: Callable[[object], bool]
+
+    def or_none(self) -> Kind:
+        """The kind with None."""
+        return Kind(f"{self.words}, or None", lambda value: value is None or self.is_good(value))
+
+
+def instance_of(words: str, *types: type) -> Kind:
+    """The kind of values that have one of these types."""
+    return Kind(words, lambda value: isinstance(value, types))
+
+
+def require(error: type[BridgeError], **given: tuple[object, Kind]) -> None:
+    """Raise ``error`` unless each value is of its kind. All that are not are named.
+
+    >>> require(BridgeError, num_slots=(2, COUNT), seed=(0, WHOLE))
+    """
+    if problem := problem_of(**given):
+        raise error(problem)
+
+
+def problem_of(**given: tuple[object, Kind]) -> str:
+    """What ``require`` would raise, or an empty string."""
+    wrong = [(name, *pair) for name, pair in given.items() if not pair[1].is_good(pair[0])]
+    return "; ".join(f"{name} must be {kind.words}, found {name}={shown(value)}" for name, value, kind in wrong)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+def _is_device(value: object) -> bool:
+    import torch
+
+    if not isinstance(value, str | torch.device):
+        return False
+    try:
+        torch.device(value)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _is_list_of(value: object, is_good: Callable[[object], bool]) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes) and all(map(is_good, value))
+
+
+WHOLE = Kind("a whole number", _is_whole)
+COUNT = Kind("a whole number of at least 1", lambda value: _is_whole(value) and value >= 1)  # type: ignore[operator]
+COUNTS = Kind("a list of whole numbers", lambda value: _is_list_of(value, _is_whole))
+NAMES = Kind("a list of names", lambda value: _is_list_of(value, lambda name: isinstance(name, str)))
+DEVICE = Kind('a torch.device, or its name such as "cpu" or "cuda:0"', _is_device)
+PATH = instance_of("a path", str, PathLike)
+FUNCTION = Kind("a function", callable)
+MAPPING = instance_of("a mapping", Mapping)
+ITERABLE = Kind("an iterable", lambda value: isinstance(value, Iterable) and not isinstance(value, str | bytes))

@@ -1,0 +1,134 @@
+"""``mcore-bridge draw``: a random checkpoint of any config, whose tensors can be told apart."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mcore_bridge.commands.random_values import drawn
+from mcore_bridge.config.hf import read_config
+from mcore_bridge.errors import CheckpointError, ConfigError
+from mcore_bridge.weights.files.atomic_folder import commit, target_of, updating
+from mcore_bridge.weights.files.hf_folder import HEADS, foreign_weights
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_NOTE = "quantization_config"
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What was written: the numbers of parameters, tensors and bytes, and the names of files."""
+
+    target: Path
+    num_parameters: int
+    num_tensors: int
+    num_bytes: int
+    names: tuple[str, ...]
+
+
+def draw(
+    config: str | os.PathLike[str] | PretrainedConfig,
+    folder: str | os.PathLike[str],
+    *,
+    num_layers: int | None = None,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    max_shard_bytes: int = 5_000_000_000,
+) -> Drawn:
+    """Write a checkpoint of a config, by transformers, with random weights. The model has to fit into memory.
+
+    Norms are around one, and all else around zero. No value is zero or one, and those of a tensor are all different, as
+    far as its dtype has so many numbers.
+
+    Args:
+        config: a folder with a config.json, that file, a repository in the local hub cache, or a config.
+        folder: for the checkpoint. It may have a config and a tokenizer, but no weights.
+        num_layers: build so many layers instead of those of the config.
+        dtype: of the tensors. None is that of the config, or float32.
+        seed: other seeds draw other values.
+        max_shard_bytes: upper limit on the size of a file, unless one tensor is larger.
+
+    Raises:
+        ConfigError: transformers cannot build a model of the config, or its layers cannot be cut.
+        CheckpointError: ``folder`` has weights, or cannot be written to.
+    """
+    target = target_of(folder)
+    if weights := foreign_weights(target):
+        raise CheckpointError(f"{target} must have no weights, found {', '.join(weights[:3])}: name another folder")
+    hf = _read(config)
+    if num_layers is not None:
+        hf = _with_layers(hf, num_layers)
+    model = _random_model(hf, dtype or hf.dtype or torch.float32, seed)
+    state = model.state_dict()
+    with updating(target) as update:
+        model.save_pretrained(update.new, max_shard_size=max_shard_bytes)
+        names = tuple(sorted(path.name for path in update.new.iterdir()))
+        commit(update, (), HEADS)
+    sizes = {tensor.data_ptr(): (tensor.numel(), tensor.nbytes) for tensor in state.values()}
+    numels, nbytes = (sum(of_kind) for of_kind in zip(*sizes.values(), strict=True))
+    return Drawn(target, numels, len(sizes), nbytes, names)
+
+
+def _read(config: str | os.PathLike[str] | PretrainedConfig) -> PretrainedConfig:
+    if isinstance(config, str | os.PathLike) and Path(config).is_file():
+        if Path(config).name != "config.json":
+            raise ConfigError(f"A config must be a folder or its config.json, found the file {config}. Rename it.")
+        config = Path(config).parent
+    hf = read_config(config)
+    if hasattr(hf, _NOTE):  # what is drawn is not quantized
+        delattr(hf, _NOTE)
+    return hf
+
+
+def _with_layers(hf: PretrainedConfig, num_layers: int) -> PretrainedConfig:
+    from mcore_bridge.config.mesh.parallel_dims import ParallelDims
+    from mcore_bridge.factory.blueprint import make_blueprint
+
+    blueprint = make_blueprint(
+        hf, dims=ParallelDims(), dtype=torch.float32, device="cpu", overrides={"num_layers": num_layers}
+    )
+    return blueprint.provenance.config
+
+
+def _random_model(hf: PretrainedConfig, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    model_class = class_of(hf)
+    try:
+        torch.manual_seed(seed)
+        model: PreTrainedModel = model_class._from_config(hf, dtype=dtype)
+    except Exception as error:  # a model may raise any type
+        raise ConfigError(
+            f"transformers must build a {model_class.__name__} of this config, but cannot: {error}. Correct the config."
+        ) from error
+    with torch.no_grad():
+        done: set[int] = set()
+        for name, tensor in model.state_dict().items():
+            if tensor.is_floating_point() and tensor.data_ptr() not in done:
+                done.add(tensor.data_ptr())
+                tensor.copy_(drawn(name, tensor, seed=seed))
+    return model
+
+
+def class_of(hf: PretrainedConfig) -> Any:
+    """The class of transformers that a config names, or else the one with an LM head."""
+    import transformers
+    from transformers.models.auto.auto_factory import _get_model_class
+
+    for name in hf.architectures or ():
+        named = getattr(transformers, name, None)
+        if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
+            return named
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
+        known: Mapping[Any, Any] = auto._model_mapping
+        if type(hf) in known:
+            return _get_model_class(hf, known)
+    raise ConfigError(
+        f"transformers must have a language model for the config, found none for {hf.model_type!r}. Install a release "
+        "that has it, or register its class with transformers."
+    )

@@ -1,0 +1,134 @@
+"""Weights that cannot show where they lie: both sides of a comparison of logits get other values in their place.
+
+A rule that exchanges two norms is not seen while both are one. So whatever is flat, or equal to another tensor, is
+changed in the model and in its reference, by the same random values for each HF name. Files stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mcore_bridge.commands.random_values import is_flat, varied
+from mcore_bridge.config.hf import read_json
+from mcore_bridge.rules.adapters import base_name
+from mcore_bridge.rules.mapping import WeightMapping
+from mcore_bridge.weights.bound import Models
+from mcore_bridge.weights.files.decoded import Folder, opened_folder
+from mcore_bridge.weights.files.hf_folder import Checkpoint
+from mcore_bridge.weights.files.peft_config import CONFIG, WEIGHTS, PeftNames
+from mcore_bridge.weights.files.peft_read import PeftConfig
+from mcore_bridge.weights.files.positional_io import array_of
+from mcore_bridge.weights.files.safetensors import SafetensorsFile
+from mcore_bridge.weights.load import overwrite
+from mcore_bridge.weights.ties import renamed
+from mcore_bridge.weights.transfer.collectives import Group
+
+_Signature = tuple[str, bool, bool, tuple[object, ...]]
+"""Of a tensor: its name, whether it is encoded, whether it is flat, and checksums of its parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """The tensors of a folder that cannot show where they lie.
+
+    Attributes:
+        keys: names in the folder of those that are changed, each with the model's name, which decides on the values.
+        encoded: names of those that are encoded, and stay as they are.
+    """
+
+    keys: Mapping[str, str]
+    encoded: tuple[str, ...] = ()
+
+    def tensors(self, folder: Path) -> dict[str, Tensor]:
+        """All tensors of the folder, as its files have them, but for those that are changed."""
+        files = Checkpoint(folder)
+        return {name: varied(self.keys[name], files[name]) if name in self.keys else files[name] for name in files}
+
+    def write(self, models: Models, folder: Path, mapping: WeightMapping) -> None:
+        """Give the changed values to this rank's chunks, which hold the others."""
+        overwrite(models, renamed(self.tensors(folder), mapping), dict.fromkeys(self.keys.values()))
+
+
+def alike_in(folder: Path, mapping: WeightMapping) -> Alike:
+    """Find them. All ranks call it together, and each reads its part of the files.
+
+    Args:
+        folder: of the checkpoint.
+        mapping: of the model whose logits are compared. Tensors that it does not use are left out.
+    """
+    world, checkpoint = Group(None), opened_folder(Checkpoint(folder))
+    own_names = renamed({name: name for name in checkpoint}, mapping)
+    main_names = {own: mapping.twins.get(name, name) for name, own in own_names.items()}
+    used = [own for own, name in main_names.items() if mapping.consumers(name) and own_names.get(name) == own]
+    mine = [*_signatures(checkpoint, used[world.rank :: world.size])]
+    signatures = [signature for share in world.all_gather_object(mine) for signature in share]
+    counts = Counter(checksum for *_, checksums in signatures for checksum in checksums)
+    alike = [
+        (own, is_encoded)
+        for own, is_encoded, flat, checksums in signatures
+        if flat or any(counts[checksum] > 1 for checksum in checksums)
+    ]
+    changed = {main_names[own] for own, is_encoded in alike if not is_encoded}
+    keys = {own: name for own, name in main_names.items() if name in changed}
+    return Alike(keys, tuple(own for own, is_encoded in alike if is_encoded))
+
+
+def _signatures(checkpoint: Folder, names: Sequence[str]) -> Iterator[_Signature]:
+    """Those of some tensors. A stack of experts counts as the tensors in it."""
+    files = Checkpoint(checkpoint.folder)
+    for name in names:
+        own = (name,) if isinstance(checkpoint, Checkpoint) else checkpoint.own_names(name)
+        parts = [part for part in own for part in (files[part].unbind() if files[part].dim() > 2 else [files[part]])]
+        is_encoded = own != (name,)
+        if is_encoded or files[name].is_floating_point():
+            yield name, is_encoded, not is_encoded and any(map(is_flat, parts)), tuple(map(_checksum, parts))
+        for part in own:
+            files.release(part)
+
+
+def _checksum(tensor: Tensor) -> object:
+    return tuple(tensor.shape), str(tensor.dtype), zlib.crc32(array_of(tensor.contiguous()).data)
+
+
+def told_apart(adapter: Path, target: Path, *, swapped: bool) -> None:
+    """Write an adapter that computes as another one, but for tensors that are flat: a B that is zero shows no A.
+
+    Patterns in its config are replaced by the names that they stand for. ``peft`` would compare them with names that we
+    have not, for any time.
+
+    Args:
+        adapter: a PEFT folder that has been read without complaints.
+        target: an empty folder.
+        swapped: as for ``PeftNames``.
+    """
+    fields, file = read_json(adapter / CONFIG), SafetensorsFile(adapter / WEIGHTS)
+    tensors = {name: file.tensor(name) for name in file.entries}
+    changed = {name: varied(name, tensor) if is_flat(tensor) else tensor.clone() for name, tensor in tensors.items()}
+    save_file(changed, target / WEIGHTS)
+    (target / CONFIG).write_text(json.dumps({**fields, **_without_patterns(fields, tensors, swapped)}))
+
+
+def _without_patterns(fields: Mapping[str, Any], names: Mapping[str, object], swapped: bool) -> dict[str, Any]:
+    config = PeftConfig.of(fields)
+    naming = PeftNames(config.stacks, swapped=swapped)
+    modules = sorted({base_name(naming.to_hf(name)) for name in names})
+    plain: dict[str, Any] = {}
+    if isinstance(config.target_modules, str) and config.target_modules.lower() != "all-linear":
+        plain["target_modules"] = [module for module in modules if not naming.is_stack(module)]
+    if isinstance(config.exclude_modules, str):
+        plain["exclude_modules"] = None
+    if config.rank_pattern or config.alpha_pattern:
+        plain["rank_pattern"] = {re.escape(module): config.rank_of(module) for module in modules}
+        alphas = {re.escape(module): config.scale_of(module) * config.rank_of(module) for module in modules}
+        plain |= {"alpha_pattern": alphas, "use_rslora": False}
+    return plain
