@@ -253,9 +253,14 @@ def merge_command(
 @app.command("draw")
 def draw_command(
     context: typer.Context,
-    config: Annotated[Path, typer.Argument(help="Folder with a config.json, or that file.", show_default=False)],
+    config: Annotated[
+        Path, typer.Argument(parser=path, help="Folder with a config.json, or that file.", show_default=False)
+    ],
     target: Annotated[
-        Path, typer.Argument(help="HF folder without weights; they are written. It may be CONFIG.", show_default=False)
+        Path,
+        typer.Argument(
+            parser=path, help="HF folder without weights; they are written. It may be CONFIG.", show_default=False
+        ),
     ],
     layers: Annotated[
         int | None, typer.Option(min=1, help="Number of layers, instead of that of the config.", show_default=False)

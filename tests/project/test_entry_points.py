@@ -484,6 +484,13 @@ TABLE: dict[str, dict[str, Cell] | str] = {
         ),
         **dict.fromkeys(CHECKS[1:], "it is api.merge"),
     },
+    "draw": {
+        "empty path": empty_options(lambda place: ("draw", "", place.out), lambda place: ("draw", place.hf, "")),
+        "target is source": "it refuses a target with weights, and reads a config alone",
+        "source changed": "it reads a config once",
+        "notes on weights": "it refuses a target with weights",
+        "lost bits": ALWAYS_APART,
+    },
     "doctor": NO_PATH,
     # of RLinf
     "convert_hf_to_mg": rlinf(

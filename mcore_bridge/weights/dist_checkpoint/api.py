@@ -122,8 +122,8 @@ def save_checkpoint(
         require_as_built(chunks)
         require(CheckpointError, common=(common, MAPPING.or_none()))
         pickle.dumps(common)  # only one rank would fail to write it
-    require_alike(world, {"hf": identity(provenance)})
-    require_alike(world, {"head": head, "part": part, "optimizer": type(optimizer), "common": sorted(common or ())})
+    named = {"hf": identity(provenance), "head": head, "part": part, "optimizer": type(optimizer)}
+    require_alike(world, {**named, "common": sorted(common or ())})
     require_equal(world, common or {})
     together = partial(raise_on_all, world, f"{target} was not written, and is as it was")
     with updating_by_all(world, target) as update:

@@ -27,11 +27,15 @@ def require_equal(group: Group, common: Mapping[str, Any]) -> None:
     if not suspect:
         return
     held = group.all_gather_object({key: common[key] for key in suspect})
-    differ = [key for key in suspect if not all(_is_equal(held[0][key], own[key]) for own in held)]
+    others = {key: [not _is_equal(held[0][key], own[key]) for own in held] for key in suspect}
+    differ = {key: flags.index(True) for key, flags in others.items() if any(flags)}
     if differ:
-        values = [f"{key}: {shown(held[0][key])} on rank 0 of the group" for key in differ[:4]]
+        values = [
+            f"{key}: {shown(held[0][key])} on rank 0, {shown(held[rank][key])} on rank {rank}"
+            for key, rank in [*differ.items()][:4]
+        ]
         raise CheckpointError(
-            f"expected equal values in common on every rank, since one rank writes them, found others at {differ[:8]} "
+            f"expected equal values in common on every rank, since one rank writes them, found others at {[*differ][:8]} "
             f"({'; '.join(values)}); pass equal values, and have each rank save its own state itself"
         )
 
