@@ -235,6 +235,8 @@ def calls(folders: dict[str, str]) -> dict[tuple[str, str], str]:
             function, usual, others = _usual(name, folders, models)
             for argument in [argument for cell, argument in CELLS if cell == name]:
                 other = others[argument]
+                if usual.get("folder", "").startswith(folders["out"]):  # the first rank may still remove that of a call
+                    usual["folder"] = f"{folders['out']} {name} {argument}"
                 changed = other if isinstance(other, dict) and argument in ("self", "folder") else {argument: other}
                 try:
                     function(**{**usual, **(changed if dist.get_rank() == 1 else {})})
