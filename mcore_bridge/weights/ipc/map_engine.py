@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
-from mcore_bridge.arguments import FUNCTION, Kind, instance_of, require
+from mcore_bridge.arguments import FUNCTION, Kind, instance_of, list_of, require
 from mcore_bridge.config.sizes import is_count
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
@@ -21,7 +21,7 @@ from mcore_bridge.weights.plan.engine_map import EngineMap
 logger = logging.getLogger(__name__)
 
 
-_SPECS = Kind("a plan, or specs", lambda specs: all(isinstance(spec, TensorSpec) for spec in specs))  # type: ignore[attr-defined]
+_SPECS = list_of("a plan, or specs such as those of a manifest", TensorSpec)
 
 
 def map_engine(
