@@ -71,9 +71,7 @@ def map_engine(
         verify_every=(verify_every, Kind("0 or a positive whole number", lambda value: value == 0 or is_count(value))),
     )
     specs = specs_of(plan) if isinstance(plan, BucketPlan) else tuple(plan)
-    require(
-        TransferError, plan=(specs, Kind("of tensors", lambda specs: all(isinstance(s, TensorSpec) for s in specs)))
-    )
+    require(TransferError, plan=(specs, _SPECS))
     if kept is not None:
         try:
             return _proven(kept, specs, source, load, engine, verify_every)
