@@ -25,6 +25,11 @@ def instance_of(words: str, *types: type) -> Kind:
     return Kind(words, lambda value: isinstance(value, types))
 
 
+def list_of(words: str, *types: type) -> Kind:
+    """The kind of lists and tuples of values that have one of these types."""
+    return Kind(words, lambda value: _is_list_of(value, lambda entry: isinstance(entry, types)))
+
+
 def require(error: type[BridgeError], **given: tuple[object, Kind]) -> None:
     """Raise ``error`` unless each value is of its kind. All that are not are named.
 
@@ -63,7 +68,7 @@ def _is_list_of(value: object, is_good: Callable[[object], bool]) -> bool:
 WHOLE = Kind("a whole number", _is_whole)
 COUNT = Kind("a whole number of at least 1", lambda value: _is_whole(value) and value >= 1)  # type: ignore[operator]
 COUNTS = Kind("a list of whole numbers", lambda value: _is_list_of(value, _is_whole))
-NAMES = Kind("a list of names", lambda value: _is_list_of(value, lambda name: isinstance(name, str)))
+NAMES = list_of("a list of names", str)
 DEVICE = Kind('a torch.device, or its name such as "cpu" or "cuda:0"', _is_device)
 PATH = instance_of("a path", str, PathLike)
 FUNCTION = Kind("a function", callable)

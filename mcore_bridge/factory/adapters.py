@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from mcore_bridge.arguments import NAMES
 from mcore_bridge.config.fields import is_number
 from mcore_bridge.config.mesh.alike import Shared, agreed, replica_groups
 from mcore_bridge.config.sizes import is_count
@@ -249,7 +250,7 @@ def _require_fitting(
             f"folder must be the path of an adapter, found {shown(folder)}; new ones need rank=, alpha=, targets=",
         ),
         (
-            asked["targets"] is not None and not _are_names(asked["targets"]),
+            asked["targets"] is not None and not (NAMES.is_good(asked["targets"]) and asked["targets"]),
             f"targets must be a list of module names, such as ['q_proj', 'v_proj'], found {shown(asked['targets'])}",
         ),
         (rank is not None and not is_count(rank), f"rank must be at least 1, found {rank}"),
@@ -266,11 +267,6 @@ def _require_fitting(
     )
     if problems := [text for is_wrong, text in checks if is_wrong]:
         raise ConfigError("these models cannot have adapters: " + "; ".join(problems))
-
-
-def _are_names(targets: object) -> bool:
-    is_collection = isinstance(targets, Collection) and not isinstance(targets, str | bytes)
-    return is_collection and bool(targets) and all(isinstance(target, str) for target in targets)
 
 
 def _require_held(bound: BoundModel, targets: Sequence[str], names: Collection[str]) -> None:

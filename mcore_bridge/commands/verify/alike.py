@@ -88,7 +88,8 @@ def _signatures(checkpoint: Folder, names: Sequence[str]) -> Iterator[_Signature
     files = Checkpoint(checkpoint.folder)
     for name in names:
         own = (name,) if isinstance(checkpoint, Checkpoint) else checkpoint.own_names(name)
-        parts = [part for part in own for part in (files[part].unbind() if files[part].dim() > 2 else [files[part]])]
+        tensors = [files[part] for part in own]
+        parts = [entry for tensor in tensors for entry in (tensor.unbind() if tensor.dim() > 2 else [tensor])]
         is_encoded = own != (name,)
         if is_encoded or files[name].is_floating_point():
             yield name, is_encoded, not is_encoded and any(map(is_flat, parts)), tuple(map(_checksum, parts))

@@ -59,15 +59,15 @@ class Comparisons:
         Raises:
             CheckpointError: the comparisons of this file take too long.
         """
-        start = time.process_time()
+        start, matches = time.process_time(), False
         try:
-            return regex.fullmatch(pattern, name, timeout=max(self.seconds, 1e-3)) is not None
+            matches = regex.fullmatch(pattern, name, timeout=max(self.seconds, 1e-3)) is not None
         except TimeoutError:
             self.seconds = 0.0
-        finally:
-            self.seconds -= time.process_time() - start
-            if self.seconds <= 0:
-                raise CheckpointError(
-                    f"patterns must be compared with all names in {SECONDS:g} seconds, but {shown(pattern)} takes "
-                    f"longer for {shown(name)}: write a simpler one, or list the names of modules"
-                )
+        self.seconds -= time.process_time() - start
+        if self.seconds <= 0:
+            raise CheckpointError(
+                f"patterns must be compared with all names in {SECONDS:g} seconds, but {shown(pattern)} takes "
+                f"longer for {shown(name)}: write a simpler one, or list the names of modules"
+            )
+        return matches

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
-from mcore_bridge.arguments import FUNCTION, Kind, instance_of, require
+from mcore_bridge.arguments import FUNCTION, Kind, instance_of, list_of, require
 from mcore_bridge.config.sizes import is_count
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
@@ -21,7 +21,7 @@ from mcore_bridge.weights.plan.engine_map import EngineMap
 logger = logging.getLogger(__name__)
 
 
-_SPECS = Kind("a plan, or specs", lambda specs: all(isinstance(spec, TensorSpec) for spec in specs))  # type: ignore[attr-defined]
+_SPECS = list_of("a plan, or specs such as those of a manifest", TensorSpec)
 
 
 def map_engine(
@@ -71,9 +71,7 @@ def map_engine(
         verify_every=(verify_every, Kind("0 or a positive whole number", lambda value: value == 0 or is_count(value))),
     )
     specs = specs_of(plan) if isinstance(plan, BucketPlan) else tuple(plan)
-    require(
-        TransferError, plan=(specs, Kind("of tensors", lambda specs: all(isinstance(s, TensorSpec) for s in specs)))
-    )
+    require(TransferError, plan=(specs, _SPECS))
     if kept is not None:
         try:
             return _proven(kept, specs, source, load, engine, verify_every)

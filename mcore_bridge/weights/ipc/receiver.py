@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from mcore_bridge.arguments import Kind, instance_of, require
+from mcore_bridge.arguments import instance_of, list_of, require
 from mcore_bridge.errors import TransferError
 from mcore_bridge.weights.ipc.buckets import Bucket, BucketPlan
 from mcore_bridge.weights.ipc.mapped_engine import MappedEngine
@@ -16,10 +16,7 @@ from mcore_bridge.weights.ipc.shared_memory import Handle, open_shared
 from mcore_bridge.weights.plan.alignment import ALIGNMENT
 
 _PLAN = instance_of("the plan of a BufferRing", BucketPlan)
-_HANDLES = Kind(
-    "what BufferRing.handles returned",
-    lambda value: isinstance(value, Sequence) and all(isinstance(handle, Handle) for handle in value),
-)
+_HANDLES = list_of("what BufferRing.handles returned", Handle)
 
 
 class Receiver:
