@@ -35,8 +35,8 @@ def require_equal(group: Group, common: Mapping[str, Any]) -> None:
             for key, rank in [*differ.items()][:4]
         ]
         raise CheckpointError(
-            f"expected equal values in common on every rank, since one rank writes them, found others at {[*differ][:8]} "
-            f"({'; '.join(values)}); pass equal values, and have each rank save its own state itself"
+            f"expected equal values in common on every rank, since one rank writes them, found others at "
+            f"{[*differ][:8]} ({'; '.join(values)}); pass equal values, and have each rank save its own state itself"
         )
 
 
