@@ -105,7 +105,7 @@ def feed(addresses, dims):
             if seed > 3 and (handles := engine("share")):
                 assert seed == 6
                 writer = DirectWriter(engine_map, handles)
-            export_into(models, writer)
+            export_into(models, writer, bucket_bytes=(None, 1 << 12)[seed % 2])
             engine("complete")
             assert check(expected) == seed + 1
             if seed == 5:
