@@ -58,7 +58,19 @@ CASES: dict[str, tuple[Callable[[], Any], Format, torch.dtype, mb.ParallelDims]]
         mb.ParallelDims(tp=2, sp=True),
     ),
     "minimax_m2": (family("minimax_m2"), deepseek((8, 8)), torch.bfloat16, mb.ParallelDims(ep=2, etp=2)),
-    "glm4_moe": (family("glm4_moe"), quantized.rows(), torch.float32, mb.ParallelDims(pp=2, ep=2)),
+    "glm4_moe": (
+        family("glm4_moe"),
+        quantized.rows_of_experts(alone=False),
+        torch.float32,
+        mb.ParallelDims(pp=2, ep=2),
+    ),
+    "experts alone": (
+        family("qwen3_moe"),
+        quantized.rows_of_experts(alone=True),
+        torch.float32,
+        mb.ParallelDims(tp=2, sp=True),
+    ),
+    "each layer": (lambda: tiny("qwen3"), quantized.groups_of_each_layer(), torch.bfloat16, mb.ParallelDims(tp=2)),
     "kimi_k2": (kimi, quantized.int4(8), torch.bfloat16, mb.ParallelDims(ep=2, etp=2)),
     "blocks": (lambda: tiny("qwen3"), quantized.blocks((8, 8)), torch.bfloat16, mb.ParallelDims(tp=2)),
     "bf16 rows": (lambda: tiny("llama"), quantized.rows(torch.bfloat16), torch.float32, mb.ParallelDims(tp=2)),
@@ -79,7 +91,7 @@ CASES: dict[str, tuple[Callable[[], Any], Format, torch.dtype, mb.ParallelDims]]
 """By family (or what else is particular): its config, how it is published, a dtype, and a mesh."""
 
 
-WITHOUT_REFERENCE = ("fbgemm", *(name for name in CASES if name.startswith("modelopt")))
+WITHOUT_REFERENCE = ("fbgemm", "each layer", *(name for name in CASES if name.startswith("modelopt")))
 """What transformers does not dequantize."""
 
 
