@@ -9,6 +9,7 @@ import torch.distributed as dist
 import mcore_bridge as mb
 from mcore_bridge import EngineRank, ParallelDims
 from mcore_bridge.errors import ExportError
+from mcore_bridge.factory.adapters import add_adapters
 from mcore_bridge.weights import agreement
 from mcore_bridge.weights.agreement import agree_on_plan, open_export
 from mcore_bridge.weights.manifest import digest
@@ -81,8 +82,20 @@ def one_rank_forgets():
     again = agree_on_plan(models, None, "lm")
     assert again.program is not newest.program
     assert agreement._plans[models[0]][0].number == again.group.max(newest.number) + 1
-    with pytest.raises(ExportError, match="bucket_bytes differs between ranks"):
-        agree_on_plan(models, None, "lm", bucket_bytes=(1 + dist.get_rank()) << 14)
+    rank = dist.get_rank()
+    for options, message in (
+        ({"bucket_bytes": (1 + rank) << 14}, "bucket_bytes differs between ranks"),
+        (
+            {"dialect": ("split", "fused")[rank]},
+            "the ranks name weights by different rules; pass the same hf, head and",
+        ),
+    ):
+        with pytest.raises(ExportError, match=message):
+            agree_on_plan(models, None, "lm", **options)
+    add_adapters(models, rank=2, alpha=4, targets=["q_proj"])
+    with pytest.raises(ExportError, match="merged differs between ranks"):
+        agree_on_plan(models, None, "lm", merged=rank == 0)
+    assert agree_on_plan(models, None, "lm", merged=True).bound.merges
 
 
 def test_ranks_that_have_kept_different_plans_make_one_anew():

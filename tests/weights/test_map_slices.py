@@ -74,6 +74,19 @@ def test_each_of_many_tensors_of_one_shape_is_cut_as_it_is_used():
         sent[name] = tensor[rows][:, columns]
         assert torch.equal(sent[name], TAKEN[name](tensor)), name
     assert slices.narrowed(specs_of(sent)).problems() == []
+    for other, message in (
+        (
+            {"first rows": state["first rows"].flatten()},
+            r"first rows: expected the shape \(8, 6\) or a slice of it, found",
+        ),
+        ({"last rows": state["last rows"][:3]}, r"last rows: expected the shape \(8, 6\), or \(4, 6\) of its slices"),
+        ({"last rows": state["last rows"].int()}, "last rows: expected torch.float32, found torch.int32"),
+        ({"another": state["last rows"]}, "another: expected no such HF tensor, found torch.float32"),
+    ):
+        with pytest.raises(TransferError, match=message):
+            slices.narrowed(specs_of({**sent, **other}))
+    with pytest.raises(TransferError, match="last rows: expected it, found none"):
+        slices.narrowed(specs_of({name: tensor for name, tensor in sent.items() if name != "last rows"}))
 
 
 def test_a_map_of_other_tensors_is_no_target():

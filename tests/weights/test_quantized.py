@@ -216,6 +216,54 @@ def test_other_formats_are_refused_by_name(note: dict[str, Any], message: str, t
         mb.to_transformer_config(hf)
 
 
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ("int4", "weights of compressed-tensors must be an object, or null, found 'int4'"),
+        ({**INT4, "symmetric": False}, r"found 'int of 4 bits by group \(group_size=32, symmetric=False\)'"),
+        ({**INT4, "actorder": "group"}, "found 'int of 4 bits by group"),
+        ({**INT4, "num_bits": 8}, "found 'int of 8 bits by group"),
+        ({**INT4, "group_size": None}, r"found 'int of 4 bits by group \(group_size=None"),
+        ({**INT4, "strategy": "channel"}, "found 'int of 4 bits by channel"),
+        ({**INT4, "type": "float", "strategy": "tensor_group"}, "found 'float of 4 bits by tensor_group"),
+        ({**quantized.ROWS, "strategy": "block", "block_structure": None}, "found 'float of 8 bits by block"),
+        ({**quantized.ROWS, "strategy": "token"}, "found 'float of 8 bits by token"),
+        ({**quantized.ROWS, "num_bits": 4}, "found 'float of 4 bits by channel"),
+    ],
+)
+def test_weights_of_compressed_tensors_that_are_not_read_are_named(weights: Any, message: str) -> None:
+    note: dict[str, Any] = {**quantized.compressed("pack-quantized", {}), "sparsity_config": {"format": "dense"}}
+    for group in (INT4, None):  # the other group is read, or has no weights
+        note["config_groups"] = {"group_0": {"weights": group}, "group_1": {"weights": weights}}
+        with pytest.raises(ConfigError, match=message):
+            read_quantization(note)
+
+
+@pytest.mark.parametrize(
+    ("note", "message"),
+    [
+        ("fp8", "must be an object, found 'fp8'"),
+        ({"config_groups": {}}, "config_groups of compressed-tensors must be an object for each kind .*, found {}"),
+        ({"config_groups": [INT4]}, "config_groups of compressed-tensors must be an object"),
+        ({"transform_config": {"config_groups": {}}}, "transform_config of compressed-tensors must be none"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config of compressed-tensors must be none"),
+    ],
+)
+def test_other_parts_of_a_note_that_are_not_read_are_named(note: Any, message: str) -> None:
+    if isinstance(note, dict):
+        note = {**quantized.compressed("pack-quantized", INT4), **note}
+    with pytest.raises(ConfigError, match=message):
+        read_quantization(note)
+
+
+def test_blocks_are_those_of_fp8_alone() -> None:
+    for form in (quantized.nvfp4("modelopt"), quantized.nvfp4("compressed-tensors"), quantized.int4(32), mxfp4()):
+        assert read_quantization(form.note).block is None
+
+
 GROUP = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "actorder": "static"}
 BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": "128x64"}
 
