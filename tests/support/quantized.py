@@ -232,11 +232,11 @@ def rows_of_experts(*, alone: bool) -> Format:
 
 
 def groups_of_each_layer() -> Format:
-    """Rows in attention, one number for a weight of an MLP, and blocks in the last layer."""
+    """Rows in attention, one number for its values and for weights of an MLP, and blocks in the last layer."""
     fp8_of = lambda **fields: {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, **fields}  # noqa: E731
     weights = {
-        "re:.*layers.[012].self_attn.*": fp8_of(strategy="channel"),
-        "re:.*layers.[012].mlp.*": fp8_of(strategy="tensor"),
+        "re:.*layers.[012].self_attn.[qko].*": fp8_of(strategy="channel"),
+        "re:.*layers.[012].(mlp|self_attn.v).*": fp8_of(strategy="tensor"),
         "re:.*layers.3.*": fp8_of(strategy="block", block_structure=[8, 8]),
     }
     note = compressed("float-quantized", {})
@@ -249,7 +249,7 @@ def groups_of_each_layer() -> Format:
     return Mixed(
         *(note, own.encode, own.decode),
         other=rest,
-        is_other=lambda name: ".layers.3." in name or ".self_attn." in name,
+        is_other=lambda name: ".layers.3." in name or (".self_attn." in name and "v_proj" not in name),
     )
 
 

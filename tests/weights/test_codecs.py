@@ -81,6 +81,7 @@ def test_any_slice_is_a_slice_of_the_whole(form: Format) -> None:
         lambda each: each[-1:, ..., 3:64:2],
         lambda each: each[3],
         lambda each: each[..., 31:65, :].transpose(0, -1),
+        lambda each: each[..., :12:2, :30:3],  # of as many rows and columns as two blocks have
     ]
     for cut in cuts:
         assert torch.equal(weights.cut(cut).to(torch.float32), cut(whole))

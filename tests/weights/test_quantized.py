@@ -380,7 +380,8 @@ def test_a_quantized_composite_loads_and_is_saved_plain(model_type: str, form: F
     config = tmp_path / "config.json"
     fields = json.loads(config.read_text())
     save_file(form.files(state), tmp_path / "model.safetensors", metadata={"format": "pt"})
-    config.write_text(json.dumps({**fields, "quantization_config": form.note}))
+    (fields if model_type == "mistral3" else fields["text_config"])["quantization_config"] = form.note
+    config.write_text(json.dumps(fields))
     pool.run(1, load_and_save_from, str(tmp_path), str(tmp_path / "saved"))
     assert "quantization_config" not in (tmp_path / "saved" / "config.json").read_text()
     assert_same([dict(Checkpoint(tmp_path / "saved"))], [form.decoded(state, torch.bfloat16)])
