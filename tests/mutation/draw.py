@@ -44,16 +44,19 @@ def drawn(root: Path, files: Mapping[str, set[int] | None], count: int, seed: in
     chance, found = random.Random(seed), list[Mutant]()
     for place in chance.sample(sorted(places), len(places)):
         mutant = chance.choice(places[place])
-        if len(found) < count and is_python(mutant.code(sources[mutant.file])):
+        if len(found) < count and is_python(mutant, sources[mutant.file]):
             found.append(mutant)
     return found
 
 
-def is_python(code: str) -> bool:
-    """Operators change some signs that are none of arithmetic, such as two stars before arguments."""
+def is_python(mutant: Mutant, source: str) -> bool:
+    """Operators change some signs that are none of arithmetic, such as two stars before arguments.
+
+    That for exceptions fails at a name with a dot.
+    """
     try:
-        ast.parse(code)
-    except SyntaxError:
+        ast.parse(mutant.code(source))
+    except (AttributeError, SyntaxError):
         return False
     return True
 

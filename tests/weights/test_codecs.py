@@ -171,6 +171,21 @@ def test_scales_of_stacked_experts_may_have_any_shape_of_a_matrix(shape: tuple[i
 EIGHTS = read_quantization({"quant_method": "fp8", "weight_block_size": [8, 8]})
 
 
+def test_slices_of_codes_have_even_steps() -> None:
+    weight = plain_of({"x.weight": FP8[:4, :1], "x.weight_scale_inv": GRID[:, :1]})["x.weight"]
+    cuts: list[Callable[[Tensor], Tensor]] = [lambda whole: whole[[0, 1, 3]], lambda whole: whole.flip(0)]
+    for cut in cuts:
+        with pytest.raises(CheckpointError, match="must have even steps, found"):
+            weight.cut(cut)
+
+
+def test_names_alone_say_which_tensors_are_parts() -> None:
+    names = ["a_blocks", "a_scales", "b_blocks", "x.weight_packed", "x.weight_scale", "x.weight_shape"]
+    names += ["y.weight_packed", "z.weight", "z.weight_scale_inv", "v.weight_scale", "attention.k_scale"]
+    wanted = ["a", "b_blocks", "x.weight", "y.weight_packed", "z.weight", "v.weight_scale", "attention.k_scale"]
+    assert list(scheme.plain_names(names)) == wanted
+
+
 def test_a_shape_beside_codes_is_theirs_and_parts_come_once() -> None:
     note = quantized.compressed("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32})
     files = {"x.weight_packed": WORDS, "x.weight_scale": GROUPS, "x.weight_shape": torch.tensor([4, 32])}
@@ -231,6 +246,7 @@ def test_a_shape_beside_codes_is_theirs_and_parts_come_once() -> None:
             r"takes scales .4, 2. of float32 or .*, found x.weight_scale .4, 2. of torch.int32",
         ),
         ({"x.weight_packed": WORDS.long(), "x.weight_scale": GROUPS}, "is torch.int64, expected int32 .int4. or uint8"),
+        ({"x.weight_packed": WORDS[:, :0], "x.weight_scale": GROUPS}, r"has 0 columns, which .* does not divide into"),
         ({"x.weight_packed": WORDS[0], "x.weight_scale": GROUPS}, r"has shape .8,., expected a matrix, and one of"),
         ({"x.weight_packed": WORDS, "x.weight_scale": GROUPS[0]}, r"has shape .4, 8., expected a matrix, and one of"),
         (
