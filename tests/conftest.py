@@ -3,15 +3,22 @@
 import os
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 settings.register_profile(
-    "ci", deadline=None, max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    "ci",
+    deadline=None,
+    max_examples=60,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],  # to shrink an example that builds models takes minutes
+    suppress_health_check=[HealthCheck.too_slow],
 )
-settings.register_profile("search", parent=settings.get_profile("ci"), max_examples=1000, derandomize=False)
+settings.register_profile(
+    "search", parent=settings.get_profile("ci"), max_examples=1000, derandomize=False, phases=list(Phase)
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 

@@ -94,7 +94,7 @@ def test_plan_and_verify_refuse_meshes_that_do_not_fit(tmp_path: Path, options: 
         assert message in refused(run("verify", folder, *options))
 
 
-WITH_MTP = [name for name in ("glm4_moe", "nemotron_h") if name in mtp_checkpoints.CASES]
+WITH_MTP = zoo.params(("glm4_moe", "nemotron_h"))
 
 
 @pytest.mark.parametrize("name", WITH_MTP)

@@ -76,8 +76,26 @@ def test_each_way_to_read_a_field_counts(tmp_path: Path, monkeypatch: pytest.Mon
     )
     (tmp_path / "trainer.py").write_text("def train(config): return config.of_trainer\n")
     (tmp_path / "other.py").write_text("class OtherConfig: ...\n")
+    (tmp_path / "base.py").write_text(
+        "class BaseConfig:\n"
+        "    def __init__(self, of_base): self.size = of_base // 2\n"
+        "    def heads(self): return self.of_method\n"
+        "class StrangerConfig:\n"
+        "    def __init__(self, of_stranger): self.size = of_stranger // 2\n"
+    )
+    (tmp_path / "deep").mkdir()
+    init = "from .inner import mask\nfrom .given import sized\nfrom .unused import other\n"
+    (tmp_path / "deep" / "__init__.py").write_text(init)
+    (tmp_path / "deep" / "unused.py").write_text("def other(config): return config.of_unused\n")
+    (tmp_path / "deep" / "inner.py").write_text(
+        "def mask(config): return config.get('got'), config.pop('dropped'), hasattr(config, 'asked')\n"
+    )
+    (tmp_path / "deep" / "given.py").write_text(
+        "def sized(config, kind): return getattr(config, f'{kind}_width'), 'by_name'\n"
+    )
     (package / "configuration_toy.py").write_text(
-        "class ToyConfig:\n"
+        "from ...base import BaseConfig\n"
+        "class ToyConfig(BaseConfig):\n"
         "    attribute_map = {'mapped': 'kept'}\n"
         "    def __init__(self, kept, passed, renamed, halved, **kwargs):\n"
         "        self.kept = kept\n"
@@ -90,6 +108,7 @@ def test_each_way_to_read_a_field_counts(tmp_path: Path, monkeypatch: pytest.Mon
     modeling = package / "modeling_toy.py"
     modeling.write_text(
         "from ...shared import rope\n"
+        "from ...deep import mask, sized\n"
         "class Toy:\n"
         "    def __init__(self, config):\n"
         "        self.in_module = getattr(config, 'quoted')\n"
@@ -98,9 +117,12 @@ def test_each_way_to_read_a_field_counts(tmp_path: Path, monkeypatch: pytest.Mon
     )
     monkeypatch.setattr(static, "_read_by_family", static._read_by_family.__wrapped__)
     monkeypatch.setattr(static, "_root", lambda: tmp_path)
-    toy = type("ToyConfig", (), {"__module__": "transformers.models.toy.configuration_toy"})
-    read = {"mapped", "renamed", "halved", "popped", "quoted", "plain", "from_shared"}
-    unread = {"kept_back", "passed", "in_module", "of_another", "of_head", "of_trainer", "nowhere"}
+    base = type("BaseConfig", (), {})
+    toy = type("ToyConfig", (base,), {"__module__": "transformers.models.toy.configuration_toy"})
+    read = {"mapped", "renamed", "halved", "popped", "quoted", "plain", "from_shared", "of_base", "of_method"}
+    read |= {"got", "dropped", "asked", "of_experts_width", "by_name"}
+    unread = {"kept_back", "passed", "in_module", "of_another", "of_head", "of_trainer", "nowhere", "width_of_experts"}
+    unread |= {"of_stranger", "of_unused", "of_experts_width_more"}
     for cached in (static._code_of, static._shared_config_classes, static._is_of_another_class):
         cached.cache_clear()
     try:
@@ -109,6 +131,9 @@ def test_each_way_to_read_a_field_counts(tmp_path: Path, monkeypatch: pytest.Mon
         for cached in (static._text, static._nodes, static._reads_unnamed_fields, static._imports):
             cached.cache_clear()
         assert fields_read(toy, read | unread) == read | unread
+        modeling.unlink()
+        static._code_of.cache_clear()
+        assert fields_read(toy, unread) == unread, "the model is that of another family"
     finally:
         for cached in (static._code_of, static._shared_config_classes, static._is_of_another_class):
             cached.cache_clear()

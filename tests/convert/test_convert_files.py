@@ -64,7 +64,7 @@ def test_any_mesh_comes_back(mesh, backend, tmp_path):
 FAMILIES = ["deepseek_v3", "qwen3_next", "gpt_oss", "qwen2_moe", "gemma2", "phi3", "mixtral", "starcoder2"]
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name in zoo.cases()])
+@pytest.mark.parametrize("name", zoo.params(FAMILIES))
 def test_families_come_back(name, tmp_path):
     hf = zoo.cases()[name].hf
     state = random_state(hf, dtype=torch.bfloat16)
@@ -77,7 +77,7 @@ def test_families_come_back(name, tmp_path):
 FUSED = ["llama", "qwen2_moe", "qwen3_next", "deepseek_v3", "glm_moe_dsa-shared"]
 
 
-@pytest.mark.parametrize("name", [name for name in FUSED if name in zoo.cases()])
+@pytest.mark.parametrize("name", zoo.params(FUSED))
 def test_norms_are_in_the_modules_in_which_transformer_engine_has_them(name, tmp_path):
     """They have the names that megatron-core itself gives them in checkpoints."""
     hf = zoo.cases()[name].hf

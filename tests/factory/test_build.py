@@ -207,7 +207,7 @@ def freezing(hf: Any, sizes: dict[str, int]) -> tuple[int, set[str], set[str], s
         return len(mine), {name for name, each in mine.items() if not each.requires_grad}, moved, str(error.value)
 
 
-@pytest.mark.parametrize("name", [name for name in FROZEN if name in zoo.cases()])
+@pytest.mark.parametrize("name", zoo.params(FROZEN))
 def test_freeze_takes_the_names_of_all_stages_and_experts_and_no_other(name):
     """Names of no rank are those of a layer in another one: of a mixer where that has attention, of experts, ..."""
     hf = zoo.cases()[name].hf

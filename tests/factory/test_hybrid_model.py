@@ -22,18 +22,12 @@ from tests.support.strategies import save
 
 CASES = {
     name: zoo.cases()[name].hf
-    for name in (
-        "qwen3_moe",
-        "qwen3",
-        "nemotron_h",
-        "granitemoehybrid",
-        "seed_oss",
-        "deepseek_v3",
-        "qwen3_next-dense",
-        "granite",
-        "gemma",
+    for name in zoo.here(
+        (
+            *("qwen3_moe", "qwen3", "nemotron_h", "granitemoehybrid", "seed_oss", "deepseek_v3"),
+            *("qwen3_next-dense", "granite", "gemma"),
+        )
     )
-    if name in zoo.cases()
 }
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "hybrid_model.md"
 needs_it = pytest.mark.skipif(not RELEASE.is_installed, reason="the installed megatron-core has no HybridModel")
@@ -226,7 +220,7 @@ def mtp_steps(folders, meshes):
 @needs_it
 def test_mtp_layers_train_bit_for_bit_as_in_the_other_class(tmp_path):
     folders = {}
-    for name, held in ((name, held) for name, held in MTP.items() if name in mtp_checkpoints.CASES):
+    for name, held in ((name, held) for name, held in MTP.items() if zoo.here([name])):
         hf = mtp_checkpoints.config(name, held)
         folders[name, held] = str(tmp_path / name)
         (tmp_path / name).mkdir()

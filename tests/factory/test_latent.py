@@ -72,7 +72,7 @@ def test_what_is_not_reproduced_is_refused(message):
         mb.to_transformer_config(hf)
 
 
-@pytest.mark.parametrize("family", sorted(zoo.cases().keys() & {"minimax_m2", "hy_v3"}))  # not in transformers 4.57
+@pytest.mark.parametrize("family", zoo.params(("minimax_m2", "hy_v3")))
 def test_weights_that_add_up_to_one_are_of_several_experts(family):
     hf = zoo.cases()[family].hf
     assert "norm_topk_prob" not in hf.to_dict()
@@ -105,7 +105,7 @@ def loads_with_another_layer(hf, number):
     mb.build_model(hf, dims=mb.ParallelDims(), device="cpu", dtype=torch.float32, load_weights=state)
 
 
-@pytest.mark.parametrize("name", sorted(zoo.cases().keys() & {"deepseek_v3", "glm_moe_dsa"}))
+@pytest.mark.parametrize("name", zoo.params(("deepseek_v3", "glm_moe_dsa")))
 def test_latents_that_tp_does_not_divide_are_whole_on_every_rank(name):
     """mcore's own layers would cut 28 and 20 + 8 rows."""
     hf = zoo.cases()[name].hf

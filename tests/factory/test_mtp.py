@@ -1,5 +1,7 @@
 """MTP layers: built or not, in the file or not, in the last stage or in one of their own; one owner of each tensor."""
 
+from operator import itemgetter
+
 import pytest
 import torch
 
@@ -30,7 +32,7 @@ MESHES = [
 NUMBERS = [("glm4_moe", 1), ("glm4_moe", 2), ("qwen3_next", 1), ("nemotron_h-narrow-experts", 2)]
 
 
-@pytest.mark.parametrize(("name", "num_mtp_layers"), [each for each in NUMBERS if each[0] in mtp_checkpoints.CASES])
+@pytest.mark.parametrize(("name", "num_mtp_layers"), zoo.params(NUMBERS, itemgetter(0)))
 @pytest.mark.parametrize("dims", MESHES, ids=str)
 def test_they_go_round(dims, name, num_mtp_layers):
     goes_round(*published(num_mtp_layers, name), dims, num_mtp_layers)
@@ -41,7 +43,7 @@ def test_they_go_round_in_a_stage_of_their_own(layout):
     goes_round(*published(1), ParallelDims(pp=layout.count("|") + 1, layout=layout), 1)
 
 
-@pytest.mark.parametrize("name", mtp_checkpoints.CASES)
+@pytest.mark.parametrize("name", zoo.params(mtp_checkpoints.NAMES))
 @pytest.mark.parametrize("dims", MESHES[2:3], ids=str)
 def test_in_the_file_and_not_built_they_are_ignored_and_reported(dims, name):
     hf, state = published(1, name)
@@ -110,7 +112,7 @@ def test_a_number_that_is_none_is_refused(wanted):
         )
 
 
-@pytest.mark.parametrize("name", [name for name in ("glm4_moe", "deepseek_v3") if name in mtp_checkpoints.CASES])
+@pytest.mark.parametrize("name", zoo.params(("glm4_moe", "deepseek_v3")))
 def test_like_a_layer_without_experts_they_are_refused_where_files_have_some(name):
     """On every rank: only the last stage builds them."""
     asked = {"dims": ParallelDims(pp=2, layout="E|tmL"), "dtype": torch.float32}

@@ -29,14 +29,14 @@ def counted(hf: PretrainedConfig) -> ParamCounts:
     return ParamCounts(tuple(layers), tuple(experts), embedding, lm_head, rest)
 
 
-@pytest.mark.parametrize("name", mtp_checkpoints.CASES)
+@pytest.mark.parametrize("name", zoo.params(mtp_checkpoints.NAMES))
 def test_mtp_layers_count_what_their_publisher_holds(name: str) -> None:
     hf = mtp_checkpoints.config(name)
     held = counted(mtp_checkpoints.one_layer(hf))
     assert count_inner(hf) == (sum(held.layers), sum(held.experts))
 
 
-@pytest.mark.parametrize("name", zoo.cases())
+@pytest.mark.parametrize("name", zoo.params(zoo.written()))
 def test_the_census_counts_what_transformers_holds(name: str) -> None:
     hf = zoo.cases()[name].hf
     assert count_params(hf) == counted(hf)

@@ -6,7 +6,7 @@ from mcore_bridge import ParallelDims
 from tests import zoo
 from tests.support import pool, stepping, tiny
 
-CASES = [name for name in ("deepseek_v32", "glm_moe_dsa-shared") if name in zoo.cases()]
+CASES = zoo.here(("deepseek_v32", "glm_moe_dsa-shared"))
 MESHES = {
     2: [{"tp": 2, "sp": True}, {"pp": 2}, {"cp": 2}, {"ep": 2}],
     4: [{"tp": 4, "sp": True}, {"tp": 2, "cp": 2, "ep": 2, "sp": True}],

@@ -23,7 +23,7 @@ from tests.support.strategies import on_disk, random_state
 
 NAME = "ernie4_5_moe"
 BIAS = "model.layers.1.mlp.moe_statics.e_score_correction_bias"
-CASES = [name for name in zoo.cases() if name.startswith(NAME)]
+CASES = zoo.params(name for name in zoo.written() if name.startswith(NAME))
 
 # -- logits and gradients ----------------------------------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ def meshes(draw: Any, hf: Any, fitting: list[dict[str, Any]]) -> ParallelDims:
     return ParallelDims(**sizes, **draw(st.sampled_from(splits)))
 
 
-@pytest.mark.parametrize("name", zoo.cases())
+@pytest.mark.parametrize("name", zoo.params(zoo.written()))
 def test_every_family_goes_round_on_any_mesh(name: str) -> None:
     hf = zoo.cases()[name].hf
     fitting = sizes_that_fit(hf)

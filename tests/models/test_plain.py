@@ -26,7 +26,7 @@ from tests.support.parity import reference_logits, tokens
 from tests.support.strategies import random_state, tiny
 from tests.zoo import plain
 
-CASES = sorted(plain.CASES.keys() & zoo.cases().keys())
+CASES = zoo.params(sorted(plain.CASES))
 
 # -- config tables -----------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from tests.zoo import submodules, tables, texts
 
 SPELLED = {"hidden_act", "prefix_dense_intermediate_size", "shared_expert_combination_strategy"}
 """Fields that say one thing in several ways: a function by two names, a size by None, a sum of one."""
-CASES = sorted((submodules.CASES.keys() | tables.CASES.keys() | texts.CASES.keys()) & zoo.cases().keys())
+CASES = zoo.params(sorted(submodules.CASES.keys() | tables.CASES.keys() | texts.CASES.keys()))
 
 
 @pytest.mark.parametrize("name", CASES)

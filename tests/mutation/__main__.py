@@ -13,7 +13,9 @@ import fnmatch
 import hashlib
 import json
 import os
+import re
 import shutil
+import subprocess
 import time
 import tomllib
 from collections import Counter
@@ -37,6 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=300, help="mutants")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--since", metavar="COMMIT", help="only of lines that have come or changed since this commit")
     parser.add_argument("--budget", type=float, default=90.0, help="seconds of tests for a mutant that survives")
     parser.add_argument("--folder", type=Path, default=ROOT / "mutants", help="of the record, the copy and the results")
     parser.add_argument("--again", action="store_true", help="run those once more that no test has killed")
@@ -46,8 +49,10 @@ def main() -> None:
     copy(tree)
     fork.warm()
     record = recorded(tree, asked.folder / "record")
-    files = sorted({str(path.relative_to(tree)) for each in CODE for path in (tree / "mcore_bridge").glob(each)})
-    run(tree, drawn(tree, files, asked.count, asked.seed), record, asked)
+    sources = {str(path.relative_to(tree)): None for each in CODE for path in (tree / "mcore_bridge").glob(each)}
+    if asked.since:
+        sources = {file: lines for file, lines in lines_since(asked.since).items() if file in sources}
+    run(tree, drawn(tree, sources, asked.count, asked.seed), record, asked)
 
 
 def copy(tree: Path) -> None:
@@ -74,26 +79,42 @@ def recorded(tree: Path, folder: Path) -> dict[str, Any]:
             print(f"recorded {path.name} in {time.monotonic() - begin:.0f} s", flush=True)
         found = json.loads(kept.read_text())
         whole["seconds"].update(found["seconds"])
-        for file, lines in found["reached"].items():
-            for line, names in lines.items():
-                whole["reached"].setdefault(file, {}).setdefault(int(line), []).extend(names)
+        names = ["", *found["seconds"]]
+        for file, pairs in found["reached"].items():
+            named = ((set(lines), [names[number] for number in numbers]) for lines, numbers in pairs)
+            whole["reached"].setdefault(file, []).extend(named)
     return whole
 
 
+def lines_since(commit: str) -> dict[str, set[int]]:
+    """By file, the lines that a commit does not have; a file that was moved has those that were changed."""
+    asked = ("git", "diff", "--unified=0", "--find-renames", commit, "--", "mcore_bridge")
+    found: dict[str, set[int]] = {}
+    for line in subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines():
+        if line.startswith("+++ "):
+            lines = found.setdefault(line.removeprefix("+++ b/"), set())
+        elif place := re.match(r"@@ .* \+(\d+)(?:,(\d+))? @@", line):
+            start, count = int(place[1]), int(place[2] or 1)
+            lines.update(range(start, start + count))
+    return found
+
+
 def tests_for(mutant: Mutant, tree: Path, record: dict[str, Any]) -> list[str]:
-    """The tests that reach a mutant, quickest first, but behind others where they have only other parameters."""
+    """The tests that reach a mutant, quickest first, but behind others that differ more from those before them."""
     lines, is_run_at_import = statement_at(ast.parse((tree / mutant.file).read_text()), mutant.line)
-    reached = record["reached"].get(mutant.file, {})
-    first, further = {name for line in lines for name in reached.get(line, [])}, set[str]()
+    reached = record["reached"].get(mutant.file, [])
+    first, further = {name for each, names in reached if not each.isdisjoint(lines) for name in names}, set[str]()
     if is_run_at_import or "" in first:
         patterns = next((tests for files, tests in OF_TABLES.items() if fnmatch.fnmatch(mutant.file, files)), ())
         first.update(name for each in patterns for name in fnmatch.filter(record["seconds"], f"tests/*/{each}"))
-        further = further.union(*reached.values()) - first
+        further = further.union(*(names for _, names in reached)) - first
     seconds, seen, found = record["seconds"], Counter[str](), []
     for name in sorted((first | further) - {""}, key=lambda name: (seconds[name], name)):
-        function = name.partition("[")[0]
-        seen[function] += 1
-        found.append((name in further, (0.05 + seconds[name]) * seen[function], name))
+        function, _, parameters = name.partition("[")
+        words = parameters.rstrip("]").split("-") if parameters else ()  # one may be a family that is new
+        known = seen[function] + min((seen[word] for word in words), default=0)
+        found.append((name in further, (0.05 + seconds[name]) * (1 + known), name))
+        seen.update((function, *words))
     return [name for *_, name in sorted(found)]
 
 

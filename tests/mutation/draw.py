@@ -2,7 +2,7 @@
 
 import ast
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,26 +29,34 @@ class Mutant:
         return mutate_code(source, get_operator(self.operator)(), self.occurrence)
 
 
-def drawn(root: Path, files: list[str], count: int, seed: int) -> list[Mutant]:
-    """``count`` places at random, and one mutant of each: an operator with many mutants counts no more than another."""
+def drawn(root: Path, files: Mapping[str, set[int] | None], count: int, seed: int) -> list[Mutant]:
+    """``count`` places at random in some lines of each file, or in any where none are named, and one mutant of each.
+
+    So an operator with many mutants counts no more than another.
+    """
     places: dict[tuple[str, int, int], list[Mutant]] = {}
-    sources = {file: (root / file).read_text() for file in files}
+    sources = {file: (root / file).read_text() for file in sorted(files)}
     for file, source in sources.items():
+        lines = files[file]
         for place, mutant in mutants_of(file, source):
-            places.setdefault((file, *place), []).append(mutant)
+            if lines is None or mutant.line in lines:
+                places.setdefault((file, *place), []).append(mutant)
     chance, found = random.Random(seed), list[Mutant]()
     for place in chance.sample(sorted(places), len(places)):
         mutant = chance.choice(places[place])
-        if len(found) < count and is_python(mutant.code(sources[mutant.file])):
+        if len(found) < count and is_python(mutant, sources[mutant.file]):
             found.append(mutant)
     return found
 
 
-def is_python(code: str) -> bool:
-    """Operators change some signs that are none of arithmetic, such as two stars before arguments."""
+def is_python(mutant: Mutant, source: str) -> bool:
+    """Operators change some signs that are none of arithmetic, such as two stars before arguments.
+
+    That for exceptions fails at a name with a dot.
+    """
     try:
-        ast.parse(code)
-    except SyntaxError:
+        ast.parse(mutant.code(source))
+    except (AttributeError, SyntaxError):
         return False
     return True
 

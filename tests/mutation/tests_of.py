@@ -6,25 +6,19 @@ import sys
 import time
 import uuid
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
-from tests.mutation.scope import VARIANTS
-
-T = TypeVar("T")
 PLAIN = ("-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short")
 AT_IMPORT = "what is at import"
 """What fails where no test does."""
 Reached = dict[str, dict[int, list[str]]]
-"""By file and line, the tests that run it; "" is what runs before them, at import."""
+"""By file and line, the tests that run it; "" is what runs before them, at import, and has the number 0."""
 
 
 class Chosen:
-    """A plugin of pytest: the tests asked for alone, in the order asked for.
-
-    If none are, all, but of each that has many sets of parameters ``VARIANTS``, which lie equally far apart.
-    """
+    """A plugin of pytest: the tests asked for alone, in the order asked for. If none are, all of them."""
 
     def __init__(self, asked: list[str]) -> None:
         self.order = {name: place for place, name in enumerate(asked)}
@@ -37,11 +31,6 @@ class Chosen:
         if self.order:
             asked = {item: self.order.get(item.nodeid, self.order.get(item.location[0])) for item in items}
             items[:] = sorted((item for item in items if asked[item] is not None), key=asked.__getitem__)
-            return
-        variants: dict[str, list[pytest.Item]] = {}
-        for item in items:
-            variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
-        items[:] = [each for of_one in variants.values() for each in spread(of_one)]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
@@ -49,11 +38,6 @@ class Chosen:
             self.failed.append(report.nodeid)
         elif report.passed and report.when == "call":
             self.passed.append(report.nodeid)
-
-
-def spread(items: list[T]) -> list[T]:
-    """``VARIANTS`` of them, equally far apart."""
-    return [items[number * len(items) // VARIANTS] for number in range(VARIANTS)] if len(items) > VARIANTS else items
 
 
 def run(asked: list[str]) -> list[str]:
@@ -113,22 +97,34 @@ def _reached(coverage: Any) -> Reached:
 
 
 def record(file: str, notes: str) -> dict[str, Any]:
-    """Seconds that each test of a file takes which passes, those of workers too, and what they reach."""
+    """Seconds that each test of a file takes which passes, those of workers too, and what they reach.
+
+    What they reach are pairs for each file of the code: lines, and the numbers of the tests that run these lines.
+    """
     folder = Path(notes)
     folder.mkdir(parents=True, exist_ok=True)
     chosen, tracing = Chosen([]), Tracing(Path.cwd(), folder)
     pytest.main([file, *PLAIN], [chosen, tracing])
     tracing.coverage.stop()
-    found: dict[str, dict[str, set[str]]] = {}
+    found: dict[str, dict[int, set[str]]] = {}
     of_workers = [json.loads(note.read_text()) for note in folder.iterdir()]
     for each in of_workers:
         chosen.seconds[each["name"]] += each["seconds"]
     for each in (_reached(tracing.coverage), *(note["reached"] for note in of_workers)):
         for path, lines in each.items():
             for line, names in lines.items():
-                found.setdefault(path, {}).setdefault(str(line), set()).update(names)
-    passed = set(chosen.passed) - set(chosen.failed)
+                found.setdefault(path, {}).setdefault(int(line), set()).update(names)
+    passed = sorted(set(chosen.passed) - set(chosen.failed))
+    numbers = {name: number for number, name in enumerate(["", *passed])}
     return {
-        "seconds": {name: round(chosen.seconds[name], 3) for name in sorted(passed)},
-        "reached": {p: {n: sorted(names & {*passed, ""}) for n, names in lines.items()} for p, lines in found.items()},
+        "seconds": {name: round(chosen.seconds[name], 3) for name in passed},
+        "reached": {path: _pairs(lines, numbers) for path, lines in found.items()},
     }
+
+
+def _pairs(lines: dict[int, set[str]], numbers: dict[str, int]) -> list[tuple[list[int], list[int]]]:
+    """Few, since the lines of a function are mostly run by the same tests."""
+    pairs: dict[frozenset[str], list[int]] = {}
+    for line, names in lines.items():
+        pairs.setdefault(frozenset(names & numbers.keys()), []).append(line)
+    return [(of_one, sorted(numbers[name] for name in names)) for names, of_one in pairs.items() if names]

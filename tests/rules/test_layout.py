@@ -22,12 +22,13 @@ from mcore_bridge.rules.layout import (
 from mcore_bridge.rules.trace import _runs, line_starts, trace
 
 NAMED = {"COLUMN": COLUMN, "ROW": ROW, "REPLICATED": REPLICATED, "VOCAB": VOCAB, "GATED_UP": GATED_UP, "QKV": QKV}
+PADDED = Resize("vocab", "padded_vocab")
 PRIMITIVES = [
     Rearrange("(tp n) ...", "tp n ..."),
     Concat(1, (1, "groups")),
     Replicate(),
     Fill((("groups", 1), (1,)), (1,)),
-    Resize("vocab", "padded_vocab"),
+    PADDED,
 ]
 
 
@@ -150,3 +151,9 @@ def test_padding_next_to_elements_is_told_from_them():
     """Padding before the first element of a line, as no layout of ours has it, does not swallow the line."""
     assert list(_runs(torch.tensor([0, 2, 3, 4, 0, 0, 7]))) == [(1, 2, 3), (6, 7, 1)]
     assert min(line_starts([4, 4])) > 1, "padding is 0, and 0, 1 would be a run"
+
+
+def test_a_vocabulary_of_another_size_is_refused():
+    for layout, rows in ((PADDED, 5), (~PADDED, 4)):
+        with pytest.raises(MappingError, match=rf"dim 0 of shape \({rows},\) must be the axis \w*vocab = (4|8)"):
+            layout((torch.ones(rows),), {"vocab": 4, "padded_vocab": 8})

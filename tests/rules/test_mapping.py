@@ -62,6 +62,12 @@ def test_a_parameter_without_a_rule_raises_with_the_nearest_rules():
         MAPPING.bind("decoder.layers.3.self_attention.linear_qkv.wight")
 
 
+def test_a_rule_has_as_many_numbers_on_both_sides():
+    for rule in (("layers.*.a", "b", REPLICATED), ("a", "layers.*.b", REPLICATED)):
+        with pytest.raises(MappingError, match=r"must have as many numbers \('\*'\) as its HF names"):
+            WeightMapping(table(rule))
+
+
 def test_two_rules_for_one_parameter_raise():
     with pytest.raises(MappingError, match="must have one rule, found two"):
         WeightMapping((*RULES, *RULES))

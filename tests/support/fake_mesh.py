@@ -21,9 +21,18 @@ from mcore_bridge.weights.plan.stream import HEADER
 from mcore_bridge.weights.plan.target import Target
 from mcore_bridge.weights.transfer.collectives import Group
 from mcore_bridge.weights.transfer.copier import Buffers
+from mcore_bridge.weights.transfer.endpoints import Outputs
 from mcore_bridge.weights.transfer.program import Program
+from tests.support.exports import assert_own_memory
 
 CPU, NOTHING = torch.device("cpu"), torch.empty(0)
+
+
+class NanOutputs(Outputs):
+    """The open tensors of an export, which are NaN where nothing has been written."""
+
+    def _allocated(self, *arguments: Any) -> Sequence[Tensor]:
+        return [tensor.fill_(torch.nan) for tensor in super()._allocated(*arguments)]
 
 
 def replica(dims: ParallelDims) -> list[int]:
@@ -84,7 +93,7 @@ def export_to(
     assert sum(program.balance() for program in programs) == 0
     staying = [Buffers([bound.tensors[name] for name in p.names]) for p, (bound, _) in zip(programs, held, strict=True)]
     states: list[dict[str, Tensor]] = [{} for _ in ranks]
-    opened: list[dict[int, Tensor]] = [{} for _ in ranks]
+    outputs = [NanOutputs(program.plan, CPU) for program in programs]
     travelled = 0
     for number in range(len(programs[0].plan.messages)):
         sent = [[NOTHING.byte()]]
@@ -98,20 +107,15 @@ def export_to(
         for rank, program in enumerate(programs):
             windows = torch.cat([sent[sender][rank] for sender in ranks])
             assert len(windows) == sum(program.received(number))
-            outputs, open_ = program.plan.payload.outputs, opened[rank]
-            step = program.step(number, None)
-            for i in step.outputs:
-                open_.setdefault(i, torch.full(outputs[i].shape, float("nan"), dtype=outputs[i].dtype))
             headers = torch.full((len(held), HEADER), rank, dtype=torch.uint8)
-            passing = Buffers([windows, NOTHING, headers, NOTHING, *(open_[i] for i in step.outputs)])
-            step.copies.run(staying[rank], passing, CPU)
+            outputs[rank].run(program.step(number, None), staying[rank], [windows, NOTHING, headers, NOTHING], CPU)
             assert (headers == torch.arange(len(held))[:, None]).all()
-            for i in program.plan.messages[number].done:
-                tensor = open_.pop(i) if i in open_ else torch.empty(outputs[i].shape, dtype=outputs[i].dtype)
-                for name in (outputs[i].name, *outputs[i].copies):
-                    assert name not in states[rank], f"{name} came twice"
-                    states[rank][name] = tensor
-    assert not any(opened)
+            for name, tensor in outputs[rank].closed(program.plan.messages[number]):
+                assert name not in states[rank], f"{name} came twice"
+                states[rank][name] = tensor
+    for state, of_rank in zip(states, outputs, strict=True):
+        assert not of_rank._open
+        assert_own_memory(state)
     return states, travelled
 
 
@@ -122,7 +126,7 @@ def export(held: Sequence[Any], *, bucket_bytes: int = 1 << 16) -> dict[str, Ten
     assert sum(program.balance() for program in programs) == 0
     staying = [Buffers([bound.tensors[name] for name in p.names]) for p, (bound, _) in zip(programs, held, strict=True)]
     state: dict[str, Tensor] = {}
-    outputs: dict[int, Tensor] = {}
+    outputs = NanOutputs(plan, CPU)
     for number, message in enumerate(plan.messages):
         windows = torch.empty(sum(message.widths), dtype=torch.uint8)
         for rank in range(len(held)):
@@ -132,16 +136,12 @@ def export(held: Sequence[Any], *, bucket_bytes: int = 1 << 16) -> dict[str, Ten
             step.copies.run(staying[rank], Buffers([NOTHING, header, NOTHING, own]), CPU)
         for rank in [0, number % len(held)]:  # others would do the same
             step = programs[rank].step(number, None)
-            for i in step.outputs:
-                shape, dtype = plan.payload.outputs[i].shape, plan.payload.outputs[i].dtype
-                outputs.setdefault(i, torch.full(shape, float("nan"), dtype=dtype))
             headers = torch.full((len(held), HEADER), rank, dtype=torch.uint8)
-            passing = Buffers([windows, NOTHING, headers, NOTHING, *(outputs[i] for i in step.outputs)])
-            step.copies.run(staying[rank], passing, CPU)
+            outputs.run(step, staying[rank], [windows, NOTHING, headers, NOTHING], CPU)
             assert (headers == torch.arange(len(held))[:, None]).all()
-        for i in message.done:
-            for name in (plan.payload.outputs[i].name, *plan.payload.outputs[i].copies):
-                assert name not in state, f"{name} came twice"
-                state[name] = outputs[i]
-    assert outputs.keys() == set(range(len(plan.payload.outputs)))
+        for name, tensor in outputs.closed(message):
+            assert name not in state, f"{name} came twice"
+            state[name] = tensor
+    assert not outputs._open
+    assert_own_memory(state)
     return state

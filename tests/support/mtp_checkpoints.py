@@ -19,7 +19,7 @@ FLAT = ("enorm", "hnorm", "eh_proj", "final_layernorm")
 HALVES = ("nemotron_h", "nemotron_h-narrow-experts")
 NAMES = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "qwen3.5", "qwen3.5-moe", *HALVES)
 _KINDS = {"layer_types": "full_attention", "mlp_layer_types": "sparse", "indexer_types": "full"}
-CASES = [name for name in NAMES if name in zoo.cases()]
+CASES = zoo.here(NAMES)
 
 
 def config(name: str, num_mtp_layers: int = 1) -> Any:

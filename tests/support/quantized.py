@@ -5,7 +5,7 @@ Nothing here is from the library: blocks are spread by repeating scales, and nib
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -213,9 +213,44 @@ def compressed(kind: str, weights: dict[str, Any], ignore: tuple[str, ...] = ("l
     return {**methods, "config_groups": {"group_0": group}, "ignore": [*ignore, "re:.*mlp.gate$"], **status}
 
 
-def rows(dtype: torch.dtype = torch.float32) -> Format:
-    note = compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"})
-    return fp8((1, 0), note, name=".weight_scale", dtype=dtype, product=dtype)
+ROWS = {"num_bits": 8, "type": "float", "strategy": "channel"}
+
+
+def rows(dtype: torch.dtype = torch.float32, *, product: torch.dtype | None = None) -> Format:
+    note = compressed("float-quantized", ROWS)
+    return fp8((1, 0), note, name=".weight_scale", dtype=dtype, product=product or dtype)
+
+
+def rows_of_experts(*, alone: bool) -> Format:
+    """Rows whose scales are bf16, of experts alone or of all. Only products of other weights are rounded to bf16."""
+    experts, others = rows(torch.bfloat16, product=torch.float32), rows(torch.bfloat16)
+    if alone:
+        plain = ("lm_head", "re:.*self_attn.*", "re:.*mlp.shared_expert.*", "re:.*mlp.(gate|up|down)_proj")
+        note = compressed("float-quantized", ROWS, plain)
+        return replace(experts, note=note, quantizes=lambda name: ".experts." in name and name.endswith(".weight"))
+    return Mixed(others.note, others.encode, others.decode, other=experts, is_other=lambda name: ".experts." in name)
+
+
+def groups_of_each_layer() -> Format:
+    """Rows in attention, one number for its values and for weights of an MLP, and blocks in the last layer."""
+    fp8_of = lambda **fields: {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, **fields}  # noqa: E731
+    weights = {
+        "re:.*layers.[012].self_attn.[qko].*": fp8_of(strategy="channel"),
+        "re:.*layers.[012].(mlp|self_attn.v).*": fp8_of(strategy="tensor"),
+        "re:.*layers.3.*": fp8_of(strategy="block", block_structure=[8, 8]),
+    }
+    note = compressed("float-quantized", {})
+    note["config_groups"] = {
+        f"group_{number}": {"targets": [target], "weights": each}
+        for number, (target, each) in enumerate(weights.items())
+    }
+    own, last = one_scale(), blocks((8, 8))
+    rest = Mixed(None, last.encode, last.decode, other=rows(), is_other=lambda name: ".layers.3." not in name)
+    return Mixed(
+        *(note, own.encode, own.decode),
+        other=rest,
+        is_other=lambda name: ".layers.3." in name or (".self_attn." in name and "v_proj" not in name),
+    )
 
 
 def one_scale(dtype: torch.dtype = torch.float32) -> Format:

@@ -2,7 +2,6 @@
 
 import functools
 import json
-from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,7 @@ def problems(draw: Any) -> tuple[Any, ParallelDims]:
         "num_attention_heads": heads,
         "num_key_value_heads": groups,
         "hidden_size": heads * 6,
-        "intermediate_size": lcm(8, tp) * draw(st.integers(1, 5)),
+        "intermediate_size": tp * draw(st.integers(1, 40)),
         "num_hidden_layers": num_layers,
         "vocab_size": draw(st.sampled_from([64, 97, 101, 130])),
         "tie_word_embeddings": draw(st.booleans()),
@@ -95,9 +94,9 @@ def sparse_problems(draw: Any) -> tuple[Any, ParallelDims]:
         num_key_value_heads=draw(st.sampled_from([1, 2, 4])),
         vocab_size=draw(st.sampled_from([64, 97])),
         tie_word_embeddings=draw(st.booleans()),
-        num_experts=draw(st.sampled_from([4, 8])),
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
+        num_experts=draw(st.sampled_from([4, 8, 12])),
+        num_experts_per_tok=draw(st.sampled_from([2, 3])),
+        moe_intermediate_size=draw(st.sampled_from([6, 16, 22])),
         mlp_only_layers=draw(st.sampled_from([[], [0]])),
     )
     return hf, ParallelDims(tp=tp, pp=pp, vp=vp, ep=ep, etp=etp, sp=tp > 1, **split)

@@ -17,11 +17,7 @@ from tests.support.strategies import random_state, tiny
 from tests.support.target_models import assert_gets
 
 LATENTS = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
-QUERIES = [
-    name
-    for name in ("deepseek_v3", "deepseek_v2-groups", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")
-    if name in zoo.cases()
-]
+QUERIES = zoo.params(("deepseek_v3", "deepseek_v2-groups", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"))
 
 
 def parameters(hf, state, **overrides):

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from mcore_bridge import ParallelDims, build_model
-from mcore_bridge.errors import BridgeError
+from mcore_bridge.errors import BridgeError, CheckpointError, ConfigError, MappingError
 from mcore_bridge.factory.adapters import add_adapters
 from mcore_bridge.launch.fake_rank import rank_of
 from mcore_bridge.rules.adapters import base_name
 from mcore_bridge.weights.adapters import iter_hf_adapters, load_adapters, save_hf_adapters
+from mcore_bridge.weights.bound import bind
 from mcore_bridge.weights.files import foreign_patterns
 from mcore_bridge.weights.files.peft_config import PeftNames
 from mcore_bridge.weights.load import load_hf_weights
@@ -249,6 +250,24 @@ def test_what_no_adapter_here_can_be_is_refused_by_name_all_at_once(tmp_path):
     for word in (*REFUSED, *(name.removesuffix(".weight").partition(".lora_")[0] for name in foreign)):
         assert word in text, word
     assert "model.visual.q_proj.lora_A.weight has rank 3, the config says 2" in text
+
+
+def test_models_without_these_adapters_are_refused(tmp_path):
+    folder_of(random_state(experts.HF), ["q_proj"], tmp_path, 2)
+    write(tmp_path, {"r": 2, "target_modules": ["q_proj"]}, load_file(tmp_path / "adapter_model.safetensors"))
+    dims = ParallelDims(pp=2, vp=2)
+    hf = experts.HF.__class__.from_dict({**experts.HF.to_dict(), "num_hidden_layers": 4})
+    with rank_of(dims, 0, 2):
+        chunks = build_model(hf, dims=dims, load_weights=False, device="cpu", dtype=torch.float32)
+        with pytest.raises(ConfigError, match="models must have adapters, found none: call add_adapters first"):
+            load_adapters(chunks, tmp_path)
+        made = add_adapters(chunks, rank=3, alpha=3, targets=["q_proj"])
+        with pytest.raises(CheckpointError, match=r"has rank 2, the models 3: add adapters of that rank, or give the"):
+            load_adapters(chunks, tmp_path)
+        with pytest.raises(MappingError, match=r"the chunks must have 2 more adapters, such as .*: pass all"):
+            bind(chunks[:1], adapters=made)
+        with pytest.raises(ConfigError, match=r"expected merged=True .*found merged=None"):
+            bind(chunks)
 
 
 def test_an_adapter_that_does_not_fit_is_refused(tmp_path, monkeypatch):

@@ -81,6 +81,7 @@ def test_any_slice_is_a_slice_of_the_whole(form: Format) -> None:
         lambda each: each[-1:, ..., 3:64:2],
         lambda each: each[3],
         lambda each: each[..., 31:65, :].transpose(0, -1),
+        lambda each: each[..., :12:2, :30:3],  # of as many rows and columns as two blocks have
     ]
     for cut in cuts:
         assert torch.equal(weights.cut(cut).to(torch.float32), cut(whole))
@@ -134,7 +135,70 @@ def test_a_number_for_all_multiplies_or_divides() -> None:
 
 FP8, GRID = torch.zeros(128, 256).to(torch.float8_e4m3fn), torch.ones(1, 2)
 WORDS, GROUPS = torch.zeros(4, 8, dtype=torch.int32), torch.ones(4, 2)
+BYTES, STACK = torch.zeros(4, 8, dtype=torch.uint8), FP8.expand(3, 128, 256)
 NOTE = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize("shape", [(5, 20, 12), (1, 20, 12), (5, 4, 12), (2, 3, 20, 12)], ids=str)
+def test_scales_of_stacked_experts_may_have_any_shape_of_a_matrix(shape: tuple[int, ...]) -> None:
+    """One for each row, for each block of 8 x 8, at whose edges are smaller ones, or for the only expert."""
+    generator = torch.Generator().manual_seed(6)
+    codes = (torch.rand(shape, generator=generator) * 100).to(torch.float8_e4m3fn)
+    *outer, rows, columns = shape
+    down, across = -(-rows // 8), -(-columns // 8)
+    for form in (
+        [rows],
+        [rows, 1],
+        [down, across],
+        [down, 1, across, 1],
+        *([[1], []] if math.prod(outer) == 1 else []),
+    ):
+        sizes = [*outer, *form] if form not in ([1], []) else form
+        scales = torch.rand(sizes, generator=generator) + 1
+        if form in ([rows], [rows, 1]):
+            spread = scales.reshape(*outer, rows, 1)
+        elif form in ([1], []):
+            spread = scales.reshape([1] * len(shape))
+        else:
+            each = scales.reshape(*outer, down, across).repeat_interleave(8, -2).repeat_interleave(8, -1)
+            spread = each[..., :rows, :columns]
+        files = {"x.weight": codes, "x.weight_scale_inv": scales}
+        found = decoded_mapping(files, None if form in ([rows], [rows, 1], [1], []) else EIGHTS)["x.weight"]
+        assert torch.equal(found.to(torch.float32), codes.float() * spread), form
+        assert torch.equal(found[-1].to(torch.float32), codes[-1].float() * spread.expand(shape)[-1]), form
+
+
+EIGHTS = read_quantization({"quant_method": "fp8", "weight_block_size": [8, 8]})
+
+
+def test_slices_of_codes_have_even_steps() -> None:
+    weight = plain_of({"x.weight": FP8[:4, :1], "x.weight_scale_inv": GRID[:, :1]})["x.weight"]
+    cuts: list[Callable[[Tensor], Tensor]] = [lambda whole: whole[[0, 1, 3]], lambda whole: whole.flip(0)]
+    for cut in cuts:
+        with pytest.raises(CheckpointError, match="must have even steps, found"):
+            weight.cut(cut)
+
+
+def test_names_alone_say_which_tensors_are_parts() -> None:
+    names = ["a_blocks", "a_scales", "b_blocks", "x.weight_packed", "x.weight_scale", "x.weight_shape"]
+    names += ["y.weight_packed", "z.weight", "z.weight_scale_inv", "v.weight_scale", "attention.k_scale"]
+    wanted = ["a", "b_blocks", "x.weight", "y.weight_packed", "z.weight", "v.weight_scale", "attention.k_scale"]
+    assert list(scheme.plain_names(names)) == wanted
+
+
+def test_a_shape_beside_codes_is_theirs_and_parts_come_once() -> None:
+    note = quantized.compressed("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32})
+    files = {"x.weight_packed": WORDS, "x.weight_scale": GROUPS, "x.weight_shape": torch.tensor([4, 32])}
+    with pytest.raises(CheckpointError, match=r"x.weight_shape is .4, 32., while there are codes for .4, 64."):
+        plain_of(files, note)["x.weight"]
+    with pytest.raises(CheckpointError, match=r"x.weight is torch.int8 with scales, expected uint8 .NVFP4."):
+        plain_of({"x.weight": BYTES.char(), "x.weight_scale": GROUPS})
+    pairs = [("x.weight", FP8), ("x.weight_scale_inv", GRID)]
+    for twice in (pairs[:1] * 2, [*pairs, pairs[0]], [*pairs, pairs[1]]):
+        with pytest.raises(
+            CheckpointError, match=r"x\.weight(_scale_inv)? came twice; every HF tensor must come exactly"
+        ):
+            list(DecodedPairs(twice, read_quantization(NOTE)))
 
 
 @pytest.mark.parametrize(
@@ -172,6 +236,30 @@ NOTE = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         ),
         ({"x.weight": WORDS.byte(), "x.weight_scale": GROUPS}, "is encoded, but x.weight_scale_2 is missing"),
         ({"x.weight": FP8, "x.weight_scale": GRID, "x.weight_zero_point": GRID}, "such as .'x.weight_zero_point'"),
+        ({"x_blocks": BYTES.view(2, 2, 8), "x_scales": BYTES}, r"has shape .2, 2, 8., expected .experts, out, in / 32"),
+        (
+            {"x_blocks": BYTES.view(1, 1, 2, 16), "x_scales": BYTES[:1, :1, None]},
+            r"takes scales .1, 1, 2. of uint8, found x_scales .1, 1, 1. of torch.uint8",
+        ),
+        (
+            {"x.weight_packed": WORDS, "x.weight_scale": GROUPS.int()},
+            r"takes scales .4, 2. of float32 or .*, found x.weight_scale .4, 2. of torch.int32",
+        ),
+        ({"x.weight_packed": WORDS.long(), "x.weight_scale": GROUPS}, "is torch.int64, expected int32 .int4. or uint8"),
+        ({"x.weight_packed": WORDS[:, :0], "x.weight_scale": GROUPS}, r"has 0 columns, which .* does not divide into"),
+        ({"x.weight_packed": WORDS[0], "x.weight_scale": GROUPS}, r"has shape .8,., expected a matrix, and one of"),
+        ({"x.weight_packed": WORDS, "x.weight_scale": GROUPS[0]}, r"has shape .4, 8., expected a matrix, and one of"),
+        (
+            {"x.weight": BYTES, "x.weight_scale": FP8[:4, :1], "x.weight_scale_2": torch.ones(2)},
+            r"takes one number as x.weight_scale_2, found .2,. of torch.float32",
+        ),
+        (
+            {"x.weight": BYTES, "x.weight_scale": FP8[:4, :1], "x.weight_scale_2": torch.ones(1).int()},
+            r"takes one number as x.weight_scale_2, found .1,. of torch.int32",
+        ),
+        ({"x.weight": BYTES, "x.weight_scale": FP8[:4, :2], "x.weight_scale_2": torch.ones(1)}, "does not divide into"),
+        ({"x.weight": FP8[0], "x.weight_scale_inv": GRID}, r"has shape .256,. and scales of torch.float32: expected a"),
+        ({"x.weight": STACK, "x.weight_scale_inv": torch.tensor(1.0)}, r"has shape .3, 128, 256. and x.weight_scale"),
     ],
 )
 def test_what_cannot_be_decoded_raises(files: Mapping[str, Tensor], message: str) -> None:

@@ -17,6 +17,7 @@ from mcore_bridge.errors import BridgeError, LostRankError, TransferError
 from mcore_bridge.factory.adapters import add_adapters
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights import direct_export
+from mcore_bridge.weights.agreement import agree_on_plan
 from mcore_bridge.weights.direct_export import export_into
 from mcore_bridge.weights.ipc.direct_writer import DirectWriter
 from mcore_bridge.weights.ipc.mapped_engine import EngineState
@@ -105,7 +106,9 @@ def feed(addresses, dims):
             if seed > 3 and (handles := engine("share")):
                 assert seed == 6
                 writer = DirectWriter(engine_map, handles)
-            export_into(models, writer)
+            options = {"bucket_bytes": (None, 1 << 12)[seed % 2]}
+            export_into(models, writer, **options)
+            assert writer.program.of is agree_on_plan(models, None, "lm", target=engine_map, **options).program
             engine("complete")
             assert check(expected) == seed + 1
             if seed == 5:

@@ -3,6 +3,7 @@
 import itertools
 from contextlib import closing
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from mcore_bridge.weights.agreement import agree_on_plan
 from mcore_bridge.weights.manifest import digest
 from mcore_bridge.weights.plan.budget import MESSAGES_IN_FLIGHT
 from mcore_bridge.weights.transfer import collectives
+from mcore_bridge.weights.transfer.windows import Windows
 from tests.support import pool, stepping
 from tests.support.exports import BUCKET, MESH, assert_exact, built
 from tests.support.strategies import random_state, tiny
@@ -46,12 +48,16 @@ def test_every_rank_gets_every_tensor_in_the_same_order(dims, fields):
 def abandon(stops):
     models, state = built()
     stop = stops[dist.get_rank()]
-    with closing(mb.iter_hf_weights(models, bucket_bytes=BUCKET)) as pairs:
-        taken = dict(itertools.islice(pairs, stop))
-    for name, tensor in taken.items():
-        assert torch.equal(tensor, state[name])
-    again = mb.to_hf_state_dict(models, bucket_bytes=BUCKET)  # nothing of the abandoned export is left in the groups
+    with mock.patch.object(Windows, "send", autospec=True, side_effect=Windows.send) as send:
+        with closing(mb.iter_hf_weights(models, bucket_bytes=BUCKET)) as pairs:
+            taken = dict(itertools.islice(pairs, stop))
+        num_sent = send.call_count
+        for name, tensor in taken.items():
+            assert torch.equal(tensor, state[name])
+        again = mb.to_hf_state_dict(models, bucket_bytes=BUCKET)  # nothing of what was abandoned is left in the groups
     assert_exact(again, state)
+    num_messages = send.call_count - num_sent
+    assert num_sent < num_messages if None not in stops else num_sent == num_messages, "who stops last ends it"
     return len(taken), len(state)
 
 
@@ -173,18 +179,47 @@ def test_a_parameter_that_stands_for_other_tensors_is_refused():
 
 
 def fail_amid(rank):
-    """A parameter loses its storage while the export runs."""
-    models, _ = built()
+    """A parameter loses its storage while the export runs. With it back, the same plan gives all of the model."""
+    models, state = built()
+    weight = models[0].decoder.layers[-1].mlp.linear_fc2.weight.data
+    kept, storage, message = weight.clone(), weight.untyped_storage(), "nothing raised"
+    size = storage.nbytes()
     pairs = mb.iter_hf_weights(models, bucket_bytes=1)
     next(pairs)
     if dist.get_rank() == rank:
-        models[0].decoder.layers[-1].mlp.linear_fc2.weight.untyped_storage().resize_(0)
+        storage.resize_(0)
     try:
         for _ in pairs:
             pass
     except ExportError as error:
-        return str(error)
-    return "nothing raised"
+        message = str(error)
+    storage.resize_(size)
+    weight.copy_(kept)
+    with closing(mb.iter_hf_weights(models, bucket_bytes=1)) as pairs:  # who stops early sends, who has failed does not
+        taken = dict(itertools.islice(pairs, 1 if dist.get_rank() == rank else None))
+    assert_exact(taken, {name: state[name] for name in taken})
+    assert_exact(mb.to_hf_state_dict(models, bucket_bytes=1), state)
+    return message
+
+
+def fail_early():
+    """The consumer on one rank fails with the first tensor: the others hear of it while most is still to come."""
+    models, state = built()
+    pairs, taken = mb.iter_hf_weights(models, bucket_bytes=1), []
+
+    def take():
+        for pair in pairs:
+            taken.append(pair)
+            if dist.get_rank() == 1:
+                pairs.throw(RuntimeError("no memory"))
+
+    with pytest.raises(ExportError, match=r"rank 1 of the group: RuntimeError in the message of .*: no memory"):
+        take()
+    assert 0 < len(taken) < len(state) / 3
+
+
+def test_a_failure_is_heard_of_with_the_next_messages():
+    pool.run(4, fail_early, timeout=60)
 
 
 def move_amid(rank):
@@ -405,6 +440,11 @@ def other_dtype_on_one_rank_only(models, state):
         models[0].embedding.word_embeddings.weight.data = models[0].embedding.word_embeddings.weight.data.double()
 
 
+def other_dtype_of_a_layer(models, state):
+    """So that tensors of one shape have two dtypes."""
+    models[0].decoder.layers[-1].double()
+
+
 def reload(models, state):
     for chunk in models:
         for parameter in chunk.parameters():
@@ -446,7 +486,7 @@ def adapt_and_take_away(models, state):
 
 @pytest.mark.parametrize(
     "change",
-    [step, other_dtype_on_one_rank_only, reload, offload, regroup, adapt_and_take_away],
+    [step, other_dtype_on_one_rank_only, other_dtype_of_a_layer, reload, offload, regroup, adapt_and_take_away],
     ids=lambda change: change.__name__,
 )
 def test_a_cached_plan_gives_what_a_fresh_one_gives(change):

@@ -30,7 +30,7 @@ from tests.support.written_weights import read
 
 needs_it = pytest.mark.skipif(not RELEASE.is_installed, reason="the installed megatron-core has no HybridModel")
 KEYED = ("qwen3_moe", "nemotron_h-no-experts", "granitemoehybrid")
-NAMES = [name for name in ("qwen3_moe", "nemotron_h") if name in zoo.cases()]
+NAMES = zoo.params(("qwen3_moe", "nemotron_h"))
 KEYS = [
     ("layers.0.input_layernorm.weight", "layers.0.input_layernorm.weight"),
     ("layers.0.mlp.linear_fc1.layer_norm_weight", "layers.1.mlp.linear_fc1.layer_norm_weight"),
@@ -181,7 +181,7 @@ def test_each_class_reads_adapters_and_layers_in_one_tensor(tmp_path):
 
 
 @needs_it
-@pytest.mark.parametrize("name", [name for name in KEYED if name in zoo.cases()])
+@pytest.mark.parametrize("name", zoo.params(KEYED))
 def test_keys_are_those_of_megatron_cores_own_layers(name):
     """Its stack counts the layers, and its layer of Mamba names its parts."""
     hf, predicted = zoo.cases()[name].hf, int(name.startswith("nemotron_h"))

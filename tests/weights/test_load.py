@@ -13,15 +13,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
 import mcore_bridge as mb
-from mcore_bridge.errors import CheckpointError, ConfigError
+from mcore_bridge.errors import CheckpointError, ConfigError, MappingError
+from mcore_bridge.weights.bound import bind
 from mcore_bridge.weights.files.hf_folder import Checkpoint, names_in
 from mcore_bridge.weights.load import load_hf_weights
 from mcore_bridge.weights.manifest import Manifest
+from mcore_bridge.weights.provenance import provenance_of
 from tests.support import fake_mesh, memory, pool
 from tests.support.strategies import random_state, tiny
 
 HF = tiny("qwen3", vocab_size=97, num_hidden_layers=2)
 ONE = mb.ParallelDims()
+NORM = "model.norm.weight"
 
 
 @pytest.fixture
@@ -155,6 +158,41 @@ def test_a_wider_parameter_holds_every_value(state):
     exported, report = loaded(narrow)
     assert all(torch.equal(exported[name], narrow[name].float()) for name in state)
     assert report.cast["lm_head.weight"] == "bfloat16 -> float32"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (lambda state: 7, "expected a folder, a mapping of HF names to tensors, or an iterable of such pairs, found 7"),
+        (lambda state: {**state, NORM: 7}, "model.norm.weight must be a dense torch.Tensor .*, found int: convert it"),
+        (lambda state: {**state, NORM: state[NORM].to("meta")}, "found torch.strided on meta: convert it"),
+        (lambda state: {**state, NORM: state[NORM].to_sparse()}, "found torch.sparse_coo on cpu: convert it"),
+        (lambda state: [*{**state, NORM: None}.items()], "found NoneType: convert it"),
+    ],
+)
+def test_what_holds_no_values_is_no_source(state, source, message):
+    with pytest.raises(CheckpointError, match=message):
+        loaded(source(state))
+
+
+def test_models_are_chunks_that_are_given_once(state):
+    """Whatever is asked of them."""
+    with fake_mesh.rank_of(ONE, 0, 1):
+        (chunk,) = mb.build_model(HF, dims=ONE, load_weights=False, device="cpu", dtype=torch.float32)
+        wrapped = torch.nn.Sequential()
+        wrapped.module = torch.nn.Linear(2, 2)
+        for models, message in (
+            ([], "no models given; expected this rank's chunks"),
+            ([chunk, chunk], r"decoder\.final_layernorm\.weight is in two of the 2 chunks given"),
+            (torch.nn.Linear(2, 2), "a wrapper with one at .module, found Linear: pass"),
+            (wrapped, "a wrapper with one at .module, found Sequential around Linear: pass"),
+        ):
+            with pytest.raises(MappingError, match=message):
+                load_hf_weights(models, state, hf=HF)
+            with pytest.raises(MappingError, match=message):
+                bind(models, provenance_of(HF))
+        with pytest.raises(ConfigError, match=r"dialect must be 'split' .*, 'fused' or None, found 'both'"):
+            bind([chunk], dialect="both")
 
 
 def test_meta_models_cannot_be_loaded():

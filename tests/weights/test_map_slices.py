@@ -49,6 +49,46 @@ def assert_equal(tensors, wanted):
         assert torch.equal(tensor, wanted[name]) if tensor.numel() else name not in wanted, name
 
 
+TAKEN = {
+    "first rows": lambda whole: whole[:4],
+    "last rows": lambda whole: whole[4:],
+    "first of first rows": lambda whole: whole[:4, :3],
+    "first of even rows": lambda whole: whole[::2, :3],
+    "last of odd rows": lambda whole: whole[1::2, 3:],
+    "inner columns": lambda whole: whole[:, 1:5],
+}
+
+
+def test_each_of_many_tensors_of_one_shape_is_cut_as_it_is_used():
+    state = {name: torch.arange(48.0).view(8, 6) + 100 * number for number, name in enumerate(TAKEN)}
+    held = {name: torch.zeros(cut(state[name]).shape) for name, cut in TAKEN.items()}
+
+    def load(pairs):
+        for name, tensor in pairs:
+            held[name].copy_(TAKEN[name](tensor))
+
+    slices = MapSlices(mb.map_engine(specs_of(state), lambda: held, load).map)
+    sent = {}
+    for name, tensor in state.items():
+        rows, columns = slices.taken(name, (0, 1))
+        sent[name] = tensor[rows][:, columns]
+        assert torch.equal(sent[name], TAKEN[name](tensor)), name
+    assert slices.narrowed(specs_of(sent)).problems() == []
+    for other, message in (
+        (
+            {"first rows": state["first rows"].flatten()},
+            r"first rows: expected the shape \(8, 6\) or a slice of it, found",
+        ),
+        ({"last rows": state["last rows"][:3]}, r"last rows: expected the shape \(8, 6\), or \(4, 6\) of its slices"),
+        ({"last rows": state["last rows"].int()}, "last rows: expected torch.float32, found torch.int32"),
+        ({"another": state["last rows"]}, "another: expected no such HF tensor, found torch.float32"),
+    ):
+        with pytest.raises(TransferError, match=message):
+            slices.narrowed(specs_of({**sent, **other}))
+    with pytest.raises(TransferError, match="last rows: expected it, found none"):
+        slices.narrowed(specs_of({name: tensor for name, tensor in sent.items() if name != "last rows"}))
+
+
 def test_a_map_of_other_tensors_is_no_target():
     hf = FAMILIES["tied"]
     state = random_state(hf)

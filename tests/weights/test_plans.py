@@ -147,6 +147,21 @@ def test_ranks_that_describe_a_parameter_otherwise_are_refused() -> None:
         plan_export(held.mapping, held.axes, held.num_layers, inventories, bucket_bytes=None)
 
 
+def test_groups_without_all_of_a_model_are_refused() -> None:
+    """The last rank is missing: its shards, its layers or its experts are."""
+    for model, mesh, message in (
+        ("small tied", "TP4", r"no rank of the group holds the shards \[3\] of .*; is a rank missing in it"),
+        ("small tied", "TP2 PP2", r"no rank of the group holds the shards \[1\] of .*; is a rank missing in it"),
+        ("small stacked", "TP2 EP4", r"no rank of the group holds the experts \[6, 7\] of .*is a rank missing in it"),
+    ):
+        held = replica(model, mesh)
+        with pytest.raises(MappingError, match=message):
+            plan_export(held.mapping, held.axes, held.num_layers, held.inventories[:-1], bucket_bytes=None)
+    held = replica("small tied", "TP4")
+    with pytest.raises(MappingError, match=r"hold the layers \[0, 1, 2, 3, 4, 5\], expected 0 to 6"):
+        plan_export(held.mapping, held.axes, held.num_layers + 1, held.inventories, bucket_bytes=None)
+
+
 if __name__ == "__main__":
     for each in PLANS:
         print(f"    {each}: {planned(*each)},".replace("'", '"'))

@@ -58,7 +58,19 @@ CASES: dict[str, tuple[Callable[[], Any], Format, torch.dtype, mb.ParallelDims]]
         mb.ParallelDims(tp=2, sp=True),
     ),
     "minimax_m2": (family("minimax_m2"), deepseek((8, 8)), torch.bfloat16, mb.ParallelDims(ep=2, etp=2)),
-    "glm4_moe": (family("glm4_moe"), quantized.rows(), torch.float32, mb.ParallelDims(pp=2, ep=2)),
+    "glm4_moe": (
+        family("glm4_moe"),
+        quantized.rows_of_experts(alone=False),
+        torch.float32,
+        mb.ParallelDims(pp=2, ep=2),
+    ),
+    "experts alone": (
+        family("qwen3_moe"),
+        quantized.rows_of_experts(alone=True),
+        torch.float32,
+        mb.ParallelDims(tp=2, sp=True),
+    ),
+    "each layer": (lambda: tiny("qwen3"), quantized.groups_of_each_layer(), torch.bfloat16, mb.ParallelDims(tp=2)),
     "kimi_k2": (kimi, quantized.int4(8), torch.bfloat16, mb.ParallelDims(ep=2, etp=2)),
     "blocks": (lambda: tiny("qwen3"), quantized.blocks((8, 8)), torch.bfloat16, mb.ParallelDims(tp=2)),
     "bf16 rows": (lambda: tiny("llama"), quantized.rows(torch.bfloat16), torch.float32, mb.ParallelDims(tp=2)),
@@ -79,7 +91,7 @@ CASES: dict[str, tuple[Callable[[], Any], Format, torch.dtype, mb.ParallelDims]]
 """By family (or what else is particular): its config, how it is published, a dtype, and a mesh."""
 
 
-WITHOUT_REFERENCE = ("fbgemm", *(name for name in CASES if name.startswith("modelopt")))
+WITHOUT_REFERENCE = ("fbgemm", "each layer", *(name for name in CASES if name.startswith("modelopt")))
 """What transformers does not dequantize."""
 
 
@@ -204,6 +216,54 @@ def test_other_formats_are_refused_by_name(note: dict[str, Any], message: str, t
         mb.to_transformer_config(hf)
 
 
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ("int4", "weights of compressed-tensors must be an object, or null, found 'int4'"),
+        ({**INT4, "symmetric": False}, r"found 'int of 4 bits by group \(group_size=32, symmetric=False\)'"),
+        ({**INT4, "actorder": "group"}, "found 'int of 4 bits by group"),
+        ({**INT4, "num_bits": 8}, "found 'int of 8 bits by group"),
+        ({**INT4, "group_size": None}, r"found 'int of 4 bits by group \(group_size=None"),
+        ({**INT4, "strategy": "channel"}, "found 'int of 4 bits by channel"),
+        ({**INT4, "type": "float", "strategy": "tensor_group"}, "found 'float of 4 bits by tensor_group"),
+        ({**quantized.ROWS, "strategy": "block", "block_structure": None}, "found 'float of 8 bits by block"),
+        ({**quantized.ROWS, "strategy": "token"}, "found 'float of 8 bits by token"),
+        ({**quantized.ROWS, "num_bits": 4}, "found 'float of 4 bits by channel"),
+    ],
+)
+def test_weights_of_compressed_tensors_that_are_not_read_are_named(weights: Any, message: str) -> None:
+    note: dict[str, Any] = {**quantized.compressed("pack-quantized", {}), "sparsity_config": {"format": "dense"}}
+    for group in (INT4, None):  # the other group is read, or has no weights
+        note["config_groups"] = {"group_0": {"weights": group}, "group_1": {"weights": weights}}
+        with pytest.raises(ConfigError, match=message):
+            read_quantization(note)
+
+
+@pytest.mark.parametrize(
+    ("note", "message"),
+    [
+        ("fp8", "must be an object, found 'fp8'"),
+        ({"config_groups": {}}, "config_groups of compressed-tensors must be an object for each kind .*, found {}"),
+        ({"config_groups": [INT4]}, "config_groups of compressed-tensors must be an object"),
+        ({"transform_config": {"config_groups": {}}}, "transform_config of compressed-tensors must be none"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config of compressed-tensors must be none"),
+    ],
+)
+def test_other_parts_of_a_note_that_are_not_read_are_named(note: Any, message: str) -> None:
+    if isinstance(note, dict):
+        note = {**quantized.compressed("pack-quantized", INT4), **note}
+    with pytest.raises(ConfigError, match=message):
+        read_quantization(note)
+
+
+def test_blocks_are_those_of_fp8_alone() -> None:
+    for form in (quantized.nvfp4("modelopt"), quantized.nvfp4("compressed-tensors"), quantized.int4(32), mxfp4()):
+        assert read_quantization(form.note).block is None
+
+
 GROUP = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "actorder": "static"}
 BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": "128x64"}
 
@@ -320,7 +380,8 @@ def test_a_quantized_composite_loads_and_is_saved_plain(model_type: str, form: F
     config = tmp_path / "config.json"
     fields = json.loads(config.read_text())
     save_file(form.files(state), tmp_path / "model.safetensors", metadata={"format": "pt"})
-    config.write_text(json.dumps({**fields, "quantization_config": form.note}))
+    (fields if model_type == "mistral3" else fields["text_config"])["quantization_config"] = form.note
+    config.write_text(json.dumps(fields))
     pool.run(1, load_and_save_from, str(tmp_path), str(tmp_path / "saved"))
     assert "quantization_config" not in (tmp_path / "saved" / "config.json").read_text()
     assert_same([dict(Checkpoint(tmp_path / "saved"))], [form.decoded(state, torch.bfloat16)])

@@ -1,5 +1,7 @@
 """Exports to the ranks of an engine: any pair of layouts, against slices that are cut here by the names of tensors."""
 
+from math import gcd
+
 import numpy as np
 import pytest
 import torch
@@ -36,9 +38,10 @@ BUCKET = 1 << 15
 def engines(hf):
     """Sizes that this model can be cut in."""
     heads, groups = hf.num_attention_heads, hf.num_key_value_heads
-    cuts = [tp for tp in (1, 2, 4, 8) if heads % tp == 0 and (groups % tp == 0 or tp % groups == 0)]
+    rows = (heads, hf.intermediate_size, getattr(hf, "moe_intermediate_size", 0))
+    cuts = [tp for tp in (1, 2, 3, 4, 8) if not any(size % tp for size in rows) and not (groups % tp and tp % groups)]
     return st.builds(
-        lambda tp, pp, ep: engine_ranks(tp=tp, pp=pp, ep=min(ep, tp)),
+        lambda tp, pp, ep: engine_ranks(tp=tp, pp=pp, ep=gcd(ep, tp)),
         st.sampled_from(cuts),
         st.integers(1, hf.num_hidden_layers),
         st.sampled_from([1, 2, 4]) if getattr(hf, "num_experts", 0) else st.just(1),

@@ -1,17 +1,19 @@
 """Small models of every family, by name: what ``test_parity`` and ``test_families`` hold each of them to.
 
-Each file of this folder has ``CASES``. A case is left out where the installed transformers lacks its ``model_type`` or
-the installed megatron-core is older than its architecture needs. Dims are pairwise distinct where the family allows it,
-so that a transposed or misplaced matrix cannot fit.
+Each file of this folder has ``CASES``. ``cases()`` lacks those for which the installed releases are too old:
+transformers lacks the ``model_type``, or the architecture needs a later megatron-core. A test that names cases takes
+them from ``params`` or ``here``, which raise if no file has such a case. Dims are pairwise distinct where the family
+allows it, so that a transposed or misplaced matrix cannot fit.
 """
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import pytest
 import transformers
 
 from mcore_bridge.architecture import architecture_of
@@ -53,18 +55,47 @@ def _is_built(model_type: str) -> bool:
 
 
 @cache
-def described() -> dict[str, Case]:
-    """Every case by name that the installed transformers has a config for."""
+def written() -> dict[str, Case]:
+    """Every case by name, whatever is installed."""
     found: dict[str, Case] = {}
     for module in pkgutil.iter_modules(__path__):
         for name, each in importlib.import_module(f"{__name__}.{module.name}").CASES.items():
             assert name not in found, name
-            if each.model_type in transformers.CONFIG_MAPPING:
-                found[name] = each
+            found[name] = each
     return found
+
+
+@cache
+def described() -> dict[str, Case]:
+    """Those among them that the installed transformers has a config for."""
+    return {name: each for name, each in written().items() if each.model_type in transformers.CONFIG_MAPPING}
 
 
 @cache
 def cases() -> dict[str, Case]:
     """Those among them that the installed megatron-core builds."""
     return {name: each for name, each in described().items() if _is_built(each.model_type)}
+
+
+def here(names: Iterable[str]) -> list[str]:
+    """Those of these names of cases that the installed releases build.
+
+    Raises:
+        KeyError: no file has a case of that name.
+    """
+    return [name for name in names if written()[name] and name in cases()]
+
+
+def params(names: Iterable[Any], case_of: Callable[[Any], str] = str) -> list[Any]:
+    """Parameters of a test, each with the name of a case or of what ``case_of`` makes one of.
+
+    If the installed releases do not build the case, the test is skipped, which pytest's summary shows.
+
+    Raises:
+        KeyError: no file has a case of that name.
+    """
+    lacks = pytest.mark.skip(reason="the installed transformers or megatron-core lacks the family")
+    return [
+        pytest.param(*(each if isinstance(each, tuple) else (each,)), marks=[] if here([case_of(each)]) else lacks)
+        for each in names
+    ]

@@ -1,0 +1,102 @@
+"""Plans that are kept: calls that differ in anything follow each other, and each gets what a first call would get."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mcore_bridge as mb
+from mcore_bridge import EngineRank, ParallelDims
+from mcore_bridge.errors import ExportError
+from mcore_bridge.factory.adapters import add_adapters
+from mcore_bridge.weights import agreement
+from mcore_bridge.weights.agreement import agree_on_plan, open_export
+from mcore_bridge.weights.manifest import digest
+from mcore_bridge.weights.transfer.executor import run_program
+from tests.support import pool
+from tests.support.strategies import random_state, tiny
+
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+HF = tiny("qwen3_moe", num_hidden_layers=2, vocab_size=97, num_key_value_heads=2, **EXPERTS)
+DIMS = ParallelDims(tp=2, ep=2, sp=True)
+
+
+def calls():
+    """What this rank asks for in each of several exports."""
+    rank = dist.get_rank()
+    return [
+        {},
+        {"bucket_bytes": 1 << 14},
+        {"bucket_bytes": 1 << 14, "dialect": "fused"},
+        {"target": EngineRank(tp=2, tp_rank=rank)},
+        {"target": EngineRank(tp=2, tp_rank=1 - rank)},
+        {"target": "everything" if rank else "nothing"},
+    ]
+
+
+def described(models, options):
+    """The plan of a call, and the tensors that it gives."""
+    export = open_export(models, None, "lm", **options)
+    plan = export.program.plan
+    found = [(name, digest(tensor)) for name, tensor in run_program(export.program, export.group, export.bound.tensors)]
+    return [(message.widths, message.done) for message in plan.messages], found
+
+
+def in_a_row():
+    """Runs in each worker."""
+    DIMS.initialize(device="cpu")
+    models = mb.build_model(HF, dims=DIMS, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
+    asked, fresh = calls(), []
+    for options in asked:
+        agreement._plans.clear()
+        fresh.append(described(models, options))
+    assert len({repr(plan) for plan, _ in fresh}) > 3
+    agreement._plans.clear()
+    for number in (*range(6), 4, 3, 5, 2, 0):
+        assert described(models, asked[number]) == fresh[number], asked[number]
+        assert len(agreement._plans[models[0]]) <= 4, "plans of a long run would fill memory"
+    kept = [agree_on_plan(models, None, "lm", **options).program for options in asked[:4]]
+    assert all(
+        agree_on_plan(models, None, "lm", **options).program is program
+        for options, program in zip(asked, kept, strict=False)
+    )
+
+
+def test_each_of_several_calls_gets_what_a_first_call_gets():
+    pool.run(2, in_a_row)
+
+
+def one_rank_forgets():
+    """Runs in each worker: a rank without kept plans meets one that has some, and both plan again."""
+    DIMS.initialize(device="cpu")
+    models = mb.build_model(HF, dims=DIMS, dtype=torch.float32, device="cpu", load_weights=random_state(HF))
+    for number in range(4):
+        if dist.get_rank() == number % 2:
+            agreement._plans.clear()
+        for options in ({}, {"bucket_bytes": 1 << 14}, {}):
+            assert described(models, options) == described(models, options)
+    newest, *others = agreement._plans[models[0]]
+    newest = replace(newest, number=newest.number + dist.get_rank())  # as if made with other ranks
+    agreement._plans[models[0]] = (newest, *others)
+    again = agree_on_plan(models, None, "lm")
+    assert again.program is not newest.program
+    assert agreement._plans[models[0]][0].number == again.group.max(newest.number) + 1
+    rank = dist.get_rank()
+    for options, message in (
+        ({"bucket_bytes": (1 + rank) << 14}, "bucket_bytes differs between ranks"),
+        (
+            {"dialect": ("split", "fused")[rank]},
+            "the ranks name weights by different rules; pass the same hf, head and",
+        ),
+    ):
+        with pytest.raises(ExportError, match=message):
+            agree_on_plan(models, None, "lm", **options)
+    add_adapters(models, rank=2, alpha=4, targets=["q_proj"])
+    with pytest.raises(ExportError, match="merged differs between ranks"):
+        agree_on_plan(models, None, "lm", merged=rank == 0)
+    assert agree_on_plan(models, None, "lm", merged=True).bound.merges
+
+
+def test_ranks_that_have_kept_different_plans_make_one_anew():
+    pool.run(2, one_rank_forgets)
