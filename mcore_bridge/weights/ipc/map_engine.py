@@ -20,6 +20,7 @@ from mcore_bridge.weights.plan.engine_map import EngineMap
 logger = logging.getLogger(__name__)
 
 
+_ROUNDS = Kind("0 or a positive whole number", lambda value: value == 0 or COUNT.is_good(value))
 _SPECS = list_of("a plan, or specs such as those of a manifest", TensorSpec)
 
 
@@ -67,10 +68,7 @@ def map_engine(
         load=(load, FUNCTION),
         engine=(engine, instance_of("a line of text", str)),
         kept=(kept, instance_of("an EngineMap", EngineMap).or_none()),
-        verify_every=(
-            verify_every,
-            Kind("0 or a positive whole number", lambda value: value == 0 or COUNT.is_good(value)),
-        ),
+        verify_every=(verify_every, _ROUNDS),
     )
     specs = specs_of(plan) if isinstance(plan, BucketPlan) else tuple(plan)
     require(TransferError, plan=(specs, _SPECS))
