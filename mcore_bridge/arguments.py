@@ -42,7 +42,7 @@ def require(error: type[BridgeError], **given: tuple[object, Kind]) -> None:
 def problem_of(**given: tuple[object, Kind]) -> str:
     """What ``require`` would raise, or an empty string."""
     wrong = [(name, *pair) for name, pair in given.items() if not pair[1].is_good(pair[0])]
-    return "; ".join(f"{name} must be {kind.words}, found {name}={shown(value)}" for name, value, kind in wrong)
+    return "; ".join(f"{name} must be {kind.words}, found {shown(value)}" for name, value, kind in wrong)
 
 
 def _is_whole(value: object) -> bool:
@@ -65,8 +65,32 @@ def _is_list_of(value: object, is_good: Callable[[object], bool]) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes) and all(map(is_good, value))
 
 
+def _is_tensor(value: object, dtype: str = "", device: object = None) -> bool:
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return False
+    return (not dtype or str(value.dtype) == dtype) and device in (None, value.device)
+
+
+def ids_on(device: object = None) -> Kind:
+    """The kind of token ids, on the device of a model if one is given."""
+    return Kind(f"an int64 tensor{_place(device)}", lambda value: _is_tensor(value, "torch.int64", device))
+
+
+def tensor_on(device: object = None) -> Kind:
+    """The kind of tensors, on the device of another one if that is given."""
+    return Kind(f"a tensor{_place(device)}", lambda value: _is_tensor(value, device=device))
+
+
+def _place(device: object) -> str:
+    return "" if device is None else f" on {device}"
+
+
 WHOLE = Kind("a whole number", _is_whole)
 COUNT = Kind("a whole number of at least 1", lambda value: _is_whole(value) and value >= 1)  # type: ignore[operator]
+LEAST_0 = Kind("a whole number of at least 0", lambda value: _is_whole(value) and value >= 0)  # type: ignore[operator]
+FLAG = instance_of("True or False", bool)
 COUNTS = Kind("a list of whole numbers", lambda value: _is_list_of(value, _is_whole))
 NAMES = list_of("a list of names", str)
 DEVICE = Kind('a torch.device, or its name such as "cpu" or "cuda:0"', _is_device)

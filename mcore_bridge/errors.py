@@ -84,8 +84,12 @@ def printable(text: str) -> str:
 
 
 def shown(value: object) -> str:
-    """``repr`` of a value for a message, cut in the middle where it has more than ``LONG`` characters."""
-    text = repr(value)
+    """``repr`` of a value for a message, cut in the middle where it has more than ``LONG`` characters.
+
+    Of a tensor only dtype, shape and device are shown.
+    """
+    is_tensor = type(value).__module__.startswith("torch") and hasattr(value, "layout")
+    text = f"<{value.dtype} of shape {tuple(value.shape)} on {value.device}>" if is_tensor else repr(value)  # type: ignore[attr-defined]
     if len(text) <= LONG:
         return text
     return f"{text[: LONG // 2]} ... {text[-LONG // 4 :]} ({len(text)} characters)"

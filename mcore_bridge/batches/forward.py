@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mcore_bridge.batches import arguments
+from mcore_bridge.arguments import COUNT, FLAG, FUNCTION, ids_on, require, tensor_on
 from mcore_bridge.batches.collectives import broadcast_from_last, gather, reduce_max
 from mcore_bridge.batches.digests import digest, digest_of_tokens
 from mcore_bridge.batches.gradients import finishing_gradients
@@ -131,17 +131,17 @@ def forward(
 
     def checked() -> tuple[Callable[..., list[PackedSequences]], Shared]:
         device = next((parameter.device for parameter in chunk.parameters()), None)  # a stage may be empty
-        arguments.require(
-            arguments.ids("input_ids", input_ids, device),
-            arguments.mask("attention_mask", attention_mask, device),
-            arguments.count("micro_batch_size", micro_batch_size, optional=True),
-            arguments.flag("packed", packed),
-            arguments.count("multiple_of", multiple_of, optional=True),
+        require(
+            BatchError,
+            input_ids=(input_ids, ids_on(device)),
+            attention_mask=(attention_mask, tensor_on(device).or_none()),
+            micro_batch_size=(micro_batch_size, COUNT.or_none()),
+            packed=(packed, FLAG),
+            multiple_of=(multiple_of, COUNT.or_none()),
+            loss=(loss, FUNCTION.or_none()),
         )
         require_runnable(chunk, packed=packed, learns=learns)
         divisor = require_temperature(temperature)
-        if loss is not None and not callable(loss):
-            raise BatchError(f"loss must be a function of outputs and rows, or None, found {type(loss).__name__}")
         provenance = provenance_on(models, hf, head)
         readable = getattr(chunk, "image_inputs", None)
         config = provenance.whole.config if provenance.whole else None

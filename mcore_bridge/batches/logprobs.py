@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mcore_bridge.batches import arguments
+from mcore_bridge.arguments import Kind, ids_on, require
 from mcore_bridge.batches.collectives import reduce_max, reduce_sum, require_group
 from mcore_bridge.batches.digests import digest
 from mcore_bridge.config.mesh.alike import Shared, agreed
@@ -24,6 +24,10 @@ LEAST_TEMPERATURE = 1e-6
 """Logits divided by less than this may be infinite."""
 IGNORED = -100
 """The label that does not count, as in torch and transformers."""
+_LOGITS = Kind(
+    "a tensor of floats [..., padded vocab / tp]",
+    lambda value: isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0,
+)
 CHUNK = 1 << 24
 """Elements that are converted to fp32 at a time: 64 MB, of which three or four copies exist at once."""
 
@@ -92,15 +96,8 @@ def require_temperature(temperature: object) -> float:
     )
 
 
-def _require_labels(logits: object, labels: object, vocab_size: object, group: ProcessGroup) -> None:
-    if not (isinstance(logits, Tensor) and logits.is_floating_point() and logits.dim()):
-        raise BatchError(
-            f"logits must be a tensor of floats [..., padded vocab / tp], found {arguments.kind_of(logits)}"
-        )
-    if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
-        raise BatchError(f"labels must be an int64 tensor, found {arguments.kind_of(labels)}: pass labels.long()")
-    if labels.device != logits.device:
-        raise BatchError(f"labels must be on {logits.device} as logits are, found {labels.device}: move them there")
+def _require_labels(logits: Tensor, labels: Tensor, vocab_size: object, group: ProcessGroup) -> None:
+    require(BatchError, logits=(logits, _LOGITS), labels=(labels, ids_on(getattr(logits, "device", None))))
     if logits.shape[:-1] != labels.shape:
         raise BatchError(
             f"logits must have the shape of labels, {tuple(labels.shape)}, and the vocabulary behind it, found "

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mcore_bridge.batches import arguments
+from mcore_bridge.arguments import COUNT, FLAG, LEAST_0, ids_on, instance_of, require, tensor_on
 from mcore_bridge.batches.lengths import with_lengths
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import BatchError
@@ -97,17 +97,17 @@ def pack_sequences(
         >>> packed.input_ids                              # sequences of four and three tokens, without the padding
         tensor([[1, 2, 3, 4, 5, 6, 7]])
     """
-    arguments.require(
-        arguments.ids("input_ids", input_ids),
-        arguments.mask("attention_mask", attention_mask, getattr(input_ids, "device", None)),
-        arguments.count("cp_rank", cp_rank, least=0),
-        arguments.flag("packed", packed),
-        arguments.count("multiple_of", multiple_of),
-        arguments.count("min_tokens", min_tokens, least=0),
+    require(
+        BatchError,
+        input_ids=(input_ids, ids_on()),
+        attention_mask=(attention_mask, tensor_on(getattr(input_ids, "device", None)).or_none()),
+        dims=(dims, instance_of("a ParallelDims", ParallelDims).or_none()),
+        cp_rank=(cp_rank, LEAST_0),
+        packed=(packed, FLAG),
+        multiple_of=(multiple_of, COUNT),
+        min_tokens=(min_tokens, LEAST_0),
     )
     dims = ParallelDims() if dims is None else dims
-    if not isinstance(dims, ParallelDims):
-        raise BatchError(f"dims must be a ParallelDims or None, found {dims!r}: write dims=ParallelDims(cp=2, ...)")
     if input_ids.dim() != 2 or (attention_mask is not None and attention_mask.shape != input_ids.shape):
         shapes = [tuple(input_ids.shape), attention_mask if attention_mask is None else tuple(attention_mask.shape)]
         raise BatchError(f"input_ids and attention_mask must both be [batch, seq], found {shapes}")
@@ -233,12 +233,13 @@ def unpack_sequences(packed: PackedSequences, values: Tensor, *, following: bool
         tensor([[1, 2, 3, 4],
                 [5, 6, 7, 0]])
     """
-    if not isinstance(packed, PackedSequences):
-        raise BatchError(f"packed must be what pack_sequences has made, found {arguments.kind_of(packed)}: pass that")
-    arguments.require(arguments.flag("following", following))
+    require(
+        BatchError,
+        packed=(packed, instance_of("what pack_sequences has made", PackedSequences)),
+        values=(values, tensor_on()),
+        following=(following, FLAG),
+    )
     places = packed.following if following else packed.places
-    if not isinstance(values, Tensor):
-        raise BatchError(f"values must be a tensor [cp, rows, tokens], found {arguments.kind_of(values)}")
     if values.shape[:3] != places.shape:
         raise BatchError(f"values must be [cp, rows, tokens] = {tuple(places.shape)}, found {tuple(values.shape)}")
     batch, seq = packed.shape

@@ -534,14 +534,14 @@ OTHERS = {
     "same multiple_of on .*: multiple_of=16;": {"multiple_of": 16},
     "same loss on .*: loss='given'": {"loss": lambda out, rows: out.log_probs.sum()},
     "REFUSED input_ids must be 0 to 96 .* found 0 to 1095": {"input_ids": "beyond"},
-    "REFUSED input_ids must be an int64 tensor .* found list": {"input_ids": "list"},
-    "REFUSED attention_mask must be a tensor .* found list": {"attention_mask": [[1]]},
-    "REFUSED loss must be a function of outputs and rows, or None, found str": {"loss": "mean"},
-    "REFUSED micro_batch_size must be a whole number of at least 1, found 1.5": {"micro_batch_size": 1.5},
+    r"REFUSED input_ids must be an int64 tensor on cpu, found \[\[": {"input_ids": "list"},
+    r"REFUSED attention_mask must be a tensor on cpu, or None, found \[\[1\]\]": {"attention_mask": [[1]]},
+    "REFUSED loss must be a function, or None, found .mean.": {"loss": "mean"},
+    "REFUSED micro_batch_size must be a whole number of at least 1, or None, found 1.5": {"micro_batch_size": 1.5},
     "REFUSED packed must be True or False, found 'no'": {"packed": "no"},
     "REFUSED temperature must be a number .* found None": {"temperature": None},
     "REFUSED '/nowhere' must be an existing folder": {"hf": "/nowhere"},
-    "REFUSED head must be one of lm, value, classification, found 'x'": {"head": "x"},
+    "REFUSED head must be one of lm, value, classification, none, found 'x'": {"head": "x"},
     "REFUSED .*images": {"images": 5},
 }
 
@@ -594,15 +594,15 @@ def refused():
             mb.forward(models, ids[None])
         with pytest.raises(BatchError, match=r"must have the shape of input_ids, \(2, 4\), found \(3, 4\)"):
             mb.forward(models, ids, torch.ones(3, 4))
-        with pytest.raises(
-            BatchError, match=r"input_ids must be an int64 .* found torch\.float32 .* pass input_ids\.long\(\)"
-        ):
+        with pytest.raises(BatchError, match=r"input_ids must be an int64 .* found <torch\.float32 of shape"):
             mb.forward(models, ids.float())
-        with pytest.raises(BatchError, match=r"input_ids must be an int64 tensor .* found list"):
+        with pytest.raises(BatchError, match=r"input_ids must be an int64 tensor on cpu, found \[\["):
             mb.forward(models, ids.tolist())
-        with pytest.raises(BatchError, match="loss must be a function of outputs and rows, or None, found float"):
+        with pytest.raises(BatchError, match="loss must be a function, or None, found "):
             mb.forward(models, ids, loss=1.0)
-        with pytest.raises(BatchError, match="micro_batch_size must be a whole number of at least 1, found -1"):
+        with pytest.raises(
+            BatchError, match="micro_batch_size must be a whole number of at least 1, or None, found -1"
+        ):
             mb.forward(models, ids, micro_batch_size=-1)
         for temperature in (0, True, None, "1", -1.0, float("nan"), float("inf"), torch.ones(2)):
             with pytest.raises(BatchError, match="temperature must be a number of at least 1e-06, found"):

@@ -85,7 +85,7 @@ CALLS = {
     ),
     "no slots": (
         lambda models, folder: mb.plan_buckets(mb.manifest(models), num_slots=0),
-        "num_slots must be a whole number of at least 1, found num_slots=0",
+        "num_slots must be a whole number of at least 1, found 0",
     ),
     "no model": (lambda models, folder: mb.build_model(None), "HF folder or as a config of transformers, found .*None"),
     "no GPU": (lambda models, folder: mb.build_model(HF, device="cuda:9"), r"device 'cuda:9' needs a GPU"),

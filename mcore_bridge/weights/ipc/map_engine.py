@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
-from mcore_bridge.arguments import COUNT, FUNCTION, Kind, instance_of, list_of, require
+from mcore_bridge.arguments import FUNCTION, LEAST_0, Kind, instance_of, list_of, require
 from mcore_bridge.errors import TransferError
 from mcore_bridge.rules.spec import TensorSpec
 from mcore_bridge.weights.ipc.buckets import BucketPlan
@@ -20,7 +20,6 @@ from mcore_bridge.weights.plan.engine_map import EngineMap
 logger = logging.getLogger(__name__)
 
 
-_ROUNDS = Kind("0 or a positive whole number", lambda value: value == 0 or COUNT.is_good(value))
 _SPECS = list_of("a plan, or specs such as those of a manifest", TensorSpec)
 
 
@@ -68,7 +67,7 @@ def map_engine(
         load=(load, FUNCTION),
         engine=(engine, instance_of("a line of text", str)),
         kept=(kept, instance_of("an EngineMap", EngineMap).or_none()),
-        verify_every=(verify_every, _ROUNDS),
+        verify_every=(verify_every, LEAST_0),
     )
     specs = specs_of(plan) if isinstance(plan, BucketPlan) else tuple(plan)
     require(TransferError, plan=(specs, _SPECS))
