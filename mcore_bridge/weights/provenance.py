@@ -220,7 +220,7 @@ def identity(provenance: Provenance) -> Content:
     return Content(name, digest_of(json.dumps(fields, sort_keys=True, default=str)))
 
 
-def provenance_of(hf: HF, *, head: str = "lm") -> Provenance:
+def provenance_of(hf: HF, *, head: str | None = "lm") -> Provenance:
     """The provenance that follows from an HF config.
 
     If the config of a folder ties a head that differs from the embedding, the head is a tensor of its own, as in
@@ -229,6 +229,7 @@ def provenance_of(hf: HF, *, head: str = "lm") -> Provenance:
 
     Args:
         hf: a folder, a hub name in the local cache, or a ``PretrainedConfig``.
+        head: None is that of ``head_of``.
 
     Raises:
         ConfigError: when it is no config, or no architecture is registered for it.
@@ -247,11 +248,13 @@ def provenance_of(hf: HF, *, head: str = "lm") -> Provenance:
         rules,
         ignored=architecture.ignored,
         optional=architecture.optional,
-        head=head,
+        head=head or "lm",
         folder=folder,
         whole=whole,
     ).spelled_as(names)
-    if folder and head == "lm" and config.tie_word_embeddings:
+    if head is None:
+        provenance = replace(provenance, head=_head_in(provenance, names)).spelled_as(names)
+    if folder and provenance.head == "lm" and config.tie_word_embeddings:
         embeddings = [rule.hf[0] for rule in embedding_rules(provenance.rules)]
         config.tie_word_embeddings = all(is_tied(folder, names, name, provenance.lm_head) for name in embeddings)
     return replace(provenance, dialect=dialect_of(names, provenance.rules) or architecture.dialect)
@@ -265,7 +268,10 @@ def head_of(hf: HF, names: Iterable[str] = ()) -> str:
         names: the names of HF tensors, or canonical ones. Empty: those in the folder ``hf``, if it has weights.
     """
     provenance = provenance_of(hf)
-    names = tuple(names) or (names_in(provenance.folder) if provenance.folder else ())
+    return _head_in(provenance, tuple(names) or (names_in(provenance.folder) if provenance.folder else ()))
+
+
+def _head_in(provenance: Provenance, names: Collection[str]) -> str:
     heads = {name for rule in lm_head_of(provenance.rules, provenance.spelling) for name in rule.hf}
     has_head = any(name in heads or name.startswith("output_layer.") for name in plain_names(names))
     return "lm" if has_head or not names or provenance.hf.tie_word_embeddings else "none"

@@ -130,8 +130,8 @@ def mutated(name: str):
     _, mutate = MUTANTS[name]
     true = WeightMapping.__init__
 
-    def mistaken(self, rules, ignored=(), optional=()):
-        true(self, tuple(mutate(list(rules))), ignored, optional)
+    def mistaken(self, rules, *others, **options):
+        true(self, tuple(mutate(list(rules))), *others, **options)
 
     WeightMapping.__init__ = mistaken
     try:

@@ -26,7 +26,7 @@ from mcore_bridge.commands.plan.training_memory import (
 )
 from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.errors import BridgeError, MeshError
-from mcore_bridge.weights.provenance import head_of, provenance_of
+from mcore_bridge.weights.provenance import provenance_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -129,7 +129,7 @@ def suggest(
         MeshError: the given sizes do not divide the GPUs.
     """
 
-    provenance = provenance_of(folder, head=head_of(folder))
+    provenance = provenance_of(folder, head=None)
 
     def made(dims: ParallelDims) -> Blueprint:
         return blueprint_of(provenance, dims, dtype=dtype, strict_config=strict_config, vision=vision, model=model)

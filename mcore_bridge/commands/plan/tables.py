@@ -20,7 +20,7 @@ from mcore_bridge.config.mesh.parallel_dims import ParallelDims
 from mcore_bridge.config.unread import notes_on
 from mcore_bridge.weights.dtypes import dtype_name
 from mcore_bridge.weights.plan.target import EngineRank
-from mcore_bridge.weights.provenance import Provenance, head_of, provenance_of
+from mcore_bridge.weights.provenance import Provenance, provenance_of
 
 if TYPE_CHECKING:
     from mcore_bridge.factory.blueprint import Blueprint
@@ -51,7 +51,7 @@ def plan(
         BridgeError: the config, the mesh or the world size do not fit each other.
     """
     blueprint = blueprint_of(
-        provenance_of(folder, head=head_of(folder)),
+        provenance_of(folder, head=None),
         dims,
         dtype=dtype,
         num_mtp_layers=num_mtp_layers,
