@@ -207,8 +207,8 @@ def bind(
     mapping = mapping_of(first, provenance, dialect=dialect)
     ranks = {"pp": groups.pp.rank(), "tp": groups.tp.rank(), "etp": groups.expt_tp.rank()}
     axes = axes_of_config(whole_config(first), vocab=provenance.hf.vocab_size, padded_vocab=first.vocab_size)
-    require_as_built(chunks)
     tensors = held_tensors(chunks)
+    require_as_built(chunks, tensors)
     if not hasattr(first, "bridge_adapters"):
         return BoundModel(chunks, tensors, mapping, axes, ranks)
     if adapters is None and not isinstance(merged, bool):

@@ -62,23 +62,25 @@ def note_built(chunk: GPTModel) -> None:
     held.bridge_built = {name: tensor.shape for name, tensor in held_tensors([chunk]).items()}
 
 
-def require_as_built(models: Sequence[nn.Module]) -> None:
+def require_as_built(models: Sequence[nn.Module], held: Mapping[str, Tensor]) -> None:
     """Raise if models lack a tensor that they were built with, or have it in another shape.
 
     What is written would have a hole on all ranks alike, which no comparison of ranks can see.
 
+    Args:
+        held: what ``held_tensors`` says of the models.
+
     Raises:
         MappingError: naming these tensors. Models that other code has built are not checked.
     """
-    wrong = []
+    built: dict[str, Shape] = {}
     for chunk in map(unwrap, models):
-        built: Mapping[str, Shape] = getattr(chunk, "bridge_built", {})
-        held = {name: tensor.shape for name, tensor in held_tensors([chunk]).items()} if built else {}
-        wrong += [
-            f"{name} had the shape {tuple(shape)}, and " + (f"has {tuple(held[name])}" if name in held else "is gone")
-            for name, shape in built.items()
-            if held.get(name) != shape
-        ]
+        built |= getattr(chunk, "bridge_built", {})
+    wrong = [
+        f"{name} had the shape {tuple(shape)}, and " + (f"has {tuple(held[name].shape)}" if name in held else "is gone")
+        for name, shape in built.items()
+        if name not in held or held[name].shape != shape
+    ]
     if wrong:
         raise MappingError(
             f"the models must hold what they were built with, and {len(wrong)} tensors differ: {'; '.join(wrong[:8])}. "

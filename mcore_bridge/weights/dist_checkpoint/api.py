@@ -119,7 +119,7 @@ def save_checkpoint(
     with raise_on_all(world, f"{folder} was not written, and is as it was"):
         target, chunks, provenance = target_of(folder), chunks_of(models), provenance_on(models, hf, head)
         _require_ready(chunks, part, optimizer)
-        require_as_built(chunks)
+        require_as_built(chunks, held_tensors(chunks))
         require(CheckpointError, common=(common, MAPPING.or_none()))
         pickle.dumps(common)  # only one rank would fail to write it
     named = {"hf": identity(provenance), "head": head, "part": part, "optimizer": type(optimizer)}
