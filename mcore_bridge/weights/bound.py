@@ -206,7 +206,8 @@ def bind(
     groups = first.pg_collection
     mapping = mapping_of(first, provenance, dialect=dialect)
     ranks = {"pp": groups.pp.rank(), "tp": groups.tp.rank(), "etp": groups.expt_tp.rank()}
-    axes = axes_of_config(whole_config(first), vocab=provenance.hf.vocab_size, padded_vocab=first.vocab_size)
+    sizes = axes_of_config(whole_config(first), vocab=provenance.hf.vocab_size, padded_vocab=first.vocab_size)
+    axes = {**sizes, "mtp": mapping.num_mtp_layers}
     tensors = held_tensors(chunks)
     require_as_built(chunks, tensors)
     if not hasattr(first, "bridge_adapters"):
@@ -247,7 +248,6 @@ def axes_of_config(config: TransformerConfig, *, vocab: int, padded_vocab: int) 
         "padded_vocab": padded_vocab,
         "experts": config.num_moe_experts or 0,
         "gate_up": 2,
-        "mtp": held_mtp_layers(vars(config)),
         **_linear_axes(config),
         **_mamba_axes(config),
     }
