@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from os import PathLike
 from typing import NamedTuple
 
 from mcore_bridge.errors import BridgeError, shown
@@ -94,7 +93,6 @@ FLAG = instance_of("True or False", bool)
 COUNTS = Kind("a list of whole numbers", lambda value: _is_list_of(value, _is_whole))
 NAMES = list_of("a list of names", str)
 DEVICE = Kind('a torch.device, or its name such as "cpu" or "cuda:0"', _is_device)
-PATH = instance_of("a path", str, PathLike)
 FUNCTION = Kind("a function", callable)
 MAPPING = instance_of("a mapping", Mapping)
 ITERABLE = Kind("an iterable", lambda value: isinstance(value, Iterable) and not isinstance(value, str | bytes))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_bridge import arguments
-from mcore_bridge.arguments import DEVICE, PATH, require
+from mcore_bridge.arguments import DEVICE
 from mcore_bridge.config.mesh.alike import Shared, agreed, replica_groups
 from mcore_bridge.errors import CheckpointError, ConfigError
 from mcore_bridge.rules.adapters import Adapters, base_name
@@ -193,7 +193,6 @@ def load_adapters(models: Models, folder: str | os.PathLike[str], *, dtype: Dtyp
     chunks = chunks_of(models)
 
     def checked() -> tuple[tuple[BoundModel, Adapters, PeftFolder], Shared]:
-        require(CheckpointError, folder=(folder, PATH))
         made, given = adapters_of(models), open_peft_for(models, folder)
         if given.rank != made.rank:
             raise CheckpointError(
