@@ -76,7 +76,8 @@ def join(sizes: dict[str, int], device: str) -> None:
     """The processes of torchrun as the mesh of a case, in megatron-core's default order."""
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes["tp"],
         pipeline_model_parallel_size=sizes["pp"],

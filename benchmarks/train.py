@@ -42,6 +42,7 @@ def main() -> None:
     sys.path.append(str(arguments.site / "megatron_bridge"))
     for case in arguments.cases:
         measure(case, arguments)
+    dist.destroy_process_group()
 
 
 def measure(case: str, arguments: Namespace) -> None:
@@ -49,8 +50,7 @@ def measure(case: str, arguments: Namespace) -> None:
     from megatron.core import parallel_state
 
     name, layers, sizes = parsed(case)
-    if not dist.is_initialized():
-        join(sizes, "cuda")
+    join(sizes, "cuda")
     overrides = {key: json.loads(value) for key, _, value in (each.partition("=") for each in arguments.ours)}
     with tempfile.TemporaryDirectory() as folder:
         config_of(name, layers).save_pretrained(folder)
@@ -70,7 +70,6 @@ def measure(case: str, arguments: Namespace) -> None:
                 del model
                 free()
     parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 def _ours(folder: str, sizes: dict[str, int], overrides: dict[str, Any]) -> Any:
