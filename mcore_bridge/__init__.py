@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mcore_bridge.weights.adapters import iter_hf_adapters as iter_hf_adapters
     from mcore_bridge.weights.adapters import load_adapters as load_adapters
     from mcore_bridge.weights.adapters import save_hf_adapters as save_hf_adapters
+    from mcore_bridge.weights.bound import adopt as adopt
     from mcore_bridge.weights.dist_checkpoint.api import CheckpointReport as CheckpointReport
     from mcore_bridge.weights.dist_checkpoint.api import load_checkpoint as load_checkpoint
     from mcore_bridge.weights.dist_checkpoint.api import save_checkpoint as save_checkpoint
@@ -59,6 +60,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "ParallelDims": "config.mesh.parallel_dims",
     "build_model": "factory.build",
+    "adopt": "weights.bound",
     "load_hf_weights": "weights.load",
     "iter_hf_weights": "weights.export",
     "to_hf_state_dict": "weights.export",

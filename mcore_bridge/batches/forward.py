@@ -105,7 +105,7 @@ def forward(
             ``"frozen"``.
         loss: called with each microbatch on the ranks of the last pipeline stage. If it raises, the error is raised
             after all microbatches are done; the caller must then zero the gradients. None: no backward follows.
-        hf, head: only for models that ``build_model`` did not make: their HF config or folder, and their head.
+        hf, head: deprecated; call ``adopt`` once for models that ``build_model`` did not make.
         micro_batch_size: rows of a microbatch. None: all rows; with pipeline stages, one.
         temperature: logits are divided by it. It is above 0.
         packed: True: sequences share a row, without padding. False: each has a row of its own, for models that cannot

@@ -41,7 +41,7 @@ def local_params(
         refit_info: NeMo-RL's description, with the names to transfer. All routed experts of a layer have one name,
             without a number, and a leading dim.
         spec, context: NeMo-RL's ``LocalParamSpec`` and ``RefitCtx``.
-        hf: for models that ``build_model`` did not make: their HF config or folder.
+        hf: deprecated; call ``adopt`` once for models that ``build_model`` did not make.
         merged: whether the adapters of models that have some are merged when a part is sent, as for
             ``iter_hf_weights``.
 

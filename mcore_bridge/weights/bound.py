@@ -156,8 +156,40 @@ def chunks_of(models: Models) -> tuple[GPTModel, ...]:
     return chunks
 
 
+def adopt(models: Models, hf: HF, *, head: str = "lm") -> None:
+    """Tell models that ``build_model`` did not make which HF model they are, once, for all functions of this library.
+
+    Nothing is communicated and no weight changes. Ranks are compared by the first function that communicates.
+
+    Args:
+        models: this rank's chunks, one per virtual pipeline stage, wrapped or not.
+        hf: their HF config or folder, or a hub name in the local cache. A folder also says how it names tensors.
+        head: ``"lm"``, ``"value"``, ``"classification"`` or ``"none"``.
+
+    Raises:
+        ConfigError: ``hf`` is no config, no architecture is registered for it, or there is no such head.
+        MappingError: ``models`` are no ``GPTModel``; or a ``HybridModel`` has other layers than ``hf`` says.
+
+    Example:
+        >>> mb.adopt(models, "path/of/Qwen3-8B")          # built by a trainer of one's own
+        >>> state = mb.to_hf_state_dict(models)
+    """
+    chunks = chunks_of(models)
+    provenance = _described(chunks, hf, head)
+    for chunk in chunks:
+        chunk.bridge = provenance
+
+
+def _described(chunks: tuple[GPTModel, ...], hf: HF, head: str) -> Provenance:
+    """The provenance by ``hf``. Overrides and the tower of ``build_model`` count, too."""
+    check_head(head)
+    given, kept = provenance_of(hf, head=head), getattr(chunks[0], "bridge", None)
+    learn_layers(chunks, given)
+    return given if kept is None else given.with_overridden(kept.overridden).seeing(kept.vision, kept.tower)
+
+
 def provenance_on(models: Models, hf: HF | None = None, head: str = "lm") -> Provenance:
-    """The provenance of models: from ``hf`` and ``head``, or as ``build_model`` has left it on them.
+    """The provenance of models: from ``hf`` and ``head``, or as ``build_model`` or ``adopt`` has left it on them.
 
     Overrides of ``build_model`` count in both cases. A ``HybridModel`` that another trainer has built learns here which
     of its layers are halves of one layer.
@@ -168,13 +200,13 @@ def provenance_on(models: Models, hf: HF | None = None, head: str = "lm") -> Pro
     """
     check_head(head)
     chunks = chunks_of(models)
-    kept: Provenance | None = getattr(chunks[0], "bridge", None)
     if hf is not None:
-        given = provenance_of(hf, head=head)
-        learn_layers(chunks, given)
-        return given if kept is None else given.with_overridden(kept.overridden).seeing(kept.vision, kept.tower)
+        return _described(chunks, hf, head)
+    kept: Provenance | None = getattr(chunks[0], "bridge", None)
     if kept is None:
-        raise MappingError("these models were not made by build_model: pass hf= with their HF config or folder")
+        raise MappingError(
+            "these models were not made by build_model: call adopt(models, hf) with their HF config or folder first"
+        )
     return kept
 
 

@@ -46,7 +46,7 @@ def iter_hf_weights(
 
     Args:
         models: this rank's chunks, wrapped or not; parameters may be on CPU while the group is NCCL.
-        hf, head: for models that ``build_model`` did not make: their HF config or folder, and their head.
+        hf, head: deprecated; call ``adopt`` once for models that ``build_model`` did not make.
         dtype: cast tensors to this; by default each tensor keeps its own dtype.
         device: where tensors are yielded; by default where the group communicates.
         dialect: "split" gives each routed expert a tensor of its own, "fused" gives all experts of a layer one tensor.

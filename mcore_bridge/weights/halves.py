@@ -56,7 +56,7 @@ def learn_layers(chunks: Iterable[GPTModel], provenance: Provenance) -> None:
         if {*mtp} - {within}:
             raise MappingError(
                 f"the HybridModel must have MTP layers of {within!r}, as the HF config says, found {'/'.join(mtp)!r}: "
-                "pass the hf= that it was built for"
+                "pass the config that it was built for"
             )
 
 
@@ -71,8 +71,8 @@ def whole_config(chunk: GPTModel) -> TransformerConfig:
     known: TransformerConfig | None = getattr(chunk, "bridge_whole", None)
     if known is None:
         raise MappingError(
-            "this HybridModel was not made by build_model, and its layers are halves of those of HF: pass hf= with its "
-            "HF config or folder"
+            "this HybridModel was not made by build_model, and its layers are halves of HF's layers: call "
+            "adopt(models, hf) with its HF config or folder first"
         )
     return known
 

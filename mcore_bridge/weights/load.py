@@ -70,7 +70,7 @@ def load_hf_weights(
             names to tensors, or an iterable of pairs. Every rank needs a source, as nothing communicates. Folders and
             mappings are checked before the first write. Weights may be encoded (docs/guide/quantized.md): each slice is
             decoded on the device of its parameter, into its dtype. In an iterable, codes wait for their scales.
-        hf, head: for models that ``build_model`` did not make: their HF config or folder, and their head.
+        hf, head: deprecated; call ``adopt`` once for models that ``build_model`` did not make.
         dtype: cast tensors to this first, where a parameter cannot hold every value of its source. By default such a
             parameter is an error.
         dialect: how the source holds routed experts: "split" or "fused". By default the names of a folder or mapping

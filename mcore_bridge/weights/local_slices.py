@@ -65,7 +65,7 @@ def iter_hf_pieces(
 
     Args:
         models: this rank's chunks, wrapped or not.
-        hf, head: for models that ``build_model`` did not make: their HF config or folder, and their head.
+        hf, head: deprecated; call ``adopt`` once for models that ``build_model`` did not make.
         dialect: how HF names the experts, as for ``iter_hf_weights``.
         merged: whether the adapters of models that have some are merged, as for ``iter_hf_weights``.
 

@@ -69,7 +69,7 @@ def save_hf_checkpoint(
     Args:
         models: this rank's chunks, wrapped or not.
         folder: made if it is not there.
-        hf, head: for models that ``build_model`` did not make: their HF config or folder, and their head.
+        hf, head: deprecated; call ``adopt`` once for models that ``build_model`` did not make.
         dtype: cast tensors to this; by default each is written in its own dtype.
         dialect: the dialect of the experts, as for ``iter_hf_weights``.
         keep: whether a config and a tokenizer in ``folder`` stay, such as those that a trainer has changed. In such a

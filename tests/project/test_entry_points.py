@@ -408,6 +408,7 @@ TABLE: dict[str, dict[str, Cell] | str] = {
     ),
     "load_checkpoint": not_a_writer(lambda place, path: mb.load_checkpoint(place.models(), path)),
     "mapping": not_a_writer(lambda place, path: mb.mapping(path)),
+    "adopt": not_a_writer(lambda place, path: mb.adopt(place.models(), path)),
     "to_transformer_config": not_a_writer(lambda place, path: mb.to_transformer_config(path)),
     "to_gpt_arguments": not_a_writer(lambda place, path: mb.to_gpt_arguments(path)),
     "to_layer_spec": not_a_writer(lambda place, path: mb.to_layer_spec(path)),

@@ -142,6 +142,7 @@ def good(models, folder, source):
     plan = mb.plan_buckets(mb.manifest(models), num_slots=2)
     return {
         "build_model": {"hf": HF, "device": "cpu", "load_weights": False},
+        "adopt": {"models": models, "hf": HF},
         "load_hf_weights": {"models": models, "source": source},
         "save_hf_checkpoint": {"models": models, "folder": folder / "saved"},
         "save_checkpoint": {"models": models, "folder": folder / "dist"},

@@ -20,6 +20,7 @@ OWN = "each rank has its own"
 AS_RECEIVED = "a rank gets whole tensors, or what it asks for, and casts or moves them by itself"
 ALONE = "a load communicates with nobody: a rank may load alone, and from tensors of its own stage"
 NOTHING = "nothing communicates"
+NEXT = "nothing communicates, and the next function that does so compares what each rank's models are"
 LATER = "the next forward compares whether adapters are on"
 _EXPORT = {
     "models": OWN,
@@ -61,6 +62,7 @@ TABLE: dict[str, dict[str, str]] = {
     "iter_hf_adapters": {name: _EXPORT[name] for name in ("models", "dtype", "device", "bucket_bytes", "target")},
     "save_hf_adapters": {"models": OWN, **dict.fromkeys(("folder", "dtype", "slot_bytes"), COMPARED)},
     "without_adapters": {"models": LATER},
+    "adopt": dict.fromkeys(("models", "hf", "head"), NEXT),
     "load_hf_weights": dict.fromkeys(
         ("models", "source", "hf", "head", "dtype", "dialect", "strict", "slot_bytes"), ALONE
     ),

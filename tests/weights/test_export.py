@@ -559,15 +559,16 @@ def export_elsewhere_built():
     spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
     model = GPTModel(config, spec, **mb.to_gpt_arguments(hf, dims=dims))
     state = random_state(hf)
-    with pytest.raises(LookupError, match="pass hf="):
+    with pytest.raises(LookupError, match=r"call adopt\(models, hf\)"):
         mb.load_hf_weights([model], state)
-    mb.load_hf_weights([model], state, hf=hf)
-    assert_exact(mb.to_hf_state_dict([model], hf=hf), state)
+    mb.adopt(model, hf)
+    mb.load_hf_weights([model], state)
+    assert_exact(mb.to_hf_state_dict([model]), state)
     for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
         for parameter in model.parameters():
             if hasattr(parameter, attribute):
                 delattr(parameter, attribute)
-    assert_exact(mb.to_hf_state_dict([model], hf=hf), state)
+    assert_exact(mb.to_hf_state_dict([model]), state)
 
 
 def test_models_that_somebody_else_built_and_without_mcores_attributes():

@@ -244,12 +244,13 @@ def go_elsewhere(folders, out):
         dims, folder = ParallelDims(**sizes), folders[name]
         with stepping.mesh(dims):
             model = built_elsewhere(read_hf(folder), dims, pattern=pattern, overrides=with_mtp(folder))
-            report = mb.load_hf_weights([model], folder, hf=folder)
+            mb.adopt(model, folder)
+            report = mb.load_hf_weights([model], folder)
             assert (report.missing, report.unexpected) == ((), ())
-            exported = mb.to_hf_state_dict(model, hf=folder)
-            said = [mb.forward(model, tiny.tokens(2), hf=folder).log_probs] if name == "qwen3" else []
-            mb.save_hf_checkpoint(model, f"{out}/{name}", hf=folder)
-            mb.save_checkpoint(model, f"{out}/{name}-dist", hf=folder)
+            exported = mb.to_hf_state_dict(model)
+            said = [mb.forward(model, tiny.tokens(2)).log_probs] if name == "qwen3" else []
+            mb.save_hf_checkpoint(model, f"{out}/{name}")
+            mb.save_checkpoint(model, f"{out}/{name}-dist")
             build = {"dims": dims, "dtype": torch.float32, "device": "cpu", "overrides": with_mtp(folder)}
             ours = mb.build_model(folder, **build, load_weights=False)
             mb.load_checkpoint(ours, f"{out}/{name}-dist")
@@ -259,8 +260,8 @@ def go_elsewhere(folders, out):
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.zero_()
-            mb.load_checkpoint(model, f"{out}/{name}-gpt", hf=folder)
-            back = mb.to_hf_state_dict(model, hf=folder)
+            mb.load_checkpoint(model, f"{out}/{name}-gpt")
+            back = mb.to_hf_state_dict(model)
         if said and not torch.equal(*said):
             wrong.append(f"{name}: log-probs")
         expected = read(folder)
@@ -283,7 +284,7 @@ def test_layers_of_another_model_are_refused():
     with rank_of(ParallelDims(), 0, 1):
         model = built_elsewhere(hf, ParallelDims(), device="meta")
         for ask in (held_tensors, bind):
-            with pytest.raises(MappingError, match=r"not made by build_model.*pass hf="):
+            with pytest.raises(MappingError, match=r"not made by build_model.*call adopt"):
                 ask([model])
         with pytest.raises(MappingError, match=r"must have the layers '\*E\*-\*E\*E', as the HF config says, found"):
             bind(model, provenance_on(model, zoo.cases()["qwen3_moe"].hf))

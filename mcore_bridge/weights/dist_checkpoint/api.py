@@ -100,7 +100,7 @@ def save_checkpoint(
         optimizer: megatron-core's optimizer, to write its state as well, so that any mesh can continue from it.
         common: what else a trainer needs to continue (iteration, scheduler), the same on every rank and fit to be
             pickled. Its ``iteration`` is also written where Megatron-LM looks for it.
-        hf, head: for models that ``build_model`` did not make: their HF config or folder, and their head.
+        hf, head: deprecated; call ``adopt`` once for models that ``build_model`` did not make.
         part: of models with adapters, "base" or "adapters" writes these tensors alone.
 
     Raises:
@@ -180,7 +180,7 @@ def load_checkpoint(
         models: this rank's chunks, wrapped or not.
         folder: the checkpoint; or a folder with ``latest_checkpointed_iteration.txt``, or with a ``dist_ckpt``.
         optimizer: megatron-core's optimizer, to read its state as well.
-        hf, head: for models that ``build_model`` did not make: their HF config or folder, and their head.
+        hf, head: deprecated; call ``adopt`` once for models that ``build_model`` did not make.
         dtype: cast tensors to this first, where a parameter cannot hold all values of the folder. By default such a
             parameter is an error.
         strict: whether missing and unexpected tensors of the model raise; otherwise they are reported.
